@@ -1,8 +1,7 @@
-"""Who acts, if not the loop: a program of the user's, as it is, that asks the model over OpenAI's protocol.
+"""Agent programs of users, which run unmodified and ask the model over OpenAI's protocol.
 
-`task.agent` names a command, or a function as `FILE.py:NAME`. Each attempt has an address and a key of its
-own (`Face`); what goes through it is recorded as exact ids, and the program's answer is judged by the task
-(`AgentTask`).
+`task.agent` names a command, or a function as `FILE.py:NAME`. Each attempt has a separate address and key
+(`Face`). Its calls are recorded as exact ids, and the task judges the program's answer (`AgentTask`).
 Not here: how calls become the turns of a rollout (`environments.recording`).
 """
 
@@ -16,7 +15,7 @@ if TYPE_CHECKING:
     from strop.agents.face import Face
     from strop.agents.task import AgentTask
 else:
-    # The process of an attempt that calls a function of the user's has a use for neither.
+    # The process that calls a user's function (`calling`) needs neither.
     __getattr__ = bring_when_asked(__name__, {"strop.agents.face": "Face", "strop.agents.task": "AgentTask"})
 
 __all__ = ["AgentTask", "Face"]

@@ -1,6 +1,6 @@
-"""The process in which a user's function acts: `python -m strop.agents.calling`, with its problem as input.
+"""The process that calls a user's function: `python -m strop.agents.calling`, with the problem as input.
 
-Standard output is the answer alone: what the function prints goes to standard error.
+Standard output has the answer only: the function's own output goes to standard error.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from strop.user_code import CodeRef, load_code
 
 
 def main() -> None:
-    """Call the function with what it names, and write what it returns."""
+    """Call the function with the parameters that it names, and write its answer."""
     order = json.load(sys.stdin)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     function = load_code(CodeRef(place=order["place"], name=order["name"]))
-    given: dict[str, Any] = {
+    available: dict[str, Any] = {
         **order["fields"],
         "prompt": order["prompt"],
         "messages": order["messages"],
@@ -31,9 +31,9 @@ def main() -> None:
         "model": os.environ["OPENAI_MODEL"],
     }
     parameters = inspect.signature(function).parameters
-    takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
-    taken = {name: value for name, value in given.items() if takes_all or name in parameters}
-    answer = await_if_needed(function(**taken))
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    arguments = {name: value for name, value in available.items() if takes_all or name in parameters}
+    answer = await_if_needed(function(**arguments))
     answers.write("" if answer is None else str(answer))
     answers.close()
 

@@ -8,20 +8,20 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from strop.agents.dialect import Asked, list_logprobs, read_limit, require_fine
+from strop.agents.dialect import ModelRequest, list_logprobs, read_limit, require_allowed
 from strop.environments.recording import Call
 from strop.rollout import FinishReason, Message
 from strop.tokenizer import Tokenizer
 
 MAX_CHOICES = 128
-"""As OpenAI's own."""
-_FINE: dict[str, tuple[Any, ...]] = {
+"""OpenAI's limit."""
+_ALLOWED: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "response_format": (None, {"type": "text"}),
     "tool_choice": (None, "auto", "none"),
     "top_logprobs": (None, 0),
 }
-"""Values of what would sample other replies than the policy's, or ask for tokens that were not sampled."""
+"""Other values would change the policy's distribution, or ask for tokens that were not sampled."""
 _MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
 _numbers = itertools.count()
 
@@ -32,7 +32,7 @@ class Chat:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
-    def read(self, body: Any) -> Asked:
+    def read(self, body: Any) -> ModelRequest:
         """Read a request. Raises: Refused; LookupError, TypeError, ValueError, AttributeError, DataError."""
         messages = tuple(map(_read_message, body["messages"]))
         if not messages:
@@ -44,10 +44,10 @@ class Chat:
         num_choices = read_limit(body, "n") or 1
         if num_choices > MAX_CHOICES:
             raise ValueError(f"n is {num_choices}; allowed: 1 to {MAX_CHOICES}")
-        require_fine(body, _FINE)
+        require_allowed(body, _ALLOWED)
         if body.get("tool_choice") == "none":
             tools = ()
-        return Asked(
+        return ModelRequest(
             body=body,
             messages=messages,
             tools=tuple(json.dumps(tool, ensure_ascii=False) for tool in tools),
@@ -55,36 +55,36 @@ class Chat:
             num_choices=num_choices,
         )
 
-    def answer(self, asked: Asked, calls: Sequence[Call]) -> dict[str, Any]:
+    def answer(self, request: ModelRequest, calls: Sequence[Call]) -> dict[str, Any]:
         """Return a `chat.completion`."""
         choices: list[dict[str, Any]] = [
             {
                 "index": index,
                 "message": _to_message(call),
                 "finish_reason": _finish_of(call),
-                "logprobs": self._to_logprobs(call) if asked.body.get("logprobs") else None,
+                "logprobs": self._to_logprobs(call) if request.body.get("logprobs") else None,
             }
             for index, call in enumerate(calls)
         ]
-        answer = _head(asked, "chat.completion") | {"choices": choices, "usage": _usage_of(calls)}
-        if asked.body.get("return_token_ids"):
+        answer = _head(request, "chat.completion") | {"choices": choices, "usage": _usage_of(calls)}
+        if request.body.get("return_token_ids"):
             answer["prompt_token_ids"] = calls[0].prompt_ids.tolist()
             for choice, call in zip(choices, calls, strict=True):
                 choice["token_ids"] = call.reply.token_ids.tolist()
         return answer
 
-    def stream(self, asked: Asked, calls: Sequence[Call]) -> str:
-        """Return `chat.completion.chunk`s, one choice behind the other."""
-        head = _head(asked, "chat.completion.chunk")
+    def stream(self, request: ModelRequest, calls: Sequence[Call]) -> str:
+        """Return `chat.completion.chunk`s, one choice after the other."""
+        head = _head(request, "chat.completion.chunk")
         choices: list[dict[str, Any]] = []
         for index, call in enumerate(calls):
             deltas = [{"index": index, "delta": delta} for delta in _to_deltas(_to_message(call))]
-            choices += [{**one, "finish_reason": None, "logprobs": None} for one in deltas]
-            if asked.body.get("logprobs"):
+            choices += [{**delta, "finish_reason": None, "logprobs": None} for delta in deltas]
+            if request.body.get("logprobs"):
                 choices[-1]["logprobs"] = self._to_logprobs(call)
             choices.append({"index": index, "delta": {}, "finish_reason": _finish_of(call), "logprobs": None})
         chunks: list[dict[str, Any]] = [{**head, "choices": [choice]} for choice in choices]
-        if (asked.body.get("stream_options") or {}).get("include_usage"):
+        if (request.body.get("stream_options") or {}).get("include_usage"):
             chunks.append({**head, "choices": [], "usage": _usage_of(calls)})
         lines = [json.dumps(chunk, ensure_ascii=False) for chunk in chunks] + ["[DONE]"]
         return "".join(f"data: {line}\n\n" for line in lines)
@@ -93,40 +93,40 @@ class Chat:
         return {"content": list_logprobs(self._tokenizer, call), "refusal": None}
 
 
-def _read_message(one: Mapping[str, Any]) -> Message:
-    """Read what is known of a message, by the roles that models know."""
-    known = {key: one[key] for key in _MESSAGE_KEYS if one.get(key) is not None}
-    role = "system" if one["role"] == "developer" else one["role"]
-    return Message.from_json({**known, "role": role})
+def _read_message(message: Mapping[str, Any]) -> Message:
+    """Read a message: the known fields, and `developer` as the role `system`, which models know."""
+    fields = {key: message[key] for key in _MESSAGE_KEYS if message.get(key) is not None}
+    role = "system" if message["role"] == "developer" else message["role"]
+    return Message.from_json({**fields, "role": role})
 
 
 def _to_message(call: Call) -> dict[str, Any]:
     spoken = call.spoken
     content = spoken.content if spoken.content or not spoken.calls else None
-    found: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if spoken.reasoning is not None:
-        found["reasoning_content"] = spoken.reasoning
+        message["reasoning_content"] = spoken.reasoning
     if spoken.calls:
-        found["tool_calls"] = [
+        message["tool_calls"] = [
             {
-                "id": one.call_id,
+                "id": tool_call.call_id,
                 "type": "function",
-                "function": {"name": one.name, "arguments": one.arguments},
+                "function": {"name": tool_call.name, "arguments": tool_call.arguments},
             }
-            for one in spoken.calls
+            for tool_call in spoken.calls
         ]
-    return found
+    return message
 
 
 def _to_deltas(message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a message in pieces: role, thinking, content, and each call in two."""
+    """Return a message in pieces: role, reasoning, content, and each tool call in two."""
     deltas: list[dict[str, Any]] = [{"role": "assistant", "content": ""}]
     deltas += [{key: message[key]} for key in ("reasoning_content", "content") if message.get(key)]
-    for index, one in enumerate(message.get("tool_calls", ())):
-        function = one["function"]
-        begun = {**one, "index": index, "function": {"name": function["name"], "arguments": ""}}
-        goes_on = {"index": index, "function": {"arguments": function["arguments"]}}
-        deltas += [{"tool_calls": [begun]}, {"tool_calls": [goes_on]}]
+    for index, tool_call in enumerate(message.get("tool_calls", ())):
+        function = tool_call["function"]
+        first = {**tool_call, "index": index, "function": {"name": function["name"], "arguments": ""}}
+        second = {"index": index, "function": {"arguments": function["arguments"]}}
+        deltas += [{"tool_calls": [first]}, {"tool_calls": [second]}]
     return deltas
 
 
@@ -137,18 +137,18 @@ def _finish_of(call: Call) -> str:
 
 
 def _usage_of(calls: Sequence[Call]) -> dict[str, int]:
-    num_prompt, num_said = len(calls[0].prompt_ids), sum(len(call.reply.token_ids) for call in calls)
+    num_prompt, num_replies = len(calls[0].prompt_ids), sum(len(call.reply.token_ids) for call in calls)
     return {
         "prompt_tokens": num_prompt,
-        "completion_tokens": num_said,
-        "total_tokens": num_prompt + num_said,
+        "completion_tokens": num_replies,
+        "total_tokens": num_prompt + num_replies,
     }
 
 
-def _head(asked: Asked, kind: str) -> dict[str, Any]:
+def _head(request: ModelRequest, kind: str) -> dict[str, Any]:
     return {
         "id": f"chatcmpl-{next(_numbers):08d}",
         "object": kind,
         "created": int(time.time()),
-        "model": str(asked.body.get("model", "policy")),
+        "model": str(request.body.get("model", "policy")),
     }

@@ -1,4 +1,4 @@
-"""What the dialects of the face have in common: a request that was read, and one that is refused."""
+"""The common parts of the face's dialects: parsed requests, refusals, token limits and log-probabilities."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from strop.tokenizer import Tokenizer
 
 
 class Refused(Exception):
-    """Raised with the status and the code of an answer that is an error."""
+    """A request is refused with a status and an error code."""
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -22,53 +22,51 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Asked:
-    """What a program asks for."""
+class ModelRequest:
+    """A program's request to the model."""
 
     body: Mapping[str, Any]
-    """As it came; answers repeat some of it."""
+    """The request's JSON; answers repeat some of its fields."""
     messages: tuple[Message, ...]
     tools: tuple[str, ...]
-    """Functions in the form of OpenAI's chat API, as JSON; none where none may be called."""
+    """Functions in the form of OpenAI's chat API, as JSON; none if the reply may call none."""
     max_tokens: int | None
     num_choices: int = 1
     token_ids: IntArray | None = None
-    """The whole prompt, where the program renders it by itself; there are no messages then."""
+    """The whole prompt, if the program renders it; there are no messages then."""
 
     @property
     def is_one_call(self) -> bool:
-        """Whether a reply may ask for one tool at a time."""
+        """Whether a reply may call only one tool."""
         return self.body.get("parallel_tool_calls") is False
 
 
 class Dialect(Protocol):
-    """How programs ask at one path, and how they are answered; one object for each rollout."""
+    """The form of requests and answers at one path. Each rollout has its own object."""
 
-    def read(self, body: Any) -> Asked:
-        """Read a request's JSON. Raises: Refused; what a value of another type raises."""
+    def read(self, body: Any) -> ModelRequest:
+        """Read a request's JSON. Raises: Refused; any error that a value of a wrong type raises."""
         ...
 
-    def answer(self, asked: Asked, calls: Sequence[Call]) -> dict[str, Any]:
-        """Return the answer to a request without a stream; a call for each choice."""
+    def answer(self, request: ModelRequest, calls: Sequence[Call]) -> dict[str, Any]:
+        """Return the answer to a request; there is one call for each choice."""
         ...
 
-    def stream(self, asked: Asked, calls: Sequence[Call]) -> str:
-        """Return the same as events, in the form of the server-sent ones."""
+    def stream(self, request: ModelRequest, calls: Sequence[Call]) -> str:
+        """Return the answer as server-sent events."""
         ...
 
 
-def require_fine(body: Mapping[str, Any], fine: Mapping[str, tuple[Any, ...]]) -> None:
-    """Refuse values of a request that are not among those that are fine. Raises: Refused."""
-    for name, values in fine.items():
+def require_allowed(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
+    """Refuse fields of a request whose values are not allowed. Raises: Refused."""
+    for name, values in allowed.items():
         if body.get(name) not in values:
-            allowed = " or ".join(json.dumps(one) for one in values if one is not None)
-            raise Refused(
-                400, f"{name}={json.dumps(body[name]):.80}; allowed: {allowed}", "unsupported_value"
-            )
+            listed = " or ".join(json.dumps(value) for value in values if value is not None)
+            raise Refused(400, f"{name}={json.dumps(body[name]):.80}; allowed: {listed}", "unsupported_value")
 
 
 def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of a request's limits of tokens. Raises: ValueError."""
+    """Return the first field of `names` that a request sets, an integer from 1 on. Raises: ValueError."""
     name = next((name for name in names if body.get(name) is not None), None)
     if name is None:
         return None
@@ -79,7 +77,7 @@ def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def list_logprobs(tokenizer: Tokenizer, call: Call) -> list[dict[str, Any]]:
-    """Return the log-probability of each token that was sampled, with the token as text."""
+    """Return the log-probability and the text of each sampled token."""
     assert call.reply.logprobs is not None
     ids = call.reply.token_ids.tolist()
     texts = [tokenizer.decode([token_id], with_special=True) for token_id in ids]

@@ -2,9 +2,8 @@
 
 `POST chat/completions` (`chat`) and `POST responses` (`responses`), plain and as a stream (the reply is
 sampled whole, then sent), with tools and log-probabilities; `POST /r/ID/inference/v1/generate` (`generate`)
-for ids; `GET models`. The run's sampling is used whatever
-a program asks for: other tokens would not be the policy's. What would change the support of the distribution
-is refused.
+for ids; `GET models`. The run's sampling is used whatever a program asks for: other tokens would not be the
+policy's. Requests that would change the support of the distribution are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from strop.agents.chat import Chat
-from strop.agents.dialect import Asked, Dialect, Refused
+from strop.agents.dialect import Dialect, ModelRequest, Refused
 from strop.agents.generate import Generate
 from strop.agents.responses import Responses
 from strop.engine.server import LOOPBACK, listen
@@ -39,18 +38,18 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Open:
-    """A rollout whose program may ask."""
+    """An open rollout, whose program may send requests."""
 
     key: str
     recorder: Recorder
     dialects: Mapping[str, Dialect]
-    """By path."""
+    """Dialects by path."""
     answers: dict[bytes, asyncio.Future[list[Call]]] = field(default_factory=dict)
-    """By a hash of path and body: the newest calls of these very bytes, for a library that sends it again."""
+    """The newest calls by a hash of path and body, for a library that repeats a request."""
 
 
 class Face:
-    """Serves all rollouts of a process. Leaving `serving` ends it."""
+    """Serves all rollouts of a process, within `serving`."""
 
     def __init__(self) -> None:
         self._open: dict[str, _Open] = {}
@@ -64,10 +63,10 @@ class Face:
         import uvicorn
 
         class Server(uvicorn.Server):
-            """Leaves signals to the process that it is a part of."""
+            """A server that leaves signals to its process."""
 
             def capture_signals(self) -> Any:
-                """Capture none."""
+                """Capture no signals."""
                 from contextlib import nullcontext
 
                 return nullcontext()
@@ -80,7 +79,7 @@ class Face:
         server = Server(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         try:
-            # It listens already: who asks before the server has begun waits for a moment.
+            # The socket listens already: requests that come before the server runs wait for a moment.
             yield self
         finally:
             server.should_exit = server.force_exit = True
@@ -89,7 +88,7 @@ class Face:
 
     @asynccontextmanager
     async def open(self, recorder: Recorder) -> AsyncIterator[tuple[str, str]]:
-        """Let a program ask through a recorder; yield the base URL and the key for it."""
+        """Serve a program's requests by a recorder for the block; yield their base URL and key."""
         name, key = secrets.token_hex(8), secrets.token_hex(16)
         tokenizer = recorder.tokenizer
         dialects: dict[str, Dialect] = {
@@ -110,7 +109,7 @@ class Face:
             return
         try:
             rollout = self._authorize(scope)
-            # vLLM's `/inference/v1/generate` stands beside `/v1`, not below it.
+            # vLLM's `/inference/v1/generate` is beside `/v1`, not below it.
             path = scope["path"].split("/v1/", 1)[-1]
             if scope["method"] == "GET" and path == "models":
                 model = {**_MODEL, "max_model_len": rollout.recorder.max_positions}
@@ -136,8 +135,8 @@ class Face:
         rollout = self._open.get(name)
         if rollout is None:
             raise Refused(404, "there is no such rollout", "not_found")
-        given = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
-        if not hmac.compare_digest(given, rollout.key.encode()):
+        key = dict(scope["headers"]).get(b"authorization", b"").removeprefix(b"Bearer ")
+        if not hmac.compare_digest(key, rollout.key.encode()):
             raise Refused(401, "the key is not this rollout's", "invalid_api_key")
         return rollout
 
@@ -175,56 +174,53 @@ async def lease_face() -> AsyncIterator[Face]:
 async def _complete(
     rollout: _Open, dialect: Dialect, scope: Mapping[str, Any], receive: Receive, send: Send
 ) -> None:
-    """Answer a request. A library that sends the same bytes again, and says so, gets the same replies.
-
-    Raises: Refused.
-    """
+    """Answer a request. A retry that a library declares as one gets the same replies. Raises: Refused."""
     body = await _read_body(receive)
     try:
-        asked = dialect.read(json.loads(body))
+        request = dialect.read(json.loads(body))
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, DataError) as error:
         raise Refused(400, f"this request cannot be read: {error}", "bad_request") from error
     digest = hashlib.blake2b(scope["path"].encode() + b"\n" + body).digest()
-    known = rollout.answers.get(digest)
-    is_again = dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
-    if known is None or not is_again:
-        known = asyncio.ensure_future(_ask(rollout, asked))
-        rollout.answers[digest] = known
-    gone: asyncio.Future[Any] = asyncio.ensure_future(_wait_for_end(receive))
+    asking = rollout.answers.get(digest)
+    is_retry = dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
+    if asking is None or not is_retry:
+        asking = asyncio.ensure_future(_ask(rollout, request))
+        rollout.answers[digest] = asking
+    gone: asyncio.Future[Any] = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        both: list[asyncio.Future[Any]] = [known, gone]
+        both: list[asyncio.Future[Any]] = [asking, gone]
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not known.done():
-            # The client is gone; a retry of it may still want the reply.
-            known.add_done_callback(_mark_undelivered)
+        if not asking.done():
+            # The client is gone, but may retry and still want the reply.
+            asking.add_done_callback(_mark_undelivered)
             return
-        calls = known.result()
+        calls = asking.result()
         for call in calls:
             call.is_delivered = True
-        if asked.body.get("stream"):
-            await _send(send, 200, b"text/event-stream", dialect.stream(asked, calls).encode())
+        if request.body.get("stream"):
+            await _send(send, 200, b"text/event-stream", dialect.stream(request, calls).encode())
         else:
-            await _send_json(send, 200, dialect.answer(asked, calls))
+            await _send_json(send, 200, dialect.answer(request, calls))
     finally:
         gone.cancel()
 
 
-def _mark_undelivered(found: asyncio.Future[list[Call]]) -> None:
-    if not found.cancelled() and found.exception() is None:
-        for call in found.result():
+def _mark_undelivered(asking: asyncio.Future[list[Call]]) -> None:
+    if not asking.cancelled() and asking.exception() is None:
+        for call in asking.result():
             call.is_delivered = False
 
 
-async def _ask(rollout: _Open, asked: Asked) -> list[Call]:
-    """Have a reply sampled for each choice. Raises: Refused."""
+async def _ask(rollout: _Open, request: ModelRequest) -> list[Call]:
+    """Sample a reply for each choice. Raises: Refused."""
     if rollout.recorder.is_sealed:
         raise Refused(410, "this rollout is over", "gone")
     recorder = rollout.recorder
     choices = [
-        recorder.ask(asked.messages, asked.tools, asked.max_tokens, is_one_call=asked.is_one_call)
-        if asked.token_ids is None
-        else recorder.ask_ids(asked.token_ids, asked.max_tokens)
-        for _ in range(asked.num_choices)
+        recorder.ask(request.messages, request.tools, request.max_tokens, is_one_call=request.is_one_call)
+        if request.token_ids is None
+        else recorder.ask_ids(request.token_ids, request.max_tokens)
+        for _ in range(request.num_choices)
     ]
     try:
         return await asyncio.gather(*choices)
@@ -233,7 +229,7 @@ async def _ask(rollout: _Open, asked: Asked) -> list[Call]:
     except CallsUsedUp as error:
         raise Refused(410, str(error), "used_up") from error
     except ConfigError as error:
-        # The model's template has no form for what the program sent.
+        # The model's template cannot render the program's messages.
         raise Refused(400, describe_error(error), "unsupported_value") from error
     except StropError as error:
         raise Refused(500, describe_error(error), "engine_error") from error
@@ -252,7 +248,7 @@ async def _read_body(receive: Receive) -> bytes:
             return body
 
 
-async def _wait_for_end(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
 
@@ -264,7 +260,7 @@ async def _send_json(send: Send, status: int, content: Mapping[str, Any]) -> Non
 async def _send(send: Send, status: int, kind: bytes, body: bytes) -> None:
     headers = [(b"content-type", kind), (b"content-length", str(len(body)).encode())]
     if status == 500:
-        # What the engine failed to do is lost for this rollout: asking again is of no use.
+        # An engine's failure loses this rollout: a retry is of no use.
         headers.append((b"x-should-retry", b"false"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

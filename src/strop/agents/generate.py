@@ -1,7 +1,7 @@
-"""`POST /inference/v1/generate`: token ids in, token ids out, as vLLM's server has it.
+"""`POST /inference/v1/generate`: token ids in, token ids out, in the form of vLLM's server.
 
-For programs that render their prompts by themselves, as those of verifiers do. The run's sampling is used
-whatever `sampling_params` says, but for `max_tokens`; other ends of a reply than the model's are refused.
+It serves programs that render their own prompts, as verifiers' can. Of `sampling_params` only `max_tokens` is
+used; the run's sampling applies. Stop conditions other than the model's are refused.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from strop.agents.dialect import Asked, Refused, read_limit
+from strop.agents.dialect import ModelRequest, Refused, read_limit
 from strop.environments.recording import Call
 from strop.rollout import FinishReason
 
@@ -25,21 +25,21 @@ class Generate:
     def __init__(self, stop_token_ids: Collection[int]) -> None:
         self._stop_token_ids = frozenset(stop_token_ids)
 
-    def read(self, body: Any) -> Asked:
+    def read(self, body: Any) -> ModelRequest:
         """Read a request. Raises: Refused; LookupError, TypeError, ValueError, AttributeError."""
         ids = body["token_ids"]
-        if not ids or not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
+        if not ids or not all(type(token_id) is int and token_id >= 0 for token_id in ids):
             raise ValueError("token_ids are not ids, one or more")
         params = body.get("sampling_params") or {}
-        given = [name for name in _REFUSED if params.get(name)]
-        given += [name for name in _UNKNOWN if body.get(name)]
+        refused = [name for name in _REFUSED if params.get(name)]
+        refused += [name for name in _UNKNOWN if body.get(name)]
         if params.get("n") not in (None, 1):
-            given.append("n")
-        others = set(params.get("stop_token_ids") or ()) - self._stop_token_ids
-        if given or others:
-            what = ", ".join(given) or f"stop_token_ids {sorted(others)}"
-            raise Refused(400, f"{what}: other replies than the policy's", "unsupported_value")
-        return Asked(
+            refused.append("n")
+        stops = set(params.get("stop_token_ids") or ()) - self._stop_token_ids
+        if refused or stops:
+            names = ", ".join(refused) or f"stop_token_ids {sorted(stops)}"
+            raise Refused(400, f"{names}: other replies than the policy's", "unsupported_value")
+        return ModelRequest(
             body=body,
             messages=(),
             tools=(),
@@ -47,8 +47,8 @@ class Generate:
             token_ids=np.asarray(ids, dtype=np.int32),
         )
 
-    def answer(self, asked: Asked, calls: Sequence[Call]) -> dict[str, Any]:
-        """Return ids and log-probabilities, the end of the reply among them."""
+    def answer(self, request: ModelRequest, calls: Sequence[Call]) -> dict[str, Any]:
+        """Return ids and log-probabilities, those of the end token included."""
         (call,) = calls
         reply = call.reply
         assert reply.logprobs is not None
@@ -71,6 +71,6 @@ class Generate:
             "prompt_token_ids": call.prompt_ids.tolist(),
         }
 
-    def stream(self, asked: Asked, calls: Sequence[Call]) -> str:
-        """Refuse: ids come in one answer. Raises: Refused."""
+    def stream(self, request: ModelRequest, calls: Sequence[Call]) -> str:
+        """Refuse the request: ids have no stream. Raises: Refused."""
         raise Refused(400, "there is no stream of ids", "unsupported_value")

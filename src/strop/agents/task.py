@@ -1,15 +1,15 @@
-"""A task whose problems are solved by a program of the user's, which asks the model as often as it likes.
+"""A task whose problems are solved by a user's program, which asks the model as often as it likes.
 
 A command is started once for each attempt, with the problem as JSON on its standard input (`{"messages",
-"fields"}`) and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment; its answer is what it
-prints. `{prompt}` and `{folder}` in it are the problem's text and an empty folder of the attempt's own, which
-is TMPDIR too and ends with it. A function, `FILE.py:NAME`, is called in a process of its own with those of
-`prompt`, `messages`, `folder`, `base_url`, `api_key`, `model` and the example's fields that it names; its
-answer is what it returns. The task judges the answer as it judges a reply.
+"fields"}`) and OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment; its answer is its output.
+`{prompt}` and `{folder}` in the command are replaced by the problem's text and an empty folder, which is also
+TMPDIR and is removed after the attempt. A function, `FILE.py:NAME`, is called in a separate process with
+those of `prompt`, `messages`, `folder`, `base_url`, `api_key`, `model` and the example's fields that it
+names; its answer is its return value. The task judges the answer as it judges a reply.
 
-A command's process runs here, as this process's user. Where attempts have a workspace, it works there, in
-the attempt's sandbox, and its work is graded as that of the workspace's tools is. It runs there as what the
-model's own commands run as: they can end it, and then its work is graded as it stands.
+A command runs on this machine as this process's user. If attempts have a workspace, it runs in the attempt's
+sandbox instead, and its work is graded like that of the workspace's tools. There it runs as the user of the
+model's own commands: they can kill it, and then its work is graded as it stands.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ from strop.tasks.traits import TaskWrapper, limits_of, world_of
 from strop.user_code import CodeRef, hash_sources, inspect_function, is_code
 
 _MAX_ANSWER_BYTES = 16 << 20
-_MAX_TOLD_CHARS = 2000
+_MAX_ERROR_CHARS = 2000
 _MODEL = "policy"
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "VIRTUAL_ENV", "PYTHONPATH")
-"""What a program finds of this process's environment: no keys of the run's."""
+"""The variables of this process that a program gets; none has a key of the run."""
 
 
 class AgentTask(TaskWrapper):
-    """A task, and the program that solves its problems."""
+    """A task whose problems a program solves."""
 
     def __init__(self, task: Task, spec: TaskSection) -> None:
-        """Look at the program: a function is imported in a process apart.
+        """Check the program. A function's file is imported in a separate process.
 
-        Raises: ConfigError if the file has no such function, or the task's attempts have no place for it.
+        Raises: ConfigError if the file has no such function, or the task's attempts cannot run the program.
         """
         super().__init__(task)
         assert spec.agent is not None
         self.agent = spec.agent
         self.paths = _paths_of(spec)
         self.workspaces = task if isinstance(task, WorldTask) else None
-        """Where the program works in a sandbox."""
-        self._require_place(spec)
+        """The world, if the program works in the sandboxes of its attempts."""
+        self._check_place(spec)
         self.limit_s = spec.agent_limit_s
         self.max_tokens = spec.agent_tokens
         digest = self.agent
@@ -80,9 +80,9 @@ class AgentTask(TaskWrapper):
             digest = f"{ref.name} {hash_sources(ref.path)}"
         self._digest = digest
 
-    def _require_place(self, spec: TaskSection) -> None:
-        """Refuse a program that could not conduct the attempts. Raises: ConfigError."""
-        world, given = self.workspaces, f"task.agent={self.agent}"
+    def _check_place(self, spec: TaskSection) -> None:
+        """Refuse a program that the task's attempts cannot run. Raises: ConfigError."""
+        world, setting = self.workspaces, f"task.agent={self.agent}"
         if world is None:
             if self.paths:
                 raise ConfigError(
@@ -93,7 +93,7 @@ class AgentTask(TaskWrapper):
             return
         if not world.is_workspace:
             raise ConfigError(
-                f"{given}: the attempts of {world.name} are turns, and no workspace",
+                f"{setting}: the attempts of {world.name} are turns, and no workspace",
                 allowed="a program for a task of one reply, or for an environment with a workspace",
                 next_step="remove task.agent",
             )
@@ -101,7 +101,7 @@ class AgentTask(TaskWrapper):
         place = getattr(spec, "sandbox", "auto")
         if is_code(self.agent) or place == "remote" or spec.mcp_servers:
             raise ConfigError(
-                f"{given} with task.sandbox={place}, task.mcp_servers={list(spec.mcp_servers)}: the program"
+                f"{setting} with task.sandbox={place}, task.mcp_servers={list(spec.mcp_servers)}: the program"
                 " works in the attempts' sandboxes",
                 allowed="a command, with its own tools, in sandboxes of this machine: a function cannot be"
                 " called there, and from another machine's the model is not reached",
@@ -110,13 +110,13 @@ class AgentTask(TaskWrapper):
 
     @property
     def version(self) -> str:
-        """The task's, with what the program is: a command's words, a function's sources."""
+        """A hash of the task's version and the program: a command's words or a function's sources."""
         parts = [super().version, self._digest, self.limit_s, self.max_tokens]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
     @property
     def world(self) -> AgentTask:
-        """Itself; see `tasks.traits`."""
+        """This object; see `tasks.traits`."""
         return self
 
     def make_environment(self, judge: Judge | None = None) -> AgentEnvironment | WorkspaceAttempt:
@@ -127,31 +127,31 @@ class AgentTask(TaskWrapper):
         return WorkspaceAttempt(self, self.workspaces)
 
     def attempt_tokens(self, limits: TaskLimits) -> int:
-        """Return how many tokens the program may have sampled."""
+        """Return the limit on sampled tokens of an attempt."""
         return self.max_tokens
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Pose the example as the task does; a program brings its own tools."""
+        """Render the example as the task does, without its tools: a program has its own."""
         return without_tools(super().render(example))
 
     async def play(self, example: Example, text: str) -> Outcome:
         """Judge a text as the program's answer; in a workspace, as replies to its tools."""
         world = world_of(self._task)
-        found: Outcome = (
+        outcome: Outcome = (
             self._task.verify(example, text) if world is None else await world.play(example, text)
         )
-        return found
+        return outcome
 
 
 class Conducted:
-    """An attempt that a program conducts: it takes no replies, and holds nothing."""
+    """An attempt that a program conducts: it takes no replies and holds no resources."""
 
     max_turns = 1 << 30
     stop_strings = ()
     max_attempt_s = None
 
     async def step(self, action: Action) -> StepResult:
-        """Refuse replies. Raises: DataError."""
+        """Refuse a reply. Raises: DataError."""
         raise DataError("step of an attempt that a program conducts")
 
     async def close(self) -> None:
@@ -170,22 +170,19 @@ class AgentEnvironment(Conducted):
         self.max_attempt_tokens = task.max_tokens
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Pose the example; the program draws from no seed of the run's."""
+        """Pose the example; the program does not use the seed."""
         self._example, self._answer = example, ""
         self._messages = self._task.render(example)
         return self._messages
 
     async def act(self, recorder: Recorder) -> None:
-        """Run the program until it ends, or its time does.
-
-        Raises: AttemptFailed if it fails.
-        """
+        """Run the program until it ends or its time limit passes. Raises: AttemptFailed if it fails."""
         assert self._example is not None
         problem = _to_problem(self._example, self._messages)
         async with AsyncExitStack() as stack:
             face = await stack.enter_async_context(lease_face())
             access = await stack.enter_async_context(_open(face, recorder))
-            folder = await stack.enter_async_context(_own_folder())
+            folder = await stack.enter_async_context(_temporary_folder())
             access["TMPDIR"] = folder
             if is_code(self._task.agent):
                 ref = CodeRef.parse(self._task.agent)
@@ -200,7 +197,7 @@ class AgentEnvironment(Conducted):
             self._answer = answer
 
     async def score(self) -> Outcome:
-        """Have the answer judged."""
+        """Judge the answer. Raises: DataError before `reset`."""
         if self._example is None:
             raise DataError(f"{self._task.name}: score before reset")
         judge = self._judge or InlineJudge(self._task)
@@ -215,7 +212,7 @@ class WorkspaceAttempt(Conducted):
         self._task = task
         self._world = world
         self._messages: tuple[Message, ...] = ()
-        self._own: Workspace | None = None
+        self._workspace: Workspace | None = None
         self._held = AsyncExitStack()
         self._face: Face | None = None
         self._lease = NO_GPUS
@@ -229,59 +226,61 @@ class WorkspaceAttempt(Conducted):
         await self.close()
         self._face = await self._held.enter_async_context(lease_face())
         self._lease = self._held.enter_context(await lease_gpus(self._world.section))
-        own: Workspace = self._world.make_placed(self._lease.names)
+        workspace: Workspace = self._world.make_placed(self._lease.names)
         guest = Guest(endpoint=urlsplit(self._face.url).netloc, paths=self._task.paths)
-        own.place = replace(own.place, guest=guest)
-        self._held.push_async_callback(own.close)
-        self._own = own
-        asked = to_messages(await own.reset(example, seed))
-        self._messages = without_tools(self._world.pose(asked, example))
+        workspace.place = replace(workspace.place, guest=guest)
+        self._held.push_async_callback(workspace.close)
+        self._workspace = workspace
+        messages = to_messages(await workspace.reset(example, seed))
+        self._messages = without_tools(self._world.pose(messages, example))
         return self._messages
 
     async def act(self, recorder: Recorder) -> None:
-        """Run the program in the sandbox until it ends, or its time does.
+        """Run the program in the sandbox until it ends or its time limit passes.
 
-        Raises: AttemptFailed if it cannot be started there, or says by its exit code that it failed.
+        Raises: AttemptFailed if it cannot be started there, or its exit code is not 0.
         """
-        assert self._own is not None
+        assert self._workspace is not None
         assert self._face is not None
-        own = self._own
-        words = _to_words(self._task.agent, own.folder or own.sandbox.scratch, self._messages)
-        problem = json.dumps(_to_problem(own.example, self._messages)).encode()
+        workspace = self._workspace
+        words = _to_words(self._task.agent, workspace.folder or workspace.sandbox.scratch, self._messages)
+        problem = json.dumps(_to_problem(workspace.example, self._messages)).encode()
         async with _open(self._face, recorder) as access:
-            result = await own.run_program(words, stdin=problem, env=access, wall_limit_s=self._task.limit_s)
+            result = await workspace.run_program(
+                words, stdin=problem, env=access, wall_limit_s=self._task.limit_s
+            )
         if result is None:
             return
         recorder.is_late = result.timed_out
-        # What the model's commands do to the program is the policy's doing; what it says of itself is not.
-        told = (result.stderr or result.stdout).decode(errors="replace").strip()[-_MAX_TOLD_CHARS:]
+        # A program that the model's commands killed is the policy's doing; an exit code is the program's.
+        output = (result.stderr or result.stdout).decode(errors="replace").strip()[-_MAX_ERROR_CHARS:]
         if result.kind is ExecKind.NOT_STARTED:
-            detail = f"{words[0]} cannot be started in the sandbox: {told}"
+            detail = f"{words[0]} cannot be started in the sandbox: {output}"
             raise AttemptFailed(FailureOwner.TASK, "agent_missing", detail)
         if result.kind is ExecKind.EXITED and result.exit_code:
-            detail = f"{words[0]} ended with code {result.exit_code}: {told}"
+            detail = f"{words[0]} ended with code {result.exit_code}: {output}"
             raise AttemptFailed(FailureOwner.TASK, "agent_failed", detail)
 
     async def score(self) -> Outcome:
-        """Have the work graded. Raises: DataError before `reset`."""
-        if self._own is None:
+        """Grade the work. Raises: DataError before `reset`."""
+        if self._workspace is None:
             raise DataError(f"{self._task.name}: score before reset")
-        outcome = self._world.to_outcome(await self._own.score())
+        outcome = self._world.to_outcome(await self._workspace.score())
         outcome = replace(outcome, metrics={**outcome.metrics, **self._lease.metrics})
         return within_bounds(outcome, self._world.limits)
 
     async def close(self) -> None:
         """Stop the sandbox."""
-        self._own = None
+        self._workspace = None
         await self._held.aclose()
 
 
 def _to_problem(example: Example, messages: tuple[Message, ...]) -> dict[str, object]:
-    return {"messages": [one.to_json() for one in messages], "fields": dict(example.fields)}
+    return {"messages": [message.to_json() for message in messages], "fields": dict(example.fields)}
 
 
 def _to_prompt(messages: tuple[Message, ...]) -> str:
-    return "\n\n".join(one.text for one in messages)
+    return "\n\n".join(message.text for message in messages)
 
 
 def _to_words(command: str, folder: str, messages: tuple[Message, ...]) -> list[str]:
@@ -291,9 +290,9 @@ def _to_words(command: str, folder: str, messages: tuple[Message, ...]) -> list[
 
 @asynccontextmanager
 async def _open(face: Face, recorder: Recorder) -> AsyncIterator[dict[str, str]]:
-    """Let a program ask; yield the variables that tell it how."""
+    """Open the face to a program for the block; yield the environment variables that it needs."""
     async with face.open(recorder) as (base_url, key):
-        # The last is an older name of the first, which litellm reads too.
+        # OPENAI_API_BASE is an older name of OPENAI_BASE_URL, which litellm reads too.
         yield {
             "OPENAI_BASE_URL": base_url,
             "OPENAI_API_KEY": key,
@@ -303,8 +302,8 @@ async def _open(face: Face, recorder: Recorder) -> AsyncIterator[dict[str, str]]
 
 
 @asynccontextmanager
-async def _own_folder() -> AsyncIterator[str]:
-    """Make an empty folder, and remove it with whatever is in it."""
+async def _temporary_folder() -> AsyncIterator[str]:
+    """Make an empty folder for the block."""
     folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="strop-agent-")
     try:
         yield folder
@@ -315,7 +314,7 @@ async def _own_folder() -> AsyncIterator[str]:
 async def _run(
     words: list[str], problem: dict[str, object], access: dict[str, str], limit_s: float
 ) -> str | None:
-    """Run a program; return its answer, None where its time was up.
+    """Run a program; return its answer, None if its time limit passed.
 
     Raises: AttemptFailed if it cannot be started, or fails.
     """
@@ -337,7 +336,7 @@ async def _run(
     try:
         done, _ = await asyncio.wait([talking], timeout=limit_s)
     finally:
-        # What it started goes with it.
+        # Kill the processes that it started too.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.gather(talking, return_exceptions=True)
@@ -345,8 +344,8 @@ async def _run(
         return None
     stdout, stderr = talking.result()
     if process.returncode:
-        told = stderr.decode(errors="replace").strip()[-_MAX_TOLD_CHARS:]
-        detail = f"{words[0]} ended with code {process.returncode}: {told}"
+        output = stderr.decode(errors="replace").strip()[-_MAX_ERROR_CHARS:]
+        detail = f"{words[0]} ended with code {process.returncode}: {output}"
         raise AttemptFailed(FailureOwner.TASK, "agent_failed", detail)
     return stdout.decode(errors="replace").strip()
 

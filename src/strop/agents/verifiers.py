@@ -1,6 +1,6 @@
-"""Environments of the package verifiers, run by it in an environment and a process of its own (`guests`).
+"""Environments of the package verifiers, run by the package in a separate process and environment (`guests`).
 
-Its agents ask the model over the face of a rollout: what they see and say is recorded as exact ids.
+Its agents ask the model through the face of a rollout, which records their calls as exact ids.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from strop.tasks.version import fit_limits, hash_version
 from strop.user_code import hash_sources
 
 RELEASES = {"v1": "0.4.0", "v0": "0.3.1"}
-"""The release of verifiers that runs an environment, by the form that it is written in."""
+"""The release of verifiers that runs an environment of each form."""
 _GRACE_S = 60.0
-"""What the package has to score an episode whose agent is out of time."""
+"""Time for the package to score an episode whose agent was stopped by its limit."""
 _FULL_MARKS_SLACK = 1e-9
-_OF_THE_BUDGET = frozenset({400, 410})
-"""Answers of the face to calls beyond what an attempt may have."""
-_OF_THE_MACHINE = frozenset({"SandboxError", "InterceptionError", "TunnelError"})
+_BUDGET_STATUSES = frozenset({400, 410})
+"""The face's answers to calls beyond an attempt's limits."""
+_INFRA_ERRORS = frozenset({"SandboxError", "InterceptionError", "TunnelError"})
 
 
 def environment_of(packages: Sequence[str] = (), form: str = "v1") -> PythonEnvironment:
@@ -68,22 +68,21 @@ class VerifiersSpec(TaskSection):
     )
     form: Literal["v1", "v0"] = Field(
         default="v1",
-        description="What the taskset is written for: verifiers from 0.4 on (v1), or before, when a module"
-        " had load_environment (v0; task.config is what that takes).",
+        description="The verifiers release that the taskset is written for: from 0.4 on (v1), or older, with"
+        " load_environment in its module (v0; task.config has its parameters).",
         json_schema_extra=expert("most published environments are of the older form"),
     )
     packages: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="What pip installs beside verifiers, in an environment of their own: names with versions,"
-        " or paths.",
+        description="Packages that pip installs with verifiers, in a separate environment: names with"
+        " versions, or paths.",
         json_schema_extra=expert("most tasksets are packages"),
     )
     folder: str | None = Field(
         default=None,
         min_length=1,
-        description="A folder from which the taskset's module is imported as it stands. none = it is"
-        " installed.",
+        description="A folder from which the taskset's module is imported. none = it is installed.",
         json_schema_extra=expert("a taskset may be a file"),
     )
     agent_program: str = Field(
@@ -96,28 +95,28 @@ class VerifiersSpec(TaskSection):
     )
     config: FreeTable = Field(
         default={},
-        description="Further settings of verifiers' environment, handed on as they stand.",
+        description="Further settings of verifiers' environment, passed on unchanged.",
         json_schema_extra=expert("environments have settings of their own"),
     )
     renderer: str | None = Field(
         default=None,
         min_length=1,
-        description="A model's name or folder, whose prompts verifiers then renders by itself and sends as"
-        " token ids. none = strop renders them.",
+        description="The name or folder of a model whose prompts verifiers renders itself and sends as token"
+        " ids. none = strop renders them.",
         json_schema_extra=expert("a renderer of verifiers' own may be what a model was trained with"),
     )
     max_reward: float = Field(
         default=1.0,
         gt=0.0,
         le=10**6,
-        description="What a right attempt earns, all rewards of the taskset together with their weights.",
+        description="Reward of a correct attempt: the weighted sum of the taskset's rewards.",
         json_schema_extra=expert("tasksets have marks of their own"),
     )
     min_reward: float = Field(
         default=0.0,
         ge=-(10**6),
         le=0.0,
-        description="What the worst attempt earns.",
+        description="Reward of the worst attempt.",
         json_schema_extra=expert("some tasksets have negative marks"),
     )
     num_train: int | None = Field(
@@ -127,7 +126,7 @@ class VerifiersSpec(TaskSection):
 
 
 _MOST_TASKS = 1000
-"""Tasks that are read to train on where the run file does not say how many."""
+"""Training tasks that are read if the run file sets no task.num_train."""
 
 
 @built_in(
@@ -137,7 +136,7 @@ _MOST_TASKS = 1000
     rank=38,
 )
 class VerifiersTask:
-    """The tasks of a taskset. Reward: the sum of its rewards by weight, the mean over several agents."""
+    """The tasks of a taskset. Reward: the weighted sum of its rewards, averaged over several agents."""
 
     name = "verifiers"
 
@@ -159,13 +158,13 @@ class VerifiersTask:
 
     @property
     def variant(self) -> str:
-        """The taskset."""
+        """The taskset's id."""
         return self.spec.taskset
 
     @cached_property
     def version(self) -> str:
-        """Hash over settings, tasks, the release of verifiers, and, where it is a file, the taskset."""
-        digest = json.dumps([[one.example_id for one in self.examples(split)] for split in Split])
+        """Hash over settings, tasks, the release of verifiers, and the taskset's source if it is a file."""
+        digest = json.dumps([[example.example_id for example in self.examples(split)] for split in Split])
         if self.spec.folder is not None:
             module = self.spec.taskset.replace("-", "_").lower()
             source = Path(self.spec.folder).expanduser() / f"{module}.py"
@@ -177,11 +176,11 @@ class VerifiersTask:
 
     @property
     def world(self) -> VerifiersTask:
-        """Itself; see `tasks.traits`."""
+        """This object; see `tasks.traits`."""
         return self
 
     def guest(self) -> Guest:
-        """Return the process that runs it. Raises: ConfigError if there is no such environment."""
+        """Return the process that runs the taskset. Raises: ConfigError if there is no such environment."""
         spec = self.spec
         settings = {
             "taskset": spec.taskset,
@@ -195,7 +194,7 @@ class VerifiersTask:
         return guest_of(python, module, settings)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the tasks of a split: the first are held out.
+        """Return the tasks of a split; the first tasks are held out.
 
         Raises: DataError if there are too few; ConfigError like `guest`.
         """
@@ -215,14 +214,14 @@ class VerifiersTask:
         return {Split.HELD_OUT: tuple(made[:number]), Split.TRAIN: tuple(made[number:])}
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Return what a task says first, as far as it says it before an episode."""
+        """Return the first messages of a task, as far as they are known before an episode."""
         row = example.fields["task"]
         system, prompt = row.get("system_prompt"), row.get("prompt")
         messages = [Message(role="system", content=system)] if system else []
         if isinstance(prompt, str):
             messages.append(Message(role="user", content=prompt))
         else:
-            messages += [Message(role=one["role"], content=str(one["content"])) for one in prompt or ()]
+            messages += [Message(role=turn["role"], content=str(turn["content"])) for turn in prompt or ()]
         if not messages:
             messages = [Message(role="user", content="(the environment opens the conversation)")]
         return pose_messages(messages, self.spec.thinking)
@@ -232,25 +231,25 @@ class VerifiersTask:
         return example.example_id
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return nothing: tasksets keep what is right to themselves."""
+        """Return no replies: tasksets do not publish correct ones."""
         return ()
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Play an episode of which the replies are the text's."""
+        """Play an episode with the text as its replies."""
         return asyncio.run(self.play(example, text))
 
     async def play(self, example: Example, text: str) -> Outcome:
-        """Play an episode without a model: the replies stand in the text, with `TURN` between them."""
+        """Play an episode without a model; `TURN` separates the replies in the text."""
         require_whole(self.name, example)
-        found = await self.guest().do("play", data=example.fields["task"], replies=text.split(TURN))
-        return within_bounds(to_outcome(found, self.limits.max_reward), self.limits)
+        episode = await self.guest().do("play", data=example.fields["task"], replies=text.split(TURN))
+        return within_bounds(to_outcome(episode, self.limits.max_reward), self.limits)
 
     def make_environment(self, judge: Judge | None = None) -> VerifiersEnvironment:
-        """Make one attempt; the taskset judges it by itself."""
+        """Make one attempt. The taskset judges it, not `judge`."""
         return VerifiersEnvironment(self)
 
     def attempt_tokens(self, limits: TaskLimits) -> int:
-        """Return how many tokens the agents may have sampled."""
+        """Return the limit on sampled tokens of an attempt."""
         return self.spec.agent_tokens
 
 
@@ -264,13 +263,13 @@ class VerifiersEnvironment(Conducted):
         self.max_attempt_tokens = task.spec.agent_tokens
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Pose the task; the package draws from no seed of the run's."""
+        """Pose the task; the package does not use the seed."""
         require_whole(self._task.name, example)
         self._example, self._outcome = example, None
         return self._task.render(example)
 
     async def act(self, recorder: Recorder) -> None:
-        """Have the package play the episode. Raises: AttemptFailed."""
+        """Let the package play the episode. Raises: AttemptFailed."""
         assert self._example is not None
         task = self._task
         guest = await asyncio.to_thread(task.guest)
@@ -278,7 +277,7 @@ class VerifiersEnvironment(Conducted):
         async with lease_face() as face, face.open(recorder) as (base_url, key):
             try:
                 async with asyncio.timeout(limit_s):
-                    found = await guest.do(
+                    episode = await guest.do(
                         "run",
                         data=self._example.fields["task"],
                         base_url=base_url,
@@ -288,10 +287,10 @@ class VerifiersEnvironment(Conducted):
             except TimeoutError as error:
                 detail = f"the episode was not over after {limit_s:g} s"
                 raise AttemptFailed(FailureOwner.TASK, "episode_timeout", detail) from error
-        self._outcome = to_outcome(found, task.limits.max_reward)
+        self._outcome = to_outcome(episode, task.limits.max_reward)
 
     async def score(self) -> Outcome:
-        """Return what the package said of the episode. Raises: DataError before `reset`."""
+        """Return the package's outcome of the episode. Raises: DataError before `reset`."""
         if self._example is None:
             raise DataError(f"{self._task.name}: score before reset")
         if self._outcome is None:
@@ -299,17 +298,17 @@ class VerifiersEnvironment(Conducted):
         return within_bounds(self._outcome, self._task.limits)
 
 
-def to_outcome(found: Mapping[str, Any], full_marks: float) -> Outcome:
-    """Return an episode as an outcome; an error of the package's, or of an agent, leaves it without a score.
+def to_outcome(episode: Mapping[str, Any], full_marks: float) -> Outcome:
+    """Return an episode's outcome. An error of the package or of an agent leaves it without a score.
 
-    Calls beyond what an attempt may have are no such error; what the package did not score then has no score.
+    Calls beyond the attempt's limits are no such error; an episode without rewards then has no score.
     """
-    traces = found["traces"]
-    errors = [*found["errors"], *(error for trace in traces for error in trace["errors"])]
-    bad = [error for error in errors if error["status"] not in _OF_THE_BUDGET]
+    traces = episode["traces"]
+    errors = [*episode["errors"], *(error for trace in traces for error in trace["errors"])]
+    bad = [error for error in errors if error["status"] not in _BUDGET_STATUSES]
     if bad:
         error = bad[-1]
-        owner = FailureOwner.INFRA if error["type"] in _OF_THE_MACHINE else FailureOwner.TASK
+        owner = FailureOwner.INFRA if error["type"] in _INFRA_ERRORS else FailureOwner.TASK
         return Outcome.lost(owner, error["type"], error["message"])
     parts: dict[str, float | None] = {}
     for name in {name for trace in traces for name in trace["rewards"]}:
