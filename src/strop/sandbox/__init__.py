@@ -1,9 +1,9 @@
-"""Runs untrusted programs in private places with limits; their results are values.
+"""Run untrusted programs in isolation, under limits.
 
-`choose_backend` finds the backend that reaches a level of isolation on this host, or refuses; its
-`create` returns a fresh `Sandbox`, whose `exec` runs a program, whose `start` and `open_shell` follow one,
-and whose `isolation` says what was reached. What a program does wrong is a value in `ExecResult`; what the
-sandbox does wrong raises. `tasks` judges what ran; `runtime` serves sandboxes to other machines.
+`choose_backend` finds the backend that reaches a level of isolation on this host, or refuses. Its `create`
+returns a fresh `Sandbox`: `exec` runs a program to its end, `start` and `open_shell` follow one that runs,
+and `isolation` records the isolation reached. A failure of the program is a value in `ExecResult`; a failure
+of the sandbox raises. `tasks` judges the results; `runtime` serves sandboxes to other machines.
 """
 
 from strop.sandbox.choose import choose_backend, make_backend

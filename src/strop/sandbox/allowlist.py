@@ -1,12 +1,12 @@
-"""What a sandbox without a network of its own may reach: `allow:HOST:PORT,HOST:PORT`.
+"""The list of hosts that a sandbox may reach: `allow:HOST:PORT,HOST:PORT`.
 
-A host is a name, an IPv4 address, or an IPv6 address in brackets, and exactly what is written is meant: no
-subdomain, no other port. A name is resolved outside. What it resolves to must be public, or be in the list
-too, with the port: so a name whose owner lets it lead to the host's own network, or to where clouds serve
-metadata, leads nowhere, and a service of a private network is given by name and address.
+A host is a name, an IPv4 address, or an IPv6 address in brackets. It matches exactly: no subdomain, no other
+port. A name is resolved outside, and its address must be public or itself in the list, with the port. So a
+name that its owner points at the host's network or at a cloud's metadata service is refused, and a service of
+a private network is listed by name and address.
 
-Covered: every spelling of an address, IPv4 addresses inside of IPv6 ones. Not covered: a host in the list
-that passes on what it is sent.
+Covered: every spelling of an address, IPv4 addresses inside of IPv6 ones. Not covered: a listed host that
+forwards requests.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ ALLOWED = f"none, host, or {PREFIX}HOST:PORT,HOST:PORT"
 _MAX_ENDPOINTS = 100
 _MAX_HOST = 253
 _LABEL = re.compile(r"[a-z0-9_]([a-z0-9_-]{0,61}[a-z0-9_])?")
-# What a C library takes for the last part of an address: a name must not be one in disguise.
+# A C library parses a name whose last label looks like this as an address.
 _NUMBER = re.compile(r"0x[0-9a-f]*|[0-9]+")
 _UNICAST = IPv6Network("2000::/3")
 _EMBEDDING = tuple(map(IPv6Network, ("2002::/16", "2001::/32")))
-"""Of these, what leads to an address of IPv4 (RFC 3056, 4380)."""
+"""IPv6 networks whose addresses embed an IPv4 address (RFC 3056, 4380)."""
 _METADATA = IPv4Address("168.63.129.16")
-"""The one place where a cloud (Azure) serves its machines that lies among public addresses."""
+"""Azure's metadata service, the only one at a public address."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,17 +38,17 @@ class AllowList:
     endpoints: frozenset[tuple[str, int]]
 
     def __str__(self) -> str:
-        """Return it as a spec has it, sorted."""
+        """Return the list in a spec's format, sorted."""
         return PREFIX + ",".join(
             f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host, port in sorted(self.endpoints)
         )
 
     def has(self, host: str, port: int) -> bool:
-        """Return whether a program may ask for a host and port."""
+        """Return whether a program may connect to a host and port."""
         return (host, port) in self.endpoints
 
     def may_connect(self, address: str, port: int) -> bool:
-        """Return whether an address, that an allowed name resolved to, may be connected to."""
+        """Return whether the proxy may connect to an address that an allowed name resolved to."""
         bare, percent, _ = address.partition("%")
         # A zone names an interface of this host.
         return not percent and ((normalize_host(bare), port) in self.endpoints or _is_public(bare))
@@ -57,7 +57,7 @@ class AllowList:
 def parse_network(text: str) -> AllowList | None:
     """Return the list of a spec's `network`; None for 'none' and 'host'.
 
-    Raises: ValueError saying what of it cannot be.
+    Raises: ValueError naming the fault.
     """
     if text in ("none", "host"):
         return None
@@ -70,7 +70,7 @@ def parse_network(text: str) -> AllowList | None:
 
 
 def refuse_network(network: str, backend: str) -> None:
-    """Refuse a network that is malformed, or that a backend cannot give.
+    """Refuse a network that is malformed or that the backend does not support.
 
     Raises: SandboxRefused with kind network.
     """

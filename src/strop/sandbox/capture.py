@@ -1,13 +1,13 @@
-"""The kept part of an output stream of any length: its beginning and its end, with exact counts."""
+"""A bounded copy of an output stream: its beginning and its end, with exact counts."""
 
 from __future__ import annotations
 
 
 class Capture:
-    """Keeps `head_bytes` of the beginning and `tail_bytes` of the end of what is fed to it.
+    """Keep the first `head_bytes` and the last `tail_bytes` of a stream.
 
-    Readers that follow the stream read from here too. A slow reader costs no memory and does not hold up the
-    command: it misses the middle, and learns how much.
+    Readers that follow the stream read from here too. A slow reader costs no memory and does not block the
+    command: it misses the middle, and the missed bytes are counted.
     """
 
     def __init__(self, head_bytes: int, tail_bytes: int) -> None:
@@ -26,22 +26,22 @@ class Capture:
             data = data[room:]
         if data:
             self._tail += data
-            # Cut seldom: each cut moves the whole tail.
+            # Cut rarely: each cut moves the whole tail.
             if len(self._tail) > 2 * self._tail_bytes + (1 << 16):
                 self._cut()
 
     def kept(self) -> bytes:
-        """Return head and tail; all of the stream if it fits."""
+        """Return head and tail: the whole stream if it fits."""
         self._cut()
         return bytes(self._head + self._tail)
 
     @property
     def num_head_bytes(self) -> int:
-        """How much of `kept` is the beginning."""
+        """Length of the stream's beginning in `kept`."""
         return len(self._head)
 
     def since(self, position: int) -> tuple[int, bytes]:
-        """Return how many bytes behind `position` are gone, and the kept ones behind them."""
+        """Return the number of dropped bytes behind `position`, and the kept bytes behind those."""
         self._cut()
         return unread(bytes(self._head), bytes(self._tail), self.total, position)
 
@@ -52,9 +52,9 @@ class Capture:
 
 
 def unread(head: bytes, tail: bytes, total: int, position: int) -> tuple[int, bytes]:
-    """Return what `Capture.since` returns, of a stream whose beginning and end are known.
+    """Compute `Capture.since` from a stream's kept beginning and end.
 
-    What is returned has no gap: behind a beginning that the end does not follow, the end comes next time.
+    The bytes have no gap: if the end does not follow the beginning directly, it is returned by the next call.
     """
     tail_at = total - len(tail)
     if position < len(head):

@@ -1,6 +1,6 @@
-"""Frames over one Unix socket that never blocks, and open descriptors that travel with them.
+"""Frames and open descriptors over a non-blocking Unix socket.
 
-Both ends use it: the client in its event loop, the supervisor in its own.
+The client and the supervisor both use it, each in its event loop.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from strop.sandbox.frames import pack, unpack
 
 _CHUNK_BYTES = 1 << 16
 _MAX_DESCRIPTORS = 16
-"""Taken in one go; the sender's stop at each frame that has one."""
+"""Received in one call; a sender starts a new message for each frame with a descriptor."""
 
 
 def receive_descriptors(
     connection: socket.socket, num_bytes: int, max_descriptors: int
 ) -> tuple[bytes, list[int]]:
-    """Receive bytes, and descriptors that no program inherits. Raises: OSError."""
-    # Not socket.recv_fds, which leaves its flags out.
+    """Receive bytes and close-on-exec descriptors. Raises: OSError."""
+    # Not socket.recv_fds, which ignores its flags.
     room = socket.CMSG_SPACE(max_descriptors * array.array("i").itemsize)
     data, ancillary, _, _ = connection.recvmsg(num_bytes, room, socket.MSG_CMSG_CLOEXEC)
-    found = array.array("i")
+    descriptors = array.array("i")
     for level, kind, part in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-            found.frombytes(part[: len(part) - len(part) % found.itemsize])
-    return data, list(found)
+            descriptors.frombytes(part[: len(part) - len(part) % descriptors.itemsize])
+    return data, list(descriptors)
 
 
 class Channel:
@@ -46,13 +46,13 @@ class Channel:
 
     @property
     def num_unsent_bytes(self) -> int:
-        """Bytes that wait until the other side reads."""
+        """Bytes that wait until the other end reads."""
         return sum(len(data) for data, _ in self._outgoing)
 
     def receive(self) -> Iterator[tuple[dict[str, Any], bytes]]:
-        """Return the frames that have come; none if one is incomplete.
+        """Return the complete frames received so far.
 
-        Raises: EOFError if the other side has closed; CorruptRecord for what is no frame.
+        Raises: EOFError if the other end has closed; CorruptRecord for a malformed frame.
         """
         try:
             data, descriptors = receive_descriptors(self.socket, _CHUNK_BYTES, _MAX_DESCRIPTORS)
@@ -67,19 +67,19 @@ class Channel:
         return unpack(self._incoming)
 
     def take_descriptor(self) -> int:
-        """Return the descriptor that came with the frame at hand; they come in the order of their frames."""
+        """Return the descriptor of the current frame; descriptors arrive in the order of their frames."""
         return self._descriptors.popleft()
 
     def send(self, header: dict[str, Any], body: bytes = b"", *, descriptor: int | None = None) -> None:
-        """Send a frame, as far as the socket takes it now; `flush` sends the rest. Closes the descriptor.
+        """Send a frame as far as the socket accepts it now; `flush` sends the rest. Closes the descriptor.
 
-        Raises: ConnectionError if the other side has closed.
+        Raises: ConnectionError if the other end has closed.
         """
         self._outgoing.append((memoryview(pack(header, body)), descriptor))
         self.flush()
 
     def flush(self) -> None:
-        """Send what waits, as far as the socket takes it. Raises: as `send`."""
+        """Send waiting bytes as far as the socket accepts them. Raises: as `send`."""
         while self._outgoing:
             data, descriptor = self._outgoing[0]
             try:

@@ -1,9 +1,8 @@
 """The client's end of a sandbox's connection: numbered requests, and the futures of their answers.
 
-The other end is a supervisor of this machine, or a node that passes frames on to one of its own.
+The other end is a supervisor of this machine, or a node that forwards frames to one of its supervisors.
 
-Nothing here keeps a clock or reads a program's pipe, so a busy event loop makes a result late but
-never wrong.
+Time limits and pipes are the supervisor's, so a busy event loop makes a result late but never wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _MAX_REFUSED_CALLS = 1000
 _log = logging.getLogger("strop.sandbox.client")
 Answer = tuple[dict[str, Any], bytes]
 Deliver = Callable[[dict[str, Any], bytes], None]
-"""Takes an answer as it came."""
+"""Called with the header and the body of an answer."""
 
 
 class Client:
@@ -43,28 +42,28 @@ class Client:
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self.refused_calls: deque[str] = deque(maxlen=_MAX_REFUSED_CALLS)
-        """The newest that its network refused: host, port and why."""
+        """The newest connections that the proxy refused: host, port and reason."""
         self.on_refused_call: Callable[[dict[str, Any]], None] = lambda header: None
-        """Takes each as it came."""
+        """Called with the frame of each refusal."""
         self._relayed: dict[int, Deliver] = {}
         self._max_body_bytes = max_body_bytes
         self.lost_kind = ""
-        """Why it answers nothing any more; empty while it does."""
+        """Why the connection was lost; empty while it works."""
         self._lost_why = ""
         self._first: asyncio.Future[Answer] = self._loop.create_future()
-        # Where the other end is a node, it is never awaited.
+        # Never awaited where the other end is a node.
         self._first.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._loop.add_reader(connection, self._on_readable)
 
     async def first_frame(self) -> dict[str, Any]:
-        """Return what the supervisor says when it is ready, or refuses. Raises: ConnectionError."""
+        """Return the supervisor's first frame: it is ready, or refuses. Raises: ConnectionError."""
         return (await asyncio.shield(self._first))[0]
 
     def begin(self, header: dict[str, Any], body: bytes = b"") -> tuple[int, asyncio.Future[Answer]]:
         """Send a request; return its number and a future of its answer.
 
-        A caller that stops waiting calls `forget`.
+        A caller that no longer waits must call `forget`.
         Raises: SandboxLost; SandboxError with kind too_large.
         """
         self._require_answering()
@@ -82,7 +81,7 @@ class Client:
         return number, answer
 
     def relay(self, header: dict[str, Any], body: bytes, deliver: Deliver) -> int:
-        """Pass on another client's request and deliver its answer; return its number. Raises: SandboxLost."""
+        """Forward another client's request and deliver its answer; return its number. Raises: SandboxLost."""
         self._require_answering()
         number = next(self._numbers)
         self._relayed[number] = deliver
@@ -99,7 +98,7 @@ class Client:
         try:
             return await answer
         except asyncio.CancelledError:
-            # It may have come in the moment of the cancellation.
+            # The answer may have arrived at the moment of the cancellation.
             if answer.done() and not answer.cancelled() and not answer.exception():
                 _close_descriptor(answer.result()[0])
             raise
@@ -107,7 +106,7 @@ class Client:
             self.forget(number)
 
     def tell(self, header: dict[str, Any], body: bytes = b"") -> None:
-        """Send a message that has no answer. A lost connection is noticed by the reading side."""
+        """Send a message that has no answer. The reading side notices a lost connection."""
         try:
             self._channel.send(header, body)
         except ConnectionError:
@@ -116,31 +115,31 @@ class Client:
             self._loop.add_writer(self._channel.socket, self._on_writable)
 
     def forget(self, number: int) -> None:
-        """Wait no more for an answer; a descriptor that comes with it is closed."""
+        """Drop an answer that is no longer awaited, and close a descriptor that comes with it."""
         self._waiting.pop(number, None)
 
     def when_ended(self, act: Callable[[], None]) -> None:
-        """Do something once the supervisor has ended, or now."""
+        """Call `act` once the supervisor has ended."""
         self._ended.add_done_callback(lambda _: act())
 
     async def wait_lost(self) -> str:
-        """Return why it answers nothing any more, once it does not."""
+        """Wait until the connection is lost and return why."""
         await asyncio.shield(self._ended)
         return self.lost_kind
 
     async def end(self, limit_s: float) -> None:
-        """Ask for the end of the sandbox and wait for it. May be called twice.
+        """End the sandbox and wait until it has ended. May be called twice.
 
-        Raises: SandboxLost if it does not come.
+        Raises: SandboxLost if it has not ended after `limit_s`.
         """
         if not self._ended.done():
             self.lost_kind = self.lost_kind or "stopped"
             self.tell({"op": "stop"})
         try:
-            # The stream's end is the supervisor's, which comes when nothing is left.
+            # The supervisor closes the stream when nothing is left.
             done, _ = await asyncio.wait({self._ended}, timeout=limit_s)
         finally:
-            # A caller that is cancelled waits no longer; the supervisor ends the sandbox all the same.
+            # Also when the caller is cancelled; the supervisor then still ends the sandbox.
             self.close()
         if not done:
             raise self.lost("infra")
@@ -153,7 +152,7 @@ class Client:
             self._channel.close()
 
     def lost(self, kind: str, why: str = "") -> SandboxLost:
-        """Return the error of a request that will have no answer."""
+        """Make the error of a request that will have no answer."""
         return SandboxLost(
             f"the {self._backend} sandbox does not answer ({kind}){why and f': {why}'}",
             allowed="a sandbox that has not been stopped",

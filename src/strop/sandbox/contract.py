@@ -1,13 +1,13 @@
-"""What every sandbox promises, whatever it is built on.
+"""The contract of every sandbox, independent of the backend.
 
 A program's failure, its time-out and the limits it hits are values in `ExecResult`. A sandbox that fails
-raises `SandboxError`. What isolation was reached is measured when a sandbox is created and stands in
-its `Isolation` record; a backend that cannot keep a line of it says so there.
+raises `SandboxError`. The isolation reached is measured when a sandbox is created and recorded in
+`Isolation`, with every guarantee that the backend cannot keep.
 
-A sandbox is a session: its files stay from one command to the next, until it is stopped. Its commands are
-waited for (`exec`), followed while they run (`start`) or given to a shell that stays open (`open_shell`; both
-in `following`). All of it can stand still (`pause`), and others can begin where it is (`snapshot`). It names
-no language; what the sandboxes of this machine have beside the contract is in `local`.
+A sandbox is a session: its files stay from one command to the next, until it is stopped. A command is awaited
+(`exec`), followed while it runs (`start`) or evaluated by a shell that stays open (`open_shell`; both in
+`following`). `pause` freezes the sandbox, and new sandboxes can begin from a `snapshot` of it. The contract
+is independent of the language; `local` adds Python for the sandboxes of this machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 KIB = 1 << 10
 MIB = 1 << 20
 WORKSPACE = "/workspace"
-"""Where agents expect the files that they work on."""
+"""The directory in which agents expect their files."""
 
 
 class IsolationLevel(IntEnum):
@@ -36,7 +36,7 @@ class IsolationLevel(IntEnum):
     NONE = 0
     """A private directory, nothing else."""
     RLIMIT = 1
-    """All it started is killed, its environment is clean, memory and processes are at least watched."""
+    """All its processes are killed, its environment is clean, memory and processes are at least watched."""
     NAMESPACE = 2
     """Own process, mount, IPC, host-name and network namespaces, no capability, no gain by set-uid."""
     CONTAINER = 3
@@ -46,12 +46,12 @@ class IsolationLevel(IntEnum):
 
     @property
     def word(self) -> str:
-        """The name as it is written in run files and records."""
+        """The level's name in run files and records."""
         return self.name.lower()
 
 
 class Guard(StrEnum):
-    """How a limit is kept."""
+    """How a limit is enforced."""
 
     ENFORCED = "enforced"
     """The kernel refuses more."""
@@ -63,7 +63,7 @@ class Guard(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Isolation:
-    """What isolation a sandbox reached, measured when it was created."""
+    """The isolation that a sandbox reached, measured when it was created."""
 
     level: IsolationLevel
     backend: str
@@ -78,11 +78,11 @@ class Isolation:
     caps: str
     """The effective and bounding capabilities of a program, as hexadecimal numbers joined by '/'."""
     nested_userns: bool
-    """Whether a program may make a user namespace, and be root in it."""
+    """Whether a program may create a user namespace and become root in it."""
     host_root_maps_to: str
-    """The user that the host's root is inside: a user id, 'unmapped', or '0' without a user namespace."""
+    """The host's root as seen inside: a user id, 'unmapped', or '0' without a user namespace."""
     host_uid: int
-    """The user that a program is on the host."""
+    """The program's user id on the host."""
     memory: Guard
     pids: Guard
     cpu: Guard
@@ -90,38 +90,38 @@ class Isolation:
     files: Guard
     """Number of open files and size of each file."""
     network: str
-    """'none', 'host', or the list of what it may reach, as in a spec."""
+    """'none', 'host', or the list of allowed hosts, as in a spec."""
     kernel: str
-    """Release of the kernel that serves the program's calls."""
+    """Release of the kernel that serves the program's system calls."""
     node: str = ""
-    """The machine that has it, where a service was asked for it; empty: this one."""
+    """The service's node that runs the sandbox; empty: this machine."""
     lacks: tuple[str, ...] = ()
-    """What it does not offer, at a service's node or of an ordinary user's podman: 'mounts', 'snapshots',
-    'users'."""
+    """Features missing at a service's node or in rootless podman: 'mounts', 'snapshots', 'users'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """What a sandbox may use. Source of the defaults: the rules for judging code of one sample."""
+    """Resource limits of a sandbox. The defaults are those for judging the code of one sample."""
 
     memory_bytes: int = 512 * MIB
     """Memory of all processes together."""
     has_address_limit: bool = True
-    """Whether the address space of each process is as small. Java, Go and Node ask for more than they use."""
+    """Whether `memory_bytes` also limits each process's address space. Java, Go and Node reserve more than
+    they use."""
     max_processes: int = 64
     """Processes and threads at once."""
     file_bytes: int = 16 * MIB
-    """Largest file that a program can write."""
+    """Size of the largest file that a program can write."""
     scratch_bytes: int = 64 * MIB
-    """All files of the private directory together."""
+    """Total size of the files in the private directory."""
     max_scratch_files: int = 20_000
     max_open_files: int = 64
     cpus: float | None = None
-    """Processors' worth of time that all programs together get; None: as much as there is."""
+    """CPUs for all programs together; None: no limit."""
     output_head_bytes: int = 64 * KIB
-    """Kept of the beginning of each output stream of one command."""
+    """Bytes kept from the beginning of each output stream of a command."""
     output_tail_bytes: int = 64 * KIB
-    """Kept of its end."""
+    """Bytes kept from its end."""
     flood_bytes: int = 64 * MIB
     """A command that writes more than this, both streams together, is killed."""
 
@@ -142,52 +142,52 @@ class SandboxSpec:
     limits: Limits = field(default_factory=Limits)
     mounts: tuple[Mount, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    """Added to the clean environment: PATH, LANG, HOME, TMPDIR and PYTHONHASHSEED."""
+    """Variables added to the clean environment of PATH, LANG, HOME, TMPDIR and PYTHONHASHSEED."""
     image: str | None = None
-    """A container image whose root the programs see: a name in the engine's store, or the absolute path of a
-    directory tree. None: this host's /usr. A backend that has no images refuses one."""
+    """The container image of the root file system: a name in the engine's store, or the absolute path of a
+    directory tree. None: this host's /usr. A backend without images refuses one."""
     user: int | None = None
-    """The image's user, 0 to 65535, that programs run as: root, for an image that changes owners and users.
-    On the host it is unprivileged. None: a user of the sandbox's own, which the image need not know.
-    A backend that has no images refuses one."""
+    """User id in the image, 0 to 65535, for programs: 0 for an image that changes owners and users.
+    On the host this user is unprivileged. None: the sandbox's private user, which the image need not know.
+    A backend without images refuses one."""
     has_workspace: bool = False
-    """Whether programs find a directory of theirs at `WORKSPACE` too, within the limits of the private one.
-    A backend without a root of its own refuses it."""
+    """Whether programs also have a writable directory at `WORKSPACE`, within the private directory's limits.
+    A backend without a private root refuses it."""
     files: Mapping[str, bytes] = field(default_factory=dict)
-    """Written before the first command, by path; a relative one starts in the private directory."""
+    """Files written before the first command, by path; a relative path starts in the private directory."""
     gpus: tuple[str, ...] = ()
-    """GPUs of this machine, or MIG slices, that programs see, and no others; as CUDA_VISIBLE_DEVICES names
-    them. Then the address space is not limited. A backend without a /dev of its own refuses them."""
+    """The only GPUs or MIG slices of this machine that programs see, as in CUDA_VISIBLE_DEVICES.
+    With GPUs the address space is not limited. A backend without a private /dev refuses them."""
     snapshot: Snapshot | None = None
-    """What it begins with, instead of an empty private directory. Of the same backend and image."""
+    """Initial contents, instead of an empty private directory. Must be of the same backend and image."""
     network: str = "none"
-    """'none'; 'host' where a backend has it; or 'allow:HOST:PORT,HOST:PORT': exactly what programs may reach,
-    through an HTTP proxy that their environment names (`allowlist`). A backend that cannot give a sandbox a
-    network of its own refuses a list; asked for 'none', it says 'host' in its record."""
+    """'none'; 'host' where a backend has it; or 'allow:HOST:PORT,HOST:PORT': the only hosts that programs may
+    reach, through an HTTP proxy named in their environment (`allowlist`). A backend without network
+    namespaces refuses a list; for 'none' its record says 'host'."""
     min_level: IsolationLevel = IsolationLevel.NAMESPACE
     """A sandbox that reaches less is refused."""
 
 
 class ExecKind(StrEnum):
-    """Why a command ended. The first that applies, from the top."""
+    """Why a command ended: the first value, from the top, that applies."""
 
     FROM_INSIDE = "from_inside"
-    """A program killed what watches it; there is no exit code, and the sandbox is lost."""
+    """A program killed its runner; there is no exit code, and the sandbox is lost."""
     TIMED_OUT = "timed_out"
     OOM = "oom"
     """At least one process was killed for memory. The exit code may still be 0."""
     OUTPUT_FLOOD = "output_flood"
     OVER_LIMIT = "over_limit"
-    """Killed because the watch saw too many processes, or too much in the private directory."""
+    """Killed for too many processes, or too much data in the private directory, where these are watched."""
     NOT_STARTED = "not_started"
-    """No such program or directory, or not executable; `exit_code` is 127, and stderr says why."""
+    """The program or directory does not exist or is not executable; `exit_code` is 127, stderr says why."""
     SIGNALED = "signaled"
     EXITED = "exited"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExecResult:
-    """How one command ended. Nothing that the command writes can change these fields."""
+    """The result of a command. Nothing that the command writes can change these fields."""
 
     kind: ExecKind
     exit_code: int | None
@@ -197,12 +197,12 @@ class ExecResult:
     """The kept bytes: all of them, or head and tail without anything between."""
     stderr: bytes
     stdout_total: int
-    """Bytes that were written. Exact, also when not all are kept."""
+    """Bytes written; exact, also when not all are kept."""
     stderr_total: int
     oom_kills: int
     duration_s: float
     cpu_s: float
-    """Of the command and all that it started."""
+    """CPU time of the command and its descendants."""
 
     @property
     def timed_out(self) -> bool:
@@ -211,68 +211,69 @@ class ExecResult:
 
     @property
     def truncated(self) -> bool:
-        """Whether output was left out."""
+        """Whether output was omitted."""
         return self.stdout_omitted > 0 or self.stderr_omitted > 0
 
     @property
     def stdout_omitted(self) -> int:
-        """Bytes left out of the middle, behind `Limits.output_head_bytes`."""
+        """Bytes omitted from the middle, behind `Limits.output_head_bytes`."""
         return self.stdout_total - len(self.stdout)
 
     @property
     def stderr_omitted(self) -> int:
-        """As `stdout_omitted`."""
+        """Like `stdout_omitted`."""
         return self.stderr_total - len(self.stderr)
 
 
 class FrozenBy(StrEnum):
-    """What keeps a paused sandbox's programs from running."""
+    """The mechanism that freezes a paused sandbox's programs."""
 
     CGROUP = "cgroup"
-    """The kernel. Programs do not notice."""
+    """The kernel's freezer. Programs do not notice."""
     SIGNALS = "signals"
-    """Each process was stopped by a signal, which a shell that waits for one may notice."""
+    """Each process was stopped by a signal, which a shell that waits for a child may notice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxStats:
-    """What a sandbox uses and has done so far."""
+    """Resource use of a sandbox so far."""
 
     cpu_s: float
-    """Of all its programs."""
+    """CPU time of all its programs."""
     memory_bytes: int
     memory_peak_bytes: int | None
     """None where the kernel does not count it."""
     processes: int
     disk_bytes: int
-    """Of what programs have written and not removed, where their writes are bounded."""
+    """Bytes in the files that programs have written, where their writes are bounded."""
     disk_files: int
     oom_kills: int
-    """By the kernel's count."""
+    """The kernel's count."""
     commands: int
-    """That have ended, those of shells too."""
+    """Finished commands, those of shells included."""
     exec_p50_s: float | None
-    """Of the newest commands' durations; None before the first."""
+    """Median duration of the newest commands; None before the first."""
     exec_p99_s: float | None
     is_paused: bool
     refused_calls: int = 0
-    """What its programs asked of a network that is a list, and that is not in it."""
+    """Connections that programs tried to hosts outside the sandbox's list of allowed ones."""
 
 
 class Snapshot(Protocol):
-    """What programs of a sandbox had written at one moment, to begin others with: files, not processes.
+    """The files that programs of a sandbox had written at one moment, to start other sandboxes from.
 
-    It is the private directory; of a container everything below its root, without /dev/shm. It lasts until
-    it is closed, by `close` or by leaving its `async with` block, and no sandbox that began with it lives.
+    It holds the private directory; of a container everything below its root, without /dev/shm. It is removed
+    once it is closed, by `close` or by leaving its `async with` block, and all sandboxes that began with it
+    have ended.
     """
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the disk that it takes by itself."""
+        """Bytes on the disk, without those of the snapshots below it."""
         ...
 
     async def close(self) -> None:
-        """Start no more sandboxes with it. May be called twice."""
+        """Allow no more sandboxes to start with it. May be called twice."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -291,7 +292,7 @@ class Sandbox(Protocol):
 
     @property
     def isolation(self) -> Isolation:
-        """What was reached."""
+        """The isolation that was reached."""
         ...
 
     @property
@@ -311,9 +312,9 @@ class Sandbox(Protocol):
         """Run a program until it exits, at most `wall_limit_s`; then kill all that it started.
 
         Several may run at once. `env` is added to that of the sandbox. `cwd` None is the private
-        directory. A program that goes on reading after `stdin` meets the end of the file.
+        directory. Behind `stdin` the program reads the end of the file.
 
-        Raises: SandboxLost if the sandbox does not answer. Never because of what the program does.
+        Raises: SandboxLost if the sandbox does not answer. Never because of the program's behaviour.
         """
         ...
 
@@ -326,10 +327,9 @@ class Sandbox(Protocol):
         env: Mapping[str, str] | None = None,
         cwd: str | None = None,
     ) -> Job:
-        """Start a program and return. If it cannot be started, its result says so, as that of `exec` does.
+        """Start a program and return. If it cannot be started, its result says so, as with `exec`.
 
-        Without `has_stdin` it meets the end of its standard input at once. `Limits.flood_bytes` holds for
-        its whole life.
+        Without `has_stdin` its standard input is empty. `Limits.flood_bytes` bounds its whole output.
 
         Raises: SandboxLost.
         """
@@ -345,11 +345,11 @@ class Sandbox(Protocol):
     async def connect(self, address: int | str) -> socket.socket:
         """Return a blocking connection to a port of the sandbox's own loopback, or a Unix socket's path.
 
-        It is opened inside as the programs' user, and works where the sandbox has no network. A sandbox that
-        has the host's network connects to the host's loopback.
+        The connection is opened inside as the programs' user, so it needs no network. In a sandbox with the
+        host's network it leads to the host's loopback.
 
         Raises: SandboxError with kind refused, missing, denied, timed_out, or busy where the server's queue
-        is full or 64 are being opened; SandboxLost.
+        is full or 64 connections are being opened; SandboxLost.
         """
         ...
 
@@ -361,14 +361,14 @@ class Sandbox(Protocol):
         ...
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Put a file in place, whole or not at all; its parents are made.
+        """Write a file atomically, and create its parent directories.
 
         Raises: SandboxError with kind missing, directory, denied or no_space.
         """
         ...
 
     async def upload(self, host_path: Path, path: str) -> None:
-        """Copy a file, or a directory with all below it, of the host into the sandbox, with permission bits.
+        """Copy a file or directory tree of the host into the sandbox, with permission bits.
 
         Raises: SandboxError like `write`, and with kind not_regular for a link or a device in the tree.
         """
@@ -377,23 +377,23 @@ class Sandbox(Protocol):
     async def download(
         self, path: str, host_path: Path, *, max_bytes: int = 64 * MIB, max_files: int = 10_000
     ) -> tuple[str, ...]:
-        """Copy a file, or a directory with all below it, out of the sandbox, to a place where nothing is yet.
+        """Copy a file or directory tree out of the sandbox, to a `host_path` that does not exist yet.
 
-        Only regular files and directories are made, with the permission bits that a user's files may have.
-        Returns the paths, relative to `path`, of links and special files, which are left out.
+        Only regular files and directories are copied, with ordinary permission bits.
+        Returns the paths, relative to `path`, of links and special files, which are not copied.
 
-        Raises: SandboxError like `read`, with kind too_large beyond `max_bytes` or `max_files` together, and
-        with kind exists if something is at `host_path`.
+        Raises: SandboxError like `read`, with kind too_large beyond `max_bytes` or `max_files` in all, and
+        with kind exists if `host_path` exists.
         """
         ...
 
     async def pause(self) -> FrozenBy:
-        """Return once none of its programs runs; their clocks stand still. No-op if it is paused.
+        """Freeze all programs, and their time limits with them. No-op if it is paused.
 
-        Until `resume`, what would run something is refused with a SandboxError of kind paused, and what is
-        asked of its jobs waits.
+        Until `resume`, requests to run something are refused with a SandboxError of kind paused, and requests
+        to its jobs wait.
 
-        Raises: SandboxError with kind busy if a process could not be stopped, and all go on; SandboxLost.
+        Raises: SandboxError with kind busy if a process could not be stopped; then all go on. SandboxLost.
         """
         ...
 
@@ -402,7 +402,7 @@ class Sandbox(Protocol):
         ...
 
     async def snapshot(self) -> Snapshot:
-        """Keep what its programs have written so far, for `SandboxSpec.snapshot`. They stand still meanwhile.
+        """Copy the files that programs, frozen meanwhile, have written so far; see `SandboxSpec.snapshot`.
 
         Raises: SandboxError with kind no_space, busy (as `pause`), too_deep (a snapshot of a snapshot, and
         so on, 16 times) or io; SandboxLost.
@@ -410,11 +410,11 @@ class Sandbox(Protocol):
         ...
 
     async def stats(self) -> SandboxStats:
-        """Return what it uses. Raises: SandboxLost."""
+        """Return its resource use. Raises: SandboxLost."""
         ...
 
     async def stop(self) -> None:
-        """End everything in it; when this returns, nothing is left. May be called twice."""
+        """End all its processes and remove its files before returning. May be called twice."""
         ...
 
     async def __aenter__(self) -> Self: ...
@@ -429,17 +429,17 @@ class Sandbox(Protocol):
 
 
 class SandboxBackend(Protocol):
-    """One way to make sandboxes."""
+    """One kind of isolation that makes sandboxes."""
 
     @property
     def name(self) -> str:
-        """The word in run files: 'process', 'bubblewrap', 'podman', 'docker', 'remote'."""
+        """Its name in run files: 'process', 'bubblewrap', 'podman', 'docker', 'remote'."""
         ...
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         """Return a fresh sandbox that is ready for its first command.
 
-        Raises: SandboxRefused if the host will not, or if less than `spec.min_level` was reached;
+        Raises: SandboxRefused if the host cannot make it or it reaches less than `spec.min_level`;
         SandboxError like `write` for one of `spec.files`.
         """
         ...

@@ -1,12 +1,11 @@
-"""The small process that all sandboxes of one process are forked from.
+"""The small process from which all sandboxes of a client process are forked.
 
-A fork of a process that has loaded a model costs far more than one of this; and what must be done as
-host root before privileges are dropped (a directory that other users can enter, mounts that the host
-does not see) is done here once. Orders come over a socket, each with the descriptor of the connection
-that its sandbox will serve. It also loads, once, the Python that sandboxes run in forks of itself. What
-such a fork inherits is this process's addresses and the orders so far, with host paths of mounts; never
-what a sandbox was asked, its environment or its input. When the process that started this one is gone, it
-ends all sandboxes, kills what is left below it, and goes.
+Forking a process that has loaded a model costs far more than forking this one. The steps that need host root
+(a directory that other users can enter, mounts that the host does not see) are also done here, once. Orders
+arrive over a socket, each with the descriptor of the connection that its sandbox will serve. The daemon also
+loads, once, the Python code that sandboxes run in forks of it. Such a fork inherits this process's memory
+layout and the orders so far, with host paths of mounts, but never a sandbox's requests, environment or input.
+When the client process ends, the daemon ends all sandboxes, kills its remaining descendants, and exits.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ from strop.sandbox.sockets import Egress
 from strop.sandbox.spawning import remove_tree
 from strop.sandbox.supervisor import Supervisor
 
-# More than a socket of this kind takes in one message, so none is cut.
+# Larger than any message of this kind of socket, so none is cut.
 MAX_ORDER_BYTES = 1 << 18
 _END_LIMIT_S = 10.0
 FOLDER_PREFIX = "strop-sandbox-"
-"""What the names of daemons' folders begin with, and those of their containers."""
+"""Prefix of the names of daemons' folders and of their containers."""
 SCRATCH_BASES = ("/tmp", "/var/tmp", "/dev/shm")
-"""Where a daemon may make its folder; the first that it can write to."""
+"""A daemon creates its folder in the first of these that it can write to."""
 _ABANDONED_AFTER_S = 60.0
 _CONTAINERS: dict[str, type[PodmanPlace]] = {"podman": PodmanPlace, "docker": DockerPlace}
 _PLACES: dict[str, type[ProcessPlace | BubblewrapPlace | PodmanPlace]] = {
@@ -92,21 +91,21 @@ class _Daemon:
         self._parent = parent
         self._host_mounts = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         self._ground = _prepare_ground()
-        # Held open while this process runs; each sandbox watches the other end.
+        # Open as long as this process runs; each supervisor watches the other end.
         self._alive_r, self._alive_w = os.pipe()
         self._supervisors: set[int] = set()
         self._python = LoadedPython(source="", main=lambda: None)
         self._numbers = itertools.count()
         self._engines: dict[str, Engine] = {}
-        """Of the orders so far, by backend."""
+        """Engines of the orders so far, by backend."""
         self._images: dict[str, dict[str, str]] = {name: {} for name in _CONTAINERS}
-        """Where images of each backend are mounted."""
+        """Mount points of images, by backend and image."""
 
     def serve(self) -> None:
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
-        # Objects that exist now stay where they are, so forks share their pages.
+        # Frozen objects stay where they are, so forks share their pages.
         gc.freeze()
         poll = select.poll()
         for descriptor in (self._control.fileno(), self._parent, wake_r):
@@ -129,7 +128,7 @@ class _Daemon:
         if not text:
             return False
         if not descriptors:
-            # The client knows a layer by its path; what is removed is one of this daemon's own.
+            # A request to remove a layer. Only its name is used, so no path outside can be removed.
             name = Path(text.decode()).name.removeprefix(PREFIX)
             remove_layer(f"{self._ground.runtime_dir}/{PREFIX}{name}", can_mount=self._ground.can_mount)
             return True
@@ -138,9 +137,12 @@ class _Daemon:
             values = json.loads(text)
             order = Order(**{**values, "limits": Limits(**values["limits"])})
             if order.python_source:
-                self._load(order.python_source)
+                names: dict[str, Any] = {"__name__": "loaded"}
+                exec(compile(order.python_source, "<python_source>", "exec"), names)
+                self._python = LoadedPython(source=order.python_source, main=names["main"])
+                gc.freeze()
             try:
-                for host_path in (*(one for one, _, _ in order.binds), *order.devices):
+                for host_path in (*(path for path, _, _ in order.binds), *order.devices):
                     self._stage(host_path, order.seen[host_path])
                 pid = os.fork() if self._find_image(order, connection) else None
             except OSError as error:
@@ -156,15 +158,8 @@ class _Daemon:
             self._supervisors.add(pid)
         return True
 
-    def _load(self, source: str) -> None:
-        """Load what sandboxes run in a fork of this interpreter."""
-        names: dict[str, Any] = {"__name__": "loaded"}
-        exec(compile(source, "<python_source>", "exec"), names)
-        self._python = LoadedPython(source=source, main=names["main"])
-        gc.freeze()
-
     def _find_image(self, order: Order, connection: socket.socket) -> bool:
-        """Find an order's image on this host; if it is not there, refuse the order and return False."""
+        """Find an order's snapshot and image; if one is missing, refuse the order and return False."""
         try:
             for layer in order.layers:
                 layer_files(layer)
@@ -184,7 +179,7 @@ class _Daemon:
                 self._stage(order.image, order.seen[order.image], is_for_programs=False)
             order.image_root = {**self._ground.staged, **images}.get(order.image, order.image)
             if order.image:
-                # Of a lower tree that is missing, mount would not say which.
+                # Checked here, since mount does not say which lower tree is missing.
                 os.close(os.open(order.image_root, os.O_RDONLY | os.O_DIRECTORY))
         except OSError as error:
             is_foreign = error.errno == errno.ENOEXEC
@@ -193,10 +188,10 @@ class _Daemon:
         return True
 
     def _stage(self, host_path: str, seen: list[int] | None, *, is_for_programs: bool = True) -> None:
-        """Show a path at a place that programs' users and this process can reach, until it ends.
+        """Bind a host path to a place that programs' users and this process can reach.
 
-        `seen`: `identify` of it by the client. What the host has mounted since this process began may not
-        have arrived here.
+        `seen`: the client's `identify` of the path. Mounts that the host made since this process started may
+        be missing here.
         """
         staged = self._ground.staged
         if not self._ground.can_mount or seen is None:
@@ -204,7 +199,7 @@ class _Daemon:
         if host_path in staged:
             if identify(staged[host_path]) == seen:
                 return
-            # Another directory has its name now.
+            # Another directory now has this path.
             detach_mount(staged.pop(host_path))
         is_here = identify(host_path) == seen
         if is_here and (can_reach(host_path) or not is_for_programs):
@@ -231,14 +226,14 @@ class _Daemon:
             if pid in self._supervisors and status != 0:
                 self._clear_after(pid)
             self._supervisors.discard(pid)
-        # A supervisor that died before its sandbox leaves its processes to this one.
+        # Processes of a supervisor that died before its sandbox are reparented to this process.
         kill_strays(os.getpid(), self._supervisors)
 
     def _clear_after(self, pid: int) -> None:
-        """Remove what a supervisor that was killed has left."""
+        """Clean up after a supervisor that was killed."""
         deadline = time.monotonic() + _END_LIMIT_S
         remove_freezers = clear_freezers(f"strop-{pid}")
-        # To podman, a process still runs until its parent has waited for it.
+        # To podman, a process runs until its parent has reaped it.
         while (strays := kill_strays(os.getpid(), self._supervisors)) and time.monotonic() < deadline:
             for stray in strays:
                 with suppress(ChildProcessError):
@@ -270,7 +265,7 @@ class _Daemon:
             time.sleep(0.005)
         signal_descendants(os.getpid(), signal.SIGKILL)
         while self._supervisors and time.monotonic() < deadline + _END_LIMIT_S:
-            # Those that did not end in time, and what they leave.
+            # Supervisors that did not end in time, and their orphans.
             self._reap()
             time.sleep(0.005)
         for target in self._ground.staged.values():
@@ -292,21 +287,21 @@ class _Daemon:
 def _become_supervisor(
     order: Order, python: LoadedPython, ground: Ground, connection: socket.socket, daemon_end: int
 ) -> NoReturn:
-    """Make the place and serve it. Nothing returns into the daemon's code."""
+    """Create the place and serve it. Never returns into the daemon's code."""
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
         become_subreaper()
-        # And what it starts: where all above it are killed, `janitor` finds it by this.
+        # If everything above is killed, `janitor` finds this process and its children by this directory.
         os.chdir(ground.runtime_dir)
         uid, is_private_uid = sandbox_uid(os.getpid())
         if order.backend in _CONTAINERS and order.snapshot_uid is not None:
-            # The snapshot's files are its programs' own, without a copy.
+            # The snapshot's files belong to this user, so they need no copy.
             uid, is_private_uid = order.snapshot_uid, False
         try:
             allowed = parse_network(order.network)
-            # Ahead: what is forked behind a place may be in its namespaces.
+            # Before the place: a process forked after it may be in its namespaces.
             egress = None if allowed is None else Egress(allowed)
             place = _PLACES[order.backend](order, ground, uid, is_private_uid=is_private_uid)
             if egress is not None:
@@ -321,7 +316,7 @@ def _become_supervisor(
             os._exit(0)
     finally:
         if sys.exc_info()[0] is not None:
-            # For the daemon's standard error; the client of this sandbox sees its connection close.
+            # For the daemon's standard error; the client only sees its connection close.
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(1)
@@ -337,22 +332,22 @@ def _prepare_ground() -> Ground:
     base = next(
         (path for path in SCRATCH_BASES if can_reach(path) and os.access(path, os.W_OK)), SCRATCH_BASES[0]
     )
-    # Daemons that were killed left their directories.
+    # Remove the directories of daemons that were killed.
     for path in Path(base).glob(f"{FOLDER_PREFIX}*"):
         with suppress(OSError):
-            found = path.lstat()
-            # A young one may not have been locked yet.
-            is_old = abs(time.time() - found.st_mtime) > _ABANDONED_AFTER_S
-            if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode) and is_old:
+            info = path.lstat()
+            # A new directory may not be locked yet.
+            is_old = abs(time.time() - info.st_mtime) > _ABANDONED_AFTER_S
+            if info.st_uid == os.geteuid() and stat.S_ISDIR(info.st_mode) and is_old:
                 descriptor = _lock(str(path))
                 end_inside(str(path))
                 remove_tree(str(path))
                 os.close(descriptor)
-    # Not tempfile: its random numbers are made anew in each fork, which costs as much as the fork.
+    # Not tempfile, which reseeds its random numbers in each fork; that costs as much as the fork.
     runtime_dir = f"{base}/{FOLDER_PREFIX}{os.urandom(8).hex()}"
     os.mkdir(runtime_dir, 0o711)
     os.chmod(runtime_dir, 0o711)
-    # Held until this process and all of its sandboxes have ended.
+    # The lock is held until this process and all its sandboxes have ended.
     _lock(runtime_dir)
     can_mount = False
     if is_root:
@@ -361,11 +356,11 @@ def _prepare_ground() -> Ground:
             mount_tmpfs(runtime_dir, "size=1m,mode=711")
             can_mount = True
         except OSError:
-            # Root of a container without the right to mount: paths stay where they are.
+            # Root of a container that may not mount: paths stay where they are.
             can_mount = False
     controllers = find_controllers()
     remove_abandoned(controllers)
-    # Looked up once, so that the forks need not.
+    # Fill this function's cache for the forks.
     system_tree()
     return Ground(
         runtime_dir=runtime_dir,

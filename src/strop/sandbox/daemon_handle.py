@@ -1,4 +1,4 @@
-"""The client side of the daemon: starts it on first use, sends it orders, ends it with this process."""
+"""The client's handle of the daemon: starts it on first use, sends it orders, ends it with this process."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from typing import Any
 import strop
 from strop.errors import SandboxRefused
 
-# The source's place comes over standard input: a command line can be read from inside a sandbox.
+# The path of the source comes over standard input, since a command line is readable inside a sandbox.
 _DAEMON_CODE = """
 import sys
 sys.path.insert(0, sys.stdin.readline().rstrip())
 from strop.sandbox.daemon import main
-# Its forks must find modules where any Python would.
+# Its forks must import modules from Python's own paths only.
 del sys.path[0]
 main(int(sys.argv[1]), int(sys.argv[2]))
 """
 
 
 class DaemonHandle:
-    """A daemon of this process, from outside. Started on first use.
+    """A daemon of this process, started on first use.
 
-    `source`: Python that it loads once, and that each of its sandboxes may run a fork of.
+    `source`: Python code that the daemon loads once; each of its sandboxes may run a fork of it.
     """
 
     def __init__(self, source: str = "") -> None:
@@ -44,7 +44,7 @@ class DaemonHandle:
         self._has_source = False
 
     def start(self, order: dict[str, Any]) -> socket.socket:
-        """Order a sandbox; return this end of its connection. Usable from any thread.
+        """Order a sandbox and return this end of its connection. Usable from any thread.
 
         Raises: SandboxRefused if the host gives no process or no socket.
         """
@@ -52,7 +52,7 @@ class DaemonHandle:
             try:
                 return self._send(order)
             except OSError:
-                # It was killed since the last order; once, start another.
+                # The daemon was killed since the last order: start another one, once.
                 self.close()
             try:
                 return self._send(order)
@@ -66,7 +66,7 @@ class DaemonHandle:
                 ) from error
 
     def drop_layer(self, path: str) -> None:
-        """Remove a layer that is no longer used. A daemon that has ended has removed its layers."""
+        """Remove a layer that is no longer used. A daemon removes all its layers when it ends."""
         with self._lock:
             if self._control is not None:
                 with suppress(OSError):
@@ -114,7 +114,7 @@ class DaemonHandle:
         return self._control
 
     def close(self) -> None:
-        """Let the daemon end all sandboxes, and wait for it."""
+        """End the daemon with all its sandboxes, and wait for it."""
         if self._control is not None and self._popen is not None:
             self._control.close()
             self._popen.wait()
@@ -128,9 +128,9 @@ class DaemonHandle:
 
 
 def require_kernel() -> None:
-    """Refuse a kernel on which what a sandbox started could not be found and ended.
+    """Refuse a kernel that does not let strop find and end all processes of a sandbox.
 
-    Raises: OSError naming what is missing.
+    Raises: OSError naming the missing feature.
     """
     try:
         os.close(os.pidfd_open(os.getpid()))
@@ -142,20 +142,20 @@ def require_kernel() -> None:
 
 @cache
 def python_candidates() -> tuple[str, ...]:
-    """Return interpreters to try inside, the one that runs this first."""
+    """Return interpreters to try inside, this process's own first."""
     base = getattr(sys, "_base_executable", None) or sys.executable
     paths = [os.path.realpath(base), "/usr/bin/python3", "/usr/local/bin/python3"]
     return tuple(dict.fromkeys(paths))
 
 
 _daemons: dict[tuple[int, str], DaemonHandle] = {}
-"""By the process that started them, of which a fork has copies, and by source."""
+"""Keyed by source and the process that started the daemon, since a fork inherits this table."""
 
 
 def daemon_of(own_pid: int, source: str = "") -> DaemonHandle:
     """Return the handle of this process's daemon for a Python source.
 
-    Each source has a daemon of its own: what one imports, programs of another would find loaded.
+    Each source has a separate daemon, so programs never see modules that another source has loaded.
     """
     if (own_pid, source) not in _daemons:
         daemon = _daemons[own_pid, source] = DaemonHandle(source)

@@ -1,17 +1,16 @@
 """Backend `docker`: the containers of backend `podman`, made by a docker daemon of this machine.
 
-docker starts no container over a root that it has not made, and its daemon sees no mounts of a supervisor.
-So each container begins with an image of two files, which docker keeps; then its root is exchanged, from
-outside, for the overlay that `podman` has too, and what docker mounted in /proc, /sys and /dev stays. docker
-also makes no user namespace for one container: where one is asked for (`SandboxSpec.user`), programs have one
-of their own, in which process 1 has no user, and hold no power over the container's other namespaces.
+docker starts no container over a root that it did not create, and its daemon does not see the mounts of a
+supervisor. So each container starts from an image of two files; then its root is replaced, from outside, with
+the same overlay as in `podman`, and docker's mounts in /proc, /sys and /dev stay. docker also makes no user
+namespace for a single container: for `SandboxSpec.user` the supervisor makes one for the programs. Process 1
+has no user in it, and programs have no capability over the container's other namespaces.
 
-docker shows no image on the host either: one container of each image waits, as long as the daemon of its
-sandboxes lives, and lends them its root. Whatever docker stores images with, nothing is copied.
+docker does not mount images on the host either: one idle container per image runs as long as the daemon of
+its sandboxes, which use its root file system. Nothing is copied, whatever docker's storage driver.
 
-Covered: all that level `container` names, for root beside a daemon of its own machine. Not covered: ordinary
-users, and a daemon of another machine, in a virtual one (Docker Desktop), of an ordinary user or with
-userns-remap.
+Covered: all of level `container`, for root, with a docker daemon on the same machine. Not covered: ordinary
+users; a docker daemon on another machine, in a virtual one (Docker Desktop), rootless, or with userns-remap.
 Tried with docker 20.10 and runc 1.1.5 on Linux 6.18 with control groups of version 1.
 """
 
@@ -40,21 +39,21 @@ from strop.sandbox.linux import (
 from strop.sandbox.podman import ARCHITECTURES, INIT, PodmanPlace, make_init, require_architecture
 
 _OWN_WORDS = ("--pull", "never", "--stop-signal", "KILL")
-"""Asked of no registry; and a daemon that ends does not wait for process 1, which hears nothing else."""
+"""No registry is asked; and a docker daemon that ends need not wait for process 1, which ignores SIGTERM."""
 _NEW_ROOT = "/new"
 _KEPT = ("/proc", "/sys", "/dev")
 _KEPT_OF_HOST = ("/etc/resolv.conf", "/etc/hosts")
-"""With the host's network, what leads in it too."""
+"""Files that the host's network needs."""
 
 
 class DockerPlace(PodmanPlace):
-    """A container of docker's, held by its process 1."""
+    """A docker container, held by its process 1."""
 
     _sees_own_mounts = False
 
     @staticmethod
     def find_image(engine: Engine, image: str, runtime_dir: str) -> str:
-        """Return where an image's tree is, mounted until `drop_images`; see `PodmanPlace.find_image`."""
+        """Return the path where an image is mounted until `drop_images`; see `PodmanPlace.find_image`."""
         require_architecture(engine, image)
         number = len(list(Path(runtime_dir).glob("image-*")))
         folder = Path(runtime_dir, f"image-{number}")
@@ -78,7 +77,7 @@ class DockerPlace(PodmanPlace):
 
     @staticmethod
     def drop_images(engine: Engine, images: Mapping[str, str]) -> None:
-        """Unmount images, and remove the containers that lend them. Raises: OSError."""
+        """Unmount images, and remove the idle containers that hold them. Raises: OSError."""
         for place in images.values():
             engine.remove(container_name(str(Path(place).parent), Path(place).name))
             detach_mount(place)
@@ -90,7 +89,7 @@ class DockerPlace(PodmanPlace):
         ]
         if self._has_users:
             namespace = make_users(self.first_id)
-            # By a name, since processes inside keep no descriptor but that of process 1.
+            # Bound to a name, since processes inside keep no descriptor but that of process 1.
             Path(self._base, "users").touch()
             bind(f"/proc/self/fd/{namespace}", f"{self._base}/users")
             os.close(namespace)
@@ -105,7 +104,7 @@ class DockerPlace(PodmanPlace):
         except OSError as error:
             if "No such image" not in str(error):
                 raise
-            # It is the first one, or the image was removed.
+            # This is the first container, or the image was removed.
             _give(self._engine, archive, "load", "--quiet")
             self._engine.run(*words, name)
         pid = _find_process(self._engine, self._name)
@@ -114,7 +113,7 @@ class DockerPlace(PodmanPlace):
         return pid
 
     def enter(self) -> None:
-        """Join the namespaces of process 1, and then the users of programs."""
+        """Join the namespaces of process 1, then the user namespace of programs."""
         users = os.open(f"{self._base}/users", os.O_RDONLY | os.O_CLOEXEC) if self._has_users else None
         super().enter()
         if users is not None:
@@ -126,7 +125,7 @@ class DockerPlace(PodmanPlace):
 
 
 def _find_process(engine: Engine, container: str) -> int:
-    """Return process 1 of a container. Raises: OSError if it is none of this machine's."""
+    """Return process 1 of a container. Raises: OSError if it is not a process of this machine."""
     words = ("inspect", "--format", "{{.Id}} {{.State.Pid}}", container)
     container_id, _, pid = engine.run(*words).strip().partition(" ")
     try:
@@ -142,7 +141,7 @@ def _find_process(engine: Engine, container: str) -> int:
 
 
 def _own_image() -> tuple[str, dict[str, bytes]]:
-    """Return the image that containers begin with: a name made of its digest, and its archive."""
+    """Return the image that containers start from: a name made of its digest, and its archive."""
     init = make_init(platform.machine())
     layer = _pack({INIT: init, f"{_NEW_ROOT}/": b""})
     config = json.dumps(
@@ -154,9 +153,9 @@ def _own_image() -> tuple[str, dict[str, bytes]]:
     ).encode()
     digest = hashlib.sha256(config).hexdigest()
     name = f"localhost/strop-sandbox:{digest[:16]}"
-    listed = [{"Config": f"{digest}.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
+    manifest = [{"Config": f"{digest}.json", "RepoTags": [name], "Layers": ["layer.tar"]}]
     return name, {
-        "manifest.json": json.dumps(listed).encode(),
+        "manifest.json": json.dumps(manifest).encode(),
         f"{digest}.json": config,
         "layer.tar": layer,
     }
@@ -175,7 +174,7 @@ def _give(engine: Engine, files: Mapping[str, bytes], *words: str) -> None:
 
 def _pack(files: Mapping[str, bytes]) -> bytes:
     """Return a reproducible tar archive of files; a name that ends with / is a directory's."""
-    # Here: a daemon that makes no containers of docker's needs none.
+    # Imported here, since only docker needs it.
     import tarfile
 
     packed = io.BytesIO()

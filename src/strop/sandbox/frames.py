@@ -1,7 +1,7 @@
-"""Messages to and from a process that serves another: a JSON header and bytes, lengths in front.
+"""The frames between a client process and its servers: both lengths, a JSON header, a body of bytes.
 
-Sandboxes and the workers of verifiers speak so. What runs inside a sandbox cannot write to the channel;
-its exit codes and limits travel on it.
+Sandboxes and judge workers use them. Programs inside a sandbox cannot write to the channel that reports their
+exit codes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from strop.errors import CorruptRecord
 
 LENGTHS = struct.Struct("!IQ")
 MAX_HEADER_BYTES = 1 << 24
-"""Largest header. A text to be judged is one of some thousand tokens; more is a fault."""
+"""Largest header. A text to judge has a few thousand tokens; a larger header is a fault."""
 
 
 def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
@@ -30,9 +30,9 @@ def pack(header: dict[str, Any], body: bytes = b"") -> bytes:
 
 
 def unpack(buffer: bytearray, *, max_body_bytes: int | None = None) -> Iterator[tuple[dict[str, Any], bytes]]:
-    """Take the complete frames out of a buffer that is being filled.
+    """Remove the complete frames from a receive buffer and yield them.
 
-    Raises: CorruptRecord if what it holds is no frame, or one with a larger body.
+    Raises: CorruptRecord for a malformed frame, or a body larger than `max_body_bytes`.
     """
     while len(buffer) >= LENGTHS.size:
         header_bytes, body_bytes = LENGTHS.unpack_from(buffer)
@@ -54,7 +54,7 @@ def unpack(buffer: bytearray, *, max_body_bytes: int | None = None) -> Iterator[
         yield header, body
 
 
-def _refused(given: str) -> CorruptRecord:
+def _refused(content: str) -> CorruptRecord:
     return CorruptRecord(
-        f"two processes exchanged {given}, not a JSON object of {MAX_HEADER_BYTES} bytes at most"
+        f"two processes exchanged {content}, not a JSON object of {MAX_HEADER_BYTES} bytes at most"
     )

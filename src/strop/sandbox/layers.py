@@ -1,9 +1,9 @@
-"""Copies of what programs have written: how a snapshot is taken, and how a sandbox begins with one.
+"""Layers, the copies of programs' files: taking a snapshot, and starting a sandbox from one.
 
-A layer is a directory of the daemon's, bounded like the sandbox that it is a copy of. Containers mount it
-below their own changes, so any number of them share it and a start copies nothing; what was deleted is in
-it as the overlay's own marks. The other backends copy it into the new private directory, sharing blocks
-where the file system can.
+A layer is a directory of the daemon, with the size limit of the sandbox that was copied. Containers mount it
+below their own changes, so any number of them share it and a start copies nothing; it holds deletions as the
+overlay's whiteouts. The other backends copy it into the new private directory, with shared blocks where the
+file system supports them.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from strop.sandbox.spawning import remove_tree, run_program
 
 PREFIX = "snap-"
 MAX_LAYERS = 16
-"""A container's layers from snapshots of snapshots."""
+"""Limit on snapshots of snapshots of a container."""
 _FILES, _DONE = "files", "done"
 _NUM_OWN_FILES = 4
 _KINDS = {errno.ENOSPC: "no_space", errno.EMLINK: "too_deep", errno.ENOTSUP: "snapshot"}
-_MAX_SAID = 600
+_MAX_ERROR_CHARS = 600
 _ENV = {"PATH": "/usr/bin:/bin", "LC_ALL": "C"}
 
 
 class Copying:
-    """A layer that is being made. The supervisor does not wait for it."""
+    """A running copy of a layer, in a fork: the supervisor does not block."""
 
     def __init__(
         self,
@@ -57,8 +57,8 @@ class Copying:
     def _on_answer(self) -> None:
         self._selector.unregister(self._answer)
         with self._answer:
-            said = self._answer.recv(1 << 16)
-        self._on_end(json.loads(said) if said else {"failed": "io", "why": "the copy ended without a word"})
+            reply = self._answer.recv(1 << 16)
+        self._on_end(json.loads(reply) if reply else {"failed": "io", "why": "the copy ended without a word"})
 
 
 def _copy_and_exit(path: str, place: Place, ground: Ground, answer: socket.socket) -> NoReturn:
@@ -100,13 +100,13 @@ def _make_layer(path: str, place: Place, ground: Ground) -> dict[str, Any]:
 
 
 def layer_files(path: str) -> str:
-    """Return where a layer's copy is. Raises: OSError if it is not complete, or gone."""
+    """Return the path of a layer's files. Raises: OSError if the layer is incomplete or gone."""
     os.stat(f"{path}/{_DONE}")
     return f"{path}/{_FILES}"
 
 
 def remove_layer(path: str, *, can_mount: bool) -> None:
-    """Remove a layer, whole or in part."""
+    """Remove a layer, complete or not."""
     if can_mount:
         with suppress(OSError):
             detach_mount(path)
@@ -114,16 +114,16 @@ def remove_layer(path: str, *, can_mount: bool) -> None:
 
 
 def remove_unfinished(runtime_dir: str, supervisor_pid: int, *, can_mount: bool) -> None:
-    """Remove what a supervisor that was killed was copying."""
+    """Remove the unfinished layers of a supervisor that was killed."""
     for path in Path(runtime_dir).glob(f"{PREFIX}{supervisor_pid}-*"):
         if not (path / _DONE).exists():
             remove_layer(str(path), can_mount=can_mount)
 
 
 def copy_tree(source: str, target: str, owner: int | None = None) -> None:
-    """Copy all that is in a directory, with its modes, times, links and marks, and maybe give it to a user.
+    """Copy the contents of a directory with modes, times, links and whiteouts; `owner`: change the owner.
 
-    Raises: OSError with what went wrong first.
+    Raises: OSError with the first error.
     """
     owners = [] if owner is None else [["chown", "-hR", f"{owner}:{owner}", target]]
     for step in (["cp", "-a", "--reflink=auto", f"{source}/.", f"{target}/"], *owners):
@@ -131,9 +131,9 @@ def copy_tree(source: str, target: str, owner: int | None = None) -> None:
 
 
 def unpack_inside(place: Place, source: str) -> None:
-    """Copy all that is in a directory into the private directory of a place whose users are its own.
+    """Copy the contents of a directory into the private directory of a place with a user namespace.
 
-    Raises: OSError with what went wrong first.
+    Raises: OSError with the first error.
     """
 
     def enter() -> None:
@@ -147,7 +147,7 @@ def unpack_inside(place: Place, source: str) -> None:
     packer = os.posix_spawnp(words[0], words, _ENV, file_actions=[(os.POSIX_SPAWN_DUP2, packing, 1)])
     os.close(packing)
     try:
-        # Unpacked inside: outside no user has an id that its file system knows.
+        # Unpacked inside, since its file system has no valid id for a user outside.
         _run(["tar", "-xpf", "-", "--no-same-owner", "--no-overwrite-dir"], stdin=packed, prepare=enter)
     finally:
         os.close(packed)
@@ -159,7 +159,7 @@ def unpack_inside(place: Place, source: str) -> None:
 def _run(words: list[str], *, stdin: int | None = None, prepare: Callable[[], None] | None = None) -> None:
     done = run_program(words, _ENV, stdin=stdin, prepare=prepare)
     if done.exit_code:
-        said = done.stderr.decode(errors="replace").strip()[:_MAX_SAID]
-        # What tar says of a full disk that took a part.
-        is_full = os.strerror(errno.ENOSPC) in said or "Wrote only" in said
-        raise OSError(errno.ENOSPC if is_full else errno.EIO, said or f"{words[0]} failed")
+        error = done.stderr.decode(errors="replace").strip()[:_MAX_ERROR_CHARS]
+        # "Wrote only": tar's message when a disk is full after a part of a file.
+        is_full = os.strerror(errno.ENOSPC) in error or "Wrote only" in error
+        raise OSError(errno.ENOSPC if is_full else errno.EIO, error or f"{words[0]} failed")

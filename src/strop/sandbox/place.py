@@ -1,4 +1,4 @@
-"""The interface between a supervisor and the place that its commands run in, whatever backend made it."""
+"""The interface between a supervisor and the place in which its commands run, for every backend."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from strop.sandbox.contract import Guard, Isolation, Limits
 
 
 def identify(path: str) -> list[int] | None:
-    """Return device, inode and type of what is at a path; None if nothing is."""
+    """Return device, inode and file type of a path; None if it does not exist."""
     try:
-        found = os.stat(path)
+        info = os.stat(path)
     except OSError:
         return None
-    return [found.st_dev, found.st_ino, stat.S_IFMT(found.st_mode)]
+    return [info.st_dev, info.st_ino, stat.S_IFMT(info.st_mode)]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -33,30 +33,30 @@ class Order:
     devices: dict[str, str] = field(default_factory=dict)
     """Device files: host path to path inside."""
     seen: dict[str, list[int] | None] = field(default_factory=dict)
-    """`identify` of these, and of an image's path, by its client, which has this host's own mounts."""
+    """The client's `identify` of these and of an image's path; the client sees this host's mounts."""
     program: str = ""
-    """Where the program is that makes the place: bwrap, podman or docker."""
+    """Path of bwrap, podman or docker."""
     engine_env: dict[str, str] = field(default_factory=dict)
-    """What podman or docker is started with."""
+    """Environment for podman or docker."""
     image: str = ""
     """A name in the engine's store, or the absolute path of a directory tree; empty: this host's /usr."""
     image_root: str = ""
-    """Where the image's tree is on this host; the daemon finds it."""
+    """Path of the image's tree on this host, set by the daemon."""
     user: int | None = None
-    """The image's user that programs run as; None: a user of the sandbox's own."""
+    """The image's user for programs; None: the sandbox's private user."""
     has_workspace: bool = False
     layers: list[str] = field(default_factory=list)
-    """Of the snapshot that it begins with, the newest first."""
+    """Layers of the snapshot to start from, the newest first."""
     snapshot_uid: int | None = None
-    """The user that these belong to."""
+    """The owner of the layers' files."""
     network: str = "none"
     python_source: str | None = None
-    """None if an earlier order brought it."""
+    """None if an earlier order contained it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedPython:
-    """A sandbox's Python source, and the `main` that it defined when it was loaded."""
+    """A sandbox's Python source, and the `main` that it defines."""
 
     source: str
     main: Callable[[], None]
@@ -64,26 +64,26 @@ class LoadedPython:
 
 @dataclass(kw_only=True, slots=True)
 class Ground:
-    """What the daemon prepared for all its sandboxes."""
+    """The daemon's preparations for all its sandboxes."""
 
     runtime_dir: str
-    """A directory that any user may enter; private directories are made in it."""
+    """A directory that any user may enter. It contains the private directories."""
     kernel: str
-    """Its release."""
+    """The kernel's release."""
     namespaces: dict[str, str]
-    """What this host's namespaces are called, by their kind."""
+    """Identities of this host's namespaces, by kind."""
     can_mount: bool
     """Whether file systems can be mounted below `runtime_dir`, unseen by the host."""
     first: str = ""
-    """A copy of cat that programs may run and not read; empty where it would be readable all the same."""
+    """A copy of cat that programs may run but not read; empty where it cannot be protected."""
     staged: dict[str, str] = field(default_factory=dict)
-    """Host paths that a program's user or the daemon cannot reach, and where they can be reached."""
+    """Host paths that a program's user or the daemon cannot reach, and the paths of their bind mounts."""
     controllers: list[Controller] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Watch:
-    """Limits that the kernel does not enforce and the runner of a command checks; None is not checked."""
+    """Limits that the kernel does not enforce and a command's runner checks; None: not checked."""
 
     memory_bytes: int | None = None
     max_processes: int | None = None
@@ -92,35 +92,35 @@ class Watch:
 
 
 class Place(Protocol):
-    """Where commands of one sandbox run, from its supervisor's side."""
+    """The supervisor's view of the place in which commands of a sandbox run."""
 
     limits: Limits
     scratch: str
     """The private directory as a program sees it."""
     user: tuple[int, int] | None
-    """User and group that a program changes to, as they are called inside; None if it is them already."""
+    """User and group ids inside that a program changes to; None if it has them already."""
     capabilities: int
-    """What a program may do beyond its user's rights, a bit each; only with a user namespace."""
+    """Bit mask of capabilities that programs keep; only with a user namespace."""
     max_user_processes: int | None
-    """The kernel's limit for this user; None if it would count other programs' processes too."""
+    """RLIMIT_NPROC; None if it would count other programs' processes too."""
     cgroup: Cgroup
     watch: Watch
     changes: str
-    """Where, for this process, the directory is that holds what programs have written."""
+    """The directory with the programs' files, as this process sees it."""
     has_own_disk: bool
-    """Whether `changes` is a file system of its own."""
+    """Whether `changes` is a separate file system."""
     has_overlay: bool
-    """Whether `changes` lies over `layers`, and is no whole by itself."""
+    """Whether `changes` is only the upper directory of an overlay over `layers`."""
     layers: Sequence[str]
-    """What it began with."""
+    """The layers that the sandbox started from."""
     first_id: int
-    """The user of the host that owns what programs write, or the first of them."""
+    """The user of the host that owns the programs' files; of a range of users, the first."""
     has_own_pids: bool
     """Whether `enter` takes effect for processes in children only."""
 
     @property
     def moved_mounts(self) -> Mapping[str, str]:
-        """Mounted host paths that are found elsewhere than the order says, and where."""
+        """Mounted host paths whose path inside differs from the order's, with the path inside."""
         ...
 
     def enter(self) -> None:
@@ -129,15 +129,15 @@ class Place(Protocol):
 
     @property
     def holder(self) -> int | None:
-        """A descriptor of the process whose end is the end of the place (a pidfd), if there is one."""
+        """A pidfd of the process whose end is the end of the place, if there is one."""
         ...
 
     def kill(self) -> None:
-        """Kill what holds the place, and with it all that runs there. May be called twice."""
+        """Kill the holder of the place, and with it everything that runs there. May be called twice."""
         ...
 
     def describe(self, facts: dict[str, Any]) -> Isolation:
-        """Return the isolation reached, from what a program inside reported about itself."""
+        """Return the isolation reached, from the self-measurement of a process inside."""
         ...
 
     def close(self) -> None:
@@ -146,7 +146,7 @@ class Place(Protocol):
 
 
 def clean_env(scratch: str) -> dict[str, str]:
-    """Return the whole environment of a program that is given no variables."""
+    """Return the complete environment of a program without further variables."""
     return {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "LANG": "C.UTF-8",
@@ -157,14 +157,14 @@ def clean_env(scratch: str) -> dict[str, str]:
 
 
 def guard(is_enforced: bool, *, is_watched: bool) -> Guard:
-    """Return how a limit is kept."""
+    """Return how a limit is enforced."""
     if is_enforced:
         return Guard.ENFORCED
     return Guard.WATCHED if is_watched else Guard.NONE
 
 
 def own_namespaces(facts: Mapping[str, Any], outside: Mapping[str, str]) -> dict[str, bool]:
-    """Return which kinds of namespace a sandbox has for itself, by what its first command saw."""
+    """Return, by kind, whether the sandbox's first command was in another namespace than the host."""
     return {name: facts["namespaces"][name] != identity for name, identity in outside.items()}
 
 
@@ -177,10 +177,10 @@ def is_contained(
     network: str,
     capabilities: int = 0,
 ) -> bool:
-    """Return whether a program has its own namespaces of the kinds that are needed, and no further rights.
+    """Return whether a program has its own namespaces of the `needed` kinds, and no further privileges.
 
-    The network's counts unless a sandbox was asked to have the host's. `capabilities`: what it may have, over
-    a user namespace of its own.
+    The network namespace is not needed if the host's network was requested. `capabilities`: those that it may
+    have over its own user namespace.
     """
     allowed = capabilities if own["user"] else 0
     return (
@@ -193,12 +193,12 @@ def is_contained(
 
 
 def network_word(own: Mapping[str, bool], asked: str) -> str:
-    """Return what `Isolation.network` says: with a network of its own, what a sandbox was asked to have."""
+    """Return the value of `Isolation.network`: with a network namespace the requested one."""
     return asked if own["net"] and asked != "host" else "host"
 
 
 def inside_fields(facts: Mapping[str, Any], own: Mapping[str, bool]) -> dict[str, Any]:
-    """Return the fields of `Isolation` that are as seen from inside, whatever the backend."""
+    """Return the fields of `Isolation` that are measured inside, for every backend."""
     return {
         "userns": own["user"],
         "pidns": own["pid"],

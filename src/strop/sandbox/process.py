@@ -1,11 +1,11 @@
-"""Backend `process`: a child of this machine in a private directory, without namespaces.
+"""Backend `process`: a child process in a private directory, without namespaces.
 
 Covered: every descendant is killed, whatever sessions and double forks it makes; clean environment;
-limits of each process; as host root also a user of the sandbox's own, which closes the files of others
-and makes the number of processes a kernel limit, and a private directory of bounded size. Memory and
-number of processes are kernel limits where control groups can be made, and watched otherwise.
-Not covered: the network; files that everybody may read, or write (/tmp, /dev/shm); for an ordinary user
-also that user's own files and processes, strop among them. Training on model-written code refuses it.
+per-process limits. As host root also a private user, which protects other users' files and makes the number
+of processes a kernel limit, and a private directory of bounded size. Memory and number of processes are
+kernel limits where control groups can be made, and watched otherwise.
+Not covered: the network; world-readable and world-writable files (/tmp, /dev/shm); for an ordinary user
+also that user's own files and processes, strop's included. Training on model-written code refuses it.
 Tried on Linux 6.18, as root and as an ordinary user.
 """
 
@@ -56,7 +56,7 @@ class ProcessPlace:
         self.user = (uid, uid) if os.geteuid() == 0 else None
         self._has_private_uid = is_private_uid
         self.changes, self.has_own_disk = self.scratch, self._has_mount
-        # Of a user that runs other things: a bound on a fork bomb, which the watch then finds.
+        # A shared user also runs other processes: the limit only bounds a fork bomb, which the watch finds.
         others = 0 if is_private_uid else count_user_tasks(uid)
         self.max_user_processes: int | None = others + limits.max_processes
         self.watch = Watch(
@@ -96,7 +96,7 @@ class ProcessPlace:
         )
 
     def close(self) -> None:
-        """Remove the directory, whatever its files forbid, and what its user has left in the kernel."""
+        """Remove the directory, whatever the modes in it, and the IPC objects of its user."""
         self.cgroup.remove()
         if self._has_private_uid:
             remove_ipc(self.first_id)

@@ -1,12 +1,12 @@
-"""podman of an ordinary user: what it needs of the host, and the namespaces that it works in.
+"""Rootless podman: its requirements of the host, and the namespaces that it works in.
 
-podman makes a user namespace in which this user is root, over ids that belong to the user (/etc/subuid,
-/etc/subgid), with mounts of its own. A supervisor enters both, and there it can do what the host's root can:
-mount an overlay, change to another user. The programs of a container are one of these ids, which no other
-sandbox has; the host's root, and this user, are nobody there. podman keeps a process that holds its user
-namespace after the last container has ended; `podman system migrate` ends it.
+podman creates a user namespace in which this user is root, over the user's ids in /etc/subuid and
+/etc/subgid, and a mount namespace. A supervisor enters both, and can then mount an overlay and change to
+another user. The programs of a container have one of these ids, which no other sandbox uses; the host's root
+and this user are unmapped there. podman keeps a process that holds its user namespace after the last
+container has ended; `podman system migrate` ends it.
 
-Not covered: control groups, where none are handed down to this user (`Isolation` says what is watched then);
+Not covered: control groups, where none are delegated to this user (`Isolation` then records watched limits);
 users of the image, which need 65,536 ids for each sandbox; snapshots.
 Tried with podman 4.3.1, runc 1.1.5 and 65,536 ids on Linux 6.18, control groups of version 1.
 """
@@ -34,14 +34,14 @@ from strop.sandbox.linux import (
 from strop.sandbox.spawning import run_program
 
 _ANSWER_LIMIT_S = 60.0
-_MAX_SAID = 600
+_MAX_ERROR_CHARS = 600
 _RANGES = ("/etc/subuid", "/etc/subgid")
 _HELPERS = ("newuidmap", "newgidmap")
-_SAY = "echo $$; env; echo .; read -r _"
+_REPORT = "echo $$; env; echo .; read -r _"
 
 
 def require_ranges(program: str, environ: Mapping[str, str]) -> None:
-    """Refuse a host whose podman gives this user no ids beside its own, and say which part is missing.
+    """Refuse a host whose podman gives this user no further ids, and name the missing part.
 
     Blocks for a tenth of a second. Raises: SandboxRefused with kind newuidmap, subuid or podman.
     """
@@ -53,13 +53,13 @@ def require_ranges(program: str, environ: Mapping[str, str]) -> None:
     except OSError as error:
         why = str(error)
     else:
-        why = done.stderr.decode(errors="replace").strip()[-_MAX_SAID:]
+        why = done.stderr.decode(errors="replace").strip()[-_MAX_ERROR_CHARS:]
         if done.exit_code == 0 and count_ids(done.stdout.decode()) > 1:
             return
     names = names_of(os.geteuid())
     name = min(names, key=str.isdigit)
-    helper = next((one for one in _HELPERS if shutil.which(one) is None), None)
-    path = next((one for one in _RANGES if not ranges_of(read_or_empty(one), names)), None)
+    helper = next((program for program in _HELPERS if shutil.which(program) is None), None)
+    path = next((file for file in _RANGES if not ranges_of(read_or_empty(file), names)), None)
     if helper is not None:
         kind = "newuidmap"
         why, next_step = f"{helper} is not installed", "as root, install the package uidmap"
@@ -84,12 +84,14 @@ def require_ranges(program: str, environ: Mapping[str, str]) -> None:
 def enter_podman(program: str, environ: Mapping[str, str]) -> dict[str, str]:
     """Become root of podman's user namespace, with a copy of its mounts; return podman's environment there.
 
-    For a process without threads, which stays there. Raises: OSError.
+    This process, which must have no threads, stays there. Raises: OSError.
     """
     in_r, in_w = os.pipe()
     out_r, out_w = os.pipe()
     actions = [(os.POSIX_SPAWN_DUP2, in_r, 0), (os.POSIX_SPAWN_DUP2, out_w, 1)]
-    pid = os.posix_spawn(program, [program, "unshare", "sh", "-c", _SAY], dict(environ), file_actions=actions)
+    pid = os.posix_spawn(
+        program, [program, "unshare", "sh", "-c", _REPORT], dict(environ), file_actions=actions
+    )
     for descriptor in (in_r, out_w):
         os.close(descriptor)
     try:
@@ -97,7 +99,7 @@ def enter_podman(program: str, environ: Mapping[str, str]) -> dict[str, str]:
             lines = list(itertools.takewhile(lambda line: line != ".\n", answer))
         if not lines:
             raise OSError(errno.EPERM, "podman unshare said nothing")
-        # While that process waits for the end of its input.
+        # That process keeps the namespaces until its input ends.
         namespaces = [
             (os.open(f"/proc/{int(lines[0])}/ns/{name}", os.O_RDONLY | os.O_CLOEXEC), flag)
             for name, flag in (("user", CLONE_NEWUSER), ("mnt", CLONE_NEWNS))
@@ -113,9 +115,9 @@ def enter_podman(program: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def claim_id(number: int) -> tuple[int, int, socket.socket]:
-    """Return an id of this user namespace that no other sandbox has, what it is outside, and what keeps it.
+    """Return an unused id of this user namespace, its id outside, and a socket that reserves it while open.
 
-    `number`: where to begin to look. Raises: OSError if all are taken.
+    The search starts at index `number`. Raises: OSError if all are taken.
     """
     users, groups = (parse_map(read_file(f"/proc/self/{kind}_map")) for kind in ("uid", "gid"))
     ids = sorted(users.keys() & groups.keys() - {0})
@@ -127,24 +129,24 @@ def claim_id(number: int) -> tuple[int, int, socket.socket]:
 
 
 def parse_map(text: str) -> dict[int, int]:
-    """Return what the ids of a user namespace are outside, from the text of its uid_map or gid_map."""
+    """Parse a uid_map or gid_map: from ids inside a user namespace to ids outside."""
     extents = [tuple(map(int, line.split())) for line in text.splitlines()]
     return {inside + step: outside + step for inside, outside, length in extents for step in range(length)}
 
 
 def count_ids(text: str) -> int:
-    """Return how many ids a range file or a map gives, by the last word of its lines."""
+    """Return the number of ids in a range file or a map: the sum of its last column."""
     return sum(int(line.replace(":", " ").split()[-1]) for line in text.splitlines())
 
 
 def ranges_of(text: str, names: Collection[str]) -> str:
-    """Return the lines of a range file (/etc/subuid) that are a user's, by any of its names."""
+    """Return the lines of a range file (/etc/subuid) that belong to a user with these names."""
     lines = [line for line in text.splitlines() if line.count(":") == 2]
     return "\n".join(line for line in lines if line.split(":")[0] in names)
 
 
 def names_of(uid: int) -> set[str]:
-    """Return what a range file may call a user."""
+    """Return the names of a user that a range file may contain."""
     try:
         return {pwd.getpwuid(uid).pw_name, str(uid)}
     except KeyError:

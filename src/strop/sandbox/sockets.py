@@ -1,10 +1,10 @@
-"""Sockets that are made inside a sandbox and used outside: connections to its servers, its proxy's listener.
+"""Sockets that are created inside a sandbox and used outside: connections, and the proxy's listener.
 
-A fork enters the sandbox, makes the socket and hands it out; a socket stays in the network that it was made
-in, so it leads inside wherever it goes. Nothing runs inside for it, and no packet leaves that network.
+A fork enters the sandbox, creates the socket and passes it out. A socket stays in the network namespace that
+it was created in, so it leads inside from anywhere, without a helper process and without a packet leaving.
 
-The proxy is the way out of a sandbox that may reach a list of hosts: a process outside, below the supervisor,
-of a user of its own, without any right and with its calls filtered, since it reads what programs write.
+The proxy is the only way out of a sandbox with an allow-list: a process outside, below the supervisor. Since
+it parses bytes from untrusted programs, it has a private user, no capability and a system call filter.
 """
 
 from __future__ import annotations
@@ -72,11 +72,11 @@ class Connecting:
         self._supervisor.selector.unregister(self._answer)
         self._supervisor.on_connected()
         with self._answer:
-            said, descriptors = receive_descriptors(self._answer, _MESSAGE_BYTES, 1)
+            message, descriptors = receive_descriptors(self._answer, _MESSAGE_BYTES, 1)
         if descriptors:
             self._supervisor.send({"id": self._request_id}, descriptor=descriptors[0])
             return
-        number, _, why = said.decode(errors="replace").partition(" ")
+        number, _, why = message.decode(errors="replace").partition(" ")
         kind = _KINDS.get(int(number or errno.EIO), "io")
         self._supervisor.send(
             {
@@ -111,13 +111,13 @@ def _connect_and_exit(place: Place, address: int | str, answer: socket.socket) -
 
 
 class Egress:
-    """A proxy, from its supervisor's side. Made before the place, so that it is in none of its namespaces."""
+    """The supervisor's handle of a proxy, which is created before the place: outside of its namespaces."""
 
     def __init__(self, allowed: AllowList) -> None:
         """Raises: OSError if the host gives no process."""
         self.env: dict[str, str] = {}
-        """What programs find it by, once it is open."""
-        # Each message whole.
+        """The proxy variables for programs, set by `open_in`."""
+        # SEQPACKET keeps message boundaries.
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._pid = os.fork()
@@ -126,29 +126,29 @@ class Egress:
         self._allowed = allowed
 
     def open_in(self, place: Place) -> None:
-        """Have it listen inside. Raises: OSError."""
+        """Let the proxy listen inside a place. Raises: OSError."""
         ours, theirs = socket.socketpair()
         with ours:
             with theirs:
                 pid = os.fork()
                 if pid == 0:
                     _listen_and_exit(place, theirs)
-            said, descriptors = receive_descriptors(ours, _MESSAGE_BYTES, 1)
+            message, descriptors = receive_descriptors(ours, _MESSAGE_BYTES, 1)
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
         if not descriptors:
-            raise OSError(f"no listener for its proxy: {said.decode(errors='replace') or 'it ended'}")
+            raise OSError(f"no listener for its proxy: {message.decode(errors='replace') or 'it ended'}")
         socket.send_fds(self.control, [b"listener"], descriptors)
         os.close(descriptors[0])
-        named = {host for host, _ in self._allowed.endpoints}
-        direct = ",".join(host for host in _LOOPBACK if host not in named)
+        listed = {host for host, _ in self._allowed.endpoints}
+        direct = ",".join(host for host in _LOOPBACK if host not in listed)
         values = {"http_proxy": f"http://127.0.0.1:{_PROXY_PORT}", "no_proxy": direct}
         values["https_proxy"] = values["http_proxy"]
-        # Some programs know one spelling, some the other.
+        # Some programs read the lower-case names, some the upper-case ones.
         self.env = {spelling: text for name, text in values.items() for spelling in (name, name.upper())}
 
     def read_report(self) -> dict[str, Any]:
-        """Return what the proxy has refused. Raises: EOFError if it has ended."""
+        """Return one refusal of the proxy. Raises: EOFError if it has ended."""
         try:
             data = self.control.recv(_MESSAGE_BYTES)
         except OSError as error:
@@ -158,7 +158,7 @@ class Egress:
         return dict(json.loads(data))
 
     def kill(self) -> None:
-        """End it. Its parent waits for it."""
+        """Kill the proxy. Its parent waits for it."""
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
 
@@ -171,7 +171,8 @@ def _become_proxy(allowed: AllowList, control: socket.socket) -> NoReturn:
     try:
         signal.set_wakeup_fd(-1)
         close_all_but({0, 1, 2, control.fileno()})
-        # Here: other forks of the daemon need none of it. And before it is another user, who may not find it.
+        # Imported here, since other forks of the daemon do not need it, and while this user may still read
+        # it.
         from strop.sandbox.proxy import serve_callers
 
         forbid_privileges()
@@ -186,7 +187,7 @@ def _become_proxy(allowed: AllowList, control: socket.socket) -> NoReturn:
             serve_callers(socket.socket(fileno=descriptors[0]), control, allowed, report)
     finally:
         if sys.exc_info()[0] is not None:
-            # For the daemon's standard error; its supervisor sees its end.
+            # For the daemon's standard error; the supervisor only sees that the proxy ended.
             traceback.print_exc()
             sys.stderr.flush()
         os._exit(0)
@@ -206,7 +207,7 @@ def _listen_and_exit(place: Place, answer: socket.socket) -> NoReturn:
 
 
 def _enter(place: Place, answer: socket.socket, limit_s: int) -> None:
-    """Enter a place with no descriptor but the answer's, and end when the time is up. Raises: OSError."""
+    """Enter a place with only the answer's descriptor; SIGALRM ends this process later. Raises: OSError."""
     signal.set_wakeup_fd(-1)
     signal.alarm(limit_s)
     close_all_but({0, 1, 2, answer.fileno(), place.holder})

@@ -1,7 +1,6 @@
-"""Programs of this host that a daemon or a supervisor runs for its own ends: podman, cp, rm.
+"""Run programs of this host for a daemon or a supervisor: podman, cp, rm.
 
-Not `subprocess`: what that brings along takes ten milliseconds to load and a megabyte of each supervisor, and
-every fork of a process that has threads looks after them.
+Not `subprocess`: its imports take ten milliseconds and a megabyte in each supervisor.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ _CHUNK_BYTES = 1 << 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done:
-    """How a program ended."""
+    """The result of a program."""
 
     exit_code: int
-    """Negative for a signal, 127 if it was not started."""
+    """Negative for a signal; 127 if the program was not started."""
     stdout: bytes
     stderr: bytes
 
@@ -37,10 +36,9 @@ def run_program(
     prepare: Callable[[], None] | None = None,
     limit_s: float = math.inf,
 ) -> Done:
-    """Run a program to its end, with an empty standard input unless one is given.
+    """Run a program to its end. `stdin` None: no input; `prepare` runs in the child before the program.
 
-    `prepare` runs in the child before the program does. Raises: OSError if the host gives no process, or
-    `limit_s` is over; the program is killed then.
+    Raises: OSError if the host gives no process, or after `limit_s`, when the program is killed.
     """
     streams = {}
     ends = []
@@ -49,13 +47,13 @@ def run_program(
         streams[read_end] = name
         ends.append(write_end)
     source = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) if stdin is None else stdin
-    its_streams = (source, *ends)
+    child_ends = (source, *ends)
     try:
         if prepare is None:
-            actions = [(os.POSIX_SPAWN_DUP2, one, target) for target, one in enumerate(its_streams)]
+            actions = [(os.POSIX_SPAWN_DUP2, end, target) for target, end in enumerate(child_ends)]
             pid = os.posix_spawnp(words[0], list(words), dict(env), file_actions=actions, setsigmask=())
         elif (pid := os.fork()) == 0:
-            _become(words, env, its_streams, prepare)
+            _become(words, env, child_ends, prepare)
     finally:
         for descriptor in (*ends, *((source,) if stdin is None else ())):
             os.close(descriptor)
@@ -74,8 +72,8 @@ def run_program(
 
 
 def remove_tree(path: str) -> None:
-    """Remove a directory of this user's and all below it, whatever the modes are."""
-    # rm: Python's own removal recurses, and a program may nest directories deeper than that.
+    """Remove a directory tree of this user, whatever the modes in it."""
+    # Not shutil.rmtree, which recurses: a program may nest directories deeper than Python's stack.
     for step in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         if os.path.isdir(path):
             run_program([*step, path], {"PATH": "/usr/bin:/bin"})
@@ -100,7 +98,7 @@ def _become(
 
 
 def _read_all(streams: dict[int, str], parts: dict[str, bytearray], limit_s: float) -> bool:
-    """Read to the end of all streams and close them; return whether the time is over before."""
+    """Read all streams to their ends and close them; return whether `limit_s` passed before."""
     deadline = time.monotonic() + limit_s
     poll = select.poll()
     for descriptor in streams:

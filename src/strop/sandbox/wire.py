@@ -1,6 +1,6 @@
-"""Paths and headers that strop's own client and a node exchange before frames flow.
+"""Paths and headers of the HTTP requests that open a connection from strop's client to a node.
 
-Frames are those of `client`. On a node they are taken by `runtime.owner_plane`.
+The connection then carries the frames of `client`; at the node `runtime.owner_plane` serves them.
 """
 
 from __future__ import annotations
@@ -8,25 +8,25 @@ from __future__ import annotations
 import socket
 
 SERVICE_KEY_HEADER = "X-API-Key"
-"""For the controller: the caller's."""
+"""Holds the caller's key in requests to the controller."""
 SANDBOX_KEY_HEADER = "X-Session-API-Key"
-"""For a sandbox's address, or a snapshot: its own."""
+"""Holds the key of the sandbox or snapshot in requests to its address."""
 FRAMES_PATH = "/strop/frames"
-"""The connection carries frames from then on. The sandbox is its owner's, and ends with it."""
+"""Opens a connection of frames. The sandbox ends with this connection."""
 CONNECT_PATH = "/strop/connect"
-"""`?port=` or `?path=`: the connection carries what a server inside says and hears."""
+"""With `?port=` or `?path=`: opens a connection to a server inside."""
 SNAPSHOT_PATH = "/strop/snapshot"
-"""At a node agent's address, with the snapshot's own key: the snapshot lasts as long as that connection."""
+"""At a node agent's address, with the snapshot's key: the snapshot lasts as long as this connection."""
 PROTOCOL = "strop-sandbox-1"
-"""In `Upgrade`, for all."""
+"""Value of the header `Upgrade` in all three."""
 MAX_BODY_BYTES = 256 << 20
-"""Of one frame: both sides hold it in memory."""
+"""Limit of a frame's body; both ends hold it in memory."""
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
-"""A side that is cut off without a word is lost after 25 s."""
+"""A peer that is cut off counts as lost after 25 s."""
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel notice the end of a TCP connection when the other side is gone without a word."""
+    """Let the kernel detect a TCP peer that is gone without closing the connection."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEP_ALIVE.items():
         connection.setsockopt(socket.IPPROTO_TCP, option, value)
