@@ -1,14 +1,13 @@
-"""Backend `bubblewrap`: own user, process, mount, network, IPC and host-name namespaces, made by bwrap.
+"""Backend `bubblewrap`: user, process, mount, network, IPC and host-name namespaces, made by bwrap.
 
-bwrap starts with an empty environment and, as host root, as a user of the sandbox's own: inside a user
-namespace the host's root could still read every file. The root directory holds /usr, the
-links into it, /proc, a small /dev and what the spec mounts, all read-only; /tmp and /dev/shm are in
-memory and bounded. `cat` is process 1, which nothing inside can kill; commands join it from outside
-in about 2 ms each.
+bwrap starts with an empty environment and, as host root, as the sandbox's private user: inside a user
+namespace the host's root could still read every file. The root directory holds /usr, the links into it,
+/proc, a small /dev and the spec's mounts, all read-only; /tmp and /dev/shm are in memory and bounded. Process
+1 is `cat`, which nothing inside can kill; commands join it from outside in about 2 ms each.
 
-Covered: everything that level `namespace` names; kill of all by the end of process 1.
-Not covered: a root of its own; memory as a whole is watched where control groups cannot be made; for an
-ordinary user, a program may trace process 1 and break it, which ends its own sandbox and is seen.
+Covered: all of level `namespace`; the end of process 1 kills all processes.
+Not covered: a private root; total memory is watched where control groups cannot be made; for an ordinary
+user, a program may trace process 1 and break it, which ends its own sandbox and is noticed.
 Tried with bubblewrap 0.8.0 on Linux 6.18, as root and as an ordinary user.
 """
 
@@ -49,14 +48,14 @@ from strop.sandbox.place import (
 
 _FIRST = "/.strop/cat"
 INSIDE_ID = 1000
-"""User and group of programs, as they are called inside."""
+"""User and group id of programs inside."""
 _START_LIMIT_S = 10.0
-# Since Linux 5.14 a user's processes are counted in each user namespace apart.
+# Since Linux 5.14 a user's processes are counted per user namespace.
 _KERNEL_WITH_COUNTS = (5, 14)
 
 
 class BubblewrapPlace:
-    """A set of namespaces, held by one process."""
+    """A set of namespaces, held by process 1."""
 
     scratch = "/tmp"
     has_own_disk = True
@@ -71,8 +70,8 @@ class BubblewrapPlace:
         self._namespaces = ground.namespaces
         self.user = (INSIDE_ID, INSIDE_ID) if os.geteuid() == 0 else None
         self._cat_in, self.holder = self._start(_bwrap_argv(order, ground))
-        # Root can direct its own children into the process namespace, which saves a fork each. An
-        # ordinary user may join all namespaces together only.
+        # Root can put its children into the process namespace, which saves a fork each. An ordinary user may
+        # only join all namespaces together.
         self.has_own_pids = self.user is None
         if not self.has_own_pids:
             enter_namespaces(self.holder, CLONE_NEWPID)
@@ -85,13 +84,13 @@ class BubblewrapPlace:
         version = tuple(int(part) for part in ground.kernel.split("-")[0].split(".")[:2])
         self._has_own_count = is_private_uid or version >= _KERNEL_WITH_COUNTS
         try:
-            # The kernel bounds the number of files, if it is new enough; bwrap has no option for it.
-            # One is the directory itself.
+            # Needs a recent kernel, since bwrap has no option for the number of files. One more for the
+            # directory itself.
             limit_files(self._holder_pid, {"/tmp": True, "/dev/shm": True}, limits.max_scratch_files + 1)
             self._has_kernel_files = True
         except OSError:
             self._has_kernel_files = False
-        # Process 1 is of the same user.
+        # Process 1 has the same user.
         self.max_user_processes = limits.max_processes + 1 if self._has_own_count else None
         self.watch = Watch(
             memory_bytes=None if "memory" in self.cgroup.dirs else limits.memory_bytes,
@@ -104,23 +103,23 @@ class BubblewrapPlace:
         return self._has_own_count or "pids" in self.cgroup.dirs
 
     def _start(self, argv: list[str]) -> tuple[int, int]:
-        """Start bwrap; return the pipe that keeps it alive and a descriptor of process 1."""
+        """Start bwrap; return the pipe that keeps it running and a pidfd of process 1."""
         cat_in_r, cat_in_w = os.pipe()
         cat_out_r, cat_out_w = os.pipe()
         error_r, error_w = os.pipe()
-        # Not a pipe: bwrap would die of writing to one that is not read, and what it has cloned by then
-        # waits for it for ever.
+        # Not a pipe: bwrap would die when it writes to a closed one, and its child would wait for it for
+        # ever.
         info = os.memfd_create("info")
         ends = (cat_in_r, cat_out_w, error_w, info)
         actions = [(os.POSIX_SPAWN_DUP2, descriptor, target) for target, descriptor in enumerate(ends)]
         # Inside a user namespace the host's root could still read every file.
         with acting_as(self.first_id):
-            # Not a fork, which copies the page tables of an interpreter for a program that needs none.
+            # Not os.fork, which would copy the interpreter's page tables.
             bwrap_pid = os.posix_spawn(argv[0], argv, {}, file_actions=actions)
         self._bwrap = os.pidfd_open(bwrap_pid)
         for descriptor in ends[:3]:
             os.close(descriptor)
-        # cat answers once everything is set up, and a bwrap that has given up is silent.
+        # cat echoes once everything is set up; a bwrap that failed does not.
         with suppress(BrokenPipeError):
             os.write(cat_in_w, b"\n")
         ready, _, _ = select.select([cat_out_r], [], [], _START_LIMIT_S)
@@ -133,7 +132,7 @@ class BubblewrapPlace:
         holder = os.pidfd_open(self._holder_pid)
         for descriptor in (error_r, info):
             os.close(descriptor)
-        # A program of the same user may write to cat's input, and cat must not die of saying it again.
+        # A program of the same user may write to cat's input, and cat must not die of SIGPIPE.
         self._cat_out = cat_out_r
         return cat_in_w, holder
 
@@ -194,7 +193,7 @@ def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
     for where in ("/tmp", "/dev/shm"):
         words += ["--perms", "1777", "--size", str(order.limits.scratch_bytes), "--tmpfs", where]
     if order.has_workspace:
-        # The root is read-only, and a file system more would be a limit more.
+        # The root is read-only, and another tmpfs would add another size limit.
         inside = f"/tmp{WORKSPACE}"
         words += ["--dir", inside, "--symlink", inside, WORKSPACE]
     for host_path, inside_path, read_only in order.binds:
@@ -202,21 +201,21 @@ def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
         words += ["--ro-bind" if read_only else "--bind", source, inside_path]
     if ground.first:
         words += ["--ro-bind", ground.first, _FIRST]
-    # The directories that bwrap made for all this are in memory too, and unbounded.
+    # The file systems in which bwrap created these directories have no size limit.
     words += ["--remount-ro", "/dev", "--remount-ro", "/"]
     return [*words, "--", _FIRST if ground.first else "/usr/bin/cat"]
 
 
 def copy_first(runtime_dir: str) -> str:
-    """Copy `cat`, which is to be process 1, and return where it is.
+    """Copy `cat`, the future process 1, and return its path.
 
-    Only this user, who must be root, may read it: so the kernel lets no program trace the process, or see its
-    memory, although both are the same user.
+    Only this user, who must be root, may read the copy, so the kernel lets no program trace the process or
+    see its memory, although both have the same user.
     """
     path = f"{runtime_dir}/cat"
     with open("/usr/bin/cat", "rb") as original:
         code = original.read()
-    # The mode is not copied, so that others cannot read it even for a moment.
+    # Created with its final mode, so that others cannot read it even for a moment.
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o711)
     with open(descriptor, "wb") as copy:
         copy.write(code)
@@ -226,7 +225,7 @@ def copy_first(runtime_dir: str) -> str:
 
 @cache
 def system_tree() -> tuple[dict[str, str], tuple[str, ...]]:
-    """Return this host's links into /usr, and what is shown beside them: /usr, and what programs load by."""
+    """Return this host's links into /usr, and the paths to show: /usr and files of the dynamic loader."""
     links, shown = {}, ["/usr"]
     for name in ("bin", "sbin", "lib", "lib32", "lib64", "libx32"):
         path = Path("/", name)
@@ -239,7 +238,7 @@ def system_tree() -> tuple[dict[str, str], tuple[str, ...]]:
 
 
 def root_inside(uid_map: str) -> str:
-    """Return what the host's root is called in a user namespace, from its map."""
+    """Return the id of the host's root in a user namespace, from its uid_map; or 'unmapped'."""
     for line in uid_map.splitlines():
         inside, outside, length = map(int, line.split())
         if outside <= 0 < outside + length:

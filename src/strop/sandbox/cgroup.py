@@ -1,10 +1,10 @@
 """Limits for a whole tree of processes, where this process may make control groups.
 
-A group is made below this process's own, so the limits of a job or a container around strop hold as
-well. Version 1 needs a writable hierarchy. Version 2 also needs the controllers to be handed down to
-children of our group, which a system manager does only on request.
+A group is made below this process's own group, so the limits of a job or a container around strop hold as
+well. Version 1 needs a writable hierarchy. Version 2 also needs controllers that are delegated to children of
+this process's group, which systemd does only on request.
 
-Covered: memory with its count of kills, number of processes, processor time. Not covered: disk bandwidth.
+Covered: memory with its count of kills, number of processes, CPU time. Not covered: disk bandwidth.
 Tried on a hybrid host (version 1 controllers, Linux 6.18); version 2 on a directory made for the test.
 """
 
@@ -40,12 +40,12 @@ class Cgroup:
     """The groups of one sandbox; empty where none could be made."""
 
     dirs: dict[str, Path] = field(default_factory=dict)
-    """By controller. One directory may serve several."""
+    """By controller. Several controllers may share a directory."""
     version: int = 0
 
     @property
     def member_paths(self) -> list[Path]:
-        """Files that a process writes '0' to in order to join."""
+        """A process joins by writing '0' to each of these files."""
         return [path / "cgroup.procs" for path in dict.fromkeys(self.dirs.values())]
 
     def count_oom_kills(self) -> int:
@@ -78,13 +78,13 @@ class Cgroup:
                 for name in (names if self.version == 1 else ("memory.current", "memory.peak"))
             )
         except FileNotFoundError:
-            # Before Linux 5.19 version 2 kept no peak.
+            # Before Linux 5.19, version 2 has no peak.
             return None
         return now, most
 
 
 def remove_group(path: Path) -> None:
-    """Remove a group whose processes were killed; one that does not get empty stays."""
+    """Remove a group whose processes were killed; one that does not become empty stays."""
     deadline = time.monotonic() + _REMOVE_LIMIT_S
     while path.exists():
         try:
@@ -97,15 +97,15 @@ def remove_group(path: Path) -> None:
 
 
 def clear_container_groups(container_id: str) -> None:
-    """Kill what is left in groups that were made for a container, in every hierarchy; remove them."""
+    """Kill the processes left in a container's groups, in every hierarchy, and remove the groups."""
     mounts = read_or_empty("/proc/self/mountinfo").splitlines()
-    found: set[Path] = set()
+    groups: set[Path] = set()
     for place in {_parse_mount(line)[2] for line in mounts if " - cgroup" in line}:
         for parent in place.iterdir():
-            # Others' groups come and go.
+            # Groups of other processes may vanish meanwhile.
             with suppress(OSError):
-                found.update(path for path in parent.iterdir() if container_id in path.name)
-    for path in sorted(found):
+                groups.update(path for path in parent.iterdir() if container_id in path.name)
+    for path in sorted(groups):
         for member in read_or_empty(path / "cgroup.procs").split():
             with suppress(ProcessLookupError):
                 os.kill(int(member), signal.SIGKILL)
@@ -113,17 +113,17 @@ def clear_container_groups(container_id: str) -> None:
 
 
 def remove_abandoned(controllers: list[Controller]) -> None:
-    """Remove groups of sandboxes that were left when supervisor and daemon were killed."""
+    """Remove the groups of sandboxes whose supervisor and daemon were killed."""
     for controller in controllers:
         for path in controller.own_dir.glob("strop-[0-9]*"):
             if not Path("/proc", path.name.removeprefix("strop-")).exists():
-                # One with processes stays.
+                # A group that has processes stays.
                 with suppress(OSError):
                     path.rmdir()
 
 
 def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgroup:
-    """Make a group with limits on memory, processes and processor time; what is not permitted is left out."""
+    """Make a group with limits on memory, processes and CPU time, as far as this process is permitted."""
     group = Cgroup()
     for controller in controllers:
         if controller.name == "cpu" and limits.cpus is None:
@@ -145,29 +145,31 @@ def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgr
 def find_controllers(
     *, membership: str | None = None, mounts: str | None = None, is_for_children: bool = True
 ) -> list[Controller]:
-    """Return where a process stands in the hierarchies of `_NAMES`; none if /proc does not say.
+    """Return a process's directories in the hierarchies of `_NAMES`; none if /proc does not list them.
 
-    `membership` is what /proc says of it, by default of this one. `is_for_children`: only what groups made
-    below its own may use.
+    `membership`: the text of its /proc/PID/cgroup, by default this process's. `is_for_children`: only
+    controllers that groups below its own may use.
     """
     listing = "cgroup.subtree_control" if is_for_children else "cgroup.controllers"
-    found: dict[str, Controller] = {}
+    controllers: dict[str, Controller] = {}
     for version, names, own_dir in _find_hierarchies(membership, mounts):
         for name in names if version == 1 else read_or_empty(own_dir / listing).split():
             if name in _NAMES:
-                found.setdefault(name, Controller(name, version, own_dir))
-    return list(found.values())
+                controllers.setdefault(name, Controller(name, version, own_dir))
+    return list(controllers.values())
 
 
 def find_freezers() -> list[tuple[int, Path]]:
-    """Return where groups that freeze may be made: version and this process's own, the best first."""
-    found = _find_hierarchies(None, None)
-    return sorted((version, path) for version, names, path in found if version == 2 or "freezer" in names)
+    """Return the hierarchies that can freeze: version and this process's own directory, the best first."""
+    hierarchies = _find_hierarchies(None, None)
+    return sorted(
+        (version, path) for version, names, path in hierarchies if version == 2 or "freezer" in names
+    )
 
 
 def _find_hierarchies(membership: str | None, mounts: str | None) -> Iterator[tuple[int, list[str], Path]]:
-    """Yield version, names (of version 1) and a process's own directory, of each mounted hierarchy."""
-    # A kernel without control groups, or a container's own kernel, has neither file.
+    """Yield version, controllers (of version 1) and the process's own directory of each mounted hierarchy."""
+    # Empty on a kernel without control groups, or inside some containers.
     membership = read_or_empty("/proc/self/cgroup") if membership is None else membership
     mounts = read_or_empty("/proc/self/mountinfo") if mounts is None else mounts
     places = [_parse_mount(line) for line in mounts.splitlines() if " - cgroup" in line]

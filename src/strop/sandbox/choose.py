@@ -1,4 +1,4 @@
-"""Chooses the backend for this host by trying it, not by looking at what is installed."""
+"""Choose the backend for this host by trying it, not by what is installed."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     Backend: TypeAlias = LocalBackend | RemoteBackend
 
 BACKENDS = ("bubblewrap", "podman", "docker", "process")
-"""This machine's, in the order in which they are tried: the quickest that isolates, those that isolate best,
-the rest."""
+"""The backends of this machine in the order of trial: the fastest that isolates, the best isolated ones, the
+rest."""
 REMOTE = "remote"
-"""The service that this process was handed, if there is one."""
+"""The backend of the sandbox service, if this process has its address."""
 _tried: dict[tuple[str, IsolationLevel], SandboxRefused | None] = {}
 
 
 def make_backend(name: str) -> Backend:
     """Return a backend without trying it.
 
-    Raises: ConfigError for a name that there is not; SandboxRefused with kind service for 'remote' where no
-    service was handed to this process.
+    Raises: ConfigError for an unknown name; SandboxRefused with kind service for 'remote' if this process has
+    no service.
     """
     if name == REMOTE:
         from strop.sandbox.remote import find_service
 
         return find_service()
     if name in BACKENDS:
-        # Here: the daemon imports this room too, and a small process is forked faster.
+        # Imported here, because the daemon imports this package, and a small process forks faster.
         from strop.sandbox.local import LocalBackend
 
         return LocalBackend(name)
@@ -47,10 +47,10 @@ def make_backend(name: str) -> Backend:
 async def choose_backend(
     wanted: str = "auto", min_level: IsolationLevel = IsolationLevel.NAMESPACE
 ) -> Backend:
-    """Return a backend that reaches `min_level`; 'auto' is the first of this machine's that does.
+    """Return a backend that reaches `min_level`; 'auto': the first of this machine that does.
 
-    Each is tried by one real start. The answer is kept for the life of this process, and every sandbox
-    is measured again when it is created, so a host that changes is noticed.
+    Each is tried by one real start. The result is cached in this process; since every sandbox is measured
+    again when it is created, a change of the host is noticed.
 
     Raises: SandboxRefused with the reason of each backend that was tried; ConfigError for an unknown name.
     """
@@ -58,11 +58,21 @@ async def choose_backend(
 
 
 async def choose_among(names: Sequence[str], min_level: IsolationLevel) -> Backend:
-    """Return the first backend of some that reaches a level. Raises: as `choose_backend`."""
+    """Return the first of these backends that reaches a level. Raises: as `choose_backend`."""
     refusals: list[SandboxRefused] = []
     for name in names:
         backend = make_backend(name)
-        refusal = await _try(backend, min_level)
+        if name == REMOTE:
+            # Its nodes come and go, so a trial says little: each sandbox is checked when it is created.
+            return backend
+        key = (name, min_level)
+        if key not in _tried:
+            try:
+                async with await backend.create(SandboxSpec(min_level=min_level)):
+                    _tried[key] = None
+            except SandboxRefused as error:
+                _tried[key] = error
+        refusal = _tried[key]
         if refusal is None:
             return backend
         refusals.append(refusal)
@@ -75,17 +85,3 @@ async def choose_among(names: Sequence[str], min_level: IsolationLevel) -> Backe
         next_step="run make system-deps as root, or accept a lower level in the run file",
         kind="level",
     )
-
-
-async def _try(backend: Backend, min_level: IsolationLevel) -> SandboxRefused | None:
-    if backend.name == REMOTE:
-        # What its nodes make changes as they come and go: each sandbox is refused for itself.
-        return None
-    key = (backend.name, min_level)
-    if key not in _tried:
-        try:
-            async with await backend.create(SandboxSpec(min_level=min_level)):
-                _tried[key] = None
-        except SandboxRefused as refusal:
-            _tried[key] = refusal
-    return _tried[key]

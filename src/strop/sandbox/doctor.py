@@ -1,8 +1,8 @@
-"""Which sandboxes this host allows, how quick they are, and what would make it allow more.
+"""Diagnose the sandboxes of this host: which backends work, how fast, and how to get better isolation.
 
-Every backend is tried by real starts, commands and stops; what isolation was reached is what its sandboxes
-say of themselves, and whether that holds is what attacks have confirmed, if they were made since this host
-was started and has these programs. The facts beside them say why no more was reached.
+Every backend is tried by real starts, commands and stops. The isolation is read from its sandboxes' records.
+The level that attacks confirmed is shown if they ran since the host's boot, with the same programs. The facts
+explain why a backend reached no more.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ _WALL_LIMIT_S = 30.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendReport:
-    """What one backend reached here."""
+    """The diagnosis of one backend."""
 
     name: str
     isolation: Isolation | None
-    """None where it makes no sandbox."""
+    """None if it makes no sandbox."""
     refusal: str = ""
     confirmed: IsolationLevel | None = None
-    """The level that attacks on this host have confirmed; None if they were not all made."""
+    """The level that attacks on this host have confirmed; None if some were not run."""
     has_list: bool = False
-    """Whether its sandboxes can reach a list of hosts, and nothing else."""
+    """Whether its sandboxes can be restricted to a list of hosts."""
     start_s: float = 0.0
-    """Until its first command has ended; the median of a few, as the others."""
+    """Time to the end of the first command; like the others, the median of a few."""
     command_s: float = 0.0
     stop_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxDiagnosis:
-    """What this host allows."""
+    """The diagnosis of this host."""
 
     backends: tuple[BackendReport, ...]
     facts: Mapping[str, str]
     advice: tuple[str, ...]
-    """What would give more, a sentence each."""
+    """Sentences on how to get better isolation."""
 
 
 async def diagnose_sandboxes() -> SandboxDiagnosis:
@@ -84,10 +84,10 @@ async def diagnose_sandboxes() -> SandboxDiagnosis:
 
 async def _try(name: str) -> BackendReport:
     spec = SandboxSpec(limits=Limits(cpus=1.0), min_level=IsolationLevel.NONE)
-    taken: list[tuple[float, float, float]] = []
+    times: list[tuple[float, float, float]] = []
     try:
         backend = make_backend(name)
-        # The first one starts what the others share.
+        # The first one starts the processes that the others share.
         async with await backend.create(spec) as first:
             isolation = first.isolation
         has_list = await _has_list(backend, spec)
@@ -99,12 +99,12 @@ async def _try(name: str) -> BackendReport:
             await sandbox.exec(["/bin/true"], wall_limit_s=_WALL_LIMIT_S)
             ended = time.perf_counter()
             await sandbox.stop()
-            taken.append((started - begun, ended - started, time.perf_counter() - ended))
+            times.append((started - begun, ended - started, time.perf_counter() - ended))
     except SandboxRefused as refusal:
         return BackendReport(name=name, isolation=None, refusal=str(refusal))
     except SandboxError as error:
         return BackendReport(name=name, isolation=None, refusal=given_of(error))
-    start_s, command_s, stop_s = (statistics.median(column) for column in zip(*taken, strict=True))
+    start_s, command_s, stop_s = (statistics.median(column) for column in zip(*times, strict=True))
     return BackendReport(
         name=name,
         isolation=isolation,
@@ -144,7 +144,7 @@ def read_facts() -> dict[str, str]:
 
 
 def keep_confirmed(levels: Mapping[str, IsolationLevel]) -> None:
-    """Remember which levels attacks have confirmed, by backend, for as long as this host stays as it is."""
+    """Store the levels that attacks have confirmed, by backend, until this host's facts change."""
     facts = read_facts()
     kept = {name: level.word for name, level in (read_confirmed(facts) | dict(levels)).items()}
     content = {"host": _digest_host(facts), "confirmed": kept}
@@ -154,7 +154,7 @@ def keep_confirmed(levels: Mapping[str, IsolationLevel]) -> None:
 
 
 def read_confirmed(facts: Mapping[str, str]) -> dict[str, IsolationLevel]:
-    """Return the levels that `keep_confirmed` kept for a host with these facts."""
+    """Return the levels that `keep_confirmed` stored for a host with these facts."""
     try:
         content = json.loads((user_cache_dir() / _CONFIRMED_NAME).read_bytes())
         if content["host"] != _digest_host(facts):
@@ -165,7 +165,7 @@ def read_confirmed(facts: Mapping[str, str]) -> dict[str, IsolationLevel]:
 
 
 def _digest_host(facts: Mapping[str, str]) -> str:
-    """Return a digest that stays the same as long as attacks would end as they did."""
+    """Return a digest of everything that decides the outcome of attacks."""
     deciding = {name: facts[name] for name in _DECIDING}
     parts = [read_boot_id(), __version__, deciding]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
@@ -177,12 +177,12 @@ def _private_disk() -> Disk:
 
 
 def _describe_cgroups() -> str:
-    found = find_controllers()
-    if not found:
+    controllers = find_controllers()
+    if not controllers:
         return "none may be used"
-    made = make_cgroup(found, f"strop-doctor-{os.getpid()}", Limits(cpus=1.0))
-    names, version = sorted(made.dirs), made.version
-    made.remove()
+    group = make_cgroup(controllers, f"strop-doctor-{os.getpid()}", Limits(cpus=1.0))
+    names, version = sorted(group.dirs), group.version
+    group.remove()
     return f"version {version}: {', '.join(names)}" if names else "none may be made"
 
 
@@ -232,8 +232,10 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
     if facts["podman"] == "missing":
         yield "as root, run make system-deps: podman gives level container, to ordinary users too"
     elif any(
-        one.name == "podman" and one.isolation is not None and one.isolation.level < IsolationLevel.CONTAINER
-        for one in reports
+        report.name == "podman"
+        and report.isolation is not None
+        and report.isolation.level < IsolationLevel.CONTAINER
+        for report in reports
     ):
         yield (
             "podman makes no containers here for want of control groups: be root, or let systemd hand memory"
@@ -251,11 +253,12 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
             "no control group may be made, so memory and processes are watched and processor time is not"
             " bounded: be root, or let systemd hand controllers down (Delegate=yes)"
         )
-    for one in reports:
-        if one.isolation is not None and one.confirmed is not None and one.confirmed < one.isolation.level:
-            which = f"strop sandbox attack {one.name} says which succeed"
-            yield f"{one.name}: attacks confirm level {one.confirmed.word} alone; {which}"
-    if any(one.isolation is not None and one.confirmed is None for one in reports):
+    working = [(report, report.isolation) for report in reports if report.isolation is not None]
+    for report, isolation in working:
+        if report.confirmed is not None and report.confirmed < isolation.level:
+            which = f"strop sandbox attack {report.name} says which succeed"
+            yield f"{report.name}: attacks confirm level {report.confirmed.word} alone; {which}"
+    if any(report.confirmed is None for report, _ in working):
         yield "strop sandbox attack confirms the levels, in about a minute"
     if _private_disk().is_network:
         yield "private directories are on a disk that machines share; give this host a local /tmp"

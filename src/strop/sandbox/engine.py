@@ -1,6 +1,6 @@
-"""The programs that make containers, podman and docker: how they are called, and whether this host's are fit.
+"""The container engines, podman and docker: how they are run, and whether this host's are usable.
 
-Not covered: a disk that becomes full later, which the program then says.
+Not covered: a disk that fills up later, which the engine then reports.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from strop.sandbox.rootless import require_ranges
 from strop.sandbox.spawning import remove_tree, run_program
 
 ENGINES = ("podman", "docker")
-"""The backends whose sandboxes are containers, and have images; each is called like its program."""
+"""The backends with containers and images, named like their programs."""
 _LIMIT_S = 120.0
 _ANSWER_LIMIT_S = 60.0
 _ID_FILE = "id"
 _RUNTIMES = ("runc", "crun")
-"""Each keeps the state of podman's containers in a directory of /run that is named like it."""
-_MAX_SAID = 600
+"""Each keeps the state of podman's containers in a directory of /run with its own name."""
+_MAX_ERROR_CHARS = 600
 _UNFIT = {
     "name=rootless": "but its daemon belongs to an ordinary user",
     "name=userns": "but shows its images' files as those of other users (userns-remap)",
 }
-"""What a docker daemon says of itself, and why its containers cannot be sandboxes then."""
+"""Security options of a docker daemon whose containers cannot be sandboxes, with the reason."""
 _VARIABLES = (
     *("HOME", "PATH", "XDG_RUNTIME_DIR", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF"),
     *("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "DOCKER_API_VERSION"),
@@ -49,21 +49,21 @@ class Engine:
     environ: Mapping[str, str]
 
     def run(self, *words: str, stdin: int | None = None, limit_s: float = _LIMIT_S) -> str:
-        """Run it and return its standard output. Raises: OSError with what it said."""
+        """Run the engine and return its standard output. Raises: OSError with its standard error."""
         done = run_program([self.program, *words], self.environ, stdin=stdin, limit_s=limit_s)
         if done.exit_code:
-            said = done.stderr.decode(errors="replace").strip()[-_MAX_SAID:]
-            raise OSError(errno.EIO, f"{self.name} {words[0]}: {said or f'exit code {done.exit_code}'}")
+            error = done.stderr.decode(errors="replace").strip()[-_MAX_ERROR_CHARS:]
+            raise OSError(errno.EIO, f"{self.name} {words[0]}: {error or f'exit code {done.exit_code}'}")
         return done.stdout.decode(errors="replace")
 
     def remove(self, container: str, container_id: str = "") -> None:
-        """Remove a container if there is one, running or not.
+        """Remove a container if it exists, running or not.
 
-        `container_id`: the engine's own, empty if it has none yet. Where podman itself or its monitor was
-        killed, it forgets the container and leaves what the runtime has of it, which is found by that.
+        `container_id`: the engine's id, empty if there is none yet. If podman or its monitor was killed,
+        podman forgets the container; the leftovers in the runtime's directory are then found by this id.
         """
         words = ("--time", "0", "--ignore") if self.name == "podman" else ()
-        # docker may say that there is none.
+        # docker fails for a container that does not exist.
         with suppress(OSError):
             self.run("rm", "--force", "--volumes", *words, container)
         if container_id:
@@ -72,38 +72,38 @@ class Engine:
                 remove_tree(f"/run/{runtime}/{container_id}")
 
     def list_containers(self, part: str) -> dict[str, str]:
-        """Return the ids, by name, of containers with `part` in the name, running or not. Raises: OSError."""
+        """Return the ids by name of all containers with `part` in their names. Raises: OSError."""
         words = ("--all", "--no-trunc", "--format", "{{.Names}} {{.ID}}", "--filter", f"name={part}")
         lines = self.run("ps", *words).splitlines()
         return {name: container_id for name, _, container_id in (line.partition(" ") for line in lines)}
 
 
 def engine_environ() -> dict[str, str]:
-    """Return the variables of this process that an engine is started with."""
+    """Return the variables of this process that are passed to an engine."""
     return {name: os.environ[name] for name in _VARIABLES if name in os.environ}
 
 
 def container_name(runtime_dir: str, last: object) -> str:
-    """Return the name of a container of a daemon, by which it can be removed later.
+    """Return the name of a daemon's container, by which it can be removed later.
 
-    `last`: the process that supervises it, or what it is for.
+    `last`: the id of its supervisor, or its purpose.
     """
     return f"{Path(runtime_dir).name}-{last}"
 
 
 def id_file(scratch: str) -> str:
-    """Return where an engine writes the id of the container whose supervisor has a private directory."""
+    """Return the file into which the engine writes the id of the container with this private directory."""
     return f"{scratch}/{_ID_FILE}"
 
 
 def read_container_id(scratch: str) -> str:
-    """Return the id of the container whose supervisor has a private directory; empty if none."""
+    """Return the id of the container with this private directory; empty if there is none."""
     return read_or_empty(id_file(scratch)).strip()
 
 
 @cache
 def require_engine(name: str, program: str) -> None:
-    """Refuse an engine that does not answer, or whose containers cannot be sandboxes here.
+    """Refuse an engine that does not answer, or whose containers cannot be sandboxes.
 
     Blocks for a tenth of a second. Raises: SandboxRefused with the engine's name as its kind, or graph_root;
     for an ordinary user of podman, newuidmap or subuid.
@@ -112,9 +112,9 @@ def require_engine(name: str, program: str) -> None:
     is_podman = name == "podman"
     if is_podman and os.geteuid() != 0:
         require_ranges(program, os.environ)
-    asked = "{{.Store.GraphRoot}}" if is_podman else "{{json .SecurityOptions}}"
+    template = "{{.Store.GraphRoot}}" if is_podman else "{{json .SecurityOptions}}"
     try:
-        answer = engine.run("info", "--format", asked, limit_s=_ANSWER_LIMIT_S).strip()
+        answer = engine.run("info", "--format", template, limit_s=_ANSWER_LIMIT_S).strip()
         options = [] if is_podman else list(json.loads(answer))
     except (OSError, ValueError, TypeError) as error:
         raise SandboxRefused(
@@ -139,11 +139,11 @@ def require_engine(name: str, program: str) -> None:
 
 
 def require_local(graph_root: Path, *, mounts: str | None = None) -> None:
-    """Refuse a place for containers that machines share. `mounts`: the text of /proc/self/mountinfo.
+    """Refuse a graph root on a network disk. `mounts`: the text of /proc/self/mountinfo.
 
     Raises: SandboxRefused with kind graph_root.
     """
-    # Here: the daemon imports this module too, and a small process is forked faster.
+    # Imported here, because the daemon imports this module, and a small process forks faster.
     from strop.hardware.disks import describe_disk
 
     disk = describe_disk(graph_root, mounts=mounts)

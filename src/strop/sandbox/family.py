@@ -1,8 +1,8 @@
-"""All descendants of this process: found, measured, and killed until none is left.
+"""Find, measure and kill the descendants of this process.
 
-A process that adopts orphans (a sub-reaper) keeps every descendant below it, whatever sessions,
-process groups and double forks they make. A signal goes only to a process that is still below it:
-a process id may have been given away between looking and killing.
+Orphans are reparented to a subreaper, so all its descendants stay below it, whatever sessions, process groups
+and double forks they make. A signal is sent only to a process that is still a descendant, since the kernel
+may have reused a process id.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import suppress
 from strop.sandbox.linux import read_file, read_or_empty
 
 _STATE_FIELD, _PARENT_FIELD, _GROUP_FIELD, _START_FIELD = 0, 1, 2, 19
-"""Of /proc/PID/stat, counted from behind the name."""
+"""Fields of /proc/PID/stat, counted from behind the name."""
 _END_LIMIT_S = 5.0
 _CPU_FIELDS = slice(11, 15)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -24,17 +24,17 @@ _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 def find_descendants(root_pid: int, spared: Collection[int] = ()) -> list[int]:
-    """Return the process ids below a process, parents before children, without `spared` and what is below."""
-    found, queue = [], [root_pid]
+    """Return the descendants of a process, parents first, without `spared` and their descendants."""
+    descendants, queue = [], [root_pid]
     while queue:
         children = [pid for pid in _read_children(queue.pop()) if pid not in spared]
-        found += children
+        descendants += children
         queue += children
-    return found
+    return descendants
 
 
 def signal_descendants(root_pid: int, number: int) -> None:
-    """Send a signal to all that are below a process."""
+    """Send a signal to all descendants of a process."""
     descendants = find_descendants(root_pid)
     family = {root_pid, *descendants}
     for pid in descendants:
@@ -42,52 +42,52 @@ def signal_descendants(root_pid: int, number: int) -> None:
 
 
 def signal_processes(pids: Collection[int], number: int) -> None:
-    """Send a signal to processes that are below this one; one that is not any more is spared."""
+    """Send a signal to those of the processes that are still descendants of this one."""
     family = {os.getpid(), *find_descendants(os.getpid())}
     for pid in pids:
         _signal_one(pid, number, family)
 
 
 def find_grandchildren(root_pid: int) -> list[int]:
-    """Return all descendants of a process but its children."""
+    """Return all descendants of a process except its children."""
     return [pid for child in _read_children(root_pid) for pid in find_descendants(child)]
 
 
 def process_states(pids: Collection[int]) -> dict[int, str]:
-    """Return the kernel's letter for what each process does; those that are gone are left out."""
-    found = {pid: _read_stat(pid) for pid in pids}
-    return {pid: stat[_STATE_FIELD] for pid, stat in found.items() if stat}
+    """Return the kernel's state letters of the processes that still exist."""
+    stats = {pid: _read_stat(pid) for pid in pids}
+    return {pid: stat[_STATE_FIELD] for pid, stat in stats.items() if stat}
 
 
 def cpu_s(pids: Collection[int]) -> float:
-    """Return the processor time of processes and of their children that have ended."""
+    """Return the CPU time of processes and their children that have ended."""
     stats = (_read_stat(pid) for pid in pids)
     return sum(int(word) for stat in stats for word in stat[_CPU_FIELDS]) / _TICKS_PER_S
 
 
 def start_times(pids: Collection[int]) -> dict[int, str]:
-    """Return when each process was started, in the kernel's ticks; those that are gone are left out.
+    """Return the start times, in the kernel's ticks, of the processes that still exist.
 
-    An id and this together name one process for ever.
+    Process id and start time together identify a process for ever.
     """
-    found = {pid: _read_stat(pid) for pid in pids}
-    return {pid: stat[_START_FIELD] for pid, stat in found.items() if stat}
+    stats = {pid: _read_stat(pid) for pid in pids}
+    return {pid: stat[_START_FIELD] for pid, stat in stats.items() if stat}
 
 
 def find_copies(group: int) -> dict[int, str]:
-    """Return the command lines of forks in a program's process group that have not become programs yet."""
-    found = {}
+    """Return the command lines of forks in a program's process group that have not called exec yet."""
+    copies = {}
     for pid in find_descendants(group):
         stat, line = _read_stat(pid), read_or_empty(f"/proc/{pid}/cmdline")
         if not stat or not line or int(stat[_GROUP_FIELD]) != group:
             continue
         if line == read_or_empty(f"/proc/{stat[_PARENT_FIELD]}/cmdline"):
-            found[pid] = line
-    return found
+            copies[pid] = line
+    return copies
 
 
 def became_killable(pid: int, line: str, number: int) -> bool:
-    """Return whether a process of `find_copies` has become a program that a signal ends.
+    """Return whether a process of `find_copies` has called exec and does not handle a signal now.
 
     `line`: its command line as a copy.
     """
@@ -95,15 +95,15 @@ def became_killable(pid: int, line: str, number: int) -> bool:
         status = read_file(f"/proc/{pid}/status")
     except OSError:
         return False
-    fields = dict(one.split(":", 1) for one in status.splitlines() if one.startswith(("SigIgn:", "SigCgt:")))
-    is_minded = any(int(mask, 16) >> (number - 1) & 1 for mask in fields.values())
-    return not is_minded and read_or_empty(f"/proc/{pid}/cmdline") not in ("", line)
+    fields = dict(row.split(":", 1) for row in status.splitlines() if row.startswith(("SigIgn:", "SigCgt:")))
+    is_handled = any(int(mask, 16) >> (number - 1) & 1 for mask in fields.values())
+    return not is_handled and read_or_empty(f"/proc/{pid}/cmdline") not in ("", line)
 
 
 def kill_strays(root_pid: int, own: set[int]) -> list[int]:
-    """Kill the children of a process that are not its own but came to it as orphans, and all below them.
+    """Kill the orphans that were reparented to a process (children not in `own`), with their descendants.
 
-    Returns these children; the parent has to wait for them.
+    Returns these children; the parent has to reap them.
     """
     strays = [child for child in _read_children(root_pid) if child not in own]
     for child in strays:
@@ -113,17 +113,17 @@ def kill_strays(root_pid: int, own: set[int]) -> list[int]:
 
 
 def end_inside(path: str) -> list[int]:
-    """Kill the processes that work in a directory or below it, until none is left; return them."""
+    """Kill the processes whose working directory is in a tree, until none is left; return them."""
     ended = set()
     deadline = time.monotonic() + _END_LIMIT_S
     while time.monotonic() < deadline:
-        found = [int(name) for name in os.listdir("/proc") if name.isdigit() and _works_in(int(name), path)]
-        if not found:
+        pids = [int(name) for name in os.listdir("/proc") if name.isdigit() and _works_in(int(name), path)]
+        if not pids:
             break
-        for pid in found:
+        for pid in pids:
             with suppress(OSError):
                 descriptor = os.pidfd_open(pid)
-                # Looked at again: this process is the one that is killed.
+                # Checked again, because the id may have been reused before the descriptor was opened.
                 if _works_in(pid, path):
                     signal.pidfd_send_signal(descriptor, signal.SIGKILL)
                     ended.add(pid)
@@ -140,23 +140,24 @@ def _works_in(pid: int, path: str) -> bool:
 
 
 def kill_biggest(pids: list[int], root_pid: int) -> None:
-    """Kill the process that holds most memory."""
+    """Kill the process with the most memory."""
     if pids:
         biggest = max(pids, key=_resident_bytes)
         _signal_one(biggest, signal.SIGKILL, {root_pid, *pids})
 
 
 def memory_bytes(pids: list[int], limit_bytes: int) -> int:
-    """Return the memory of processes together; pages that they share are counted once if it matters.
+    """Return the total memory of processes.
 
-    The kernel's exact sum takes milliseconds, so it is made only where the quick one exceeds the limit.
+    The sum that counts shared pages once takes milliseconds, so it is used only where the quick sum exceeds
+    the limit.
     """
     quick_bytes = sum(_resident_bytes(pid) for pid in pids)
     return quick_bytes if quick_bytes <= limit_bytes else sum(_proportional_bytes(pid) for pid in pids)
 
 
 def num_threads(pids: list[int]) -> int:
-    """Return the number of threads of processes together."""
+    """Return the total number of threads of processes."""
     return sum(len(_list_threads(pid)) for pid in pids)
 
 
@@ -164,7 +165,7 @@ def _signal_one(pid: int, number: int, family: set[int]) -> None:
     with suppress(OSError):
         descriptor = os.pidfd_open(pid)
         try:
-            # The descriptor holds on to one process; if that has a parent of ours, it is ours.
+            # The descriptor pins one process; if its parent is in the family, it is a descendant.
             if parent_of(pid) in family:
                 signal.pidfd_send_signal(descriptor, number)
         finally:
@@ -192,8 +193,8 @@ def parent_of(pid: int) -> int | None:
 
 
 def _read_stat(pid: int) -> list[str]:
-    """Return the fields of a process behind its name; none if it is gone."""
-    # The name, in parentheses, may hold anything, spaces and parentheses too.
+    """Return the fields of /proc/PID/stat behind the name; none if the process is gone."""
+    # The name in parentheses may itself contain spaces and parentheses.
     return read_or_empty(f"/proc/{pid}/stat").rpartition(")")[2].split()
 
 
@@ -208,7 +209,7 @@ def _proportional_bytes(pid: int) -> int:
     try:
         text = read_file(f"/proc/{pid}/smaps_rollup")
     except OSError:
-        # It made itself unreadable.
+        # The process made itself unreadable.
         return _resident_bytes(pid)
     sizes_kib = [int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")]
     return sum(sizes_kib) << 10

@@ -1,9 +1,9 @@
-"""Keeps all programs of a sandbox from running, by the kernel where a control group can be made.
+"""Freeze all programs of a sandbox, by the kernel where a control group can be made.
 
-The group is made at the first pause and processes are moved into it then, so commands of a sandbox that is
-never paused do not pay for it. Version 1 has a controller for it; version 2 can freeze every group, also
-on hosts whose version 2 has no controllers. Without groups every process is stopped by a signal; that its
-parent may notice, and its record of a pause says so.
+The group is made at the first pause and processes are moved into it then, so a sandbox that is never paused
+pays nothing. Version 1 has a freezer controller; version 2 can freeze every group, also on hosts whose
+version 2 has no controllers. Without groups every process is stopped by a signal, which its parent may
+notice; the record of the pause says so.
 
 Tried on a hybrid host (version 1 controllers, Linux 6.18), with both kinds of group and with signals.
 """
@@ -27,11 +27,11 @@ _LOOK_PERIOD_S = 0.001
 _RETRY_S = 0.02
 _STOPPED_STATES = "TtZX"
 FREEZER_FILES = {1: ("freezer.state", "FROZEN", "THAWED"), 2: ("cgroup.freeze", "1", "0")}
-"""By version: the file, and what to write to it."""
+"""By version: the file, and the words to freeze and to thaw."""
 
 
 class Freezer:
-    """Freezes and thaws the processes that `find_programs` finds."""
+    """Freeze and thaw the processes that `find_programs` lists."""
 
     def __init__(self, own: Cgroup, name: str, find_programs: Callable[[], list[int]]) -> None:
         self._own = own
@@ -41,10 +41,10 @@ class Freezer:
         self._dir: Path | None = None
         self._is_made = False
         self._stopped: dict[int, str] = {}
-        """Processes that were stopped by signal, and when each was started."""
+        """Processes that were stopped by signal, with their start times."""
 
     def freeze(self) -> FrozenBy:
-        """Return once no process runs. Raises: OSError if one cannot be stopped; then all go on."""
+        """Return once no process runs. Raises: OSError if one cannot be stopped; then all continue."""
         try:
             if self._find_group():
                 self._freeze_group()
@@ -56,7 +56,7 @@ class Freezer:
             raise
 
     def thaw(self) -> None:
-        """Let all that was frozen run again."""
+        """Let the frozen processes run again."""
         if self._dir is not None:
             name, _, word = FREEZER_FILES[self._version]
             with suppress(FileNotFoundError):
@@ -73,11 +73,11 @@ class Freezer:
         self._dir = None
 
     def _find_group(self) -> bool:
-        """Find or make the group that can be frozen; return whether there is one."""
+        """Find or make a group that can be frozen; return whether there is one."""
         if self._dir is not None:
             return True
         if self._own.version == 2 and self._own.dirs:
-            # All programs are in it already, and must not leave it.
+            # All programs are in this group already, and must not leave it.
             self._version, self._dir = 2, next(iter(self._own.dirs.values()))
             return True
         for version, own_dir in find_freezers():
@@ -98,7 +98,7 @@ class Freezer:
         deadline = time.monotonic() + _FREEZE_LIMIT_S
         moved: set[int] = set()
         while True:
-            # What is moved in stands still and starts nothing, so a look that finds nothing new found all.
+            # A process in the group is frozen and forks no more, so a pass without a new one has found all.
             new = [pid for pid in self._find_programs() if pid not in moved] if self._is_made else []
             for pid in new:
                 with suppress(ProcessLookupError):
@@ -111,7 +111,7 @@ class Freezer:
             if not new:
                 time.sleep(_LOOK_PERIOD_S)
             if self._version == 1 and time.monotonic() > retry_at:
-                # A process in vfork does not freeze once the child that it waits for has.
+                # A parent in vfork cannot freeze after its child has: thaw both and freeze again.
                 write_file(self._dir / name, undo)
                 time.sleep(_LOOK_PERIOD_S)
                 write_file(self._dir / name, word)
@@ -139,17 +139,14 @@ class Freezer:
             time.sleep(_LOOK_PERIOD_S)
 
 
-def clear_freezers(name: str) -> Callable[[], None]:
-    """Thaw what a supervisor left frozen, so that it can be killed; return what removes the groups then."""
-    dirs = [(version, own_dir / name) for version, own_dir in find_freezers()]
-    left = [(version, path) for version, path in dirs if path.exists()]
-    for version, path in left:
-        file, _, word = FREEZER_FILES[version]
-        with suppress(OSError):
-            write_file(path / file, word)
-
-    def remove() -> None:
-        for _, path in left:
-            remove_group(path)
-
-    return remove
+def thaw_groups(name: str) -> list[Path]:
+    """Thaw and return the groups of a killed supervisor, so that their processes can be killed."""
+    thawed = []
+    for version, own_dir in find_freezers():
+        path = own_dir / name
+        if path.exists():
+            file, _, word = FREEZER_FILES[version]
+            with suppress(OSError):
+                write_file(path / file, word)
+            thawed.append(path)
+    return thawed

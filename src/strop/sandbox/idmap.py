@@ -1,8 +1,8 @@
-"""The users of a container's image, root among them, as unprivileged users of the host.
+"""The users of a container's image, root included, as unprivileged users of the host.
 
-A container gets a range of the host's user ids that no other has. Its image belongs to the host's root; an
-id-mapped mount shows it as the container's root's, without a change of any file. That needs Linux 5.19 for
-images on a disk, and 6.3 for what is in memory.
+A container gets a private range of the host's user ids. Its image belongs to the host's root; an id-mapped
+mount presents it as the container root's, without changing any file. That needs Linux 5.19 for images on a
+disk, and 6.3 for tmpfs.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from strop.sandbox.linux import CLONE_NEWUSER, mount_mapped, unshare, write_file
 
 NUM_IDS = 1 << 16
 """Users of a container: 0 to 65535."""
-# Behind what single users are taken from (`sandbox_uid`); systemd's table leaves all up to 0x7fffffff unused.
+# Behind the range of `sandbox_uid`; systemd's table of user ids leaves all up to 0x7fffffff unused.
 _FIRST_ID = 0x70400000
 _NUM_RANGES = (0x80000000 - _FIRST_ID) // NUM_IDS
 
 
 def claim_ids(number: int) -> tuple[int, socket.socket]:
-    """Return the first of a range of ids, and what keeps it from others until it is closed.
+    """Return the first id of an unused range, and a socket that reserves the range while open.
 
-    `number`: where to begin to look. Raises: OSError if all are taken.
+    The search starts at range `number`. Raises: OSError if all are taken.
     """
     for step in range(_NUM_RANGES):
         index = (number + step) % _NUM_RANGES
@@ -33,11 +33,11 @@ def claim_ids(number: int) -> tuple[int, socket.socket]:
 
 
 def claim_name(name: str) -> socket.socket | None:
-    """Take a name on this host, and return what keeps it until it is closed; None if it is taken.
+    """Reserve a name on this host while the returned socket is open; None if it is taken.
 
     Raises: OSError.
     """
-    # A name in memory that ends with its process: no file could be left.
+    # An abstract Unix socket ends with its process, so no file can be left behind.
     claim = socket.socket(socket.AF_UNIX)
     try:
         claim.bind(f"\0{name}")
@@ -50,10 +50,10 @@ def claim_name(name: str) -> socket.socket | None:
 
 
 def mount_for(source: str, folder: str, first_id: int) -> str:
-    """Show a directory of the host, below `folder`, as users of a container see their own files.
+    """Mount a directory of the host below `folder`, with its users mapped to those of a container.
 
-    Returns it in the form of an overlay's lower directories. An image of several layers is an overlay, which
-    no kernel maps; its layers can be. Raises: OSError, on a kernel or a file system that cannot.
+    Returns the mounts in the format of an overlay's lower directories. An image of several layers is an
+    overlay, which no kernel maps, so its layers are mapped. Raises: OSError if kernel or file system cannot.
     """
     namespace = make_users(first_id)
     mapped = []
@@ -68,20 +68,20 @@ def mount_for(source: str, folder: str, first_id: int) -> str:
 
 
 def _find_layers(source: str) -> list[str]:
-    """Return the directories of a mounted overlay that has lower ones alone; else the directory itself."""
+    """Return the lower directories of a mounted overlay without an upper one; else the directory itself."""
     with open("/proc/self/mountinfo") as file:
         for line in file:
             place, _, mount = line.partition(" - ")
             kind, _, options = mount.rstrip("\n").split(" ", 2)
             if place.split(" ")[4] == source and kind == "overlay":
-                named = dict(option.partition("=")[::2] for option in options.split(","))
-                if "lowerdir" in named and "upperdir" not in named:
-                    return named["lowerdir"].split(":")
+                values = dict(option.partition("=")[::2] for option in options.split(","))
+                if "lowerdir" in values and "upperdir" not in values:
+                    return values["lowerdir"].split(":")
     return [source]
 
 
 def make_users(first_id: int) -> int:
-    """Return a descriptor of a user namespace whose users are `NUM_IDS` of the host. Raises: OSError."""
+    """Return a descriptor of a user namespace that maps `NUM_IDS` ids of the host. Raises: OSError."""
     ready_r, ready_w = os.pipe()
     hold_r, hold_w = os.pipe()
     pid = os.fork()
@@ -108,5 +108,5 @@ def make_users(first_id: int) -> int:
 
 
 def users_map(first_id: int) -> str:
-    """Return the map of users, or of groups, of a namespace that has a range of the host's."""
+    """Return the uid_map, or gid_map, of a namespace with a range of the host's ids."""
     return f"0 {first_id} {NUM_IDS}\n"

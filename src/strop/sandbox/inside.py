@@ -1,7 +1,7 @@
-"""Reads, writes and lists files inside a sandbox: as its user, under its limits, in its root.
+"""Read, write and list files inside a sandbox: as its user, under its limits, in its root.
 
-Files are opened where a program would find them, so no path is ever joined on the host, and a link that
-is swapped meanwhile leads nowhere but into the sandbox. The exit code says what went wrong.
+Files are opened inside, so no path is ever joined on the host, and a link that is swapped meanwhile leads
+only into the sandbox. The exit code names the kind of error.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 def run_builtin(name: str, request: dict[str, Any]) -> int:
-    """Do one thing inside and return the exit code."""
+    """Run a file operation inside and return the exit code."""
     try:
         return _BUILTINS[name](request)
     except OSError as error:
@@ -62,7 +62,7 @@ def _read(request: dict[str, Any]) -> int:
         return _CODES["directory" if stat.S_ISDIR(mode) else "not_regular"]
     os.lseek(descriptor, offset, os.SEEK_SET)
     num_bytes = 0
-    # What was read is counted, not what the file says of its size.
+    # Bytes read are counted; the file's reported size is not trusted.
     while data := os.read(descriptor, _CHUNK_BYTES):
         num_bytes += len(data)
         if num_bytes > max_bytes:
@@ -96,25 +96,25 @@ def _make_dir(request: dict[str, Any]) -> int:
 
 
 def _list(request: dict[str, Any]) -> int:
-    """Write what is at and below a path: relative name, kind, permission bits. Links are not followed."""
+    """Write a listing of a tree: relative name, kind, permission bits. Links are not followed."""
     top, max_files = request["path"], request["max_files"]
-    found = []
+    listing = []
     queue = [""]
     while queue:
         name = queue.pop()
         mode = os.lstat(os.path.join(top, name) if name else top).st_mode
         kind = "file" if stat.S_ISREG(mode) else "directory" if stat.S_ISDIR(mode) else "other"
-        found.append((name, kind, stat.S_IMODE(mode)))
-        if len(found) > max_files:
+        listing.append((name, kind, stat.S_IMODE(mode)))
+        if len(listing) > max_files:
             return _CODES["too_large"]
         if kind == "directory":
             queue += sorted(os.path.join(name, entry) for entry in os.listdir(os.path.join(top, name)))
-    _write_all(1, json.dumps(found).encode())
+    _write_all(1, json.dumps(listing).encode())
     return 0
 
 
 def read_namespaces() -> dict[str, str]:
-    """Return what the namespaces of this process are called; "" for a kind that the kernel does not have."""
+    """Return the identities of this process's namespaces, by kind; "" if the kernel has no such kind."""
     names = dict.fromkeys(_NAMESPACES, "")
     for name in _NAMESPACES:
         with suppress(OSError):
@@ -123,9 +123,9 @@ def read_namespaces() -> dict[str, str]:
 
 
 def measure_self() -> dict[str, Any]:
-    """Return what this process is, as the kernel sees it.
+    """Return this process's privileges and namespaces, as the kernel reports them.
 
-    Raises: OSError if /proc does not say.
+    Raises: OSError if /proc is not readable.
     """
     lines = read_file("/proc/self/status").splitlines()
     status = {word: rest.strip() for word, _, rest in (line.partition(":") for line in lines)}
@@ -137,7 +137,7 @@ def measure_self() -> dict[str, Any]:
         "namespaces": read_namespaces(),
     }
     try:
-        # Last: where it succeeds it changes this process.
+        # Last, because success changes this process.
         unshare(CLONE_NEWUSER)
         facts["nested_userns"] = True
     except OSError:

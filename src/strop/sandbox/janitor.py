@@ -1,9 +1,9 @@
-"""Clears up after sandboxes whose supervisors and daemon were all killed, and after no others.
+"""Remove the leftovers of sandboxes whose supervisors and daemon were all killed.
 
-Sandboxes clear up after themselves, and a daemon after its supervisors. When both are killed together, most
-of it ends with them; what can stay is a container, a control group, a directory, and processes that work in
-it. A daemon holds a lock on its directory as long as it or one of its sandboxes lives: only what belongs to a
-directory that is not locked, or is gone, is touched.
+A supervisor cleans up its sandbox, and a daemon cleans up after its supervisors. If all are killed together,
+a container, a control group, a directory, and processes in that directory may remain. A daemon's directory is
+locked as long as the daemon or one of its sandboxes runs: only leftovers of a directory that is not locked,
+or is gone, are touched.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _CONTAINER = re.compile(rf"({FOLDER_PREFIX}[0-9a-f]{{16}})-(image-)?[0-9]+")
 
 
 def clear_abandoned() -> list[str]:
-    """Remove what belongs to no living daemon; return a line for each thing removed. Idempotent."""
+    """Remove everything that belongs to no running daemon; return a line for each removal. Idempotent."""
     cleared = []
     dead = list(_find_dead())
     try:
-        # First: a container whose processes cannot end is not removed.
+        # First, because a container with processes that cannot end is not removed.
         cleared += [f"process {pid}, frozen" for pid in _end_frozen()]
         names = {path.name for path, _ in dead}
         for engine_name in ENGINES:
@@ -62,9 +62,9 @@ def _find_dead() -> Iterator[tuple[Path, int]]:
     for base in SCRATCH_BASES:
         for path in Path(base).glob(f"{FOLDER_PREFIX}*"):
             with suppress(OSError):
-                found = path.lstat()
-                is_young = abs(time.time() - found.st_mtime) < _YOUNG_S
-                if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) or is_young:
+                info = path.lstat()
+                is_young = abs(time.time() - info.st_mtime) < _YOUNG_S
+                if info.st_uid != os.geteuid() or not stat.S_ISDIR(info.st_mode) or is_young:
                     continue
                 descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                 try:
@@ -78,40 +78,37 @@ def _find_dead() -> Iterator[tuple[Path, int]]:
 def _remove_containers(engine: Engine, dead: set[str]) -> list[str]:
     """Remove the containers whose daemon's directory is dead or gone; return their names.
 
-    It tries more than once: to podman a process still runs until init has waited for it.
+    Removal is retried, since to podman a process runs until init has reaped it.
     """
     removed: set[str] = set()
     deadline = time.monotonic() + _END_LIMIT_S
-    while (found := _find_containers(engine, dead)) and time.monotonic() < deadline:
-        for name, container_id in found.items():
+    while (containers := _find_containers(engine, dead)) and time.monotonic() < deadline:
+        for name, container_id in containers.items():
             engine.remove(name, container_id)
-        removed.update(found)
+        removed.update(containers)
     return sorted(removed)
 
 
 def _find_containers(engine: Engine, dead: set[str]) -> dict[str, str]:
-    """Return the containers whose daemon's directory is dead or gone, with the engine's ids of them."""
-    # An ordinary user's podman makes a place for its images, and a process, where there was none.
+    """Return the containers whose daemon's directory is dead or gone: names and the engine's ids."""
+    # Listing would make an ordinary user's podman create its image store, and a process.
     if os.geteuid() != 0 and not dead:
         return {}
     try:
-        found = engine.list_containers(FOLDER_PREFIX)
+        ids = engine.list_containers(FOLDER_PREFIX)
     except OSError:
         # An engine that does not work has made no containers.
         return {}
-    matches = [match for name in found if (match := _CONTAINER.fullmatch(name))]
+    matches = [match for name in ids if (match := _CONTAINER.fullmatch(name))]
     return {
-        one[0]: found[one[0]]
-        for one in matches
-        if one[1] in dead or not any(Path(base, one[1]).exists() for base in SCRATCH_BASES)
+        match[0]: ids[match[0]]
+        for match in matches
+        if match[1] in dead or not any(Path(base, match[1]).exists() for base in SCRATCH_BASES)
     }
 
 
 def _end_frozen() -> list[int]:
-    """Kill what stands still in groups whose supervisors, and all above them, were killed; return it.
-
-    The kernel lets nothing that is frozen end before it is thawed.
-    """
+    """Kill and thaw the processes in frozen groups without a supervisor or a daemon; return their ids."""
     ended = []
     for version, own_dir in find_freezers():
         file, _, word = FREEZER_FILES[version]
@@ -119,27 +116,24 @@ def _end_frozen() -> list[int]:
             with suppress(OSError):
                 supervisor = int(path.name.rpartition("-")[2])
                 pids = list(map(int, read_file(path / "cgroup.procs").split()))
-                # 0 is a process of another namespace, whose numbers say nothing here.
-                # Its own may look like a daemon, whose forks they are.
+                # 0 is a process of another namespace, whose ids mean nothing here.
+                # The processes themselves are not checked: as forks of a daemon they may look like one.
                 above = {parent_of(pid) for pid in pids} - set(pids)
                 if 0 in pids or any(map(_is_watched, [supervisor, *above])):
                     continue
-                ended += [pid for pid in pids if _kill(pid)]
+                # A frozen process ends only when it is thawed.
+                started = {pid: ticks for pid in pids if (ticks := read_start_ticks(pid)) is not None}
+                ended += [pid for pid, ticks in started.items() if send_signal(pid, ticks, signal.SIGKILL)]
                 write_file(path / file, word)
                 remove_group(path)
     return ended
 
 
 def _is_watched(pid: int | None) -> bool:
-    """Whether a sandbox's daemon is a process, or above it."""
+    """Whether a process or one of its ancestors is a sandbox daemon."""
     while pid:
         with suppress(OSError):
             if "strop.sandbox.daemon" in read_file(f"/proc/{pid}/cmdline"):
                 return True
         pid = parent_of(pid)
     return False
-
-
-def _kill(pid: int) -> bool:
-    start_ticks = read_start_ticks(pid)
-    return start_ticks is not None and send_signal(pid, start_ticks, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""One command while it runs, from its supervisor's side: its pipes, its clock, how it ended.
+"""The supervisor's side of a running command: its pipes, its time limit, its result.
 
-Its output is read as it comes, asked for or not, and kept within bounds: a reader never holds a command up.
+Its output is read as it arrives and kept within bounds, so a slow reader never blocks the command.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from strop.sandbox.supervisor import Supervisor
 
 DETACH_S = 0.2
-"""How long output is awaited from a pipe that a process still holds after a command."""
+"""How long output is awaited from a pipe that a process still holds after the command's end."""
 STUCK_S = 5.0
-"""A command that does not end so long after its order to: what is above it is stopped or gone."""
+"""If a command does not end this long after the order to, its runner is stopped or gone."""
 CHUNK_BYTES = 1 << 16
-"""Read at once; no less than a pipe holds."""
+"""Bytes of one read; no less than the capacity of a pipe."""
 
 
 class Job:
-    """A command that was started."""
+    """A running command."""
 
     is_counted = True
     """Whether `SandboxStats.commands` counts it."""
@@ -49,7 +49,7 @@ class Job:
         self._oom_kills_before = supervisor.place.cgroup.count_oom_kills()
         self.started_at = time.monotonic()
         self.next_at = self.started_at + wall_limit_s
-        """When its clock is looked at next: first its wall limit, later when to give up on it."""
+        """Next deadline: the wall limit at first, later the time to give up on the command."""
         self.started = started = start()
         self.stdout, self.stderr = Capture(*kept_bytes), Capture(*kept_bytes)
         self.report: dict[str, Any] | None = None
@@ -58,16 +58,16 @@ class Job:
         self._is_timed_out = False
         self._is_flooding = False
         self._input: deque[tuple[memoryview, int | None]] = deque()
-        """Not yet written, each with the request that waits for it."""
+        """Data not yet written, each part with the request that waits for it."""
         self._is_input_open = True
         self._is_input_complete = False
-        # A shell has new captures for each command.
+        # Looked up at each call, since a shell replaces its captures for each command.
         self._streams: dict[int, Callable[[], None]] = {
             started.stdout: lambda: self._take_output(started.stdout, self.stdout),
             started.stderr: lambda: self._take_output(started.stderr, self.stderr),
         }
         self._awaited: tuple[int, int, int] | None = None
-        """A request for output that waits, and its positions."""
+        """A waiting request for output, and its positions in both streams."""
         for descriptor in (started.stdin, started.stdout, started.stderr):
             os.set_blocking(descriptor, False)
         for descriptor, react in self._streams.items():
@@ -77,7 +77,7 @@ class Job:
     # Its input.
 
     def feed(self, data: bytes, request_id: int | None = None) -> None:
-        """Write to its standard input; the request is answered when all of it is written, or cannot be."""
+        """Write to standard input; the request is answered once all is written, or cannot be."""
         if not self._is_input_open or self._is_input_complete:
             self._acknowledge(request_id, is_open=False)
             return
@@ -86,7 +86,7 @@ class Job:
         self._input.append((memoryview(data), request_id))
 
     def close_stdin(self) -> None:
-        """Let its standard input end behind what was fed."""
+        """Close standard input behind the data that was fed."""
         self._is_input_complete = True
         if not self._input:
             self._end_input()
@@ -124,7 +124,7 @@ class Job:
     # Its output.
 
     def await_output(self, request_id: int, stdout_at: int, stderr_at: int) -> None:
-        """Answer with what was written since, now or when there is some. The end comes by itself."""
+        """Answer with the output behind the positions, once there is some."""
         self._awaited = (request_id, stdout_at, stderr_at)
         self._answer_awaited()
 
@@ -165,17 +165,17 @@ class Job:
     # Its end.
 
     def shift(self, delay_s: float) -> None:
-        """Do not count a time in which nothing ran."""
+        """Move start and deadline by the time of a pause."""
         self.started_at += delay_s
         self.next_at += delay_s
 
     def order(self, order: bytes) -> None:
-        """Give its runner an order."""
+        """Send an order to the runner."""
         with suppress(OSError):
             self.started.control.send(order)
 
     def look_at_clock(self, now: float) -> None:
-        """Act on `next_at`, which has come."""
+        """Act on the deadline `next_at`, which has passed."""
         if self.report is not None or self.is_lost:
             for descriptor in list(self._streams):
                 self._close(descriptor)
@@ -204,7 +204,7 @@ class Job:
         if text:
             self.report = json.loads(text.lstrip(DONE))
         else:
-            # It was killed from inside; its descendants can no longer be told from the others.
+            # The runner was killed from inside, so the command's descendants can no longer be identified.
             self.is_lost = True
             self._supervisor.lose("from_inside")
         self.next_at = time.monotonic() + DETACH_S
@@ -221,20 +221,20 @@ class Job:
         self._supervisor.on_end(self)
 
     def signal(self, number: int) -> None:
-        """Send a signal to its process group."""
+        """Send a signal to the command's process group."""
         self.order(signal_order(number))
 
     def drop(self) -> None:
-        """End what it evaluates, if it is a shell."""
+        """End the current command of a shell; a hook for `Shell`."""
 
     def on_order_done(self) -> None:
-        """Note that the runner has carried out an order."""
+        """Handle the runner's `DONE`; a hook for `Shell`."""
 
     def _close_rest(self) -> None:
-        """Close what a subclass has opened."""
+        """Close further descriptors; a hook for `Shell`."""
 
     def describe_end(self) -> tuple[dict[str, Any], bytes]:
-        """Return the result's fields, and its output."""
+        """Return the fields of the result, and the output."""
         report = self.report or {}
         status = report.get("status")
         oom_kills = self.count_oom_kills() + report.get("oom_kills", 0)
@@ -262,7 +262,7 @@ class Job:
         }, output
 
     def describe_output(self) -> tuple[dict[str, Any], bytes]:
-        """Return the fields that say how much of the output is kept, and the output."""
+        """Return the fields with the output's sizes, and the output."""
         stdout, stderr = self.stdout.kept(), self.stderr.kept()
         return {
             "stdout_bytes": len(stdout),
@@ -272,7 +272,7 @@ class Job:
         }, stdout + stderr
 
     def count_oom_kills(self) -> int:
-        """Return how many processes of the sandbox the kernel has killed for memory since this began."""
+        """Return the number of the kernel's OOM kills in the sandbox since the command started."""
         return self._supervisor.place.cgroup.count_oom_kills() - self._oom_kills_before
 
     def _close(self, descriptor: int) -> None:

@@ -1,6 +1,6 @@
-"""The system calls of Linux that Python 3.11 does not offer, and the users that programs run as.
+"""Linux system calls that Python 3.11 does not offer, and the users that programs run as.
 
-Only what the daemon and its supervisors need; nothing here imports more than the standard library.
+For the daemon and its supervisors, so it imports the standard library only.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAMESPACE_FLAGS = {
     "pid": CLONE_NEWPID,
     "net": CLONE_NEWNET,
 }
-"""By what /proc/PID/ns calls them."""
+"""By the names in /proc/PID/ns."""
 ALL_NAMESPACES = sum(NAMESPACE_FLAGS.values())
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REMOUNT = 2, 4, 8, 32
 _MS_BIND, _MS_REC, _MS_SLAVE = 4096, 16384, 1 << 19
@@ -65,7 +65,7 @@ def enter_namespaces(descriptor: int, flags: int) -> None:
 
 
 def own_mounts() -> None:
-    """Give this process mounts of its own; later changes of the host's still arrive. Raises: OSError."""
+    """Enter a new mount namespace that still receives the host's later mounts. Raises: OSError."""
     unshare(CLONE_NEWNS)
     _mount(None, "/", None, _MS_REC | _MS_SLAVE, None)
 
@@ -76,30 +76,29 @@ def bind(source: str, target: str) -> None:
 
 
 def mount_tmpfs(target: str, options: str) -> None:
-    """Mount an empty file system that lives in memory. Raises: OSError."""
+    """Mount an empty file system in memory. Raises: OSError."""
     _mount("tmpfs", target, "tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
 def mount_overlay(lower: str, upper: str, work: str, target: str, *, has_host_root: bool = True) -> None:
-    """Show a tree whose changes go elsewhere. Raises: OSError.
+    """Mount an overlay: `lower` with changes in `upper`. Raises: OSError.
 
-    Marks that belong to the host's root are left to it: others have those of users, for which a file system
-    in memory has room since Linux 6.6.
+    Without the host's root the overlay keeps its marks in user attributes, which tmpfs has since Linux 6.6.
     """
     options = f"lowerdir={lower},upperdir={upper},workdir={work}"
     _mount("overlay", target, "overlay", 0, options + ("" if has_host_root else ",userxattr"))
 
 
 def limit_files(pid: int, places: Mapping[str, bool], max_files: int) -> None:
-    """Bound the number of files in file systems in memory that a process sees; sizes stay as they are.
+    """Limit the number of files in the tmpfs mounts of a process; their sizes stay as they are.
 
-    `places`: where they are, and whether programs may be executed there. Raises: OSError.
+    `places`: mount points, and whether programs may be executed there. Raises: OSError.
     """
 
     def remount() -> None:
         mounts = os.open(f"/proc/{pid}/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
         if os.geteuid() != 0:
-            # The user who made the user namespace that they belong to is its root.
+            # This user made the user namespace that owns the mounts, so it is root there.
             enter_namespaces(fcntl.ioctl(mounts, _NS_GET_USERNS), CLONE_NEWUSER)
         enter_namespaces(mounts, CLONE_NEWNS)
         for place, is_executable in places.items():
@@ -110,9 +109,9 @@ def limit_files(pid: int, places: Mapping[str, bool], max_files: int) -> None:
 
 
 def show_of(mounts: int, source: str, target: str, *, is_whole: bool) -> None:
-    """Show at `target` what processes of another mount namespace (`mounts`, a descriptor) see at `source`.
+    """Bind `source` of another mount namespace (the descriptor `mounts`) to `target` of this one.
 
-    `is_whole`: with what is mounted below it. Raises: OSError.
+    `is_whole`: including the mounts below it. Raises: OSError.
     """
 
     def show() -> None:
@@ -129,10 +128,10 @@ def show_of(mounts: int, source: str, target: str, *, is_whole: bool) -> None:
 def replace_root(
     pid: int, mount_point: str, root: str, *, kept: Sequence[str], binds: Sequence[tuple[str, str, bool]]
 ) -> None:
-    """Replace the root of a process, and of all that share its mounts.
+    """Replace the root of a process, and of all processes in its mount namespace.
 
-    `mount_point`: a directory of the old root. `kept`: what is mounted in the old root and stays where it is.
-    `binds`: what is shown in the new root: path here, path inside, read-only. Raises: OSError.
+    `mount_point`: a directory of the old root. `kept`: mount points that are moved from the old root to the
+    new one. `binds`: bind mounts of the new root: path here, path inside, read-only. Raises: OSError.
     """
 
     def replace() -> None:
@@ -147,10 +146,10 @@ def replace_root(
         moved = [(os.open(path, os.O_PATH), path, os.path.isdir(path)) for path in kept]
         old_root = os.open("/", os.O_PATH | os.O_DIRECTORY)
         os.chdir(mount_point)
-        # The old root then lies above the new one, where no path leads.
+        # This stacks the old root over the new one, where no path leads to it.
         _checked(_libc.pivot_root(b".", b"."), "pivot_root")
         for tree, inside, is_directory in (*moved, *shown):
-            # A link of an image leads nowhere but into its own root.
+            # This process is inside the new root, so a link in the image cannot lead out of it.
             os.makedirs(inside if is_directory else os.path.dirname(inside), exist_ok=True)
             if not is_directory:
                 os.close(os.open(inside, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644))
@@ -162,7 +161,7 @@ def replace_root(
 
 
 def _do_apart(name: str, work: Callable[[], None]) -> None:
-    """Do some work in a process of its own, which may leave its namespaces for good. Raises: OSError."""
+    """Run `work` in a fork, which may change namespaces for good. Raises: OSError."""
     child = os.fork()
     if child != 0:
         _, status = os.waitpid(child, 0)
@@ -181,7 +180,7 @@ def _do_apart(name: str, work: Callable[[], None]) -> None:
 
 
 def mount_mapped(source: str, target: str, user_namespace: int) -> None:
-    """Show a directory, without what is mounted below it, with its users as a namespace maps them.
+    """Bind a directory, without the mounts below it, with its users mapped by a user namespace.
 
     Raises: OSError.
     """
@@ -196,9 +195,9 @@ def mount_mapped(source: str, target: str, user_namespace: int) -> None:
 
 
 def _clone_tree(source: str, *, is_whole: bool = False, is_read_only: bool = False) -> int:
-    """Return a descriptor of a copy of a mount, or of a directory in it, that is mounted nowhere yet.
+    """Return a descriptor of a detached copy of a mount, or of a directory in it.
 
-    `is_whole`: with what is mounted below it; such a copy has no devices and no set-uid programs.
+    `is_whole`: including the mounts below it; such a copy is mounted nodev and nosuid.
     """
     below = _AT_RECURSIVE if is_whole else 0
     tree: int = _libc.syscall(
@@ -219,18 +218,18 @@ def _change_mount(tree: int, flags: int, attributes: bytes) -> None:
 
 
 def _attach(tree: int, where: int) -> None:
-    """Mount the tree of one descriptor at the place of another."""
+    """Mount a detached tree at the directory of another descriptor."""
     flags = ctypes.c_uint(_MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_T_EMPTY_PATH)
     _checked(_libc.syscall(_MOVE_MOUNT, tree, b"", where, b"", flags), "move_mount")
 
 
 def detach_mount(target: str) -> None:
-    """Unmount, at once and whatever is open. Raises: OSError."""
+    """Unmount lazily: at once, even with open files. Raises: OSError."""
     _checked(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")
 
 
 def remove_ipc(uid: int) -> None:
-    """Remove System V shared memory, semaphores and message queues of a user, which outlive its processes."""
+    """Remove a user's System V shared memory, semaphores and message queues, which outlive its processes."""
     removals: dict[str, Callable[[int], object]] = {
         "shm": lambda number: _libc.shmctl(number, _IPC_RMID, None),
         "sem": lambda number: _libc.semctl(number, 0, _IPC_RMID),
@@ -240,7 +239,7 @@ def remove_ipc(uid: int) -> None:
         try:
             header, *lines = read_file(f"/proc/sysvipc/{kind}").splitlines()
         except OSError:
-            # A kernel without them.
+            # This kernel has no System V IPC.
             continue
         column = header.split().index("uid")
         for line in lines:
@@ -256,7 +255,7 @@ def _mount(source: str | None, target: str, kind: str | None, flags: int, option
 
 
 def read_file(path: str | Path) -> str:
-    """Return the text of a file of the kernel's. Raises: OSError.
+    """Return the text of a file in /proc or /sys. Raises: OSError.
 
     Not `Path.read_text`, which makes five more system calls.
     """
@@ -271,7 +270,7 @@ def read_file(path: str | Path) -> str:
 
 
 def read_or_empty(path: str | Path) -> str:
-    """Return the text of a file of the kernel's; empty if it is not there, or closed to this process."""
+    """Return the text of a file in /proc or /sys; empty if it is missing or not readable."""
     try:
         return read_file(path)
     except OSError:
@@ -279,7 +278,7 @@ def read_or_empty(path: str | Path) -> str:
 
 
 def write_file(path: str | Path, text: str) -> None:
-    """Write to a file of the kernel's. Raises: OSError."""
+    """Write to a file in /proc or /sys. Raises: OSError."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
     try:
         os.write(descriptor, text.encode())
@@ -288,53 +287,53 @@ def write_file(path: str | Path, text: str) -> None:
 
 
 def close_all_but(kept: Collection[int | None]) -> None:
-    """Close the descriptors of this process that are not among `kept`."""
-    # Not os.closerange: where the C library is old it tries each of a billion numbers.
+    """Close all descriptors of this process except `kept`."""
+    # Not os.closerange: with an old C library it tries each of a billion numbers.
     for name in os.listdir("/proc/self/fd"):
         if int(name) not in kept:
-            with suppress(OSError):  # The listing's own is closed already.
+            with suppress(OSError):  # The listing's own descriptor is closed already.
                 os.close(int(name))
 
 
 def become_subreaper() -> None:
-    """Become the parent of descendants whose parent dies."""
+    """Become the parent of orphaned descendants."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def hide_from_tracers() -> None:
-    """Keep processes of the same user out of this one's memory, environment and descriptors."""
+    """Hide this process's memory, environment and descriptors from other processes of its user."""
     _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def open_to_tracers() -> None:
-    """Undo `hide_from_tracers`: what /proc shows of this process belongs to its user again."""
+    """Undo `hide_from_tracers`: this process's files in /proc belong to its user again."""
     _prctl(_PR_SET_DUMPABLE, 1)
 
 
 def forbid_privileges(kept: int = 0) -> None:
-    """Gain nothing from set-uid programs or file capabilities, ever again. Raises: OSError.
+    """Rule out privileges from set-uid programs or file capabilities, for good. Raises: OSError.
 
-    `kept`: the capabilities that remain possible, a bit each.
+    `kept`: bit mask of capabilities that stay in the bounding set.
     """
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     for capability in range(_NUM_CAPABILITIES):
         if kept >> capability & 1:
             continue
-        # Refused for an ordinary user, who has none, and beyond the last one that the kernel knows.
+        # This fails for an ordinary user, who has no capability, and beyond the kernel's last one.
         _libc.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0)
     _libc.prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL, 0, 0, 0)
 
 
 def drop_capabilities(kept: int = 0) -> None:
-    """Give up all that this process may do beyond its user's rights, but for `kept`. Raises: OSError."""
+    """Give up all capabilities except the bit mask `kept`. Raises: OSError."""
     header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
     low, high = kept & 0xFFFFFFFF, kept >> 32
-    # Effective, permitted and inheritable, of the lower 32 and of the upper.
+    # Effective, permitted and inheritable sets: first the lower 32 bits, then the upper.
     _checked(_libc.capset(header, (ctypes.c_uint32 * 6)(low, low, 0, high, high, 0)), "capset")
 
 
 def become(uid: int, gid: int) -> None:
-    """Change to another user and no supplementary group, for good. Raises: OSError."""
+    """Change to another user without supplementary groups, for good. Raises: OSError."""
     if os.getgroups():
         os.setgroups([])
     os.setresgid(gid, gid, gid)
@@ -343,9 +342,9 @@ def become(uid: int, gid: int) -> None:
 
 @contextmanager
 def acting_as(uid: int) -> Iterator[None]:
-    """Be another user for what is executed meanwhile, which has no way back. Raises: OSError.
+    """Act as another user within the block; a program executed there cannot change back. Raises: OSError.
 
-    Does nothing where this process is not root, or is to stay it.
+    Does nothing if this process is not root, or `uid` is root.
     """
     if os.geteuid() != 0 or uid == 0:
         yield
@@ -362,9 +361,9 @@ def acting_as(uid: int) -> Iterator[None]:
 
 
 def sandbox_uid(pid: int) -> tuple[int, bool]:
-    """Return the user for programs of the sandbox that `pid` supervises, and whether it is theirs alone.
+    """Return the user for programs of the sandbox that `pid` supervises, and whether it is private to them.
 
-    Units: ids of this user namespace. An ordinary user stays who it is.
+    Units: ids of this user namespace. An ordinary user gets its own id.
     """
     own = os.geteuid()
     if own != 0:
@@ -372,7 +371,7 @@ def sandbox_uid(pid: int) -> tuple[int, bool]:
     try:
         ranges = [line.split() for line in read_file("/proc/self/uid_map").splitlines()]
     except OSError:
-        # A kernel without user namespaces: every id is there.
+        # A kernel without user namespaces: every id exists.
         return _FIRST_UID + pid, True
     for uid, is_private in ((_FIRST_UID + pid, True), (_NOBODY, False)):
         if any(int(first) <= uid < int(first) + int(length) for first, _, length in ranges):
@@ -392,7 +391,7 @@ def count_user_tasks(uid: int) -> int:
 
 
 def can_reach(path: str) -> bool:
-    """Whether any user can enter the directories above a path and read what is there."""
+    """Whether any user can enter the directories above a path and read it."""
     try:
         mode = os.stat(path).st_mode
         above = [os.stat(parent).st_mode for parent in Path(path).parents]

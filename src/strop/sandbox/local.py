@@ -1,7 +1,7 @@
-"""The sandboxes of this machine, from the side that asks.
+"""The client's side of the sandboxes of this machine.
 
-Beside the contract they have Python: `python_argv`, and `run_main`, which runs a function in a fork of the
-interpreter that loaded it once. The judge of programs is made of it.
+Beyond the contract they offer Python: `python_argv`, and `run_main`, which runs a function in a fork of an
+interpreter that has loaded it. Judges of programs use it.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ class LocalSandbox(ServedSandbox):
         self._source = source
         self._image = spec.image
         self._has_users = spec.user is not None
-        began_with = spec.snapshot
-        self._began_with = began_with.layers if isinstance(began_with, LocalSnapshot) else ()
-        self._mounts = {os.path.realpath(one.host_path): one.inside_path for one in spec.mounts}
+        snapshot = spec.snapshot
+        self._base_layers = snapshot.layers if isinstance(snapshot, LocalSnapshot) else ()
+        self._mounts = {os.path.realpath(mount.host_path): mount.inside_path for mount in spec.mounts}
         self._mounts.update(header["moved_mounts"])
 
     def find_mount(self, host_path: str) -> str:
-        """Return where a mounted path is inside. Raises: LookupError if it was not mounted."""
+        """Return the path inside of a mounted path. Raises: LookupError if it was not mounted."""
         return self._mounts[os.path.realpath(host_path)]
 
     async def connect(self, address: int | str) -> socket.socket:
@@ -83,16 +83,16 @@ class LocalSandbox(ServedSandbox):
         return socket.socket(fileno=header["descriptor"])
 
     async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
-        """Run the `main` that the sandbox was made with; see `ServedSandbox.run_main`.
+        """Run the sandbox's `main`; see `ServedSandbox.run_main`.
 
-        As the first command of a sandbox it runs in a fork of an interpreter that has loaded the source
-        already, where that interpreter is `python_argv`'s; else in one that is started.
+        As the first command of a sandbox it runs in a fork of an interpreter that has loaded the source, if
+        that interpreter is the one of `python_argv`; otherwise in a newly started one.
         """
         request = {"argv": list(self.python_argv), "is_main": True, "wall_limit_s": wall_limit_s}
         return as_result(*await self._run({**request, "env": self._env}, stdin))
 
     async def snapshot(self) -> LocalSnapshot:
-        """Keep what its programs have written; see `Sandbox.snapshot`."""
+        """Copy its programs' files; see `Sandbox.snapshot`."""
         _, answer = self.client.begin({"op": "snapshot"})
         try:
             header, _ = await asyncio.shield(answer)
@@ -103,12 +103,12 @@ class LocalSandbox(ServedSandbox):
 
     def _make_snapshot(self, header: dict[str, Any]) -> LocalSnapshot:
         new, *old = header["layers"]
-        known = {layer.path: layer for layer in self._began_with}
+        base = {layer.path: layer for layer in self._base_layers}
         return LocalSnapshot(
             backend=self._isolation.backend,
             image=self._image,
             has_users=self._has_users,
-            layers=(Layer(new), *(known[path] for path in old)),
+            layers=(Layer(new), *(base[path] for path in old)),
             uid=header["uid"],
             num_bytes=header["num_bytes"],
             source=self._source,
@@ -119,7 +119,7 @@ class LocalSandbox(ServedSandbox):
             self._make_snapshot(answer.result()[0]).drop()
 
     async def find_python(self) -> tuple[str, ...]:
-        """Return the first Python that starts here, with its flags; empty if none does."""
+        """Return the first Python that starts inside, with its flags; empty if none does."""
         for path in python_candidates():
             code = "import sys; print(*sys.version_info[:2])"
             result = await self.exec([path, *_PYTHON_FLAGS, "-c", code], wall_limit_s=_PROBE_LIMIT_S)
@@ -130,7 +130,7 @@ class LocalSandbox(ServedSandbox):
 
 
 class LocalBackend:
-    """Makes sandboxes here, by one of `strop.sandbox.choose.BACKENDS`."""
+    """Make sandboxes on this machine, by one of `strop.sandbox.choose.BACKENDS`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -138,8 +138,8 @@ class LocalBackend:
     async def create(self, spec: SandboxSpec, *, main_source: str = "") -> LocalSandbox:
         """Return a fresh sandbox; see `SandboxBackend.create`.
 
-        `main_source`: Python that defines `main`, for `run_main`. It is the caller's own: it is loaded once,
-        outside of every sandbox, and must do no more than import and define.
+        `main_source`: trusted Python that defines `main`, for `run_main`. It is loaded once, outside of every
+        sandbox, and must only import and define.
 
         Raises: SandboxRefused with kind image, architecture, user, gpus, mounts, workspace, network,
         snapshot, no_space, missing (no bwrap, podman or docker), graph_root, bubblewrap, podman, docker,
@@ -156,7 +156,7 @@ class LocalBackend:
         snapshot = require_snapshot(spec, self.name, main_source)
         key = (self.name, spec.image)
         if key not in _pythons:
-            # Once, in a sandbox of its own: the limits of `spec` may be too tight for it.
+            # Once, in a separate sandbox, because the limits of `spec` may be too tight for it.
             plain = SandboxSpec(min_level=IsolationLevel.NONE, image=spec.image)
             async with await _start(self.name, plain, program, main_source, ()) as sandbox:
                 _pythons[key] = await sandbox.find_python()
@@ -170,16 +170,16 @@ class LocalBackend:
             await stack.enter_async_context(made)
             for path, data in spec.files.items():
                 await made.write(path, data)
-            # All are there: the sandbox is the caller's.
+            # All files are written: the sandbox is the caller's.
             stack.pop_all()
         return made
 
     async def create_prepared(self, spec: SandboxSpec, module: str) -> LocalSandbox:
-        """Return a sandbox that shows this Python's packages, and whose `start_main` runs a module's `main`.
+        """Return a sandbox that mounts this Python's packages, and whose `start_main` runs a module's `main`.
 
         Raises: as `create`.
         """
-        folders = (*(one.inside_path for one in spec.mounts), *package_folders())
+        folders = (*(mount.inside_path for mount in spec.mounts), *package_folders())
         mounts = tuple(Mount(host_path=path, inside_path=path) for path in package_folders())
         spec = replace(spec, mounts=(*spec.mounts, *mounts))
         source = _IMPORTING_MAIN.format(folders=[*folders], package=module.rpartition(".")[0], module=module)
@@ -189,7 +189,7 @@ class LocalBackend:
 _IMPORTING_MAIN = """\
 import os, sys
 sys.path += {folders!r}
-# A thread would not live in a fork.
+# A thread would not survive a fork.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 import {package}
 from {module} import main
@@ -199,9 +199,9 @@ del os.environ["OPENBLAS_NUM_THREADS"]
 
 @cache
 def package_folders() -> tuple[str, ...]:
-    """Return the folders of this Python's installed packages, and the one that strop is in."""
-    found = [*site.getsitepackages(), site.getusersitepackages(), str(Path(strop.__file__).parent.parent)]
-    return tuple(dict.fromkeys(str(folder) for folder in found if Path(folder).is_dir()))
+    """Return the folders of this Python's installed packages, and strop's own."""
+    folders = [*site.getsitepackages(), site.getusersitepackages(), str(Path(strop.__file__).parent.parent)]
+    return tuple(dict.fromkeys(str(folder) for folder in folders if Path(folder).is_dir()))
 
 
 _PROGRAMS = {
@@ -209,9 +209,9 @@ _PROGRAMS = {
     "podman": ("podman", "podman"),
     "docker": ("docker", "docker.io"),
 }
-"""What makes a backend's sandboxes, and the package that brings it."""
+"""The program of each backend, and the package that contains it."""
 _pythons: dict[tuple[str, str | None], tuple[str, ...]] = {}
-"""By backend and image, for the life of this process."""
+"""A cache of `find_python` by backend and image."""
 
 
 async def _start(
@@ -232,7 +232,7 @@ async def _start(
         "network": str(parse_network(spec.network) or spec.network),
         "binds": binds,
         "devices": dict(devices),
-        "seen": {path: identify(path) for path in (*(one[0] for one in binds), *devices, spec.image or "")},
+        "seen": {path: identify(path) for path in (*(bind[0] for bind in binds), *devices, spec.image or "")},
         "program": program,
         "image": spec.image or "",
         "user": spec.user,
@@ -265,11 +265,11 @@ async def _start(
 
 
 def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str, str]]:
-    """Return a spec whose programs can use its GPUs, and the device files: path here to path inside.
+    """Return a spec with variables and mounts for its GPUs, and device files: path here to path inside.
 
-    Asks nvidia-smi. Raises: SandboxRefused with kind gpus.
+    Runs nvidia-smi. Raises: SandboxRefused with kind gpus.
     """
-    # Sandboxes without GPUs are made by any Python: what these read of a run's settings needs packages.
+    # Imported here, because they need packages, and sandboxes without GPUs need only the standard library.
     from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID
     from strop.hardware.gpu_files import IMAGE_LIBRARIES, find_gpu_files
     from strop.hardware.visible_devices import VISIBLE_DEVICES
@@ -282,28 +282,28 @@ def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str
             kind="gpus",
         )
     try:
-        found = find_gpu_files(spec.gpus)
+        gpu_files = find_gpu_files(spec.gpus)
     except CheckRefused as error:
-        given, allowed, next_step = split_error(str(error))
-        raise SandboxRefused(given, allowed=allowed, next_step=next_step, kind="gpus") from error
+        fault, allowed, next_step = split_error(str(error))
+        raise SandboxRefused(fault, allowed=allowed, next_step=next_step, kind="gpus") from error
     mounts, folders = list(spec.mounts), []
     if spec.image is not None:
-        folders = [IMAGE_LIBRARIES] if found.libraries else []
-        for name, path in found.libraries.items():
+        folders = [IMAGE_LIBRARIES] if gpu_files.libraries else []
+        for name, path in gpu_files.libraries.items():
             mounts.append(Mount(host_path=path, inside_path=f"{IMAGE_LIBRARIES}/{name}"))
-    elif not found.is_linked:
-        folders = sorted({os.path.dirname(path) for path in found.libraries.values()})
-    env = {**spec.env, VISIBLE_DEVICES: found.visible, DEVICE_ORDER: PCI_BUS_ID}
+    elif not gpu_files.is_linked:
+        folders = sorted({os.path.dirname(path) for path in gpu_files.libraries.values()})
+    env = {**spec.env, VISIBLE_DEVICES: gpu_files.visible, DEVICE_ORDER: PCI_BUS_ID}
     if folders:
         before = [*filter(None, [spec.env.get("LD_LIBRARY_PATH")])]
         env["LD_LIBRARY_PATH"] = os.pathsep.join([*folders, *before])
     # CUDA reserves addresses for the memory of all GPUs.
     limits = replace(spec.limits, has_address_limit=False)
-    return replace(spec, env=env, mounts=tuple(mounts), limits=limits), found.devices
+    return replace(spec, env=env, mounts=tuple(mounts), limits=limits), gpu_files.devices
 
 
 def _refuse_unsupported(spec: SandboxSpec, backend: str) -> None:
-    """Refuse what a backend cannot give.
+    """Refuse settings that the backend does not support.
 
     Raises: SandboxRefused with kind image, user, mounts or workspace.
     """
@@ -324,11 +324,11 @@ def _refuse_unsupported(spec: SandboxSpec, backend: str) -> None:
         )
     if backend != "process":
         return
-    for one in spec.mounts:
-        if not one.read_only or one.inside_path != one.host_path:
+    for mount in spec.mounts:
+        if not mount.read_only or mount.inside_path != mount.host_path:
             raise SandboxRefused(
-                f"backend process was asked to mount {one.host_path!r} at {one.inside_path!r}"
-                + (", to write to it" if not one.read_only else ""),
+                f"backend process was asked to mount {mount.host_path!r} at {mount.inside_path!r}"
+                + (", to write to it" if not mount.read_only else ""),
                 allowed="files that a program reads where they are, or where `find_mount` says",
                 next_step="use backend bubblewrap, or write the files into the sandbox",
                 kind="mounts",
@@ -343,10 +343,7 @@ def _refuse_unsupported(spec: SandboxSpec, backend: str) -> None:
 
 
 def find_program(name: str, package: str) -> str:
-    """Return where a program is installed.
-
-    Raises: SandboxRefused with kind missing.
-    """
+    """Return the path of a program on PATH. Raises: SandboxRefused with kind missing."""
     path = shutil.which(name)
     if path is None:
         raise SandboxRefused(
@@ -359,9 +356,10 @@ def find_program(name: str, package: str) -> str:
 
 
 def _binds(spec: SandboxSpec, *, has_python: bool) -> list[tuple[str, str, bool]]:
-    """Return host path, path inside and read-only of all mounts, with `has_python` this Python's own too."""
+    """Return host path, path inside and read-only of all mounts; with `has_python` also of this Python."""
     prefix = os.path.realpath(sys.base_prefix)
-    is_there = prefix == "/usr" or prefix.startswith("/usr/")
-    python = [] if is_there or not has_python else [(prefix, prefix, True)]
-    mounts = [(os.path.realpath(one.host_path), one.inside_path, one.read_only) for one in spec.mounts]
-    return python + mounts
+    is_below_usr = prefix == "/usr" or prefix.startswith("/usr/")
+    python = [(prefix, prefix, True)] if has_python and not is_below_usr else []
+    return python + [
+        (os.path.realpath(mount.host_path), mount.inside_path, mount.read_only) for mount in spec.mounts
+    ]

@@ -1,4 +1,4 @@
-"""A snapshot of a local sandbox, from the side that asks; its layers are removed with their last user."""
+"""The client's handle of a local snapshot. A layer is removed with its last user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.sandbox.daemon_handle import daemon_of
 
 @dataclass(slots=True)
 class Layer:
-    """One directory of the daemon's, and how many open snapshots and living sandboxes use it."""
+    """A directory of the daemon, and the number of open snapshots and running sandboxes that use it."""
 
     path: str
     num_users: int = 0
@@ -27,19 +27,19 @@ class LocalSnapshot:
     backend: str
     image: str | None
     has_users: bool
-    """Whether its files are of several users, as `SandboxSpec.user` gives them."""
+    """Whether its sandbox had `SandboxSpec.user`, so files may belong to several users."""
     layers: tuple[Layer, ...]
     uid: int
     num_bytes: int
     source: str = field(default="", repr=False)
-    """What its sandbox was made with: see `daemon_of`, which keeps the layers."""
+    """The Python source of its sandbox, which identifies the daemon that has the layers (`daemon_of`)."""
     _release: Callable[[], None] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         self._release = self.hold()
 
     def hold(self) -> Callable[[], None]:
-        """Keep its layers until the function that is returned is called, once."""
+        """Keep the layers until the returned function is called, once."""
         for layer in self.layers:
             layer.num_users += 1
 
@@ -53,15 +53,15 @@ class LocalSnapshot:
 
     @property
     def is_open(self) -> bool:
-        """Whether sandboxes may begin with it."""
+        """Whether sandboxes may start from it."""
         return self._release is not None
 
     async def close(self) -> None:
-        """Start no more sandboxes with it; see `Snapshot.close`."""
+        """Close it; see `Snapshot.close`."""
         self.drop()
 
     def drop(self) -> None:
-        """Close it."""
+        """Close it, like `close`, from synchronous code."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -76,9 +76,9 @@ class LocalSnapshot:
 
 
 def require_snapshot(spec: SandboxSpec, backend: str, source: str) -> LocalSnapshot | None:
-    """Return the snapshot that a sandbox shall begin with.
+    """Return the snapshot of a spec, if it has one.
 
-    Raises: SandboxRefused with kind snapshot if it cannot.
+    Raises: SandboxRefused with kind snapshot if this sandbox cannot start from it.
     """
     snapshot = spec.snapshot
     if snapshot is None:

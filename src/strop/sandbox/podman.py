@@ -1,18 +1,18 @@
-"""Backend `podman`: a container with a root file system of its own, from an image or from a directory.
+"""Backend `podman`: a container with its own root file system, from an image or a directory.
 
-The root is an overlay that the supervisor mounts over the image: what programs change goes into a file system
-in memory whose size and number of files are bounded, on every kind of disk. podman makes the namespaces, the
-control groups and what /proc and /sys hide. Process 1 is 200 bytes of machine code that ignore their children
-and wait: nothing of the image is started, so an image needs no shell, no Python and no libc. Commands join
-from outside, without a start of podman for each, and filter their own system calls.
+The root is an overlay that the supervisor mounts over the image. Changes go into a tmpfs of bounded size and
+number of files, on every kind of disk. podman makes the namespaces, the control groups and the masks over
+/proc and /sys. Process 1 is 200 bytes of machine code that ignore SIGCHLD and wait: nothing of the image is
+started, so an image needs no shell, no Python and no libc. Commands join from outside, without a start of
+podman for each, and filter their own system calls.
 
-Programs are a user of the host that is theirs alone, without a user namespace; or, where one is asked for, a
-user of the image, root too, in a user namespace over users that nothing on the host belongs to (`idmap`).
-That root may change owners and users in its container, nothing else; it may also trace process 1 and break
-it, which ends its own sandbox and is seen.
+Programs run as a private user of the host, without a user namespace; or, with `SandboxSpec.user`, as a user
+of the image, root included, in a user namespace over unused ids of the host (`idmap`). That root may only
+change owners and users in its container. It may also trace process 1 and break it, which ends its own sandbox
+and is noticed.
 
-For an ordinary user, all of it happens in podman's own user namespace (`rootless`); that is level `namespace`
-with a root of its own, unless control groups are handed down.
+For an ordinary user, all this happens in podman's own user namespace (`rootless`). That is level `namespace`
+with a private root, or `container` where control groups are delegated.
 
 Tried with podman 4.3.1 and runc 1.1.5 on Linux 6.18 with control groups of version 1, as root and as an
 ordinary user.
@@ -62,12 +62,12 @@ INIT = "/.strop-init"
 """Process 1 of a container."""
 _NUM_OWN_FILES = 24
 ROOT_CAPABILITIES = sum(1 << number for number in (0, 1, 3, 4, 6, 7, 10, 18, 31))
-"""Of a container's root: over owners, users and modes (chown, dac_override, fowner, fsetid, setgid, setuid,
-setfcap), net_bind_service and sys_chroot. Not `kill`, which would reach what watches its programs."""
+"""Capabilities of a container's root: over owners, users and modes (chown, dac_override, fowner, fsetid,
+setgid, setuid, setfcap), net_bind_service and sys_chroot. Not `kill`, which would reach the runners."""
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""What images call a machine."""
-# rt_sigaction(SIGCHLD, {SIG_IGN}, NULL, 8), so that the kernel reaps; then pause() for ever. The address of
-# the structure, which stands behind the code, is filled in.
+"""Names of machines in images."""
+# rt_sigaction(SIGCHLD, {SIG_IGN}, NULL, 8), so that the kernel reaps; then pause() for ever. {act} is the
+# address of the structure behind the code.
 _X86_64 = (62, "bf11000000be{act}31d241ba08000000b80d0000000f05b8220000000f05ebf7", 0)
 # The same with ppoll(NULL, 0, NULL, NULL), since AArch64 has no pause.
 _AARCH64 = (
@@ -89,10 +89,10 @@ class PodmanPlace:
     capabilities = 0
     has_own_pids = True
     _sees_own_mounts = True
-    """Whether the engine sees what a supervisor has mounted."""
+    """Whether the engine sees a supervisor's mounts."""
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
-        # Only podman has ordinary users.
+        # Only podman supports ordinary users.
         self._is_rootless = os.geteuid() != 0
         environ = order.engine_env
         if self._is_rootless:
@@ -123,25 +123,26 @@ class PodmanPlace:
             pid = self._start()
             self._pid = pid
             self.holder = os.pidfd_open(pid)
-            # podman bounds the size alone.
+            # podman only limits the size.
             limit_files(pid, {"/dev/shm": False}, limits.max_scratch_files + 1)
         except OSError:
             self._clear()
             raise
-        # Not all are others: with version 1 podman makes none of control groups.
+        # Only the kinds that differ: with version 1 podman makes no cgroup namespace.
         self._joined = sum(
             flag
             for name, flag in NAMESPACE_FLAGS.items()
-            if len({os.readlink(f"/proc/{one}/ns/{name}") for one in ("self", pid)}) == 2
+            if os.readlink(f"/proc/self/ns/{name}") != os.readlink(f"/proc/{pid}/ns/{name}")
         )
         membership = read_file(f"/proc/{pid}/cgroup")
-        # Where podman may make none, the container stands in this process's own.
+        # Where podman may not make groups, the container is in this process's own.
         has_own_groups = membership != read_file("/proc/self/cgroup")
-        found = find_controllers(membership=membership, is_for_children=False) if has_own_groups else []
+        controllers = find_controllers(membership=membership, is_for_children=False) if has_own_groups else []
         self.cgroup = Cgroup(
-            {one.name: one.own_dir for one in found}, max((one.version for one in found), default=0)
+            {controller.name: controller.own_dir for controller in controllers},
+            max((controller.version for controller in controllers), default=0),
         )
-        # Containers of one snapshot share a user, whose processes are then counted together.
+        # Containers of one snapshot share a user, so the kernel would count their processes together.
         is_counted = is_private_uid and "pids" not in self.cgroup.dirs
         self.max_user_processes: int | None = limits.max_processes if is_counted else None
         self.watch = Watch(
@@ -151,11 +152,11 @@ class PodmanPlace:
 
     @staticmethod
     def find_image(engine: Engine, image: str, _runtime_dir: str) -> str:
-        """Return where an image's tree is, mounted read-only until `drop_images`.
+        """Return the path where an image is mounted, read-only, until `drop_images`.
 
         Raises: OSError if there is no such image; with ENOEXEC if its programs are for another machine.
         """
-        # An ordinary user's image is mounted where its containers are.
+        # An ordinary user's images are mounted in podman's user namespace.
         ahead = () if os.geteuid() == 0 else ("unshare", engine.program)
         path = engine.run(*ahead, "image", "mount", image).strip()
         try:
@@ -171,7 +172,7 @@ class PodmanPlace:
         engine.run("image", "unmount", *images)
 
     def _give_users(self, user: int, snapshot_first_id: int | None) -> None:
-        """Make programs users of the image, in a range of the host's ids that is theirs, or a snapshot's."""
+        """Run programs as a user of the image, in a private range of host ids, or that of a snapshot."""
         if snapshot_first_id is None:
             self.first_id, self._claim = claim_ids(os.getpid())
         else:
@@ -196,7 +197,7 @@ class PodmanPlace:
         return int(read_file(f"{self._base}/pid"))
 
     def _words(self) -> list[str]:
-        """Return what starts a container, but for its root."""
+        """Return the engine's arguments that start a container, except its root."""
         limits = self.limits
         network = "host" if self._order.network == "host" else "none"
         words = ["run", "--detach", "--name", self._name, "--cidfile", id_file(self._base)]
@@ -209,14 +210,14 @@ class PodmanPlace:
         for host, inside in self._order.devices.items():
             source = self._ground.staged.get(host, host) if self._sees_own_mounts else host
             words += ["--device", f"{source}:{inside}:rw"]
-        # Named: podman raises them by itself, which a container around this host may not.
+        # Set explicitly, because podman raises them by default, which fails inside another container.
         return [*words, "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=4096:4096"]
 
     def _mount_root(self) -> list[tuple[str, str, bool]]:
-        """Mount the root; return what is bound into it beside the order's: as `Order.binds`."""
+        """Mount the root; return further bind mounts for it, in the format of `Order.binds`."""
         limits, base = self.limits, Path(self._base)
         base.mkdir(mode=0o711)
-        # Beside programs' files there are the directories of the overlay, and what others are mounted on.
+        # Besides programs' files the inodes include the overlay's directories and mount points.
         mount_tmpfs(
             self._base,
             f"size={limits.scratch_bytes},nr_inodes={limits.max_scratch_files + _NUM_OWN_FILES},mode=711",
@@ -227,19 +228,19 @@ class PodmanPlace:
         temp.mkdir()
         temp.chmod(0o1777)
         if self._has_users:
-            for written in (temp, temp.parent):
-                os.chown(written, self.first_id, self.first_id)
+            for directory in (temp, temp.parent):
+                os.chown(directory, self.first_id, self.first_id)
         binds: list[tuple[str, str, bool]] = []
         lower = self._order.image_root
         if not lower:
-            # This host's programs, as in the other backends.
+            # Without an image, the host's programs, as in the other backends.
             lower = str(base / "lower")
             Path(lower).mkdir()
             links, shown = system_tree()
             for place, target in links.items():
                 Path(lower, place.lstrip("/")).symlink_to(target)
             for path in shown:
-                # Here: what podman makes itself, a container's own root could not write into.
+                # Created here: the container's root could not write into mount points that podman creates.
                 where = Path(lower, path.lstrip("/"))
                 where.parent.mkdir(parents=True, exist_ok=True)
                 where.mkdir() if os.path.isdir(path) else where.touch()
@@ -260,14 +261,14 @@ class PodmanPlace:
         return binds
 
     def _make_workspace(self, image_root: Path) -> None:
-        """Make a directory of programs, or give them that of the image; what is in it stays as it is."""
-        its = image_root / WORKSPACE.lstrip("/")
-        if its.is_symlink() or (its.exists() and not its.is_dir()):
+        """Make a workspace that programs own; the image's files in it keep their owners."""
+        in_image = image_root / WORKSPACE.lstrip("/")
+        if in_image.is_symlink() or (in_image.exists() and not in_image.is_dir()):
             return
-        written = Path(self.changes, its.name)
-        written.mkdir()
+        workspace = Path(self.changes, in_image.name)
+        workspace.mkdir()
         owner = self.first_id if self._is_rootless else self._host_uid
-        os.chown(written, owner, owner)
+        os.chown(workspace, owner, owner)
 
     def enter(self) -> None:
         """Join the namespaces of process 1."""
@@ -331,21 +332,21 @@ class PodmanPlace:
 
 def require_architecture(engine: Engine, image: str) -> None:
     """Refuse an image whose programs are for another machine. Raises: OSError with ENOEXEC."""
-    its = engine.run("image", "inspect", "--format", "{{.Architecture}}", image).strip()
-    ours = ARCHITECTURES.get(platform.machine(), "")
-    if its and ours and its != ours:
-        raise OSError(errno.ENOEXEC, f"image {image} is for {its}, and this host is {ours}")
+    of_image = engine.run("image", "inspect", "--format", "{{.Architecture}}", image).strip()
+    of_host = ARCHITECTURES.get(platform.machine(), "")
+    if of_image and of_host and of_image != of_host:
+        raise OSError(errno.ENOEXEC, f"image {image} is for {of_image}, and this host is {of_host}")
 
 
 def make_init(machine: str) -> bytes:
     """Return a program that waits for ever and leaves no zombies.
 
-    Raises: OSError for a machine that its code is not known for.
+    Raises: OSError for an unknown machine.
     """
-    known = {"x86_64": _X86_64, "aarch64": _AARCH64}
-    if machine not in known:
+    codes = {"x86_64": _X86_64, "aarch64": _AARCH64}
+    if machine not in codes:
         raise OSError(errno.ENOEXEC, f"containers have no process 1 for {machine}: x86_64 or aarch64")
-    kind, text, is_arm = known[machine]
+    kind, text, is_arm = codes[machine]
     num_bytes = len(bytes.fromhex(text.format(act="00000000" if not is_arm else "0" * 16)))
     address = _LOAD_ADDRESS + _HEADERS_BYTES + num_bytes
     if is_arm:
@@ -360,6 +361,6 @@ def make_init(machine: str) -> bytes:
     ident = b"\x7fELF" + bytes([2, 1, 1]) + bytes(9)
     entry = _LOAD_ADDRESS + _HEADERS_BYTES
     header = struct.pack("<HHIQQQIHHHHHH", 2, kind, 1, entry, 64, 0, 0, 64, 56, 1, 0, 0, 0)
-    # One segment to read and execute: the whole file.
+    # One segment, readable and executable, with the whole file.
     segment = struct.pack("<IIQQQQQQ", 1, 5, 0, _LOAD_ADDRESS, _LOAD_ADDRESS, size, size, 0x1000)
     return ident + header + segment + body

@@ -1,8 +1,8 @@
-"""The steps from a fork of a runner to the program: what it gives up, and what it turns into.
+"""The steps from a fork of a runner to the program: dropping privileges, setting limits, exec.
 
-The first command of a place is forked before anybody asks for one. It measures what a program is there,
-then waits for its request; it is the one process that may become a program without a new start of
-Python, because it was forked before its supervisor had heard of any request.
+The first command of a place is forked before the first request. It measures its own isolation, then waits for
+a request. Only this process may run `main` without a new start of Python, because it was forked before its
+supervisor had received any request.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from strop.sandbox.place import Place
 from strop.sandbox.seccomp import filter_calls
 
 STATUS_FD = 9
-"""Where a shell writes what became of a command."""
+"""A shell writes the status of its commands to this descriptor."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,14 +44,14 @@ class Request:
     cwd: str
     wall_limit_s: float
     builtin: str = ""
-    """Something that is done inside on the user's behalf, instead of a program."""
+    """A file operation of `inside`, instead of a program."""
     details: dict[str, Any] = field(default_factory=dict)
     is_main: bool = False
     """Run the `main` that the waiting process was forked with, instead of a program."""
 
 
 class Program:
-    """What a fork of the runner becomes."""
+    """The program that a fork of the runner turns into."""
 
     def __init__(
         self,
@@ -64,14 +64,14 @@ class Program:
         self._request = request
         self._main = main
         *self._streams, self._orders = descriptors
-        """Its standard streams, and behind them a shell's descriptor for reports."""
+        """The standard streams, followed by a shell's status descriptor."""
         self._members: list[int] = []
 
     def prepare(self, control: socket.socket) -> None:
-        """Keep only the descriptors of this command, and join its place."""
-        # A reader of another command's input sees its end only when all copies of the other end are closed.
+        """Close the descriptors of other commands, and enter the place."""
+        # The input of another command ends only when all copies of its writing end are closed.
         close_all_but({0, 1, 2, *self._streams, self._orders, control.fileno(), self.place.holder})
-        # From before the change of root.
+        # Opened before the change of root.
         paths = self.place.cgroup.member_paths
         self._members = [os.open(path, os.O_WRONLY | os.O_CLOEXEC) for path in paths]
         self.place.enter()
@@ -82,7 +82,7 @@ class Program:
             os.close(descriptor)
 
     def begin(self, error_w: int) -> NoReturn:
-        """Give up what a program must not have, then turn into it. Ends with 127 if that fails."""
+        """Drop privileges, set limits, then exec the program. Exits with 127 if that fails."""
         try:
             os.setsid()
             for member in self._members:
@@ -91,7 +91,7 @@ class Program:
             for target, descriptor in zip(kept, self._streams, strict=False):
                 os.dup2(descriptor, target)
             if len(self._streams) > len(kept):
-                # Out of the way of the number that the shell's descriptor gets.
+                # Moved behind STATUS_FD, which the shell's status descriptor gets.
                 error_w = fcntl.fcntl(error_w, fcntl.F_DUPFD_CLOEXEC, STATUS_FD + 1)
                 os.dup2(self._streams[-1], STATUS_FD)
                 kept = (*kept, STATUS_FD)
@@ -112,7 +112,7 @@ class Program:
         facts = measure_self()
         os.write(self._orders, json.dumps(facts).encode())
         if facts["nested_userns"]:
-            # It has entered a user namespace, so it can no longer stand for an ordinary program.
+            # The measurement put this process into a user namespace, so it cannot become a program.
             os._exit(0)
         parts = []
         while part := os.read(self._orders, 1 << 16):
@@ -128,7 +128,7 @@ class Program:
         set_limit(resource.RLIMIT_FSIZE, limits.file_bytes)
         set_limit(resource.RLIMIT_NOFILE, limits.max_open_files)
         if math.isfinite(request.wall_limit_s):
-            # Of each process; a second more than the wall, so that the wall is what a program meets.
+            # Per process, and a second above the wall limit, so that the wall limit comes first.
             set_limit(resource.RLIMIT_CPU, math.ceil(request.wall_limit_s) + 1)
         if self.place.max_user_processes is not None:
             set_limit(resource.RLIMIT_NPROC, self.place.max_user_processes)
@@ -147,7 +147,7 @@ class Program:
 def restore_signals() -> None:
     """Reset signals that are ignored or blocked, as a program expects.
 
-    Python ignores two; a shell lets what it runs in the background ignore interrupts, `nohup` hang-ups.
+    Python ignores two; a shell ignores SIGINT for background commands, and `nohup` ignores SIGHUP.
     """
     for number in signal.valid_signals():
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -156,7 +156,7 @@ def restore_signals() -> None:
 
 
 def _run_main(main: Callable[[], None], env: dict[str, str]) -> NoReturn:
-    """Become like an interpreter that has just been started, and run `main`."""
+    """Restore the state of a newly started interpreter, and run `main`."""
     exit_code = 1
     try:
         restore_signals()
@@ -167,7 +167,7 @@ def _run_main(main: Callable[[], None], env: dict[str, str]) -> NoReturn:
         open_to_tracers()
         os.environ.update(env)
         sys.argv = ["-c"]
-        # The frames below this one do not count against the depth that a program expects.
+        # The frames below this one must not count against the program's recursion limit.
         sys.setrecursionlimit(sys.getrecursionlimit() + len(list(traceback.walk_stack(None))))
         main()
         exit_code = 0
@@ -180,7 +180,7 @@ def _run_main(main: Callable[[], None], env: dict[str, str]) -> NoReturn:
 
 
 def set_limit(kind: int, value: int) -> None:
-    """Lower a limit of this process; one that is lower already stays."""
+    """Lower a limit of this process, never raise it."""
     _, hard = resource.getrlimit(kind)
     value = value if hard == resource.RLIM_INFINITY else min(value, hard)
     resource.setrlimit(kind, (value, value))

@@ -1,8 +1,8 @@
-"""The sandboxes of a service, on other machines, from the side that asks.
+"""The client's side of the sandboxes of a service, on other machines.
 
-A sandbox is asked of the service's controller, and used over one connection to its address at the node: the
-frames that a supervisor of this machine would get. It lasts as long as that connection. Address and key of
-the service are those that were handed to this process.
+The service's controller starts a sandbox; the client uses it over one connection to its address at the node,
+with the same frames as for a supervisor of this machine. The sandbox ends with that connection. Address and
+key of the service were passed to this process.
 """
 
 from __future__ import annotations
@@ -41,16 +41,17 @@ _HOST_IMAGE = "host"
 _ANSWER_LIMIT_S = 30.0
 _STOP_LIMIT_S = 10.0
 PATIENCE_S = 5.0
-"""For a controller that does not answer: one that was killed is back by then, with all that it had."""
+"""How long an unanswered request is repeated; a controller that was killed is back by then, with its
+state."""
 _AGAIN_AFTER_S = 0.2
 _UNACKNOWLEDGED_MS = 25_000
 _KINDS = {"image_error": "image", "capacity": "capacity"}
-"""Kinds of refusal, by a record's failure kind; the node's own word is better where there is one."""
+"""Kinds of refusal, by a record's failure kind, where the node reports none."""
 _CHUNK_BYTES = 1 << 16
 
 
 def find_service() -> RemoteBackend:
-    """Return the service that this process was handed. Raises: SandboxRefused with kind service."""
+    """Return the service that was passed to this process. Raises: SandboxRefused with kind service."""
     endpoint = find_endpoint(RUNTIME)
     if endpoint is None:
         raise SandboxRefused(
@@ -63,7 +64,7 @@ def find_service() -> RemoteBackend:
 
 
 async def require_service(endpoint: Endpoint) -> None:
-    """Refuse a service that does not answer, or not to its key.
+    """Refuse a service that does not answer, or does not accept its key.
 
     Raises: SandboxRefused with kind service or key.
     """
@@ -72,7 +73,7 @@ async def require_service(endpoint: Endpoint) -> None:
 
 
 class RemoteBackend:
-    """Makes sandboxes by a service."""
+    """Make sandboxes by a service."""
 
     name = _NAME
 
@@ -80,9 +81,9 @@ class RemoteBackend:
         self.endpoint = endpoint
 
     async def create_prepared(self, spec: SandboxSpec, module: str) -> RemoteSandbox:
-        """Return a sandbox that shows the packages of its node's Python, which is the one that serves.
+        """Return a sandbox that mounts the packages of the Python that serves at its node.
 
-        Its `start_main` runs the module's `main`, of the strop that is there.
+        Its `start_main` runs the module's `main`, with that node's version of strop.
         Raises: as `create`; SandboxRefused with kind limits for a module that the service does not run.
         """
         return await self.create(spec, module=module)
@@ -90,20 +91,20 @@ class RemoteBackend:
     async def create(
         self, spec: SandboxSpec, *, main_source: str = "", module: str | None = None
     ) -> RemoteSandbox:
-        """Return a fresh sandbox; see `SandboxBackend.create`. It waits for a slot while the service does.
+        """Return a fresh sandbox; see `SandboxBackend.create`. Waits while the service queues the request.
 
-        `main_source`: Python that defines `main`, for `run_main`. It is loaded inside, anew at each call.
+        `main_source`: Python that defines `main`, for `run_main`. It is loaded inside at each call.
         `module`: see `create_prepared`.
 
-        Raises: SandboxRefused with kind network, mounts, gpus, snapshot, key, limits, capacity, service where
-        it does not answer, lost where its node was, or what the node's backend says (`LocalBackend.create`).
+        Raises: SandboxRefused with kind network, mounts, gpus, snapshot, key, limits, capacity, service if it
+        does not answer, lost if the node was lost, or a kind of the node's backend (`LocalBackend.create`).
         """
         refuse_network(spec.network, _NAME)
         _refuse_own(spec)
         snapshot = _require_snapshot(spec, self.endpoint)
         async with AsyncExitStack() as stack:
             async with _Service(self.endpoint) as service:
-                # Until its node has begun with it.
+                # Hold the snapshot until the node has started the sandbox from it.
                 with nullcontext() if snapshot is None else snapshot.hold():
                     record = await service.start(spec, snapshot, module)
                     end = partial(_stop, self.endpoint, record["runtime_id"])
@@ -119,7 +120,7 @@ class RemoteBackend:
             made = RemoteSandbox(client, address, reply, spec, main_source, end, self.endpoint.url)
             for path, data in spec.files.items():
                 await made.write(path, data)
-            # All are there: the sandbox is the caller's.
+            # All files are written: the sandbox is the caller's.
             stack.pop_all()
         return made
 
@@ -137,7 +138,7 @@ class RemoteSandbox(ServedSandbox):
         end: Callable[[], Awaitable[None]],
         service: str,
     ) -> None:
-        """`end` has the service end the sandbox; `service` is the service's address."""
+        """`end` asks the service to end the sandbox; `service` is the service's address."""
         super().__init__(
             client,
             read_isolation(reply["isolation"]),
@@ -147,14 +148,14 @@ class RemoteSandbox(ServedSandbox):
             supervisor_pid=reply["supervisor_pid"],
         )
         self.address = address
-        """At its node."""
+        """The sandbox's address at its node."""
         self._main_source = main_source
         self._end = end
         self._service = service
         self._image = spec.image
 
     async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
-        """Run `main` of the source that the sandbox was made with; see `ServedSandbox.run_main`."""
+        """Run the sandbox's `main`; see `ServedSandbox.run_main`."""
         argv = [*self.python_argv, "-c", f"{self._main_source}\nmain()\n"]
         return await self.exec(argv, wall_limit_s=wall_limit_s, stdin=stdin)
 
@@ -171,7 +172,7 @@ class RemoteSandbox(ServedSandbox):
         return connection
 
     async def snapshot(self) -> RemoteSnapshot:
-        """Keep what its programs have written, at its node; see `Sandbox.snapshot`.
+        """Copy its programs' files, at its node; see `Sandbox.snapshot`.
 
         Raises: as there; no_space also where the node has no room to keep it.
         """
@@ -186,14 +187,14 @@ class RemoteSandbox(ServedSandbox):
         """End everything in it; see `Sandbox.stop`."""
         self.client.lost_kind = self.client.lost_kind or "stopped"
         await self._end()
-        # Where the service did not answer, its node does.
+        # If the service did not answer, the node ends the sandbox.
         await super().stop()
 
 
 class RemoteSnapshot:
     """A snapshot that a node keeps as long as a connection lasts; see `Snapshot`.
 
-    Usable from the event loop that it was taken in.
+    Usable only from the event loop in which it was taken.
     """
 
     def __init__(
@@ -201,12 +202,12 @@ class RemoteSnapshot:
     ) -> None:
         self.num_bytes: int = reply["num_bytes"]
         self.service = service
-        """The address of the controller that knows its node."""
+        """The address of its node's controller."""
         self.image = image
         self.terms = {"node_id": reply["node_id"], "key": reply["key"]}
-        """What a start says to begin with it."""
+        """Identifies the snapshot in a request to start a sandbox."""
         self.fault = ""
-        """Why nothing begins with it any more; empty while something may."""
+        """Why no sandbox can start from it; empty while one can."""
         self._connection = connection
         self._num_users = 1
         asyncio.get_running_loop().add_reader(connection, self._on_readable)
@@ -221,7 +222,7 @@ class RemoteSnapshot:
             self._release()
 
     async def close(self) -> None:
-        """Start no more sandboxes with it; see `Snapshot.close`."""
+        """Close it; see `Snapshot.close`."""
         if not self.fault:
             self.fault = "a snapshot that was closed"
             self._release()
@@ -257,7 +258,7 @@ class RemoteSnapshot:
 
 
 class _Address:
-    """Where a sandbox or a snapshot is at its node."""
+    """The address and the key of a sandbox or a snapshot at its node."""
 
     def __init__(self, url: str, key: str) -> None:
         where = urlsplit(url)
@@ -265,13 +266,13 @@ class _Address:
         self.url, self.key = url, key
 
     async def open(self, target: str) -> socket.socket:
-        """Return a connection that is not blocking, once the node has upgraded it.
+        """Return a non-blocking connection, once the node has upgraded it.
 
-        Raises: OSError if it does not; SandboxError with the kind that it says.
+        Raises: OSError if it does not; SandboxError with the kind of the node's refusal.
         """
         loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
-        family, kind, protocol, _, place = found[0]
+        addresses = await loop.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)
+        family, kind, protocol, _, place = addresses[0]
         with ExitStack() as stack:
             connection = stack.enter_context(socket.socket(family, kind, protocol))
             connection.setblocking(False)
@@ -281,7 +282,7 @@ class _Address:
             async with asyncio.timeout(_ANSWER_LIMIT_S):
                 await loop.sock_connect(connection, place)
                 await self._upgrade(connection, target)
-            # It is the caller's.
+            # The connection is the caller's.
             stack.pop_all()
         return connection
 
@@ -342,7 +343,7 @@ class _Service:
         self._http = httpx.AsyncClient(
             base_url=endpoint.url,
             headers={SERVICE_KEY_HEADER: endpoint.key},
-            # A proxy of this process's environment is for the way out of the cluster, not for the service.
+            # Proxies in the environment lead out of the cluster; the service is inside.
             trust_env=False,
             verify=endpoint.url.startswith("https:"),
             timeout=_ANSWER_LIMIT_S,
@@ -375,7 +376,7 @@ class _Service:
         return await self._ask("POST", "/start", body)
 
     async def wait_ready(self, record: dict[str, Any]) -> dict[str, Any]:
-        """Return a sandbox's record once it is ready. Raises: SandboxRefused if it will not be."""
+        """Return a sandbox's record once it is ready. Raises: SandboxRefused if it failed or was stopped."""
         while record["pod_status"] != "ready":
             if record["status"] in ("error", "stopped"):
                 failure = record["failure_kind"] or ""
@@ -395,7 +396,7 @@ class _Service:
             await self._http.post("/stop", json={"runtime_id": runtime_id}, timeout=_STOP_LIMIT_S)
 
     async def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
-        """Ask, and repeat it where nothing answers: two requests with one session are one start.
+        """Send a request, and repeat it if nothing answers; a start repeated in one session is one start.
 
         Raises: SandboxRefused with kind key, limits, capacity or service.
         """
@@ -446,7 +447,7 @@ def _refused(why: str, kind: str) -> SandboxRefused:
 
 
 def _refuse_own(spec: SandboxSpec) -> None:
-    """Refuse what is on this machine alone. Raises: SandboxRefused with kind mounts or gpus."""
+    """Refuse resources that only this machine has. Raises: SandboxRefused with kind mounts or gpus."""
     if spec.gpus:
         raise SandboxRefused(
             f"GPUs {', '.join(spec.gpus)} of this machine for a remote sandbox",
@@ -464,9 +465,9 @@ def _refuse_own(spec: SandboxSpec) -> None:
 
 
 def _require_snapshot(spec: SandboxSpec, endpoint: Endpoint) -> RemoteSnapshot | None:
-    """Return the snapshot that a sandbox shall begin with. Its node looks at it too.
+    """Return the snapshot of a spec, if it has one. The node checks it too.
 
-    Raises: SandboxRefused with kind snapshot if it cannot.
+    Raises: SandboxRefused with kind snapshot if this sandbox cannot start from it.
     """
     snapshot = spec.snapshot
     if snapshot is None:

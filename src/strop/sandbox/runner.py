@@ -1,12 +1,12 @@
-"""One command: how a supervisor starts it, and the process above it, the runner.
+"""Starting a command, and the process above it, the runner.
 
-The runner starts the program, adopts every orphan of it, ends it, and reports when all are gone.
+The runner starts the program, adopts its orphans, ends it, and reports when all processes are gone.
 
-Nothing that the command starts outlives it. The program's exit code is what the kernel tells the runner;
-the report goes over a socket that no program holds. As host root the runner keeps a user id that no
-program can signal; for an ordinary user a program can kill its runner, which the supervisor sees.
+No process of the command outlives it. The runner gets the program's exit code from the kernel, and reports it
+over a socket that no program holds. As host root the runner has a user id that no program can signal; for an
+ordinary user a program can kill its runner, which the supervisor notices.
 
-It also looks for breaches of limits that the kernel does not enforce.
+It also watches the limits that the kernel does not enforce.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from strop.sandbox.place import Place
 from strop.sandbox.program import Program, Request
 
 ASK, KILL = b"T", b"K"
-"""Orders to a runner: end the command politely and then by force, or at once by force."""
+"""Orders to a runner: end the command by SIGTERM and later SIGKILL, or by SIGKILL at once."""
 MARK, ASK_NEW, KILL_NEW = b"M", b"t", b"k"
-"""Remember what runs beside the program; end, politely or by force, all that has been started since."""
+"""Mark the running processes; send SIGTERM or SIGKILL to those started since."""
 DONE = b"\n"
-"""A runner's message that an order `MARK` or `KILL_NEW` is carried out: nothing to kill is left."""
+"""A runner's message that an order `MARK` or `KILL_NEW` is finished: no process to kill is left."""
 _SIGNAL_BIT = 0x80
 _MEASURE_LIMIT_S = 10.0
 TERM_GRACE_S = 0.5
@@ -52,7 +52,7 @@ _WATCH_PERIOD_S = 0.05
 _KILL_PERIOD_S = 0.005
 _MAX_KILL_PERIOD_S = 0.1
 _FORK_LIMIT_S = 2.0
-"""From a fork to the program that the copy becomes."""
+"""Longest time from a fork to the exec of the copy."""
 _MAX_WALKED_FILES = 100_000
 
 
@@ -63,38 +63,38 @@ def signal_order(number: int) -> bytes:
 
 @dataclass(kw_only=True, slots=True)
 class Started:
-    """A command, from its supervisor's side."""
+    """The supervisor's descriptors of a command."""
 
     control: socket.socket
     stdin: int
     stdout: int
     stderr: int
     orders: socket.socket
-    """Leads to the program's process until that has its request."""
+    """Leads to the program's process until it has its request."""
     status: int
-    """Where a shell says what became of a command; -1 for other programs."""
+    """A shell reports the status of its commands here; -1 for other programs."""
 
     def order(self, request: Request) -> None:
-        """Give a waiting process its request. If it is gone, its runner reports why."""
+        """Send a waiting process its request. If the process is gone, its runner reports why."""
         with suppress(OSError):
             self.orders.sendall(json.dumps(as_record(request)).encode())
         self.orders.close()
 
     def read_facts(self) -> dict[str, Any]:
-        """Return what the waiting process found out about itself.
+        """Return the self-measurement of the waiting process.
 
-        Raises: OSError if it came to an end before.
+        Raises: OSError if it ended before.
         """
         for source in (self.orders, self.control):
             source.settimeout(_MEASURE_LIMIT_S)
-        # Said at once, and shorter than what a socket takes whole.
+        # Written in one call, and short enough to arrive in one.
         if facts := self.orders.recv(1 << 16):
             return dict(json.loads(facts))
         report = self.control.recv(1 << 16)
         raise OSError(json.loads(report)["error"] if report else "it ended without a word")
 
     def close(self) -> None:
-        """Let go of a command that is not wanted; without its orders it ends."""
+        """Drop a waiting command, which ends when `orders` closes."""
         self.orders.close()
         self.control.close()
         for descriptor in (self.stdin, self.stdout, self.stderr):
@@ -102,7 +102,7 @@ class Started:
 
 
 def as_record(flat: Any) -> dict[str, Any]:
-    """Return the fields of a data class with slots. Not `asdict`, which copies nested values too."""
+    """Return the fields of a dataclass with slots. Not `asdict`, which copies nested values."""
     return {name: getattr(flat, name) for name in flat.__slots__}
 
 
@@ -113,10 +113,10 @@ def start_command(
     main: Callable[[], None] | None = None,
     has_status: bool = False,
 ) -> Started:
-    """Fork a command. It reports over `control` when everything has ended.
+    """Fork a command. Its runner reports over `control` when all its processes have ended.
 
-    Without a request it measures itself and waits for one, which may ask for `main`. `has_status`: the
-    program is a shell that reports the ends of its commands on `STATUS_FD`.
+    Without a request the process measures itself and waits for one, which may run `main`. `has_status`: the
+    program is a shell that reports the status of its commands on `STATUS_FD`.
 
     Raises: OSError if the host gives no process.
     """
@@ -144,7 +144,7 @@ def start_command(
 
 
 def _become_runner(program: Program, control: socket.socket) -> NoReturn:
-    """Enter the place and see one command through. Nothing returns into the supervisor's code."""
+    """Enter the place and run one command. Never returns into the supervisor's code."""
     try:
         signal.set_wakeup_fd(-1)
         os.setsid()
@@ -170,21 +170,22 @@ class _Runner:
         self._num_oom_kills = 0
         self._breach = ""
         self._kill_at = math.inf
-        """When force begins."""
+        """When SIGKILL begins."""
         self._kill_period_s = _KILL_PERIOD_S
         self._program_pid = 0
         self._marked: dict[int, str] = {}
-        """Processes that `ASK_NEW` and `KILL_NEW` spare, and when each was started."""
+        """Processes that `ASK_NEW` and `KILL_NEW` spare, with their start times."""
         self._num_clearings = 0
-        """Orders `KILL_NEW` that are being carried out."""
+        """Running orders `KILL_NEW`."""
         self._signal = 0
-        """The last that was asked for."""
+        """The last requested signal."""
         self._copies: dict[int, str] = {}
-        """Processes that were forked when it came: what was the shell's to mind is lost when they exec."""
+        """Forks of the shell at the time of the signal. The shell's handler caught it in them, and an exec
+        loses it."""
         self._forget_copies_at = math.inf
 
     def run(self) -> None:
-        """Start the program, wait for it and for all that it started, report."""
+        """Start the program, wait for it and all its descendants, report."""
         wake_r, wake_w = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
@@ -195,7 +196,7 @@ class _Runner:
             self._program.begin(error_w)
         os.close(error_w)
         self._program.close()
-        # Ends with the program's start, which closes the other end.
+        # The program's exec closes the other end.
         with open(error_r, "rb") as errors:
             error = errors.read().decode(errors="replace")
         self._wait_for_all(wake_r)
@@ -219,7 +220,7 @@ class _Runner:
             now = time.monotonic()
             if now >= self._kill_at:
                 signal_descendants(self._pid, signal.SIGKILL)
-                # Those that are frozen end when they are thawed, which may be hours from now.
+                # Frozen processes end when they are thawed, which may be hours later: back off.
                 wait_s = self._kill_period_s
                 self._kill_period_s = min(2 * wait_s, _MAX_KILL_PERIOD_S)
             elif self._num_clearings and self._signal_new(signal.SIGKILL):
@@ -241,7 +242,7 @@ class _Runner:
                         os.read(wake_r, 4096)
                 else:
                     orders = self._control.recv(16)
-                    # The end of the stream: the supervisor is gone.
+                    # At the end of the stream the supervisor is gone.
                     self._obey(orders or KILL)
                     if not orders:
                         poll.unregister(self._control)
@@ -262,35 +263,32 @@ class _Runner:
             elif order == KILL_NEW:
                 self._num_clearings += 1
             elif self._status is None:
-                self._signal_group(number & ~_SIGNAL_BIT)
-
-    def _signal_group(self, number: int) -> None:
-        self._signal = number
-        self._copies = find_copies(self._program_pid)
-        self._forget_copies_at = time.monotonic() + _FORK_LIMIT_S
-        with suppress(ProcessLookupError):
-            os.killpg(self._program_pid, number)
+                self._signal = number & ~_SIGNAL_BIT
+                self._copies = find_copies(self._program_pid)
+                self._forget_copies_at = time.monotonic() + _FORK_LIMIT_S
+                with suppress(ProcessLookupError):
+                    os.killpg(self._program_pid, self._signal)
 
     def _signal_again(self) -> None:
-        """Send the last signal to those that have lost it."""
+        """Send the last signal again to the forks that lost it by an exec."""
         lost = [pid for pid, line in self._copies.items() if became_killable(pid, line, self._signal)]
         signal_processes(lost, self._signal)
         is_over = time.monotonic() > self._forget_copies_at
         self._copies = {} if is_over else {pid: self._copies[pid] for pid in self._copies.keys() - lost}
 
     def _signal_new(self, number: signal.Signals) -> bool:
-        """Send a signal to all that was started since the mark; return whether there was anything."""
+        """Send a signal to all processes started since the mark; return whether there was any."""
         present = start_times(self._marked)
         spared = {pid for pid, start in self._marked.items() if present.get(pid) == start}
-        found = find_descendants(self._pid, spared - {self._program_pid})
-        states = process_states([pid for pid in found if pid != self._program_pid])
-        # The dead are their parent's to collect.
+        descendants = find_descendants(self._pid, spared - {self._program_pid})
+        states = process_states([pid for pid in descendants if pid != self._program_pid])
+        # Dead processes are left for their parent to reap.
         new = [pid for pid, state in states.items() if state not in "ZX"]
         signal_processes(new, number)
         return bool(new)
 
     def _reap(self) -> bool:
-        """Collect the dead; return whether any process is left."""
+        """Reap dead children; return whether any process is left."""
         while True:
             try:
                 pid, status, usage = os.wait4(-1, os.WNOHANG)
@@ -298,7 +296,7 @@ class _Runner:
                 return False
             if pid == 0:
                 return True
-            # Of the program this holds all that it waited for; the others are orphans.
+            # The program's usage includes all children that it waited for; other children here are orphans.
             self._cpu_s += usage.ru_utime + usage.ru_stime
             if pid == self._program_pid:
                 self._status = status
@@ -306,7 +304,7 @@ class _Runner:
                 self._kill_at = self._ended_at
 
     def _look(self) -> None:
-        """Find breaches of limits that the kernel does not enforce."""
+        """Check the limits that the kernel does not enforce."""
         watch = self._place.watch
         pids = find_descendants(self._pid)
         if watch.memory_bytes is not None and memory_bytes(pids, watch.memory_bytes) > watch.memory_bytes:
@@ -329,7 +327,7 @@ class _Runner:
 
 
 def measure_tree(top: str) -> tuple[int, int]:
-    """Return bytes on the disk and number of files below a directory; links are not followed."""
+    """Return disk usage in bytes and number of files below a directory; links are not followed."""
     num_bytes = num_files = 0
     queue = [top]
     while queue and num_files < _MAX_WALKED_FILES:
@@ -347,5 +345,5 @@ def _list_entries(path: str) -> list[os.DirEntry[str]]:
         with os.scandir(path) as entries:
             return list(entries)
     except OSError:
-        # Gone meanwhile, or made unreadable: then its files were counted while it was filled.
+        # Removed meanwhile, or made unreadable after its files had been counted.
         return []

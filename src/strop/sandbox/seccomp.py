@@ -1,10 +1,10 @@
-"""The system calls that no program in a sandbox may make, as a filter of the kernel's.
+"""The seccomp filter of system calls that no program in a sandbox may make.
 
-They are those that reach past a program's own resources: mounts, namespaces, keys, kernel modules, clocks,
-tracing of the whole machine. Without capabilities most would be refused anyway; the filter keeps their code,
-where holes have been found, out of reach. A refused call gives EPERM; `clone3`, whose flags a filter cannot
-see, gives ENOSYS, and C libraries then use `clone`. What container engines block beside that (`ptrace` among
-old kernels) programs under test need: debuggers work.
+These calls reach beyond a program's own resources: mounts, namespaces, keys, kernel modules, clocks, tracing
+of the whole machine. Without capabilities the kernel refuses most of them anyway; the filter keeps their
+code, which has had vulnerabilities, out of reach. A refused call gives EPERM; `clone3`, whose flags a filter
+cannot see, gives ENOSYS, and C libraries then use `clone`. `ptrace`, which container engines block on old
+kernels, stays allowed, so debuggers work.
 
 Source of the list: the calls that the engines' default profile allows only with a capability. Covered:
 x86-64 and AArch64; elsewhere there is no filter, and the record of a sandbox says so.
@@ -62,8 +62,8 @@ CALLS: dict[str, tuple[int | None, int | None]] = {
     "userfaultfd": (323, 282),
     "vhangup": (153, 58),
 }
-"""Each with its number on x86-64 and AArch64, None where the call is not there. A test compares them with the
-kernel's headers."""
+"""Numbers on x86-64 and AArch64; None where the call does not exist. A test compares them with the kernel's
+headers."""
 CLONE, CLONE3 = (56, 220), (435, 435)
 _NEW_NAMESPACES = 0x7E020000
 """All flags of clone that make a namespace."""
@@ -82,7 +82,7 @@ class _Program(ctypes.Structure):
 
 
 def make_filter(machine: str) -> bytes:
-    """Return the filter's instructions for a machine as `platform.machine` calls it; empty for others."""
+    """Return the filter's instructions for a machine (`platform.machine`); empty for an unknown one."""
     if machine not in _ARCHITECTURES:
         return b""
     column, word = _ARCHITECTURES[machine]
@@ -113,10 +113,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def filter_calls() -> None:
-    """Filter the calls of this process and all that it becomes or starts, for good.
+    """Filter the system calls of this process and its future children and programs, for good.
 
-    It must have given up gaining privileges. A kernel without filters leaves it as it is, which
-    /proc/self/status tells.
+    Requires no_new_privs. On a kernel without seccomp it does nothing; /proc/self/status then shows no
+    filter.
     """
     if _filter:
         _libc.prctl(_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(_program), 0, 0)

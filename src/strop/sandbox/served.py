@@ -1,6 +1,6 @@
-"""A sandbox, its commands and its shells, from the side that asks its supervisor or a node over a connection.
+"""The client's side of a sandbox, its commands and its shells, over a connection to a supervisor or a node.
 
-All that frames carry is here. What needs more than frames is in `local` and `remote`.
+Everything that frames carry is here; the rest is in `local` and `remote`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _SHELLS = (
     (("/bin/bash", "--norc", "--noprofile", "--noediting", "-i"), "set +H"),
     (("/bin/sh", "-i"), ":"),
 )
-"""Each with what makes it read a command as a script would."""
+"""Each with a command that turns history expansion off, as in a script."""
 _QUIET = "PS1= PS2=; unset HISTFILE MAILCHECK"
-"""Its prompts would stand in the output. What it says before this is not a command's."""
+"""Turns the prompts off, which would appear in the output."""
 
 
 class ServedSandbox(ABC):
@@ -61,7 +61,7 @@ class ServedSandbox(ABC):
         supervisor_pid: int,
     ) -> None:
         self.client = client
-        """Its connection, for a node that passes on requests of others."""
+        """Its connection, for a node that forwards requests of other clients."""
         self._env = dict(env)
         self._isolation = isolation
         self._scratch = scratch
@@ -71,7 +71,7 @@ class ServedSandbox(ABC):
 
     @property
     def isolation(self) -> Isolation:
-        """What was reached."""
+        """The isolation that was reached."""
         return self._isolation
 
     @property
@@ -81,27 +81,27 @@ class ServedSandbox(ABC):
 
     @property
     def supervisor_pid(self) -> int:
-        """The process that everything in it is below, on the machine where it is; it ends last."""
+        """The ancestor of all its processes, on the sandbox's machine; it ends last."""
         return self._supervisor_pid
 
     @property
     def is_lost(self) -> bool:
-        """Whether it answers nothing any more."""
+        """Whether the connection is lost."""
         return bool(self.client.lost_kind)
 
     def when_ended(self, act: Callable[[], None]) -> None:
-        """Do something once nothing is left of it."""
+        """Call `act` once nothing is left of it."""
         self.client.when_ended(act)
 
     async def wait_lost(self) -> str:
-        """Return, once it answers nothing any more, why: the kind that `SandboxLost` has."""
+        """Wait until the sandbox is lost and return the kind of its `SandboxLost`."""
         return await self.client.wait_lost()
 
     @property
     def refused_calls(self) -> tuple[str, ...]:
-        """What programs asked of a network that is a list, and was not in it: host, port and why.
+        """Connections to hosts outside the list of allowed ones: host, port and reason.
 
-        The newest 1,000; `stats` has their number.
+        The newest 1,000; `stats` has the total number.
         """
         return tuple(self.client.refused_calls)
 
@@ -149,7 +149,7 @@ class ServedSandbox(ABC):
         return ServedJob(self.client, *self.client.begin(full))
 
     async def start_main(self) -> ServedJob:
-        """Start the `main` that the sandbox was made with, and return; see `run_main` and `start`."""
+        """Start the sandbox's `main`, and return; see `run_main` and `start`."""
         request = {"argv": list(self.python_argv), "cwd": None, "is_main": True, "wall_limit_s": math.inf}
         return ServedJob(self.client, *self.client.begin({"op": "start", **request, "env": self._env}))
 
@@ -181,7 +181,7 @@ class ServedSandbox(ABC):
 
     @abstractmethod
     async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
-        """Run `main` of the source that the sandbox was made with, as `exec` runs a program.
+        """Run `main` of the sandbox's source, as `exec` runs a program.
 
         Raises: SandboxLost, as `exec`; SandboxRefused with kind interpreter if no Python was found.
         """
@@ -192,7 +192,7 @@ class ServedSandbox(ABC):
         return await self._work_inside("read", details, b"")
 
     async def write(self, path: str, data: bytes, *, mode: int = 0o644) -> None:
-        """Put a file in place; see `Sandbox.write`."""
+        """Write a file; see `Sandbox.write`."""
         await self._work_inside("write", {"path": path, "mode": mode}, data)
 
     async def upload(self, host_path: Path, path: str) -> None:
@@ -218,7 +218,7 @@ class ServedSandbox(ABC):
         _require_free(host_path)
         details = {"path": path, "max_files": max_files, "max_bytes": MIB + 5000 * max_files}
         left_out = []
-        # Names are directory entries, and no one else writes below the new path: none leads elsewhere.
+        # Names are directory entries, and only this call writes below the new path, so none leads elsewhere.
         for name, kind, mode in json.loads(await self._work_inside("list", details, b"")):
             inside, target = (str(PurePosixPath(path, name)), host_path / name) if name else (path, host_path)
             if kind == "directory":
@@ -233,20 +233,20 @@ class ServedSandbox(ABC):
         return tuple(left_out)
 
     async def pause(self) -> FrozenBy:
-        """Keep its programs from running; see `Sandbox.pause`."""
+        """Freeze its programs; see `Sandbox.pause`."""
         header, _ = await self.client.ask({"op": "pause"})
         return FrozenBy(header["frozen_by"])
 
     async def resume(self) -> None:
-        """Let them go on; see `Sandbox.resume`."""
+        """Thaw its programs; see `Sandbox.resume`."""
         await self.client.ask({"op": "resume"})
 
     @abstractmethod
     async def snapshot(self) -> Snapshot:
-        """Keep what its programs have written; see `Sandbox.snapshot`."""
+        """Copy its programs' files; see `Sandbox.snapshot`."""
 
     async def stats(self) -> SandboxStats:
-        """Return what it uses; see `Sandbox.stats`."""
+        """Return its resource use; see `Sandbox.stats`."""
         header, _ = await self.client.ask({"op": "stats"})
         return SandboxStats(**{name: header[name] for name in SandboxStats.__slots__})
 
@@ -257,7 +257,7 @@ class ServedSandbox(ABC):
             self._stopping.add_done_callback(
                 lambda done: self.client.close() if done.cancelled() else done.exception()
             )
-        # A caller that is cancelled waits no longer; the next one waits for the same end.
+        # If this caller is cancelled, the stop goes on, and a later caller waits for it.
         await asyncio.shield(self._stopping)
 
     async def __aenter__(self) -> Self:
@@ -283,7 +283,7 @@ class ServedSandbox(ABC):
         )
 
     async def _run(self, request: dict[str, Any], stdin: bytes) -> Answer:
-        """Start something and wait for its end; if the caller is cancelled, kill it."""
+        """Run a request to its end; if the caller is cancelled, kill it."""
         number, answer = self.client.begin({"op": "start", **request}, stdin)
         try:
             return await answer
@@ -301,12 +301,12 @@ class ServedJob:
         self._client = client
         self._number = number
         self._end = end
-        # A job that is not awaited is no error when its sandbox ends.
+        # Retrieve the exception, since a job need not be awaited when its sandbox ends.
         end.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._positions = (0, 0)
 
     async def read(self) -> JobOutput | None:
-        """Return output that came since; see `Job.read`."""
+        """Return new output; see `Job.read`."""
         if not self._end.done():
             request = {"op": "output", "job": self._number, "positions": self._positions}
             number, answer = self._client.begin(request)
@@ -321,11 +321,11 @@ class ServedJob:
         header, body = await asyncio.shield(self._end)
         num_bytes = header["stdout_bytes"]
         streams = ((body[:num_bytes], header["stdout_total"]), (body[num_bytes:], header["stderr_total"]))
-        found = [
+        (out_gone, stdout), (error_gone, stderr) = (
             unread(kept[:head], kept[head:], total, position)
             for (kept, total), head, position in zip(streams, header["heads"], self._positions, strict=True)
-        ]
-        output = self._advance([gone for gone, _ in found], (found[0][1], found[1][1]))
+        )
+        output = self._advance([out_gone, error_gone], (stdout, stderr))
         return output if output.stdout or output.stderr else None
 
     def _advance(self, omitted: list[int], data: tuple[bytes, bytes]) -> JobOutput:
@@ -345,7 +345,7 @@ class ServedJob:
         return bool(header["is_open"])
 
     async def close_stdin(self) -> None:
-        """Let its standard input end; see `Job.close_stdin`."""
+        """Close its standard input; see `Job.close_stdin`."""
         self._client.tell({"op": "input_end", "job": self._number})
 
     async def signal(self, number: int) -> None:
@@ -369,7 +369,7 @@ class ServedShell:
         self._client = client
         self._number = number
         self._end = end
-        # A shell that is still open is no error when its sandbox ends.
+        # Retrieve the exception, since a shell may still be open when its sandbox ends.
         end.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._turn = asyncio.Lock()
 
@@ -392,7 +392,7 @@ class ServedShell:
             self._client.tell({"op": "drop", "job": self._number})
             raise
         finally:
-            # The next command's turn comes when this one is over, awaited or not.
+            # The next command waits until this one has ended, even if its caller was cancelled.
             if answer is None or answer.done():
                 self._turn.release()
             else:
@@ -405,11 +405,11 @@ class ServedShell:
             answer.exception()
 
     async def interrupt(self) -> None:
-        """Interrupt what it evaluates; see `Shell.interrupt`."""
+        """Interrupt the running command; see `Shell.interrupt`."""
         self._client.tell({"op": "signal", "job": self._number, "number": 2})
 
     async def close(self) -> None:
-        """End it and all that it left running; see `Shell.close`."""
+        """End it and its background processes; see `Shell.close`."""
         if not self._end.done():
             self._client.tell({"op": "cancel", "job": self._number})
             await asyncio.wait({self._end})
@@ -424,7 +424,7 @@ class ServedShell:
 
 
 def _walk_host(top: Path) -> list[tuple[Path, int]]:
-    """Return a file or directory and all below it with their modes, directories before what is in them."""
+    """Return the paths and modes of a tree, directories before their contents."""
     return [(place, place.lstat().st_mode) for place in (top, *sorted(top.rglob("*")))]
 
 
@@ -439,12 +439,12 @@ def _require_free(path: Path) -> None:
 
 
 def as_result(header: dict[str, Any], output: bytes) -> ExecResult:
-    """Return the result of a command from its supervisor's last frame."""
+    """Make a command's result from the supervisor's last frame."""
     return ExecResult(**result_fields(header, output))
 
 
 def result_fields(header: dict[str, Any], output: bytes) -> dict[str, Any]:
-    """Return the fields of an `ExecResult`, by name."""
+    """Return the fields of an `ExecResult` from the supervisor's last frame."""
     num_bytes = header["stdout_bytes"]
     kind = ExecKind(header["kind"])
     why = header["why"].encode() if kind is ExecKind.NOT_STARTED else b""
@@ -463,7 +463,7 @@ def result_fields(header: dict[str, Any], output: bytes) -> dict[str, Any]:
 
 
 def read_isolation(facts: Mapping[str, Any]) -> Isolation:
-    """Return the record whose fields came in a frame."""
+    """Make the record from the fields of a frame."""
     guards = {name: Guard(facts[name]) for name in ("memory", "pids", "cpu", "disk", "files")}
     level, lacks = IsolationLevel(facts["level"]), tuple(facts["lacks"])
     return Isolation(**{**facts, **guards, "level": level, "lacks": lacks})

@@ -1,13 +1,13 @@
-"""A shell that stays open, from its supervisor's side: it takes commands one by one and reports their ends.
+"""The supervisor's side of a shell that stays open: it evaluates commands one by one and reports their ends.
 
-The shell is an interactive one without a terminal, since only such a one survives an interrupt and an
-error in what it evaluates. It reads from a pipe one line that evaluates the command, with an empty standard
-input, and then one line that writes the exit status and the processor times to a descriptor which programs
-do not inherit. The second line is written when the shell has read the first: some shells forget what they
-have read ahead when a command fails.
+The shell is interactive, without a terminal, since only an interactive shell survives an interrupt or an
+error in the code it evaluates. It reads from a pipe a line that evaluates the command, with an empty standard
+input, and then a line that writes the exit status and the CPU times to a descriptor which programs do not
+inherit. The second line is written once the shell has read the first: some shells drop their read-ahead when
+a command fails.
 
-What a command evaluates in the shell itself, the shell does: it can look for that descriptor and say a wrong
-status of itself, or close it, which ends at the wall limit with the shell. It cannot reach further.
+Code that the shell itself evaluates can write a false status of its own to that descriptor, or close it,
+which ends the shell at the wall limit. It can do nothing beyond that.
 """
 
 from __future__ import annotations
@@ -37,21 +37,23 @@ _INTERRUPT = signal_order(signal.SIGINT)
 _LOOK_PERIOD_S = 0.001
 _INSIST_PERIOD_S = 0.1
 _GIVE_UP_S = 1.0
-"""After this and a grace, a shell that was told to drop its command is killed."""
+"""A shell that does not drop its command within this and the grace period is killed."""
 _INTERRUPTED = 128 + signal.SIGINT
 _STATUS = re.compile(rb"(\d+) (\d+)\n" + rb"(\d+)m([\d.]+)s (\d+)m([\d.]+)s\n" * 2)
 _MAX_LINES = 12
-"""That are no status: more than interrupts leave."""
-# The empty line: after an unfinished quotation bash takes the next line's first word for an argument.
+"""Lines other than a status; interrupts leave fewer."""
+# The leading empty line: after an unfinished quotation bash takes the next line's first word for an argument.
 _ASK_STATUS = b"\n{ \\command printf '%%s %d\\n' \"$?\"; \\command times; } >&%d\n"
 
 
 @dataclass(kw_only=True, slots=True)
 class _Run:
+    """A command that the shell evaluates."""
+
     request_id: int
     command: bytes
-    is_given: bool = False
-    """Whether the shell has it: from then on what it starts is the command's."""
+    is_sent: bool = False
+    """Whether the shell has the command: later children of the shell belong to it."""
     started_at: float
     deadline: float
     oom_kills_before: int
@@ -59,20 +61,20 @@ class _Run:
     look_s: float = _LOOK_PERIOD_S
     """How soon to look again whether the shell has read its command."""
     has_asked: bool = False
-    """Whether the line is written that makes the shell report how the command ended."""
+    """Whether the line was written that makes the shell report the command's exit status."""
     status: int | None = None
     give_up_at: float | None = None
-    """Set once the command was told to end."""
+    """When the shell is killed; set when the command is interrupted."""
     insist_at: float = float("inf")
-    """When it is ended by force."""
+    """When the command is ended by force."""
     signals: list[int] = field(default_factory=list)
-    """Asked for before the shell had the command: an idle shell would ignore them."""
+    """Signals requested before the shell had the command; an idle shell would ignore them."""
     num_awaited: int = 0
-    """Orders to kill what it started that the runner has not carried out yet."""
+    """Orders to kill the command's processes that the runner has not finished yet."""
 
 
 class Shell(Job):
-    """A shell that was started."""
+    """A running shell."""
 
     is_counted = False
 
@@ -87,13 +89,14 @@ class Shell(Job):
         super().__init__(number, start, supervisor, wall_limit_s=float("inf"), kept_bytes=kept_bytes)
         self._kept_bytes = kept_bytes
         self._run: _Run | None = None
-        self._said = b""
+        self._reports = b""
+        """Unparsed bytes from the status descriptor."""
         self._cpu_s = 0.0
         os.set_blocking(self.started.status, False)
         supervisor.selector.register(self.started.status, selectors.EVENT_READ, self._on_status)
 
     def run(self, request_id: int, command: bytes, wall_limit_s: float) -> None:
-        """Let it evaluate a command. One at a time."""
+        """Evaluate a command; the caller runs one at a time."""
         now = time.monotonic()
         oom_kills = self._supervisor.place.cgroup.count_oom_kills()
         self._run = _Run(
@@ -109,31 +112,31 @@ class Shell(Job):
         self.next_at = now + wall_limit_s
 
     def drop(self) -> None:
-        """End the command that it evaluates, as at its wall limit."""
+        """End the current command, as at its wall limit."""
         if self._run is not None:
             self._run.deadline = self.next_at = time.monotonic()
 
     def signal(self, number: int) -> None:
-        """Send a signal to what it evaluates, as soon as it does."""
+        """Send a signal to the current command, once the shell evaluates it."""
         if self._run is None or self._run.has_asked:
             super().signal(number)
         else:
             self._run.signals.append(number)
 
     def shift(self, delay_s: float) -> None:
-        """Do not count a time in which nothing ran."""
+        """Move all deadlines by the time of a pause."""
         super().shift(delay_s)
         if (run := self._run) is not None:
             run.started_at += delay_s
             run.deadline += delay_s
 
     def look_at_clock(self, now: float) -> None:
-        """Act on `next_at`, which has come."""
+        """Act on the deadline `next_at`, which has passed."""
         run = self._run
         if self.report is not None or self.is_lost or run is None:
             super().look_at_clock(now)
             return
-        if run.is_given and not run.has_asked and self._has_read_all():
+        if run.is_sent and not run.has_asked and self._has_read_all():
             run.has_asked = True
             self.feed(_ASK_STATUS % (run.request_id, STATUS_FD))
             for number in run.signals:
@@ -168,13 +171,13 @@ class Shell(Job):
         return bool(struct.unpack("i", left)[0] == 0)
 
     def _drop(self, run: _Run, now: float) -> None:
-        """Interrupt the shell and end what the command started; `look_at_clock` insists."""
+        """Interrupt the shell and terminate the command's processes; `look_at_clock` repeats it by force."""
         run.insist_at = now + TERM_GRACE_S
         run.give_up_at = run.insist_at + _GIVE_UP_S
         self.order(_INTERRUPT + ASK_NEW)
 
     def _insist(self, run: _Run) -> None:
-        # The interrupt may have cut its report off; two reports have the same number.
+        # If the interrupt cut the report off, ask again; a second report has the same number and is ignored.
         run.has_asked = run.has_asked and not (run.status is None and self._has_read_all())
         run.num_awaited += 1
         self.order((b"" if run.status is not None else _INTERRUPT) + KILL_NEW)
@@ -189,19 +192,19 @@ class Shell(Job):
 
     def _on_status(self) -> None:
         try:
-            said = os.read(self.started.status, CHUNK_BYTES)
+            data = os.read(self.started.status, CHUNK_BYTES)
         except BlockingIOError:
             return
-        self._said += said
-        # A report that an interrupt cut off stands before the whole one.
-        while (found := _STATUS.search(self._said)) is not None:
-            self._said = self._said[found.end() :]
-            self._take_status(int(found[1]), int(found[2]), [float(word) for word in found.groups()[2:]])
-        if not said:
-            # The shell has become another program, whose end will be its own.
+        self._reports += data
+        # A report that an interrupt cut off may precede the complete one.
+        while (report := _STATUS.search(self._reports)) is not None:
+            self._reports = self._reports[report.end() :]
+            self._take_status(int(report[1]), int(report[2]), [float(word) for word in report.groups()[2:]])
+        if not data:
+            # The shell has become another program, whose end is reported as that of the shell.
             self._close_status()
-        elif self._said.count(b"\n") >= _MAX_LINES or len(self._said) > CHUNK_BYTES:
-            # Something else was written to it: there is no way to go on.
+        elif self._reports.count(b"\n") >= _MAX_LINES or len(self._reports) > CHUNK_BYTES:
+            # A program wrote something else to the descriptor, so reports can no longer be parsed.
             self._close_status()
             self.order(KILL)
 
@@ -218,26 +221,26 @@ class Shell(Job):
             self._insist(run)
 
     def on_order_done(self) -> None:
-        """Go on: the runner has noted what runs already, or has killed what the command started."""
+        """Continue after the runner has marked the running processes, or killed the command's."""
         run = self._run
         if run is None:
             return
-        if not run.is_given and run.give_up_at is None:
-            run.is_given = True
+        if not run.is_sent and run.give_up_at is None:
+            run.is_sent = True
             quoted = run.command.replace(b"'", b"'\\''")
             self.feed(b"\\eval '%b' </dev/null %d>&-\n" % (quoted, STATUS_FD))
             self.next_at = time.monotonic()
             return
-        if run.is_given:
+        if run.is_sent:
             run.num_awaited -= 1
         else:
-            # Its time was over before the shell had it.
-            run.is_given, run.status = True, _INTERRUPTED
+            # The wall limit passed before the shell had the command.
+            run.is_sent, run.status = True, _INTERRUPTED
         if run.status is not None and run.num_awaited <= 0:
             self._end_run(run)
 
     def _end_run(self, run: _Run) -> None:
-        # What the command itself has written is in the pipes, which hold no more than is read at once.
+        # The command's remaining output is in the pipes, which one read empties.
         for react in list(self._streams.values()):
             react()
         oom_kills = self._supervisor.place.cgroup.count_oom_kills() - run.oom_kills_before
@@ -275,7 +278,7 @@ class Shell(Job):
     def _close_rest(self) -> None:
         self._close_status()
         if self._run is not None and (self.report is not None or self.is_lost):
-            # It has ended in the middle of a command; its end is the command's.
+            # The shell ended in the middle of a command, so its end is the command's.
             run = self._run
             header, output = self.describe_end()
             header["duration_s"] = time.monotonic() - run.started_at

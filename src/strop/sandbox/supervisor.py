@@ -1,8 +1,8 @@
-"""The process above one sandbox: takes requests, runs commands, keeps their clocks, cleans up.
+"""The process above one sandbox: takes requests, runs commands, enforces their time limits, cleans up.
 
-It is forked from the daemon, so starting one costs a millisecond. It reads every command's output
-itself: time limits hold and pipes are drained however busy the process is that asked. When its
-connection or its daemon ends, it ends everything in the sandbox.
+It is forked from the daemon, so starting one costs a millisecond. It reads every command's output itself, so
+time limits hold and pipes are drained even if the client is busy. When its connection or its daemon ends, it
+ends everything in the sandbox.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from strop.sandbox.sockets import Connecting, Egress
 
 _NAMESPACE_KILL_S = 0.05
 _MAX_CONNECTING = 64
-"""Connections that are being opened at once. One waits for long only if its server does not accept."""
+"""Connections that are opened at once. Opening takes long only if the server does not accept."""
 _NUM_DURATIONS = 256
 _MEDIAN, _TAIL = 0.5, 0.99
 
 
 class Supervisor:
-    """Serves one connection over one place."""
+    """Serve one client connection for one place."""
 
     def __init__(
         self,
@@ -57,12 +57,12 @@ class Supervisor:
         self._held: list[tuple[dict[str, Any], bytes]] | None = None
         """Requests that wait while a snapshot is taken."""
         self._layer = ""
-        """What is being copied, of which the client does not know yet."""
+        """Path of the layer that is being copied; the client does not know it yet."""
         self._num_connecting = 0
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
         self._python = python
         self._first: Started | None = None
-        """The command that waits for the first request."""
+        """The command that was started ahead and waits for the first request."""
         self._channel = channel
         self._daemon_end = daemon_end
         self._egress = egress
@@ -97,10 +97,10 @@ class Supervisor:
             "input_end": lambda job, header, body: job.close_stdin(),
             "output": lambda job, header, body: job.await_output(header["id"], *header["positions"]),
         }
-        """Requests to a command in it, by its number `job`."""
+        """Requests to a running command, by its number `job`."""
 
     def serve(self, min_level: IsolationLevel) -> None:
-        """Measure the place, then take requests until the end."""
+        """Measure the place, then serve requests until the end."""
         self.selector.register(self._channel.socket, selectors.EVENT_READ, self._on_connection)
         self.selector.register(self._daemon_end, selectors.EVENT_READ, lambda: self.lose("infra"))
         if self.place.holder is not None:
@@ -190,7 +190,7 @@ class Supervisor:
             elif (job := self._jobs.get(header["job"])) is not None:
                 self._steps[operation](job, header, body)
             elif "id" in header:
-                # It has ended; its result is on its way, or there already.
+                # The job has ended; its result was sent.
                 self.send({"id": header["id"], "is_open": False, "has_ended": True})
         except OSError as error:
             self.send({"id": header["id"], "lost": "infra", "why": str(error)})
@@ -198,7 +198,8 @@ class Supervisor:
     def _start(self, header: dict[str, Any], body: bytes) -> None:
         argv, is_main = header.get("argv", []), header.get("is_main", False)
         if is_main and (self._first is None or argv[:1] != [sys.executable]):
-            # Later processes know of earlier requests; and this Python may be out of a program's reach.
+            # Later processes would inherit earlier requests; and a program may not be able to run this
+            # Python.
             argv, is_main = [*argv, "-c", f"{self._python.source}\nmain()\n"], False
         request = Request(
             argv=argv,
@@ -210,7 +211,7 @@ class Supervisor:
             is_main=is_main,
         )
         limits = self.place.limits
-        # What is done inside on the user's behalf answers whole.
+        # The output of a builtin is kept completely.
         head_bytes = request.details.get("max_bytes", KIB) if request.builtin else limits.output_head_bytes
         kept_bytes = (head_bytes, limits.output_tail_bytes)
         begin = partial(self._begin, request)
@@ -256,11 +257,11 @@ class Supervisor:
         self._num_connecting += 1
 
     def on_connected(self) -> None:
-        """Note that a connection is open, or has failed."""
+        """Count a connection attempt that has ended."""
         self._num_connecting -= 1
 
     def _snapshot(self, request_id: int) -> None:
-        """Copy what was written while nothing runs; requests wait meanwhile."""
+        """Copy the programs' files while the sandbox is paused; requests wait meanwhile."""
         was_paused = self._paused_at is not None
         if "failed" in (refusal := self._pause()):
             self.send({"id": request_id, **refusal})
@@ -320,11 +321,11 @@ class Supervisor:
         self._accounts.add(header["duration_s"], oom_kills=header["oom_kills"])
 
     def on_end(self, job: Job) -> None:
-        """Tell the client of a command that has ended."""
+        """Send the result of a command that has ended."""
         del self._jobs[job.number]
         _collect_children()
         if self._is_ending and self._lost_kind != "from_inside":
-            # Killed from outside: that is no result of the program, and the closed connection shows it.
+            # Killed from outside, which is no result of the program; the client sees the connection close.
             return
         header, output = job.describe_end()
         self._accounts.add_cpu(header["cpu_s"])
@@ -335,18 +336,37 @@ class Supervisor:
     # The end.
 
     def lose(self, kind: str) -> None:
-        """End everything, and say why."""
+        """End the sandbox and report the reason; once it is ending, a loss is this process's own doing."""
         if not self._is_ending:
-            # What is lost while all is being killed was killed by this process.
             self._lost_kind = kind
         self._is_ending = True
 
     def _end(self) -> None:
         """Kill everything, report the results that are still awaited, remove the place."""
-        self._kill_all()
+        if self._egress is not None:
+            self._egress.kill()
+        if self.place.holder is not None:
+            with suppress(KeyError):
+                self.selector.unregister(self.place.holder)
+        self.place.kill()
+        if self._paused_at is not None:
+            # Killed first, so that they do not run again when thawed.
+            signal_descendants(os.getpid(), signal.SIGKILL)
+            self._freezer.thaw()
+        now = time.monotonic()
+        # With a holder the kernel kills all its processes, so a search is rarely needed.
+        search_at = now if self.place.holder is None else now + _NAMESPACE_KILL_S
+        stuck_at = search_at + STUCK_S
+        while now < stuck_at:
+            if now >= search_at:
+                signal_descendants(os.getpid(), signal.SIGKILL)
+            if not _collect_children():
+                break
+            time.sleep(0.001)
+            now = time.monotonic()
         self._paused_at = None
         give_up_at = time.monotonic() + 2 * DETACH_S
-        # All processes are dead, so every pipe has an end.
+        # All processes are dead, so every pipe ends.
         while self._jobs and time.monotonic() < give_up_at:
             for job in self._jobs.values():
                 job.next_at = min(job.next_at, give_up_at)
@@ -360,30 +380,8 @@ class Supervisor:
         self._channel.socket.setblocking(True)
         self._flush()
 
-    def _kill_all(self) -> None:
-        if self._egress is not None:
-            self._egress.kill()
-        if self.place.holder is not None:
-            with suppress(KeyError):
-                self.selector.unregister(self.place.holder)
-        self.place.kill()
-        if self._paused_at is not None:
-            # They die before they run again.
-            signal_descendants(os.getpid(), signal.SIGKILL)
-            self._freezer.thaw()
-        now = time.monotonic()
-        # Where the kernel kills all with process 1, there is nothing to search for.
-        look_at = now if self.place.holder is None else now + _NAMESPACE_KILL_S
-        while now < look_at + STUCK_S:
-            if now >= look_at:
-                signal_descendants(os.getpid(), signal.SIGKILL)
-            if not _collect_children():
-                return
-            time.sleep(0.001)
-            now = time.monotonic()
-
     def send(self, header: dict[str, Any], body: bytes = b"", *, descriptor: int | None = None) -> None:
-        """Send a frame to the client, and a descriptor with it; if it has gone, end."""
+        """Send a frame, with a descriptor if there is one; if the client is gone, end."""
         if descriptor is not None:
             header["has_descriptor"] = True
         try:
@@ -407,7 +405,7 @@ class Supervisor:
 
 
 class _Accounts:
-    """What a sandbox has used and done."""
+    """Counters of a sandbox's commands and resource use."""
 
     def __init__(self) -> None:
         self._num_commands = 0
@@ -426,7 +424,7 @@ class _Accounts:
         self._cpu_s += used_s
 
     def describe(self, place: Place) -> dict[str, Any]:
-        """Return the fields of `SandboxStats`, but for whether it is paused."""
+        """Return the fields of `SandboxStats`, except those of the supervisor's own state."""
         pids = find_grandchildren(os.getpid())
         counted = place.cgroup.read_memory()
         now, peak = counted if counted is not None else (memory_bytes(pids, 0), None)
@@ -455,7 +453,7 @@ class _Accounts:
 
 
 def _collect_children() -> bool:
-    """Reap children that have ended; return whether one still runs."""
+    """Reap children that have ended; return whether any still runs."""
     while True:
         try:
             pid, _ = os.waitpid(-1, os.WNOHANG)
