@@ -1,9 +1,9 @@
-"""Attacks on every backend, judged by what is seen from outside, that measure how well sandboxes hold.
+"""Attacks on every backend, judged by observations from outside, that test the isolation of sandboxes.
 
-`attack_sandboxes` makes each attack of `ATTACKS` on a fresh sandbox with another one beside it, and looks
-afterwards for what is left. An attack ends blocked, contained, detected or exposed (`Code`); which of these
-is the worst that it may be follows from what isolation the sandbox says it reached. Attacks are bounded,
-and reach nothing but what the suite itself has laid out.
+`attack_sandboxes` runs each attack of `ATTACKS` in a fresh sandbox with a control sandbox beside it, and then
+looks for leftovers. An attack ends blocked, contained, detected or exposed (`Code`); the worst acceptable
+code follows from the isolation that the sandbox reports. Attacks are bounded, and target only the suite's own
+bait.
 """
 
 from strop.sandbox.attack.contract import Attack, Code

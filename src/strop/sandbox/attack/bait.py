@@ -1,7 +1,7 @@
-"""What there is to find on the host: secrets, files, a process, and doors that stand open.
+"""The bait on the host: secrets, files, a process, and listeners.
 
-All of it belongs to the suite, is made for it and removed after it. Each secret is a word that nothing else
-contains, so a word that comes out of a sandbox tells which one was read.
+The suite creates all of it and removes it afterwards. Each secret is a unique word, so a word that comes out
+of a sandbox shows which secret was read.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ _PLACES = (ENVIRONMENT, COMMAND_LINE, DESCRIPTOR, PRIVATE_FILE, PUBLIC_FILE)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bait:
-    """What an attack may find outside of its sandbox."""
+    """The targets of attacks outside of their sandboxes."""
 
     folder: Path
-    """Every user of the host may enter it and read all but `private`; this one alone may write."""
+    """Every user of the host may enter it and read all but `private`; only this user may write."""
     words: dict[str, str]
-    """The secret that each place holds."""
+    """The secret at each place."""
     process: asyncio.subprocess.Process
-    """Of this user, with secrets in its environment, command line and descriptors."""
+    """A process of this user with secrets in its environment, command line and descriptors."""
     doors: dict[str, Door]
     rights_programs: tuple[Path, ...]
-    """Copies of `sleep` that would make their starter root; none where this user is not root."""
+    """Set-uid and file-capability copies of `sleep`; none if this user is not root."""
     before: dict[str, bytes]
 
     @property
     def private_file(self) -> Path:
-        """Readable by this user alone."""
+        """Readable only by this user."""
         return self.folder / "private"
 
     @property
@@ -53,16 +53,16 @@ class Bait:
 
     @property
     def network(self) -> str:
-        """What programs may reach: one door by name and address, one by a name that leads inward."""
+        """The list for programs: one listener by name and address, one by a name that leads to loopback."""
         listed, inward = (self.doors[name].port for name in (LISTED, INWARD))
         return f"allow:localhost:{listed},127.0.0.1:{listed},localhost:{inward}"
 
     def leaked(self, output: bytes) -> list[str]:
-        """Return the places whose secret is in what a sandbox gave away."""
+        """Return the places whose secret is in a sandbox's output."""
         return [place for place, word in self.words.items() if word.encode() in output]
 
     def changed_files(self) -> list[str]:
-        """Return the names of files that are not as they were made, of missing and of new ones."""
+        """Return the names of changed, missing and new files."""
         now = _read_all(self.folder)
         return sorted(
             name for name in now.keys() | self.before.keys() if now.get(name) != self.before.get(name)
@@ -71,7 +71,7 @@ class Bait:
 
 @asynccontextmanager
 async def laid_bait(*, has_own_network: bool) -> AsyncIterator[Bait]:
-    """Lay it out for the block. Must be entered in the network that sandboxes are to be tried in."""
+    """Create the bait for the block. Must be entered in the network of the attacked sandboxes."""
     words = {place: f"secret{secrets.token_hex(8)}" for place in _PLACES}
     folder = Path(tempfile.mkdtemp(prefix="strop-bait-"))
     async with AsyncExitStack() as stack:
@@ -98,7 +98,7 @@ def _write_files(folder: Path, words: dict[str, str]) -> None:
 
 
 async def _start_process(words: dict[str, str], stack: AsyncExitStack) -> asyncio.subprocess.Process:
-    # The name of the file is the secret; it is gone, as one that was only passed on.
+    # The file's name is the secret; the file itself is deleted and only open in the process.
     with tempfile.NamedTemporaryFile(prefix=words[DESCRIPTOR]) as file:
         process = await asyncio.create_subprocess_exec(
             *("/bin/sh", "-c", f": {words[COMMAND_LINE]}; read nothing"),
@@ -118,7 +118,7 @@ async def _start_process(words: dict[str, str], stack: AsyncExitStack) -> asynci
 
 
 def _make_rights_programs(folder: Path) -> tuple[Path, ...]:
-    """Copy `sleep`, which can do no harm with the rights that it is given."""
+    """Make privileged copies of `sleep`, which can do no harm."""
     program = shutil.which("sleep")
     if program is None or os.geteuid() != 0:
         return ()
@@ -132,10 +132,10 @@ def _make_rights_programs(folder: Path) -> tuple[Path, ...]:
 
 
 def _own_capabilities() -> bytes:
-    """Return the attribute that gives a program what this process has; with more it would not start."""
+    """Return the attribute with this process's capabilities; a program with more would not start."""
     lines = read_file("/proc/self/status").splitlines()
     own = next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))
-    # Version 2, effective; permitted and inheritable, lower halves first.
+    # Version 2 with the effective flag; then permitted and inheritable, lower halves first.
     return struct.pack("<5I", 0x02000001, own & 0xFFFFFFFF, 0, own >> 32, 0)
 
 

@@ -1,4 +1,4 @@
-"""What an attack is, what may come of it, and what a level of isolation promises of it."""
+"""Attacks, their results, and the results that each level of isolation promises."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Code(StrEnum):
-    """What came of an attack; a later letter is worse."""
+    """The result of an attack; a later letter is worse."""
 
     BLOCKED = "B"
-    """What it tried failed inside."""
+    """The attempt failed inside."""
     CONTAINED = "C"
     """It happened inside, within limits; nothing outside changed."""
     DETECTED = "D"
@@ -27,34 +27,34 @@ class Code(StrEnum):
     """It succeeded."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
-    """What was seen of an attack from outside."""
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """The result of an attack as observed from outside."""
 
     code: Code
     what: str
-    """In some words."""
+    """A short description."""
 
 
-Work = Callable[["Stage"], Awaitable[Seen]]
-"""Attack a fresh sandbox, and say what was seen."""
+Work = Callable[["Stage"], Awaitable[Observation]]
+"""Attack a fresh sandbox and return the observation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Expect:
-    """The worst code that an attack may have, by what isolation its sandbox says it reached."""
+    """The worst acceptable code of an attack, as a function of its sandbox's isolation."""
 
     code: Code
-    """Where isolation is whole."""
+    """With full isolation."""
     field: str = ""
-    """Of `Isolation`: a namespace without which it succeeds, or a limit; empty: it never may."""
+    """The field of `Isolation` that decides: a namespace or a limit; empty: `code` holds everywhere."""
     unguarded: Code = Code.EXPOSED
-    """Where the limit is not kept."""
+    """Without the limit."""
     is_user_enough: bool = False
-    """Whether a user of the host that is not this one is as good as the namespace."""
+    """Whether another user of the host protects as well as the namespace."""
 
     def worst(self, isolation: Isolation) -> Code:
-        """Return the code."""
+        """Return the worst acceptable code."""
         value = getattr(isolation, self.field) if self.field else True
         if isinstance(value, Guard):
             codes = {Guard.ENFORCED: self.code, Guard.WATCHED: Code.DETECTED, Guard.NONE: self.unguarded}
@@ -63,7 +63,7 @@ class Expect:
 
 
 SMALL = Limits(memory_bytes=96 * MIB, max_processes=16, scratch_bytes=4 * MIB, max_scratch_files=200)
-"""What most attacks meet: enough for one Python, and quickly used up."""
+"""Limits of most attacks: enough for one Python, and quickly exhausted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,24 +71,24 @@ class Attack:
     """One way to abuse a sandbox."""
 
     row: int
-    """Of the list of abuses; attacks of one row are variants."""
+    """The row in the list of abuses; attacks of one row are variants."""
     name: str
     tries: str
-    """What it tries, for a table."""
+    """The attempt, for a table."""
     judged: str
-    """What decides, and from where it is seen."""
+    """The criterion, and where it is observed."""
     expects: Expect
     work: Work
     limits: Limits = SMALL
     spares_user: bool = True
-    """False: where programs are this process's own user and see its processes, it would end them all, so it
-    is not tried there and counts as exposed."""
+    """False: it would kill all of this user's processes where programs have the same user and see them, so it
+    is not run there and counts as exposed."""
     has_list: bool = False
     """Whether its sandbox may reach `Bait.network`; a backend that refuses such a list counts as exposed."""
 
     @property
     def is_on_service(self) -> bool:
-        """Whether it is on what makes sandboxes for others, which only `remote` has."""
+        """Whether it attacks the sandbox service, which only `remote` has."""
         return self.row == 25
 
 
@@ -103,49 +103,50 @@ def attack(
     spares_user: bool = True,
     has_list: bool = False,
 ) -> Callable[[Work], Work]:
-    """Add an attack that is called as its function is, underscores as hyphens."""
+    """Add an attack, named like its function with hyphens for underscores."""
 
     def add(work: Work) -> Work:
         name = work.__name__.strip("_").replace("_", "-")
-        made = Attack(
-            row=row,
-            name=name,
-            tries=tries,
-            judged=judged,
-            expects=expects,
-            work=work,
-            limits=limits,
-            spares_user=spares_user,
-            has_list=has_list,
+        into.append(
+            Attack(
+                row=row,
+                name=name,
+                tries=tries,
+                judged=judged,
+                expects=expects,
+                work=work,
+                limits=limits,
+                spares_user=spares_user,
+                has_list=has_list,
+            )
         )
-        into.append(made)
         return work
 
     return add
 
 
 def always(code: Code) -> Expect:
-    """Expect one code everywhere."""
+    """Expect the same code everywhere."""
     return Expect(code=code)
 
 
 def by_limit(field: str, unguarded: Code = Code.EXPOSED) -> Expect:
-    """Expect what a limit is: enforced is contained, watched is detected."""
+    """Expect contained where the limit is enforced, and detected where it is watched."""
     return Expect(code=Code.CONTAINED, field=field, unguarded=unguarded)
 
 
 def by_namespace(field: str, code: Code = Code.BLOCKED) -> Expect:
-    """Expect a code where a sandbox has this namespace for itself, and exposure elsewhere."""
+    """Expect a code where the sandbox has this namespace, and exposed elsewhere."""
     return Expect(code=code, field=field)
 
 
 def by_user(field: str) -> Expect:
-    """Expect it blocked where programs have this namespace, or are another user; and exposure elsewhere."""
+    """Expect blocked where programs have this namespace or another user, and exposed elsewhere."""
     return Expect(code=Code.BLOCKED, field=field, is_user_enough=True)
 
 
 def is_other_user(isolation: Isolation) -> bool:
-    """Whether programs are not the user of this process."""
+    """Whether programs run as another user than this process."""
     return isolation.host_uid != os.geteuid()
 
 
@@ -156,14 +157,14 @@ _LEVELS: tuple[tuple[IsolationLevel, frozenset[int], frozenset[int]], ...] = (
     (IsolationLevel.NAMESPACE, frozenset({6, 7, 8, 9}) | _NAMESPACE_ROWS, _DETECTED | {3, 4, 5, 10, 13}),
     (IsolationLevel.CONTAINER, frozenset(range(1, 25)) - {13, 22}, frozenset({13})),
 )
-"""Levels with the rows that must be blocked or contained, and those that must at least be detected. Row 22,
-attacks on who judges, stands in tests of the judges."""
+"""Levels with the rows that must be blocked or contained, and those that must at least be detected. The tests
+of the judges cover row 22, attacks on judges."""
 
 
 def confirmed_level(reached: IsolationLevel, codes: Iterable[tuple[int, Code]]) -> IsolationLevel:
-    """Return the highest level up to `reached` whose attacks ended as it promises.
+    """Return the highest level up to `reached` whose attacks ended as the level promises.
 
-    `codes`: row and code of each attack that was made. A level whose rows were not attacked is not confirmed.
+    `codes`: row and code of each attack that was run. A level with a row without an attack is not confirmed.
     """
     pairs = list(codes)
     worst = {row: max(code for other, code in pairs if other == row) for row, _ in pairs}

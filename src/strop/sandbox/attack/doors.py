@@ -1,7 +1,7 @@
-"""The suite's own network, so that nothing leaves this machine, and the listeners that see who came through.
+"""The suite's network namespace, so that nothing leaves this machine, and its listeners.
 
-The network has a loopback, an address as an interface of the host has, and the one from which clouds serve
-metadata; all three exist nowhere else.
+The network has a loopback, an address like that of a host's interface, and the address of cloud metadata
+services; all three exist only there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from strop.sandbox.linux import CLONE_NEWNET, enter_namespaces, unshare
 
 METADATA = "169.254.169.254"
 INTERFACE = "198.51.100.1"
-"""Of a range for documentation, which belongs to nobody."""
+"""An address of a range reserved for documentation."""
 LISTED, INWARD = "listed", "inward"
 _SETTLE_LIMIT_S = 10.0
 _TALK_LIMIT_S = 10.0
@@ -30,9 +30,9 @@ _MAX_BYTES = 1 << 16
 
 @contextmanager
 def own_network() -> Iterator[bool]:
-    """Give this thread, and what it starts, a network of its own for the block; False where that cannot be.
+    """Move this thread, and its new children, into a new network for the block; yield False if impossible.
 
-    Needs root and the program ip. Other threads keep the host's.
+    Needs root and the program ip. Other threads stay in the host's network.
     """
     ip = shutil.which("ip")
     before = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
@@ -57,7 +57,7 @@ def _set_up(ip: str) -> bool:
         return subprocess.run([ip, *words], check=False, capture_output=True).returncode == 0
 
     is_up = run("link", "set", "lo", "up")
-    # A kernel without such interfaces has the addresses on its loopback.
+    # On a kernel without dummy interfaces the loopback gets the addresses.
     name = "outside" if run("link", "add", "outside", "type", "dummy") else "lo"
     for address in (METADATA, INTERFACE):
         is_up = is_up and run("address", "add", f"{address}/32", "dev", name)
@@ -66,7 +66,7 @@ def _set_up(ip: str) -> bool:
 
 @dataclass(kw_only=True)
 class Door:
-    """One listener, and what came through it."""
+    """A listener and the bytes that it received."""
 
     name: str
     family: int
@@ -77,16 +77,16 @@ class Door:
 
     @property
     def port(self) -> int:
-        """Of its address, which has one."""
+        """The port of a TCP or UDP listener."""
         return int(self.address[1])
 
     @property
     def words(self) -> list[object]:
-        """What a program needs to know of it, as JSON has it."""
+        """The values for an attack program, as JSON."""
         return [self.name, int(self.family), int(self.kind), self.address]
 
     async def heard_of(self, token: str) -> bool:
-        """Return whether a token came through, once all that was sent before has arrived."""
+        """Return whether a token was received, once all bytes sent before have arrived."""
         own = secrets.token_bytes(8)
         async with asyncio.timeout(_SETTLE_LIMIT_S):
             with socket.socket(self.family, self.kind) as knock:
@@ -100,7 +100,7 @@ class Door:
 
 @asynccontextmanager
 async def open_doors(folder: Path, *, has_own_network: bool) -> AsyncIterator[dict[str, Door]]:
-    """Listen for the block at every address that this host has; by name."""
+    """Listen for the block at every address of this host; return the listeners by name."""
     doors: dict[str, Door] = {}
     closing = []
     for door in _list_doors(folder, has_own_network=has_own_network):
@@ -112,8 +112,8 @@ async def open_doors(folder: Path, *, has_own_network: bool) -> AsyncIterator[di
     try:
         yield doors
     finally:
-        for one in closing:
-            one.close()
+        for server in closing:
+            server.close()
 
 
 def _list_doors(folder: Path, *, has_own_network: bool) -> list[Door]:
@@ -144,7 +144,7 @@ async def _open(door: Door) -> asyncio.Server | asyncio.DatagramTransport:
         listener.close()
         raise
     if isinstance(door.address, tuple):
-        # With the port that was given; the two more values of IPv6 are left out.
+        # With the port that the kernel chose, without the two further values of IPv6.
         host, port = listener.getsockname()[:2]
         door.address = (host, port)
     elif door.name == "socket file":

@@ -1,4 +1,4 @@
-"""Attacks on the network: rows 16 and 17. They reach for listeners of the suite, and for nothing else."""
+"""Attacks on the network: rows 16 and 17. They only target listeners of the suite."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 from functools import partial
 
 from strop.errors import SandboxRefused
-from strop.sandbox.attack.contract import Attack, Code, Seen, Work, always, attack, by_namespace
+from strop.sandbox.attack.contract import Attack, Code, Observation, Work, always, attack, by_namespace
 from strop.sandbox.attack.doors import INTERFACE, INWARD, LISTED, METADATA
-from strop.sandbox.attack.stage import Stage, seen
+from strop.sandbox.attack.stage import Stage
 from strop.sandbox.contract import IsolationLevel, SandboxSpec
 from strop.sandbox.linux import read_or_empty
 
@@ -29,7 +29,7 @@ for head in json.loads(sys.argv[2]):
     caller = socket.create_connection((host, int(port)), 20)
     caller.sendall(head.replace("TOKEN", TOKEN).encode("latin-1"))
     attempt(caller.recv, 4096)
-    # Where this is a tunnel, it goes through.
+    # If a tunnel was opened, this goes through it.
     attempt(caller.sendall, sys.argv[3].replace("TOKEN", TOKEN).encode())
     while attempt(caller.recv, 4096):
         pass
@@ -53,15 +53,15 @@ hold()
 """
 
 
-async def _reach(stage: Stage, names: tuple[str, ...]) -> Seen:
+async def _reach(stage: Stage, names: tuple[str, ...]) -> Observation:
     doors = [stage.bait.doors[name] for name in names if name in stage.bait.doors]
     if not doors:
-        # Only in a network of the suite's own may anything be there.
+        # The suite listens there only in its own network.
         code = Code.BLOCKED if stage.isolation.netns else Code.EXPOSED
-        return seen(code, "not made, for want of a network of the suite's own; by the record")
+        return Observation(code, "not made, for want of a network of the suite's own; by the record")
     await stage.python(_CALL, json.dumps([door.words for door in doors]))
     heard = [door.name for door in doors if await door.heard_of(stage.token)]
-    return seen(Code.EXPOSED if heard else Code.BLOCKED, ", ".join(heard) or "nothing was heard")
+    return Observation(Code.EXPOSED if heard else Code.BLOCKED, ", ".join(heard) or "nothing was heard")
 
 
 ATTACKS += [
@@ -91,10 +91,12 @@ ATTACKS += [
     judged="what the other server heard",
     expects=by_namespace("netns"),
 )
-async def _reach_other(stage: Stage) -> Seen:
+async def _reach_other(stage: Stage) -> Observation:
     await stage.python(_CALL, json.dumps(stage.control.doors()))
     is_heard = await stage.control.visits(stage.token)
-    return seen(Code.EXPOSED if is_heard else Code.BLOCKED, "heard" if is_heard else "nothing was heard")
+    return Observation(
+        Code.EXPOSED if is_heard else Code.BLOCKED, "heard" if is_heard else "nothing was heard"
+    )
 
 
 @attack(
@@ -104,14 +106,14 @@ async def _reach_other(stage: Stage) -> Seen:
     judged="sockets of its process, seen on the host",
     expects=always(Code.BLOCKED),
 )
-async def _raw_sockets(stage: Stage) -> Seen:
+async def _raw_sockets(stage: Stage) -> Observation:
     async with stage.held(_RAW) as (pids, result):
         if result is not None:
-            return seen(Code.EXPOSED, f"it ended: {result.kind.value} {result.stderr[-200:]!r}")
-        # A table begins with its header; without such sockets there is nothing behind it.
+            return Observation(Code.EXPOSED, f"it ended: {result.kind.value} {result.stderr[-200:]!r}")
+        # Without such sockets a table has only its header.
         tables = {kind: read_or_empty(f"/proc/{pids[0]}/net/{kind}") for kind in ("raw", "raw6", "packet")}
     found = [kind for kind, table in tables.items() if len(table.splitlines()) > 1]
-    return seen(Code.EXPOSED if found else Code.BLOCKED, ", ".join(found) or "none was made")
+    return Observation(Code.EXPOSED if found else Code.BLOCKED, ", ".join(found) or "none was made")
 
 
 @attack(
@@ -121,15 +123,15 @@ async def _raw_sockets(stage: Stage) -> Seen:
     judged="whether a sandbox is made",
     expects=always(Code.BLOCKED),
 )
-async def _open_list(stage: Stage) -> Seen:
+async def _open_list(stage: Stage) -> Observation:
     for network in ("allow:*:443", "allow:example.invalid", "allow:0x7f.1:80", "allow:", "bridge"):
         spec = SandboxSpec(network=network, min_level=IsolationLevel.NONE)
         try:
             async with await stage.backend.create(spec) as sandbox:
-                return seen(Code.EXPOSED, f"made, with network {sandbox.isolation.network}")
+                return Observation(Code.EXPOSED, f"made, with network {sandbox.isolation.network}")
         except SandboxRefused as refusal:
-            said = refusal.kind
-    return seen(Code.BLOCKED, f"refused: {said}")
+            kind = refusal.kind
+    return Observation(Code.BLOCKED, f"refused: {kind}")
 
 
 def _listed_attack(tries: str) -> Callable[[Work], Work]:
@@ -144,7 +146,7 @@ def _listed_attack(tries: str) -> Callable[[Work], Work]:
 
 
 @_listed_attack("ask for other names, with a secret in them too")
-async def _list_other_host(stage: Stage) -> Seen:
+async def _list_other_host(stage: Stage) -> Observation:
     port = stage.bait.doors[LISTED].port
     names = (
         "TOKEN.example.invalid",
@@ -156,14 +158,14 @@ async def _list_other_host(stage: Stage) -> Seen:
 
 
 @_listed_attack("ask for another port of a host in it")
-async def _list_other_port(stage: Stage) -> Seen:
+async def _list_other_port(stage: Stage) -> Observation:
     targets = [f"{host}:{stage.bait.doors['loopback'].port}" for host in ("localhost", "127.0.0.1")]
     tunnels = [f"CONNECT {target} HTTP/1.1" for target in targets]
     return await _ask(stage, *tunnels, *(f"GET http://{target}/TOKEN HTTP/1.1" for target in targets))
 
 
 @_listed_attack("ask for addresses, in every spelling, of IPv6 and of metadata too")
-async def _list_addresses(stage: Stage) -> Seen:
+async def _list_addresses(stage: Stage) -> Observation:
     doors = stage.bait.doors
     hosts = ["127.1", "2130706433", "0x7f000001", "0177.0.0.1", "0", "[::ffff:127.0.0.1]", "[::1]", "[::]"]
     targets = [f"{host}:{doors['loopback'].port}" for host in (*hosts, "127.0.0.2", INTERFACE)]
@@ -173,23 +175,23 @@ async def _list_addresses(stage: Stage) -> Seen:
 
 
 @_listed_attack("ask for a name in it that leads to this host's own network")
-async def _list_rebound_name(stage: Stage) -> Seen:
+async def _list_rebound_name(stage: Stage) -> Observation:
     target = f"localhost:{stage.bait.doors[INWARD].port}"
     return await _ask(stage, f"CONNECT {target} HTTP/1.1", f"GET http://{target}/TOKEN HTTP/1.1")
 
 
 @_listed_attack("be sent elsewhere by a host in it")
-async def _list_redirect(stage: Stage) -> Seen:
+async def _list_redirect(stage: Stage) -> Observation:
     await stage.python(_FOLLOW, f"http://localhost:{stage.bait.doors[LISTED].port}/{stage.token}")
     return await _heard_by_list(stage, 1)
 
 
 @_listed_attack("hide a request behind, and in, one for a host in it")
-async def _list_hidden_request(stage: Stage) -> Seen:
+async def _list_hidden_request(stage: Stage) -> Observation:
     port, other = (stage.bait.doors[name].port for name in (LISTED, "loopback"))
     hidden = f"GET http://127.0.0.1:{other}/TOKEN HTTP/1.1"
     first = f"GET http://localhost:{port}/ HTTP/1.1"
-    # Of this the first is answered, and the second goes nowhere: neither is in the log.
+    # The first request is answered and the second is dropped, so neither is in the log.
     await stage.python(_ASK, json.dumps([f"{first}\r\n\r\n{hidden}\r\n\r\n"]), "")
     return await _ask(
         stage,
@@ -202,27 +204,29 @@ async def _list_hidden_request(stage: Stage) -> Seen:
 
 
 @_listed_attack("go round its proxy, by TCP, UDP and Unix sockets")
-async def _list_way_round(stage: Stage) -> Seen:
+async def _list_way_round(stage: Stage) -> Observation:
     await stage.python(_CALL, json.dumps([door.words for door in stage.bait.doors.values()]))
     return await _ask(stage)
 
 
-async def _ask(stage: Stage, *requests: str) -> Seen:
-    """Ask the sandbox's proxy for what is not listed, with a token behind each; then for what is."""
-    await stage.python(_ASK, json.dumps([f"{one}\r\n\r\n" for one in requests]), "TOKEN")
-    found = await _heard_by_list(stage, len(requests), has_listed=False)
-    if found.code > Code.BLOCKED:
-        return found
-    # What fails because nothing works was not blocked.
+async def _ask(stage: Stage, *requests: str) -> Observation:
+    """Send requests for unlisted hosts to the proxy, each followed by a token; then a listed one."""
+    await stage.python(_ASK, json.dumps([f"{request}\r\n\r\n" for request in requests]), "TOKEN")
+    observed = await _heard_by_list(stage, len(requests), has_listed=False)
+    if observed.code > Code.BLOCKED:
+        return observed
+    # A listed request must work, or the others failed for another reason.
     target = f"127.0.0.1:{stage.bait.doors[LISTED].port}"
     await stage.python(_ASK, json.dumps([f"CONNECT {target} HTTP/1.1\r\n\r\n"]), "TOKEN")
     return await _heard_by_list(stage, len(requests))
 
 
-async def _heard_by_list(stage: Stage, num_refused: int, *, has_listed: bool = True) -> Seen:
+async def _heard_by_list(stage: Stage, num_refused: int, *, has_listed: bool = True) -> Observation:
     heard = {door.name for door in stage.bait.doors.values() if await door.heard_of(stage.token)}
     if heard != ({LISTED} if has_listed else set()):
-        return seen(Code.EXPOSED, f"heard by: {', '.join(sorted(heard)) or 'nobody, nor by what is listed'}")
+        return Observation(
+            Code.EXPOSED, f"heard by: {', '.join(sorted(heard)) or 'nobody, nor by what is listed'}"
+        )
     num_logged = (await stage.sandbox.stats()).refused_calls
     code = Code.BLOCKED if num_logged == num_refused else Code.EXPOSED
-    return seen(code, f"{num_logged} of {num_refused} tries are in the log of refusals")
+    return Observation(code, f"{num_logged} of {num_refused} tries are in the log of refusals")

@@ -1,6 +1,6 @@
-"""Attacks that ask for more rights than a program has: rows 12, 13, 18 and 19.
+"""Privilege escalation attacks: rows 12, 13, 18 and 19.
 
-Whether one was had is seen on the host, while the attacker is held: in what /proc says of its process.
+Success is observed on the host while the attacker is held, in the /proc entries of its process.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from strop.sandbox.attack.contract import (
     Attack,
     Code,
     Expect,
-    Seen,
+    Observation,
     always,
     attack,
     by_namespace,
     by_user,
 )
-from strop.sandbox.attack.stage import WALL_LIMIT_S, Stage, seen
+from strop.sandbox.attack.stage import WALL_LIMIT_S, Stage
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Mount, SandboxSpec
 from strop.sandbox.family import find_descendants
 from strop.sandbox.frames import pack
@@ -74,7 +74,7 @@ _KILL_PARENT = """
 for number in (signal.SIGSTOP, signal.SIGTERM, signal.SIGKILL):
     attempt(os.kill, os.getppid(), number)
 """
-# Attach, set the next instruction to address 0 (16 is the place of rip), let it run into that.
+# Attach, set the instruction pointer (register 16) to address 0, continue.
 _TRACE = """
 libc.ptrace.argtypes = [ctypes.c_long] * 4
 for pid in (os.getppid(), 1):
@@ -179,24 +179,24 @@ hold()
     expects=by_user("pidns"),
     spares_user=False,
 )
-async def _steal_orders(stage: Stage) -> Seen:
+async def _steal_orders(stage: Stage) -> Observation:
     place = f"{stage.sandbox.scratch}/forged"
     order = {"op": "exec", "id": 999, "argv": ["/bin/touch", place], "wall_limit_s": 9.0}
     forged = pack(order) + pack({"op": "stop"}) + b'{"status": 0}'
     await stage.python(_STEAL, forged.hex())
     state = await stage.is_alive()
     if state != "alive":
-        return seen(
+        return Observation(
             Code.DETECTED if state == "from_inside" else Code.EXPOSED, f"the sandbox is lost: {state}"
         )
-    found = await stage.measure(f"ls {place} 2>/dev/null")
-    return seen(
-        Code.EXPOSED if found else Code.BLOCKED, "an order was obeyed" if found else "no order was obeyed"
-    )
+    forged_file = await stage.measure(f"ls {place} 2>/dev/null")
+    if forged_file:
+        return Observation(Code.EXPOSED, "an order was obeyed")
+    return Observation(Code.BLOCKED, "no order was obeyed")
 
 
 _OR_SEEN = Expect(code=Code.DETECTED)
-"""An ordinary user's programs may kill what runs them, and that is seen."""
+"""An ordinary user's programs may kill their runner, which is noticed."""
 
 
 @attack(
@@ -207,7 +207,7 @@ _OR_SEEN = Expect(code=Code.DETECTED)
     expects=_OR_SEEN,
     spares_user=False,
 )
-async def _kill_all(stage: Stage) -> Seen:
+async def _kill_all(stage: Stage) -> Observation:
     return await _break(stage, _KILL_ALL)
 
 
@@ -218,7 +218,7 @@ async def _kill_all(stage: Stage) -> Seen:
     judged="whether the sandbox answers, or says that it was ended from inside",
     expects=_OR_SEEN,
 )
-async def _kill_parent(stage: Stage) -> Seen:
+async def _kill_parent(stage: Stage) -> Observation:
     return await _break(stage, _KILL_PARENT)
 
 
@@ -229,16 +229,16 @@ async def _kill_parent(stage: Stage) -> Seen:
     judged="whether the sandbox answers, or says that it was ended from inside",
     expects=_OR_SEEN,
 )
-async def _trace_first(stage: Stage) -> Seen:
+async def _trace_first(stage: Stage) -> Observation:
     return await _break(stage, _TRACE)
 
 
-async def _break(stage: Stage, code: str) -> Seen:
+async def _break(stage: Stage, code: str) -> Observation:
     with suppress(SandboxError):
         await stage.python(code, wall_limit_s=3.0)
     state = await stage.is_alive()
     codes = {"alive": Code.BLOCKED, "from_inside": Code.DETECTED}
-    return seen(codes.get(state, Code.EXPOSED), f"the sandbox afterwards: {state}")
+    return Observation(codes.get(state, Code.EXPOSED), f"the sandbox afterwards: {state}")
 
 
 @attack(
@@ -248,9 +248,9 @@ async def _break(stage: Stage, code: str) -> Seen:
     judged=_ON_HOST,
     expects=always(Code.BLOCKED),
 )
-async def _mount(stage: Stage) -> Seen:
+async def _mount(stage: Stage) -> Observation:
     def look(pid: int) -> list[str]:
-        # Where mounts are shared, those of other sandboxes come and go.
+        # Where mounts are shared, mounts of other sandboxes come and go.
         lines = read_or_empty(f"/proc/{pid}/mountinfo").splitlines()
         return ["\n".join(line for line in lines if "/strop-sandbox-" not in line)]
 
@@ -264,7 +264,7 @@ async def _mount(stage: Stage) -> Seen:
     judged=_ON_HOST,
     expects=always(Code.BLOCKED),
 )
-async def _namespaces(stage: Stage) -> Seen:
+async def _namespaces(stage: Stage) -> Observation:
     def look(pid: int) -> list[str]:
         names = [f"ns/{name}" for name in _KINDS]
         return [_link(f"/proc/{pid}/{name}") for name in (*names, "root")]
@@ -279,10 +279,10 @@ async def _namespaces(stage: Stage) -> Seen:
     judged="files inside, listed by the suite",
     expects=always(Code.BLOCKED),
 )
-async def _make_devices(stage: Stage) -> Seen:
+async def _make_devices(stage: Stage) -> Observation:
     await stage.python(_MKNOD)
     found = await stage.measure("find . -type b -o -type c")
-    return seen(Code.EXPOSED if found else Code.BLOCKED, found.replace("\n", " ") or "none was made")
+    return Observation(Code.EXPOSED if found else Code.BLOCKED, found.replace("\n", " ") or "none was made")
 
 
 @attack(
@@ -292,7 +292,7 @@ async def _make_devices(stage: Stage) -> Seen:
     judged="descriptors of its process, seen on the host",
     expects=by_user("userns"),
 )
-async def _kernel_settings(stage: Stage) -> Seen:
+async def _kernel_settings(stage: Stage) -> Observation:
     return await _holds(stage, _OPEN, _SETTINGS, lambda link: link.startswith(("/proc/", "/sys/")))
 
 
@@ -303,7 +303,7 @@ async def _kernel_settings(stage: Stage) -> Seen:
     judged="descriptors of its process, seen on the host",
     expects=by_user("mountns"),
 )
-async def _open_devices(stage: Stage) -> Seen:
+async def _open_devices(stage: Stage) -> Observation:
     usual = {f"/dev/{name}" for name in _OWN_DEVICES}
     return await _holds(stage, _DEVICES, (), lambda link: link.startswith("/dev/") and link not in usual)
 
@@ -315,7 +315,7 @@ async def _open_devices(stage: Stage) -> Seen:
     judged="descriptors of its process, seen on the host",
     expects=by_namespace("seccomp"),
 )
-async def _kernel_calls(stage: Stage) -> Seen:
+async def _kernel_calls(stage: Stage) -> Observation:
     names = ("bpf", "perf_event_open", "io_uring_setup", "userfaultfd")
     return await _holds(stage, _CALLS, _numbers(*names), lambda link: link.startswith("anon_inode:"))
 
@@ -327,13 +327,13 @@ async def _kernel_calls(stage: Stage) -> Seen:
     judged="the kernel's count",
     expects=by_namespace("seccomp"),
 )
-async def _keyrings(stage: Stage) -> Seen:
+async def _keyrings(stage: Stage) -> Observation:
     before = _count_keys(stage.isolation.host_uid)
     async with stage.held(_KEYS, *_numbers("add_key", "keyctl")) as (_, result):
         if result is not None:
             return _ended(result)
         more = _count_keys(stage.isolation.host_uid) - before
-    return seen(Code.EXPOSED if more > 0 else Code.BLOCKED, f"{max(0, more)} keys more")
+    return Observation(Code.EXPOSED if more > 0 else Code.BLOCKED, f"{max(0, more)} keys more")
 
 
 @attack(
@@ -343,13 +343,13 @@ async def _keyrings(stage: Stage) -> Seen:
     judged="who traces them, by the host's /proc",
     expects=by_user("pidns"),
 )
-async def _trace_host(stage: Stage) -> Seen:
+async def _trace_host(stage: Stage) -> Observation:
     pids = [stage.bait.process.pid, stage.sandbox.supervisor_pid, os.getpid()]
     async with stage.held(_TRACE_OTHER, *map(str, pids)) as (_, result):
         if result is not None:
             return _ended(result)
         traced = [pid for pid in pids if _status(pid).get("TracerPid", "0") != "0"]
-    return seen(Code.EXPOSED if traced else Code.BLOCKED, f"{len(traced)} processes were traced")
+    return Observation(Code.EXPOSED if traced else Code.BLOCKED, f"{len(traced)} processes were traced")
 
 
 @attack(
@@ -359,7 +359,7 @@ async def _trace_host(stage: Stage) -> Seen:
     judged=_ON_HOST,
     expects=always(Code.BLOCKED),
 )
-async def _become_root(stage: Stage) -> Seen:
+async def _become_root(stage: Stage) -> Observation:
     def look(pid: int) -> list[str]:
         names = (
             "Uid",
@@ -378,23 +378,25 @@ async def _become_root(stage: Stage) -> Seen:
 
 
 @attack(ATTACKS, 19, tries="start a set-uid program of root", judged=_ON_HOST, expects=always(Code.BLOCKED))
-async def _set_uid_program(stage: Stage) -> Seen:
+async def _set_uid_program(stage: Stage) -> Observation:
     return await _start_rights_program(stage, 0)
 
 
 @attack(
     ATTACKS, 19, tries="start a program with file capabilities", judged=_ON_HOST, expects=always(Code.BLOCKED)
 )
-async def _capable_program(stage: Stage) -> Seen:
+async def _capable_program(stage: Stage) -> Observation:
     return await _start_rights_program(stage, 1)
 
 
-async def _start_rights_program(stage: Stage, index: int) -> Seen:
-    """Start one in a sandbox that sees the suite's own, and look at what it became."""
+async def _start_rights_program(stage: Stage, index: int) -> Observation:
+    """Start a privileged program of the bait in a sandbox, and check its privileges."""
     if not stage.bait.rights_programs or "mounts" in stage.isolation.lacks:
         async with stage.held("hold()") as (pids, _):
             is_kept = all(_status(pid).get("NoNewPrivs") == "1" for pid in pids) and bool(pids)
-        return seen(Code.BLOCKED if is_kept else Code.EXPOSED, f"no such file inside; NoNewPrivs: {is_kept}")
+        return Observation(
+            Code.BLOCKED if is_kept else Code.EXPOSED, f"no such file inside; NoNewPrivs: {is_kept}"
+        )
     program = stage.bait.rights_programs[index]
     is_moved = stage.backend.name != "process"
     mounts = (Mount(host_path=str(program.parent), inside_path="/given"),) if is_moved else ()
@@ -414,7 +416,7 @@ async def _start_rights_program(stage: Stage, index: int) -> Seen:
         if running.done():
             result = running.result()
             is_refused = result.kind is ExecKind.NOT_STARTED
-            return seen(Code.BLOCKED, "the kernel does not start it") if is_refused else _ended(result)
+            return Observation(Code.BLOCKED, "the kernel does not start it") if is_refused else _ended(result)
         status = _status(pids[0])
         running.cancel()
         with suppress(asyncio.CancelledError):
@@ -423,12 +425,12 @@ async def _start_rights_program(stage: Stage, index: int) -> Seen:
     is_kept = (
         set(status["Uid"].split()) == {own} and int(status["CapPrm"], 16) == int(status["CapEff"], 16) == 0
     )
-    said = f"user {status['Uid'].split()[1]}, capabilities {status['CapEff'].lstrip('0') or 'none'}"
-    return seen(Code.BLOCKED if is_kept else Code.EXPOSED, said.replace(own, "its own"))
+    what = f"user {status['Uid'].split()[1]}, capabilities {status['CapEff'].lstrip('0') or 'none'}"
+    return Observation(Code.BLOCKED if is_kept else Code.EXPOSED, what.replace(own, "its own"))
 
 
-async def _compare(stage: Stage, code: str, look: Callable[[int], list[str]], what: str) -> Seen:
-    """Hold an attack, and beside it a process that attacks nothing: both must look alike."""
+async def _compare(stage: Stage, code: str, look: Callable[[int], list[str]], what: str) -> Observation:
+    """Hold an attack, then a harmless process: both must look alike."""
     async with stage.held(code) as (pids, result):
         if result is not None:
             return _ended(result)
@@ -437,23 +439,23 @@ async def _compare(stage: Stage, code: str, look: Callable[[int], list[str]], wh
         if result is not None:
             return _ended(result)
         usual = look(pids[0])
-    changed = sum(one != other for one, other in zip(now, usual, strict=True))
-    return seen(Code.EXPOSED if changed else Code.BLOCKED, f"{changed} of its {what} differ")
+    changed = sum(value != expected for value, expected in zip(now, usual, strict=True))
+    return Observation(Code.EXPOSED if changed else Code.BLOCKED, f"{changed} of its {what} differ")
 
 
-async def _holds(stage: Stage, code: str, words: Sequence[str], is_bad: Callable[[str], bool]) -> Seen:
-    """Hold an attack, and look at what its descriptors are."""
+async def _holds(stage: Stage, code: str, words: Sequence[str], is_bad: Callable[[str], bool]) -> Observation:
+    """Hold an attack, and check the targets of its descriptors."""
     async with stage.held(code, *words) as (pids, result):
         if result is not None:
             return _ended(result)
         links = [_link(f"/proc/{pid}/fd/{name}") for pid in pids for name in os.listdir(f"/proc/{pid}/fd")]
     found = sorted(filter(is_bad, links))
-    return seen(Code.EXPOSED if found else Code.BLOCKED, ", ".join(found) or "it holds none")
+    return Observation(Code.EXPOSED if found else Code.BLOCKED, ", ".join(found) or "it holds none")
 
 
-def _ended(result: ExecResult) -> Seen:
-    said = result.stderr[-200:].decode(errors="replace")
-    return seen(Code.EXPOSED, f"it ended before it could be looked at: {result.kind.value} {said}")
+def _ended(result: ExecResult) -> Observation:
+    error = result.stderr[-200:].decode(errors="replace")
+    return Observation(Code.EXPOSED, f"it ended before it could be looked at: {result.kind.value} {error}")
 
 
 def _link(path: str) -> str:
@@ -469,7 +471,7 @@ def _status(pid: int) -> dict[str, str]:
 
 
 def _numbers(*names: str) -> list[str]:
-    """Return the numbers of system calls on this machine; -1 where they are not known."""
+    """Return the numbers of system calls on this machine; -1 where they are unknown."""
     column = {"x86_64": 0, "aarch64": 1}.get(platform.machine())
     return [str(-1 if column is None else CALLS[name][column]) for name in names]
 

@@ -14,7 +14,7 @@ from strop.errors import CheckRefused, ConfigError, SandboxError, SandboxRefused
 from strop.io.endpoints import Endpoint
 from strop.sandbox.attack import reaching, rights, seeing, serving, taking, trees
 from strop.sandbox.attack.bait import Bait, laid_bait
-from strop.sandbox.attack.contract import Attack, Code, Seen, confirmed_level, is_other_user
+from strop.sandbox.attack.contract import Attack, Code, Observation, confirmed_level, is_other_user
 from strop.sandbox.attack.doors import own_network
 from strop.sandbox.attack.leaks import find_leftovers
 from strop.sandbox.attack.stage import Control, Stage, control_beside, parent_of
@@ -30,54 +30,54 @@ if TYPE_CHECKING:
 
 ATTACKS: tuple[Attack, ...] = tuple(
     sorted(
-        (one for part in (taking, seeing, reaching, rights, trees, serving) for one in part.ATTACKS),
+        (attack for part in (taking, seeing, reaching, rights, trees, serving) for attack in part.ATTACKS),
         key=lambda attack: attack.row,
     )
 )
-"""In the order of their rows."""
+"""All attacks in the order of their rows."""
 _LIMIT_S = 90.0
-"""Of one attack, with the start and end of its sandbox."""
+"""Limit of one attack, including the start and end of its sandbox."""
 _AT_ONCE = 3
 _refusals_log = logging.getLogger("strop.sandbox.client")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What came of one attack on one backend."""
+    """The result of one attack on one backend."""
 
     attack: str
     row: int
     code: Code
     expected: Code
-    """The worst code that the record of its sandbox allows."""
+    """The worst code that the sandbox's record allows."""
     why: str
-    """What the record says, where the code is worse than contained."""
+    """The deciding field of the record, where the code is worse than contained."""
     what: str
     seconds: float
 
     @property
     def is_worse(self) -> bool:
-        """Whether the record promises more."""
+        """Whether the code is worse than the record allows."""
         return self.code > self.expected
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BackendVerdict:
-    """What came of all attacks on one backend."""
+    """The results of all attacks on one backend."""
 
     name: str
     isolation: Isolation | None
-    """None where it makes no sandbox."""
+    """None if it makes no sandbox."""
     refusal: str = ""
     verdicts: tuple[Verdict, ...] = ()
     confirmed: IsolationLevel | None = None
-    """The highest level whose attacks ended as it promises; None if not all attacks were made."""
+    """The highest level whose attacks ended as it promises; None if some attacks were not run."""
 
 
 Serve = Callable[..., AbstractAsyncContextManager[Endpoint]]
-"""Runs a service of this machine for a block, in the network of the thread that asks; takes its options."""
+"""Run a service on this machine for a block, in the network of the calling thread; takes its options."""
 _SERVED_BY = "bubblewrap"
-"""The quickest that isolates."""
+"""The fastest backend that isolates."""
 
 
 async def attack_sandboxes(
@@ -85,43 +85,44 @@ async def attack_sandboxes(
 ) -> tuple[BackendVerdict, ...]:
     """Attack sandboxes of this host, by default all backends with all attacks.
 
-    `remote` is among them where `serve` is given: sandboxes of a service that it runs for that. Another
-    service's are never attacked.
+    With `serve`, backend `remote` is attacked too: sandboxes of a service that is started for this purpose.
+    Other services are never attacked.
 
-    Ends all sandboxes that this process has, at its beginning and its end: those that are attacked are made
-    in a network of the suite's own, where this process may have one. Levels that are confirmed are remembered
-    for `doctor`.
+    Ends all sandboxes of this process at its start and at its end, because attacked sandboxes are made in a
+    separate network, where this process may create one. Confirmed levels are stored for `doctor`.
 
-    Raises: ConfigError for a backend or an attack that there is not.
+    Raises: ConfigError for an unknown backend or attack.
     """
     known = BACKENDS if serve is None else (*BACKENDS, REMOTE)
     names = [name for name in known if name in backends or not backends]
     _require_known("sandbox backend", backends, known)
-    can_be_made = [one.name for one in ATTACKS if REMOTE in names or not one.is_on_service]
-    _require_known("attack", only, can_be_made)
+    possible = [attack.name for attack in ATTACKS if REMOTE in names or not attack.is_on_service]
+    _require_known("attack", only, possible)
     chosen = [attack for attack in ATTACKS if attack.name in only or not only]
     close_daemons()
-    # Here refused calls are what is looked for, and no news.
+    # Attacks provoke refused calls, so they are not logged.
     _refusals_log.disabled = True
     try:
         with own_network() as has_own_network:
             async with laid_bait(has_own_network=has_own_network) as bait:
                 free = asyncio.Semaphore(_AT_ONCE)
                 works = [_attack_backend(name, serve, chosen, bait, free) for name in names]
-                found = tuple(await asyncio.gather(*works))
+                results = tuple(await asyncio.gather(*works))
     finally:
         _refusals_log.disabled = False
         close_daemons()
-    # Of this host's own; what other services' nodes reach says each sandbox of theirs.
+    # Only this host's backends: sandboxes of a service report the level of their node.
     if confirmed := {
-        one.name: one.confirmed for one in found if one.confirmed is not None and one.name in BACKENDS
+        result.name: result.confirmed
+        for result in results
+        if result.confirmed is not None and result.name in BACKENDS
     }:
         keep_confirmed(confirmed)
-    return found
+    return results
 
 
 def choose_attacks(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return which of some names are backends, and which are attacks. Raises: ConfigError for another one."""
+    """Split names into backends and attacks. Raises: ConfigError for an unknown name."""
     attacks = [attack.name for attack in ATTACKS]
     backends = (*BACKENDS, REMOTE)
     for name in names:
@@ -134,8 +135,8 @@ def choose_attacks(names: Sequence[str]) -> tuple[list[str], list[str]]:
     return [name for name in names if name in backends], [name for name in names if name in attacks]
 
 
-def _require_known(what: str, given: Collection[str], known: Sequence[str]) -> None:
-    for name in given:
+def _require_known(what: str, names: Collection[str], known: Sequence[str]) -> None:
+    for name in names:
         if name not in known:
             raise ConfigError(
                 f"{what} {name!r}", allowed=", ".join(known), next_step="name one of them, or leave it out"
@@ -159,13 +160,13 @@ async def _attack_backend(
             return BackendVerdict(name=name, isolation=None, refusal=given_of(error))
         control = await stack.enter_async_context(control_beside(sandbox))
 
-        made = [attack for attack in attacks if name == REMOTE or not attack.is_on_service]
+        possible = [attack for attack in attacks if name == REMOTE or not attack.is_on_service]
 
-        async def make(attack: Attack) -> Verdict:
+        async def run(attack: Attack) -> Verdict:
             async with free:
                 return await _attack(backend, attack, control, bait)
 
-        verdicts = tuple(await asyncio.gather(*map(make, made)))
+        verdicts = tuple(await asyncio.gather(*map(run, possible)))
         isolation = sandbox.isolation
     is_whole = len(attacks) == len(ATTACKS)
     codes = [(verdict.row, verdict.code) for verdict in verdicts]
@@ -174,7 +175,7 @@ async def _attack_backend(
 
 
 async def _attack(backend: Backend, attack: Attack, control: Control, bait: Bait) -> Verdict:
-    """Make one attack on a fresh sandbox, then look for what it has disturbed and left."""
+    """Run one attack in a fresh sandbox, then look for disturbances and leftovers."""
     begun, begun_at = time.perf_counter(), time.time()
     network = bait.network if attack.has_list else "none"
     spec = SandboxSpec(limits=attack.limits, network=network, min_level=IsolationLevel.NONE)
@@ -184,40 +185,37 @@ async def _attack(backend: Backend, attack: Attack, control: Control, bait: Bait
             sandbox = await backend.create(spec)
             async with sandbox:
                 expected = attack.expects.worst(sandbox.isolation)
-                # The process that waits for the first command is not to be taken for one of the attack.
+                # The process that waits for the first command must not count as one of the attack.
                 await sandbox.exec(["/bin/true"], wall_limit_s=_LIMIT_S)
                 stage = Stage(backend, sandbox, control, bait)
                 maker_pid = parent_of(sandbox.supervisor_pid)
                 if attack.spares_user or sandbox.isolation.pidns or is_other_user(sandbox.isolation):
-                    found = await attack.work(stage)
+                    observed = await attack.work(stage)
                 else:
-                    # By the record: the processes of the host are there, and are this user's.
-                    found = Seen(
-                        code=Code.EXPOSED, what="not made: it would reach all of this user's processes"
+                    # By the record, programs see the host's processes and have the same user.
+                    observed = Observation(
+                        Code.EXPOSED, "not made: it would reach all of this user's processes"
                     )
                     expected = Code.EXPOSED
         uid = sandbox.isolation.host_uid if is_other_user(sandbox.isolation) else None
         wrong = await find_leftovers(sandbox.supervisor_pid, maker_pid, uid, stage.token, begun_at)
         wrong += [f"the host's file {name} was changed" for name in bait.changed_files()]
-        wrong += [said] if (said := await control.disturbance()) else []
+        wrong += [change] if (change := await control.disturbance()) else []
     except TimeoutError:
-        found, wrong = Seen(code=Code.EXPOSED, what=""), [f"no end within {_LIMIT_S:.0f} s"]
+        observed, wrong = Observation(Code.EXPOSED, ""), [f"no end within {_LIMIT_S:.0f} s"]
     except SandboxError as error:
-        found, wrong = Seen(code=Code.EXPOSED, what=""), [f"the sandbox failed: {error}"]
+        observed, wrong = Observation(Code.EXPOSED, ""), [f"the sandbox failed: {error}"]
     if wrong:
-        found = Seen(code=Code.EXPOSED, what="; ".join([*wrong, found.what]).rstrip("; "))
+        observed = Observation(Code.EXPOSED, "; ".join([*wrong, observed.what]).rstrip("; "))
+    why, field = "", attack.expects.field
+    if field and observed.code > Code.CONTAINED:
+        why = f"{field}: {str(getattr(control.sandbox.isolation, field)).lower()}"
     return Verdict(
         attack=attack.name,
         row=attack.row,
-        code=found.code,
+        code=observed.code,
         expected=expected,
-        why=_allowance(attack, control.sandbox.isolation) if found.code > Code.CONTAINED else "",
-        what=found.what,
+        why=why,
+        what=observed.what,
         seconds=round(time.perf_counter() - begun, 3),
     )
-
-
-def _allowance(attack: Attack, isolation: Isolation) -> str:
-    """Return what the record says by which an attack may be worse than contained."""
-    field = attack.expects.field
-    return f"{field}: {str(getattr(isolation, field)).lower()}" if field else ""

@@ -1,6 +1,6 @@
-"""Attacks that read or change what is not theirs: rows 11, 14, 15, 23 and 24.
+"""Attacks that read or change data outside of the sandbox: rows 11, 14, 15, 23 and 24.
 
-A secret that comes out of a sandbox proves that it was read: nothing else contains it.
+A secret in a sandbox's output proves that it was read, because nothing else contains it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import strop
 from strop.sandbox.attack.bait import COMMAND_LINE, DESCRIPTOR, ENVIRONMENT, PRIVATE_FILE, PUBLIC_FILE
-from strop.sandbox.attack.contract import Attack, Code, Seen, always, attack, by_namespace, by_user
-from strop.sandbox.attack.stage import Stage, seen
+from strop.sandbox.attack.contract import Attack, Code, Observation, always, attack, by_namespace, by_user
+from strop.sandbox.attack.stage import Stage
 from strop.sandbox.contract import ExecKind
 from strop.sandbox.family import process_states
 from strop.sandbox.linux import read_or_empty
@@ -97,12 +97,12 @@ _HOST_FACTS = "uname -n; cat /proc/sys/kernel/hostname; cat /proc/self/cgroup"
 
 
 @attack(ATTACKS, 11, tries="read every process's environment", judged=_SECRET, expects=by_user("pidns"))
-async def _read_environments(stage: Stage) -> Seen:
+async def _read_environments(stage: Stage) -> Observation:
     return await _look_for(stage, ENVIRONMENT, _EVERY_PROCESS, "environ")
 
 
 @attack(ATTACKS, 11, tries="read every command line", judged=_SECRET, expects=by_namespace("pidns"))
-async def _read_command_lines(stage: Stage) -> Seen:
+async def _read_command_lines(stage: Stage) -> Observation:
     return await _look_for(stage, COMMAND_LINE, _EVERY_PROCESS, "cmdline")
 
 
@@ -113,12 +113,12 @@ async def _read_command_lines(stage: Stage) -> Seen:
     judged=_SECRET,
     expects=by_user("pidns"),
 )
-async def _read_descriptors(stage: Stage) -> Seen:
+async def _read_descriptors(stage: Stage) -> Observation:
     return await _look_for(stage, DESCRIPTOR, _EVERY_PROCESS, "fd", "mountinfo")
 
 
 @attack(ATTACKS, 14, tries="read files of this user alone", judged=_SECRET, expects=by_user("mountns"))
-async def _read_private_files(stage: Stage) -> Seen:
+async def _read_private_files(stage: Stage) -> Observation:
     pid = stage.bait.process.pid
     path = stage.bait.private_file
     ways = [str(path), f"/proc/{pid}/root{path}", f"/proc/1/root{path}", f"/proc/{pid}/cwd/../..{path}"]
@@ -132,7 +132,7 @@ async def _read_private_files(stage: Stage) -> Seen:
     judged=_SECRET,
     expects=by_namespace("mountns"),
 )
-async def _read_public_files(stage: Stage) -> Seen:
+async def _read_public_files(stage: Stage) -> Observation:
     return await _look_for(stage, PUBLIC_FILE, _FILES, str(stage.bait.public_file))
 
 
@@ -144,11 +144,11 @@ async def _read_public_files(stage: Stage) -> Seen:
     expects=by_user("mountns"),
     spares_user=False,
 )
-async def _write_host_files(stage: Stage) -> Seen:
+async def _write_host_files(stage: Stage) -> Observation:
     paths = [str(stage.bait.public_file), str(stage.bait.private_file)]
     ways = [f"/proc/{pid}/root{path}" for pid in (1, stage.bait.process.pid) for path in paths]
     await stage.python(_WRITE_FILES, *paths, *ways)
-    return _found(stage.bait.changed_files(), "no file changed", "changed")
+    return _report(stage.bait.changed_files(), "no file changed", "changed")
 
 
 @attack(
@@ -158,18 +158,18 @@ async def _write_host_files(stage: Stage) -> Seen:
     judged="the directories on the host",
     expects=by_user("mountns"),
 )
-async def _poison_interpreter(stage: Stage) -> Seen:
+async def _poison_interpreter(stage: Stage) -> Observation:
     folder = str(Path(strop.__file__).parent)
     result = await stage.python(_PLANT, *_FOLDERS, folder)
     if result.kind is not ExecKind.EXITED or result.exit_code != 0:
-        return seen(Code.EXPOSED, f"it did not say where it wrote: {result.stderr[-200:]!r}")
-    # Inside, /tmp is a directory of its own.
-    folders = [Path(one) for one in json.loads(result.stdout) if not one.startswith(stage.sandbox.scratch)]
-    places = [path for one in folders for path in (one, one / "__pycache__")]
-    found = [str(path) for place in places for path in place.glob(f"{stage.token}*")]
-    for path in found:
+        return Observation(Code.EXPOSED, f"it did not say where it wrote: {result.stderr[-200:]!r}")
+    # The sandbox's /tmp is private, so it is no target.
+    paths = [path for path in json.loads(result.stdout) if not path.startswith(stage.sandbox.scratch)]
+    places = [place for path in paths for place in (Path(path), Path(path, "__pycache__"))]
+    planted = [str(path) for place in places for path in place.glob(f"{stage.token}*")]
+    for path in planted:
         os.unlink(path)
-    return _found(found, "nothing was planted", "planted")
+    return _report(planted, "nothing was planted", "planted")
 
 
 @attack(
@@ -179,7 +179,7 @@ async def _poison_interpreter(stage: Stage) -> Seen:
     judged="the other's secret in what it prints",
     expects=by_namespace("pidns"),
 )
-async def _see_other(stage: Stage) -> Seen:
+async def _see_other(stage: Stage) -> Observation:
     return await _look_for_other(stage, _EVERY_PROCESS, "cmdline")
 
 
@@ -190,7 +190,7 @@ async def _see_other(stage: Stage) -> Seen:
     judged="the other's secret in what it prints",
     expects=by_user("mountns"),
 )
-async def _read_other(stage: Stage) -> Seen:
+async def _read_other(stage: Stage) -> Observation:
     other = stage.control.sandbox
     paths = [f"{other.scratch}/secret"]
     paths += [f"/proc/{pid}/root{other.scratch}/secret" for pid in stage.control.processes()]
@@ -204,7 +204,7 @@ async def _read_other(stage: Stage) -> Seen:
     judged="the other's secret in what it prints",
     expects=by_namespace("ipcns"),
 )
-async def _attach_other(stage: Stage) -> Seen:
+async def _attach_other(stage: Stage) -> Observation:
     return await _look_for_other(stage, _SHARED_MEMORY)
 
 
@@ -216,14 +216,14 @@ async def _attach_other(stage: Stage) -> Seen:
     expects=by_user("pidns"),
     spares_user=False,
 )
-async def _signal_others(stage: Stage) -> Seen:
+async def _signal_others(stage: Stage) -> Observation:
     own = [
         pid for pid in stage.control.processes() if stage.control.word in read_or_empty(f"/proc/{pid}/comm")
     ]
     pids = [stage.bait.process.pid, stage.control.sandbox.supervisor_pid, *own]
     await stage.python(_SIGNAL, *map(str, pids), wall_limit_s=5.0)
     states = process_states(pids)
-    return _found([f"{pid}" for pid in pids if states.get(pid, "Z") in "TZ"], "all live", "hit")
+    return _report([f"{pid}" for pid in pids if states.get(pid, "Z") in "TZ"], "all live", "hit")
 
 
 @attack(
@@ -233,14 +233,14 @@ async def _signal_others(stage: Stage) -> Seen:
     judged="control groups of its processes, seen on the host",
     expects=always(Code.BLOCKED),
 )
-async def _change_groups(stage: Stage) -> Seen:
+async def _change_groups(stage: Stage) -> Observation:
     async with stage.held(f"{_GROUPS}hold()") as (pids, result):
         if result is not None:
-            return seen(Code.EXPOSED, f"it ended: {result.kind.value} {result.stderr[-200:]!r}")
+            return Observation(Code.EXPOSED, f"it ended: {result.kind.value} {result.stderr[-200:]!r}")
         own = {read_or_empty(f"/proc/{pid}/cgroup") for pid in pids}
     async with stage.held("hold()") as (pids, _):
         usual = {read_or_empty(f"/proc/{pid}/cgroup") for pid in pids}
-    return _found(["a group"] if own != usual else [], "it stayed where it was", "changed")
+    return _report(["a group"] if own != usual else [], "it stayed where it was", "changed")
 
 
 @attack(
@@ -250,10 +250,10 @@ async def _change_groups(stage: Stage) -> Seen:
     judged="what it could open, and addresses in what it prints",
     expects=always(Code.BLOCKED),
 )
-async def _read_kernel(stage: Stage) -> Seen:
+async def _read_kernel(stage: Stage) -> Observation:
     result = await stage.python(_KERNEL_MEMORY)
     words = result.stdout.decode(errors="replace").splitlines()
-    return _found([word for word in words if word.strip("0")], "nothing was read", "read")
+    return _report([word for word in words if word.strip("0")], "nothing was read", "read")
 
 
 @attack(
@@ -263,45 +263,46 @@ async def _read_kernel(stage: Stage) -> Seen:
     judged="the host's words in what it prints",
     expects=by_namespace("utsns"),
 )
-async def _read_host_name(stage: Stage) -> Seen:
+async def _read_host_name(stage: Stage) -> Observation:
     result = await stage.shell(_HOST_FACTS)
-    said = result.stdout.decode(errors="replace")
-    groups = read_or_empty(f"/proc/{stage.sandbox.supervisor_pid}/cgroup").split("\n")
-    known = {line.split(":", 2)[2] for line in groups if line} - {"/"}
-    names = {socket.gethostname(), platform.node()}
-    lines = said.splitlines()
-    found = [name for name in names if name in lines] + [one for one in known if one in said]
-    return _found(found, "neither name nor groups", "learned")
+    output = result.stdout.decode(errors="replace")
+    lines = read_or_empty(f"/proc/{stage.sandbox.supervisor_pid}/cgroup").split("\n")
+    groups = {line.split(":", 2)[2] for line in lines if line} - {"/"}
+    names = {socket.gethostname(), platform.node()} & set(output.splitlines())
+    return _report(
+        [*names, *(group for group in groups if group in output)], "neither name nor groups", "learned"
+    )
 
 
-async def _look_for(stage: Stage, place: str, code: str, *words: str) -> Seen:
-    """Run an attack, and look in what it prints for the secret of a place."""
+async def _look_for(stage: Stage, place: str, code: str, *words: str) -> Observation:
+    """Run an attack, and look in its output for the secret of a place."""
     output = await _output(stage, code, *words)
-    if isinstance(output, Seen):
+    if isinstance(output, Observation):
         return output
-    found = [place] if place in stage.bait.leaked(output) else []
-    return _found(found, "the secret is not among what it read", "read")
+    leaked = [place] if place in stage.bait.leaked(output) else []
+    return _report(leaked, "the secret is not among what it read", "read")
 
 
-async def _look_for_other(stage: Stage, code: str, *words: str) -> Seen:
-    """Run an attack, and look in what it prints for the secret of the other sandbox."""
+async def _look_for_other(stage: Stage, code: str, *words: str) -> Observation:
+    """Run an attack, and look in its output for the secret of the control sandbox."""
     output = await _output(stage, code, *words)
-    if isinstance(output, Seen):
+    if isinstance(output, Observation):
         return output
-    found = ["the secret of the other sandbox"] if stage.control.word.encode() in output else []
-    return _found(found, "the other's secret is not among what it read", "read")
+    leaked = ["the secret of the other sandbox"] if stage.control.word.encode() in output else []
+    return _report(leaked, "the other's secret is not among what it read", "read")
 
 
-async def _output(stage: Stage, code: str, *words: str) -> bytes | Seen:
-    """Return all that an attack printed; what was seen of one that did not come to its end."""
+async def _output(stage: Stage, code: str, *words: str) -> bytes | Observation:
+    """Return the output of an attack; or the observation, if it did not end normally."""
     result = await stage.python(code, *words)
     if result.kind is ExecKind.EXITED and result.exit_code == 0:
         return result.stdout + result.stderr
-    said = f"it did not end as it should: {result.kind.value} {result.stderr[-200:]!r}"
-    return seen(Code.EXPOSED, said)
+    return Observation(
+        Code.EXPOSED, f"it did not end as it should: {result.kind.value} {result.stderr[-200:]!r}"
+    )
 
 
-def _found(found: list[str], nothing: str, verb: str) -> Seen:
-    if found:
-        return seen(Code.EXPOSED, f"{verb}: {', '.join(found)}")
-    return seen(Code.BLOCKED, nothing)
+def _report(hits: list[str], nothing: str, verb: str) -> Observation:
+    if hits:
+        return Observation(Code.EXPOSED, f"{verb}: {', '.join(hits)}")
+    return Observation(Code.BLOCKED, nothing)

@@ -1,4 +1,4 @@
-"""Attacks on a service that makes sandboxes, by who can reach it: row 25, on backend `remote` alone."""
+"""Attacks on the sandbox service by its clients: row 25, only on backend `remote`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import AsyncExitStack, suppress
 from urllib.parse import urlsplit
 
 from strop.io.endpoints import Endpoint
-from strop.sandbox.attack.contract import SMALL, Attack, Code, Seen, always, attack
-from strop.sandbox.attack.stage import Stage, parent_of, peak_bytes, seen
+from strop.sandbox.attack.contract import SMALL, Attack, Code, Observation, always, attack
+from strop.sandbox.attack.stage import Stage, parent_of, peak_bytes
 from strop.sandbox.contract import MIB, IsolationLevel, SandboxSpec
 from strop.sandbox.family import find_descendants
 from strop.sandbox.remote import RemoteBackend, RemoteSandbox
@@ -22,7 +22,7 @@ _BODY_BYTES = 1 << 30
 _MAX_GROWTH_BYTES = 64 * MIB
 _MAX_SILENT = 500
 _OWN_FILES = 300
-"""Descriptors that this process keeps for all else."""
+"""Descriptors reserved for other purposes of this process."""
 _TARGETS = ("GET /list", "GET /metrics", "GET /runtime/{id}", "POST /start", "POST /stop", "POST /nodes/n")
 _ODD_IDS = ("..", "../keys", "%2e%2e%2fkeys", "..%2f..%2fkeys", "%00", "a%2fb", "%0d%0ax:y", "a" * 5000)
 
@@ -34,7 +34,7 @@ _ODD_IDS = ("..", "../keys", "%2e%2e%2fkeys", "..%2f..%2fkeys", "%00", "a%2fb", 
     judged="statuses of all answers, and whether the sandbox answers",
     expects=always(Code.BLOCKED),
 )
-async def _service_without_key(stage: Stage) -> Seen:
+async def _service_without_key(stage: Stage) -> Observation:
     service, sandbox = _of(stage)
     wrong = ("", "wrong", service.key[:-1], f"{service.key}x")
     statuses = set()
@@ -50,7 +50,7 @@ async def _service_without_key(stage: Stage) -> Seen:
             status, _ = await _ask(sandbox.address.url, *head)
             statuses.add(status)
     is_kept = statuses == {401} and await stage.is_alive() == "alive"
-    return seen(Code.BLOCKED if is_kept else Code.EXPOSED, f"answers: {sorted(statuses)}")
+    return Observation(Code.BLOCKED if is_kept else Code.EXPOSED, f"answers: {sorted(statuses)}")
 
 
 @attack(
@@ -60,7 +60,7 @@ async def _service_without_key(stage: Stage) -> Seen:
     judged="statuses of all answers, and keys in them",
     expects=always(Code.BLOCKED),
 )
-async def _service_odd_ids(stage: Stage) -> Seen:
+async def _service_odd_ids(stage: Stage) -> Observation:
     service, _ = _of(stage)
     answers = [
         await _ask(service.url, f"GET /{place}/{name} HTTP/1.1", f"{SERVICE_KEY_HEADER}: {service.key}")
@@ -70,7 +70,9 @@ async def _service_odd_ids(stage: Stage) -> Seen:
     statuses = sorted({status for status, _ in answers})
     has_key = any(service.key.encode() in text for _, text in answers)
     is_kept = all(400 <= status < 500 for status in statuses) and not has_key
-    return seen(Code.BLOCKED if is_kept else Code.EXPOSED, f"answers: {statuses}, a key in them: {has_key}")
+    return Observation(
+        Code.BLOCKED if is_kept else Code.EXPOSED, f"answers: {statuses}, a key in them: {has_key}"
+    )
 
 
 @attack(
@@ -80,9 +82,9 @@ async def _service_odd_ids(stage: Stage) -> Seen:
     judged="statuses of the answers, and the memory of the service's processes",
     expects=always(Code.BLOCKED),
 )
-async def _service_large_body(stage: Stage) -> Seen:
+async def _service_large_body(stage: Stage) -> Observation:
     service, _ = _of(stage)
-    # The daemon is its node's, and that a child of what keeps node and controller.
+    # The daemon is the node's child, and the node a child of the process above node and controller.
     keeper = parent_of(parent_of(parent_of(stage.sandbox.supervisor_pid)))
     pids = [pid for pid in find_descendants(keeper) if parent_of(pid) == keeper]
     before = {pid: peak_bytes(pid) for pid in pids}
@@ -96,9 +98,9 @@ async def _service_large_body(stage: Stage) -> Seen:
         status, _ = await _ask(service.url, "POST /start HTTP/1.1", key, header, parts=parts)
         statuses.add(status)
     growth = max(peak_bytes(pid) - before[pid] for pid in pids)
-    # 0: the connection was closed while it was still sent, and the answer lost with it.
+    # 0: the connection was closed while the body was sent, and the answer was lost.
     is_kept = statuses <= {0, 413} and growth < _MAX_GROWTH_BYTES and len(pids) == 2
-    return seen(
+    return Observation(
         Code.BLOCKED if is_kept else Code.EXPOSED, f"answers: {sorted(statuses)}, {growth >> 20} MiB more"
     )
 
@@ -110,7 +112,7 @@ async def _service_large_body(stage: Stage) -> Seen:
     judged="whether others still get a sandbox",
     expects=always(Code.CONTAINED),
 )
-async def _service_silent_connections(stage: Stage) -> Seen:
+async def _service_silent_connections(stage: Stage) -> Observation:
     service, _ = _of(stage)
     where = urlsplit(service.url)
     num_connections = min(_MAX_SILENT, resource.getrlimit(resource.RLIMIT_NOFILE)[0] - _OWN_FILES)
@@ -123,7 +125,7 @@ async def _service_silent_connections(stage: Stage) -> Seen:
         async with await stage.backend.create(spec) as sandbox:
             result = await sandbox.exec(["/bin/true"], wall_limit_s=_ANSWER_LIMIT_S)
     code = Code.CONTAINED if result.exit_code == 0 else Code.EXPOSED
-    return seen(code, f"another was made beside {num_connections} connections")
+    return Observation(code, f"another was made beside {num_connections} connections")
 
 
 def _of(stage: Stage) -> tuple[Endpoint, RemoteSandbox]:
@@ -133,7 +135,7 @@ def _of(stage: Stage) -> tuple[Endpoint, RemoteSandbox]:
 
 
 async def _ask(url: str, *head: str, parts: Iterable[bytes] = ()) -> tuple[int, bytes]:
-    """Send a request, and return status and text of the answer; 0 where there is none."""
+    """Send a request, and return status and text of the answer; 0 if there is none."""
     where = urlsplit(url)
     reader, writer = await asyncio.open_connection(where.hostname, where.port)
     lines = [*head, "host: x"] if "upgrade" in "".join(head) else [*head, "host: x", "connection: close"]

@@ -1,4 +1,4 @@
-"""One attack's surroundings: a fresh sandbox, another one beside it, and the bait of the host."""
+"""The surroundings of an attack: a fresh sandbox, the control sandbox beside it, and the bait on the host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, TypeVar
 
 from strop.errors import SandboxError, SandboxLost
 from strop.sandbox.attack.bait import Bait
-from strop.sandbox.attack.contract import Code, Seen
 from strop.sandbox.contract import ExecKind, ExecResult, Isolation
 from strop.sandbox.family import find_descendants, process_states
 from strop.sandbox.linux import read_file, read_or_empty
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 WALL_LIMIT_S = 20.0
-"""Of an attack that ends by itself."""
+"""Limit of an attack that ends by itself."""
 _LOOK_EVERY_S = 0.005
 _GONE_WITHIN_S = 2.0
 PRELUDE = """
@@ -37,32 +36,32 @@ def attempt(work, *arguments):
     except (OSError, MemoryError) as error:
         return None
 def ready():
-    # The suite finds it from outside by its name.
+    # The suite finds the process from outside by its name.
     with open("/proc/self/comm", "w") as file:
         file.write(TOKEN)
 def hold():
     ready()
     time.sleep(600)
 """
-"""What every Python attack begins with."""
+"""The beginning of every Python attack."""
 
 
 class Stage:
-    """Where one attack is made. It gives the attack all that it knows of the outside."""
+    """The surroundings of one attack, with the facts that it needs from outside."""
 
     def __init__(self, backend: Backend, sandbox: ServedSandbox, control: Control, bait: Bait) -> None:
         self.backend = backend
-        """For attacks on making one."""
+        """For attacks on the creation of a sandbox."""
         self.sandbox = sandbox
         self.control = control
         self.bait = bait
         self.token = f"atk{secrets.token_hex(5)}"
-        """A word that only this attack has; as long as a process's name may be."""
+        """A unique word of this attack, short enough for a process's name."""
         self._own = frozenset(self.processes())
 
     @property
     def isolation(self) -> Isolation:
-        """What the attacked sandbox says of itself."""
+        """The record of the attacked sandbox."""
         return self.sandbox.isolation
 
     def python_argv(self, code: str, *words: str) -> list[str]:
@@ -78,15 +77,15 @@ class Stage:
         return await self.sandbox.exec(["/bin/sh", "-c", script, self.token], wall_limit_s=wall_limit_s)
 
     async def measure(self, script: str) -> str:
-        """Run a command of the suite's own in the attacked sandbox and return what it says."""
+        """Run a command of the suite in the attacked sandbox and return its output."""
         result = await self.sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=WALL_LIMIT_S)
         return result.stdout.decode(errors="replace")
 
     @asynccontextmanager
     async def held(self, code: str, *words: str) -> AsyncIterator[tuple[list[int], ExecResult | None]]:
-        """Run a Python attack until it is ready and keep it there for the block.
+        """Run a Python attack until it is ready, and keep it running for the block.
 
-        Gives its processes on the host, and None; or no process and the result, where it ended before.
+        Yields its processes on the host, and None; or no process and the result, if it ended before.
         """
         running = asyncio.create_task(self.python(code, *words))
         try:
@@ -103,28 +102,28 @@ class Stage:
             await self.survivors()
 
     async def sample(self, running: asyncio.Task[ExecResult], look: Callable[[list[int]], T]) -> list[T]:
-        """Look at the attack's processes again and again until it has ended."""
-        seen = []
+        """Sample the attack's processes until it has ended."""
+        samples = []
         while not running.done():
-            seen.append(look(self.strays()))
+            samples.append(look(self.strays()))
             await asyncio.wait({running}, timeout=2 * _LOOK_EVERY_S)
-        return seen
+        return samples
 
     def processes(self) -> list[int]:
-        """Return all processes of this host that are in the sandbox or serve it."""
+        """Return all processes of this host in the sandbox or serving it."""
         return find_descendants(self.sandbox.supervisor_pid)
 
     def strays(self) -> list[int]:
-        """Return the living processes that were not there before the attack."""
+        """Return the running processes that started after the stage was made."""
         states = process_states(self.processes())
         return [pid for pid, state in states.items() if pid not in self._own and state != "Z"]
 
     def named(self) -> list[int]:
-        """Return the attack's processes that have said that they are ready."""
+        """Return the attack's processes that have reported ready."""
         return [pid for pid in self.strays() if read_or_empty(f"/proc/{pid}/comm").strip() == self.token]
 
     async def survivors(self) -> int:
-        """Return how many processes of the attack are left, once what was killed has had time to go."""
+        """Return the number of the attack's processes that are left after a grace period."""
         deadline = time.monotonic() + _GONE_WITHIN_S
         while True:
             left = len(self.strays())
@@ -174,17 +173,17 @@ hold()
 
 
 class Control:
-    """A sandbox beside the attacked ones, with a process, files, shared memory and listeners of its own."""
+    """A sandbox beside the attacked ones, with a process, files, shared memory and listeners."""
 
     def __init__(self, sandbox: ServedSandbox, running: asyncio.Task[ExecResult], word: str) -> None:
         self.sandbox = sandbox
         self.word = word
-        """Its secret: in its command line, a file and shared memory."""
+        """Its secret, in its command line, a file and shared memory."""
         self.addresses: list[object] = []
         self._running = running
 
     def processes(self) -> list[int]:
-        """Return all processes of this host that are in it or serve it."""
+        """Return all processes of this host in it or serving it."""
         return find_descendants(self.sandbox.supervisor_pid)
 
     def doors(self) -> list[list[object]]:
@@ -196,7 +195,7 @@ class Control:
         ]
 
     async def disturbance(self) -> str:
-        """Return what is no longer as it was; empty if all is well."""
+        """Describe a change in the sandbox; empty if there is none."""
         if self._running.done():
             return "the process of the other sandbox has ended"
         try:
@@ -207,14 +206,14 @@ class Control:
         return ""
 
     async def answer_s(self) -> float:
-        """Return how long it takes to run a command."""
+        """Return the duration of a command in seconds."""
         begun = time.perf_counter()
         await self.sandbox.exec(["/bin/true"], wall_limit_s=WALL_LIMIT_S)
         return time.perf_counter() - begun
 
     async def visits(self, token: str) -> bool:
-        """Return whether something came in through its listeners, once it has had time to be seen."""
-        # What was sent before is in the kernel's queue; its own call comes after it.
+        """Return whether a token arrived at its listeners."""
+        # Earlier bytes are in the kernel's queue, so they arrive before those of this call.
         await self.sandbox.exec(
             [*self.sandbox.python_argv, "-c", _CALL, self.sandbox.scratch, repr(self.addresses)],
             wall_limit_s=WALL_LIMIT_S,
@@ -234,7 +233,7 @@ for address in ast.literal_eval(sys.argv[2]):
 
 @asynccontextmanager
 async def control_beside(sandbox: ServedSandbox) -> AsyncIterator[Control]:
-    """Fill a sandbox with what other sandboxes must not reach, for the block."""
+    """Fill a sandbox with targets that other sandboxes must not reach, for the block."""
     word = f"atk{secrets.token_hex(5)}"
     argv = [*sandbox.python_argv, "-c", PRELUDE + CONTROL, word, sandbox.scratch]
     running = asyncio.create_task(sandbox.exec(argv, wall_limit_s=3600.0))
@@ -259,16 +258,11 @@ async def control_beside(sandbox: ServedSandbox) -> AsyncIterator[Control]:
 
 
 def parent_of(pid: int) -> int:
-    """Return the process that a living one is a child of."""
+    """Return the parent of a running process."""
     return int(read_file(f"/proc/{pid}/stat").rpartition(")")[2].split()[1])
 
 
 def peak_bytes(pid: int) -> int:
-    """Return the most memory that a process has had; 0 where it is gone."""
+    """Return the peak memory of a process; 0 if it is gone."""
     lines = read_or_empty(f"/proc/{pid}/status").splitlines()
     return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
-
-
-def seen(code: Code, what: str) -> Seen:
-    """Return what was seen."""
-    return Seen(code=code, what=what)

@@ -1,6 +1,6 @@
-"""Attacks that take more of the machine than a sandbox may have: rows 1 to 10.
+"""Attacks that exhaust the machine's resources: rows 1 to 10.
 
-All are bounded: where no limit holds, the machine bears them.
+All are bounded, so the machine survives them even without limits.
 """
 
 from __future__ import annotations
@@ -11,9 +11,18 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
-from strop.sandbox.attack.contract import SMALL, Attack, Code, Seen, always, attack, by_limit, by_namespace
+from strop.sandbox.attack.contract import (
+    SMALL,
+    Attack,
+    Code,
+    Observation,
+    always,
+    attack,
+    by_limit,
+    by_namespace,
+)
 from strop.sandbox.attack.leaks import planted_files
-from strop.sandbox.attack.stage import Stage, peak_bytes, seen
+from strop.sandbox.attack.stage import Stage, peak_bytes
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, Guard
 from strop.sandbox.family import memory_bytes, num_threads
 from strop.sandbox.frames import pack
@@ -112,7 +121,7 @@ while time.monotonic() < end:
     judged="tasks of the sandbox, counted on the host",
     expects=by_limit("pids"),
 )
-async def _fork_bomb(stage: Stage) -> Seen:
+async def _fork_bomb(stage: Stage) -> Observation:
     return await _count_tasks(stage, _BOMB)
 
 
@@ -123,22 +132,24 @@ async def _fork_bomb(stage: Stage) -> Seen:
     judged="tasks of the sandbox, counted on the host",
     expects=by_limit("pids"),
 )
-async def _thread_bomb(stage: Stage) -> Seen:
+async def _thread_bomb(stage: Stage) -> Observation:
     return await _count_tasks(stage, _THREADS)
 
 
-async def _count_tasks(stage: Stage, code: str) -> Seen:
+async def _count_tasks(stage: Stage, code: str) -> Observation:
     async with stage.held(code) as (_, result):
         if result is not None:
             return _by_end(result)
-        # Time for a watch to come by.
+        # Give the watch time to notice.
         await asyncio.sleep(_SURVIVE_S)
         tasks = [pid for pid in stage.strays() if stage.token in read_or_empty(f"/proc/{pid}/cmdline")]
         num = num_threads(tasks)
     limit = SMALL.max_processes
     if num == 0:
-        return seen(Code.DETECTED, "it was killed for its number of processes")
-    return seen(Code.CONTAINED if num <= limit else Code.EXPOSED, f"{num} tasks at once, {limit} allowed")
+        return Observation(Code.DETECTED, "it was killed for its number of processes")
+    return Observation(
+        Code.CONTAINED if num <= limit else Code.EXPOSED, f"{num} tasks at once, {limit} allowed"
+    )
 
 
 @attack(
@@ -148,11 +159,11 @@ async def _count_tasks(stage: Stage, code: str) -> Seen:
     judged="processes on the host that are left",
     expects=always(Code.CONTAINED),
 )
-async def _background_children(stage: Stage) -> Seen:
+async def _background_children(stage: Stage) -> Observation:
     result = await stage.shell(_CHILDREN)
     left = await stage.survivors()
     code = Code.EXPOSED if left else Code.CONTAINED
-    return seen(code, f"{left} of its children live on after {result.kind.value}")
+    return Observation(code, f"{left} of its children live on after {result.kind.value}")
 
 
 @attack(
@@ -162,19 +173,19 @@ async def _background_children(stage: Stage) -> Seen:
     judged="the count of kills, and the memory of its processes as the host sees it",
     expects=by_limit("memory"),
 )
-async def _memory_balloon(stage: Stage) -> Seen:
+async def _memory_balloon(stage: Stage) -> Observation:
     await stage.sandbox.write("balloon.py", b"import os, signal, time\n" + _BALLOON.encode())
     script = f"{' '.join(stage.sandbox.python_argv)} balloon.py | cat; exit 0"
     running = asyncio.create_task(stage.shell(script))
     limit = SMALL.memory_bytes
     peak = max(await stage.sample(running, lambda pids: memory_bytes(pids, limit)), default=0)
     result = await running
-    said = (
+    what = (
         f"{result.oom_kills} killed behind exit code {result.exit_code}, peak {peak / limit:.1f} of the limit"
     )
     if result.oom_kills == 0 or peak > 2 * limit or await stage.is_alive() != "alive":
-        return seen(Code.EXPOSED, said)
-    return seen(_GUARDED[stage.isolation.memory], said)
+        return Observation(Code.EXPOSED, what)
+    return Observation(_GUARDED[stage.isolation.memory], what)
 
 
 @attack(
@@ -184,7 +195,7 @@ async def _memory_balloon(stage: Stage) -> Seen:
     judged="files in the host's directories of these names, and sizes inside",
     expects=by_namespace("mountns", Code.CONTAINED),
 )
-async def _fill_shared_directories(stage: Stage) -> Seen:
+async def _fill_shared_directories(stage: Stage) -> Observation:
     folders = [folder for folder in ("/tmp", "/dev/shm", "/var/tmp") if folder != stage.sandbox.scratch]
     return await _fill(stage, [*folders, stage.sandbox.scratch] if stage.isolation.mountns else folders)
 
@@ -196,7 +207,7 @@ async def _fill_shared_directories(stage: Stage) -> Seen:
     judged="the size of what is there, or the kill",
     expects=by_limit("disk"),
 )
-async def _fill_private_directory(stage: Stage) -> Seen:
+async def _fill_private_directory(stage: Stage) -> Observation:
     return await _fill(stage, [stage.sandbox.scratch])
 
 
@@ -207,27 +218,27 @@ async def _fill_private_directory(stage: Stage) -> Seen:
     judged="sizes of what is there",
     expects=always(Code.CONTAINED),
 )
-async def _fill_root(stage: Stage) -> Seen:
-    # A host's own root is not searched: it may be large.
+async def _fill_root(stage: Stage) -> Observation:
+    # The host's root may be large, so it is not searched deeply.
     depth = "" if stage.isolation.mountns else "-maxdepth 1"
     search = f"find / /dev {depth} -xdev -type d 2>/dev/null"
-    found = await stage.measure(f"for d in $({search}); do [ -w $d ] && echo $d; done")
+    listing = await stage.measure(f"for d in $({search}); do [ -w $d ] && echo $d; done")
     private = {stage.sandbox.scratch, "/tmp", "/dev/shm"}
-    folders = [folder for folder in found.split() if folder not in private and not folder.startswith("/proc")]
+    folders = [path for path in listing.split() if path not in private and not path.startswith("/proc")]
     if not folders:
-        return seen(Code.BLOCKED, "no other directory can be written")
+        return Observation(Code.BLOCKED, "no other directory can be written")
     return await _fill(stage, folders[:8])
 
 
-async def _fill(stage: Stage, folders: list[str]) -> Seen:
-    """Write 16 MiB into each directory; judge by what is there, seen by a command of the suite's own."""
+async def _fill(stage: Stage, folders: list[str]) -> Observation:
+    """Write 16 MiB into each directory; judge by the sizes that a command of the suite measures."""
     limit = SMALL.scratch_bytes
     async with stage.held(_FILL, *folders) as (_, result):
         if result is not None:
             return _by_end(result)
         await asyncio.sleep(_SURVIVE_S)
         if not stage.named():
-            return seen(Code.DETECTED, "it was killed for its files")
+            return Observation(Code.DETECTED, "it was killed for its files")
         sizes = [
             int(
                 await stage.measure(f"du -skc {folder}/{stage.token}-* 2>/dev/null | tail -n 1 | cut -f 1")
@@ -241,11 +252,13 @@ async def _fill(stage: Stage, folders: list[str]) -> Seen:
         with suppress(OSError):
             path.unlink()
     if on_host:
-        return seen(
+        return Observation(
             Code.EXPOSED, f"files of other programs' directories grew: {len(on_host)} in {on_host[0].parent}"
         )
     code = Code.CONTAINED if max(sizes) <= limit else Code.EXPOSED
-    return seen(code, f"at most {max(sizes) / MIB:.1f} MiB in one directory, {limit / MIB:.0f} allowed")
+    return Observation(
+        code, f"at most {max(sizes) / MIB:.1f} MiB in one directory, {limit / MIB:.0f} allowed"
+    )
 
 
 @attack(
@@ -255,7 +268,7 @@ async def _fill(stage: Stage, folders: list[str]) -> Seen:
     judged="files that are there, or the kill",
     expects=by_limit("disk"),
 )
-async def _many_files(stage: Stage) -> Seen:
+async def _many_files(stage: Stage) -> Observation:
     folders = [stage.sandbox.scratch, "/dev/shm"] if stage.isolation.mountns else [stage.sandbox.scratch]
     limit = SMALL.max_scratch_files
     async with stage.held(_INODES, *folders) as (_, result):
@@ -263,10 +276,10 @@ async def _many_files(stage: Stage) -> Seen:
             return _by_end(result)
         await asyncio.sleep(_SURVIVE_S)
         if not stage.named():
-            return seen(Code.DETECTED, "it was killed for the number of its files")
+            return Observation(Code.DETECTED, "it was killed for the number of its files")
         nums = [int(await stage.measure(f"ls -A {folder} | wc -l") or 0) for folder in folders]
     code = Code.CONTAINED if max(nums) <= limit else Code.EXPOSED
-    return seen(code, f"at most {max(nums)} files in one directory, {limit} allowed")
+    return Observation(code, f"at most {max(nums)} files in one directory, {limit} allowed")
 
 
 @attack(
@@ -276,13 +289,15 @@ async def _many_files(stage: Stage) -> Seen:
     judged="descriptors of its process, counted on the host",
     expects=always(Code.CONTAINED),
 )
-async def _many_descriptors(stage: Stage) -> Seen:
+async def _many_descriptors(stage: Stage) -> Observation:
     async with stage.held(_DESCRIPTORS) as (pids, result):
         if result is not None:
             return _by_end(result)
         num = max(len(os.listdir(f"/proc/{pid}/fd")) for pid in pids)
     limit = SMALL.max_open_files
-    return seen(Code.CONTAINED if num <= limit else Code.EXPOSED, f"{num} descriptors, {limit} allowed")
+    return Observation(
+        Code.CONTAINED if num <= limit else Code.EXPOSED, f"{num} descriptors, {limit} allowed"
+    )
 
 
 @attack(
@@ -292,18 +307,20 @@ async def _many_descriptors(stage: Stage) -> Seen:
     judged="the size of the file",
     expects=always(Code.BLOCKED),
 )
-async def _sparse_file(stage: Stage) -> Seen:
+async def _sparse_file(stage: Stage) -> Observation:
     await stage.python(_SPARSE)
     size = int(await stage.measure(f"stat -c %s {stage.token}") or 0)
     code = Code.BLOCKED if size == 0 else Code.CONTAINED if size <= SMALL.file_bytes else Code.EXPOSED
-    return seen(code, f"the file has {size} bytes")
+    return Observation(code, f"the file has {size} bytes")
 
 
-async def _outlive(stage: Stage, script: str) -> Seen:
+async def _outlive(stage: Stage, script: str) -> Observation:
     result = await stage.shell(script, wall_limit_s=0.3)
     left = await stage.survivors()
     is_kept = result.kind is ExecKind.TIMED_OUT and left == 0
-    return seen(Code.CONTAINED if is_kept else Code.EXPOSED, f"{result.kind.value}, {left} processes live on")
+    return Observation(
+        Code.CONTAINED if is_kept else Code.EXPOSED, f"{result.kind.value}, {left} processes live on"
+    )
 
 
 ATTACKS += [
@@ -332,11 +349,11 @@ ATTACKS += [
     judged="time and kind of the result",
     expects=always(Code.CONTAINED),
 )
-async def _held_output(stage: Stage) -> Seen:
+async def _held_output(stage: Stage) -> Observation:
     result = await stage.shell("(sleep 600; echo late) & cat; exit 5")
     is_kept = (result.kind, result.exit_code, result.stdout) == (ExecKind.EXITED, 5, b"")
     is_kept = is_kept and await stage.survivors() == 0
-    return seen(
+    return Observation(
         Code.CONTAINED if is_kept else Code.EXPOSED, f"{result.kind.value}, exit code {result.exit_code}"
     )
 
@@ -349,13 +366,13 @@ async def _held_output(stage: Stage) -> Seen:
     expects=always(Code.CONTAINED),
     limits=replace(SMALL, flood_bytes=_FLOOD_BYTES),
 )
-async def _output_flood(stage: Stage) -> Seen:
+async def _output_flood(stage: Stage) -> Observation:
     result = await stage.shell("yes some-words & yes other-words >&2")
     kept, total = len(result.stdout) + len(result.stderr), result.stdout_total + result.stderr_total
     peak = peak_bytes(stage.sandbox.supervisor_pid)
     is_kept = result.kind is ExecKind.OUTPUT_FLOOD and result.truncated and peak < _MAX_SUPERVISOR_BYTES
     code = Code.CONTAINED if is_kept and total >= _FLOOD_BYTES else Code.EXPOSED
-    return seen(code, f"{result.kind.value} at {total >> 20} MiB, {kept >> 10} KiB kept")
+    return Observation(code, f"{result.kind.value} at {total >> 20} MiB, {kept >> 10} KiB kept")
 
 
 _FORGED_REPORT = {"status": 0, "kind": "exited", "exit_code": 0, "id": 0, "stdout_bytes": 0}
@@ -376,11 +393,11 @@ os._exit(9)
     judged="bytes, kind and exit code of the result",
     expects=always(Code.BLOCKED),
 )
-async def _forged_results(stage: Stage) -> Seen:
+async def _forged_results(stage: Stage) -> Observation:
     result = await stage.python(_FORGE, _NOISE.hex())
     is_kept = (result.kind, result.exit_code, result.stdout) == (ExecKind.EXITED, 9, _NOISE)
     is_kept = is_kept and await stage.is_alive() == "alive"
-    return seen(
+    return Observation(
         Code.BLOCKED if is_kept else Code.EXPOSED,
         f"{result.kind.value}, exit code {result.exit_code}, {len(result.stdout)} bytes",
     )
@@ -394,7 +411,7 @@ async def _forged_results(stage: Stage) -> Seen:
     expects=by_limit("cpu", Code.DETECTED),
     limits=replace(SMALL, cpus=_CPUS),
 )
-async def _spin(stage: Stage) -> Seen:
+async def _spin(stage: Stage) -> Observation:
     return await _use_processor(stage, "pass")
 
 
@@ -406,28 +423,27 @@ async def _spin(stage: Stage) -> Seen:
     expects=by_limit("cpu", Code.DETECTED),
     limits=replace(SMALL, cpus=_CPUS),
 )
-async def _yield_storm(stage: Stage) -> Seen:
+async def _yield_storm(stage: Stage) -> Observation:
     return await _use_processor(stage, "os.sched_yield()")
 
 
-async def _use_processor(stage: Stage, body: str) -> Seen:
+async def _use_processor(stage: Stage, body: str) -> Observation:
     running = asyncio.create_task(stage.python(_SPIN.format(body=body)))
     slowest = 0.0
     while not running.done():
         slowest = max(slowest, await stage.control.answer_s())
     result = await running
-    # A tenth more, and one period of the kernel's.
+    # A tenth more, and one scheduling period of the kernel.
     allowed = _CPUS * (result.duration_s + 0.1) * 1.1
-    said = f"{result.cpu_s / result.duration_s:.2f} processors, {_CPUS} allowed"
-    said += f"; the other sandbox answered in {slowest * 1000:.0f} ms"
+    what = f"{result.cpu_s / result.duration_s:.2f} processors, {_CPUS} allowed"
+    what += f"; the other sandbox answered in {slowest * 1000:.0f} ms"
     if result.cpu_s <= allowed:
-        return seen(Code.CONTAINED, said)
-    # What it used stands in the result.
-    return seen(Code.DETECTED if stage.isolation.cpu is Guard.NONE else Code.EXPOSED, said)
+        return Observation(Code.CONTAINED, what)
+    # Detected, since the result has the CPU time.
+    return Observation(Code.DETECTED if stage.isolation.cpu is Guard.NONE else Code.EXPOSED, what)
 
 
-def _by_end(result: ExecResult) -> Seen:
-    """Judge an attack that was to stay and did not."""
-    found = {ExecKind.OVER_LIMIT, ExecKind.OOM}
-    code = Code.DETECTED if result.kind in found else Code.EXPOSED
-    return seen(code, f"it ended: {result.kind.value} {result.stderr[-200:].decode(errors='replace')}")
+def _by_end(result: ExecResult) -> Observation:
+    """Judge an attack that ended although it should hold."""
+    code = Code.DETECTED if result.kind in {ExecKind.OVER_LIMIT, ExecKind.OOM} else Code.EXPOSED
+    return Observation(code, f"it ended: {result.kind.value} {result.stderr[-200:].decode(errors='replace')}")

@@ -1,4 +1,4 @@
-"""Attacks on files as they cross over: rows 20 and 21."""
+"""Attacks on uploads and downloads: rows 20 and 21."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 from strop.errors import SandboxError
 from strop.sandbox.attack.bait import PRIVATE_FILE
-from strop.sandbox.attack.contract import Attack, Code, Seen, always, attack, by_user
-from strop.sandbox.attack.stage import Stage, seen
+from strop.sandbox.attack.contract import Attack, Code, Observation, always, attack, by_user
+from strop.sandbox.attack.stage import Stage
 from strop.sandbox.contract import MIB
 
 ATTACKS: list[Attack] = []
@@ -71,7 +71,7 @@ for name in ("private", "public"):
     open(f"tree/folder/{name}", "w").write("plain")
 ready()
 while True:
-    # RENAME_EXCHANGE: one is in place of the other at once.
+    # RENAME_EXCHANGE swaps both atomically.
     libc.renameat2(-100, b"tree/folder", -100, b"link", 2)
 """
 
@@ -83,7 +83,7 @@ while True:
     judged=_AT_PLACE,
     expects=by_user("mountns"),
 )
-async def _download_links(stage: Stage) -> Seen:
+async def _download_links(stage: Stage) -> Observation:
     private, public = str(stage.bait.private_file), str(stage.bait.public_file)
     climbing = "../" * 12
     await stage.python(
@@ -92,8 +92,8 @@ async def _download_links(stage: Stage) -> Seen:
     with _destination() as place:
         left_out = await stage.sandbox.download("tree", place)
         names = {path.name for path in place.rglob("*")}
-        wrong = _look_at(stage, place)
-        # A hard link to what everybody may read is what a copy of it would be.
+        wrong = _find_unexpected(stage, place)
+        # A hard link to a world-readable file equals a copy of it, so it is allowed.
         wrong += (
             [] if {"plain", "folder"} <= names and len(left_out) >= 10 else [f"{len(left_out)} were left out"]
         )
@@ -107,11 +107,11 @@ async def _download_links(stage: Stage) -> Seen:
     judged=_AT_PLACE,
     expects=always(Code.BLOCKED),
 )
-async def _download_special(stage: Stage) -> Seen:
+async def _download_special(stage: Stage) -> Observation:
     await stage.python(_SPECIAL)
     with _destination() as place:
         left_out = await stage.sandbox.download("tree", place)
-        wrong = _look_at(stage, place)
+        wrong = _find_unexpected(stage, place)
         wrong += [] if {"pipe", "socket", "link"} <= set(left_out) else [f"left out: {left_out}"]
     return _judge(wrong, f"{len(left_out)} special files were left out, and are listed")
 
@@ -123,12 +123,12 @@ async def _download_special(stage: Stage) -> Seen:
     judged=_AT_PLACE,
     expects=always(Code.BLOCKED),
 )
-async def _download_names(stage: Stage) -> Seen:
+async def _download_names(stage: Stage) -> Observation:
     await stage.python(_MAKE_NAMES, *(name.hex() for name in _NAMES))
     with _destination() as place:
         await stage.sandbox.download("tree", place)
         found = {os.fsencode(path.name): path.read_bytes() for path in place.iterdir()}
-        wrong = _look_at(stage, place)
+        wrong = _find_unexpected(stage, place)
     wrong += [] if found == {name: name for name in _NAMES} else ["names or contents differ"]
     return _judge(wrong, f"{len(found)} names arrived byte for byte")
 
@@ -140,7 +140,7 @@ async def _download_names(stage: Stage) -> Seen:
     judged="the error, its time, and the destination",
     expects=always(Code.BLOCKED),
 )
-async def _download_deep(stage: Stage) -> Seen:
+async def _download_deep(stage: Stage) -> Observation:
     return await _refused(stage, _DEEP, kinds=("io", "too_large"))
 
 
@@ -151,7 +151,7 @@ async def _download_deep(stage: Stage) -> Seen:
     judged="the error, and the destination",
     expects=always(Code.BLOCKED),
 )
-async def _download_many(stage: Stage) -> Seen:
+async def _download_many(stage: Stage) -> Observation:
     return await _refused(stage, _MANY, kinds=("too_large",))
 
 
@@ -162,7 +162,7 @@ async def _download_many(stage: Stage) -> Seen:
     judged="the error, and the destination",
     expects=always(Code.BLOCKED),
 )
-async def _download_large(stage: Stage) -> Seen:
+async def _download_large(stage: Stage) -> Observation:
     return await _refused(stage, _LARGE, kinds=("too_large",))
 
 
@@ -173,14 +173,14 @@ async def _download_large(stage: Stage) -> Seen:
     judged="private secrets at the destination, and what is there",
     expects=by_user("mountns"),
 )
-async def _download_race(stage: Stage) -> Seen:
+async def _download_race(stage: Stage) -> Observation:
     wrong: list[str] = []
     async with stage.held(_SWAP, str(stage.bait.folder)):
         for _ in range(_NUM_RACES):
             with _destination() as place:
                 with suppress(SandboxError):
                     await stage.sandbox.download("tree", place)
-                wrong += _look_at(stage, place)
+                wrong += _find_unexpected(stage, place)
     return _judge(wrong, f"{_NUM_RACES} downloads brought no secret and no link")
 
 
@@ -192,7 +192,7 @@ async def _download_race(stage: Stage) -> Seen:
     expects=by_user("mountns"),
     spares_user=False,
 )
-async def _upload_race(stage: Stage) -> Seen:
+async def _upload_race(stage: Stage) -> Observation:
     num_written = 0
     async with stage.held(_SWAP, str(stage.bait.folder)):
         for number in range(_NUM_RACES):
@@ -204,7 +204,7 @@ async def _upload_race(stage: Stage) -> Seen:
     return _judge(changed, f"{num_written} files were written inside, none outside")
 
 
-async def _refused(stage: Stage, code: str, *, kinds: tuple[str, ...]) -> Seen:
+async def _refused(stage: Stage, code: str, *, kinds: tuple[str, ...]) -> Observation:
     await stage.python(code)
     with _destination() as place:
         try:
@@ -214,7 +214,7 @@ async def _refused(stage: Stage, code: str, *, kinds: tuple[str, ...]) -> Seen:
             wrong = ["it was downloaded"]
         except SandboxError as error:
             wrong = [] if error.kind in kinds else [f"refused as {error.kind}"]
-        wrong += _look_at(stage, place)
+        wrong += _find_unexpected(stage, place)
     return _judge(wrong, "refused")
 
 
@@ -227,8 +227,8 @@ def _destination() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _look_at(stage: Stage, place: Path) -> list[str]:
-    """Return what should not be at a destination: links, special files, private secrets, neighbours."""
+def _find_unexpected(stage: Stage, place: Path) -> list[str]:
+    """List the unexpected files at a destination: links, special files, private secrets, neighbours."""
     wrong = [f"beside it: {path.name}" for path in place.parent.iterdir() if path != place]
     for top, folders, files in os.walk(place):
         for name in (*folders, *files):
@@ -240,5 +240,5 @@ def _look_at(stage: Stage, place: Path) -> list[str]:
     return wrong
 
 
-def _judge(wrong: list[str], well: str) -> Seen:
-    return seen(Code.EXPOSED if wrong else Code.BLOCKED, "; ".join(wrong) or well)
+def _judge(wrong: list[str], blocked: str) -> Observation:
+    return Observation(Code.EXPOSED if wrong else Code.BLOCKED, "; ".join(wrong) or blocked)
