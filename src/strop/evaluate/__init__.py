@@ -1,10 +1,10 @@
-"""How good is it: accuracy of a model on a task, with intervals, stored so that it can be believed.
+"""Accuracy of a model on a task, with intervals, stored with everything that could have changed it.
 
-`evaluate_task` rolls out the same way as training does and returns an `EvalResult`; with a `ShardFolder`,
-`run_evaluation` keeps the replies and goes on after a kill. `write_result` and `read_result` keep it,
-`compare_results` says what changed, `compare_seeds` between several seeds of two configurations; `rescore`
-judges kept replies anew, `write_order` sorts examples; `find_reference` looks up published scores with their
-conditions; `stored` puts the user's own beside. Left out on purpose: what caused a change.
+`evaluate_task` uses the same rollouts as training and returns an `EvalResult`; with a `ShardFolder`,
+`run_evaluation` keeps the replies and resumes after a kill. `write_result` and `read_result` store it;
+`compare_results` compares two results, `compare_seeds` several training seeds of two configurations;
+`rescore` judges kept replies again; `write_order` sorts examples by difficulty; `find_reference` looks up
+published scores with their conditions; `stored` compares with the user's own. Left out: causes of a change.
 """
 
 from strop.evaluate.accuracy import (

@@ -1,15 +1,15 @@
-"""How often a model solves a task: greedy and sampled, by the rollouts that training uses too.
+"""Evaluate a model on a task, greedily and by sampling, with the same rollouts as training.
 
-The task renders, stops, limits and judges; nothing here can word a prompt or read an answer. What
-counts as solved is `scoring`'s business, keeping the replies `shards`'.
+The task renders, stops, limits and judges; nothing here writes a prompt or parses an answer. `scoring`
+decides what counts as solved, `shards` stores the replies.
 
-Cut replies: what a task's own budget cuts was too long by the task's word, and counts as it was
-judged. What a smaller budget cuts, whether these settings or the run file's `task.max_reply_tokens`
-lowered it, says something about the budget; above a small share the result is then invalid.
+Truncated replies: a reply cut at the task's own budget counts as it was judged. If these settings or the
+run file's `task.max_reply_tokens` lowered the budget, a cut says something about the budget; above a small
+share the result is then invalid.
 
-The canary: an engine can be wrong in ways that no single reply shows, by a parallelism that it cannot do, a
-kernel or a number format. What it then says still parses and is scored. So a stored result of the same model
-is repeated first, greedily and on its own examples; outside its interval, nothing is evaluated (EVA-4).
+The canary: an engine can be wrong in ways that no single reply shows, through unsupported parallelism, a
+kernel or a number format. Its replies still parse and are scored. So a stored result of the same model is
+repeated first, greedily and on its own examples; outside its interval, nothing is evaluated (EVA-4).
 
 Left out on purpose: other harnesses, several tasks at once, and any default for the split.
 """
@@ -47,53 +47,53 @@ from strop.tokenizer import Tokenizer
 PLAIN = Sampling()
 GREEDY = Sampling(temperature=0.0)
 MAX_PROMPT_CHARS = 2000
-"""Of the first prompt that is kept with a result."""
+"""A result stores this much of its first prompt."""
 MAX_IN_FLIGHT = 8192
-"""Rollouts in flight at once, in whole shards: far more than any engine decodes, and little memory."""
+"""Rollouts in flight at once, in whole shards: far more than any engine decodes, with little memory."""
 _SAMPLED_ONLY = frozenset({"sampling", "num_samples", "replies_version"})
 """Fields of a plan that greedy replies and their verdicts do not depend on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSettings:
-    """How a task is evaluated."""
+    """Settings of an evaluation."""
 
     run_seed: int
     step: int
-    """Steps behind the model; part of the names of the random streams."""
+    """Training steps of the model; part of the names of the random streams."""
     split: Split
     """No default: a score without its split has no meaning."""
     prompt_format: PromptFormat | str = PromptFormat.AUTO
-    """Like training, or the score is of another model in effect."""
+    """The same as in training; otherwise the score is effectively of another model."""
     num_examples: int | None = None
-    """Examples used, from the first; of a mixture in turn from each part. None: all."""
+    """Examples used, from the first; the parts of a mixture take turns. None: all."""
     num_samples: int | None = None
-    """Sampled rollouts per example, beside the greedy one. None: greedy only, as where replies are chosen."""
+    """Sampled rollouts per example, besides the greedy one. None: greedy only; required for choices."""
     max_reply_tokens: int | None = None
-    """Reply budget. None: the task's own; more than that is refused. A part of a mixture with a smaller
-    one of its own keeps that."""
+    """Reply budget. None: the task's own; a larger one is refused. A smaller budget of a mixture's part
+    stays."""
     sampling: Sampling = PLAIN
     """Distribution of the sampled rollouts."""
     pass_at: tuple[int, ...] = ()
-    """Each k of the pass@k that are wanted; up to the number of samples."""
+    """Each k for which pass@k is computed; up to the number of samples."""
     pass_threshold: float | None = None
-    """Reward from which on a rollout counts as solved. None: what the task calls correct."""
+    """A rollout with at least this reward counts as solved. None: the task's `is_correct` decides."""
     dtype: str | None = None
-    """Number format that the weights are served in, for the record."""
+    """Number format of the served weights, for the record."""
     dtype_reason: str | None = None
-    """Why it is that one."""
+    """Reason for that number format."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedEvaluation:
-    """An evaluation that was checked and may begin."""
+    """A checked evaluation, ready to run."""
 
     plan: EvalPlan
     task: Task
     settings: EvalSettings
     examples: Sequence[Example]
     rollout_plans_P_G: Sequence[Sequence[RolloutPlan]]
-    """Of each example the greedy one, then the sampled ones."""
+    """For each example the greedy plan, then the sampled ones."""
 
 
 def plan_evaluation(
@@ -105,16 +105,14 @@ def plan_evaluation(
     trained_ids: Collection[str] = frozenset(),
     max_positions: int | None = None,
 ) -> PlannedEvaluation:
-    """Check what is asked for, and fix every rollout of it.
+    """Check the settings, and plan every rollout.
 
-    `trained_ids` are the ids of the examples that the run has trained on or may train on, and the names of
-    their problems (`list_names`). `max_positions`:
-    tokens that the model can look at; a prompt without room for a whole reply is not attempted, and
-    not solved.
+    `trained_ids`: ids of all examples that the run has trained on or may train on, and the names of their
+    problems (`list_names`). `max_positions`: the model's context length; a prompt without room for a
+    complete reply is not attempted, and counts as not solved.
 
-    Raises: CheckRefused if examples called held-out are among the trained ones; ConfigError if the
-        settings ask for other numbers of examples, samples or tokens than there can be, or for a threshold
-        that no reward meets.
+    Raises: CheckRefused if held-out examples are among the trained ones; ConfigError if the numbers of
+        examples, samples or tokens are impossible, or no reward meets the threshold.
     """
     budget = _resolve_budget(task, settings)
     examples = _choose_examples(task, settings)
@@ -147,8 +145,8 @@ def plan_evaluation(
         num_samples=settings.num_samples,
         pass_threshold=settings.pass_threshold,
     )
-    wanted = [(0, GREEDY)]
-    wanted += [(sample_index, settings.sampling) for sample_index in range(settings.num_samples or 0)]
+    samples = [(0, GREEDY)]
+    samples += [(sample_index, settings.sampling) for sample_index in range(settings.num_samples or 0)]
     rollout_plans_P_G = [
         [
             RolloutPlan(
@@ -161,7 +159,7 @@ def plan_evaluation(
                 max_positions=max_positions,
                 prompt_format=prompt_format,
             )
-            for sample_index, sampling in wanted
+            for sample_index, sampling in samples
         ]
         for example, example_budget in zip(examples, budgets, strict=True)
     ]
@@ -179,20 +177,20 @@ async def run_evaluation(
     folder: ShardFolder | None = None,
     on_example: Callable[[], None] = lambda: None,
 ) -> EvalResult:
-    """Attempt every example greedily and, if asked for, several times by sampling.
+    """Attempt every example greedily and, if the settings say so, several times by sampling.
 
-    Replies are kept in `folder`, shard by shard; what is in it already is not attempted again. Without
-    an `engine`, all of it must be there. Without a `judge`, replies are judged in this process. The
-    rollouts are in flight at once; the engine admits as many as it can serve. `on_example` is called when
-    all attempts of an example have ended.
+    Replies are stored in `folder`, shard by shard; shards that exist are not attempted again. Without an
+    `engine`, all must exist. Without a `judge`, replies are judged in this process. All rollouts are in
+    flight at once; the engine admits as many as it can serve. `on_example` is called when all attempts of an
+    example have ended.
 
-    Raises: EngineError if the engine changed its weights in between, never answered, or is missing.
+    Raises: EngineError if the engine changed its weights meanwhile, never answered, or is missing.
     """
     shards = cut_shards(planned.plan.num_examples)
     verdicts = await _run_shards(planned, shards, engine, tokenizer, judge, folder, on_example)
     return build_result(
         planned.plan,
-        [verdict for of_shard in verdicts for verdict in of_shard],
+        [verdict for verdicts_of_shard in verdicts for verdict in verdicts_of_shard],
         pass_at=planned.settings.pass_at,
     )
 
@@ -207,7 +205,7 @@ async def attempt_share(
     part: tuple[int, int],
     on_example: Callable[[], None] = lambda: None,
 ) -> None:
-    """Attempt and keep every n-th shard, beginning with the k-th: `part` is (k, n).
+    """Attempt and store every n-th shard, beginning with the k-th: `part` is (k, n).
 
     Raises: like `run_evaluation`.
     """
@@ -268,7 +266,7 @@ async def evaluate_task(
     judge: Judge | None = None,
     max_positions: int | None = None,
 ) -> EvalResult:
-    """Plan an evaluation and run it; its replies are not kept.
+    """Plan an evaluation and run it, without storing its replies.
 
     Raises: like `plan_evaluation` and `run_evaluation`.
     """
@@ -303,10 +301,10 @@ def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
             allowed="a split with examples; a task for evaluation only has held_out ones",
             next_step="choose the other split",
         )
-    wanted = len(available) if settings.num_examples is None else settings.num_examples
-    if not 1 <= wanted <= len(available):
+    num_examples = len(available) if settings.num_examples is None else settings.num_examples
+    if not 1 <= num_examples <= len(available):
         raise ConfigError(
-            f"{wanted} examples of the {settings.split.value} split of task {task.name}",
+            f"{num_examples} examples of the {settings.split.value} split of task {task.name}",
             allowed=f"1 to {len(available)}",
             next_step="leave the number out to use all",
         )
@@ -316,7 +314,7 @@ def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
             allowed="1 or more, or none for greedy rollouts only",
             next_step="leave the number out, or raise it",
         )
-    examples = _in_turn(task, available)[:wanted]
+    examples = _interleave_parts(task, available)[:num_examples]
     if settings.num_samples is not None and any(choices_of(task, example) for example in examples):
         raise ConfigError(
             f"{settings.num_samples} sampled rollouts per example of task {task.name}, whose replies are"
@@ -327,8 +325,8 @@ def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
     return examples
 
 
-def _in_turn(task: Task, examples: Sequence[Example]) -> Sequence[Example]:
-    """Return the examples so that the parts of a mixture take turns: the first of them are of all parts."""
+def _interleave_parts(task: Task, examples: Sequence[Example]) -> Sequence[Example]:
+    """Let the parts of a mixture take turns, so that the first examples come from all parts."""
     by_part: dict[str | None, list[Example]] = {}
     for example in examples:
         by_part.setdefault(part_of(task, example), []).append(example)
@@ -351,7 +349,7 @@ def _budgets_of_parts(task: Task, examples: Sequence[Example], budgets: Sequence
 
 def _check_threshold(task: Task, threshold: float | None) -> None:
     max_reward = task.limits.max_reward
-    # Written so that a NaN is refused too.
+    # In this form a NaN is refused, too.
     if threshold is not None and not 0.0 < threshold <= max_reward:
         raise ConfigError(
             f"a pass threshold of {threshold:g} for task {task.name}",
@@ -364,9 +362,9 @@ def _check_threshold(task: Task, threshold: float | None) -> None:
 def refuse_trained(
     task: Task, split: Split, examples: Sequence[Example], trained_ids: Collection[str]
 ) -> None:
-    """Refuse to call examples held-out that were trained on.
+    """Refuse held-out examples that were trained on.
 
-    Raises: CheckRefused with how many, and the first one.
+    Raises: CheckRefused with their number, and the first one.
     """
     if split is Split.TRAIN:
         return
@@ -403,8 +401,7 @@ def plan_canary(
 ) -> PlannedCanary:
     """Plan to repeat the greedy replies of a baseline.
 
-    The number format that the weights are served in may differ: that it does no harm is part of what is
-    shown.
+    The number format of the served weights may differ: the canary shows that it does no harm.
     Raises: CheckRefused if the baseline is invalid, or of another model, task or protocol.
     """
     refuse_invalid(baseline)
@@ -424,14 +421,14 @@ def plan_canary(
         model_digest=model_digest,
         max_positions=max_positions,
     )
-    different = [
-        found
-        for found in list_plan_differences(baseline, planned.plan)
-        # Results of versions that did not store these fields have none or nothing there.
-        if found.key not in _SAMPLED_ONLY and found.before not in (None, {})
+    differences = [
+        difference
+        for difference in list_plan_differences(baseline, planned.plan)
+        # Results of older versions do not have all fields.
+        if difference.key not in _SAMPLED_ONLY and difference.before not in (None, {})
     ]
-    if different:
-        shown = "; ".join(describe_difference(found, (" there", " now")) for found in different)
+    if differences:
+        shown = "; ".join(describe_difference(difference, (" there", " now")) for difference in differences)
         raise CheckRefused(
             f"baseline_canary: the baseline cannot be repeated: {shown}",
             allowed="a valid result of this very model, with the task and the tokenizer as they were",
@@ -443,10 +440,10 @@ def plan_canary(
 async def require_baseline(
     canary: PlannedCanary, engine: Engine, tokenizer: Tokenizer, *, judge: Judge | None = None
 ) -> Interval:
-    """Repeat a baseline; return what was measured.
+    """Repeat a baseline; return the measured accuracy.
 
-    Raises: CheckRefused with the expected and the measured score, if the one is outside the other's
-        interval, or too little of it could be judged; EngineError like `run_evaluation`.
+    Raises: CheckRefused with the expected and the measured score, if it is outside the baseline's interval,
+        or too few replies could be judged; EngineError like `run_evaluation`.
     """
     expected = canary.baseline.greedy
     measured = await run_evaluation(canary.planned, engine, tokenizer, judge=judge)

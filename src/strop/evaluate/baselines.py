@@ -1,13 +1,13 @@
-"""Published scores of base models, and a score beside the published one of the same model.
+"""Published scores of base models, and comparisons with them.
 
-None of them was measured here. A score has no task version of strop, so it is comparable only with one
-that was made under the same protocol: harness task and its version, examples shown, budget, stop strings
-and metric (`Baseline.protocol`). `status` says how far it can be trusted. The rows are data
-(`baselines.json`): conditions that most rows share stand once, and a row may have its own.
+None of them was measured here. They have no task version of strop, so a score is comparable only under the
+same protocol: harness task and its version, few-shot examples, budget, stop strings and metric
+(`Baseline.protocol`). `status` says how far a score can be trusted. The rows are data (`baselines.json`):
+common conditions are written once, and a row may override them.
 
-The release of the harness is not part of the protocol, the harness's version of its task is: it is raised
-when prompts or verdicts change. Engine, number format and machine are not part of it either; they are
-named with the difference.
+The protocol includes lm-eval's version of its task, which is raised when prompts or verdicts change, but not
+the release of lm-eval. It does not include engine, number format and machine either; they are named with the
+difference.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ class BaselineStatus(StrEnum):
     """How far a published score can be trusted."""
 
     REFERENCE = "reference"
-    """Measured with one GPU per engine and a budget that does not cut; to be compared with."""
+    """Measured with one GPU per engine and a sufficient budget; use it for comparisons."""
     SUPERSEDED = "superseded"
-    """Measured again under better conditions; kept to recognise it."""
+    """Measured again later under better conditions; kept to recognise it."""
     UNVERIFIED = "unverified"
-    """Measured once, under conditions that are doubtful or not stated."""
+    """Measured once, under doubtful or unstated conditions."""
 
 
 class Baseline(BaseModel):
@@ -47,44 +47,44 @@ class Baseline(BaseModel):
     task: str
     """strop's task."""
     harness_task: str | None
-    """lm-eval's task; None where another program judged."""
+    """lm-eval's task; None if another program judged."""
     harness_version: str | None
     harness_task_version: str | None = None
-    """lm-eval's version of its task in that release; it is raised when prompts or verdicts change."""
+    """lm-eval's version of its task in that release."""
     num_fewshot: int | None
     metric: str
     value_pct: float | None
-    """None where only a range was published; see `note`."""
+    """None if only a range was published; see `note`."""
     num_examples: int | None
-    """What the mean is over: prompts, or instructions."""
+    """Number of items behind the mean: prompts, or instructions."""
     num_prompts: int | None = None
-    """Prompts that were asked, where the mean is over something else."""
+    """Number of prompts, if the mean is over other items."""
     stderr_pct: float | None
     """Binomial, from value and number of examples."""
     split: str
     max_reply_tokens: int | None
     stops: tuple[str, ...] | str | None
-    """'harness': those of the harness's task. None: not stated."""
+    """'harness': those of lm-eval's task. None: not stated."""
     tensor_parallel: int | None
     dtype: str | None
     engine: str | None
     temperature: float | None
     seed: int | None
     published: str | None
-    """Day of the table, as YYYY-MM-DD."""
+    """Date of the published table, as YYYY-MM-DD."""
     status: BaselineStatus
     supersedes: str | None
-    """Day of the table whose value this one replaces."""
+    """Date of the table whose value this one replaces."""
     note: str | None
 
     @property
     def num_asked(self) -> int | None:
-        """Prompts that were asked."""
+        """Number of prompts."""
         return self.num_prompts or self.num_examples
 
     @property
     def protocol(self) -> tuple[Any, ...]:
-        """What must agree before a score may be compared with this one."""
+        """The conditions that a comparable score must share."""
         return (
             *(self.harness_task, self.harness_task_version, self.num_fewshot, self.metric),
             *(self.max_reply_tokens, self.stops, self.split),
@@ -113,16 +113,11 @@ def find_baselines(
 
 
 def find_reference(model: str, harness_task: str, num_fewshot: int, metric: str) -> Baseline | None:
-    """Return the one score that may be quoted, or None where there is none."""
-    found = find_baselines(model, harness_task, num_fewshot=num_fewshot, metric=metric)
-    return next(
-        (
-            baseline
-            for baseline in found
-            if baseline.status is BaselineStatus.REFERENCE and baseline.harness_task == harness_task
-        ),
-        None,
-    )
+    """Return the one score that may be quoted, or None."""
+    for baseline in find_baselines(model, harness_task, num_fewshot=num_fewshot, metric=metric):
+        if baseline.status is BaselineStatus.REFERENCE and baseline.harness_task == harness_task:
+            return baseline
+    return None
 
 
 _METRIC_NAMES = {"pass_at_1": "pass@1"}
@@ -130,14 +125,14 @@ _METRIC_NAMES = {"pass_at_1": "pass@1"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReferenceComparison:
-    """One score, the published one, and what is not the same about them."""
+    """A score, the published one, and the differences of their protocols."""
 
     baseline: Baseline
     metric: str
-    """As the harness names it, with its filter."""
+    """lm-eval's name of the metric, with its filter."""
     value_pct: float
     differing: tuple[str, ...]
-    """Each field of the protocol that differs, with both values; empty if the scores may be compared."""
+    """Each field of the protocol that differs, with both values; empty if the scores are comparable."""
 
     @property
     def delta_points(self) -> float | None:
@@ -147,7 +142,7 @@ class ReferenceComparison:
         return self.value_pct - self.baseline.value_pct
 
     def describe(self) -> str:
-        """Say it in one line."""
+        """Describe it in one line."""
         published = "range" if self.baseline.value_pct is None else f"{self.baseline.value_pct:.2f} %"
         if self.baseline.stderr_pct is not None:
             published += f" ± {self.baseline.stderr_pct:.2f}"
@@ -162,14 +157,14 @@ class ReferenceComparison:
 
 
 def find_model_name(text: str) -> str | None:
-    """Return the model with published scores that a user's text names: its id, or a path that ends in it."""
-    place = text.rstrip("/").partition("@")[0]
+    """Return the model with published scores in a user's text: its id, or a path that ends in it."""
+    path = text.rstrip("/").partition("@")[0]
     names = {baseline.model for baseline in all_baselines()}
-    return next((name for name in sorted(names) if place == name or place.endswith(f"/{name}")), None)
+    return next((name for name in sorted(names) if path == name or path.endswith(f"/{name}")), None)
 
 
 def compare_with_references(model: str, result: HarnessResult) -> list[ReferenceComparison]:
-    """Compare what the harness said, and each part of a group, with the model's reference scores."""
+    """Compare a result of lm-eval, and each part of a group, with the model's reference scores."""
     return [
         comparison
         for task, part in result.scored_parts.items()
@@ -180,14 +175,14 @@ def compare_with_references(model: str, result: HarnessResult) -> list[Reference
 def compare_own_result(model: str, result: EvalResult) -> list[ReferenceComparison]:
     """Compare a score of strop's own task with the model's references; their protocols always differ.
 
-    Nothing where no greedy reply was judged.
+    Empty if no greedy reply was judged.
     """
     if result.greedy.accuracy is None:
         return []
     value_pct = 100 * result.greedy.accuracy
-    found = [baseline for baseline in _references(model) if baseline.task == result.task]
-    # The parts of a group say nothing that the group does not.
-    shortest = min((len(baseline.harness_task or "") for baseline in found), default=0)
+    references = [baseline for baseline in _references(model) if baseline.task == result.task]
+    # Only the group, whose name is the shortest; its parts add nothing.
+    shortest = min((len(baseline.harness_task or "") for baseline in references), default=0)
     return [
         ReferenceComparison(
             baseline=baseline,
@@ -201,7 +196,7 @@ def compare_own_result(model: str, result: EvalResult) -> list[ReferenceComparis
                 ),
             ),
         )
-        for baseline in found
+        for baseline in references
         if len(baseline.harness_task or "") == shortest
     ]
 
@@ -240,7 +235,7 @@ def _references(model: str) -> list[Baseline]:
 
 
 def _published_name(key: str) -> str:
-    """Return the name under which a metric of the harness was published."""
+    """Return the published name of a metric of lm-eval."""
     metric, _, filter_name = key.partition(",")
     if filter_name.endswith(("-match", "-extract")):
         return filter_name

@@ -1,17 +1,17 @@
-"""How sure a score is, and what changed between two results of one protocol.
+"""Confidence intervals of scores, and changes between two results of one protocol.
 
 Several rollouts of one example are not independent, because easy examples are solved again and
 again; nor are several examples of one problem. Every interval here is therefore over problems, not over
-rollouts. All are made in one way (`_interval_of_mean`): none is without width, and each covers the truth
-also near 0 and 1, where scores of trained models lie. What another training seed would change is in none.
+rollouts. All use one method (`_interval_of_mean`): each has a width, and covers the truth also near 0 and 1,
+where scores of trained models are. None includes the variation over training seeds.
 
-A policy may come to be right more often because it can do more, or because it has learned the form
-that the verifier reads. So three changes are given beside each other: of accuracy, of the form, and of
-accuracy where the form was right on both sides (REW-7, EVA-6). The reward's change stands beside them.
+A policy may be right more often because it can do more, or because it has learned the format that the
+verifier reads. So three changes are reported: of accuracy, of the format, and of accuracy where the format
+was right on both sides (REW-7, EVA-6); and the change of the reward.
 
 Comparing five runs with one baseline finds a difference by chance about five times as often as p says:
-`correct_by_holm` takes that back. How much another training seed would change, only `difference_over_seeds`
-can tell, from two seeds a side on.
+`correct_by_holm` corrects that. Only `difference_over_seeds` estimates the variation over training seeds; it
+needs two seeds per side.
 
 Shapes: P = examples, C = problems (an example or more each), G = scored rollouts of one example (ragged).
 """
@@ -33,11 +33,11 @@ from strop.errors import CheckRefused, ConfigError, DataError
 from strop.evaluate.result import PROTOCOL_FIELDS, EvalPlan, EvalResult, ExampleScore, Score, refuse_invalid
 
 CONFIDENCE = 0.95
-"""Coverage that every interval of this room aims at."""
+"""Nominal coverage of every interval of this room."""
 PSEUDO_PROBLEMS = 1.5
-"""Problems that an interval counts beside those that there are, at either end of what a score can be."""
+"""Problems that an interval adds at either end of the scale of a score."""
 _FARTHEST_DEVIATIONS = 1e4
-"""Beyond the quantile at 95 % of one degree of freedom, 12.7."""
+"""Larger than the quantile at 95 % with one degree of freedom, 12.7."""
 _ROUNDING = 1e-9
 
 
@@ -55,22 +55,22 @@ def _interval_of_mean(
     problems_P: Sequence[str] | None,
     ends: tuple[float, float],
 ) -> Interval:
-    """Estimate the mean of a bounded score over examples, one at least.
+    """Estimate the mean of a bounded score over at least one example.
 
-    An adjusted Wald interval: as if `PSEUDO_PROBLEMS` more had scored the least, and as many the most, that
-    a score can be (`ends`). So it has width where all scores are alike, and allows for a few problems of a
-    kind that the sample does not hold. By enumeration, at nominal 95 %, it covers a share of right answers
-    in at least 92 % of cases, for 1 to 1000 problems and every share, where Wilson's interval falls below
-    86 % for rare ones; and a paired difference in at least 92.5 %, for 2 to 100 problems and whatever rises
-    and falls. Graded scores vary less and are covered more often.
+    An adjusted Wald interval: as if `PSEUDO_PROBLEMS` more had the lowest score, and as many the highest
+    (`ends`). So it has a width even if all scores are equal, and allows for a few problems of a kind that is
+    missing in the sample. By enumeration, at nominal 95 %, it covers a share of right answers in at least
+    92 % of cases, for 1 to 1000 problems and every share, where Wilson's interval falls below 86 % for rare
+    ones; and a paired difference in at least 92.5 %, for 2 to 100 problems and any rates of gains and
+    losses. Graded scores vary less and are covered more often.
 
-    `problems_P` names the problem that each example poses; examples of one problem are no independent
-    draws. None: each poses its own.
+    `problems_P` names the problem of each example; examples of one problem are not independent draws. None:
+    all problems are different.
     Units: those of the scores.
     Source: A. Agresti and B. A. Coull, Am. Stat. 52 (1998), 119-126, for shares, who add 1.9 at either end;
         D. G. Bonett and R. M. Price, J. Educ. Behav. Stat. 37 (2012), 479-488, for differences, who add 1.
-        That 1.5, with one degree of freedom less, keeps both at few problems too, is our enumeration
-        (tests/evaluate/test_statistics.py). Over problems of several examples the mean is a ratio, with the
+        Our enumeration (tests/evaluate/test_statistics.py) shows that 1.5, with one degree of freedom less,
+        holds for both with few problems. Over problems of several examples the mean is a ratio, with the
         variance of W. G. Cochran, Sampling Techniques (1977), section 9A.1.
     """
     totals_C, sizes_C = _sum_up(values_P, problems_P)
@@ -103,18 +103,18 @@ def clustered_interval(
     solved_P_G: Sequence[Sequence[bool]],
     problems_P: Sequence[str] | None = None,
 ) -> Interval:
-    """Estimate the solved share of examples that were tried once or several times each.
+    """Estimate the solved share of examples with one or several rollouts each.
 
-    Shapes: ragged P, G in. Examples without any rollout take no part; none at all give the interval
-    [0, 1] around an undefined estimate (NaN).
-    Units: shares in [0, 1]; every example counts the same, however often it was tried.
+    Shapes: ragged P, G in. Examples without any rollout are skipped; if all are, the result is the interval
+    [0, 1] around NaN.
+    Units: shares in [0, 1]; every example has the same weight.
     """
     shares_P = [sum(solved_G) / len(solved_G) if solved_G else None for solved_G in solved_P_G]
     return _interval_of_shares(shares_P, problems_P)
 
 
 def _interval_of_shares(shares_P: Sequence[float | None], problems_P: Sequence[str] | None) -> Interval:
-    """Estimate the mean of the shares that there are."""
+    """Estimate the mean of the shares that are not None."""
     is_known = [share is not None for share in shares_P]
     known_P = [share for share in shares_P if share is not None]
     if not known_P:
@@ -146,9 +146,9 @@ def pass_at_k_interval(
     k: int,
     problems_P: Sequence[str] | None = None,
 ) -> Interval:
-    """Estimate pass@k over examples that were tried k times or more.
+    """Estimate pass@k over examples with at least k rollouts.
 
-    Shapes: ragged P, G in. Examples with fewer than k rollouts take no part; the caller counts them.
+    Shapes: ragged P, G in. Examples with fewer than k rollouts are skipped; the caller counts them.
     Units: probabilities.
     """
     estimates_P = [
@@ -158,7 +158,7 @@ def pass_at_k_interval(
 
 
 def sign_test(num_up: int, num_down: int) -> float:
-    """Return how probable a split of changes at least this uneven is, if up and down were equally likely.
+    """Return the probability of a split at least this uneven if gains and losses were equally likely.
 
     Units: a probability, two-sided and exact; 1 without any change. For one rollout per example this
     is McNemar's exact test.
@@ -179,9 +179,9 @@ def paired_difference(
     *,
     full_scale: float = 1.0,
 ) -> Interval:
-    """Estimate by how much the mean score of the same examples has changed.
+    """Estimate the change of the mean score over the same examples.
 
-    `full_scale`: the largest change that there can be, of one example.
+    `full_scale`: the largest possible change of one example.
     Shapes: P, P and P, in the same order of examples.
     Units: those of the scores; the ends are within [-full_scale, full_scale].
     Raises: DataError if there is no example, the sides differ in length, or a change is above `full_scale`.
@@ -194,7 +194,7 @@ def paired_difference(
         )
     change_P: NDArray[np.float64] = np.asarray(after_P, dtype=np.float64) - np.asarray(before_P)
     largest = float(np.abs(change_P).max())
-    # Written so that a NaN is refused too.
+    # In this form a NaN is refused, too.
     if not largest <= full_scale * (1.0 + _ROUNDING):
         raise DataError(
             f"a change of {largest:g} in a score of which {full_scale:g} is the full scale",
@@ -205,10 +205,10 @@ def paired_difference(
 
 
 def correct_by_holm(p_values: Sequence[float]) -> list[float]:
-    """Return p values that hold for all comparisons together, in the order given.
+    """Return p values corrected for the number of comparisons, in the same order.
 
-    Units: probabilities. The chance that one at least of true null hypotheses is rejected stays below the
-    level, however the comparisons depend on each other.
+    Units: probabilities. The chance that at least one true null hypothesis is rejected stays below the
+    level, whatever the dependence between the comparisons.
     Source: S. Holm, Scand. J. Statist. 6 (1979), 65-70.
     """
     ranked = sorted(range(len(p_values)), key=lambda index: p_values[index])
@@ -222,24 +222,25 @@ def correct_by_holm(p_values: Sequence[float]) -> list[float]:
 def difference_over_seeds(before: Sequence[float], after: Sequence[float]) -> Interval | None:
     """Estimate the difference of two means over training seeds, as if seeds were drawn at random.
 
-    One score a seed; the two sides need not have the same seeds. None where it cannot be told: fewer than
-    two seeds on a side, or no spread on either.
+    One score per seed; the two sides need not have the same seeds. None with fewer than two seeds on a side,
+    or without any spread.
     Units: those of the scores.
     Source: B. L. Welch, Biometrika 34 (1947), 28-35; the degrees of freedom are rounded down, which widens.
     """
     if min(len(before), len(after)) < 2:
         return None
-    one, other = variance(before) / len(before), variance(after) / len(after)
-    if one + other == 0.0:
+    var_before, var_after = variance(before) / len(before), variance(after) / len(after)
+    total = var_before + var_after
+    if total == 0.0:
         return None
-    freedom = (one + other) ** 2 / (one**2 / (len(before) - 1) + other**2 / (len(after) - 1))
-    half = student_quantile(0.5 + CONFIDENCE / 2, math.floor(freedom + 1e-9)) * math.sqrt(one + other)
+    freedom = total**2 / (var_before**2 / (len(before) - 1) + var_after**2 / (len(after) - 1))
+    half = student_quantile(0.5 + CONFIDENCE / 2, math.floor(freedom + 1e-9)) * math.sqrt(total)
     change = fmean(after) - fmean(before)
     return Interval(estimate=change, low=change - half, high=change + half)
 
 
 def student_quantile(probability: float, freedom: int) -> float:
-    """Return where Student's distribution reaches a probability of 0.5 or more, by bisection."""
+    """Return the quantile of Student's distribution for a probability of at least 0.5, by bisection."""
     low, high = 0.0, _FARTHEST_DEVIATIONS
     for _ in range(100):
         middle = (low + high) / 2
@@ -268,23 +269,23 @@ def _student_cdf(t: float, freedom: int) -> float:
 
 
 _Read = Callable[[ExampleScore], float | None]
-_SPOKEN_FIELDS = ("stop_strings", "part_reply_tokens", "first_prompt")
+_READABLE_FIELDS = ("stop_strings", "part_reply_tokens", "first_prompt")
 _CONTEXT_CHARS = 40
-"""Of long texts, what is shown before and behind the place where they part."""
+"""Characters of long texts that are shown before and behind their first difference."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change(Interval):
-    """By how much accuracy changed, and what it is made of. Examples unscored on a side are left out."""
+    """The change of accuracy, and its components. Examples unscored on a side are left out."""
 
     format_ok: Interval | None
-    """Change of the share in the asked form; None where the task cannot tell."""
+    """Change of the share of replies in the right format; None if the task does not check it."""
     in_format: Interval | None
-    """Change of accuracy among replies in the asked form, over the examples that have such replies on
-    both sides; None where there are none."""
+    """Change of accuracy among replies in the right format, over the examples that have such replies on
+    both sides; None if there are none."""
     reward: Interval | None
     num_examples: int
-    """Examples that are compared."""
+    """Compared examples."""
     num_in_format: int
     """Examples behind `in_format`."""
     num_gained: int
@@ -292,19 +293,19 @@ class Change(Interval):
     num_lost: int
     """Examples solved less often."""
     p_value: float
-    """How probable so uneven a split of gained and lost problems is if nothing changed."""
+    """Probability of such an uneven split of gained and lost problems if nothing changed (sign test)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """What changed on the same examples; None where a side has no score."""
+    """The changes on the same examples; None if a side has no score."""
 
     greedy: Change | None
     sampled: Change | None
     parts: Mapping[str, Comparison] = field(default_factory=dict)
-    """The same of each part of a mixture, by label."""
+    """Comparison of each part of a mixture, by label."""
     num_seeds: int = 1
-    """Training seeds behind each side, of the fewer: what another seed would change is in no interval."""
+    """Training seeds of the side with fewer. No interval includes the variation over seeds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -317,7 +318,7 @@ class Difference:
 
 
 def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
-    """Say by how much accuracy changed between two results of one protocol.
+    """Compare two results of one protocol.
 
     Units: differences of shares in [-1, 1], with a 95 % interval over problems (`paired_difference`).
     Raises: CheckRefused if one result is invalid, or if their protocols differ.
@@ -326,9 +327,9 @@ def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
 
 
 def compare_seeds(before: Sequence[EvalResult], after: Sequence[EvalResult]) -> Comparison:
-    """Compare like `compare_results`, with one result or several of each side: of other training seeds.
+    """Compare like `compare_results`, with one or more results per side, from different training seeds.
 
-    What an example scored is its mean over the seeds that judged it, so the interval stays one over problems.
+    An example's score is its mean over the seeds that judged it, so the interval is still over problems.
     """
     for result in (*before, *after):
         refuse_invalid(result)
@@ -340,13 +341,13 @@ def compare_seeds(before: Sequence[EvalResult], after: Sequence[EvalResult]) -> 
 
 
 def _require_one_protocol(before: EvalResult, after: EvalResult) -> None:
-    differences = {found.key: found for found in list_plan_differences(before, after)}
-    different = [differences[name] for name in PROTOCOL_FIELDS if name in differences]
-    if not different:
+    by_key = {difference.key: difference for difference in list_plan_differences(before, after)}
+    differences = [by_key[name] for name in PROTOCOL_FIELDS if name in by_key]
+    if not differences:
         return
-    # What a digest cannot say: which texts end a reply, and how a problem is put.
-    different += [differences[name] for name in _SPOKEN_FIELDS if name in differences]
-    shown = "; ".join(describe_difference(found) for found in different)
+    # These fields explain a differing digest.
+    differences += [by_key[name] for name in _READABLE_FIELDS if name in by_key]
+    shown = "; ".join(map(describe_difference, differences))
     raise CheckRefused(
         f"two results were measured by different protocols: {shown}",
         allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
@@ -358,41 +359,44 @@ def _compare(
     before: Sequence[EvalResult], after: Sequence[EvalResult], example_ids: Collection[str]
 ) -> Comparison:
     return Comparison(
-        greedy=_change([one.greedy for one in before], [one.greedy for one in after], example_ids),
-        sampled=_change([one.sampled for one in before], [one.sampled for one in after], example_ids),
+        greedy=_change([run.greedy for run in before], [run.greedy for run in after], example_ids),
+        sampled=_change([run.sampled for run in before], [run.sampled for run in after], example_ids),
         num_seeds=min(len(before), len(after)),
     )
 
 
 def list_plan_differences(before: EvalPlan, after: EvalPlan) -> tuple[Difference, ...]:
-    """Return the fields in which two plans differ: what was evaluated, and how."""
-    one, other = before.identity.model_dump(mode="json"), after.identity.model_dump(mode="json")
+    """Return the fields in which two plans differ."""
+    values, others = before.identity.model_dump(mode="json"), after.identity.model_dump(mode="json")
     return tuple(
-        Difference(key=name, before=one[name], after=other[name])
+        Difference(key=name, before=values[name], after=others[name])
         for name in EvalPlan.model_fields
-        if one[name] != other[name]
+        if values[name] != others[name]
     )
 
 
-def describe_difference(found: Difference, words: tuple[str, str] = ("", "")) -> str:
-    """Say a difference in one line; of long texts only where they begin to differ."""
-    before, after = found.before, found.after
+def describe_difference(difference: Difference, words: tuple[str, str] = ("", "")) -> str:
+    """Describe a difference in one line; of long texts only the first difference."""
+    before, after = difference.before, difference.after
     if isinstance(before, str) and isinstance(after, str):
         pairs = enumerate(zip(before, after, strict=False))
-        parting = next((i for i, (one, other) in pairs if one != other), min(len(before), len(after)))
-        start = max(parting - _CONTEXT_CHARS, 0)
+        first = next((i for i, (char, other) in pairs if char != other), min(len(before), len(after)))
+        start = max(first - _CONTEXT_CHARS, 0)
         before, after = (text[start : start + 2 * _CONTEXT_CHARS] for text in (before, after))
-    return f"{found.key} {before!r}{words[0]} and {after!r}{words[1]}"
+    return f"{difference.key} {before!r}{words[0]} and {after!r}{words[1]}"
 
 
 def _change(
     before: Sequence[Score | None], after: Sequence[Score | None], example_ids: Collection[str]
 ) -> Change | None:
-    ones, others = ([score for score in side if score is not None] for side in (before, after))
-    if len(ones) < len(before) or len(others) < len(after):
+    scores_before, scores_after = ([score for score in side if score is not None] for side in (before, after))
+    if len(scores_before) < len(before) or len(scores_after) < len(after):
         return None
     pairs = {
-        name: ([one.by_example[name] for one in ones], [other.by_example[name] for other in others])
+        name: (
+            [score.by_example[name] for score in scores_before],
+            [score.by_example[name] for score in scores_after],
+        )
         for name in sorted(example_ids)
     }
     solved = _read_both(pairs, lambda example: example.solved_frac)
@@ -402,9 +406,9 @@ def _change(
     reward = _read_both(pairs, lambda example: example.reward_mean)
     accuracy = _difference(solved)
     assert accuracy is not None
-    # 0 and 1 among them: most rewards are shares of full marks.
-    seen = [0.0, 1.0, *itertools.chain.from_iterable(reward.values)]
-    # Over problems: several examples of one are no independent changes.
+    # The scale includes 0 and 1: most rewards are shares of full marks.
+    rewards = [0.0, 1.0, *itertools.chain.from_iterable(reward.values)]
+    # Over problems: changes of several examples of one problem are not independent.
     changes: dict[str, float] = defaultdict(float)
     for problem, (earlier, later) in zip(solved.problems, solved.values, strict=True):
         changes[problem] += later - earlier
@@ -416,7 +420,7 @@ def _change(
         high=accuracy.high,
         format_ok=_difference(_read_both(pairs, lambda example: example.format_ok_frac)),
         in_format=_difference(in_format),
-        reward=_difference(reward, full_scale=max(seen) - min(seen)),
+        reward=_difference(reward, full_scale=max(rewards) - min(rewards)),
         num_examples=len(solved.problems),
         num_in_format=len(in_format.problems),
         num_gained=sum(later > earlier for earlier, later in solved.values),
@@ -426,7 +430,7 @@ def _change(
 
 
 class _Both(NamedTuple):
-    """A number of some examples before and after, and the problem that each of them poses."""
+    """A number of some examples before and after, and their problems."""
 
     problems: list[str]
     values: list[tuple[float, float]]
@@ -435,20 +439,20 @@ class _Both(NamedTuple):
 def _read_both(
     pairs: Mapping[str, tuple[Sequence[ExampleScore], Sequence[ExampleScore]]], read: _Read
 ) -> _Both:
-    """Return a number of each example before and after, mean over seeds, where both sides have it."""
+    """Return a number of each example before and after, as the mean over seeds, if both sides have it."""
     both = _Both([], [])
     for name, (before, after) in pairs.items():
-        one, other = (
+        values_before, values_after = (
             [value for score in side if (value := read(score)) is not None] for side in (before, after)
         )
-        if one and other:
+        if values_before and values_after:
             both.problems.append(before[0].problem or name)
-            both.values.append((fmean(one), fmean(other)))
+            both.values.append((fmean(values_before), fmean(values_after)))
     return both
 
 
-def _difference(found: _Both, full_scale: float = 1.0) -> Interval | None:
-    if not found.values:
+def _difference(both: _Both, full_scale: float = 1.0) -> Interval | None:
+    if not both.values:
         return None
-    before_P, after_P = zip(*found.values, strict=True)
-    return paired_difference(before_P, after_P, found.problems, full_scale=full_scale)
+    before_P, after_P = zip(*both.values, strict=True)
+    return paired_difference(before_P, after_P, both.problems, full_scale=full_scale)

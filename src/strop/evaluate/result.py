@@ -1,11 +1,11 @@
-"""A stored score: what was measured, by which protocol, on which model, and whether it can count.
+"""A stored result: scores with their protocol, their model and their validity.
 
-A score never stands alone. It is stored with everything that could have changed it: task version,
-split, examples, stops, budget and sampling. A file that lacks one of them is unreadable, not a score
-with defaults. What two of them have in common is `comparison`'s business.
+A score is stored with everything that could have changed it: task version, split, examples, stops, budget
+and sampling. A file that lacks one of them is unreadable, not a score with defaults. `comparison` compares
+two results.
 
-Shares are in [0, 1]. None stands where nothing was measured; a rollout that could not be judged is
-unscored, and unscored is never wrong.
+Shares are in [0, 1]. None means not measured; a rollout that could not be judged is unscored, which never
+counts as wrong.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ PROTOCOL_FIELDS = (
     "num_samples",
     "pass_threshold",
 )
-"""What must agree before two scores may be compared. The task's version covers its prompt, stop
-strings and verifier; the tokenizer's digest covers chat template and terminators."""
+"""Fields that comparable results share. The task's version covers its prompt, stop strings and verifier; the
+tokenizer's digest covers chat template and terminators."""
 
 SUSPECT_TRUNCATED_FRAC = 0.02
-"""Share of cut replies above which a score is marked: some of them might have been right."""
+"""A score with a larger share of truncated replies is marked: some of them might have been right."""
 _CONTENT_DIGEST = "content_digest"
-"""Key of a stored result beside its fields: a hash over all of them."""
+"""Key of a stored result's hash over all of its fields."""
 _ROUNDING = 1e-9
 
 
 class Validity(StrEnum):
-    """Whether a result may be believed, compared and reported."""
+    """Whether a result may be compared and reported."""
 
     VALID = "valid"
     TRUNCATION = "invalid: truncation"
-    """Replies were cut by a budget below the task's own."""
+    """A budget below the task's own truncated replies."""
     UNSCORED = "invalid: unscored"
-    """Too many rollouts could not be judged; the rest may not be typical."""
+    """Too many rollouts could not be judged; the rest may not be representative."""
     VERIFIER = "invalid: verifier errors"
     """The verifier failed too often: it raised, crashed or ran out of its own time."""
 
@@ -64,7 +64,7 @@ class Validity(StrEnum):
 class Record(BaseModel):
     """A stored record, or a part of one."""
 
-    # Strict and closed: a result of another form is unreadable rather than half understood.
+    # Strict and closed: a result with other fields is unreadable.
     model_config = ConfigDict(frozen=True, strict=True, extra="forbid", allow_inf_nan=False)
 
 
@@ -72,20 +72,20 @@ class ExampleScore(Record):
     """The rollouts of one kind of one example."""
 
     problem: str | None = None
-    """What all examples that pose its problem have in common; None where it is a problem of its own."""
+    """Name shared by all examples of its problem; None if no other example poses it."""
     num_judged: int
-    """Rollouts that are known to be right or wrong."""
+    """Rollouts that are right or wrong."""
     solved_frac: float | None
-    """Share of them that is solved; None if there is none."""
+    """Solved share of the judged rollouts; None if there are none."""
     format_ok_frac: float | None
-    """Share in the asked form, among those whose task can tell."""
+    """Share in the right format, among rollouts whose format was checked."""
     in_format_solved_frac: float | None
-    """Solved share of those in the asked form; None if none is."""
+    """Solved share of those in the right format; None if there are none."""
     reward_mean: float | None
 
 
 class Summary(Record):
-    """How good the rollouts of one kind, greedy or sampled, were over some examples."""
+    """Scores of the rollouts of one kind, greedy or sampled, over some examples."""
 
     accuracy: float | None
     """Mean over examples of the solved share of their judged rollouts; None if none was judged."""
@@ -93,33 +93,33 @@ class Summary(Record):
     high: float
     """Ends of the 95 % interval, over problems."""
     num_samples: int
-    """Rollouts per example that were asked for."""
+    """Planned rollouts per example."""
     num_rollouts: int
     num_too_long: int
     """Rollouts not attempted because the prompt leaves no room for a reply; they count as not solved."""
     num_unscored: int
-    """Rollouts that could not be judged; they are in no mean."""
+    """Rollouts that could not be judged; no mean includes them."""
     verifier_error_frac: float
     """Share of all rollouts whose verifier raised, crashed or ran out of its own time; they are unscored."""
     failures: dict[str, int]
     """Rollouts without a verdict, by kind of failure."""
     timed_out_frac: float | None
-    """Share of the judged replies whose code used up its time: wrong ones, told apart from others."""
+    """Share of the judged replies whose code timed out; they count as wrong."""
     truncated_frac: float | None
-    """Share of the judged replies that were cut."""
+    """Truncated share of the judged replies."""
     cut_unsolved_frac: float | None
-    """Share of the judged replies that were cut and not solved; more room might have solved them."""
+    """Share of the judged replies that were truncated and not solved; a larger budget might help."""
     format_ok_frac: float | None
-    """Share of answers in the asked form, among rollouts whose task can tell; apart from being right."""
+    """Share in the right format, among rollouts whose format was checked; independent of correctness."""
     reply_tokens_mean: float | None
     reward_mean: float | None
     profile_area: float | None = None
-    """Area under the performance profile (AUP), the mean over tasks; None where the task is no suite whose
-    best scores are known."""
+    """Area under the performance profile (AUP), the mean over tasks; None unless the task is a suite with
+    known best scores."""
 
 
 class Score(Summary):
-    """The same over all examples of an evaluation, and each of them."""
+    """The summary over all examples of an evaluation, and the score of each example."""
 
     by_example: dict[str, ExampleScore]
     """By example id."""
@@ -131,21 +131,21 @@ class Score(Summary):
 
 
 class PassAtK(Record):
-    """How probable it is that one of k sampled rollouts solves an example, over examples."""
+    """Probability that at least one of k sampled rollouts solves an example, as the mean over examples."""
 
     value: float | None
-    """None where no example has k judged rollouts."""
+    """None if no example has k judged rollouts."""
     low: float
     high: float
     """Ends of the 95 % interval, over problems."""
     num_examples: int
-    """Examples that are counted."""
+    """Counted examples."""
     num_left_out: int
-    """Examples with fewer than k judged rollouts: a failure of ours must not count as one of the model's."""
+    """Examples with fewer than k judged rollouts, because lost rollouts are not the model's fault."""
 
 
 class PartScores(Record):
-    """What one part of a mixture has to do with the scores of the whole."""
+    """Scores of one part of a mixture."""
 
     task: str
     example_ids: list[str]
@@ -155,13 +155,13 @@ class PartScores(Record):
 
     @property
     def scores(self) -> dict[str, Summary]:
-        """The scores there are, by the kind of rollouts."""
-        found = {"greedy": self.greedy, "sampled": self.sampled}
-        return {name: score for name, score in found.items() if score is not None}
+        """The existing scores, by the kind of rollouts."""
+        scores = {"greedy": self.greedy, "sampled": self.sampled}
+        return {name: score for name, score in scores.items() if score is not None}
 
 
 def _require_mean(score: Summary, examples: Iterable[ExampleScore], place: str) -> None:
-    """Refuse an accuracy that is not the mean of its examples'. Raises: ValueError with both."""
+    """Refuse an accuracy that is not the mean over its examples. Raises: ValueError with both."""
     shares = [example.solved_frac for example in examples if example.solved_frac is not None]
     expected = sum(shares) / len(shares) if shares else None
     if expected is None or score.accuracy is None:
@@ -173,23 +173,23 @@ def _require_mean(score: Summary, examples: Iterable[ExampleScore], place: str) 
 
 
 class EvalPlan(Record):
-    """What is evaluated, and how: everything that is known before the first reply."""
+    """The subject and the protocol of an evaluation: everything that is known before the first reply."""
 
     task: str
     variant: str | None = None
-    """Which of the tasks of that name, such as a data set of reasoning-gym; None where there is one only."""
+    """Variant of the task, such as a data set of reasoning-gym; None if there is only one."""
     task_version: str
-    """Of the task that judges."""
+    """Version of the task that judges."""
     replies_version: str
-    """Of the task that posed and ended the replies; another one where they were judged anew."""
+    """Version of the task that posed the problems; differs from `task_version` after rescoring."""
     split: Split
     step: int
-    """Steps behind the model."""
+    """Training steps of the model."""
     model_digest: str
     dtype: str | None
-    """Number format that the weights were served in; None where it is not known."""
+    """Number format of the served weights; None if unknown."""
     dtype_reason: str | None = None
-    """Why it was that one; no part of the plan's identity."""
+    """Reason for that number format; not part of the plan's identity."""
     tokenizer_digest: str
     prompt_format: str
     num_examples: int
@@ -197,23 +197,23 @@ class EvalPlan(Record):
     """Hash over the example ids, which are hashes of content."""
     run_seed: int
     max_reply_tokens: int
-    """Of a mixture, the largest of its parts'."""
+    """For a mixture, the largest budget of its parts."""
     part_reply_tokens: dict[str, int] = {}
     """Budgets of a mixture's parts, by label."""
     stop_strings: list[str] | None = None
-    """Texts that end a reply beside the model's terminator; None where that was not recorded."""
+    """Texts that end a reply besides the model's terminator; None if not recorded."""
     first_prompt: str | None = None
-    """The first example as the model is asked; None where that was not recorded."""
+    """The rendered prompt of the first example; None if not recorded."""
     sampling: Sampling
     """Distribution of the sampled rollouts."""
     num_samples: int | None
     """Sampled rollouts per example; None: greedy only."""
     pass_threshold: float | None
-    """Reward from which on a rollout counts as solved; None: what the task calls correct."""
+    """A rollout with at least this reward counts as solved; None: the task's `is_correct` decides."""
 
     @property
     def identity(self) -> EvalPlan:
-        """The plan alone, where this is more than a plan."""
+        """Only the fields of the plan, also if this is a result."""
         fields = {name: getattr(self, name) for name in EvalPlan.model_fields}
         return EvalPlan.model_validate(fields | {"dtype_reason": None})
 
@@ -223,7 +223,7 @@ class EvalPlan(Record):
         return self.task if self.variant is None else f"{self.task}/{self.variant}"
 
     def budget_of(self, part: str | None) -> int:
-        """Tokens that a reply to an example of a part may have; None: the task has no parts."""
+        """Reply budget of a part's examples; None: the task has no parts."""
         return self.part_reply_tokens.get(part or "", self.max_reply_tokens)
 
     @property
@@ -245,25 +245,25 @@ class EvalResult(EvalPlan):
     sampled: Score | None
     # Keys of a JSON object are texts, so they are read as numbers.
     pass_at_k: dict[Annotated[int, Field(strict=False)], PassAtK]
-    """By k; empty where none was asked for."""
+    """By k; may be empty."""
     parts: dict[str, PartScores] = {}
-    """Of a mixture, each part by its label."""
+    """Scores of a mixture's parts, by label."""
     causes: list[FailureCause] = []
-    """What kept rollouts from being judged, the commonest first."""
+    """Causes of unscored rollouts, the commonest first."""
     validity: Validity
     audit: str | None = None
-    """Verdict of the audit that this user made of the task's version; None where there is none."""
+    """Verdict of this user's audit of the task's version; None if there is none."""
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def protocol_digest(self) -> str:
-        """Hash over everything in `PROTOCOL_FIELDS`; equal for scores that may be compared."""
+        """Hash over `PROTOCOL_FIELDS`; equal for comparable results."""
         return self._hash(PROTOCOL_FIELDS)
 
     @computed_field  # type: ignore[prop-decorator]
     @property
     def truncation_suspect(self) -> bool:
-        """Whether so many replies were cut that the score may say more about the budget than the model."""
+        """Whether so many replies were truncated that the score may reflect the budget, not the model."""
         return any((score.truncated_frac or 0.0) > SUSPECT_TRUNCATED_FRAC for score in self.scores.values())
 
     @model_validator(mode="before")
@@ -271,8 +271,8 @@ class EvalResult(EvalPlan):
     def _take_computed(cls, values: Any) -> Any:
         if not isinstance(values, Mapping):
             return values
-        beside = {*cls.model_computed_fields, _CONTENT_DIGEST}
-        return {name: value for name, value in values.items() if name not in beside}
+        computed = {*cls.model_computed_fields, _CONTENT_DIGEST}
+        return {name: value for name, value in values.items() if name not in computed}
 
     @model_validator(mode="after")
     def _check_counts(self) -> Self:
@@ -288,36 +288,36 @@ class EvalResult(EvalPlan):
 
     @property
     def scores(self) -> dict[str, Score]:
-        """The scores there are, by the kind of rollouts."""
-        found = {"greedy": self.greedy, "sampled": self.sampled}
-        return {name: score for name, score in found.items() if score is not None}
+        """The existing scores, by the kind of rollouts."""
+        scores = {"greedy": self.greedy, "sampled": self.sampled}
+        return {name: score for name, score in scores.items() if score is not None}
 
     @property
     def is_valid(self) -> bool:
-        """Whether the scores may be believed."""
+        """Whether the scores may be compared and reported."""
         return self.validity is Validity.VALID
 
     @property
     def verdict(self) -> str:
-        """Whether the scores may be believed, behind what kept rollouts from being judged."""
+        """The causes of unscored rollouts and the validity, in one line."""
         return f"{self.lost}{self.validity.value}"
 
     @property
     def lost(self) -> str:
-        """What kept rollouts from being judged, as the begin of a line; empty where nothing did."""
+        """The causes of unscored rollouts, as the beginning of a line; empty if there are none."""
         num_rollouts = sum(score.num_rollouts for score in self.scores.values())
         return f"{sum_up(self.causes, num_rollouts)}; " if self.causes else ""
 
 
 def digest_examples(example_ids: list[str]) -> str:
-    """Return a hash over example ids, which does not depend on their order."""
+    """Return a hash over example ids, independent of their order."""
     return hashlib.sha256("\n".join(sorted(example_ids)).encode()).hexdigest()[:16]
 
 
 def result_name(plan: EvalPlan) -> str:
     """Return the file name of a result, for example 'arithmetic-step-000020.json'.
 
-    The held-out split is the usual one; any other stands in the name.
+    The name contains the split unless it is the held-out one.
     """
     task = re.sub(r"[^A-Za-z0-9._-]+", "-", plan.full_name)
     split = "" if plan.split is Split.HELD_OUT else f"-{plan.split.value}"
@@ -325,8 +325,8 @@ def result_name(plan: EvalPlan) -> str:
 
 
 def dump_result(result: EvalResult) -> dict[str, Any]:
-    """Return a result as JSON values, sealed with a hash over them."""
-    # As a file gives them back: keys of a table are texts there.
+    """Return a result as JSON values, with a hash over them."""
+    # Through JSON, so that the keys of tables are texts as in the file.
     values: dict[str, Any] = json.loads(result.model_dump_json())
     return {**values, _CONTENT_DIGEST: _digest_content(values)}
 
@@ -341,7 +341,7 @@ def write_result(result: EvalResult, path: Path) -> None:
 
 
 def _digest_content(values: Mapping[str, Any]) -> str:
-    """Hash what stands in a file, so that fields that a later version adds leave the digest as it was."""
+    """Hash the content of a file, so that fields of a later version do not change the digest."""
     content = {name: value for name, value in values.items() if name != _CONTENT_DIGEST}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -360,11 +360,11 @@ def read_result(path: Path) -> EvalResult:
 
 
 def parse_result(data: bytes, path: Path | str) -> EvalResult:
-    """Return the result that a file's bytes are; `path` names it.
+    """Parse the bytes of a result file; `path` is for messages.
 
     Raises: CorruptRecord if a field is missing, unknown or of the wrong type, if the file was changed since
-        it was written, or an accuracy is not that of its examples. A file of a version that did not
-        seal results has no digest over all fields; the rest holds for it.
+        it was written, or an accuracy is not the mean over its examples. Files of older versions have no
+        content digest; the other checks apply to them.
     """
     try:
         result = EvalResult.model_validate_json(data)
@@ -390,9 +390,9 @@ def _unreadable(path: Path | str, cause: str) -> CorruptRecord:
 
 
 def refuse_invalid(result: EvalResult) -> None:
-    """Refuse a result that may not be believed.
+    """Refuse an invalid result.
 
-    Raises: CheckRefused, exit code 76, with the cause and the numbers behind it.
+    Raises: CheckRefused, exit code 76, with the cause and its numbers.
     """
     if result.is_valid:
         return
@@ -415,10 +415,10 @@ def refuse_invalid(result: EvalResult) -> None:
 def write_order(result: EvalResult, path: Path) -> None:
     """Write the solved share of each example as JSON lines, the easiest first.
 
-    The first line says task, version, split and model. Each further one has `example_id`, `solved_frac`
-    (in [0, 1]) and `num_samples`, the judged rollouts behind it: sampled ones where there are any,
-    greedy ones otherwise. Ties stand in the order of their ids. Examples that could not be judged have
-    `solved_frac` null and stand last: left out, their ids would not match the task's.
+    The first line has task, version, split and model. Each further one has `example_id`, `solved_frac`
+    (in [0, 1]) and `num_samples`, its number of judged rollouts: sampled ones if there are any, greedy ones
+    otherwise. Ties are in the order of their ids. Examples that could not be judged have `solved_frac` null
+    and come last: without them, the ids would not match the task's.
 
     Raises: CheckRefused if the result is invalid; StoreError if the file cannot be written.
     """

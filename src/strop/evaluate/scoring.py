@@ -1,8 +1,8 @@
-"""From rollouts to numbers: what counts as solved, what as unscored, and when a result is invalid.
+"""Compute scores from rollouts: solved, unscored, and when a result is invalid.
 
-Every prompt is counted. A prompt too long for the model is an example that it cannot solve; a rollout
-that could not be judged is neither solved nor wrong and is counted apart. A partial reward is not
-solved: that takes the task's word, or the declared threshold.
+Every prompt is counted. A prompt too long for the model counts as not solved; a rollout that could not be
+judged is neither solved nor wrong and is counted separately. A partial reward is not solved: `is_correct` of
+the task decides, or the declared threshold.
 
 Shapes: P = examples, G = rollouts of one kind of one example.
 """
@@ -45,18 +45,18 @@ MAX_VERIFIER_ERROR_FRAC = 0.005
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What scores need of one rollout; the rollout itself is on the disk, or not needed any more."""
+    """The facts of one rollout that scores need; the rollout itself is on the disk, or dropped."""
 
     is_solved: bool | None
     """None: it could not be judged."""
     has_reply: bool
-    """Whether there was an attempt that was judged."""
+    """Whether there was a judged attempt."""
     format_ok: bool | None
     truncated: bool
     timed_out: bool
     reward: float | None
     profile_area: float | None
-    """What it adds to the area under a suite's performance profile."""
+    """Its contribution to the area under a suite's performance profile."""
     num_tokens: int
     failure: Failure | None
     versions: frozenset[int]
@@ -64,7 +64,7 @@ class Verdict:
 
     @property
     def is_verifier_error(self) -> bool:
-        """Whether it is the verifier that failed."""
+        """Whether the verifier failed."""
         return self.failure is not None and self.failure.owner is FailureOwner.TASK
 
 
@@ -74,11 +74,11 @@ class ExampleVerdicts:
 
     example_id: str
     task: str
-    """The task that the example belongs to; of a mixture, that of its part."""
+    """The task of the example; in a mixture, the task of its part."""
     part: str | None
     """Label of the part of a mixture; None: the task has no parts."""
     problem: str | None
-    """What it has in common with all examples of its problem; None where the task does not know."""
+    """Name shared by all examples of its problem; None if unknown."""
     is_budget_cut: bool
     """Whether its replies had a smaller budget than the task's own."""
     greedy: Verdict
@@ -86,7 +86,7 @@ class ExampleVerdicts:
 
 
 def give_verdict(rollout: Rollout, pass_threshold: float | None) -> Verdict:
-    """Reduce a rollout to what scores need. Solved means correct, or a reward from the threshold on."""
+    """Reduce a rollout to its verdict. Solved means correct, or a reward of at least the threshold."""
     outcome = rollout.outcome
     is_solved = outcome.is_correct
     if pass_threshold is not None and outcome.reward is not None:
@@ -103,7 +103,7 @@ def give_verdict(rollout: Rollout, pass_threshold: float | None) -> Verdict:
         reward=outcome.reward,
         profile_area=outcome.metrics.get(PROFILE_AREA) if outcome.is_scored else None,
         num_tokens=rollout.num_sampled_tokens,
-        # Of thousands of failures alike, one text is kept.
+        # Thousands of equal failures share one text.
         failure=failure and replace(failure, detail=sys.intern(failure.detail)),
         versions=frozenset(
             turn.policy_version
@@ -114,7 +114,7 @@ def give_verdict(rollout: Rollout, pass_threshold: float | None) -> Verdict:
 
 
 def give_verdicts(rollouts_G: Sequence[Rollout], task: Task, plan: EvalPlan) -> ExampleVerdicts:
-    """Reduce the rollouts of an example, the greedy one first, to what scores need."""
+    """Reduce the rollouts of an example, the greedy one first, to their verdicts."""
     example = rollouts_G[0].example
     greedy, *sampled_G = (give_verdict(rollout, plan.pass_threshold) for rollout in rollouts_G)
     part = part_of(task, example)
@@ -132,10 +132,10 @@ def give_verdicts(rollouts_G: Sequence[Rollout], task: Task, plan: EvalPlan) -> 
 def build_result(
     plan: EvalPlan, verdicts_P: Sequence[ExampleVerdicts], *, pass_at: Sequence[int] = ()
 ) -> EvalResult:
-    """Sum an evaluation up, and each part of a mixture.
+    """Summarise an evaluation, and each part of a mixture.
 
     Raises: ConfigError if a k of `pass_at` is below 1 or above the number of samples; EngineError if
-        no rollout brought a reply, or several policy versions did.
+        no rollout has a reply, or they have several policy versions.
     """
     check_pass_at(pass_at, plan.num_samples)
     by_part: dict[str, list[ExampleVerdicts]] = {}
@@ -164,7 +164,7 @@ def _find_audit_verdict(plan: EvalPlan) -> str | None:
     try:
         report = find_audit(plan.task, plan.task_version)
     except CorruptRecord:
-        # It says nothing of the task, and is no reason to lose a score.
+        # A damaged report says nothing about the task, and must not cost the score.
         return None
     return None if report is None else report.verdict.value
 
@@ -175,10 +175,10 @@ def _score_kinds(
     pass_at: Sequence[int],
     score: Callable[[Sequence[_Kind]], Summary],
 ) -> dict[str, Any]:
-    """Score the greedy and, where there are any, the sampled rollouts, and pass@k."""
-    sampled_P = [_Kind(one, one.sampled_G) for one in verdicts_P]
+    """Score the greedy rollouts, the sampled ones if there are any, and pass@k."""
+    sampled_P = [_Kind(verdicts, verdicts.sampled_G) for verdicts in verdicts_P]
     return {
-        "greedy": score([_Kind(one, (one.greedy,)) for one in verdicts_P]),
+        "greedy": score([_Kind(verdicts, (verdicts.greedy,)) for verdicts in verdicts_P]),
         "sampled": None if plan.num_samples is None else score(sampled_P),
         "pass_at_k": {k: _pass_at_k(sampled_P, k) for k in pass_at},
     }
@@ -192,17 +192,17 @@ class _Kind(NamedTuple):
 
     @property
     def problem(self) -> str:
-        """What counts as one draw."""
+        """The unit that counts as one independent draw."""
         return self.example.problem or self.example.example_id
 
     @property
     def solved_G(self) -> list[bool]:
-        """Of those that could be judged."""
+        """Whether each judged rollout solved the example."""
         return [verdict.is_solved for verdict in self.verdicts_G if verdict.is_solved is not None]
 
 
 def check_pass_at(pass_at: Sequence[int], num_samples: int | None) -> None:
-    """Refuse a k that the samples cannot give.
+    """Refuse a k above the number of samples.
 
     Raises: ConfigError naming the first one.
     """
@@ -216,9 +216,9 @@ def check_pass_at(pass_at: Sequence[int], num_samples: int | None) -> None:
 
 
 def _pass_at_k(kind_P: Sequence[_Kind], k: int) -> PassAtK:
-    solved_P_G = [one.solved_G for one in kind_P]
+    solved_P_G = [kind.solved_G for kind in kind_P]
     num_examples = sum(len(solved_G) >= k for solved_G in solved_P_G)
-    interval = pass_at_k_interval(solved_P_G, k, [one.problem for one in kind_P])
+    interval = pass_at_k_interval(solved_P_G, k, [kind.problem for kind in kind_P])
     return PassAtK(
         value=interval.estimate if num_examples else None,
         low=interval.low,
@@ -229,20 +229,20 @@ def _pass_at_k(kind_P: Sequence[_Kind], k: int) -> PassAtK:
 
 
 def _score(kind_P: Sequence[_Kind]) -> Score:
-    """Summarise the rollouts of one kind, and each example's."""
+    """Summarise the rollouts of one kind, in all and by example."""
     return Score(
         **_summarize(kind_P).model_dump(),
-        by_example={one.example.example_id: _score_example(one) for one in kind_P},
+        by_example={kind.example.example_id: _score_example(kind) for kind in kind_P},
     )
 
 
 def _summarize(kind_P: Sequence[_Kind]) -> Summary:
     """Summarise the rollouts of one kind."""
-    verdicts = [verdict for one in kind_P for verdict in one.verdicts_G]
+    verdicts = [verdict for kind in kind_P for verdict in kind.verdicts_G]
     replies = [verdict for verdict in verdicts if verdict.has_reply]
-    solved_P_G = [one.solved_G for one in kind_P]
+    solved_P_G = [kind.solved_G for kind in kind_P]
     num_judged = sum(len(solved_G) for solved_G in solved_P_G)
-    interval = clustered_interval(solved_P_G, [one.problem for one in kind_P])
+    interval = clustered_interval(solved_P_G, [kind.problem for kind in kind_P])
     unscored = [verdict for verdict in verdicts if verdict.is_solved is None]
     return Summary(
         accuracy=interval.estimate if num_judged else None,
@@ -267,19 +267,19 @@ def _summarize(kind_P: Sequence[_Kind]) -> Summary:
 
 
 def _profile_area(kind_P: Sequence[_Kind]) -> float | None:
-    """Return the mean over tasks: each counts once, however many of its examples could be judged."""
+    """Return the mean over tasks: each has the same weight."""
     by_part: dict[str | None, list[float]] = {}
-    for one in kind_P:
-        found = [verdict.profile_area for verdict in one.verdicts_G if verdict.profile_area is not None]
-        by_part.setdefault(one.example.part, []).extend(found)
-    return _mean([float(np.mean(found)) for found in by_part.values() if found])
+    for kind in kind_P:
+        areas = [verdict.profile_area for verdict in kind.verdicts_G if verdict.profile_area is not None]
+        by_part.setdefault(kind.example.part, []).extend(areas)
+    return _mean([float(np.mean(areas)) for areas in by_part.values() if areas])
 
 
-def _score_example(one: _Kind) -> ExampleScore:
-    judged = [verdict for verdict in one.verdicts_G if verdict.is_solved is not None]
+def _score_example(kind: _Kind) -> ExampleScore:
+    judged = [verdict for verdict in kind.verdicts_G if verdict.is_solved is not None]
     replies = [verdict for verdict in judged if verdict.has_reply]
     return ExampleScore(
-        problem=one.example.problem,
+        problem=kind.example.problem,
         num_judged=len(judged),
         solved_frac=_mean([bool(verdict.is_solved) for verdict in judged]),
         format_ok_frac=_mean([v.format_ok for v in replies if v.format_ok is not None]),
@@ -293,11 +293,11 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def _list_all(verdicts_P: Sequence[ExampleVerdicts]) -> list[Verdict]:
-    return [one for verdicts in verdicts_P for one in (verdicts.greedy, *verdicts.sampled_G)]
+    return [verdict for verdicts in verdicts_P for verdict in (verdicts.greedy, *verdicts.sampled_G)]
 
 
 def _find_causes(verdicts_P: Sequence[ExampleVerdicts]) -> tuple[FailureCause, ...]:
-    return find_causes(one.failure for one in _list_all(verdicts_P) if one.failure is not None)
+    return find_causes(v.failure for v in _list_all(verdicts_P) if v.failure is not None)
 
 
 def _single_version(verdicts_P: Sequence[ExampleVerdicts]) -> int:
@@ -333,7 +333,7 @@ def _judge_validity(verdicts_P: Sequence[ExampleVerdicts]) -> Validity:
                 return Validity.VERIFIER
             if sum(v.is_solved is None for v in rollouts) > MAX_UNSCORED_FRAC * len(rollouts):
                 return Validity.UNSCORED
-            # Only replies whose budget was below the task's own say something about the budget.
+            # Only replies with a budget below the task's own count.
             curtailed = [
                 verdict.truncated
                 for example, verdicts_G in zip(mine_P, kind_P, strict=True)

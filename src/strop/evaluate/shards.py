@@ -1,15 +1,15 @@
-"""The replies of an evaluation: kept in pieces, so that a killed one goes on, and judged anew.
+"""The replies of an evaluation, stored in shards so that a killed one can resume, and rescoring.
 
-A shard is a Parquet file of the rollouts of some examples in a row, as training writes them. It appears
-whole or not at all, and carries the plan that it belongs to: a shard of another model, task version or
-seed is refused by what differs. A shard with rollouts that an engine or a machine lost is attempted anew.
+A shard is a Parquet file of the rollouts of consecutive examples, in training's format. It is written
+atomically, with the plan of its evaluation: a shard of another model, task version or seed is refused, with
+the differing fields. A shard with rollouts that an engine or a machine lost is attempted again.
 Covered: a kill at any moment, two processes in one folder, other evaluations' files, flipped bytes.
 Not covered: shards changed on purpose.
 
-`rescore` judges kept replies with the task as it is now. Nothing is generated. A rollout that never brought
-a reply stays what it was; every other reply is judged again, those included that the verifier failed on. The
-new result names both versions of the task, and is compared with results of the same two only: its replies
-answered the older one's prompts.
+`rescore` judges stored replies with the current task. Nothing is generated. A rollout without a reply stays
+as it was; every other reply is judged again, including those on which the verifier failed. The new result
+names both versions of the task, and is comparable only with results of the same two: its replies answer the
+prompts of the older version.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
@@ -43,7 +44,7 @@ LOCK_NAME = "lock"
 PLAN_FACT = "strop.evaluation"
 TASK_FACT = "strop.task"
 LOST_FACT = "strop.lost"
-"""Rollouts of a shard that an engine or a machine lost."""
+"""Number of rollouts of a shard that an engine or a machine lost."""
 _MACHINES = frozenset({FailureOwner.ENGINE, FailureOwner.INFRA})
 
 
@@ -64,7 +65,7 @@ class ShardFolder:
         *,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """`part`: which share of the work this process has, of how many; each may hold the folder."""
+        """`part`: index and number of the processes that share the work; each locks its own file."""
         self.path = path
         self._plan = plan
         self._facts = {
@@ -76,7 +77,7 @@ class ShardFolder:
         self._kept: set[str] = set()
 
     def __enter__(self) -> Self:
-        """Make the folder, lock it, and look at what is in it.
+        """Make the folder, lock it, and check its shards.
 
         Raises: CheckRefused if another process works in it, or a shard belongs to another evaluation;
             CorruptRecord if a shard is damaged; StoreError if the disk fails.
@@ -91,28 +92,25 @@ class ShardFolder:
                 allowed="one evaluation per folder at a time",
                 next_step="wait for it, or name another folder with --out",
             )
-        is_ours = False
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._lock.release)
             remove_leftovers(self.path)
-            # Shards that need no further attempt; those of another evaluation are refused.
+            # Complete shards; those of another evaluation are refused.
             self._kept = set()
             for path in list_shards(self.path):
                 refuse_other_plan(path, read_plan(path), self._plan)
                 if _read_facts(path).get(LOST_FACT) == "0":
                     self._kept.add(path.name)
-            is_ours = True
-        finally:
-            if not is_ours:
-                self._lock.release()
+            undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self._lock.release()
 
     @property
     def num_kept(self) -> int:
-        """Examples whose replies were here when the folder was locked."""
+        """Number of examples whose replies were stored when the folder was locked."""
         shards = cut_shards(self._plan.num_examples)
         return sum(len(shard.examples) for shard in shards if shard.file_name in self._kept)
 
@@ -129,14 +127,13 @@ class ShardFolder:
         from strop.record.rollouts import read_rollouts
 
         rollouts = read_rollouts(path)
-        wanted = [
+        planned = [
             (p.example.example_id, p.sample_index, p.sampling) for plans_G in plans_P_G for p in plans_G
         ]
-        found = [(r.example.example_id, r.sample_index, r.sampling) for r in rollouts]
-        if wanted != found:
+        if planned != [(r.example.example_id, r.sample_index, r.sampling) for r in rollouts]:
             raise CorruptRecord(
-                f"{path} holds {len(found)} rollouts that are not the planned ones",
-                allowed=f"the {len(wanted)} that the evaluation plans for these examples, in order",
+                f"{path} holds {len(rollouts)} rollouts that are not the planned ones",
+                allowed=f"the {len(planned)} that the evaluation plans for these examples, in order",
                 next_step="remove the file; the same command attempts its examples again",
             )
         per_example = len(plans_P_G[0])
@@ -145,7 +142,7 @@ class ShardFolder:
         ]
 
     def write(self, shard: Shard, rollouts_P_G: Sequence[Sequence[Rollout]]) -> None:
-        """Keep the rollouts of a shard, complete or not at all.
+        """Store the rollouts of a shard, atomically.
 
         Raises: DataError if a text is not valid Unicode; StoreError if the disk fails.
         """
@@ -159,7 +156,7 @@ class ShardFolder:
 
 
 def read_plan(path: Path) -> EvalPlan:
-    """Return the plan that a shard belongs to.
+    """Return the plan of a shard's evaluation.
 
     Raises: StoreError if it cannot be read; CorruptRecord if it is no shard of an evaluation.
     """
@@ -170,7 +167,7 @@ def read_plan(path: Path) -> EvalPlan:
 
 
 def read_task_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of the task that a shard's replies were first judged by.
+    """Return the settings of the task that first judged a shard's replies.
 
     Raises: like `read_plan`.
     """
@@ -181,18 +178,18 @@ def read_task_settings(path: Path) -> dict[str, Any]:
 
 
 def _read_facts(path: Path) -> dict[str, str]:
-    # Here, because pyarrow is heavy and an evaluation that keeps nothing does not need it.
+    # Imported here: pyarrow is heavy, and an evaluation without a folder does not need it.
     from strop.record.rollouts import read_facts
 
     return read_facts(path)
 
 
-def refuse_other_plan(path: Path, found: EvalPlan, wanted: EvalPlan) -> None:
-    """Refuse a record of another evaluation where this one would go on.
+def refuse_other_plan(path: Path, stored: EvalPlan, planned: EvalPlan) -> None:
+    """Refuse the record of another evaluation.
 
     Raises: CheckRefused naming every field that differs.
     """
-    differences = list_plan_differences(found, wanted)
+    differences = list_plan_differences(stored, planned)
     if differences:
         shown = "; ".join(describe_difference(d, (" there", " now")) for d in differences)
         raise CheckRefused(
@@ -205,8 +202,8 @@ def refuse_other_plan(path: Path, found: EvalPlan, wanted: EvalPlan) -> None:
 def read_all_shards(path: Path) -> tuple[EvalPlan, list[Rollout]]:
     """Return the plan and all rollouts of a complete evaluation, in order.
 
-    Raises: StoreError if there is none or it is not complete; CheckRefused if its shards belong to
-        several; CorruptRecord if one is damaged.
+    Raises: StoreError if there is none or it is not complete; CheckRefused if the shards belong to
+        several evaluations; CorruptRecord if one is damaged.
     """
     from strop.record.rollouts import read_rollouts
 
@@ -226,9 +223,9 @@ def read_all_shards(path: Path) -> tuple[EvalPlan, list[Rollout]]:
     return plan, [rollout for shard_path in paths for rollout in read_rollouts(shard_path)]
 
 
-def _incomplete(path: Path, found: str) -> StoreError:
+def _incomplete(path: Path, content: str) -> StoreError:
     return StoreError(
-        f"{path} {found}",
+        f"{path} {content}",
         allowed="the folder that `strop eval` wrote beside its result, with every shard",
         next_step="repeat the `strop eval` that began it, or name another folder",
     )
@@ -243,28 +240,28 @@ def _no_shard(path: Path, cause: str) -> CorruptRecord:
 
 
 MAX_AT_ONCE = 256
-"""Judgements under way at once; a judge with workers queues most of them."""
+"""Concurrent judgements; a judge with workers queues most of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangedVerdict:
-    """A rollout that is judged otherwise than before."""
+    """A rollout whose verdict changed."""
 
     example_id: str
     reply: str
-    """'greedy', or 'sample 0' and so on."""
+    """'greedy', 'sample 0', 'sample 1', ..."""
     before: bool | None
     """Whether it was solved; None: unscored."""
     after: bool | None
     extracted: str | None
-    """What of the reply is compared now."""
+    """The part of the reply that is compared now."""
     detail: str
-    """Why there is no verdict now; empty where there is one."""
+    """The failure if there is no verdict now, else empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rescored:
-    """A new result, and what became of the old one's verdicts."""
+    """A new result, and the changed verdicts."""
 
     result: EvalResult
     changes: tuple[ChangedVerdict, ...]
@@ -278,19 +275,19 @@ async def rescore(
     judge: Judge | None = None,
     pass_at: Sequence[int] = (),
 ) -> Rescored:
-    """Judge the replies of an evaluation anew.
+    """Judge the replies of an evaluation again.
 
-    `rollouts` are all of the plan's, in order. Without a `judge`, replies are judged in this process.
+    `rollouts`: all rollouts of the plan, in order. Without a `judge`, replies are judged in this process.
     Raises: CheckRefused if the task is another one, or lacks an example; ConfigError like `build_result`.
     """
     examples = {example.example_id: example for example in task.examples(plan.split)}
-    wanted = dict.fromkeys(rollout.example.example_id for rollout in rollouts)
-    missing = [example_id for example_id in wanted if example_id not in examples]
+    example_ids = dict.fromkeys(rollout.example.example_id for rollout in rollouts)
+    missing = [example_id for example_id in example_ids if example_id not in examples]
     if task.name != plan.task or missing:
         first = f", the first is {missing[0]}" if missing else ""
         raise CheckRefused(
             f"replies to {plan.task} of version {plan.replies_version} were given to {task.name} of"
-            f" version {task.version}: {len(missing)} of {len(wanted)} example ids are not in its"
+            f" version {task.version}: {len(missing)} of {len(example_ids)} example ids are not in its"
             f" {plan.split.value} split{first}",
             allowed="the task that the replies answer, with all of its examples",
             next_step="give the settings that the evaluation was made with",
@@ -298,7 +295,7 @@ async def rescore(
     places = asyncio.Semaphore(MAX_AT_ONCE)
     chosen = judge or InlineJudge(task)
 
-    async def judge_anew(rollout: Rollout) -> Rollout:
+    async def judge_again(rollout: Rollout) -> Rollout:
         async with places:
             example = examples[rollout.example.example_id]
             reply, failure = rollout.reply, rollout.outcome.failure
@@ -312,7 +309,7 @@ async def rescore(
             is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in rollout.turns)
             return replace(rollout, outcome=replace(outcome, truncated=outcome.truncated or is_cut))
 
-    judged = await asyncio.gather(*(judge_anew(rollout) for rollout in rollouts))
+    judged = await asyncio.gather(*(judge_again(rollout) for rollout in rollouts))
     new_plan = plan.model_copy(update={"task_version": task.version})
     per_example = 1 + (plan.num_samples or 0)
     verdicts_P = [
