@@ -22,7 +22,7 @@ from strop.tasks.instructions.harness import (
     SENTENCES_ID,
     count_capital_tokens,
     is_drawn,
-    require_punkt,
+    load_punkt,
 )
 from strop.tasks.instructions.replies import judge_instructions
 from tests.conftest import require_system_part
@@ -129,12 +129,10 @@ def test_a_keyword_that_is_no_pattern_is_refused() -> None:
 
 
 def test_missing_sentence_splitter_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    from strop.tasks.instructions.harness import _load_punkt
-
-    _load_punkt.cache_clear()
+    load_punkt.cache_clear()
     monkeypatch.setitem(__import__("sys").modules, "nltk.tokenize", None)
     with pytest.raises(
         ConfigError, match=r"task\.rules=lm-eval judges .*Next: install both, or set task\.rules"
     ):
-        require_punkt()
-    _load_punkt.cache_clear()
+        load_punkt()
+    load_punkt.cache_clear()

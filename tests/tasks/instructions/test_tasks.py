@@ -224,7 +224,7 @@ def test_the_harness_rules_need_a_sentence_splitter(
     def refuse() -> None:
         raise ConfigError("no Punkt here")
 
-    monkeypatch.setattr(tasks, "require_punkt", refuse)
+    monkeypatch.setattr(tasks, "load_punkt", refuse)
     with pytest.raises(ConfigError, match="no Punkt here"):
         ifeval(ifeval_file, rules="lm-eval").examples(Split.HELD_OUT)
     assert ifeval(ifeval_file).examples(Split.HELD_OUT)

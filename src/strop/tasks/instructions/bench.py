@@ -1,9 +1,8 @@
-"""The instructions of IFBench: those about words, word lists, counts and ratios, and what has no checker.
+"""The instructions of IFBench about words, word lists, counts and ratios, and the ids without a checker.
 
-Source of ids and arguments: arXiv:2507.02833. Own implementations of what each instruction says; the
-first line of each checker says what that was taken to be. `bench_forms.py` has those about format,
-`bench_customs.py` those with a question of their own. Together they are the 58 of the published checkers;
-any other id is refused by name.
+Source of ids and arguments: arXiv:2507.02833. Own implementations; the docstring of each checker states our
+reading of its instruction. `bench_forms.py` has the instructions about format, `bench_customs.py` those that
+ask a specific question. Together they are the 58 of the published checkers; any other id is refused by name.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ BENCH = Checkers("IFBench", on=CUSTOMS)
 UNJUDGED = MappingProxyType(
     {"count:words_french": "the paper names it; the published checkers have count:words_japanese instead"}
 )
-"""Ids named with IFBench without a checker, and why."""
+"""Ids of IFBench without a checker, with the reason."""
 
 # These lists decide scores. Names, pronouns and capitals are those of the published checkers
 # (github.com/allenai/IFBench), stop words the English ones of the Snowball project without their apostrophes.
-# Rules say which word is a verb and how many syllables it has; other programs use a tagger and a dictionary.
+# Verbs and syllables are found by rules; other programs use a tagger and a dictionary.
 
 Percentage = Annotated[int, Field(ge=0, le=100)]
 
@@ -115,12 +114,12 @@ _NOT_FORMS = frozenset(
 _TOKEN = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")
 _VOWEL_RUN = re.compile(r"[aeiouy]+")
 _OVERLAP_SLACK = 2
-"""Points of a hundred that an overlap may miss the wanted one by."""
+"""Allowed deviation of an overlap, in percentage points."""
 
 
 @BENCH.check("count:person_names")
 def counts_names(text: str, *, N: Count) -> bool:
-    """At least N different names of the fifty that the prompt lists, each a word of its own."""
+    """At least N different names of the fifty that the prompt lists, as whole words."""
     return len(set(find_words(text)) & set(_NAMES)) >= N
 
 
@@ -142,13 +141,12 @@ def _add_pronouns(draft: str, *, N: int) -> str:
 
 @BENCH.check("count:words_japanese", needs_substance=True)
 def writes_japanese(text: str, *, N: Position) -> bool:
-    """Every N-th word has a Japanese character, but for numbers and marks; there are N or more words."""
-    tokens = text.split()
-    words = [bare_words(token) for token in tokens[N - 1 :: N]]
-    return bool(words) and all(
+    """Every N-th word has a Japanese character, except numbers and marks; there are N or more words."""
+    tokens = text.split()[N - 1 :: N]
+    return bool(tokens) and all(
         re.search(r"[\u3040-\u30ff\u4e00-\u9fff]", word) or word.isdigit()
-        for found in words
-        for word in found
+        for token in tokens
+        for word in bare_words(token)
     )
 
 
@@ -160,7 +158,7 @@ def _write_japanese(draft: str, *, N: int) -> str:
 
 @BENCH.check("ratio:stop_words", needs_substance=True)
 def limits_stop_words(text: str, *, percentage: Percentage) -> bool:
-    """At most so many of a hundred words are stop words; an apostrophe divides a word."""
+    """At most this percentage of the words are stop words; an apostrophe divides a word."""
     words = find_words(text.lower())
     num_stop_words = sum(1 for word in words if word in _STOP_WORDS)
     return bool(words) and 100 * num_stop_words <= percentage * len(words)
@@ -174,7 +172,7 @@ def _limit_stop_words(draft: str, *, percentage: int) -> str:
 
 @BENCH.check("ratio:overlap")
 def overlaps_reference(text: str, *, reference_text: Text, percentage: Percentage) -> bool:
-    """So many of a hundred different trigrams of words and marks stand in the reference, give or take two."""
+    """This percentage, within two points, of the distinct trigrams of tokens occurs in the reference."""
     own, theirs = _trigrams(text), _trigrams(reference_text)
     if not own:
         return False
@@ -188,7 +186,7 @@ def _trigrams(text: str) -> set[tuple[str, ...]]:
 
 @BENCH.edit("ratio:overlap", stage=Stage.WHOLE)
 def _overlap_reference(draft: str, *, reference_text: str, percentage: int) -> str:
-    """Follow the reference and then leave it; the longest beginning that is in range."""
+    """Append other words to the reference until the overlap is in range."""
     others = [f"word{number}" for number in range(100 * len(reference_text.split()) // max(percentage, 1))]
     text = reference_text
     for other in others[:2000]:
@@ -200,13 +198,13 @@ def _overlap_reference(draft: str, *, reference_text: str, percentage: int) -> s
 
 @BENCH.check("words:odd_even_syllables", needs_substance=True)
 def alternates_syllables(text: str) -> bool:
-    """Words with an odd and with an even number of syllables take turns; there are two or more."""
+    """Words with an odd and an even number of syllables alternate; there are two or more."""
     parities = [count_syllables(word) % 2 for word in folded_words(text)]
     return len(parities) > 1 and all(first != second for first, second in pairwise(parities))
 
 
 def count_syllables(word: str) -> int:
-    """Count the runs of vowels but for a silent e at the end; one at least."""
+    """Count the runs of vowels except a silent e at the end; at least one."""
     letters = "".join(character for character in word.lower() if character.isalpha())
     count = len(_VOWEL_RUN.findall(letters))
     is_silent = letters.endswith("e") and not re.search(r"(?:[^aeiouy]l|[aeiouy])e$", letters)
@@ -268,7 +266,7 @@ def _add_conjunctions(draft: str, *, small_n: int) -> str:
 
 @BENCH.check("count:numbers", needs_substance=True)
 def counts_numbers(text: str, *, N: Count) -> bool:
-    """Exactly N numbers in digits; thousands and decimals belong to one number."""
+    """Exactly N numbers in digits; separators of thousands and decimals belong to the number."""
     return len(_NUMBER.findall(text)) == N
 
 
@@ -279,9 +277,9 @@ def _add_numbers(draft: str, *, N: int) -> str:
 
 @BENCH.check("count:punctuation")
 def uses_all_marks(text: str) -> bool:
-    """Every one of . , ! ? ; : and an interrobang, whose marks count for nothing else."""
-    found = next((mark for mark in ("?!", "!?", "‽") if mark in text), None)
-    return found is not None and set(text.replace(found, "", 1)) >= set(".,!?;:")
+    """All of . , ! ? ; : and an interrobang, whose marks do not count as others."""
+    interrobang = next((mark for mark in ("?!", "!?", "‽") if mark in text), None)
+    return interrobang is not None and set(text.replace(interrobang, "", 1)) >= set(".,!?;:")
 
 
 @BENCH.edit("count:punctuation", stage=Stage.CONTENT)
@@ -304,7 +302,7 @@ def _add_unique_words(draft: str, *, N: int) -> str:
 
 @BENCH.check("count:word_count_range", needs_substance=True)
 def counts_words_in_range(text: str, *, min_words: Count, max_words: Count) -> bool:
-    """The words between white space are so many at least and at most."""
+    """The number of words between white space is in the range."""
     return min_words <= len(bare_words(text)) <= max_words
 
 
@@ -318,7 +316,7 @@ def _fit_words(draft: str, *, min_words: int, max_words: int) -> str:
 def repeats_keywords(
     text: str, *, keyword1: Text, keyword2: Text, keyword3: Text, keyword4: Text, keyword5: Text
 ) -> bool:
-    """The five keywords stand on their own once, twice, and three, five and seven times."""
+    """The five keywords occur as whole words once, twice, and three, five and seven times."""
     keywords = (keyword1, keyword2, keyword3, keyword4, keyword5)
     return all(
         count_word(text, keyword) == times
@@ -369,10 +367,10 @@ def _balance_sentence_types(draft: str) -> str:
 
 @BENCH.check("ratio:sentence_words")
 def writes_equal_sentences(text: str) -> bool:
-    """Three sentences of equally many characters, and no word twice."""
-    found = sentences(text)
+    """Three sentences with the same number of characters, and no word twice."""
+    lengths = [len(sentence) for sentence in sentences(text)]
     words = folded_words(text)
-    return len(found) == 3 and len({len(s) for s in found}) == 1 and len(set(words)) == len(words)
+    return len(lengths) == 3 and len(set(lengths)) == 1 and len(set(words)) == len(words)
 
 
 @BENCH.edit("ratio:sentence_words", stage=Stage.WHOLE)
@@ -383,7 +381,7 @@ def _write_equal_sentences(draft: str) -> str:
 
 @BENCH.check("words:alphabet")
 def follows_alphabet(text: str) -> bool:
-    """Every word starts with the letter behind the one of the word before; a follows z; two or more."""
+    """Initials follow the alphabet, cyclically, from word to word; there are two or more."""
     words = folded_words(text)
     steps = all((ord(b[0]) - ord(a[0])) % 26 == 1 for a, b in pairwise(words))
     return len(words) > 1 and steps and all("a" <= word[0] <= "z" for word in words)
@@ -397,7 +395,7 @@ def _follow_alphabet(draft: str) -> str:
 
 @BENCH.check("words:consonants", needs_substance=True)
 def has_clusters(text: str) -> bool:
-    """Every word has two consonants side by side; y is one."""
+    """Every word has two adjacent consonants; y counts as one."""
     words = bare_words(text)
     return bool(words) and all(_CLUSTER.search(word) for word in words)
 
@@ -423,9 +421,8 @@ def _chain_sentences(draft: str) -> str:
 
 @BENCH.check("words:paragraph_last_first")
 def frames_paragraphs(text: str) -> bool:
-    """Every line ends with the word that it starts with, and has two words or more."""
-    found = [folded_words(line) for line in lines(text)]
-    return all(len(words) > 1 and words[0] == words[-1] for words in found)
+    """Every line ends with its first word, and has two or more words."""
+    return all(len(words) > 1 and words[0] == words[-1] for words in map(folded_words, lines(text)))
 
 
 @BENCH.edit("words:paragraph_last_first", stage=Stage.WHOLE)
@@ -436,7 +433,7 @@ def _frame_paragraphs(draft: str) -> str:
 
 @BENCH.check("words:no_consecutive", needs_substance=True)
 def varies_initials(text: str) -> bool:
-    """No word starts with the letter of the word before."""
+    """No word starts with the initial of the word before."""
     initials = [word[0] for word in folded_words(text)]
     return all(first != second for first, second in pairwise(initials))
 
@@ -450,8 +447,8 @@ def _vary_initials(draft: str) -> str:
 @BENCH.check("words:palindrome")
 def has_palindromes(text: str) -> bool:
     """Ten or more different words of five or more letters read the same backwards."""
-    found = {word for word in folded_words(text) if is_palindrome(word, _MIN_PALINDROME_LETTERS)}
-    return len(found) >= _NUM_PALINDROMES
+    palindromes = {word for word in folded_words(text) if is_palindrome(word, _MIN_PALINDROME_LETTERS)}
+    return len(palindromes) >= _NUM_PALINDROMES
 
 
 @BENCH.edit("words:palindrome", stage=Stage.CONTENT)
@@ -474,7 +471,7 @@ def _use_prime_lengths(draft: str) -> str:
 
 @BENCH.check("words:repeats", needs_substance=True)
 def limits_repeats(text: str, *, small_n: Position) -> bool:
-    """No word stands more often than n times."""
+    """No word occurs more than n times."""
     return max(Counter(folded_words(text)).values(), default=0) <= small_n
 
 
@@ -486,7 +483,7 @@ def _limit_repeats(draft: str, *, small_n: int) -> str:
 
 @BENCH.check("words:words_position")
 def places_keyword(text: str, *, keyword: Text) -> bool:
-    """The second and the second to last word are the keyword."""
+    """The second and the second-to-last word are the keyword."""
     words = folded_words(text)
     return len(words) > 3 and words[1] == words[-2] == strip_marks(keyword.strip()).lower()
 

@@ -1,7 +1,7 @@
-"""Instructions of IFBench that ask one question of their own, or want a form that one table decides.
+"""Instructions of IFBench that ask a specific question or require a specific table.
 
-What each is taken to be follows the published checkers (github.com/allenai/IFBench), in code of our own.
-Where those let a reply pass that plainly does not follow, as one line over and over, ours does not.
+Their reading follows the published checkers (github.com/allenai/IFBench); the code is our own. It rejects
+replies that the published checkers accept although they plainly do not comply, such as one repeated line.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CAPITALS = (
     "Ljubljana",
     "Zagreb",
 )
-"""European capitals north of 45 degrees, from north to south, as published; it leaves out Kyiv."""
+"""European capitals north of 45 degrees, from north to south, as published, without Kyiv."""
 _LEFT_OUT_CAPITALS = frozenset({"Kyiv", "Kiev"})
 _CITY_HEADER = ("ID", "Country", "City", "Year", "Count")
 _PRODUCT_HEADER = ("ProductID", "Category", "Brand", "Price", "Stock")
@@ -67,7 +67,7 @@ _MIN_QUOTE_DEPTH = 3
 
 @CUSTOMS.check("words:vowel", needs_substance=True)
 def uses_three_vowels(text: str) -> bool:
-    """One line of words in which at most three of a, e, i, o and u occur."""
+    """One line of words with at most three of the vowels a, e, i, o and u."""
     return "\n" not in text.strip() and len(set(text.lower()) & set("aeiou")) <= 3
 
 
@@ -79,9 +79,9 @@ def _use_three_vowels(draft: str) -> str:
 
 @CUSTOMS.check("format:thesis")
 def opens_with_italics(text: str) -> bool:
-    """A text in italics of HTML stands in the reply, and another text behind it."""
-    found = _ITALICS.search(text)
-    return found is not None and _has_word(found.group(2)) and _has_word(text[found.end() :])
+    """The reply has a text in HTML italics, and another text behind it."""
+    match = _ITALICS.search(text)
+    return match is not None and _has_word(match.group(2)) and _has_word(text[match.end() :])
 
 
 def _has_word(text: str) -> bool:
@@ -95,7 +95,7 @@ def _open_with_italics(draft: str) -> str:
 
 @CUSTOMS.check("format:title_case", needs_substance=True)
 def writes_title_case(text: str) -> bool:
-    """Every word that starts with a letter starts with a capital one; 'iPhone' may have its own way."""
+    """Every word that starts with a letter starts with a capital one; 'iPhone' is allowed."""
     words = [word for word in bare_words(text) if word[0].isalpha()]
     return bool(words) and all(not word[0].islower() or not word[1:].islower() for word in words if word[1:])
 
@@ -107,7 +107,7 @@ def _write_title_case(draft: str) -> str:
 
 @CUSTOMS.check("format:quotes")
 def nests_quotes(text: str) -> bool:
-    """Quotes hold quotes that hold quotes, of the other kind each; an apostrophe in a word is none."""
+    """Quotes are nested three deep, with alternating marks; an apostrophe in a word is no quote."""
     awaited: list[str] = []
     heights: list[int] = []
     for match in re.finditer(r"[\"'“”‘’]", text):
@@ -149,23 +149,17 @@ def _repeat_span(draft: str, *, prompt_to_repeat: str, n_start: int, n_end: int)
 @CUSTOMS.check("custom:mcq_count_length")
 def asks_four_questions(text: str) -> bool:
     """Four questions begin with 'Question', have options A to E each, and grow longer; nothing precedes."""
-    opening, *found = _QUESTION.split(text.strip())
-    asked = [question.strip().split("\n") for question in found]
-    if opening.strip() or len(asked) != _NUM_QUESTIONS:
+    opening, *parts = _QUESTION.split(text.strip())
+    if opening.strip() or len(parts) != _NUM_QUESTIONS:
         return False
-    if any(sum(map(_is_option, part)) != _NUM_OPTIONS for part in asked):
-        return False
-    lengths = [len(_question_text(part)) for part in asked]
+    lengths = []
+    for part in parts:
+        part_lines = [line.strip() for line in part.strip().split("\n")]
+        options = [number for number, line in enumerate(part_lines) if _OPTION.match(line)]
+        if len(options) != _NUM_OPTIONS:
+            return False
+        lengths.append(len(" ".join(part_lines[: options[0]]).strip()))
     return lengths[0] > 0 and all(first < second for first, second in pairwise(lengths))
-
-
-def _is_option(line: str) -> bool:
-    return _OPTION.match(line.strip()) is not None
-
-
-def _question_text(part: Sequence[str]) -> str:
-    first_option = next(number for number, line in enumerate(part) if _is_option(line))
-    return " ".join(line.strip() for line in part[:first_option]).strip()
 
 
 @CUSTOMS.edit("custom:mcq_count_length", stage=Stage.WHOLE)
@@ -179,16 +173,15 @@ def _ask_four_questions(draft: str) -> str:
 
 @CUSTOMS.check("custom:reverse_newline")
 def lists_countries(text: str) -> bool:
-    """From Zimbabwe on, 52 or more different lines stand in falling alphabetical order."""
-    found = [_folded(strip_marks(line)) for line in lines(text)]
-    found = [line for line in found if line]
-    start = next((number for number, line in enumerate(found) if _LAST_COUNTRY in line), len(found))
-    listed = found[start:]
-    return len(listed) >= _MIN_COUNTRIES and all(first > second for first, second in pairwise(listed))
+    """From Zimbabwe on, 52 or more different lines are in descending alphabetical order."""
+    names = [name for line in lines(text) if (name := _folded(strip_marks(line)))]
+    start = next((number for number, name in enumerate(names) if _LAST_COUNTRY in name), len(names))
+    countries = names[start:]
+    return len(countries) >= _MIN_COUNTRIES and all(first > second for first, second in pairwise(countries))
 
 
 def _folded(text: str) -> str:
-    """Return a text without accents and without what is not ASCII then."""
+    """Return a text without accents and other characters outside of ASCII."""
     return unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
 
 
@@ -200,7 +193,7 @@ def _list_countries(draft: str) -> str:
 
 @CUSTOMS.check("custom:word_reverse")
 def reverses_words(text: str) -> bool:
-    """Read from its last word to its first, the reply names the bald eagle; it is one sentence."""
+    """The reply is one sentence whose words, in reverse order, contain 'bald eagle'."""
     words = folded_words(text)[::-1]
     return len(sentences(text)) == 1 and ("bald", "eagle") in pairwise(words)
 
@@ -213,7 +206,7 @@ def _reverse_words(draft: str) -> str:
 
 @CUSTOMS.check("custom:character_reverse")
 def reverses_letters(text: str) -> bool:
-    """Read from its last letter to its first, the reply names the bald eagle."""
+    """The reply, read backwards by letters, contains 'bald eagle'."""
     return "bald eagle" in text.lower()[::-1]
 
 
@@ -225,12 +218,12 @@ def _reverse_letters(draft: str) -> str:
 
 @CUSTOMS.check("custom:european_capitals_sort")
 def sorts_capitals(text: str) -> bool:
-    """The capitals north of 45 degrees from north to south, with commas between; Kyiv may be named."""
-    named = [_folded(part).strip() for part in text.strip().rstrip(".").split(",")]
+    """The capitals north of 45 degrees from north to south, separated by commas; Kyiv is optional."""
+    names = [_folded(part).strip() for part in text.strip().rstrip(".").split(",")]
     place = CAPITALS.index("Prague")
-    if len(named) > place and named[place] in _LEFT_OUT_CAPITALS:
-        del named[place]
-    return tuple(named) == CAPITALS
+    if len(names) > place and names[place] in _LEFT_OUT_CAPITALS:
+        del names[place]
+    return tuple(names) == CAPITALS
 
 
 @CUSTOMS.edit("custom:european_capitals_sort", stage=Stage.WHOLE)
@@ -240,13 +233,13 @@ def _sort_capitals(draft: str) -> str:
 
 
 def _read_table(text: str, delimiter: str) -> list[list[str]] | None:
-    """Return the fields of all lines, quotes kept, or None where a quote is not closed."""
+    """Return the fields of all lines, with their quotes, or None if a quote is not closed."""
     rows = []
     for line in text.strip().split("\n"):
-        # Quotes are kept, so that a reader of fields can ask for them.
-        kept = line.strip("\r").replace('"', '"""')
+        # Doubled inside quotes, so that the parsed fields keep their quotes.
+        quoted = line.strip("\r").replace('"', '"""')
         try:
-            rows.append(next(csv.reader([kept], delimiter=delimiter, skipinitialspace=True, strict=True)))
+            rows.append(next(csv.reader([quoted], delimiter=delimiter, skipinitialspace=True, strict=True)))
         except (csv.Error, StopIteration):
             return None
     return rows
@@ -255,13 +248,13 @@ def _read_table(text: str, delimiter: str) -> list[list[str]] | None:
 def _is_table(rows: list[list[str]] | None, header: Sequence[str], num_rows: int) -> bool:
     if rows is None or len(rows) != num_rows + 1:
         return False
-    named = [field.strip().strip('"') for field in rows[0]]
-    return named == list(header) and all(len(row) == len(header) for row in rows)
+    names = [field.strip().strip('"') for field in rows[0]]
+    return names == list(header) and all(len(row) == len(header) for row in rows)
 
 
 @CUSTOMS.check("custom:csv_city")
 def writes_city_table(text: str) -> bool:
-    """A header and seven rows of five fields, with commas between, and nothing else."""
+    """Only a header and seven rows of five fields, separated by commas."""
     return _is_table(_read_table(text, ","), _CITY_HEADER, 7)
 
 
@@ -289,7 +282,7 @@ def _write_product_table(draft: str) -> str:
 
 @CUSTOMS.check("custom:csv_quotes")
 def writes_quoted_table(text: str) -> bool:
-    """A header and three rows of five fields with tabs between, every field between double quotes."""
+    """A header and three rows of five fields, separated by tabs, every field in double quotes."""
     rows = _read_table(text, "\t")
     if rows is None or not _is_table(rows, _STUDENT_HEADER, 3):
         return False

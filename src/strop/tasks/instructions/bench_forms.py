@@ -46,8 +46,8 @@ Options = Annotated[tuple[Text, ...], BeforeValidator(_read_options)]
 @FORMS.check("format:newline")
 def puts_words_on_lines(text: str) -> bool:
     """Every line holds one word, and there are two or more."""
-    found = lines(text.strip())
-    return len(found) > 1 and all(len(line.split()) == 1 for line in found)
+    words = lines(text.strip())
+    return len(words) > 1 and all(len(line.split()) == 1 for line in words)
 
 
 @FORMS.edit("format:newline", stage=Stage.WRAPPING)
@@ -57,7 +57,7 @@ def _put_words_on_lines(draft: str) -> str:
 
 @FORMS.check("format:no_whitespace", needs_substance=True)
 def has_no_whitespace(text: str) -> bool:
-    """No white space stands in the reply, but at its ends."""
+    """The reply has no white space, except at its ends."""
     return not any(character.isspace() for character in text.strip())
 
 
@@ -82,9 +82,9 @@ def _indent_lines(draft: str) -> str:
 @FORMS.check("format:list")
 def writes_list(text: str, *, sep: Text) -> bool:
     """Two or more lines start with the separator, and none with a bullet instead."""
-    found = [line.lstrip() for line in lines(text)]
-    items = [line for line in found if line.startswith(sep.strip())]
-    others = [line for line in found if not line.startswith(sep.strip())]
+    stripped = [line.lstrip() for line in lines(text)]
+    items = [line for line in stripped if line.startswith(sep.strip())]
+    others = [line for line in stripped if not line.startswith(sep.strip())]
     return len(items) > 1 and not any(re.match(r"[-*•]\s", line) for line in others)
 
 
@@ -95,12 +95,12 @@ def _write_list(draft: str, *, sep: str) -> str:
 
 @FORMS.check("format:no_bullets_bullets")
 def writes_sentences_then_bullets(text: str) -> bool:
-    """Two or more sentences that end in a full stop stand before two or more lines with an asterisk."""
-    found = lines(text)
-    starts = [number for number, line in enumerate(found) if _BULLET.match(line)]
+    """Two or more sentences that end in a full stop precede two or more lines with an asterisk."""
+    all_lines = lines(text)
+    starts = [number for number, line in enumerate(all_lines) if _BULLET.match(line)]
     if len(starts) < 2:
         return False
-    before = sentences("\n".join(found[: starts[0]]))
+    before = sentences("\n".join(all_lines[: starts[0]]))
     return sum(1 for sentence in before if sentence.endswith(".")) >= 2
 
 
@@ -111,7 +111,7 @@ def _write_sentences_then_bullets(draft: str) -> str:
 
 @FORMS.check("format:sub-bullets")
 def writes_sub_bullets(text: str) -> bool:
-    """Every line with an asterisk is followed by one with a hyphen before the next asterisk."""
+    """A line with a hyphen follows every line with an asterisk, before the next asterisk."""
     marks = [
         "*" if _BULLET.match(line) else "-"
         for line in lines(text)
@@ -128,7 +128,7 @@ def _write_sub_bullets(draft: str) -> str:
 
 @FORMS.check("format:options")
 def gives_option(text: str, *, options: Options) -> bool:
-    """The reply is one of the options, but for case, white space and marks at its ends."""
+    """The reply is one of the options, except for case, white space and marks at its ends."""
     reply = strip_marks(" ".join(text.split())).lower()
     return any(reply == strip_marks(" ".join(option.split())).lower() for option in options)
 
@@ -141,11 +141,11 @@ def _give_option(draft: str, *, options: tuple[str, ...]) -> str:
 
 @FORMS.check("format:output_template")
 def fills_template(text: str) -> bool:
-    """The three headings of the template open, divide and close the reply, each with a text behind it."""
+    """The reply is the three headings of the template in order, each with a text behind it."""
     first, *rest = re.split("|".join(map(re.escape, _TEMPLATE)), text)
-    found = re.findall("|".join(map(re.escape, _TEMPLATE)), text)
+    headings = re.findall("|".join(map(re.escape, _TEMPLATE)), text)
     has_texts = all(any(character.isalnum() for character in part) for part in rest)
-    return not first.strip() and found == list(_TEMPLATE) and has_texts
+    return not first.strip() and headings == list(_TEMPLATE) and has_texts
 
 
 @FORMS.edit("format:output_template", stage=Stage.EDGES)
@@ -155,7 +155,7 @@ def _fill_template(draft: str) -> str:
 
 @FORMS.check("format:parentheses")
 def nests_brackets(text: str) -> bool:
-    """Round, square and curly brackets are nested five or more deep, each closed by its own kind."""
+    """Round, square and curly brackets are nested five or more deep, each closed by its counterpart."""
     awaited: list[str] = []
     depth_by_level: list[int] = []
     deepest = 0
@@ -182,7 +182,7 @@ def _nest_brackets(draft: str) -> str:
 
 @FORMS.check("format:quote_unquote")
 def explains_quotes(text: str) -> bool:
-    """Words without quotes stand behind every text in double quotes, and there is one."""
+    """The reply has a text in double quotes, and unquoted words follow every such text."""
     pieces = _QUOTED.split(text)
     return len(pieces) > 1 and all(any(c.isalnum() for c in piece) for piece in pieces[1:])
 
@@ -194,7 +194,7 @@ def _explain_quotes(draft: str) -> str:
 
 @FORMS.check("format:emoji")
 def ends_sentences_with_emoji(text: str) -> bool:
-    """An emoji stands at the end of every sentence, before or behind its mark."""
+    """Every sentence ends with an emoji, before or behind its mark."""
     stripped = text.strip()
     pieces = [piece.strip() for piece in _SENTENCE_END.split(stripped)]
     if not _EMOJI.search(stripped):
@@ -232,9 +232,9 @@ def _add_words(draft: str, *, small_n: int) -> str:
 
 @FORMS.check("sentence:keyword")
 def places_keyword(text: str, *, word: Text, N: Position) -> bool:
-    """The keyword stands on its own in the N-th sentence."""
-    found = sentences(text)
-    return len(found) >= N and count_word(found[N - 1], word) > 0
+    """The N-th sentence contains the keyword as a whole word."""
+    parts = sentences(text)
+    return len(parts) >= N and count_word(parts[N - 1], word) > 0
 
 
 @FORMS.edit("sentence:keyword", stage=Stage.CONTENT)
@@ -277,9 +277,9 @@ def _place_word(draft: str, *, keyword: str, n: int, m: int) -> str:
 @FORMS.check("repeat:repeat_change")
 def repeats_with_new_word(text: str, *, prompt_to_repeat: Text) -> bool:
     """The reply is the request with another first word, and nothing else."""
-    reply, wanted = text.split(), prompt_to_repeat.split()
-    changed = reply[:1] != wanted[:1] and len(reply) == len(wanted)
-    return changed and is_same_text(" ".join(reply[1:]), " ".join(wanted[1:]))
+    reply, request = text.split(), prompt_to_repeat.split()
+    changed = reply[:1] != request[:1] and len(reply) == len(request)
+    return changed and is_same_text(" ".join(reply[1:]), " ".join(request[1:]))
 
 
 @FORMS.edit("repeat:repeat_change", stage=Stage.WHOLE)
@@ -327,7 +327,7 @@ def _tell_alphabet(draft: str) -> str:
 
 @FORMS.check("custom:date_format_list")
 def lists_dates(text: str) -> bool:
-    """The reply is two or more dates as YYYY-MM-DD with commas between."""
+    """The reply is two or more dates as YYYY-MM-DD, separated by commas."""
     dates = [part.strip() for part in text.strip().rstrip(".").split(",")]
     return len(dates) > 1 and all(_DATE.fullmatch(date) for date in dates)
 

@@ -1,10 +1,10 @@
-"""From an instruction's id and arguments to a check of a reply; what cannot be judged is refused.
+"""A registry of checkers: from an instruction's id and arguments to a check of a reply.
 
 A checker is one small pure function, registered by instruction id; its keyword-only parameters are the
-instruction's arguments, and their annotations say what is allowed. Beside it may stand an edit: a
-function that changes a draft until the checker is satisfied, from which gold replies are made.
-An id without a checker, an argument that is missing, of the wrong form or unknown, is a DataError
-when the row is read, never a 0 when a reply is judged (REW-6).
+instruction's arguments, and their annotations define the allowed values. It may have an edit: a function
+that changes a draft until the checker passes; gold replies are made by edits. An id without a checker, or an
+argument that is missing, of the wrong type or unknown, is a DataError when the row is read, never a 0 when a
+reply is judged (REW-6).
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ Quantifier = Literal["at least", "at most", "around", "exactly", "less than", "m
 
 MIN_WORDS = 3
 MIN_LETTERS = 20
-"""A reply that only leaves something out must have one of these; some scripts write no spaces."""
+"""Checkers that only forbid something require one of these minima; some scripts have no spaces."""
 _WORD = re.compile(r"\w+")
 
 
 class Stage(IntEnum):
-    """When an edit is made, so that later ones do not undo earlier ones."""
+    """The order of edits, chosen so that later ones do not undo earlier ones."""
 
     WHOLE = 0
-    """The reply is a given text, or has a form of its own."""
+    """The edit replaces the whole reply."""
     LANGUAGE = 1
     LENGTH = 2
     STRUCTURE = 3
@@ -53,7 +53,7 @@ class Stage(IntEnum):
 
 
 def has_substance(text: str) -> bool:
-    """Whether a reply says anything at all: three words, or twenty letters."""
+    """Whether a reply has content: three words, or twenty letters."""
     if sum(character.isalpha() for character in text[: 8 * MIN_LETTERS]) >= MIN_LETTERS:
         return True
     words = _WORD.finditer(text)
@@ -62,7 +62,7 @@ def has_substance(text: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Constraint:
-    """One instruction of one example, with its arguments in place."""
+    """One instruction of one example, bound to its arguments."""
 
     instruction_id: str
     arguments: Mapping[str, Any]
@@ -72,13 +72,13 @@ class Constraint:
     stage: Stage
 
     def is_met(self, text: str) -> bool:
-        """Whether a reply follows the instruction; a blank one follows none."""
+        """Whether a reply follows the instruction; a blank reply never does."""
         if not text.strip() or (self.needs_substance and not has_substance(text)):
             return False
         return self.check(text, **self.arguments)
 
     def improve(self, draft: str) -> str:
-        """Return the draft, changed so that it follows the instruction, where an edit is known."""
+        """Apply the instruction's edit, if there is one, to a draft."""
         return draft if self.edit is None else self.edit(draft, **self.arguments)
 
 
@@ -89,10 +89,7 @@ class _Checker:
 
 
 class Checkers:
-    """The checkers of one family of instructions, by id.
-
-    A family may be built `on` another one, whose ids it then has too.
-    """
+    """The checkers of one family of instructions, by id; it includes those of the family it is built `on`."""
 
     def __init__(self, family: str, *, on: Checkers | None = None) -> None:
         self.family = family
@@ -110,7 +107,7 @@ class Checkers:
         return len(self._checkers)
 
     def check(self, *instruction_ids: str, needs_substance: bool = False) -> Callable[[Check], Check]:
-        """Register a checker. `needs_substance`: leaving something out would be enough for it."""
+        """Register a checker. `needs_substance`: an empty reply would pass it."""
 
         def register(check: Check) -> Check:
             for instruction_id in instruction_ids:
@@ -121,7 +118,7 @@ class Checkers:
         return register
 
     def edit(self, *instruction_ids: str, stage: Stage) -> Callable[[Edit], Edit]:
-        """Register how a draft is made to follow an instruction; arguments like the checker's."""
+        """Register the edit of an instruction; it takes the checker's arguments."""
 
         def register(edit: Edit) -> Edit:
             for instruction_id in instruction_ids:
@@ -132,19 +129,19 @@ class Checkers:
         return register
 
     def share(self, other: Checkers, instruction_id: str, *, as_id: str) -> None:
-        """Give an instruction of another family a name in this one."""
+        """Register an instruction of another family under a new id."""
         self._checkers[as_id] = other._checkers[instruction_id]
         if instruction_id in other._edits:
             self._edits[as_id] = other._edits[instruction_id]
 
     def share_edits(self, other: Checkers) -> None:
-        """Take the edits of another family for the ids that both have."""
+        """Take over the edits of another family for the ids of both."""
         self._edits |= {key: edit for key, edit in other._edits.items() if key in self._checkers}
 
     def bind(self, instruction_id: object, arguments: Mapping[str, Any], *, place: str) -> Constraint:
-        """Put an instruction and its arguments together; None means that an argument is not given.
+        """Bind an instruction to its arguments; an argument of None counts as absent.
 
-        Raises: DataError naming the `place`, if the id or an argument is not one that can be judged.
+        Raises: DataError naming the `place`, if the id or an argument cannot be judged.
         """
         if not isinstance(instruction_id, str) or instruction_id not in self._checkers:
             raise DataError(
@@ -160,21 +157,21 @@ class Checkers:
             self._forms[instruction_id] = {name: TypeAdapter(hints[name]) for name in names}
         forms = self._forms[instruction_id]
         parameters = inspect.signature(checker.check).parameters
-        given = {key: value for key, value in arguments.items() if value is not None}
-        faults = [f"{key} is not known" for key in given if key not in forms]
+        present = {key: value for key, value in arguments.items() if value is not None}
+        faults = [f"{key} is not known" for key in present if key not in forms]
         values: dict[str, Any] = {}
         for key, form in forms.items():
-            if key in given:
+            if key in present:
                 try:
-                    values[key] = form.validate_python(given[key])
+                    values[key] = form.validate_python(present[key])
                 except ValidationError as error:
-                    faults.append(f"{key}={given[key]!r}: {error.errors()[0]['msg']}")
+                    faults.append(f"{key}={present[key]!r}: {error.errors()[0]['msg']}")
             elif parameters[key].default is inspect.Parameter.empty:
                 faults.append(f"{key} is missing")
         if faults:
             allowed = ", ".join(f"{key} ({describe_form(form)})" for key, form in forms.items())
             raise bad_row(
-                f"{place} gives {instruction_id} the arguments {given} ({'; '.join(faults)})",
+                f"{place} gives {instruction_id} the arguments {present} ({'; '.join(faults)})",
                 allowed=allowed or "no argument",
             )
         return Constraint(
@@ -188,7 +185,7 @@ class Checkers:
 
 
 def describe_form(form: TypeAdapter[Any]) -> str:
-    """Describe in a few words what an argument may be."""
+    """Describe the allowed values of an argument in a few words."""
     schema = form.json_schema()
     if "enum" in schema:
         return " or ".join(repr(value) for value in schema["enum"])
@@ -197,19 +194,19 @@ def describe_form(form: TypeAdapter[Any]) -> str:
     )
 
 
-def holds(count: int, quantifier: str, wanted: int, *, slack: int = 0) -> bool:
-    """Compare a count with the wanted one; 'around' allows a difference of `slack`."""
+def holds(count: int, quantifier: str, bound: int, *, slack: int = 0) -> bool:
+    """Compare a count with a bound; 'around' allows a difference of `slack`."""
     match quantifier:
         case "at least":
-            return count >= wanted
+            return count >= bound
         case "at most":
-            return count <= wanted
+            return count <= bound
         case "less than":
-            return count < wanted
+            return count < bound
         case "more than":
-            return count > wanted
+            return count > bound
         case "exactly":
-            return count == wanted
+            return count == bound
         case "around":
-            return abs(count - wanted) <= slack
+            return abs(count - bound) <= slack
     raise AssertionError(quantifier)

@@ -1,10 +1,9 @@
-"""The 25 instructions of IFEval, judged as they are meant.
+"""The 25 instructions of IFEval, judged by their meaning.
 
-What they ask is described in arXiv:2311.07911. The verdicts of lm-eval are in `harness.py`; these here
-differ from them where its rules pay for nothing or depend on chance: keywords are texts and not
-patterns, an argument of 0 stays 0, an unrecognizable language is not the wanted one, and a reply
-that merely leaves something out must say something. A reply that was cut at its budget does not end
-as asked.
+arXiv:2311.07911 describes them. The verdicts of lm-eval are in `harness.py`; those of this module differ
+where lm-eval's rules reward nothing or depend on chance: keywords are texts and not patterns, an argument
+of 0 stays 0, an undetected language is not the required one, and a reply that merely avoids something must
+have content. A reply truncated at its budget does not have the required end.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from strop.tasks.instructions.segments import (
 GOOGLE = Checkers("IFEval")
 
 CHOICES = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
-"""What `detectable_format:constrained_response` allows; part of every such prompt."""
+"""The answers that `detectable_format:constrained_response` allows; part of every such prompt."""
 _FENCE_WORDS = ("```json", "```Json", "```JSON", "```")
 _TITLE = re.compile(r"<<([^\n<>]++)>>")
 _BULLET = re.compile(r"^[^\S\n]*+(?:\*[^*\n]|-)", re.MULTILINE)
@@ -55,13 +54,13 @@ def _require_language(code: str) -> str:
 Language = Annotated[str, AfterValidator(_require_language)]
 
 
-def count_text(text: str, wanted: str) -> int:
-    """Count a text in another one, in any case, also inside words."""
-    return text.casefold().count(wanted.casefold())
+def count_text(text: str, phrase: str) -> int:
+    """Count the occurrences of a phrase, in any case, also inside words."""
+    return text.casefold().count(phrase.casefold())
 
 
 def contains_word(text: str, word: str) -> bool:
-    """Whether a word or phrase stands in a text on its own, in any case."""
+    """Whether a text contains a word or phrase as a whole word, in any case."""
     return re.search(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, flags=re.IGNORECASE) is not None
 
 
@@ -79,7 +78,7 @@ def _add_keywords(draft: str, *, keywords: tuple[str, ...]) -> str:
 
 @GOOGLE.check("keywords:frequency", needs_substance=True)
 def repeats_keyword(text: str, *, keyword: Text, frequency: Count, relation: Relation) -> bool:
-    """The keyword occurs less often, or at least as often, as asked; also inside words."""
+    """The keyword occurs less often, or at least as often, as required; also inside words."""
     return holds(count_text(text, keyword.strip()), relation, frequency)
 
 
@@ -93,13 +92,13 @@ def _repeat_keyword(draft: str, *, keyword: str, frequency: int, relation: str) 
 
 
 def remove_text(draft: str, unwanted: str) -> str:
-    """Take a text out of a draft, in any case."""
+    """Remove a text from a draft, in any case."""
     return re.sub(re.escape(unwanted), "", draft, flags=re.IGNORECASE)
 
 
 @GOOGLE.check("keywords:forbidden_words", needs_substance=True)
 def avoids_words(text: str, *, forbidden_words: Texts) -> bool:
-    """None of the words stands in the reply on its own, in any case."""
+    """None of the words occurs as a whole word, in any case."""
     return not any(contains_word(text, word) for word in forbidden_words)
 
 
@@ -112,7 +111,7 @@ def _remove_words(draft: str, *, forbidden_words: tuple[str, ...]) -> str:
 
 @GOOGLE.check("keywords:letter_frequency", needs_substance=True)
 def counts_letter(text: str, *, letter: Text, let_frequency: Count, let_relation: Relation) -> bool:
-    """The letter, or another single mark, occurs less often or at least as often as asked, in any case."""
+    """The letter, or another single mark, occurs less often or at least as often as required, in any case."""
     return holds(text.lower().count(letter.strip().lower() or letter), let_relation, let_frequency)
 
 
@@ -127,7 +126,7 @@ def _repeat_letter(draft: str, *, letter: str, let_frequency: int, let_relation:
 
 @GOOGLE.check("language:response_language")
 def speaks_language(text: str, *, language: Language) -> bool:
-    """The most probable language is the wanted one; a text without letters has none."""
+    """The most probable language is the required one; a text without letters has none."""
     return any(character.isalpha() for character in text) and detect_language(text) == language
 
 
@@ -138,7 +137,7 @@ def _speak_language(draft: str, *, language: str) -> str:
 
 @GOOGLE.check("length_constraints:number_sentences")
 def counts_sentences(text: str, *, num_sentences: Count, relation: Relation) -> bool:
-    """The reply has less, or at least as many, sentences as asked; never none."""
+    """The reply has fewer, or at least as many, sentences as required; never none."""
     count = len(sentences(text))
     return count > 0 and holds(count, relation, num_sentences)
 
@@ -153,7 +152,7 @@ def _fill_sentences(draft: str, *, num_sentences: int, relation: str) -> str:
 
 @GOOGLE.check("length_constraints:number_paragraphs")
 def counts_parts(text: str, *, num_paragraphs: Count) -> bool:
-    """As many parts as asked stand between lines of three asterisks, and none is blank."""
+    """Three asterisks separate as many parts as required, and none is blank."""
     parts = parts_between(text, _STARS)
     return all(parts) and len(parts) == num_paragraphs
 
@@ -165,7 +164,7 @@ def _divide_parts(draft: str, *, num_paragraphs: int) -> str:
 
 @GOOGLE.check("length_constraints:number_words")
 def counts_words(text: str, *, num_words: Count, relation: Relation) -> bool:
-    """The reply has less, or at least as many, words as asked; three at least where so many may be."""
+    """The reply has fewer, or at least as many, words as required; at least three if so many are allowed."""
     count = len(find_words(text))
     floor = min(MIN_WORDS, num_words - 1) if relation == "less than" else MIN_WORDS
     return count >= max(floor, 1) and holds(count, relation, num_words)
@@ -175,13 +174,13 @@ def counts_words(text: str, *, num_words: Count, relation: Relation) -> bool:
 def _fill_words(draft: str, *, num_words: int, relation: str) -> str:
     if relation == "at least":
         return lengthen(draft, num_words)
-    # One word in five is kept free for what other edits add.
+    # Other edits may add words: one in five stays free for them.
     return " ".join(draft.split()[: max(1, min(num_words - 1, num_words * 4 // 5))])
 
 
 @GOOGLE.check("length_constraints:nth_paragraph_first_word")
 def opens_paragraph(text: str, *, num_paragraphs: Count, nth_paragraph: Position, first_word: Text) -> bool:
-    """As many paragraphs as asked stand between two line breaks, and the n-th opens with the word."""
+    """Two line breaks separate as many paragraphs as required, and the n-th begins with the word."""
     parts = text.split("\n\n")
     num_filled = sum(1 for part in parts if part.strip())
     if num_filled != num_paragraphs or nth_paragraph > num_filled:
@@ -200,18 +199,18 @@ def _open_paragraph(draft: str, *, num_paragraphs: int, nth_paragraph: int, firs
 
 @GOOGLE.check("detectable_content:number_placeholders")
 def counts_placeholders(text: str, *, num_placeholders: Count) -> bool:
-    """At least as many texts in square brackets as asked stand in the reply."""
+    """The reply has at least as many texts in square brackets as required."""
     return len(find_bracketed(text)) >= num_placeholders
 
 
 def find_bracketed(text: str) -> list[str]:
-    """Return what stands between an opening square bracket and the next closing one, in one line."""
-    found: list[str] = []
+    """Return the texts between an opening square bracket and the next closing one, in one line."""
+    contents: list[str] = []
     for line in text.split("\n"):
         end = -1
         while (start := line.find("[", end + 1)) >= 0 and (end := line.find("]", start)) >= 0:
-            found.append(line[start + 1 : end])
-    return found
+            contents.append(line[start + 1 : end])
+    return contents
 
 
 @GOOGLE.edit("detectable_content:number_placeholders", stage=Stage.CONTENT)
@@ -234,19 +233,19 @@ def _add_postscript(draft: str, *, postscript_marker: str) -> str:
 
 @GOOGLE.check("detectable_format:number_bullet_lists")
 def counts_bullets(text: str, *, num_bullets: Count) -> bool:
-    """Exactly as many lines as asked start with an asterisk or a hyphen."""
+    """Exactly as many lines as required start with an asterisk or a hyphen."""
     return len(_BULLET.findall(text)) == num_bullets
 
 
 @GOOGLE.edit("detectable_format:number_bullet_lists", stage=Stage.STRUCTURE)
 def _write_bullets(draft: str, *, num_bullets: int) -> str:
-    # Short ones, in the words of the draft: other instructions limit words, or name the language.
+    # Short ones, from the draft's words: other instructions may limit words or the language.
     return "\n".join([draft, *([f"* {' '.join(draft.split()[:2])}"] * num_bullets)])
 
 
 @GOOGLE.check("detectable_format:constrained_response")
 def gives_choice(text: str) -> bool:
-    """One of the three answers stands in the reply."""
+    """The reply contains one of the three answers."""
     return any(choice in text for choice in CHOICES)
 
 
@@ -258,7 +257,7 @@ def _give_choice(draft: str) -> str:
 
 @GOOGLE.check("detectable_format:number_highlighted_sections")
 def counts_highlights(text: str, *, num_highlights: Count) -> bool:
-    """At least as many texts as asked stand between asterisks; double ones count as one text."""
+    """At least as many texts as required are between asterisks; double asterisks count as single ones."""
     return count_highlights(text) >= num_highlights
 
 
@@ -279,7 +278,7 @@ def _add_highlights(draft: str, *, num_highlights: int) -> str:
 
 @GOOGLE.check("detectable_format:multiple_sections")
 def counts_sections(text: str, *, section_spliter: Text, num_sections: Count) -> bool:
-    """At least as many sections as asked are headed by the splitter and a number."""
+    """At least as many sections as required have a heading of the splitter and a number."""
     heading = re.compile(re.escape(section_spliter.strip()) + r"\s?\d")
     return len(heading.findall(text)) >= num_sections
 
@@ -299,7 +298,7 @@ def is_json(text: str) -> bool:
             body = body.removeprefix(fence).removesuffix("```").strip()
             break
     try:
-        # Not converted: a number of any length is JSON, and Python refuses to read long ones.
+        # Numbers are not converted: a number of any length is JSON, and Python refuses to parse long ones.
         value = json.loads(body, parse_int=lambda _: None, parse_float=lambda _: None)
     except (ValueError, RecursionError):  # nested a thousand deep is no answer either
         return False
@@ -313,7 +312,7 @@ def _wrap_in_json(draft: str) -> str:
 
 @GOOGLE.check("detectable_format:title")
 def has_title(text: str) -> bool:
-    """A text in double angular brackets stands in one line."""
+    """A line contains a text in double angular brackets."""
     return any(title.strip() for title in _TITLE.findall(text))
 
 
@@ -324,7 +323,7 @@ def _add_title(draft: str) -> str:
 
 @GOOGLE.check("combination:two_responses")
 def gives_two_replies(text: str) -> bool:
-    """Two different replies stand on both sides of six asterisks."""
+    """Six asterisks separate two different replies."""
     parts = parts_between(text, re.compile(r"\*{6}"))
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
 
@@ -336,9 +335,9 @@ def _give_two_replies(draft: str) -> str:
 
 @GOOGLE.check("combination:repeat_prompt")
 def repeats_prompt(text: str, *, prompt_to_repeat: Text) -> bool:
-    """The reply starts with the request, in any case, and goes on."""
-    wanted = prompt_to_repeat.strip().lower()
-    return text.strip().lower().startswith(wanted) and len(text.strip()) > len(wanted)
+    """The reply starts with the request, in any case, and continues."""
+    request = prompt_to_repeat.strip().lower()
+    return text.strip().lower().startswith(request) and len(text.strip()) > len(request)
 
 
 @GOOGLE.edit("combination:repeat_prompt", stage=Stage.EDGES)
@@ -371,7 +370,7 @@ def _quote(draft: str) -> str:
 
 @GOOGLE.check("change_case:capital_word_frequency", needs_substance=True)
 def counts_capital_words(text: str, *, capital_frequency: Count, capital_relation: Relation) -> bool:
-    """Words without small letters occur less often, or at least as often, as asked."""
+    """Words without small letters occur less often, or at least as often, as required."""
     return holds(count_capital_words(text), capital_relation, capital_frequency)
 
 
@@ -391,7 +390,7 @@ def _write_capital_words(draft: str, *, capital_frequency: int, capital_relation
 @GOOGLE.check("change_case:english_capital", needs_substance=True)
 def is_english_capitals(text: str) -> bool:
     """The reply has no small letter, some capital one, and is in English."""
-    # In small letters: the detector skips words of capitals, and would see next to nothing.
+    # In small letters, because the detector skips words of capitals.
     return text.isupper() and detect_language(text.lower()) == "en"
 
 

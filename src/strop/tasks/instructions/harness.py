@@ -1,17 +1,16 @@
 """The 25 instructions of IFEval with the verdicts of lm-eval 0.4.13, its faults included.
 
-For scores that are compared with published ones; never for training, because these rules pay for
-nothing in places: a text without letters is in every language, and silence has no commas. Keywords,
-section names and postscript markers are patterns, as there. Compared with the harness's own code on
-recorded texts in `tests/tasks/instructions/test_harness.py`.
+For scores that are compared with published ones; never for training, because some of these rules reward
+nothing: a text without letters is in every language, and an empty reply has no commas. Keywords, section
+names and postscript markers are patterns, as in lm-eval. `tests/tasks/instructions/test_harness.py` compares
+the verdicts with those of lm-eval's own code on recorded texts.
 
-What cannot be reproduced, because the harness draws at random: its detector of languages has no seed;
-and an argument that it drops (every 0, a letter outside a to z, a paragraph beyond the last) is
-replaced by chance. Here the detector is seeded and the row's own argument is used; such arguments
-are told by `is_drawn`.
+Two random draws of lm-eval cannot be reproduced: its language detector has no seed, and it replaces some
+arguments (every 0, a letter outside a to z, a paragraph beyond the last) at random. Here the detector is
+seeded and the row's own argument is used; `is_drawn` recognises such arguments.
 
-`length_constraints:number_sentences` needs the sentence splitter of nltk (Punkt) and its data. They
-are looked for on this machine and never downloaded; without them such a row is refused.
+`length_constraints:number_sentences` needs the sentence splitter of nltk (Punkt) and its data. They must be
+installed on this machine and are never downloaded; without them such a row is refused.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _DOUBLE_HIGHLIGHT = re.compile(r"\*\*[^\n\*]*\*\*")
 _STAR_BULLET = re.compile(r"^\s*\*[^\*].*$", re.MULTILINE)
 _HYPHEN_BULLET = re.compile(r"^\s*-.*$", re.MULTILINE)
 _TITLE = re.compile(r"<<[^\n]+>>")
-# Treebank tokens: where nltk 3.10 separates marks from words, and words from each other.
+# Treebank tokens: nltk 3.10 separates marks from words, and words from each other, by these patterns.
 _MARKS = re.compile(r"[«»“”„‘’`\"?!;@#$%&*\[\](){}<>‒-―]|''|--|\.{2,}|[:,](?!\d)")
 _OPENING_APOSTROPHE = re.compile(r"(?<!\w)'(?!(?:re|ve|ll|m|t|s|d|n)\b)(?=\w)", re.IGNORECASE)
 _FULL_STOP = re.compile(r"(?<!\.)\.(?=[\])}>\"'»”’]*(?:\s|\Z))")
@@ -62,7 +61,7 @@ Patterns = Annotated[tuple[Pattern, ...], Field(min_length=1)]
 
 
 def is_drawn(constraint: Constraint) -> bool:
-    """Whether the harness replaces an argument of this constraint by chance, so that it has no verdict."""
+    """Whether lm-eval replaces an argument of this constraint at random, so that its verdict varies."""
     arguments = constraint.arguments
     if any(not value for value in arguments.values()):
         return True
@@ -80,7 +79,7 @@ def includes_keywords(text: str, *, keywords: Patterns) -> bool:
 
 @HARNESS.check("keywords:frequency")
 def repeats_keyword(text: str, *, keyword: Pattern, frequency: Count, relation: Relation) -> bool:
-    """The matches of the keyword as a pattern."""
+    """The number of matches of the keyword as a pattern."""
     return holds(len(re.findall(keyword.strip(), text, flags=re.IGNORECASE)), relation, frequency)
 
 
@@ -92,32 +91,25 @@ def avoids_words(text: str, *, forbidden_words: Patterns) -> bool:
 
 @HARNESS.check("keywords:letter_frequency")
 def counts_letter(text: str, *, letter: Text, let_frequency: Count, let_relation: Relation) -> bool:
-    """The letter in either case."""
+    """The number of occurrences of the letter in either case."""
     return holds(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
 
 
 @HARNESS.check("language:response_language")
 def speaks_language(text: str, *, language: Text) -> bool:
-    """The detected language, or none at all."""
+    """The detected language is the required one, or none is detected."""
     return detect_language(text) in (language, None)
 
 
 @HARNESS.check(SENTENCES_ID)
 def counts_sentences(text: str, *, num_sentences: Count, relation: Relation) -> bool:
-    """Sentences as Punkt finds them."""
-    return holds(len(_load_punkt().tokenize(text)), relation, num_sentences)
-
-
-def require_punkt() -> None:
-    """Refuse where nltk or its data is missing.
-
-    Raises: ConfigError if the sentence splitter cannot be loaded from this machine.
-    """
-    _load_punkt()
+    """The number of Punkt's sentences."""
+    return holds(len(load_punkt().tokenize(text)), relation, num_sentences)
 
 
 @functools.cache
-def _load_punkt() -> Any:
+def load_punkt() -> Any:
+    """Load nltk's sentence splitter. Raises: ConfigError if nltk or its data is not on this machine."""
     try:
         from nltk.tokenize import PunktTokenizer
 
@@ -134,7 +126,7 @@ def _load_punkt() -> Any:
 
 @HARNESS.check("length_constraints:number_paragraphs")
 def counts_parts(text: str, *, num_paragraphs: Count) -> bool:
-    """Parts between three asterisks; a blank one inside fails, at an edge it does not count."""
+    """Parts between three asterisks; a blank inner part fails, a blank one at an edge does not count."""
     parts = re.split(r"\s?\*\*\*\s?", text)
     if not all(part.strip() for part in parts[1:-1]):
         return False
@@ -156,9 +148,9 @@ def opens_paragraph(text: str, *, num_paragraphs: Count, nth_paragraph: Position
     num_filled = sum(1 for part in parts if part.strip())
     if nth_paragraph > num_filled or not (part := parts[nth_paragraph - 1].strip()):
         return False
-    word = part.split()[0].lstrip("'").lstrip('"')
-    found = re.split(r"[.,?!'\"]", word, maxsplit=1)[0]
-    return num_filled == num_paragraphs and "".join(c.lower() for c in found) == first_word.lower()
+    token = part.split()[0].lstrip("'").lstrip('"')
+    word = re.split(r"[.,?!'\"]", token, maxsplit=1)[0]
+    return num_filled == num_paragraphs and "".join(c.lower() for c in word) == first_word.lower()
 
 
 @HARNESS.check("detectable_content:number_placeholders")
@@ -176,7 +168,7 @@ def has_postscript(text: str, *, postscript_marker: Pattern) -> bool:
 
 @HARNESS.check("detectable_format:number_bullet_lists")
 def counts_bullets(text: str, *, num_bullets: Count) -> bool:
-    """Lines with an asterisk that no other follows, and lines with a hyphen."""
+    """Lines that begin with a single asterisk, and lines that begin with a hyphen."""
     return len(_STAR_BULLET.findall(text)) + len(_HYPHEN_BULLET.findall(text)) == num_bullets
 
 
@@ -188,9 +180,9 @@ def gives_choice(text: str) -> bool:
 
 @HARNESS.check("detectable_format:number_highlighted_sections")
 def counts_highlights(text: str, *, num_highlights: Count) -> bool:
-    """Texts between single asterisks and texts between double ones, each counted on its own."""
-    single = sum(1 for found in _SINGLE_HIGHLIGHT.findall(text) if found.strip("*").strip())
-    double = sum(1 for found in _DOUBLE_HIGHLIGHT.findall(text) if found[2:-2].strip())
+    """Texts between single asterisks plus texts between double ones."""
+    single = sum(1 for match in _SINGLE_HIGHLIGHT.findall(text) if match.strip("*").strip())
+    double = sum(1 for match in _DOUBLE_HIGHLIGHT.findall(text) if match[2:-2].strip())
     return single + double >= num_highlights
 
 
@@ -205,7 +197,7 @@ def counts_sections(text: str, *, section_spliter: Pattern, num_sections: Count)
 def is_json(text: str) -> bool:
     """Any JSON value, with or without a code fence.
 
-    Raises: RecursionError where the harness does.
+    Raises: RecursionError like lm-eval.
     """
     body = text.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
@@ -245,7 +237,7 @@ def ends_with(text: str, *, end_phrase: Text) -> bool:
 
 @HARNESS.check("startend:quotation")
 def is_quoted(text: str) -> bool:
-    """A double quote at both ends, and not the same one."""
+    """Two double quotes, one at each end."""
     body = text.strip()
     return len(body) > 1 and body[0] == body[-1] == '"'
 
@@ -259,10 +251,10 @@ def counts_capital_words(text: str, *, capital_frequency: Count, capital_relatio
 def count_capital_tokens(text: str) -> int:
     """Count the tokens of nltk's word splitter that have capital letters and no small ones.
 
-    Source: the Penn Treebank conventions as nltk 3.10 applies them. Marks have no case, so only where
-    words are cut matters, and every full stop behind a word is taken for the end of a sentence.
+    Source: the Penn Treebank conventions as nltk 3.10 applies them. Marks have no case, so only the cuts
+    between words matter, and every full stop behind a word counts as the end of a sentence.
     """
-    # A full stop that ends a sentence is a token, which leaves a clitic before it at its word's end.
+    # A full stop at the end of a sentence is a separate token, so a clitic before it ends its word.
     marked = _FULL_STOP.sub(" ", _OPENING_APOSTROPHE.sub(" ", text))
     spaced = " ".join(("", *_MARKS.sub(" ", marked).split(), ""))
     for clitic in (_SHORT_CLITIC, _LONG_CLITIC):

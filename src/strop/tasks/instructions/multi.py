@@ -1,9 +1,9 @@
-"""The 54 instructions of multi-constraint training sets: the 25 of IFEval and 29 of their own.
+"""The 54 instructions of multi-constraint training sets: the 25 of IFEval and 29 others.
 
 Source of ids and arguments: the columns of allenai/IF_multi_constraints_upto5 and arXiv:2507.02833. Own
-implementations of what each instruction evidently asks; the first line of each checker says what that
-was taken to be. Words stand between white space and are compared without the marks at their edges and
-without case; sentences, paragraphs and lines are those of `segments.py`.
+implementations; the docstring of each checker states our reading of its instruction. White space separates
+words, which are compared without the marks at their edges and without case; sentences, paragraphs and lines
+are those of `segments.py`.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def folded_words(text: str) -> list[str]:
     return [word.lower() for word in bare_words(text)]
 
 
-def is_same_text(text: str, wanted: str) -> bool:
-    """Whether two texts are the same but for case and white space at the ends."""
-    return text.strip().lower() == wanted.strip().lower()
+def is_same_text(text: str, other: str) -> bool:
+    """Whether two texts are equal except for case and white space at the ends."""
+    return text.strip().lower() == other.strip().lower()
 
 
 def find_word_at(text: str, sentence_number: int, word_number: int) -> str | None:
     """Return the m-th word of the n-th sentence in small letters, or None if there is none."""
-    found = sentences(text)
-    words = folded_words(found[sentence_number - 1]) if sentence_number <= len(found) else []
+    parts = sentences(text)
+    words = folded_words(parts[sentence_number - 1]) if sentence_number <= len(parts) else []
     return words[word_number - 1] if word_number <= len(words) else None
 
 
@@ -64,10 +64,10 @@ def place_word(draft: str, keyword: str, sentence_number: int, word_number: int)
     missing = sentence_number - len(sentences(draft))
     if missing > 0:
         draft = " ".join([draft, *fill_sentences(draft, missing)])
-    found = sentences(draft)
-    if sentence_number > len(found):  # the draft has no mark behind its end
+    parts = sentences(draft)
+    if sentence_number > len(parts):  # The draft does not end in a mark.
         return draft
-    replaced = found[sentence_number - 1]
+    replaced = parts[sentence_number - 1]
     words = replaced.rstrip(_END_MARKS).split()
     words += ["indeed"] * (word_number - len(words))
     words[word_number - 1] = keyword
@@ -78,18 +78,18 @@ def place_word(draft: str, keyword: str, sentence_number: int, word_number: int)
 
 @MULTI.check("copy:repeat_phrase")
 def repeats_phrase(text: str, *, phrase: Text, small_n: Count) -> bool:
-    """The phrase stands n times, each time with one other word in it, not the first or last one."""
-    wanted = folded_words(phrase)
+    """The phrase occurs n times, each time with exactly one inner word replaced."""
+    target = folded_words(phrase)
     words = folded_words(text)
-    if len(wanted) < 3:
+    if len(target) < 3:
         return False
-    found = [words[start : start + len(wanted)] for start in range(len(words) - len(wanted) + 1)]
+    windows = [words[start : start + len(target)] for start in range(len(words) - len(target) + 1)]
     near = [
         window
-        for window in found
-        if window[0] == wanted[0]
-        and window[-1] == wanted[-1]
-        and sum(a != b for a, b in zip(window, wanted, strict=True)) == 1
+        for window in windows
+        if window[0] == target[0]
+        and window[-1] == target[-1]
+        and sum(a != b for a, b in zip(window, target, strict=True)) == 1
     ]
     return len(near) == small_n
 
@@ -129,7 +129,7 @@ def _copy_prompt_often(draft: str, *, prompt_to_repeat: str, N: int) -> str:
 
 @MULTI.check("new:copy_span_idx")
 def copies_span(text: str, *, prompt_to_repeat: Text, n_start: Count, n_end: Count) -> bool:
-    """The reply is the request from character n_start to n_end; the last one may be left out."""
+    """The reply is the request from character n_start to n_end, with or without the last one."""
     spans = (prompt_to_repeat[n_start:n_end], prompt_to_repeat[n_start : n_end + 1])
     return any(span.strip() and is_same_text(text, span) for span in spans)
 
@@ -142,7 +142,7 @@ def _copy_span(draft: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -
 
 @MULTI.check("detectable_format:sentence_hyphens")
 def joins_sentences(text: str) -> bool:
-    """Two or more sentences are joined by hyphens, with no white space around them."""
+    """Hyphens without white space around them join two or more sentences."""
     body = text.strip()
     joints = re.findall(r"[.!?][\"'”’)]?-(?=\S)", body)
     return bool(joints) and len(sentences(body)) == 1
@@ -150,13 +150,13 @@ def joins_sentences(text: str) -> bool:
 
 @MULTI.edit("detectable_format:sentence_hyphens", stage=Stage.EDGES)
 def _join_sentences(draft: str) -> str:
-    found = sentences(draft)
-    return "-".join(found if len(found) > 1 else fill_sentences(draft, 2))
+    parts = sentences(draft)
+    return "-".join(parts if len(parts) > 1 else fill_sentences(draft, 2))
 
 
 @MULTI.check("keywords:no_adjacent_consecutive", needs_substance=True)
 def avoids_consecutive_letters(text: str) -> bool:
-    """No word starts with the letter that follows the one of the word before in the alphabet."""
+    """No word starts with the letter of the alphabet after the initial of the word before."""
     initials = [word[0] for word in folded_words(text)]
     return all(ord(second) - ord(first) != 1 for first, second in pairwise(initials))
 
@@ -169,7 +169,7 @@ def _avoid_consecutive_letters(draft: str) -> str:
 
 @MULTI.check("detectable_format:square_brackets", needs_substance=True)
 def brackets_words(text: str) -> bool:
-    """Every word stands in square brackets of its own."""
+    """Every single word is in square brackets."""
     tokens = re.sub(r"\]\s*\[", "] [", text.strip()).split()
     return bool(tokens) and all(re.fullmatch(r"[^\w\[]*\[[^\[\]]+\][^\w\]]*", token) for token in tokens)
 
@@ -196,7 +196,7 @@ def _wrap_bigrams(draft: str) -> str:
 
 @MULTI.check("keywords:word_once")
 def includes_word(text: str, *, keyword: Text) -> bool:
-    """The keyword stands in the reply on its own, in any case."""
+    """The keyword occurs as a whole word, in any case."""
     return contains_word(text, keyword)
 
 
@@ -207,23 +207,23 @@ def _add_word(draft: str, *, keyword: str) -> str:
 
 @MULTI.check("keywords:word_count_different_numbers", needs_substance=True)
 def repeats_word(text: str, *, keyword: Text, frequency: Count, relation: Quantifier = "exactly") -> bool:
-    """The keyword stands on its own as often as asked; exactly so where no relation is given."""
+    """The keyword occurs as a whole word as often as required; the default relation is 'exactly'."""
     return holds(count_word(text, keyword), relation, frequency)
 
 
 @MULTI.edit("keywords:word_count_different_numbers", stage=Stage.CONTENT)
 def _repeat_word(draft: str, *, keyword: str, frequency: int, relation: str = "exactly") -> str:
-    wanted = frequency + (relation == "more than") - (relation == "less than")
-    found = count_word(draft, keyword)
-    if found > wanted and relation not in ("at least", "more than"):
-        draft, found = remove_text(draft, keyword.strip()), 0
-    missing = 0 if relation in ("less than", "at most") else wanted - found
+    target = frequency + (relation == "more than") - (relation == "less than")
+    count = count_word(draft, keyword)
+    if count > target and relation not in ("at least", "more than"):
+        draft, count = remove_text(draft, keyword.strip()), 0
+    missing = 0 if relation in ("less than", "at most") else target - count
     return f"{draft} {repeat_words([keyword.strip()], missing)}".strip()
 
 
 @MULTI.check("keywords:exclude_word_harder", needs_substance=True)
 def avoids_word(text: str, *, keyword: Text) -> bool:
-    """The keyword does not stand in the reply on its own, in any case."""
+    """The keyword does not occur as a whole word, in any case."""
     return not contains_word(text, keyword)
 
 
@@ -263,11 +263,11 @@ def _place_word(draft: str, *, keyword: str, n: int, m: int) -> str:
 
 @MULTI.check("keywords:start_end")
 def starts_and_ends_with(text: str, *, keyword: Text) -> bool:
-    """The keyword is the first and the last word, and no mark stands behind it."""
+    """The keyword is the first and the last word, and no mark follows it."""
     words = folded_words(text)
-    wanted = keyword.strip().lower()
-    opens = len(words) > 1 and words[0] == strip_marks(wanted) and text.strip().lower().endswith(wanted)
-    return opens and words[-1] == strip_marks(wanted)
+    word = keyword.strip().lower()
+    opens = len(words) > 1 and words[0] == strip_marks(word) and text.strip().lower().endswith(word)
+    return opens and words[-1] == strip_marks(word)
 
 
 @MULTI.edit("keywords:start_end", stage=Stage.EDGES)
@@ -277,7 +277,7 @@ def _start_and_end_with(draft: str, *, keyword: str) -> str:
 
 @MULTI.check("paragraphs:paragraphs")
 def has_two_parts(text: str) -> bool:
-    """Two parts stand around spaced asterisks."""
+    """Spaced asterisks separate two parts."""
     parts = parts_between(text, SPACED_STARS)
     return len(parts) == 2 and all(parts)
 
@@ -289,7 +289,7 @@ def _write_two_parts(draft: str) -> str:
 
 @MULTI.check("paragraphs:paragraphs2")
 def has_two_paragraphs(text: str) -> bool:
-    """Two paragraphs stand around a blank line."""
+    """A blank line separates two paragraphs."""
     return len(paragraphs(text)) == 2
 
 
@@ -310,9 +310,9 @@ def ends_sentences_with(text: str, *, last_word: Text) -> bool:
     return _all_sentences_have(text, -1, last_word)
 
 
-def _all_sentences_have(text: str, index: int, wanted: str) -> bool:
-    words = [folded_words(sentence) for sentence in sentences(text)]
-    return bool(words) and all(found[index] == strip_marks(wanted).lower() for found in words)
+def _all_sentences_have(text: str, index: int, word: str) -> bool:
+    parts = [folded_words(sentence) for sentence in sentences(text)]
+    return bool(parts) and all(words[index] == strip_marks(word).lower() for words in parts)
 
 
 @MULTI.edit("first_word:first_word_sent", stage=Stage.EDGES)
@@ -372,7 +372,7 @@ def _replace_exclamations(draft: str) -> str:
 
 @MULTI.check("count:lowercase_counting", needs_substance=True)
 def limits_lowercase(text: str, *, N: Count) -> bool:
-    """At most N words are written in small letters only."""
+    """At most N words have small letters only."""
     return sum(1 for word in find_words(text) if word.islower()) <= N
 
 
@@ -384,7 +384,7 @@ def _limit_lowercase(draft: str, *, N: int) -> str:
 
 @MULTI.check("letters:letter_counting", needs_substance=True)
 def counts_letters(text: str, *, N: Count, relation: Relation) -> bool:
-    """The reply has less, or at least as many, letters as asked."""
+    """The reply has fewer, or at least as many, letters as required."""
     return holds(sum(character.isalpha() for character in text), relation, N)
 
 
@@ -401,7 +401,7 @@ MULTI.share(GOOGLE, "keywords:letter_frequency", as_id="letters:letter_counting2
 
 @MULTI.check("count:counting_composition")
 def composes_paragraphs(text: str, *, n_sent: Count, n_words: Count) -> bool:
-    """Three parts stand between spaced asterisks, with so many sentences each, of so many words each."""
+    """Spaced asterisks separate three parts of `n_sent` sentences of `n_words` words."""
     parts = [sentences(part) for part in parts_between(text, SPACED_STARS)]
     has_form = len(parts) == 3 and all(len(part) == n_sent for part in parts)
     return has_form and all(len(bare_words(sentence)) == n_words for part in parts for sentence in part)
@@ -417,7 +417,7 @@ def _compose_paragraphs(draft: str, *, n_sent: int, n_words: int) -> str:
 
 @MULTI.check("count:count_unique", needs_substance=True)
 def has_unique_words(text: str) -> bool:
-    """No word stands twice."""
+    """No word occurs twice."""
     return max(Counter(folded_words(text)).values(), default=2) == 1
 
 
@@ -429,7 +429,7 @@ def _keep_unique_words(draft: str) -> str:
 
 @MULTI.check("count:count_increment_word")
 def increments_words(text: str, *, keyword1: Text, keyword2: Text) -> bool:
-    """The first keyword stands once and the second twice, each on its own."""
+    """The first keyword occurs once and the second twice, as whole words."""
     return count_word(text, keyword1) == 1 and count_word(text, keyword2) == 2
 
 

@@ -1,7 +1,7 @@
-"""Judging replies strictly and loosely, and writing gold replies that follow all instructions.
+"""Judge replies strictly and loosely, and write gold replies that follow all instructions.
 
-Gold replies answer no question; the gate's self-test and the audit judge them to see that an instruction can
-be followed, and that its checker sees it.
+Gold replies do not answer the question; the gate's self-test and the audit use them to verify that an
+instruction can be followed and that its checker accepts it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Verdict:
 
 
 def judged_text(reply: str) -> str | None:
-    """Return what stands behind the reasoning, or None if the reasoning has no end."""
+    """Return the text behind the reasoning, or None if the reasoning has no end."""
     text = text_after_thinking(reply)
-    # Spaces at the start belong to the gap behind the reasoning, where there was one.
+    # White space behind the reasoning is not part of the reply.
     return text if text is None or text == reply else text.lstrip()
 
 
@@ -43,13 +43,13 @@ def without_answer_tags(text: str) -> str:
 
 
 def is_echo(text: str, prompt: str) -> bool:
-    """Whether a reply repeats the whole prompt and adds next to nothing."""
-    reply, asked = " ".join(text.split()), " ".join(prompt.split())
-    return reply.startswith(asked) and not has_substance(reply[len(asked) :])
+    """Whether a reply repeats the whole prompt and adds almost nothing."""
+    reply, question = " ".join(text.split()), " ".join(prompt.split())
+    return reply.startswith(question) and not has_substance(reply[len(question) :])
 
 
 def variants(text: str) -> list[str]:
-    """Return the eight texts of which one must follow an instruction in loose mode, each once.
+    """Return the distinct ones of the eight texts of which one must follow an instruction in loose mode.
 
     The text; without its first line; without its last line; without both; and these four without
     asterisks. Source: arXiv:2311.07911, section 2.3.
@@ -61,7 +61,7 @@ def variants(text: str) -> list[str]:
 
 
 def judge_instructions(constraints: Sequence[Constraint], text: str, *, with_loose: bool) -> Verdict:
-    """Run every checker on a reply. An exception of a checker propagates: there is no verdict then."""
+    """Run every checker on a reply. Exceptions of checkers propagate."""
     strict = tuple(constraint.is_met(text) for constraint in constraints)
     if not with_loose or all(strict):
         return Verdict(strict=strict, loose=strict)
@@ -74,10 +74,10 @@ def judge_instructions(constraints: Sequence[Constraint], text: str, *, with_loo
 
 
 def write_replies(constraints: Sequence[Constraint]) -> tuple[str, ...]:
-    """Return a reply that follows all instructions, or none if the edits do not lead to one.
+    """Return a reply that follows all instructions, or none if the edits find none.
 
-    Edits are made in the order of their stages, and again where a later one undid an earlier one; then
-    in other orders, which are the same for equal instructions.
+    Edits run in the order of their stages, and again if a later one undid an earlier one; then in shuffled
+    orders, which are the same for equal instructions.
     """
     staged = sorted(constraints, key=lambda constraint: constraint.stage)
     shuffler = random.Random(0)
@@ -100,7 +100,7 @@ def _edit(order: Sequence[Constraint], draft: str) -> str | None:
     return None
 
 
-# Material that the edits beside the checkers make gold replies from.
+# Material for gold replies.
 
 FILLER = (
     "We can walk to the market in the morning and buy fresh bread for the whole family.",
@@ -148,23 +148,23 @@ SPOKEN = {
 
 
 def fill_sentences(draft: str, num_sentences: int) -> list[str]:
-    """Return that many sentences: those of the draft, over again where they are too few.
+    """Return that many sentences of the draft, repeated if it has fewer.
 
-    So a draft stays in its language and keeps to its words. An empty one is filled from `FILLER`.
+    So a draft keeps its language and its words. An empty one is filled from `FILLER`.
     """
-    found = sentences(draft) or list(FILLER)
-    return [found[index % len(found)] for index in range(num_sentences)]
+    sources = sentences(draft) or list(FILLER)
+    return [sources[index % len(sources)] for index in range(num_sentences)]
 
 
 def deal(draft: str, num_pieces: int) -> list[str]:
-    """Cut a draft into that many pieces of whole sentences; some over again where it has too few."""
-    found = fill_sentences(draft, max(num_pieces, len(sentences(draft))))
-    share, rest = divmod(len(found), max(num_pieces, 1))
+    """Cut a draft into that many pieces of whole sentences, repeated if it has fewer."""
+    filled = fill_sentences(draft, max(num_pieces, len(sentences(draft))))
+    share, rest = divmod(len(filled), max(num_pieces, 1))
     pieces: list[str] = []
     start = 0
     for index in range(num_pieces):
         end = start + share + (index < rest)
-        pieces.append(" ".join(found[start:end]))
+        pieces.append(" ".join(filled[start:end]))
         start = end
     return pieces
 

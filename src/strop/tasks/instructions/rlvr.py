@@ -1,8 +1,8 @@
-"""The 25 functions of RLVR-IFeval, judged as they are meant.
+"""The 25 functions of RLVR-IFeval, judged by their meaning.
 
 Source of names and arguments: the columns of allenai/RLVR-IFeval. Own implementations of the described
-conditions, stricter than the published functions where those paid for nothing: an option must be the
-whole reply and not a piece of it, capitals need a letter, and leaving something out needs words.
+conditions, stricter than the published functions where those reward nothing: an option must be the whole
+reply and not a piece of it, capitals need a letter, and avoiding something needs words.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ def _add_keywords(draft: str, *, keyword_list: tuple[str, ...]) -> str:
 
 
 def count_word(text: str, word: str) -> int:
-    """Count a word or phrase where it stands on its own, in any case."""
+    """Count the occurrences of a word or phrase as a whole word, in any case."""
     return len(re.findall(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, flags=re.IGNORECASE))
 
 
 @RLVR.check("verify_keyword_frequency", needs_substance=True)
 def repeats_word(text: str, *, word: Text, N: Count) -> bool:
-    """The word stands exactly N times on its own, in any case."""
+    """The word occurs exactly N times as a whole word, in any case."""
     return count_word(text, word) == N
 
 
@@ -128,7 +128,7 @@ def _repeat_letter(draft: str, *, letter: str, N: int) -> str:
 
 @RLVR.check("verify_paragraph_count")
 def counts_parts(text: str, *, N: Count) -> bool:
-    """N parts stand between spaced asterisks, and none is blank."""
+    """Spaced asterisks separate N parts, and none is blank."""
     parts = parts_between(text, SPACED_STARS)
     return all(parts) and len(parts) == N
 
@@ -140,7 +140,7 @@ def _divide_parts(draft: str, *, N: int) -> str:
 
 @RLVR.check("validate_word_constraint")
 def counts_words(text: str, *, N: Count, quantifier: Quantifier) -> bool:
-    """The words between white space; a tenth more or less is around. Three at least, or as many as may be."""
+    """The words between white space; 'around' allows a tenth. At least three, if so many are allowed."""
     words = [token for token in text.split() if strip_marks(token)]
     most = {"at most": N, "less than": N - 1, "exactly": N, "around": N}.get(quantifier, MIN_WORDS)
     slack = max(round(_AROUND_FRAC * N), 1)
@@ -149,9 +149,9 @@ def counts_words(text: str, *, N: Count, quantifier: Quantifier) -> bool:
 
 @RLVR.edit("validate_word_constraint", stage=Stage.LENGTH)
 def _fit_words(draft: str, *, N: int, quantifier: str) -> str:
-    wanted = N + (quantifier == "more than") - (quantifier == "less than")
-    words = lengthen(draft, wanted).split()
-    return " ".join(words if quantifier in ("at least", "more than") else words[:wanted])
+    target = N + (quantifier == "more than") - (quantifier == "less than")
+    words = lengthen(draft, target).split()
+    return " ".join(words if quantifier in ("at least", "more than") else words[:target])
 
 
 @RLVR.check("verify_sentence_constraint")
@@ -164,19 +164,18 @@ def counts_sentences(text: str, *, N: Count, quantifier: Quantifier) -> bool:
 
 @RLVR.edit("verify_sentence_constraint", stage=Stage.LENGTH)
 def _fit_sentences(draft: str, *, N: int, quantifier: str) -> str:
-    wanted = N + (quantifier == "more than") - (quantifier == "less than")
-    return " ".join(fill_sentences(draft, wanted))
+    return " ".join(fill_sentences(draft, N + (quantifier == "more than") - (quantifier == "less than")))
 
 
 @RLVR.check("validate_paragraphs")
 def opens_paragraph(text: str, *, N: Count, first_word: Text, i: Position) -> bool:
-    """N paragraphs stand between blank lines, and the i-th starts with the word, in any case."""
+    """Blank lines separate N paragraphs, and the i-th starts with the word, in any case."""
     parts = paragraphs(text)
     if len(parts) != N or i > N:
         return False
-    wanted = first_word.strip().lower()
+    word = first_word.strip().lower()
     opening = parts[i - 1].lower().lstrip("\"'“‘*_#([ ")
-    return re.match(rf"{re.escape(wanted)}(?!\w)", opening) is not None
+    return re.match(rf"{re.escape(word)}(?!\w)", opening) is not None
 
 
 @RLVR.edit("validate_paragraphs", stage=Stage.STRUCTURE)
@@ -189,9 +188,9 @@ def _open_paragraph(draft: str, *, N: int, first_word: str, i: int) -> str:
 
 @RLVR.check("verify_postscript")
 def has_postscript(text: str, *, postscript_marker: Text) -> bool:
-    """The marker stands in the reply and a text behind it."""
-    _, found, rest = text.partition(postscript_marker.strip())
-    return bool(found) and any(character.isalnum() for character in rest)
+    """The reply contains the marker, and a text behind it."""
+    _, marker, rest = text.partition(postscript_marker.strip())
+    return bool(marker) and any(character.isalnum() for character in rest)
 
 
 @RLVR.edit("verify_postscript", stage=Stage.EDGES)
@@ -201,7 +200,7 @@ def _add_postscript(draft: str, *, postscript_marker: str) -> str:
 
 @RLVR.check("validate_placeholders", needs_substance=True)
 def counts_placeholders(text: str, *, N: Count) -> bool:
-    """At least N texts stand in square brackets."""
+    """At least N texts are in square brackets."""
     return len(find_bracketed(text)) >= N
 
 
@@ -223,7 +222,7 @@ def _write_bullets(draft: str, *, N: int) -> str:
 
 @RLVR.check("validate_title")
 def has_one_title(text: str) -> bool:
-    """One text in double angular brackets stands in one line."""
+    """Exactly one text is in double angular brackets, within a line."""
     return sum(1 for title in _TITLE.findall(text) if title.strip()) == 1
 
 
@@ -247,7 +246,7 @@ def _give_option(draft: str, *, options: tuple[str, ...]) -> str:
 
 @RLVR.check("validate_highlighted_sections", needs_substance=True)
 def counts_highlights(text: str, *, N: Count) -> bool:
-    """At least N texts stand between asterisks."""
+    """At least N texts are between asterisks."""
     return count_highlights(text) >= N
 
 
@@ -258,7 +257,7 @@ def _add_highlights(draft: str, *, N: int) -> str:
 
 @RLVR.check("validate_sections", needs_substance=True)
 def counts_sections(text: str, *, N: Count, section_splitter: Text) -> bool:
-    """Exactly N sections are headed by the splitter, each with something in it."""
+    """Exactly N sections begin with the splitter, and none is empty."""
     sections = text.split(section_splitter.strip())[1:]
     return len(sections) == N and all(any(c.isalnum() for c in section) for section in sections)
 
@@ -272,9 +271,9 @@ def _write_sections(draft: str, *, N: int, section_splitter: str) -> str:
 
 @RLVR.check("validate_repeat_prompt")
 def repeats_prompt(text: str, *, original_prompt: Text) -> bool:
-    """The reply starts with the request, and goes on."""
-    wanted = original_prompt.strip()
-    return text.strip().startswith(wanted) and len(text.strip()) > len(wanted)
+    """The reply starts with the request, and continues."""
+    request = original_prompt.strip()
+    return text.strip().startswith(request) and len(text.strip()) > len(request)
 
 
 @RLVR.edit("validate_repeat_prompt", stage=Stage.EDGES)
@@ -284,10 +283,10 @@ def _repeat_prompt(draft: str, *, original_prompt: str) -> str:
 
 @RLVR.check("validate_two_responses")
 def gives_two_replies(text: str) -> bool:
-    """Six asterisks stand once in the reply, between two different texts."""
-    first, _, second = text.partition("******")
-    two = first.strip(), second.strip()
-    return "******" not in second and all(two) and two[0] != two[1] and "*" not in two[1][:1]
+    """Six asterisks occur once in the reply, between two different texts."""
+    first, second = (part.strip() for part in text.partition("******")[::2])
+    is_once = "******" not in second and not second.startswith("*")
+    return is_once and bool(first) and bool(second) and first != second
 
 
 @RLVR.edit("validate_two_responses", stage=Stage.STRUCTURE)
@@ -325,8 +324,8 @@ def counts_capital_words(text: str, *, N: Count, quantifier: Quantifier) -> bool
 
 @RLVR.edit("validate_frequency_capital_words", stage=Stage.CASE)
 def _write_capital_words(draft: str, *, N: int, quantifier: str) -> str:
-    wanted = N + (quantifier == "more than") - (quantifier == "less than")
-    missing = wanted - count_capital_words(draft)
+    target = N + (quantifier == "more than") - (quantifier == "less than")
+    missing = target - count_capital_words(draft)
     if missing > 0 and quantifier not in ("at most", "less than"):
         return f"{repeat_words(['YES'], missing)} {draft}"
     return draft.lower() if missing < 0 and quantifier not in ("at least", "more than") else draft

@@ -1,8 +1,7 @@
-"""Words, sentences, paragraphs and lines of a reply, each defined once, in linear time; its language.
+"""Split a reply into words, sentences, paragraphs and lines, in linear time, and detect its language.
 
-Sentences are found without a model or a word list to download: a terminator followed by white space
-or the end, or a blank line. Not here: the sentence and word splitters of other programs
-(`harness.py`).
+Sentences need no model or word list to download: they end at a terminator followed by white space or the
+end, or at a blank line. Not here: the sentence and word splitters of other programs (`harness.py`).
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _TITLES = re.compile(
     r"mrs?|ms|dr|prof|st|mt|messrs|mme|gen|col|lt|sgt|capt|rev|hon|gov|sen|rep|vs|fig|eq|no|vol|pp|cf|approx"
     r"|e\.g|i\.e|viz|al|jan|feb|mar|apr|jun|jul|aug|sept?|oct|nov|dec"
 )
-"""Abbreviations behind which a sentence goes on, whatever follows."""
+"""Abbreviations that never end a sentence."""
 _ENDINGS = re.compile(
     r"etc|jr|sr|inc|ltd|co|corp|bros|a\.m|p\.m|u\.s|u\.k|u\.n|ph\.d|b\.c|a\.d|d\.c|est|dept"
 )
-"""Abbreviations behind which a sentence ends only where a capital letter follows."""
+"""Abbreviations that end a sentence only if a capital letter follows."""
 
 
 def find_words(text: str) -> list[str]:
@@ -36,7 +35,7 @@ def find_words(text: str) -> list[str]:
 
 
 def bare_words(text: str) -> list[str]:
-    """Return what stands between white space, without punctuation at its edges; inner marks stay."""
+    """Return the words between white space, without punctuation at their edges; inner marks stay."""
     stripped = (strip_marks(token) for token in text.split())
     return [token for token in stripped if token]
 
@@ -74,30 +73,31 @@ def parts_between(text: str, divider: re.Pattern[str]) -> list[str]:
 def sentences(text: str) -> list[str]:
     """Return the sentences with their terminators.
 
-    A terminator ends one where white space or the end follows, a blank line always does. Titles,
+    A terminator ends a sentence if white space or the end follows; a blank line always does. Titles,
     initials and list numbers do not. Marks without any letter or digit belong to the sentence before.
     """
-    found: list[str] = []
+    pieces: list[str] = []
     for part in paragraphs(text):
         start = 0
         for match in _TERMINATORS.finditer(part):
             if match.group().startswith(".") and _is_abbreviation(part, start, match):
                 continue
-            _append(found, part[start : match.end()])
+            _append(pieces, part[start : match.end()])
             start = match.end()
-        _append(found, part[start:])
-    return found
+        _append(pieces, part[start:])
+    return pieces
 
 
-def _append(found: list[str], piece: str) -> None:
+def _append(pieces: list[str], piece: str) -> None:
     piece = piece.strip()
     if any(character.isalnum() for character in piece):
-        found.append(piece)
-    elif piece and found:
-        found[-1] += f" {piece}"
+        pieces.append(piece)
+    elif piece and pieces:
+        pieces[-1] += f" {piece}"
 
 
 def _is_abbreviation(part: str, start: int, match: re.Match[str]) -> bool:
+    """Whether a full stop belongs to an abbreviation, an initial or a list number."""
     if len(match.group().rstrip("\"'”’»)]}*_~")) > 1:  # an ellipsis ends a sentence like a full stop
         return False
     before = part[max(start, match.start() - 40) : match.start()]
@@ -113,9 +113,9 @@ def _is_abbreviation(part: str, start: int, match: re.Match[str]) -> bool:
     return _ENDINGS.fullmatch(word) is not None and bool(following) and not following[0].isupper()
 
 
-# The language is langdetect's, with a fixed seed: equal texts give equal answers. Tried with langdetect
+# langdetect with a fixed seed detects the language: equal texts give equal answers. Tested with langdetect
 # 1.0.9, whose own entry point draws from an unseeded generator (REW-5) and reads its profiles in the order of
-# the directory; neither is used here. The profiles are part of the package and are read on first use.
+# the directory; it is not used. The profiles are part of the package and are read on first use.
 
 _SEED = 0
 
@@ -123,8 +123,8 @@ _SEED = 0
 def detect_language(text: str) -> str | None:
     """Return the ISO 639-1 code of the most probable language, or None if the text has no feature.
 
-    Chinese is 'zh-cn' or 'zh-tw'; a text that could be anything is 'unknown'. Judged are the first ten
-    thousand characters.
+    Chinese is 'zh-cn' or 'zh-tw'; an ambiguous text is 'unknown'. Only the first ten thousand characters
+    count.
     Raises: ConfigError if the package is not installed.
     """
     factory = _load_factory()
@@ -135,13 +135,13 @@ def detect_language(text: str) -> str | None:
     try:
         return str(detector.detect())
     except LangDetectException:
-        # The package's word for a text without letters that it knows.
+        # Raised for a text without known letters.
         return None
 
 
 @functools.cache
 def known_languages() -> frozenset[str]:
-    """Return the codes that can be told apart.
+    """Return the codes of all languages that can be detected.
 
     Raises: ConfigError if the package is not installed.
     """
@@ -163,10 +163,7 @@ def _load_factory() -> Any:
 
 
 def require_language_detection() -> None:
-    """Refuse where the package that tells languages apart is missing.
-
-    Raises: ConfigError if it is not installed.
-    """
+    """Require the package langdetect. Raises: ConfigError if it is not installed."""
     if find_spec("langdetect") is None:
         raise ConfigError(
             "an instruction asks for a language, and the package langdetect is not installed",

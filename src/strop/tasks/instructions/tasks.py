@@ -1,7 +1,7 @@
 """Tasks whose replies must follow instructions: ifeval, ifbench, rlvr-ifeval and if-multi.
 
-The prompt is the user's text and nothing else, and no text ends a reply but the model's own terminator: any
-stop string could cut what an instruction asks for. Judged is what stands behind the reasoning.
+The prompt is only the user's text, and only the model's own terminator ends a reply: an instruction may
+require any text that a stop string would cut. The text behind the reasoning is judged.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strop.tasks.contract import TaskLimits
 from strop.tasks.instructions.bench import BENCH, UNJUDGED
 from strop.tasks.instructions.checkers import Checkers, Constraint
 from strop.tasks.instructions.google import GOOGLE
-from strop.tasks.instructions.harness import HARNESS, SENTENCES_ID, is_drawn, require_punkt
+from strop.tasks.instructions.harness import HARNESS, SENTENCES_ID, is_drawn, load_punkt
 from strop.tasks.instructions.multi import MULTI
 from strop.tasks.instructions.replies import (
     is_echo,
@@ -39,17 +39,17 @@ from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, read_examples, require_texts
 
-# An example holds `prompt` and `constraints` (id and arguments, without those that are not given). A row with
-# an instruction that cannot be judged is refused.
+# An example holds `prompt` and `constraints` (ids and present arguments). A row with an instruction that
+# cannot be judged is refused.
 
 Call = tuple[object, Mapping[str, Any]]
-"""An instruction's id and its arguments, None where one is not given."""
+"""An instruction's id and its arguments; None: absent."""
 
 
 def read_instruction_lists(row: Row) -> list[Call]:
     """Read the columns of IFEval and IFBench: `instruction_id_list`, and `kwargs`, aligned.
 
-    Raises: DataError naming the row, if one is missing or they are not equally long.
+    Raises: DataError naming the row, if one is missing or their lengths differ.
     """
     return _pair(row, "instruction_id_list and kwargs", row.values)
 
@@ -57,7 +57,7 @@ def read_instruction_lists(row: Row) -> list[Call]:
 def read_function(row: Row) -> list[Call]:
     """Read the column of RLVR-IFeval: `ground_truth`, a JSON table with `func_name` and arguments.
 
-    Raises: DataError naming the row, if it is not that.
+    Raises: DataError naming the row, if it is malformed.
     """
     table = _read_ground_truth(row)
     if not isinstance(table.get("func_name"), str):
@@ -68,7 +68,7 @@ def read_function(row: Row) -> list[Call]:
 def read_literal(row: Row) -> list[Call]:
     """Read the column of multi-constraint sets: `ground_truth`, a list with one table of two lists.
 
-    Raises: DataError naming the row, if it is not that.
+    Raises: DataError naming the row, if it is malformed.
     """
     table = _read_ground_truth(row)
     renamed = {"instruction_id_list": table.get("instruction_id"), "kwargs": table.get("kwargs")}
@@ -108,17 +108,17 @@ def make_instruction_example(
     constraints = []
     for instruction_id, arguments in calls:
         bound = checkers.bind(instruction_id, arguments, place=row.place)
-        given = {key: value for key, value in arguments.items() if value is not None}
-        constraints.append({"id": bound.instruction_id, "arguments": given})
+        present = {key: value for key, value in arguments.items() if value is not None}
+        constraints.append({"id": bound.instruction_id, "arguments": present})
     return make_example(task, {"prompt": prompt, "constraints": constraints}, None)
 
 
 def _pair(row: Row, columns: str, values: Mapping[str, Any]) -> list[Call]:
     ids, arguments = values.get("instruction_id_list"), values.get("kwargs")
     if not isinstance(ids, list) or not isinstance(arguments, list) or len(ids) != len(arguments):
-        given = f"{_length(ids)} ids and {_length(arguments)} argument tables"
-        raise _refuse(row, f"{columns}: {given}", "two lists of equal length")
-    # None instead of a table: the instruction has no argument.
+        lengths = f"{_length(ids)} ids and {_length(arguments)} argument tables"
+        raise _refuse(row, f"{columns}: {lengths}", "two lists of equal length")
+    # None stands for an empty table.
     tables = [{} if table is None else table for table in arguments]
     if not all(isinstance(table, Mapping) for table in tables):
         raise _refuse(row, f"{columns}: arguments {str(arguments)[:120]!r}", "tables, or null for none")
@@ -130,15 +130,15 @@ def _length(value: object) -> str:
 
 
 def _read_ground_truth(row: Row) -> dict[str, Any]:
-    """Read a table, or a list with one, that may be written as JSON or as a Python literal."""
-    value = given = row.values.get("ground_truth")
+    """Read a table, or a list with one, as a value, as JSON or as a Python literal."""
+    value = column = row.values.get("ground_truth")
     if isinstance(value, str):
         value = _parse_literal(value)
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if not isinstance(value, dict):
         allowed = "a table, or a list with one, as JSON or a Python literal"
-        raise _refuse(row, f"ground_truth {str(given)[:120]!r}", allowed)
+        raise _refuse(row, f"ground_truth {str(column)[:120]!r}", allowed)
     return value
 
 
@@ -153,8 +153,8 @@ def _parse_literal(text: str) -> Any:
         return None
 
 
-def _refuse(row: Row, given: str, allowed: str) -> DataError:
-    return bad_row(f"{row.place} has {given}", allowed=allowed)
+def _refuse(row: Row, content: str, allowed: str) -> DataError:
+    return bad_row(f"{row.place} has {content}", allowed=allowed)
 
 
 _PROMPT = "{prompt}"
@@ -162,7 +162,7 @@ _VERIFIER = "instructions-2"
 _HARNESS_VERIFIER = "lm-eval-instructions-3"
 _MAX_REPLY_TOKENS = {"ifeval": 4096, "ifbench": 4096, "rlvr-ifeval": 2048, "if-multi": 2048}
 _MAX_GOLDLESS_FRAC = 0.5
-"""Gold replies are written by edits, which do not find one for every mix of instructions."""
+"""Edits do not find a gold reply for every combination of instructions."""
 _PATTERN_LIMIT_S = 20.0
 """The patterns of lm-eval's rules can take quadratic time on a long reply."""
 _LANGUAGE_IDS = frozenset(
@@ -182,30 +182,22 @@ class _Source:
     read_calls: Callable[[Row], list[Call]]
 
 
-_EVALUATION_FILES = {
-    "ifeval": "ifeval_input_data.jsonl",
-    "ifbench": "data/train-00000-of-00001.parquet",
-}
-_TRAINING_FILES = {
-    "rlvr-ifeval": "data/train-00000-of-00001.parquet",
-    "if-multi": "data/train-00000-of-00001.parquet",
-}
+_PARQUET = "data/train-00000-of-00001.parquet"
+_TRAINING = DataLayout(train=(_PARQUET,), held_out=())
 _SOURCES: Mapping[str, _Source] = MappingProxyType(
     {
-        name: _Source(
-            layout=DataLayout(train=(), held_out=(file,)),
+        "ifeval": _Source(
+            layout=DataLayout(train=(), held_out=("ifeval_input_data.jsonl",)),
             read_prompt=read_prompt,
             read_calls=read_instruction_lists,
-        )
-        for name, file in _EVALUATION_FILES.items()
-    }
-    | {
-        name: _Source(
-            layout=DataLayout(train=(file,), held_out=()),
-            read_prompt=read_messages,
-            read_calls=read_function if name == "rlvr-ifeval" else read_literal,
-        )
-        for name, file in _TRAINING_FILES.items()
+        ),
+        "ifbench": _Source(
+            layout=DataLayout(train=(), held_out=(_PARQUET,)),
+            read_prompt=read_prompt,
+            read_calls=read_instruction_lists,
+        ),
+        "rlvr-ifeval": _Source(layout=_TRAINING, read_prompt=read_messages, read_calls=read_function),
+        "if-multi": _Source(layout=_TRAINING, read_prompt=read_messages, read_calls=read_literal),
     }
 )
 
@@ -218,7 +210,7 @@ _SOURCE_HELP = (
 
 
 class _UnsplitRows(TaskSection):
-    """What the tasks for training share, whose data has no split of its own."""
+    """Sizes of the splits of training data that is published without splits."""
 
     num_train: int | None = Field(
         default=None, ge=1, le=10**7, description="Training prompts used, from the first. none = all."
@@ -328,7 +320,7 @@ class InstructionTask(RowTask):
 
     Reward: 1 if all are followed, else 0; for if-multi the share that is followed, unless
     `task.all_or_nothing`. Under the task's own rules a reply that only repeats the prompt follows none.
-    `format_ok`: something stands behind the reasoning, and the reasoning has an end.
+    `format_ok`: the reasoning has an end, and a text follows it.
     Metrics: `instructions_total`, `instructions_satisfied` (strictly), and for the two evaluations
     also `instructions_satisfied_loose`, `correct_strict` and `correct_loose`.
     """
@@ -343,7 +335,7 @@ class InstructionTask(RowTask):
             layout=rows_of.layout,
             to_example=self._to_example,
             question=lambda example: str(example.fields["prompt"]),
-            # One prompt may come with several instructions: they must not part.
+            # All rows with the same prompt must be in the same split.
             split_key=lambda row: " ".join(rows_of.read_prompt(row).split()),
         )
         limits = TaskLimits(
@@ -370,7 +362,7 @@ class InstructionTask(RowTask):
         return self._splits.of(split)
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Give the user's text as it stands."""
+        """Return the user's text."""
         prompt = example.fields["prompt"]
         return pose(_PROMPT.format(prompt=prompt), base=prompt, thinking=self._spec.thinking)
 
@@ -380,7 +372,7 @@ class InstructionTask(RowTask):
         Raises: DataError if an instruction of the example cannot be judged.
         """
         constraints = self._bind(example)
-        # The harness knows nothing of thinking: it judges all of a reply.
+        # lm-eval does not separate thinking: it judges all of a reply.
         judged = text if self._has_harness_rules else judged_text(text)
         if judged is not None and self.name == "if-multi":
             judged = without_answer_tags(judged)
@@ -411,7 +403,7 @@ class InstructionTask(RowTask):
         return Outcome(parts=parts, is_correct=all(counted), format_ok=is_reply, metrics=metrics)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return a reply that follows all instructions and answers nothing; none where none was found."""
+        """Return a reply that follows all instructions and answers nothing; none if the edits find none."""
         replies = write_replies(self._bind(example))
         return tuple(reply for reply in replies if self.verify(example, reply).is_correct)
 
@@ -441,7 +433,7 @@ class InstructionTask(RowTask):
         if used & _LANGUAGE_IDS:
             require_language_detection()
         if self._has_harness_rules and SENTENCES_ID in used:
-            require_punkt()
+            load_punkt()
         return splits
 
     def _to_example(self, row: Row) -> Example:
