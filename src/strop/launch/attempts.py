@@ -1,4 +1,4 @@
-"""The attempts of a trial, as its own record shows them, and what exit codes mean.
+"""The attempts of a trial from its own record, and the meaning of exit codes.
 
 `verdict.json` is written by the supervisor above the agents. Where it is missing and every node has written
 its exit code, these are combined.
@@ -24,7 +24,7 @@ _PLACE = re.compile(
     rf"{ATTEMPTS_FOLDER}/(?P<attempt>[^/]+)/(?:agent-(?P<node>\d+)\.json|(?P<verdict>verdict\.json))"
 )
 _MILD = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_DONE)
-"""The most important one first; any other code is more important."""
+"""In order of precedence; every other code takes precedence over these."""
 SIGNAL_BASE = 128
 _MEANINGS = {
     EXIT_DONE: "done",
@@ -45,7 +45,7 @@ def write_verdict(
     ended_at: float,
     nodes: tuple[str, ...],
 ) -> None:
-    """Write how an attempt ended as a whole. It outranks what the nodes wrote. Raises: StoreError."""
+    """Write the end of a whole attempt, which outranks the nodes' files. Raises: StoreError."""
     content = {
         "number": number,
         "exit_code": exit_code,
@@ -66,9 +66,9 @@ def combine_exit_files(attempt_path: Path, num_nodes: int) -> int:
 def read_attempts(record: RecordFiles) -> list[AttemptRecord]:
     """Return a trial's attempts, oldest first. Files that cannot be parsed are ignored.
 
-    Raises: StoreError if the place does not answer.
+    Raises: StoreError if the record cannot be read.
     """
-    found: dict[str, dict[str, Any]] = {}
+    attempts: dict[str, dict[str, Any]] = {}
     for name in record.list(ATTEMPTS_FOLDER):
         match = _PLACE.fullmatch(name)
         if match is None:
@@ -76,13 +76,13 @@ def read_attempts(record: RecordFiles) -> list[AttemptRecord]:
         content = _read_json(record, name)
         if content is None:
             continue
-        attempt = found.setdefault(match["attempt"], {"agents": {}, "verdict": None})
+        attempt = attempts.setdefault(match["attempt"], {"agents": {}, "verdict": None})
         if match["verdict"]:
             attempt["verdict"] = content
         else:
             attempt["agents"][int(match["node"])] = content
-    records = [_to_record(record, name, parts) for name, parts in found.items()]
-    return sorted(records, key=lambda one: (one.number, one.started_at or one.ended_at or 0.0))
+    records = [_to_record(record, name, parts) for name, parts in attempts.items()]
+    return sorted(records, key=lambda item: (item.number, item.started_at or item.ended_at or 0.0))
 
 
 def _to_record(record: RecordFiles, name: str, parts: dict[str, Any]) -> AttemptRecord:
@@ -136,7 +136,7 @@ def _read_json(record: RecordFiles, name: str) -> dict[str, Any] | None:
 
 
 def read_exit_code(path: Path) -> int | None:
-    """Return a node's exit code from its file; None while there is none, or if it cannot be read."""
+    """Return a node's exit code from its file; None if it is missing or unreadable."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):
@@ -148,21 +148,21 @@ def combine(codes: Iterable[int | None]) -> int:
 
     A maximum, as `srun` returns it, would let a 75 hide a 1.
     """
-    known = [EXIT_FAILED if code is None else code for code in codes]
-    failures = [code for code in known if code not in _MILD]
+    exit_codes = [EXIT_FAILED if code is None else code for code in codes]
+    failures = [code for code in exit_codes if code not in _MILD]
     if failures:
         # A cause before its consequence: the other nodes are killed once one has failed.
         return next((code for code in failures if code < SIGNAL_BASE), failures[0])
-    return next((code for code in _MILD if code in known), EXIT_FAILED)
+    return next((code for code in _MILD if code in exit_codes), EXIT_FAILED)
 
 
 def from_wait(exit_code: int) -> int:
-    """Return a child's code as a shell has it: a death by signal n is 128 + n."""
+    """Return a child's exit code as a shell reports it: 128 + n for a death by signal n."""
     return SIGNAL_BASE - exit_code if exit_code < 0 else exit_code
 
 
 def describe_exit(exit_code: int) -> str:
-    """Say what a code means."""
+    """Describe an exit code."""
     if exit_code > SIGNAL_BASE:
         try:
             return f"killed by {Signals(exit_code - SIGNAL_BASE).name}"

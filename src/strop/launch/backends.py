@@ -1,4 +1,4 @@
-"""The table of backends: a new one is its folder and one line here."""
+"""The table of backends: a new backend is its folder and one line here."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ BACKENDS: dict[str, type[SiteOptions]] = {
     "slurm": SlurmSite,
     "sagemaker": SageMakerSite,
 }
-"""Kind of site to the model of its options. Each kind is also the name of a site without a profile."""
+"""Kind of site to its options. Each kind is also the name of a site without a profile."""
 
 
 def open_backend(site: Site) -> Backend:
-    """Return the backend of a site, whose code is imported now. No scheduler is asked yet."""
+    """Import and return the backend of a site. Queries no scheduler."""
     return site.profile.open(site.name)
 
 
 def backend_of(plan: JobPlan) -> Backend:
-    """Return the backend that a plan was made for, by the profile that it was made with."""
+    """Return the backend of a plan, with the profile that the plan was made with."""
     section = BACKENDS[str(plan.profile["backend"])]
     return open_backend(Site(name=plan.site, profile=section.model_validate(dict(plan.profile))))

@@ -1,7 +1,7 @@
-"""From what a user typed to a request, and from a request to a plan.
+"""From the user's options to a request, and from a request to a plan.
 
-`read_request` reads run file, site profile, code and variables, once. After it nothing is read until the job
-is submitted: `make_plan` is pure, so that equal requests give equal plans, byte by byte.
+`read_request` reads run file, site profile, code and variables once; nothing else is read before the
+submission. `make_plan` is pure: equal requests give equal plans, byte by byte.
 """
 
 from __future__ import annotations
@@ -62,13 +62,13 @@ from strop.user_code import list_sources
 
 COMMANDS = ("train", "sft", EVALUATION)
 AUTO = "auto"
-"""The command that a run file says itself: see `guess_command`."""
+"""The command follows from the run file: see `guess_command`."""
 SIDECAR = "sidecar"
 EVALUATOR = "evaluator"
 MAX_TRIALS = 1000
 TRIALS_FOLDER = "members"
 TAG_PREFIX = "strop:"
-"""Before the plan's hash, in the label that a scheduler allows for a job."""
+"""Precedes the plan's hash in the label that a scheduler keeps with a job."""
 _HASH_LENGTH = 16
 
 
@@ -80,31 +80,31 @@ class SubmitOptions:
     command: str = "train"
     """One of `COMMANDS`, or `AUTO`."""
     may_run_code: bool = False
-    """Whether an evaluation by lm-eval may run what the model wrote in no sandbox."""
+    """Whether an evaluation by lm-eval may run model-written code without a sandbox."""
     overrides: tuple[str, ...] = ()
     flags: tuple[Flag, ...] = ()
-    """Those of a backend alone have no key."""
+    """A flag without a key belongs to a backend."""
     project_path: Path | None = None
     """None: the current folder."""
     sweep: tuple[str, ...] = ()
-    """`key=value,value`, one for each varied setting."""
+    """`key=value,value` for each varied setting."""
     has_snapshot: bool = True
     variables: tuple[str, ...] = ()
-    """Names of the submitter's variables that the job gets."""
+    """Names of variables that the job gets from the submitter's environment."""
     env_file: Path | None = None
     environment: EnvironmentFlags = field(default_factory=EnvironmentFlags)
     is_strict: bool = False
-    """Refuse where a flag beats another value."""
+    """Refuse a flag that overrides another value."""
     service: ServiceOptions = field(default_factory=ServiceOptions)
-    """Of a job that serves sandboxes."""
+    """For a job that serves sandboxes."""
 
 
 def read_request(
     run_file: str, options: SubmitOptions, *, environ: Mapping[str, str], now: float
 ) -> JobRequest:
-    """Read everything that a plan is made of.
+    """Read all inputs of a plan.
 
-    Raises: ConfigError for what cannot work as written; StoreError if the code cannot be read.
+    Raises: ConfigError for options that cannot work; StoreError if the code cannot be read.
     """
     project_path = (options.project_path or Path.cwd()).absolute()
     if not project_path.is_dir():
@@ -115,9 +115,11 @@ def read_request(
         )
     overrides, of_site = read_site_words(options.overrides)
     options = replace(options, overrides=tuple(overrides))
-    site, flags, given = find_site(options.site, project_path, environ).for_job([*options.flags, *of_site])
+    site, flags, site_options = find_site(options.site, project_path, environ).for_job(
+        [*options.flags, *of_site]
+    )
     python = site.profile.python or sys.executable
-    profile = site.profile.with_options(given)
+    profile = site.profile.with_options(site_options)
     notice = None
     if options.command == SERVE:
         require_shared_disk(site.name, profile)
@@ -125,21 +127,21 @@ def read_request(
         command, notice = guess_command(run_file, options.overrides)
         options = replace(options, command=command)
     resolved, file = _read_file(run_file, options, flags)
-    if implied := profile.implied_settings(resolved.spec.job, given):
+    if implied := profile.implied_settings(resolved.spec.job, site_options):
         flags = (*flags, *implied)
         resolved, file = _read_file(run_file, options, flags)
     _check_options(options, resolved)
     sweep = expand_sweep(options.sweep)
-    # Of every trial, so that a mistake shows before anything is written.
+    # Every trial is loaded, so that a mistake shows before anything is written.
     trials = [load_spec(run_file, [*options.overrides, *overrides], flags).spec for overrides in sweep]
     evaluation = file or read_evaluation(trials or [resolved.spec])
     if not profile.has_shared_disk and not getattr(profile, "local", False):
-        # Here: other sites, and commands that only ask, do without it.
+        # Imported here: other sites, and commands that only query, do not need it.
         from strop.run.stage import use_copies
 
         resolved, evaluation = use_copies(resolved, evaluation)
     if file is not None and evaluation is not None:
-        # As it is named where the job runs.
+        # The model as it is named where the job runs.
         evaluation = replace(evaluation, model_uri=resolved.spec.model.uri)
         roles = [evaluating_role(resolved.spec, python, may_run_code=options.may_run_code)]
     elif options.command == SERVE:
@@ -148,9 +150,9 @@ def read_request(
         roles = list_roles(options.command, resolved.spec, python, site)
     evaluation = None if evaluation is None else carry_baselines(evaluation)
     root = _find_root(site, resolved)
-    named, flags_of_job = options.variables, options.environment
+    names, flags_of_job = options.variables, options.environment
     environment, conflicts = gather_for_trackers(
-        resolved.spec.trackers, site, project_path, named, options.env_file, flags_of_job, environ
+        resolved.spec.trackers, site, project_path, names, options.env_file, flags_of_job, environ
     )
     if file is not None:
         refuse_unreachable(file, site.name, profile, environment)
@@ -173,7 +175,7 @@ def read_request(
         user=find_user_name(),
         submitted_at=now,
         sweep=sweep,
-        options=given,
+        options=site_options,
         conflicts=conflicts,
         env_file=options.env_file,
         evaluation=evaluation,
@@ -184,7 +186,7 @@ def read_request(
 def _read_file(
     run_file: str, options: SubmitOptions, flags: Sequence[Flag]
 ) -> tuple[ResolvedSpec, EvalFile | None]:
-    """Return what a file asks of its site, and for an evaluation what it asks of the model."""
+    """Return a file's run settings, and the evaluation itself if the file is one."""
     if options.command == SERVE:
         return resolve_service(options.overrides, flags), None
     if options.command != EVALUATION:
@@ -194,10 +196,10 @@ def _read_file(
 
 
 def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Return the overrides of every trial: all combinations, the last setting varying fastest; () for none.
+    """Return the overrides of every trial: all combinations, the last setting varying fastest.
 
-    Raises: ConfigError if a text is no `key=value,value`, a key stands twice or is the whole job's, or there
-        are too many.
+    Raises: ConfigError if a text is not `key=value,value`, a key is repeated or applies to the whole job, or
+        there are too many trials.
     """
     axes: dict[str, list[str]] = {}
     for text in texts:
@@ -229,7 +231,7 @@ def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
 
 
 def split_values(text: str) -> list[str]:
-    """Split at commas that stand in no bracket and no quotation marks."""
+    """Split at commas outside brackets and quotation marks."""
     parts, depth, quote = [""], 0, ""
     for character in text:
         if quote:
@@ -248,7 +250,7 @@ def split_values(text: str) -> list[str]:
 
 
 def _check_options(options: SubmitOptions, resolved: ResolvedSpec) -> None:
-    """Refuse an unknown command, one that is not the run file's, and with --strict every conflict."""
+    """Refuse an unknown command, a run file of another command and, with --strict, every conflict."""
     if options.command not in (*COMMANDS, SERVE):
         raise ConfigError(
             f"--command {show_value(options.command)} is not a command that a job runs",
@@ -267,14 +269,14 @@ def _check_options(options: SubmitOptions, resolved: ResolvedSpec) -> None:
 
 
 def _find_root(site: Site, resolved: ResolvedSpec) -> Path:
-    """Return the folder for runs. Raises: ConfigError if a site profile names a relative path."""
-    given = site.profile.run_root
-    if given is None:
+    """Return the folder for runs. Raises: ConfigError if the site profile's is relative."""
+    root = site.profile.run_root
+    if root is None:
         return Path(resolved.spec.output.root).absolute()
-    path = Path(given).expanduser()
+    path = Path(root).expanduser()
     if not path.is_absolute():
         raise ConfigError(
-            f"run_root={show_value(given)} of site {site.name} is a relative path",
+            f"run_root={show_value(root)} of site {site.name} is a relative path",
             allowed="an absolute one: jobs start in other folders",
             next_step="write it out in the site profile",
         )
@@ -284,14 +286,14 @@ def _find_root(site: Site, resolved: ResolvedSpec) -> Path:
 def _take_code(
     project_path: Path, root: Path, resolved: ResolvedSpec, options: SubmitOptions, site: Site
 ) -> CodeSnapshot:
-    """Return the project's code, without runs and files of secrets in it.
+    """Return the project's code, without its runs and files of secrets.
 
-    Raises: ConfigError naming user code that would not be sent with the job; what `take_snapshot` raises.
+    Raises: ConfigError for user code that would not be sent with the job; the errors of `take_snapshot`.
     """
     excluded = [root, Path(resolved.spec.output.root)]
     excluded += [Path(path) for path in (options.env_file, resolved.spec.output.dir) if path is not None]
-    # Runs that are in the project itself, beside its code.
-    excluded += [found.parents[1] for found in project_path.glob("*/job/plan.json")]
+    # Runs in the project itself, next to its code.
+    excluded += [plan_path.parents[1] for plan_path in project_path.glob("*/job/plan.json")]
     excluded += site.profile.files_written(project_path)
     snapshot = take_snapshot(project_path, excluded=[path.absolute() for path in excluded])
     sent = {snapshot.project_path / name for name in snapshot.files}
@@ -311,7 +313,7 @@ def _take_code(
 def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[RolePlan]:
     """Return the processes of a job, with the GPUs that `spec.layout` gives each on its node.
 
-    Raises: ConfigError if weights are to go by a file that nodes do not share, or the run has a cluster.
+    Raises: ConfigError if weights would travel in a file that nodes do not share, or the run names a cluster.
     """
     job = spec.job
     if spec.ray.address is not None:
@@ -339,7 +341,7 @@ def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[Rol
             shares = {f"{first_to_generate}-{job.nodes - 1}": layout.nodes[first_to_generate]}
             if first_to_generate > 1:
                 shares[f"1-{first_to_generate - 1}"] = layout.nodes[1]
-        # The run knows which engines were there, and goes on while one of them is left.
+        # The run keeps track of its engines, and goes on while one of them is left.
         roles += [
             RolePlan(name="ray", argv=join, gpus=node.gpus, nodes=nodes, must_succeed=False, may_be_lost=True)
             for nodes, node in shares.items()
@@ -389,7 +391,7 @@ def _count_resources(resolved: ResolvedSpec, site: str, profile: SiteOptions) ->
 
 
 def _say_price(environment: JobEnvironment, profile: SiteOptions, resources: Resources) -> JobEnvironment:
-    """Let a run know what an hour of its job costs, for its report."""
+    """Add a variable with the price of an hour of the job, for the run's report."""
     price = profile.usd_per_gpu_hour
     num_gpus = profile.count_paid_gpus(resources.num_nodes, resources.gpus_per_node)
     if price is None or not num_gpus:
@@ -402,9 +404,9 @@ def _say_price(environment: JobEnvironment, profile: SiteOptions, resources: Res
 
 
 def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
-    """Return what would be submitted. No disk, network, clock or random.
+    """Return the plan of a request. No disk, network, clock or random.
 
-    Raises: ConfigError for what can be known to be impossible.
+    Raises: ConfigError for a plan that cannot work.
     """
     if any(ord(character) < 32 or ord(character) == 127 for character in request.home):
         raise ConfigError(
@@ -455,14 +457,14 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
 
 
 def hash_request(request: JobRequest) -> str:
-    """Return the plan's hash, by which a second submission of the same plan is recognized.
+    """Return the plan's hash, which identifies a second submission of the same plan.
 
-    It covers everything that decides what is run (spec, code, site, resources, roles, variables) and not when
-    and where it was submitted. Values of variables enter it as digests.
+    It covers everything that determines the run (spec, code, site, resources, roles, variables), not the time
+    and place of the submission. Values of variables enter it as digests.
     """
     content: dict[str, Any] = {
         "spec": spec_digest(request.resolved.spec),
-        # The content of the evaluation's file counts below, not its path.
+        # Below, the content of the evaluation's file counts; its path does not.
         "job": request.resolved.spec.job.model_dump(mode="json", exclude={"eval_config"}),
         **request.resolved.spec.model_dump(mode="json", include={"store", "trackers"}),
         "site": {"name": request.site.name, "profile": request.site.profile.model_dump(mode="json")},
@@ -483,7 +485,7 @@ def hash_request(request: JobRequest) -> str:
 
 
 def tag_of(plan_hash: str) -> str:
-    """Return the label that a plan's job carries."""
+    """Return the label of a plan's job."""
     return TAG_PREFIX + plan_hash
 
 

@@ -1,6 +1,6 @@
 """The types of jobs, and the seam that backends implement.
 
-A *plan* is everything that will be submitted, made without effects. A *job* is a plan that a scheduler
+A *plan* holds everything to submit, and is made without effects. A *job* is a plan that a scheduler
 accepted; it has one *trial*, or one for each combination of a sweep. An *attempt* is one start of a
 trial: after a preemption the same job is requeued. Each node of an attempt has one *agent*, which starts
 the *roles*. The job directory is the field `home`.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class JobState(StrEnum):
-    """The state of a job. A name that no table knows is `unknown`, which ends nothing and starts nothing."""
+    """The state of a job. An unrecognized state is `unknown`, which neither ends nor starts anything."""
 
     QUEUED = "queued"
     """Accepted, without resources yet."""
@@ -38,13 +38,13 @@ class JobState(StrEnum):
     FAILED = "failed"
     CANCELLED = "cancelled"
     TIMEOUT = "timeout"
-    """Its time limit ended it, and nothing will start it again."""
+    """Ended by its time limit, and not requeued."""
     UNKNOWN = "unknown"
-    """No source answers."""
+    """No source knows the state."""
 
     @property
     def is_terminal(self) -> bool:
-        """Whether nothing more happens by itself."""
+        """Whether the state is final unless a user acts."""
         return self in _TERMINAL
 
 
@@ -53,11 +53,11 @@ _TERMINAL = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED, JobState.T
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeSnapshot:
-    """The working tree as it is, uncommitted edits and untracked files included. Made by `snapshot`."""
+    """The working tree with uncommitted edits and untracked files. Made by `snapshot`."""
 
     project_path: Path
     files: tuple[str, ...]
-    """Paths in it, sorted."""
+    """Relative paths, sorted."""
     sha256: str
     """Over names, modes and contents."""
     size_bytes: int
@@ -68,7 +68,7 @@ class CodeSnapshot:
 
 
 class VariableSource(StrEnum):
-    """Where an environment variable of a job comes from, the later over the earlier."""
+    """The source of a job's environment variable; a later member overrides an earlier one."""
 
     SITE = "site profile"
     DOTENV = ".env"
@@ -83,11 +83,11 @@ class JobEnvironment:
 
     variables: Mapping[str, str] = field(default_factory=dict)
     sources: Mapping[str, str] = field(default_factory=dict)
-    """Name of every variable and secret to the place of its value."""
+    """Variable or secret name to the source of its value."""
     secrets: tuple[str, ...] = ()
-    """Names alone; values are read when the job is submitted, and kept in a 0600 file until it ends."""
+    """Only names; the values are read at submission and kept in a 0600 file until the job ends."""
     secret_roles: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Roles that get a secret; one that is not named here is for all."""
+    """Secret to the roles that get it; a secret without an entry goes to every role."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,30 +96,29 @@ class RolePlan:
 
     name: str
     argv: tuple[str, ...]
-    """`{run}`, `{job}`, `{code}` and `{node}` in a word stand for the directories of trial, job and code,
-    and the node's number."""
+    """`{run}`, `{job}`, `{code}` and `{node}` are replaced by the directories of trial, job and code, and by
+    the node's number."""
     gpus: Mapping[str, int] = field(default_factory=dict)
-    """How many GPUs of its node it gets, by what they are for: `infer`, `train`."""
+    """GPUs of its node by purpose: `infer`, `train`."""
     nodes: str = "first"
     """`first`: node 0 of the main part; `all`: every node of it; `others`: all of them but node 0; `2-3`:
     nodes 2 and 3 of it; `cpu`: the nodes of the CPU part."""
     must_succeed: bool = True
-    """Whether its end with 0 is a success of the job. An early end of a sidecar is always a failure."""
+    """Whether the job succeeds when it exits with 0. An early exit of a sidecar is always a failure."""
     is_awaited: bool = False
-    """Whether the job ends only after it, and does not fail with it: an evaluator. Its refusal (2, 76) still
-    ends the job, which would lack its evaluation from the start."""
+    """Whether the job waits for it but does not fail with it, as for an evaluator. Exit codes 2 and 76 still
+    end the job, which would otherwise run without its evaluation."""
     may_be_lost: bool = False
-    """Whether the job goes on after its failure, a refusal (2, 76) excepted, if the other roles do: a node
-    that lends engines to a run."""
+    """Whether the job goes on after it fails, except with 2 or 76: a node that only adds engines to a run."""
 
     @property
     def num_gpus(self) -> int:
-        """GPUs of its node in all."""
+        """All its GPUs of the node."""
         return sum(self.gpus.values())
 
 
 def is_place(nodes: str, node: int, part: str) -> bool:
-    """Whether `RolePlan.nodes` means a node, by its number over both parts; `part` is `main` or `cpu`."""
+    """Whether `RolePlan.nodes` includes a node, numbered over both parts; `part` is `main` or `cpu`."""
     if part == "cpu" or nodes == "cpu":
         return part == nodes
     first, hyphen, last = nodes.partition("-")
@@ -146,19 +145,19 @@ class Resources:
     num_nodes: int = 1
     gpus_per_node: int = 0
     is_whole_node: bool = False
-    """Whether it requests all GPUs of its nodes."""
+    """Whether the job requests all GPUs of its nodes."""
     cpus_per_gpu: int | None = None
     cpus: int | None = None
     memory: str | None = None
     gpu_type: str | None = None
     time_limit_s: float | None = None
     num_cpu_nodes: int = 0
-    """Nodes without GPUs beside them, for sidecars."""
+    """Additional nodes without GPUs, for sidecars."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobRequest:
-    """Everything that a plan is made of: after this nothing is read any more."""
+    """All inputs of a plan: planning reads nothing else."""
 
     resolved: ResolvedSpec
     site: Site
@@ -179,22 +178,22 @@ class JobRequest:
     sweep: tuple[tuple[str, ...], ...] = ()
     """One tuple of overrides for each trial; () for a single run."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of this one backend, by field of its model: partition, dependency, instance type, ..."""
+    """Options of the backend by field of its model: partition, dependency, instance type, ..."""
     conflicts: tuple[str, ...] = ()
-    """Values that others override, as sentences."""
+    """One sentence for each overridden value."""
     env_file: Path | None = None
-    """The file of variables that `environment` was gathered with: its secrets are read again."""
+    """The file of variables behind `environment`; its secrets are read again at submission."""
     num_past: int = 0
-    """Number of attempts of earlier jobs in this directory, which this one goes on in."""
+    """Number of attempts of earlier jobs in this directory, if the job resumes in it."""
     evaluation: EvalFile | None = None
-    """The file of `job.eval_config` with what it extends; None where there is none."""
+    """The file of `job.eval_config` with its bases; None without one."""
     run_file: str = ""
     """As the user named it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobPlan:
-    """Everything that is submitted. Equal requests give equal plans, byte by byte."""
+    """Everything to submit. Equal requests give equal plans, byte by byte."""
 
     name: str
     site: str
@@ -206,43 +205,43 @@ class JobPlan:
     roles: tuple[RolePlan, ...]
     python: str
     plan_hash: str
-    """Over everything that decides what is run, without time and place of the submission."""
+    """Over everything that determines the run, not the time and place of the submission."""
     code_sha256: str | None
     spec_digest: str
     user: str
     submitted_at: float
     environment: JobEnvironment
     profile: Mapping[str, Any] = field(default_factory=dict)
-    """The site's profile at that time: the job stays reachable if the file changes later."""
+    """The site's profile at submission: the job stays reachable if the file changes later."""
     max_requeue: int = 3
     grace_s: float = 120.0
-    """How long before its end a job gets a signal."""
+    """Seconds between the signal and the end of a job."""
     num_past: int = 0
-    """The number of this job's first attempt: earlier jobs in its directory had that many."""
+    """The number of this job's first attempt: how many earlier jobs in its directory had."""
     follows: str = ""
-    """The job of this run that ended before; empty for the first one."""
+    """The previous job of this run; empty for the first one."""
     start_step: int | None = None
-    """The newest checkpoint when it was submitted; None: there was none, so any one is newer."""
+    """The newest checkpoint at submission; None if there was none, so that any one is newer."""
     num_resubmitted: int = 0
-    """How often the run has been resubmitted automatically; at most `max_requeue`."""
+    """Automatic resubmissions of the run so far; at most `max_requeue`."""
     preflight: str = "quick"
     max_silence_s: float | None = None
-    """A job without any output for so long is ended, with the stacks of its roles."""
+    """A job without output for so long is ended, after its roles have written their stacks."""
     gpu_hours: float | None = None
-    """At most; None without a time limit."""
+    """Upper bound; None without a time limit."""
     cost_usd: float | None = None
-    """At most; None without a price in the site profile."""
+    """Upper bound; None without a price in the site profile."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Name below `job/` to content: the files that the backend gives to its scheduler."""
+    """Name below `job/` to content: the backend's files for its scheduler."""
     argv: tuple[str, ...] = ()
-    """The command that submits the job; () where it is a call of an API."""
+    """The command that submits the job; () if an API call does."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Values of this one backend: the request to an API, an image. JSON values."""
+    """Values of the backend, such as an API request or an image. JSON values."""
     conflicts: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
 
     def refer_to(self, job_id: str, details: Mapping[str, Any] | None = None) -> JobRef:
-        """Return the reference to this plan's job, which its scheduler knows as `job_id`."""
+        """Return the reference to this plan's job with its scheduler's id."""
         return JobRef(
             name=self.name,
             site=self.site,
@@ -264,50 +263,50 @@ class JobRef:
     backend: str
     home: str
     job_id: str
-    """The scheduler's own."""
+    """The scheduler's id."""
     plan_hash: str
     submitted_at: float
     details: Mapping[str, Any] = field(default_factory=dict)
-    """Values of this one backend, for example a store's URI or a cluster. JSON values."""
+    """Values of the backend, such as a store's URI or a cluster. JSON values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SchedulerStatus:
-    """The scheduler's status of one trial. A scheduler that does not answer gives none."""
+    """The scheduler's status of one trial."""
 
     state: JobState
     raw: str
-    """Its own words, unchanged."""
+    """The scheduler's wording, unchanged."""
     reason: str = ""
     num_restarts: int = 0
     nodes: str = ""
     since: float | None = None
-    """Unix seconds of the last change, where it is known."""
+    """Unix seconds of the last change, if known."""
     is_saved: bool = False
-    """Whether the job itself reported to its scheduler that it saved its state and wants to be requeued."""
+    """Whether the job reported to its scheduler that its state is saved and it can be requeued."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptRecord:
-    """The job's own record of one attempt: it outlives the scheduler's memory."""
+    """The record that the job itself wrote of one attempt: it outlives the scheduler's memory."""
 
     name: str
     number: int
-    """From the plan's `num_past`; it grows with the scheduler's count of restarts."""
+    """From the plan's `num_past` on, one more with each restart by the scheduler."""
     started_at: float | None = None
-    """Unix seconds; None while no agent of the first node has written its start record."""
+    """Unix seconds; None until the agent of the first node has written its start record."""
     ended_at: float | None = None
     exit_code: int | None = None
-    """All nodes' codes combined; None while it runs, or where it was killed before it could write one."""
+    """All nodes' codes combined; None while the attempt runs, or if it was killed before it wrote one."""
     signal: str = ""
-    """The signal that asked it to stop, if any."""
+    """The signal that requested a stop, or empty."""
     nodes: tuple[str, ...] = ()
     cause: str = ""
-    """Which role ended it, how, and its last lines."""
+    """The role that ended it, how, and that role's last lines."""
 
 
 class StatusSource(StrEnum):
-    """The source of a state, the earlier over the later."""
+    """Where a status came from, in order of precedence."""
 
     RECORD = "record"
     SCHEDULER = "scheduler"
@@ -328,35 +327,35 @@ class JobStatus:
     nodes: str = ""
     since: float | None = None
     age_s: float = 0.0
-    """How old the state is; above 0 only for a last known one."""
+    """The state's age; above 0 only for a last known one."""
     is_silent: bool = False
-    """Whether a source that could know it did not answer."""
+    """Whether a source that may know the state did not answer."""
     is_saved: bool = False
-    """Whether it ended with 75: its state saved, to be requeued."""
+    """Whether it exited with 75: its state is saved, and it can be requeued."""
 
 
 class Backend(Protocol):
-    """One kind of site. All other behaviour of jobs is written once, in `launcher`."""
+    """One kind of site. Behaviour that all backends share is in `launcher`."""
 
     name: str
 
     def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
         """Add this backend's files, argv and details. Pure: no disk, network, clock or random.
 
-        Raises: ConfigError for what can be known to be impossible.
+        Raises: ConfigError for a plan that cannot work.
         """
 
     def probe(self, plan: JobPlan) -> list[Finding]:
-        """Return what would stop the job, reading only: names, rights, images, disk space."""
+        """Find obstacles to the job without changing anything: names, rights, images, disk space."""
 
     def submit(self, plan: JobPlan) -> JobRef:
-        """Submit a prepared job to the scheduler: the one call that starts something.
+        """Submit a prepared job, whose directory is complete: the only call that starts something.
 
-        Its directory exists with everything in `job/`. Raises: CheckRefused with the scheduler's own words.
+        Raises: CheckRefused with the scheduler's message.
         """
 
     def recover(self, plan: JobPlan) -> JobRef | None:
-        """Return the newest job that an earlier, killed `submit` of this plan left, or None."""
+        """Return the newest job that an earlier, interrupted `submit` of this plan started, or None."""
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
         """Return the scheduler's status by job id and trial, by one query; forgotten jobs are missing.
@@ -368,43 +367,43 @@ class Backend(Protocol):
         """Return the files of the trial's own record."""
 
     def open_logs(self, ref: JobRef, trial: int) -> LogSource | None:
-        """Return logs that are elsewhere than in the record's files; None: they are there."""
+        """Return the source of logs that are no files of the record; None if they are."""
 
     def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
-        """Ask for an end by TERM; with a grace of 0 by KILL. `trial` None: all. Returns at once.
+        """Send TERM, or KILL with a grace of 0, to one trial or (None) to all. Does not wait.
 
         Raises: StoreError if the scheduler does not answer.
         """
 
     def preempt(self, ref: JobRef, trial: int) -> str:
-        """Send the signal that a preemption sends; return its name. For drills."""
+        """Send the signal of a preemption; return its name. For drills."""
 
     def list_tagged(self) -> Iterator[JobRef]:
-        """Yield the jobs of this user that carry our tag, also those whose directory is gone."""
+        """Yield this user's jobs with strop's tag, including those whose directory is gone."""
 
 
 @runtime_checkable
 class Renewable(Protocol):
-    """Optional capability: the scheduler requeues no ended job, so the run's next job is a submission."""
+    """Optional capability: ended jobs are not requeued, so the run's next job is a new submission."""
 
     def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
-        """Return the plan of the next job in the same directory: a new name, all else as it was. Pure."""
+        """Return the plan of the next job in the same directory, changed only in its name. Pure."""
 
     def find_saved_step(self, ref: JobRef) -> int | None:
-        """Return the newest whole checkpoint that a run's next job would go on from, None if there is none.
+        """Return the newest complete checkpoint for a run's next job to resume from, or None.
 
-        Raises: StoreError if its place does not answer.
+        Raises: StoreError if its store does not answer.
         """
 
 
 @runtime_checkable
 class Preparing(Protocol):
-    """Optional capability: options ask for work before a plan, as building an image, or for a run here."""
+    """Optional capability: work before planning, such as building an image, or a run on this machine."""
 
     def prepare(
         self, request: JobRequest, say: Callable[[str], None], *, is_dry_run: bool, is_awaited: bool
     ) -> JobRequest | int:
-        """Return the request to plan and submit; or the exit code of a job that ran here instead.
+        """Return the request to plan and submit, or the exit code of a job that ran on this machine instead.
 
-        Raises: ConfigError for options that contradict each other; what the work itself raises.
+        Raises: ConfigError for options that contradict each other; the errors of the work itself.
         """

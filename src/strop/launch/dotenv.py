@@ -1,11 +1,11 @@
 r"""`.env` files, read as data: nothing in them is ever run or expanded.
 
-Covered: `NAME=value`, `export` in front, comments, single quotes (all literal), double quotes (with \n, \t,
-\r, \\, \", \$ and \`), values over several lines in quotes, CRLF, a byte order mark. A name that stands
-twice has its last value, as in a shell.
-Refused, because a shell and the usual readers of such files disagree on it: a variable or command outside
-single quotes (`$HOME`, `$(date)`), and quotes or backslashes inside an unquoted value. Messages name the
-line and the variable, never the value: it may be a secret.
+Covered: `NAME=value`, a leading `export`, comments, single quotes (all literal), double quotes (with \n, \t,
+\r, \\, \", \$ and \`), quoted values over several lines, CRLF, a byte order mark. The last value of a
+repeated name counts, as in a shell.
+Refused, because shells and the usual `.env` readers disagree on them: a variable or command outside single
+quotes (`$HOME`, `$(date)`), and quotes or backslashes inside an unquoted value. Messages name the line and
+the variable, never the value: it may be a secret.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\", '"': '"', "$": "$", "`"
 
 
 def is_variable_name(name: str) -> bool:
-    """Whether a shell would take this as the name of a variable."""
+    """Whether a shell accepts this as the name of a variable."""
     return _NAME.match(name) is not None
 
 
 def parse_dotenv(text: str, *, source: str = ".env") -> dict[str, str]:
-    """Return the variables of a `.env` file in the order of their last lines.
+    """Return the variables of a `.env` file in the order of their last assignments.
 
-    `source` is what the messages call the file.
+    `source` names the file in messages.
 
-    Raises: ConfigError with the line for anything that has no single meaning.
+    Raises: ConfigError naming the line if it is ambiguous.
     """
     text = text.removeprefix("\ufeff").replace("\r\n", "\n")
-    found: dict[str, str] = {}
+    variables: dict[str, str] = {}
     position = 0
     while position < len(text):
         blank = _REST.match(text, position)
@@ -47,9 +47,9 @@ def parse_dotenv(text: str, *, source: str = ".env") -> dict[str, str]:
             raise _refuse(f"{source} line {line} is no assignment", "NAME=value, # comment, or nothing")
         name = start["name"]
         value, position = _read_value(text, start.end(), f"{source} line {line}: {name}")
-        found.pop(name, None)
-        found[name] = value
-    return found
+        variables.pop(name, None)
+        variables[name] = value
+    return variables
 
 
 def _read_value(text: str, position: int, place: str) -> tuple[str, int]:
@@ -101,5 +101,5 @@ def _close(text: str, position: int, value: str, place: str) -> tuple[str, int]:
     return value, rest.end()
 
 
-def _refuse(given: str, allowed: str) -> ConfigError:
-    return ConfigError(given, allowed=allowed, next_step="change that line of the file")
+def _refuse(problem: str, allowed: str) -> ConfigError:
+    return ConfigError(problem, allowed=allowed, next_step="change that line of the file")

@@ -1,9 +1,9 @@
-"""Rehearsing a preemption with the real signal, while it costs minutes and not a night.
+"""Rehearse a preemption with the real signal, while a failure costs minutes and not a night.
 
-A drill passes with every proof, in this order: a complete checkpoint that is newer than the signal, an
-attempt that ended with 75, a next attempt that resumed from that step, steps trained since, and a curve
-that equals an undisturbed one. The last proof needs a run to compare with: `--against`, or a finished run
-of the same spec beside it.
+A drill passes with every proof, in this order: a complete checkpoint newer than the signal, an attempt that
+ended with 75, a next attempt that resumed from that step, steps trained since, and a curve equal to an
+undisturbed one. The last proof compares with the run of `--against`, or with a finished run of the same spec
+next to it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from strop.record import list_runs
 from strop.record.files import DirectoryRecord, RecordFiles, find_checkpoints
 
 _OF_TIME = ("seconds_", "loop_", "_per_s", "_bytes")
-"""In names of metrics that differ from run to run: times and rates."""
+"""Parts of the names of metrics that differ from run to run: times, rates, memory."""
 _POLL_S = 0.5
 
 
@@ -34,7 +34,7 @@ class Proof:
 
     name: str
     is_given: bool | None
-    """None: there was nothing to compare with."""
+    """None if there was nothing to compare with."""
     detail: str
 
 
@@ -68,14 +68,14 @@ def drill(
 ) -> DrillReport:
     """Preempt a running job and watch it resume.
 
-    `num_steps`: how many steps the next attempt must train. `restart_limit_s`: how long a scheduler may take
-    to start it again.
+    `num_steps`: how many steps the next attempt must train. `restart_limit_s`: time for the scheduler to
+    start that attempt.
 
     Raises: ConfigError if there is no such trial; CheckRefused if the job is not running, or has no start
         record; StoreError if a place does not answer, or there is no run at `against`.
     """
     require_trial(ref, trial)
-    status = next(one for one in launcher.status([ref]) if one.trial == trial)
+    status = next(status for status in launcher.status([ref]) if status.trial == trial)
     if status.state is not JobState.RUNNING:
         raise CheckRefused(
             f"job {ref.job_id} is {status.state.value}",
@@ -83,7 +83,7 @@ def drill(
             next_step="wait until `strop status` says running",
         )
     plan = read_plan(job_path_of(ref.home))
-    # Before the signal: a mistake in it costs nothing yet.
+    # Read before the signal: a mistake costs nothing yet.
     other, undisturbed = _read_undisturbed(ref, plan.spec_digest, against)
     record = launcher.backend.open_record(ref, trial)
     drilled = _Drilled(record, num_steps)
@@ -115,7 +115,7 @@ def drill(
 
 
 class _Drilled:
-    """The trial that is preempted: its record before the signal, and proofs that are tried repeatedly."""
+    """The preempted trial: its record before the signal, and proofs that are tried repeatedly."""
 
     def __init__(self, record: RecordFiles, num_steps: int) -> None:
         self.attempts = read_attempts(record)
@@ -127,15 +127,15 @@ class _Drilled:
         """The newest checkpoint when the end of the attempt was seen."""
 
     def find_checkpoint(self) -> Proof:
-        """Look for a checkpoint that was not there before the signal."""
+        """Look for a checkpoint since the signal."""
         steps = find_checkpoints(self._record)
         new = [step for step in steps if step not in self._checkpoints]
         if new:
             return Proof(name="newer checkpoint", is_given=True, detail=f"step {new[-1]} was saved")
-        # An attempt that got the signal just after a checkpoint has nothing newer to save.
+        # An attempt that is signalled just after a checkpoint has nothing newer to save.
         last = self.last_step
         if self._next_attempt() is None:
-            # The next one's steps are not this one's.
+            # Once the next attempt runs, the last step is no longer this attempt's.
             last = max(last, *_read_metrics(self._record), 0)
         is_at_one = self._end_code() == EXIT_INTERRUPTED and bool(steps) and steps[-1] >= last
         detail = f"step {last} had been saved just before" if is_at_one else "no checkpoint since the signal"
@@ -143,10 +143,14 @@ class _Drilled:
 
     def find_end(self) -> Proof:
         """Look for the verdict of the preempted attempt."""
-        code, mine = self._end_code(), self.attempts[-1].name
+        code, attempt = self._end_code(), self.attempts[-1].name
         if code is not None and self._saved_step is None:
             self._saved_step = max(find_checkpoints(self._record), default=None)
-        detail = f"attempt {mine} ended with {code}" if code is not None else f"attempt {mine} has no verdict"
+        detail = (
+            f"attempt {attempt} ended with {code}"
+            if code is not None
+            else f"attempt {attempt} has no verdict"
+        )
         return Proof(name="orderly end", is_given=code == EXIT_INTERRUPTED, detail=detail)
 
     def find_next(self) -> Proof:
@@ -158,7 +162,7 @@ class _Drilled:
         return Proof(name="next attempt", is_given=step == self._saved_step, detail=detail)
 
     def find_steps(self) -> Proof:
-        """Look for steps that were trained since."""
+        """Look for steps trained since."""
         start, last = self._resumed_step() or 0, max(_read_metrics(self._record), default=0)
         try:
             state = json.loads(self._record.read("run.json") or b"{}")
@@ -170,40 +174,41 @@ class _Drilled:
         )
 
     def _end_code(self) -> int | None:
-        """Return the exit code of the preempted attempt, if it has one."""
-        mine = self.attempts[-1].name
-        return next((one.exit_code for one in read_attempts(self._record) if one.name == mine), None)
+        """Return the exit code of the preempted attempt, or None."""
+        name = self.attempts[-1].name
+        return next((item.exit_code for item in read_attempts(self._record) if item.name == name), None)
 
     def _next_attempt(self) -> AttemptRecord | None:
         number = self.attempts[-1].number
-        return next((one for one in read_attempts(self._record) if one.number > number), None)
+        return next((item for item in read_attempts(self._record) if item.number > number), None)
 
     def _resumed_step(self) -> int | None:
-        """Return the step that the next attempt resumed from, if its record has one."""
+        """Return the step that the next attempt resumed from, or None."""
         following = self._next_attempt()
         if following is None or following.started_at is None:
             return None
-        events = [one for one in _read_lines(self._record, "events.jsonl") if one.get("kind") == "resume"]
-        since = [one for one in events if float(one.get("at", 0.0)) >= following.started_at]
+        events = _read_lines(self._record, "events.jsonl")
+        resumes = [event for event in events if event.get("kind") == "resume"]
+        since = [event for event in resumes if float(event.get("at", 0.0)) >= following.started_at]
         return int(since[0]["step"]) if since else None
 
 
 def compare_metrics(
-    one: Mapping[int, Mapping[str, Any]], other: Mapping[int, Mapping[str, Any]]
+    drilled: Mapping[int, Mapping[str, Any]], undisturbed: Mapping[int, Mapping[str, Any]]
 ) -> str | None:
-    """Return the first difference of two curves over the steps that both have, or None if they are equal."""
-    for step in sorted(one.keys() & other.keys()):
-        mine, theirs = one[step], other[step]
-        for name in sorted(mine.keys() & theirs.keys()):
-            if not any(part in name for part in _OF_TIME) and mine[name] != theirs[name]:
-                return f"step {step}: {name} is {mine[name]!r}, and undisturbed {theirs[name]!r}"
+    """Return the first difference of two curves over their common steps, or None if they are equal."""
+    for step in sorted(drilled.keys() & undisturbed.keys()):
+        values, expected = drilled[step], undisturbed[step]
+        for name in sorted(values.keys() & expected.keys()):
+            if not any(part in name for part in _OF_TIME) and values[name] != expected[name]:
+                return f"step {step}: {name} is {values[name]!r}, and undisturbed {expected[name]!r}"
     return None
 
 
 def _read_undisturbed(
     ref: JobRef, spec_digest: str, path: Path | None
 ) -> tuple[Path | None, dict[int, dict[str, Any]]]:
-    """Return a run to compare with and its metrics: `path`, else a finished run of this spec near the job."""
+    """Return a run to compare with and its metrics: `path`, else a finished run of this spec by the job."""
     if path is None:
         for run in list_runs(Path(ref.home).parent):
             is_same = run.state.spec_digest == spec_digest and run.is_finished
@@ -223,17 +228,17 @@ def _read_undisturbed(
 
 
 def _compare_curves(
-    record: RecordFiles, other: Path | None, theirs: Mapping[int, Mapping[str, Any]]
+    record: RecordFiles, other: Path | None, undisturbed: Mapping[int, Mapping[str, Any]]
 ) -> Proof:
     name = "equal curve"
     if other is None:
         detail = "there is no undisturbed run of this spec to compare with; name one with --against"
         return Proof(name=name, is_given=None, detail=detail)
-    mine = _read_metrics(record)
-    num_shared = len(mine.keys() & theirs.keys())
+    metrics = _read_metrics(record)
+    num_shared = len(metrics.keys() & undisturbed.keys())
     if num_shared == 0:
         return Proof(name=name, is_given=None, detail=f"{other.name} has no step in common")
-    difference = compare_metrics(mine, theirs)
+    difference = compare_metrics(metrics, undisturbed)
     detail = difference or f"{num_shared} steps are equal to those of {other.name}"
     return Proof(name=name, is_given=difference is None, detail=detail)
 
@@ -247,7 +252,7 @@ def _read_lines(record: RecordFiles, name: str) -> Iterator[dict[str, Any]]:
         try:
             content = json.loads(line)
         except ValueError:
-            # The last line, while it is written.
+            # The last line is being written.
             return
         if isinstance(content, dict):
             yield content

@@ -1,17 +1,16 @@
-"""Variables and secrets of a job: where they come from, which roles get them, and their files.
+"""Variables and secrets of a job: their sources, the roles that get them, and their files.
 
-Layers, the later over the earlier: the site profile's `env`, the project's `.env`, variables that the
+Layers, each overriding the ones before: the site profile's `env`, the project's `.env`, variables that the
 submitter names, flags (`--env-file`, `--hf-cache-dir`, `--hf-hub-offline`), the launcher's own. A variable
-that the launcher owns is refused where the user wrote it for this purpose, and reported where it merely
-stands in a file.
+that the launcher owns is refused if the user set it for jobs, and reported if it merely stands in a file.
 
-A secret is a name in the plan. Its value is read when the job directory is written, and is in no argument,
-script, plan or log. Variables that look like credentials are treated as secrets wherever they are found.
+The plan has only the name of a secret. Its value is read when the job directory is written, and is in no
+argument, script, plan or log. Variables from any source that look like credentials are treated as secrets.
 `job/env.json` has the variables of all roles, `job/secrets.json` the values of secrets; both have mode 0600,
 and are read on each node for each role.
 
 Covered: site profile, `.env`, `--env-file`, named variables, the hub's local login. Not covered: secret
-services of a cloud, which the backend of that cloud asks itself.
+services of a cloud, which that cloud's backend queries.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
 ENVIRONMENT_NAME = "env.json"
 HUB_TOKEN = "HF_TOKEN"
 HUB_LOGIN = "login of the model hub on this machine"
-"""Source of a hub token that no variable holds."""
+"""Source of a hub token that is in no variable."""
 
 _LAUNCHER_VALUES = {"PYTHONUNBUFFERED": "1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 _OF_RANKS = frozenset(
@@ -66,12 +65,12 @@ _OF_PROCESSES = frozenset(
         *("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR", "PYTHONUNBUFFERED"),
     }
 )
-"""Set for each role, but also the user's own: a local run slices the devices that it is given."""
+"""Set for each role, but also by the user: a local run divides the devices of the variable."""
 _OTHER_JOBS = (
     *("SLURM_", "SLURMD_", "SRUN_", "SALLOC_", "PMI_", "PMIX_", "OMPI_", "MASTER_", "TORCHELASTIC_"),
     *("LOCAL_WORLD", "ROLE_", "GROUP_RANK", "GROUP_WORLD"),
 )
-"""Prefixes of variables that a process inherits from the job, launcher or rank that it is started in."""
+"""Prefixes of variables inherited from a surrounding job, launcher or rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,17 +78,17 @@ class EnvironmentFlags:
     """The flags of the command line about a job's variables."""
 
     hf_cache_dir: str | None = None
-    """HF_HOME. None = the site's, else the submitter's own."""
+    """HF_HOME. None = the site's, else the submitter's."""
     hf_hub_offline: bool | None = None
     auto_auth: bool = False
-    """Pass the token of the local hub login on, unless HF_TOKEN is set."""
+    """Pass on the token of the local hub login unless HF_TOKEN is set."""
 
     def variables(self) -> dict[str, str]:
-        """Return the variables that they set."""
-        found = {} if self.hf_cache_dir is None else {"HF_HOME": self.hf_cache_dir}
+        """Return the variables that these flags set."""
+        variables = {} if self.hf_cache_dir is None else {"HF_HOME": self.hf_cache_dir}
         if self.hf_hub_offline is not None:
-            found["HF_HUB_OFFLINE"] = "1" if self.hf_hub_offline else "0"
-        return found
+            variables["HF_HUB_OFFLINE"] = "1" if self.hf_hub_offline else "0"
+        return variables
 
 
 def gather_environment(
@@ -102,10 +101,10 @@ def gather_environment(
 ) -> tuple[JobEnvironment, tuple[str, ...]]:
     """Read `.env` and `env_file`, and return the job's environment with all conflicts as sentences.
 
-    `names` are variables of the submitter that the job gets; of secrets only the names are kept.
+    `names`: variables that the job gets from the submitter. Only the names of secrets are kept.
 
-    Raises: ConfigError for a file that cannot be read or parsed, a variable that is not set, and one that
-        the launcher owns.
+    Raises: ConfigError for a file that cannot be read or parsed, a variable without a value, and a variable
+        that the launcher owns.
     """
     submitter = os.environ if environ is None else environ
     flags, profile, dotenv = flags or EnvironmentFlags(), site.profile, read_dotenv(project_path)
@@ -115,11 +114,13 @@ def gather_environment(
     _refuse_owned(names, "the variables named for the job")
     _refuse_owned(secret_roles, f"secrets of site {site.name!r}")
     _refuse_pasted(profile.env, site.name)
-    named = [name for name in names if name not in secret_roles]
+    plain_names = [name for name in names if name not in secret_roles]
     layers = _Layers()
     layers.add(VariableSource.SITE, f"site {site.name}", profile.variables())
     layers.add(VariableSource.DOTENV, ".env", dotenv)
-    layers.add(VariableSource.SUBMITTER, "your environment", _take_named(named, submitter, profile, dotenv))
+    layers.add(
+        VariableSource.SUBMITTER, "your environment", _take_named(plain_names, submitter, profile, dotenv)
+    )
     layers.add(VariableSource.FLAG, "--env-file", from_file)
     layers.add(VariableSource.FLAG, "a flag", flags.variables())
     layers.add(VariableSource.LAUNCHER, "the launcher", _LAUNCHER_VALUES)
@@ -127,8 +128,8 @@ def gather_environment(
         secret_roles.setdefault(HUB_TOKEN, ())
     has_login = flags.auto_auth and not submitter.get(HUB_TOKEN) and read_hub_login(submitter) is not None
     variables = layers.variables
-    found = {name: () for name, value in variables.items() if value and is_secret(name, value)}
-    secrets: dict[str, tuple[str, ...]] = {**found, **secret_roles}
+    credentials = {name: () for name, value in variables.items() if value and is_secret(name, value)}
+    secrets: dict[str, tuple[str, ...]] = {**credentials, **secret_roles}
     sources = {name: str(source) for name, (source, _) in layers.places.items()}
     for name in secrets:
         environ_of_named = submitter if name in secret_roles else {}
@@ -151,16 +152,16 @@ def gather_for_trackers(
     flags: EnvironmentFlags,
     environ: Mapping[str, str],
 ) -> tuple[JobEnvironment, tuple[str, ...]]:
-    """Return what `gather_environment` does, with what the submitter has set for the run's trackers.
+    """Like `gather_environment`, with the submitter's variables for the run's trackers.
 
-    Raises: ConfigError as it does, and where W&B would find no key in the job.
+    Raises: ConfigError as it does, and if W&B would find no key in the job.
     """
-    # Here: nodes read their variables without it.
+    # Imported here: nodes read their variables without it.
     from strop.store.policy import is_offline
 
-    said = {*read_dotenv(project_path), *read_env_file(env_file), *site.profile.env, *names}
-    wanted = () if spec.offline else spec.variables()
-    names = [*names, *(name for name in wanted if environ.get(name) and name not in said)]
+    set_elsewhere = {*read_dotenv(project_path), *read_env_file(env_file), *site.profile.env, *names}
+    of_trackers = () if spec.offline else spec.variables()
+    names = [*names, *(name for name in of_trackers if environ.get(name) and name not in set_elsewhere)]
     environment, conflicts = gather_environment(site, project_path, names, env_file, flags, environ)
     stays_here = spec.offline or not site.profile.has_network or is_offline(environment.variables)
     if "wandb" in spec.use and not stays_here:
@@ -176,7 +177,7 @@ def gather_for_trackers(
 
 
 class _Layers:
-    """Variables of several places, the later over the earlier."""
+    """Variables from several places, each overriding the ones before."""
 
     def __init__(self) -> None:
         self.variables: dict[str, str] = {}
@@ -184,7 +185,7 @@ class _Layers:
         self.conflicts: list[str] = []
 
     def add(self, source: VariableSource, place: str, variables: Mapping[str, str]) -> None:
-        """Add the variables of a place, which conflicts call `place`."""
+        """Add the variables of a place, named `place` in conflicts."""
         for name, value in variables.items():
             if is_owned(name) and source is not VariableSource.LAUNCHER:
                 self.conflicts.append(
@@ -202,7 +203,7 @@ class _Layers:
 
 
 def read_dotenv(project_path: Path | None) -> dict[str, str]:
-    """Return the variables of a project's `.env`; none without that file. Raises: ConfigError."""
+    """Return the variables of a project's `.env`, empty without that file. Raises: ConfigError."""
     if project_path is None or not (project_path / ".env").is_file():
         return {}
     return parse_dotenv(_read_text(project_path / ".env"), source=".env")
@@ -214,7 +215,7 @@ def read_env_file(env_file: Path | None) -> dict[str, str]:
 
 
 def describe_auth(environment: JobEnvironment) -> str | None:
-    """Return the line for standard error where a job gets the hub's local login, else None."""
+    """Return a notice for the user if the job gets the hub's local login, else None."""
     if environment.sources.get(HUB_TOKEN) != HUB_LOGIN:
         return None
     return f"{HUB_TOKEN}: taken from the {HUB_LOGIN}, for this job only"
@@ -226,10 +227,10 @@ def _take_named(
     profile: SiteOptions,
     dotenv: Mapping[str, str],
 ) -> dict[str, str]:
-    """Return the submitter's values of the named variables, and HF_HOME where no other place sets it."""
+    """Return the submitter's values of the named variables, and of HF_HOME if no other place sets it."""
     for name in names:
         if not is_variable_name(name):
-            # The value behind a = may be a secret, and it is in the shell's history now.
+            # A value behind the = may be a secret, which the shell's history has now.
             raise ConfigError(
                 f"{name.split('=')[0]!r} is not the name of a variable",
                 allowed="names alone: letters, digits and _, values come from your environment",
@@ -237,11 +238,11 @@ def _take_named(
             )
         if name not in environ:
             raise explain_unset(name, "named for the job")
-    found = {name: environ[name] for name in names}
-    is_said = profile.hf_home is not None or "HF_HOME" in {*profile.env, *dotenv, *found}
-    if profile.has_shared_disk and not is_said and environ.get("HF_HOME"):
-        found["HF_HOME"] = environ["HF_HOME"]
-    return found
+    variables = {name: environ[name] for name in names}
+    is_set = profile.hf_home is not None or "HF_HOME" in {*profile.env, *dotenv, *variables}
+    if profile.has_shared_disk and not is_set and environ.get("HF_HOME"):
+        variables["HF_HOME"] = environ["HF_HOME"]
+    return variables
 
 
 def _shown(name: str, value: str) -> str:
@@ -249,7 +250,7 @@ def _shown(name: str, value: str) -> str:
 
 
 def _secret_source(name: str, layers: _Layers, environ: Mapping[str, str], *, has_login: bool) -> str:
-    """Return where a secret's value is read from when the job is submitted."""
+    """Return the source that a secret's value is read from at submission."""
     source = layers.places[name][0] if name in layers.places else None
     if source in {VariableSource.FLAG, VariableSource.SUBMITTER}:
         return str(source)
@@ -263,7 +264,7 @@ def _secret_source(name: str, layers: _Layers, environ: Mapping[str, str], *, ha
 
 
 def explain_unset(name: str, why: str) -> ConfigError:
-    """Return the error about a variable without a value. `why`: what it is needed for."""
+    """Return the error about a variable without a value. `why`: its use."""
     steps = f"export {name}, or put it into .env"
     if name == HUB_TOKEN:
         steps += ", or log in with 'hf auth login' and give --auto-auth"
@@ -275,14 +276,14 @@ def explain_unset(name: str, why: str) -> ConfigError:
 def _split_roles(entry: str) -> tuple[str, tuple[str, ...]]:
     """Split `NAME:role,role` of a profile; without roles every role gets the secret."""
     name, _, roles = entry.partition(":")
-    found = tuple(role.strip() for role in roles.split(",") if role.strip())
-    if not is_variable_name(name) or (":" in entry and not found):
+    role_names = tuple(role.strip() for role in roles.split(",") if role.strip())
+    if not is_variable_name(name) or (":" in entry and not role_names):
         raise ConfigError(
             f"{name.split('=')[0]!r} in the site's secrets is not the name of a variable",
             allowed="NAME, or NAME:role,role for some roles alone; never a value",
             next_step="change secrets in the site profile",
         )
-    return name, found
+    return name, role_names
 
 
 def _refuse_owned(names: Iterable[str], place: str) -> None:
@@ -300,12 +301,12 @@ def _refuse_pasted(variables: Mapping[str, str], site: str) -> None:
         if is_variable_name(name) and not is_secret(name, value):
             continue
         if not is_variable_name(name):
-            given, step = f"{name!r} in env of site {site!r} is not the name of a variable", "rename it"
+            problem, step = f"{name!r} in env of site {site!r} is not the name of a variable", "rename it"
         else:
-            given = f"{name} in env of site {site!r} looks like a credential"
+            problem = f"{name} in env of site {site!r} looks like a credential"
             step = f"remove it there, add {name!r} to the site's secrets, and export it where you submit"
         raise ConfigError(
-            given, allowed="names of variables, with values that anyone may read", next_step=step
+            problem, allowed="names of variables, with values that anyone may read", next_step=step
         )
 
 
@@ -331,9 +332,9 @@ def write_environment(
 ) -> None:
     """Write `env.json` and `secrets.json` (both 0600); the values of secrets are read now.
 
-    `project_path` and `env_file` are those that the environment was gathered with.
+    `project_path` and `env_file`: as for `gather_environment`.
 
-    Raises: ConfigError if a secret has no value any more; StoreError if a file cannot be written.
+    Raises: ConfigError if a secret no longer has a value; StoreError if a file cannot be written.
     """
     dotenv, flagged = read_dotenv(project_path), read_env_file(env_file)
     values: dict[str, str] = {}
@@ -356,18 +357,16 @@ def write_environment(
         "sources": dict(environment.sources),
         "secrets": {name: list(environment.secret_roles.get(name, ())) for name in environment.secrets},
     }
-    # Secrets first: an environment that names them is never there without them.
+    # Secrets first, so that no environment names secrets that do not exist yet.
     if values:
         write_private(job_path / SECRETS_NAME, {"format": 1, "values": values})
     write_private(job_path / ENVIRONMENT_NAME, content)
 
 
 def read_environment(job_path: Path, role: str) -> dict[str, str]:
-    """Return the variables of one role: the plain ones, and the secrets that it may have.
+    """Return the plain variables, and the secrets of one role. A secret without a list of roles is for all.
 
-    A secret without a list of roles is for all of them.
-
-    Raises: CheckRefused if a secret of this role is not there; StoreError if a file cannot be read.
+    Raises: CheckRefused if a secret of this role is missing; StoreError if a file cannot be read.
     """
     content = read_json(job_path / ENVIRONMENT_NAME)
     if content is None:
@@ -392,8 +391,8 @@ def is_owned(name: str) -> bool:
 def clean_inherited(environ: Mapping[str, str], *, secrets: Iterable[str] = ()) -> dict[str, str]:
     """Return an environment without variables of another job or rank, and without the job's secrets.
 
-    For the start of an agent from a shell that may itself run inside a job. That job's lease is dropped too:
-    processes that carry it are ended with that job's leftovers.
+    For starting an agent from a shell that may itself be in a job. That job's lease is dropped too: processes
+    that carry it are ended with that job's leftovers.
     """
     dropped = _OF_RANKS | _OF_AGENTS | set(secrets)
     return {

@@ -1,4 +1,4 @@
-"""Evaluations as jobs, and beside the runs of jobs: what their files ask, and the processes that follow."""
+"""Evaluations as jobs of their own, and next to a training run: their files and their roles."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from strop.spec.eval_file import EvalFile, read_eval_file, resolve_job
 from strop.spec.reader import Flag
 
 EVALUATION = "eval"
-"""The command, and the role, of a job that evaluates and does nothing else."""
+"""The command, and the role, of a job that only evaluates."""
 
 
 def read_job_file(
     path: str, overrides: Sequence[str], flags: Sequence[Flag], *, may_run_code: bool, has_sweep: bool
 ) -> tuple[ResolvedSpec, EvalFile]:
-    """Return what an evaluation's file asks of its site, and what it asks of the model.
+    """Return the job settings of an evaluation's file, and the evaluation itself.
 
-    Raises: ConfigError as the readers do, for a file without a model, and for what is a run's alone.
+    Raises: ConfigError as the readers do, for a file without a model, and for settings of a training run.
     """
     from strop.run.shares import require_readable
 
     file, resolved = resolve_job(path, overrides, flags)
     job = resolved.spec.job
     foreign = ("train_gpus", "infer_gpus", "judge_gpus", "env_gpus", "eval_gpus", "infer_nodes", "single_gpu")
-    given = [name for name in (*foreign, "eval_config", "cpu_command") if getattr(job, name)]
-    if given or has_sweep:
+    settings = [name for name in (*foreign, "eval_config", "cpu_command") if getattr(job, name)]
+    if settings or has_sweep:
         raise ConfigError(
-            f"{', '.join([*(f'job.{name}' for name in given), *(['--sweep'] if has_sweep else [])])} in a"
+            f"{', '.join([*(f'job.{name}' for name in settings), *(['--sweep'] if has_sweep else [])])} in a"
             " job that evaluates",
             allowed="job.nodes and job.gpus: each GPU, or group of tensor_parallel of them, has a copy of the"
             " model",
@@ -50,7 +50,7 @@ def read_job_file(
 
 
 def evaluating_role(spec: RunSpec, python: str, *, may_run_code: bool) -> RolePlan:
-    """Return the process that each node of an evaluation runs; it starts one for each GPU."""
+    """Return the process on each node of an evaluation, which starts one process for each GPU."""
     job = spec.job
     words = ["eval", "--config", f"{{job}}/{EVALUATION_NAME}", "--out", "{run}/eval"]
     words += ["--node", f"{{node}}/{job.nodes}", *(["--confirm-run-unsafe-code"] if may_run_code else [])]
@@ -59,25 +59,25 @@ def evaluating_role(spec: RunSpec, python: str, *, may_run_code: bool) -> RolePl
 
 
 def carry_baselines(file: EvalFile) -> EvalFile:
-    """Return a file whose baselines travel with the job: each result lies beside it, named by its content.
+    """Return a file whose baselines travel with the job: results next to it, named by their content.
 
     Raises: ConfigError as `read_file_baselines` does.
     """
     from strop.run.shares import read_file_baselines
 
     words, carried = [], {}
-    for one in read_file_baselines(file):
-        words += [] if one.published is None else [f"{one.name}={one.published}"]
-        for path in one.results:
+    for baseline in read_file_baselines(file):
+        words += [] if baseline.published is None else [f"{baseline.name}={baseline.published}"]
+        for path in baseline.results:
             name = f"baseline-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.json"
             carried[name] = path
-            words.append(f"{one.name}={name}")
+            words.append(f"{baseline.name}={name}")
     counts = file.counts.model_copy(update={"baselines": tuple(words)})
     return replace(file, counts=counts, carried=carried)
 
 
 def refuse_unreachable(file: EvalFile, site: str, profile: SiteOptions, environment: JobEnvironment) -> None:
-    """Refuse what lm-eval needs and a job would not find: task files of this machine, lm-eval itself.
+    """Refuse an evaluation if its job would not find lm-eval, or lm-eval tasks of this machine.
 
     Raises: ConfigError naming it.
     """
@@ -97,10 +97,10 @@ def refuse_unreachable(file: EvalFile, site: str, profile: SiteOptions, environm
 
 
 def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:
-    """Return the file of the evaluation beside a job; None where there is none.
+    """Return the evaluation next to a training job; None if it has none.
 
-    `specs`: of the run, or of every run of a sweep. They share the file.
-    Raises: ConfigError if the file is missing or wrong, or is for another model than one of the runs.
+    `specs`: of the run, or of every run of a sweep, which share the file.
+    Raises: ConfigError if the file is missing or wrong, or is for another model than a run's.
     """
     path = specs[0].job.eval_config
     if path is None:

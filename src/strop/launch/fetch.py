@@ -1,9 +1,9 @@
-"""Downloading a job's artefacts: resumable and verified; nothing is removed at the source.
+"""Download a job's artefacts, resumably and verified; nothing is removed at the source.
 
-Files are written to `<dest>.incoming`, which is renamed when all requested ones are there. A checkpoint
-without `COMPLETE` is not fetched, and a fetched one is verified against it. Files that grow meanwhile are
-fetched up to their last complete line. `follow_run` brings the same while the job goes on, into the folder
-itself: a checkpoint appears there when it is whole and verified, and stays when its run prunes its own.
+Files are written to `<dest>.incoming`, which is renamed once all requested ones are there. A checkpoint
+without `COMPLETE` is not fetched, and a fetched one is verified against it. Growing files are fetched up to
+their last complete line. `follow_run` fetches the same into the folder itself while the job runs: a
+checkpoint appears there when it is complete and verified, and stays if the run prunes its copy.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from strop.record.run_dir import DISCARDED
 
 _GROWING = (".jsonl", ".log")
 _NEVER_CHANGING = ("rollouts/", f"{DISCARDED}/")
-"""Written once, whole."""
+"""Prefixes of files that are written once."""
 _NEVER = ("job/secrets.json", "job/env.json", "lock")
-"""Never copied: private, or without meaning elsewhere."""
+"""Never copied: private, or meaningless elsewhere."""
 
 
 class Part(StrEnum):
@@ -34,7 +34,7 @@ class Part(StrEnum):
     """Everything but checkpoints."""
     CHECKPOINTS = "checkpoints"
     LATEST = "latest"
-    """The newest complete checkpoint alone."""
+    """Only the newest complete checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,18 +44,18 @@ class Fetched:
     path: Path
     num_files: int
     moved_bytes: int
-    """Without the bytes of an earlier, interrupted call."""
+    """Bytes moved by this call, without those of an earlier, interrupted one."""
     steps: tuple[int, ...]
-    """Of the checkpoints."""
+    """Steps of the fetched checkpoints."""
 
 
 def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None = None) -> Fetched:
-    """Copy a trial's files to a new folder; the same call again goes on where it stopped.
+    """Copy a trial's files to a new folder; a repeated call resumes an interrupted one.
 
-    Checkpoints are continued byte by byte. Files that a job may still change are small, and fetched again.
-    `step`: of the checkpoints this one alone.
+    Checkpoints resume at the next byte. Files that a job may still change are small, and fetched again.
+    `step`: fetch only this checkpoint.
 
-    Raises: StoreError if the folder is there already, there is nothing to fetch, or a place fails;
+    Raises: StoreError if the folder exists, there is nothing to fetch, or reading or writing fails;
         CorruptRecord if a checkpoint does not match its manifest.
     """
     if dest.exists():
@@ -84,7 +84,7 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None =
         raise _nothing(record, part)
     kept = {f"step-{step:06d}" for step in steps}
     for path in incoming.glob(f"{CHECKPOINTS}*"):
-        # Begun by an interrupted call for more, and not verified.
+        # Left unverified by an interrupted call that requested more.
         if path.name not in kept:
             shutil.rmtree(path, ignore_errors=True)
     try:
@@ -95,7 +95,7 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None =
 
 
 FOLLOWED_NAME = ".followed"
-"""In a folder that is being filled: the run that it is a copy of."""
+"""Marks a folder that `follow_run` is filling, and holds the name of its run."""
 
 
 def follow_run(
@@ -107,25 +107,25 @@ def follow_run(
     say: Callable[[str], None],
     pause: Callable[[], None],
 ) -> Fetched:
-    """Copy a trial's files as they appear, until the trial has ended; the same call again goes on.
+    """Copy a trial's files as they appear until the trial ends; a repeated call resumes an interrupted one.
 
-    Raises: like `fetch_run`; StoreError if the folder is there and no copy of this very run.
+    Raises: like `fetch_run`; StoreError if the folder exists and is not a copy of this run.
     """
     _begin_following(record, dest)
     moved, steps = 0, set[int]()
     while True:
-        # Asked before the last look, so that what was written until the end is still seen.
+        # Checked before the last copy, so that this includes everything written until the end.
         over = is_over()
         complete = find_checkpoints(record)
         names = _choose(record, part, complete)
         for step in complete if part is not Part.TRACES else []:
-            mine = [name for name in names if step_of(name) == step]
-            if mine and step not in steps:
-                size = _bring_checkpoint(record, mine, dest, step)
+            of_step = [name for name in names if step_of(name) == step]
+            if of_step and step not in steps:
+                size = _bring_checkpoint(record, of_step, dest, step)
                 moved, steps = moved + (size or 0), steps | ({step} if size is not None else set())
                 if size:
                     say(f"{dest / CHECKPOINTS}/step-{step:06d}: {size / 1e6:.1f} MB")
-        # What grows is compared as a whole at the end: an attempt that went on may have written it anew.
+        # At the end growing files are compared whole: a resumed attempt may have rewritten them.
         bring = _replace if over else _bring
         moved += sum(bring(record, name, dest / name) for name in names if step_of(name) is None)
         if over:
@@ -139,13 +139,13 @@ def follow_run(
 
 
 def _begin_following(record: RecordFiles, dest: Path) -> None:
-    """Make the folder, or go on in it. Raises: StoreError."""
+    """Create and mark the folder, or accept a marked one. Raises: StoreError."""
     mark, source = dest / FOLLOWED_NAME, record.describe("")
-    found = mark.read_text("utf-8") if mark.is_file() else None
-    if dest.exists() and found != source:
-        of = "is no copy of this run" if found is None else f"is a copy of {found}"
+    marked = mark.read_text("utf-8") if mark.is_file() else None
+    if dest.exists() and marked != source:
+        problem = "is no copy of this run" if marked is None else f"is a copy of {marked}"
         raise StoreError(
-            f"{dest} exists already and {of}",
+            f"{dest} exists already and {problem}",
             allowed=f"a folder that is not there yet, or one that --follow of {source} has begun",
             next_step="name another one with --to",
         )
@@ -157,13 +157,13 @@ def _begin_following(record: RecordFiles, dest: Path) -> None:
 
 
 def _bring_checkpoint(record: RecordFiles, names: Sequence[str], dest: Path, step: int) -> int | None:
-    """Copy a complete checkpoint aside, verify it and move it into place; None if its run removed it."""
+    """Copy a complete checkpoint, verify it and move it into place; return None if its run removed it."""
     name = f"step-{step:06d}"
     place = dest / CHECKPOINTS / name
     if place.is_dir():
         return 0
     aside = dest / ".incoming"
-    moved = sum(_copy(record, one, aside / one) for one in names)
+    moved = sum(_copy(record, path, aside / path) for path in names)
     if not _verify(record, aside, step):
         return None
     place.parent.mkdir(parents=True, exist_ok=True)
@@ -173,7 +173,7 @@ def _bring_checkpoint(record: RecordFiles, names: Sequence[str], dest: Path, ste
 
 
 def _bring(record: RecordFiles, name: str, path: Path) -> int:
-    """Bring one file up to date; return the bytes that were moved. One that grows gets its new lines."""
+    """Update one file, a growing one by its new lines; return the number of bytes moved."""
     if name.startswith(_NEVER_CHANGING) and path.is_file():
         return 0
     if not (name.endswith(_GROWING) and path.is_file()):
@@ -184,7 +184,7 @@ def _bring(record: RecordFiles, name: str, path: Path) -> int:
     last = path.read_bytes().rstrip(b"\n").rpartition(b"\n")[2] + b"\n" if size else b""
     data = record.read_from(name, size - len(last))
     if not data.startswith(last):
-        # An attempt that went on from a checkpoint has cut off what came after it.
+        # An attempt that resumed from a checkpoint has truncated the file.
         return _replace(record, name, path)
     new = data[len(last) :].rpartition(b"\n")
     try:
@@ -195,7 +195,7 @@ def _bring(record: RecordFiles, name: str, path: Path) -> int:
 
 
 def _replace(record: RecordFiles, name: str, path: Path) -> int:
-    """Copy a file anew, unless it is the same; a reader finds the old one or the new one."""
+    """Replace a file atomically unless it is unchanged; return the number of bytes moved."""
     data = record.read(name)
     if data is None:
         return 0  # Removed since it was listed.
@@ -217,12 +217,12 @@ def _nothing(record: RecordFiles, part: Part) -> StoreError:
 
 
 def _verify(record: RecordFiles, incoming: Path, step: int) -> bool:
-    """Verify a checkpoint; return False for one that was removed at its source while it was fetched."""
+    """Verify a checkpoint; return False if its source was removed during the fetch."""
     path = incoming / CHECKPOINTS / f"step-{step:06d}"
     try:
         verify_directory(path)
     except StoreError:
-        # The next call fetches it again: it may have been damaged on the way.
+        # The next call fetches it again: the transfer may have damaged it.
         shutil.rmtree(path, ignore_errors=True)
         if step in find_checkpoints(record):
             raise
@@ -233,20 +233,20 @@ def _verify(record: RecordFiles, incoming: Path, step: int) -> bool:
 def _choose(record: RecordFiles, part: Part, complete: Sequence[int]) -> list[str]:
     names = [name for name in record.list("") if name not in _NEVER and ".partial-" not in name]
     of_checkpoints = [name for name in names if step_of(name) in set(complete)]
-    others = [name for name in names if not name.startswith(CHECKPOINTS)]
+    traces = [name for name in names if not name.startswith(CHECKPOINTS)]
     match part:
         case Part.TRACES:
-            return others
+            return traces
         case Part.CHECKPOINTS:
             return of_checkpoints
         case Part.LATEST:
             return [name for name in of_checkpoints if step_of(name) == max(complete)]
         case Part.ALL:
-            return [*others, *of_checkpoints]
+            return [*traces, *of_checkpoints]
 
 
 def _copy(record: RecordFiles, name: str, path: Path) -> int:
-    """Copy one file; return the bytes that were moved. Files that never change are continued."""
+    """Copy one file, or the rest of a file that never changes; return the number of bytes moved."""
     never_changes = step_of(name) is not None
     rest = b""
     try:
@@ -256,7 +256,7 @@ def _copy(record: RecordFiles, name: str, path: Path) -> int:
             while data := record.read_from(name, moved):
                 moved += len(data)
                 if not never_changes and name.endswith(_GROWING):
-                    # A file that grows is copied up to its last complete line.
+                    # A growing file is copied up to its last complete line.
                     whole, newline, rest = (rest + data).rpartition(b"\n")
                     data = whole + newline
                 file.write(data)

@@ -1,10 +1,10 @@
-"""What a running job's GPUs do: written by the agent of each node, read wherever the run's record is.
+"""The state of a running job's GPUs: written by the agent of each node, read from the run's record.
 
-    attempts/<attempt>/gpus-<node>.json     the node's GPUs of this job, every few seconds
+    attempts/<attempt>/gpus-<node>.json     the job's GPUs on the node, every few seconds
 
-A GPU is `busy` where it computes, `waiting` where a process of the job holds it and it does not, `idle` where
-nothing holds it. A process that is not the job's is `held`, named with its user; so is memory that no process
-that can be seen accounts for, which one that has died may have left.
+A GPU is `busy` if it computes, `waiting` if a process of the job holds it without computing, `idle` if no
+process holds it, and `held` if a process of another job does, which is named with its user. It is `held` too
+if no visible process accounts for its used memory, which a dead one may have left.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ WRITE_EVERY_S = 10.0
 _NAME = re.compile(rf"{ATTEMPTS_FOLDER}/(?P<attempt>[^/]+)/gpus-(?P<node>\d+)\.json")
 _BUSY_FRAC = 0.05
 _UNSEEN_BYTES = 1 << 30
-"""Memory of a GPU without processes above which one is missed: a driver alone holds less."""
+"""More used memory than this without a process counts as held: a driver alone uses less."""
 _STALE_S = 60.0
 _TRACES = ("rollouts", "metrics.jsonl", "events.jsonl")
 
@@ -51,19 +51,19 @@ class GpuRow:
     state: str
     """busy, waiting, idle, held or unknown."""
     work_frac: float | None
-    """Share of the last second or so in which it computed; None where the driver does not say."""
+    """Share of about the last second in which it computed; None if the driver does not report it."""
     used_bytes: int | None
     memory_bytes: int | None
     holders: tuple[str, ...]
-    """Processes that are not the job's, in words."""
+    """Descriptions of processes of other jobs."""
     age_s: float
-    """How old all this is."""
+    """Age of these values."""
     trace_age_s: float | None
-    """How old the newest trace of the run was at that time; None: there was none, or another node's."""
+    """Age of the run's newest trace at that time; None if there was none, or on another node than 0."""
 
 
 class GpuWatch:
-    """Writes what this node's GPUs do while a block lasts; does nothing where the job has none here."""
+    """Writes the state of the job's GPUs on this node during a `with` block; does nothing without GPUs."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class GpuWatch:
         self._run_path = attempt_path.parent.parent
         self._roles = {uuid: name for name, role in allocation.roles.items() for uuid in role.uuids}
         self._is_done = threading.Event()
-        # nvidia-smi may hang for seconds, and the agent has signals to answer.
+        # nvidia-smi may hang for seconds, and the agent must react to signals.
         self._thread = threading.Thread(target=self._write_all, name="strop-gpu-watch", daemon=True)
 
     def __enter__(self) -> GpuWatch:
@@ -89,7 +89,7 @@ class GpuWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End; a question that is under way is not waited for."""
+        """End without waiting for a running query."""
         self._is_done.set()
 
     def _write_all(self) -> None:
@@ -101,12 +101,14 @@ class GpuWatch:
                 "host": socket.gethostname(),
                 "traced_at": _newest_trace(self._run_path) if self._node == 0 else None,
                 "gpus": [
-                    self._describe(gpu, role, [one for one in users if one.gpu_uuid in _names(gpu)], work)
+                    self._describe(gpu, role, [user for user in users if user.gpu_uuid in _names(gpu)], work)
                     for gpu in read_gpus()
-                    if (role := next((self._roles[one] for one in _names(gpu) if one in self._roles), None))
+                    if (
+                        role := next((self._roles[uuid] for uuid in _names(gpu) if uuid in self._roles), None)
+                    )
                 ],
             }
-            # A full disk is reported by those that cannot do without it.
+            # A full disk is reported by writers that depend on it.
             with suppress(OSError, StoreError):
                 if not self._is_done.is_set():
                     write_bytes_atomically(self._path, json.dumps(content).encode())
@@ -115,7 +117,7 @@ class GpuWatch:
     def _describe(
         self, gpu: Gpu, role: str, users: list[GpuUser], work: Mapping[str, float]
     ) -> dict[str, Any]:
-        foreign = [str(one) for one in users if one.lease_id != self._lease_id]
+        foreign = [str(user) for user in users if user.lease_id != self._lease_id]
         frac = work.get(gpu.uuid)
         if foreign:
             state = "held"
@@ -148,22 +150,22 @@ def _names(gpu: Gpu) -> tuple[str, ...]:
 def _newest_trace(run_path: Path) -> float | None:
     times = []
     for path in (run_path / name for name in _TRACES):
-        # A folder's time is that of its newest file's arrival.
+        # The time of a folder is when its newest file was added.
         with suppress(OSError):
             times.append(path.stat().st_mtime)
     return max(times, default=None)
 
 
 def read_gpu_rows(record: RecordFiles, *, now: float) -> list[GpuRow]:
-    """Return the GPUs of a trial's newest attempt, node by node; none where nothing was written.
+    """Return the GPUs of a trial's newest attempt, node by node; empty if nothing was written.
 
-    `now`: Unix seconds. What is older than a minute is `unknown`: its agent does not write any more.
-    Raises: StoreError if the record's place does not answer.
+    `now`: Unix seconds. After a minute without an update a state is `unknown`.
+    Raises: StoreError if the record cannot be read.
     """
-    found = [match for name in record.list(ATTEMPTS_FOLDER) if (match := _NAME.fullmatch(name))]
-    newest = max((match["attempt"] for match in found), key=number_of, default=None)
+    matches = [match for name in record.list(ATTEMPTS_FOLDER) if (match := _NAME.fullmatch(name))]
+    newest = max((match["attempt"] for match in matches), key=number_of, default=None)
     rows: list[GpuRow] = []
-    for match in sorted(found, key=lambda match: int(match["node"])):
+    for match in sorted(matches, key=lambda match: int(match["node"])):
         data = record.read(match[0]) if match["attempt"] == newest else None
         if data is None:
             continue

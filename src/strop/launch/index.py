@@ -1,6 +1,6 @@
 """The list of this user's jobs, so that commands find them from any folder: one line per submission.
 
-The list only leads to job directories, which hold everything else. A directory that has gone is skipped.
+The list only points to job directories, which hold everything else. Missing directories are skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from strop.launch.job_dir import PLAN_NAME, has_plan, has_ref, job_path_of, read
 
 
 def index_path(environ: Mapping[str, str]) -> Path:
-    """Return the list's place: XDG_STATE_HOME, else ~/.local/state."""
+    """Return the list's path in XDG_STATE_HOME, else in ~/.local/state."""
     state = environ.get("XDG_STATE_HOME") or os.path.join(environ.get("HOME", "/"), ".local", "state")
     return Path(state) / "strop" / "jobs.jsonl"
 
@@ -38,26 +38,26 @@ def note_job(ref: JobRef, environ: Mapping[str, str]) -> None:
 
 
 def names_of_jobs(ref: JobRef) -> set[str]:
-    """Return a scheduler's names of a job: its id, and those of the trials where each is a job."""
+    """Return a scheduler's names of a job: its id, and its trials' names if each trial is a job."""
     return {ref.job_id, *(str(job["name"]) for job in ref.details.get("jobs", ()) if "name" in job)}
 
 
 def list_job_names(roots: list[Path], environ: Mapping[str, str]) -> set[str]:
-    """Return the schedulers' names of all jobs, earlier ones included, whose directories still exist.
+    """Return the schedulers' names of all jobs, including earlier ones, whose directories still exist.
 
     Raises: StoreError if a folder or the list cannot be read.
     """
-    past = _read_index(index_path(environ))
-    found = {name for home, names in past if has_plan(home) for name in names}
-    return found.union(*(_present_names(home) for home in list_job_dirs(roots, environ)))
+    listed = _read_index(index_path(environ))
+    names_listed = {name for home, names in listed if has_plan(home) for name in names}
+    return names_listed.union(*(_present_names(home) for home in list_job_dirs(roots, environ)))
 
 
 def list_job_dirs(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
     """Return the job directories below some folders and in the list, newest first."""
-    found = {path.resolve() for path, _ in _read_index(index_path(environ)) if has_plan(path)}
+    homes = {path.resolve() for path, _ in _read_index(index_path(environ)) if has_plan(path)}
     for root in roots:
         try:
-            found |= {path.resolve() for path in root.iterdir() if has_plan(path)}
+            homes |= {path.resolve() for path in root.iterdir() if has_plan(path)}
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
@@ -67,8 +67,8 @@ def list_job_dirs(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
                 next_step="check its rights, or name a job by its directory",
             ) from error
     dated: dict[Path, float] = {}
-    for path in found:
-        # One may have gone meanwhile.
+    for path in homes:
+        # A directory may have been removed meanwhile.
         with suppress(OSError):
             dated[path] = (job_path_of(path) / PLAN_NAME).stat().st_mtime
     return sorted(dated, key=lambda path: dated[path], reverse=True)
@@ -77,31 +77,31 @@ def list_job_dirs(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
 def find_job_dir(reference: str, roots: list[Path], environ: Mapping[str, str]) -> Path:
     """Return the job directory that a reference names: a path, a job's id, a run's name or a unique prefix.
 
-    A name alone is the newest job of that name. FOLDER/NAME looks in this folder alone.
+    A bare name means the newest job of that name. FOLDER/NAME looks in that folder only.
     Raises: ConfigError if there is none, or a prefix fits several; StoreError if the list cannot be read.
     """
     if reference and has_plan(Path(reference)):
         return Path(reference).resolve()
-    folder, slash, wanted = reference.rpartition("/")
+    folder, slash, name = reference.rpartition("/")
     if slash:
         place = Path(folder).resolve()
-        homes = [one for one in list_job_dirs([place], environ) if one.parent == place]
+        homes = [home for home in list_job_dirs([place], environ) if home.parent == place]
     else:
         homes = list_job_dirs(roots, environ)
     jobs = {home: _present_names(home) for home in homes}
     for path, names in _read_index(index_path(environ)):
         jobs.get(path.resolve(), set()).update(names)
-    exact = [home for home in homes if wanted in {home.name, _run_of(home), *jobs[home]}]
+    exact = [home for home in homes if name in {home.name, _run_of(home), *jobs[home]}]
     if exact:
         return exact[0]
-    # A number is one job's id, and not the prefix of another one's.
-    names_of = {home: {home.name, *(() if wanted.isdigit() else jobs[home])} for home in homes}
-    begun = [home for home in homes if wanted and any(n.startswith(wanted) for n in names_of[home])]
-    if len(begun) == 1:
-        return begun[0]
-    shown = ", ".join(home.name for home in (begun or homes)[:8]) or "there is none yet"
+    # A number is a job id, never the prefix of another id.
+    names_of = {home: {home.name, *(() if name.isdigit() else jobs[home])} for home in homes}
+    matches = [home for home in homes if name and any(n.startswith(name) for n in names_of[home])]
+    if len(matches) == 1:
+        return matches[0]
+    shown = ", ".join(home.name for home in (matches or homes)[:8]) or "there is none yet"
     raise ConfigError(
-        f"{reference!r} names {f'{len(begun)} jobs' if begun else 'no job'}",
+        f"{reference!r} names {f'{len(matches)} jobs' if matches else 'no job'}",
         allowed=f"a run directory, a job id, a run's name or a unique beginning: {shown}",
         next_step="`strop ls` lists runs and jobs",
     )
@@ -140,5 +140,5 @@ def _read_index(path: Path) -> Iterator[tuple[Path, set[str]]]:
             names = {record["job_id"], *record.get("jobs", ())}
             yield Path(record["home"]), {name for name in names if isinstance(name, str)}
         except (ValueError, KeyError, TypeError):
-            # A line that was cut by a full disk; the others are complete.
+            # A full disk cut this line short; the others are complete.
             continue

@@ -1,11 +1,11 @@
-"""The job directory: which files it has, and how they are written and read.
+"""The job directory: its files, and how they are written and read.
 
     <home>/job/{plan.json, spec.toml, resolved.json, code.tar.zst, code.diff, env.json, secrets.json}
     <home>/job/{ref.json, state.json, job.sh ...}             <home>/members/<i>/job/spec.toml of a sweep
     <trial>/attempts/<attempt>/{agent-<node>.json, <node>/<role>.log, exit/<node>, verdict.json}
 
-It is complete before the job is submitted: a scheduler may start the job at once. plan.json holds no value of
-a variable: an environment may hold what nobody else should read. In code a job directory is called `home`,
+It is complete before the job is submitted, because a scheduler may start the job at once. plan.json holds no
+value of a variable, because an environment may hold private values. In code a job directory is called `home`,
 and its `job` folder `job_path`.
 """
 
@@ -43,22 +43,22 @@ EVALUATION_NAME = "eval.toml"
 CODE_NAME = "code.tar.zst"
 DIFF_NAME = "code.diff"
 REFUSED_NAME = "refused.txt"
-"""The scheduler's own words, where it refused the job."""
+"""The scheduler's message, if it refused the job."""
 CANCELLED_NAME = "cancelled.txt"
 """Holds the id of the job that was cancelled."""
 ATTEMPTS_FOLDER = "attempts"
 HIDDEN = "***"
-"""Stands for the value of a variable."""
+"""Replaces the value of a variable."""
 T = TypeVar("T")
 
 
 def write_job_dir(plan: JobPlan, request: JobRequest, environ: Mapping[str, str]) -> None:
-    """Write everything that the job needs into its directory; the plan last.
+    """Write all files of a job into its directory, the plan last.
 
     Raises: CheckRefused if the code changes meanwhile; ConfigError for a trial of a sweep that cannot work,
-        and a secret that has no value any more; StoreError if the disk fails.
+        and a secret that no longer has a value; StoreError if the disk fails.
     """
-    # Here: whoever runs a job reads its plan alone.
+    # Imported here: agents and supervisors only read the plan.
     from strop.spec import load_spec, write_spec
 
     home, job_path = Path(plan.home), job_path_of(plan.home)
@@ -82,7 +82,7 @@ def write_job_dir(plan: JobPlan, request: JobRequest, environ: Mapping[str, str]
         pack_code(request.snapshot, job_path / CODE_NAME)
         write_bytes_atomically(job_path / DIFF_NAME, read_diff(request.snapshot).encode(errors="replace"))
     _write_backend_files(plan)
-    # The values of secrets as late as possible: a kill before leaves none behind.
+    # Secrets are written as late as possible: a kill before this leaves none behind.
     write_environment(
         job_path,
         plan.environment,
@@ -94,13 +94,13 @@ def write_job_dir(plan: JobPlan, request: JobRequest, environ: Mapping[str, str]
 
 
 def update_job_dir(plan: JobPlan) -> None:
-    """Write a run's next job into its directory: code, spec and variables stay. Raises: StoreError."""
+    """Write a run's next job into its directory; code, spec and variables stay. Raises: StoreError."""
     _write_backend_files(plan)
     write_plan(plan)
 
 
 def write_preview(plan: JobPlan, request: JobRequest) -> None:
-    """Write what a submission would send, and nothing that makes a folder the directory of a job.
+    """Write the files that a submission would send, without making the folder a job directory.
 
     Raises: CheckRefused if a job has this directory; StoreError if the disk fails.
     """
@@ -133,7 +133,7 @@ def _write_spec(job_path: Path, request: JobRequest) -> None:
 
 
 def describe_resolved(resolved: ResolvedSpec) -> str:
-    """Return every setting with its value and its source as JSON; a setting that is unset is null."""
+    """Return every setting with its value (null if unset) and its source as JSON."""
     content = {
         (key := dotted(path)): {"value": value, "source": resolved.origins.get(key, "default")}
         for path, value in walk_values(resolved.spec.model_dump(mode="json"))
@@ -142,7 +142,7 @@ def describe_resolved(resolved: ResolvedSpec) -> str:
 
 
 def _write_backend_files(plan: JobPlan) -> None:
-    """Write what the backend gives to its scheduler. Raises: StoreError if the disk fails."""
+    """Write the backend's files for its scheduler. Raises: StoreError if the disk fails."""
     job_path = job_path_of(plan.home)
     for name, content in plan.files.items():
         try:
@@ -155,7 +155,7 @@ def _write_backend_files(plan: JobPlan) -> None:
 
 
 def name_job_dir(root: Path, name: str, submitted_at: float) -> Path:
-    """Return a path that is free: the run's name and the time, UTC."""
+    """Return an unused path: the run's name and the time in UTC."""
     stamp = datetime.fromtimestamp(submitted_at, tz=UTC).strftime("%Y%m%d-%H%M%S")
     path, number = root / f"{name}-{stamp}", 1
     while path.exists():
@@ -165,14 +165,12 @@ def name_job_dir(root: Path, name: str, submitted_at: float) -> Path:
 
 
 def find_job_dirs_of(root: Path, name: str) -> list[tuple[Path, JobPlan]]:
-    """Return the job directories below a folder whose job has this name, newest first."""
+    """Return the directories and plans of the jobs of this name in a folder, newest first."""
     if not root.is_dir():
         return []
-    found = [
-        (home, read_plan(job_path_of(home))) for home in sorted(root.glob(f"{name}-*")) if has_plan(home)
-    ]
-    mine = [(home, plan) for home, plan in found if plan.name == name]
-    return sorted(mine, key=lambda item: item[1].submitted_at, reverse=True)
+    homes = [home for home in sorted(root.glob(f"{name}-*")) if has_plan(home)]
+    jobs = [(home, plan) for home in homes if (plan := read_plan(job_path_of(home))).name == name]
+    return sorted(jobs, key=lambda job: job[1].submitted_at, reverse=True)
 
 
 def refuse_foreign_job_dir(plan: JobPlan) -> None:
@@ -187,7 +185,7 @@ def refuse_foreign_job_dir(plan: JobPlan) -> None:
 
 
 def job_path_of(home: str | Path) -> Path:
-    """Return the folder of what was submitted."""
+    """Return the folder of the submitted files."""
     return Path(home) / JOB_FOLDER
 
 
@@ -197,12 +195,12 @@ def has_plan(home: Path) -> bool:
 
 
 def has_ref(home: Path) -> bool:
-    """Whether a scheduler accepted the job of a directory."""
+    """Whether a scheduler has accepted the job of a directory."""
     return (home / JOB_FOLDER / REF_NAME).is_file()
 
 
 def plan_to_json(plan: JobPlan) -> str:
-    """Return a plan as text, without the values of its variables."""
+    """Return a plan as JSON, without the values of its variables."""
     hidden = dict.fromkeys(plan.environment.variables, HIDDEN)
     shown = replace(plan, environment=replace(plan.environment, variables=hidden))
     if "env" in plan.profile:
@@ -216,7 +214,7 @@ def write_plan(plan: JobPlan) -> None:
 
 
 def read_plan(job_path: Path) -> JobPlan:
-    """Read the plan of a job. Its variables have no values: `environment.read_environment` has them.
+    """Read the plan of a job, without the values of its variables: see `environment.read_environment`.
 
     Raises: StoreError if there is none; CorruptRecord if it is damaged.
     """
@@ -234,7 +232,7 @@ def read_ref(job_path: Path) -> JobRef:
     return _read(job_path / REF_NAME, JobRef)
 
 
-# Made on first use: that takes longer than all else of this module's import.
+# Created on first use, which takes longer than the rest of this module's import.
 _form_of: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 

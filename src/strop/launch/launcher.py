@@ -1,8 +1,8 @@
 """The verbs of jobs, once for all backends: plan, check, submit, status, logs, cancel, watch.
 
-`fetch` and `drill` have files of their own. Effects: `plan` has none; `check`, `status` and `logs` only read;
-`submit` writes the job directory and makes one call to the scheduler; `cancel` sends signals, and reads the
-outcome from the status afterwards, never from the call.
+`fetch` and `drill` have their own files. Effects: `plan` has none; `check`, `status` and `logs` only read;
+`submit` writes the job directory and calls the scheduler once; `cancel` sends signals, and reads the outcome
+from the status afterwards, never from the call.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from strop.launch.submit import (
 from strop.record.files import LogLine
 
 KILL_LIMIT_S = 60.0
-"""How long a scheduler may take to show that a killed job has ended."""
+"""Longest time until a scheduler shows that a killed job has ended."""
 UNKNOWN_LIMIT_S = 60.0
-"""How long logs of a job are followed that its scheduler does not know: it may just have been submitted."""
+"""How long to follow the logs of a job unknown to its scheduler: it may just have been submitted."""
 LOST_LIMIT_S = 600.0
-"""How long a job is watched that its scheduler, which does answer, does not know."""
+"""How long to watch a job that its answering scheduler does not know."""
 _ASK_EVERY_S = 15.0
-"""While watching. Schedulers with many users throttle more frequent queries."""
+"""Pause while watching. Schedulers with many users throttle more frequent queries."""
 _ASK_HERE_EVERY_S = 1.0
-"""While watching a job of this machine."""
+"""Pause while watching a job on this machine."""
 _POLL_S = 0.5
-"""While a cancellation is waited for."""
+"""Pause while waiting for a cancellation."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,34 +61,34 @@ class CancelOutcome:
 
     statuses: tuple[JobStatus, ...]
     ended_by: str
-    """`it had ended`, `TERM` or `KILL`; empty where its end was not seen."""
+    """`it had ended`, `TERM` or `KILL`; empty if no end was seen."""
 
 
 class Launcher(Submitter):
-    """All verbs over one backend; those that submit are in `submit`."""
+    """All verbs over one backend; `submit` has those that submit."""
 
     def plan(self, request: JobRequest) -> JobPlan:
-        """Return what would be submitted, without any effect. Raises: ConfigError."""
+        """Return the plan of a submission, without any effect. Raises: ConfigError."""
         return make_plan(request, self.backend)
 
     def check(self, plan: JobPlan) -> list[Finding]:
-        """Return what would stop the job, reading only; the worst first."""
+        """Find obstacles to the job without changing anything, the worst first."""
         return check_plan(self.backend, plan)
 
     def status(self, refs: Sequence[JobRef]) -> list[JobStatus]:
         """Return the status of every trial of some jobs, by one query to the scheduler."""
         return find_statuses(self.backend, refs)
 
-    def logs(self, ref: JobRef, trial: int, wanted: LogFilter, *, is_followed: bool) -> Iterator[LogLine]:
-        """Yield the lines of a trial's logs; followed, until it has ended.
+    def logs(self, ref: JobRef, trial: int, log_filter: LogFilter, *, is_followed: bool) -> Iterator[LogLine]:
+        """Yield the lines of a trial's logs; if followed, until the trial has ended.
 
         Raises: ConfigError if there is no such trial; StoreError naming the place, if there is no log and
-            none is waited for.
+            it is not followed.
         """
         require_trial(ref, trial)
         source = self.backend.open_logs(ref, trial)
         record = self.backend.open_record(ref, trial)
-        files = FileLogs(record, wanted) if source is None else FilteredLogs(source, wanted)
+        files = FileLogs(record, log_filter) if source is None else FilteredLogs(source, log_filter)
         if is_followed:
             yield from follow(files, is_over=self.watch_end(ref, trial))
             return
@@ -97,15 +97,15 @@ class Launcher(Submitter):
         yield from lines
 
     def watch_end(self, ref: JobRef, trial: int) -> Callable[[], bool]:
-        """Return what tells whether a trial has ended, or has not been known for long."""
+        """Return a function that checks whether a trial has ended, or has been unknown for long."""
         end = TrialEnd(self, ref, trial)
         return lambda: end.find() is not None
 
     def cancel(self, ref: JobRef, *, trial: int | None = None, grace_s: float) -> CancelOutcome:
-        """End a job: TERM, wait, KILL. What ended it is read from its state.
+        """End a job: TERM, wait, KILL. The outcome is read from its status.
 
-        Raises: ConfigError if there is no such trial; StoreError if the scheduler does not answer: then
-            nothing is known to have ended.
+        Raises: ConfigError if there is no such trial; StoreError if the scheduler does not answer, which
+            leaves open whether the job has ended.
         """
         require_trial(ref, trial)
         if isinstance(self.backend, Renewable):
@@ -120,19 +120,19 @@ class Launcher(Submitter):
                 self.backend.stop(ref, trial, grace_s=0.0)
                 ended_by = "KILL" if self._wait_for_end(ref, trial, KILL_LIMIT_S) else ""
         statuses = self.status([ref])
-        # Settled: no trial will be requeued, as its scheduler or its success says.
+        # No trial will be requeued, according to its scheduler or its success.
         if all(
-            one.state is JobState.SUCCEEDED
-            or (one.state.is_terminal and one.source is StatusSource.SCHEDULER)
-            for one in statuses
+            status.state is JobState.SUCCEEDED
+            or (status.state.is_terminal and status.source is StatusSource.SCHEDULER)
+            for status in statuses
         ):
-            # No supervisor removes them if the job ends before its first attempt.
+            # If the job ended before its first attempt, no supervisor has removed them.
             remove_secrets(job_path_of(ref.home))
-        mine = tuple(one for one in statuses if trial in {None, one.trial})
-        return CancelOutcome(statuses=mine, ended_by=ended_by)
+        selected = tuple(status for status in statuses if trial in {None, status.trial})
+        return CancelOutcome(statuses=selected, ended_by=ended_by)
 
     def _all_ended(self, ref: JobRef, trial: int | None) -> bool:
-        return all(one.state.is_terminal for one in self.status([ref]) if trial in {None, one.trial})
+        return all(status.state.is_terminal for status in self.status([ref]) if trial in {None, status.trial})
 
     def _wait_for_end(self, ref: JobRef, trial: int | None, limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
@@ -142,7 +142,7 @@ class Launcher(Submitter):
 
 
 class TrialEnd:
-    """Finds out whether a trial has ended, or a scheduler that answers has not known it for long."""
+    """Checks whether a trial has ended, or has long been unknown to a scheduler that answers."""
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class TrialEnd:
         every_s: float = 0.0,
         say: Callable[[str], None] = lambda text: None,
     ) -> None:
-        """`every_s`: the shortest pause between two queries. `say` gets each new state.
+        """`every_s`: the shortest pause between two queries. `say` receives each new state.
 
         Raises: ConfigError if the job has no such trial.
         """
@@ -169,7 +169,7 @@ class TrialEnd:
         if time.monotonic() < self._ask_at:
             return None
         statuses = self._launcher.status([self._ref])
-        status = next(one for one in statuses if one.trial == self._trial)
+        status = next(status for status in statuses if status.trial == self._trial)
         self._ask_at = time.monotonic() + self._every_s
         if status.state is not self._state:
             self._state = status.state
@@ -182,7 +182,7 @@ class TrialEnd:
 
 
 def exit_code_of(status: JobStatus) -> int:
-    """Return 0 for a success, else the code that the last attempt ended with, or 1."""
+    """Return 0 for a success, else the last attempt's exit code, or 1."""
     if status.state is JobState.SUCCEEDED:
         return EXIT_DONE
     code = None if status.attempt is None else status.attempt.exit_code
@@ -195,7 +195,7 @@ def ask_every_s(ref: JobRef) -> float:
 
 
 def require_trial(ref: JobRef, trial: int | None) -> None:
-    """Refuse a trial that a job does not have. None: all of them. Raises: ConfigError."""
+    """Refuse a trial that a job does not have; None means all trials. Raises: ConfigError."""
     num_trials = len(read_plan(job_path_of(ref.home)).trials)
     if trial is not None and not 0 <= trial < num_trials:
         raise ConfigError(
@@ -206,7 +206,7 @@ def require_trial(ref: JobRef, trial: int | None) -> None:
 
 
 class _Notices:
-    """Reports changes: a message that repeats the last one of its kind is dropped."""
+    """Reports changes: drops a message that repeats the last one of its kind."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.say = say
@@ -229,11 +229,11 @@ def watch(
 ) -> None:
     """Wait until every trial of a run has ended for good, report changes, and submit the run's next job.
 
-    All state is in the job directory: a watcher may be killed at any time and started again, from any place
-    that sees the directory, and two of them do no more than one. An unknown state ends and starts nothing.
+    All state is in the job directory: a watcher may be killed and restarted at any time, on any machine that
+    sees the directory, and two of them do no more than one. An unknown state ends and starts nothing.
 
-    Raises: CheckRefused for an end that is no success, with why no next job follows; StoreError if no source
-        knows the job any more.
+    Raises: CheckRefused for an end without success, with the reason why no next job follows; StoreError if
+        no source knows the job any more.
     """
     notices, unknown_s = _Notices(say), 0.0
     while True:
@@ -242,11 +242,11 @@ def watch(
         statuses = launcher.status([ref])
         words = f"{ref.job_id}: {', '.join(map(describe_status, statuses))}"
         notices.say_new("state", words)
-        has_ended = all(one.state.is_terminal and not one.is_silent for one in statuses)
+        has_ended = all(status.state.is_terminal and not status.is_silent for status in statuses)
         if has_ended and not _goes_on(launcher, ref, statuses, notices, now):
             return
         pause_s = ask_every_s(ref) * random.uniform(1.0, 1.25)
-        is_lost = any(one.state is JobState.UNKNOWN and not one.is_silent for one in statuses)
+        is_lost = any(status.state is JobState.UNKNOWN and not status.is_silent for status in statuses)
         unknown_s = unknown_s + pause_s if is_lost else 0.0
         if unknown_s > LOST_LIMIT_S:
             raise StoreError(
@@ -264,11 +264,11 @@ def _goes_on(
     notices: _Notices,
     now: Callable[[], float],
 ) -> bool:
-    """Return whether there is a next job, or may still be one; False for a success.
+    """Submit the next job if there may be one; return False after a success, True to keep watching.
 
     Raises: CheckRefused for any other end.
     """
-    if all(one.state is JobState.SUCCEEDED for one in statuses):
+    if all(status.state is JobState.SUCCEEDED for status in statuses):
         return False
     if not isinstance(launcher.backend, Renewable) or not any(map(may_go_on, statuses)):
         raise CheckRefused(

@@ -1,8 +1,8 @@
-"""The logs of a job's nodes and roles as lines, while they grow and long after.
+"""The logs of a job's nodes and roles, line by line, while they grow and long after.
 
-They are files of the trial's directory, so that they can be read when the scheduler has forgotten the job.
-The output of the scheduler or the supervisor itself is the role `scheduler`: it is shown on request, and
-where there is nothing else because no agent could begin.
+They are files of the trial's directory, so they stay readable when the scheduler has forgotten the job. The
+output of the scheduler or the supervisor itself is the role `scheduler`: it is shown on request, and if there
+are no other logs because no agent could begin.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _LOG = re.compile(rf"{ATTEMPTS_FOLDER}/(?P<attempt>[^/]+)/(?P<node>\d+)/(?P<role
 _OF_SCHEDULER = re.compile(rf"{JOB_FOLDER}/(?P<attempt>[^/]+\.out|supervisor\.log)(?P<node>)(?P<role>)")
 SCHEDULER = "scheduler"
 _LIST_EVERY_S = 0.4
-"""New roles and attempts are looked for this often; lines of known files at every poll."""
+"""Interval of the search for new roles and attempts; known files are read at every poll."""
 _ASK_EVERY_S = 1.0
 _ASK_SHARE = 10.0
-"""Pause between two queries whether the job is over, as a multiple of the last one's duration."""
+"""Pause between two checks whether the job is over, as a multiple of the last one's duration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,12 +32,12 @@ class LogFilter:
     """Selects logs; None selects all of a kind."""
 
     attempt: str | None = None
-    """By name; `latest` for the newest one."""
+    """The attempt's name; `latest` for the newest one."""
     node: int | None = None
     role: str | None = None
 
     def takes(self, *, attempt: str, node: str, role: str) -> bool:
-        """Whether a line is selected. `latest` takes all: the newest attempt is known from a list only."""
+        """Whether a line is selected. `latest` selects all: only a list shows the newest attempt."""
         return (
             self.attempt in {None, "latest", attempt, attempt.rpartition("-")[2]}
             and self.node in {None, int(node) if node.isdigit() else -1}
@@ -46,38 +46,38 @@ class LogFilter:
 
 
 class FilteredLogs:
-    """The selected lines of logs that are elsewhere than in files."""
+    """The selected lines of logs that are not files."""
 
-    def __init__(self, source: LogSource, wanted: LogFilter) -> None:
+    def __init__(self, source: LogSource, log_filter: LogFilter) -> None:
         self._source = source
-        self._wanted = wanted
+        self._filter = log_filter
         self.is_empty = True
-        """Whether there was no selected line yet."""
+        """Whether no line has been selected yet."""
 
     def read_new(self) -> list[LogLine]:
         """Return the selected lines since the last call. Raises: StoreError."""
         return self._take(self._source.read_new())
 
     def read_rest(self) -> list[LogLine]:
-        """Return all that is left. Raises: StoreError."""
+        """Return all remaining selected lines. Raises: StoreError."""
         rest: list[LogLine] = []
         while lines := self._source.read_new():
             rest += self._take(lines)
         return rest
 
     def _take(self, lines: list[LogLine]) -> list[LogLine]:
-        takes = self._wanted.takes
-        wanted = [one for one in lines if takes(attempt=one.attempt, node=one.node, role=one.role)]
-        self.is_empty = self.is_empty and not wanted
-        return wanted
+        takes = self._filter.takes
+        selected = [line for line in lines if takes(attempt=line.attempt, node=line.node, role=line.role)]
+        self.is_empty = self.is_empty and not selected
+        return selected
 
 
 class FileLogs:
     """A `LogSource` over a trial's files."""
 
-    def __init__(self, record: RecordFiles, wanted: LogFilter) -> None:
+    def __init__(self, record: RecordFiles, log_filter: LogFilter) -> None:
         self._record = record
-        self._wanted = wanted
+        self._filter = log_filter
         self._offsets: dict[str, int] = {}
         self._partial: dict[str, bytes] = {}
         self._names: list[str] = []
@@ -86,30 +86,30 @@ class FileLogs:
     def read_new(self) -> list[LogLine]:
         """Return the complete lines since the last call, file by file. Raises: StoreError."""
         if time.monotonic() - self._listed_at > _LIST_EVERY_S:
-            self._names, self._listed_at = self._list_wanted(), time.monotonic()
+            self._names, self._listed_at = self._list_selected(), time.monotonic()
         return [line for name in self._names for line in self._read_file(name, is_end=False)]
 
     def read_rest(self) -> list[LogLine]:
-        """Return what is left, unfinished last lines too. Raises: StoreError."""
-        self._names = self._list_wanted()
+        """Return the remaining lines, with unfinished last ones. Raises: StoreError."""
+        self._names = self._list_selected()
         return [line for name in self._names for line in self._read_file(name, is_end=True)]
 
     @property
     def is_empty(self) -> bool:
-        """Whether no selected file was found yet."""
+        """Whether no file has been selected yet."""
         return not self._names
 
-    def _list_wanted(self) -> list[str]:
-        found = [
+    def _list_selected(self) -> list[str]:
+        logs = [
             (match, name) for name in self._record.list(ATTEMPTS_FOLDER) if (match := _LOG.fullmatch(name))
         ]
-        if self._wanted.attempt == "latest" and found:
-            newest = max((match["attempt"] for match, _ in found), key=number_of)
-            found = [(match, name) for match, name in found if match["attempt"] == newest]
-        # An attempt's logs stand together, and the tenth attempt comes after the ninth.
-        found.sort(key=lambda item: (number_of(item[0]["attempt"]), item[1]))
-        names = [name for match, name in found if self._wanted.takes(**match.groupdict())]
-        if self._wanted.role == SCHEDULER or (not names and self._wanted == LogFilter()):
+        if self._filter.attempt == "latest" and logs:
+            newest = max((match["attempt"] for match, _ in logs), key=number_of)
+            logs = [(match, name) for match, name in logs if match["attempt"] == newest]
+        # The logs of an attempt stay together, and the tenth attempt comes after the ninth.
+        logs.sort(key=lambda item: (number_of(item[0]["attempt"]), item[1]))
+        names = [name for match, name in logs if self._filter.takes(**match.groupdict())]
+        if self._filter.role == SCHEDULER or (not names and self._filter == LogFilter()):
             return [name for name in self._record.list(JOB_FOLDER) if _OF_SCHEDULER.fullmatch(name)]
         return names
 
@@ -140,7 +140,7 @@ class FileLogs:
 
 
 def number_of(attempt: str) -> int:
-    """Return the number that an attempt's name ends in: 10 comes after 9."""
+    """Return the number at the end of an attempt's name, so that 10 comes after 9; -1 without one."""
     number = attempt.rpartition("-")[2]
     return int(number) if number.isdigit() else -1
 
@@ -164,7 +164,7 @@ def follow(
 
 
 def require_logs(source: FileLogs | FilteredLogs, record: RecordFiles) -> None:
-    """Refuse where there is nothing to show. Raises: StoreError naming the place."""
+    """Refuse to show empty logs. Raises: StoreError naming the place."""
     if source.is_empty:
         raise StoreError(
             f"there is no log below {record.describe(ATTEMPTS_FOLDER)}",

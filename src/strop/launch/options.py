@@ -1,9 +1,9 @@
-"""What a site is, and what one job may ask of it: the base of every backend's options.
+"""The options of a site and of a job on it: the base of every backend's options.
 
-A backend has one model, in `launch/<backend>/options.py`, and everything about its options is made from it:
-the keys of a site profile (`sites`), what `strop explain sites` says, the words `site.KEY=VALUE` that set one
-of them for one job, and, of each field with a `CliFlag`, an option of `strop submit`. Its methods and class
-variables are what the launcher asks of a backend that it has not opened. Models import pydantic alone.
+A backend has one model, in `launch/<backend>/options.py`, which everything about its options is derived from:
+the keys of a site profile (`sites`), the output of `strop explain sites`, the words `site.KEY=VALUE` that set
+an option for one job, and an option of `strop submit` for each field with a `CliFlag`. Its methods and class
+variables describe the backend before it is opened. Models import pydantic and no backend.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from strop.launch.contract import Backend
 
 IMAGE_FLAGS = ("--image", "--container-image")
-"""One option, for all backends whose jobs run in an image."""
+"""The option that all backends with images share."""
 DEVICES_HELP = "GPUs of this machine, by index or UUID. none = free ones."
 KIND_HELP = "What kind of site it is."
 DeviceGrant = Literal["none", "instance", "named"]
@@ -37,15 +37,15 @@ _GPU_KEYS = ("job.gpus", "job.train_gpus", "job.infer_gpus", "job.eval_gpus")
 
 
 def split_at_commas(value: Any) -> Any:
-    """Return the words of a text such as `0,1` as a tuple; anything else as it is."""
+    """Return the parts of a text such as `0,1` as a tuple; return any other value unchanged."""
     return tuple(word for part in value.split(",") if (word := part.strip())) if type(value) is str else value
 
 
 @dataclass(frozen=True, slots=True)
 class CliFlag:
-    """Marks a field that is set so often for one job that `strop submit` has an option for it.
+    """Marks a field that is often set for one job, for which `strop submit` has an option.
 
-    A field with `exclude=True` belongs to one job alone: no profile has it, and no record of a profile.
+    A field with `exclude=True` belongs to one job: profiles and their records do not have it.
     """
 
     names: tuple[str, ...] = ()
@@ -56,19 +56,19 @@ class CliFlag:
 
 
 class ByLauncher:
-    """Marks a field that the launcher fills in and nobody gives."""
+    """Marks a field that only the launcher sets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeHardware:
-    """What a node of a site has, as far as its profile tells; None: it does not."""
+    """The hardware of a site's node; None: the profile does not name it."""
 
     gpu: str | None = None
-    """As --hardware takes it, or as the scheduler calls it."""
+    """A name that --hardware accepts, or the scheduler's name."""
     num_cores: int | None = None
     memory_bytes: int | None = None
     disk_bytes: int | None = None
-    """For the run, where it is the node's own."""
+    """Disk space for the run, if the node has its own disk."""
 
 
 class SiteOptions(Section):
@@ -113,16 +113,16 @@ class SiteOptions(Section):
     )
 
     has_shared_disk: ClassVar[bool] = True
-    """Whether the nodes of a job see one disk, and files of the submitting machine may be on it."""
+    """Whether a job's nodes share a disk, which may hold files of the submitting machine."""
     is_here: ClassVar[bool] = False
-    """Whether jobs run on the submitting machine, which may be asked about them often."""
+    """Whether jobs run on the submitting machine, which can be polled often."""
     device_grant: ClassVar[DeviceGrant] = "none"
-    """Which GPUs a job may use. `none`: free ones of the machine; `instance`: all of its instance; `named`:
-    those that the scheduler names in CUDA_VISIBLE_DEVICES."""
+    """The GPUs that a job may use. `none`: free ones of the machine; `instance`: all of its instance;
+    `named`: those that the scheduler lists in CUDA_VISIBLE_DEVICES."""
 
     @property
     def has_network(self) -> bool:
-        """Whether jobs may fetch what is not there, such as packages."""
+        """Whether jobs may download, for example packages."""
         return True
 
     @classmethod
@@ -142,7 +142,7 @@ class SiteOptions(Section):
 
     @classmethod
     def settable(cls) -> dict[str, str]:
-        """Return how each field is given for one job: its option, else `site.FIELD`."""
+        """Return how to set each field for one job: its option, else `site.FIELD`."""
         flags = cls.flags()
         return {
             name: flags[name].names[0] if name in flags else f"{SITE_PREFIX}{name}"
@@ -154,10 +154,10 @@ class SiteOptions(Section):
     def read_flags(cls, flags: Sequence[Flag]) -> tuple[tuple[Flag, ...], dict[str, Any]]:
         """Split a submission's flags into settings of the run file and options of this backend, by field.
 
-        A flag that is both is the backend's. `site.FIELD` is the name of a flag for every field.
+        A flag that is both belongs to the backend. `site.FIELD` is the name of a flag for every field.
 
-        Raises: ConfigError for a flag of another backend, for a field that is given twice, and for a list of
-            GPUs where only their number can be chosen.
+        Raises: ConfigError for a flag of another backend, for two values of a field, and for a list of GPUs
+            if only their number can be chosen.
         """
         fields = {name: field for field, mark in cls.flags().items() for name in mark.names}
         of_site = {f"{SITE_PREFIX}{field}": field for field in cls.settable()}
@@ -195,7 +195,7 @@ class SiteOptions(Section):
 
     @classmethod
     def _read_word(cls, field: str, flag: Flag) -> Any:
-        """Return the value of a word `site.KEY=VALUE`, whose text may be a number where a text is wanted."""
+        """Return the value of a word `site.KEY=VALUE`; a text field takes a number as text."""
         _, value = parse_override(f"{flag.name}={flag.value}")
         annotation = cls.model_fields[field].annotation
         return (
@@ -203,35 +203,35 @@ class SiteOptions(Section):
         )
 
     def with_options(self, options: Mapping[str, Any]) -> Self:
-        """Return what holds for one job: this profile, and over it the job's options by field.
+        """Return this profile with the options of one job, by field.
 
-        Raises: ConfigError for an option that this backend does not have, or a value that it cannot take.
+        Raises: ConfigError for an option that this backend does not have, or an invalid value.
         """
         return self.changed({name: value for name, value in options.items() if value is not None})
 
-    def changed(self, given: Mapping[str, Any]) -> Self:
-        """Return this profile with other values, None included. Raises: as `with_options`."""
-        unknown = sorted(given.keys() - type(self).model_fields.keys())
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return this profile with other values, which may be None. Raises: as `with_options`."""
+        unknown = sorted(values.keys() - type(self).model_fields.keys())
         if unknown:
             raise unknown_key(
                 f"{unknown[0]} is no option of backend {self.kind()}", unknown[0], self.settable()
             )
         try:
-            return type(self).model_validate(self.model_dump() | dict(given))
+            return type(self).model_validate(self.model_dump() | dict(values))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])
             shown = self.settable().get(name, name)
             raise ConfigError(
-                f"{shown}={show_value(given.get(name))} is not allowed: {first['msg']}",
+                f"{shown}={show_value(values.get(name))} is not allowed: {first['msg']}",
                 allowed=type(self).model_fields[name].description or "a value of another kind",
                 next_step=f"correct {shown}",
             ) from error
 
     def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
-        """Return settings of `job` that follow from the site and one job's options, where none is given.
+        """Return settings of `job` that follow from the site and the job's options, unless they are set.
 
-        Raises: ConfigError if the job asks for other GPUs than it is given, some of which would be idle.
+        Raises: ConfigError if the job requests other GPUs than it would get.
         """
         return ()
 
@@ -242,41 +242,41 @@ class SiteOptions(Section):
             "HF_HUB_OFFLINE": "1" if self.offline else None,
             "STROP_STORE_URI": self.store,
         }
-        # Last: a variable that the user wrote by name outranks one that a setting implies.
+        # Last: a variable that the user set by name overrides one that a setting implies.
         return {name: value for name, value in implied.items() if value is not None} | self.env
 
     def resource_defaults(self) -> Mapping[str, Any]:
-        """Return `time_limit`, `cpus_per_gpu`, `memory` of jobs that name none, and `gpu_type`."""
+        """Return defaults of `time_limit`, `cpus_per_gpu` and `memory`, and the `gpu_type`."""
         return {}
 
     def describe_node(self) -> NodeHardware:
-        """Return the hardware of a node, as far as the profile tells."""
+        """Return the hardware of a node as far as the profile names it."""
         return NodeHardware(gpu=self.accelerator)
 
     def count_paid_gpus(self, num_nodes: int, gpus_per_node: int) -> int:
-        """Return how many GPUs a job pays for that asks for so many."""
+        """Return the number of GPUs that a job with so many pays for."""
         return num_nodes * gpus_per_node
 
     def files_written(self, project_path: Path) -> list[Path]:
-        """Return files that a submission writes into the project; as code they would change every plan."""
+        """Return files that a submission writes into the project, which are no code of the job."""
         return []
 
     def open(self, site: str) -> Backend:
-        """Return the backend of the site that is called `site`. No scheduler is asked yet."""
+        """Return the backend of the site named `site`. Queries no scheduler."""
         raise NotImplementedError
 
 
 def imply_gpus(job: JobSpec, number: int, source: str) -> tuple[Flag, ...]:
-    """Return `job.gpus` as a flag for a job that says nothing of GPUs and is given some, by `source`.
+    """Return `job.gpus` as a flag for a job without settings of GPUs that gets some by `source`.
 
-    Raises: ConfigError if the job asks for another number than it is given.
+    Raises: ConfigError if the job requests another number.
     """
     if job.gpus_per_node == 0 and job.gpus is None and number:
         return (Flag(key="job.gpus", value=number, name=source),)
     if job.gpus_per_node != number:
-        asked = count_gpus(job.gpus_per_node)
+        requested = count_gpus(job.gpus_per_node)
         raise ConfigError(
-            f"{asked} asked for in the job section, and {source} gives {number}"
+            f"{requested} asked for in the job section, and {source} gives {number}"
             + (f": {number - job.gpus_per_node} would be idle" if number > job.gpus_per_node else ""),
             allowed="as many as the roles use",
             next_step="choose others, or give the roles other shares (job.gpus, job.train_gpus, ...)",
@@ -287,7 +287,7 @@ def imply_gpus(job: JobSpec, number: int, source: str) -> tuple[Flag, ...]:
 def read_site_words(words: Sequence[str]) -> tuple[list[str], tuple[Flag, ...]]:
     """Split words `key=value` into settings of the run file and, as flags, those of the site.
 
-    Raises: ConfigError for a word that is none, and for a table's key, as site.env.NAME=VALUE.
+    Raises: ConfigError for a malformed word, and for a key of a table, as site.env.NAME=VALUE.
     """
     rest, flags = [], []
     for word in join_words(words):
@@ -305,29 +305,31 @@ def read_site_words(words: Sequence[str]) -> tuple[list[str], tuple[Flag, ...]]:
     return rest, tuple(flags)
 
 
-def unknown_key(given: str, name: str, names: Collection[str]) -> ConfigError:
-    """Return the error about a name that a model does not have. `names`: those that may stand there."""
+def unknown_key(problem: str, name: str, names: Collection[str]) -> ConfigError:
+    """Return the error about an unknown name. `names`: the allowed ones."""
     near = difflib.get_close_matches(name, names, n=1)
     next_step = f"did you mean {near[0]}?" if near else "remove it"
-    return ConfigError(given, allowed=", ".join(names), next_step=next_step)
+    return ConfigError(problem, allowed=", ".join(names), next_step=next_step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """A profile under its name."""
+    """A profile and its name."""
 
     name: str
-    """As a file or a command names it."""
+    """The name in a file or a command."""
     profile: SiteOptions
 
     def for_job(self, flags: Sequence[Flag]) -> tuple[Site, tuple[Flag, ...], dict[str, Any]]:
-        """Return the site as it is for one job, the job's settings of the run file, and its own options.
+        """Return the site as changed for one job, its flags that set the run file, and its backend options.
 
-        An option that `strop submit` names, or that no profile has, stays beside the profile.
+        Options of `strop submit`, and options that no profile has, are kept apart from the profile.
         Raises: as `SiteOptions.read_flags` and `with_options`.
         """
         settings, options = self.profile.read_flags(flags)
-        fields, named = type(self.profile).model_fields, self.profile.flags()
-        kept = {name: value for name, value in options.items() if fields[name].exclude or name in named}
-        own = {name: None if options[name] == NULL_WORD else options[name] for name in options.keys() - kept}
-        return replace(self, profile=self.profile.changed(own)), settings, kept
+        fields, flagged = type(self.profile).model_fields, self.profile.flags()
+        kept = {name: value for name, value in options.items() if fields[name].exclude or name in flagged}
+        changes = {
+            name: None if options[name] == NULL_WORD else options[name] for name in options.keys() - kept
+        }
+        return replace(self, profile=self.profile.changed(changes)), settings, kept

@@ -1,8 +1,8 @@
 """An elastic pool: jobs of one node each, submitted while sandboxes wait and ended when their nodes are idle.
 
-It runs beside the controller, in the service's own job, and asks the scheduler as its user would. Few long
-jobs: one is submitted for as many waiting sandboxes as a node has had at once, and none while another one
-has not come yet.
+It runs next to the controller, in the service's own job, and submits as its user would. It prefers few long
+jobs: it submits one for as many waiting sandboxes as the fullest node has, and none while an earlier job has
+yet to start.
 """
 
 from __future__ import annotations
@@ -38,18 +38,17 @@ _ANSWER_LIMIT_S = 10.0
 _STOP_GRACE_S = 5.0
 _LOOK_EVERY_S = 5.0
 _REPLACE_S = 900.0
-"""A job that ends so soon, and within the last tenth of its time, counts no more: another one may take its
-place."""
+"""A job that ends so soon, and is in the last tenth of its time, no longer counts: another may replace it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolLimits:
-    """How far a pool grows, and when it shrinks."""
+    """The limits of a pool's growth, and when it shrinks."""
 
     max_jobs: int
-    """Beside the service's own job."""
+    """Not counting the service's own job."""
     idle_s: float = 300.0
-    """A node without sandboxes for so long gives its job back."""
+    """Seconds without sandboxes after which a node's job is ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,22 +62,22 @@ class PoolNode:
     idle_for_s: float
     ends_in_s: float | None
     lasts_s: float = math.inf
-    """From when it came to its end."""
+    """Seconds from its first appearance to its end."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Steps:
-    """What is to be done now."""
+    """The pool's next actions."""
 
     num_to_submit: int = 0
     to_drain: tuple[str, ...] = ()
-    """Nodes that are to take nothing new."""
+    """Nodes that will get no new sandboxes."""
     to_end: tuple[str, ...] = ()
     """Jobs whose nodes are drained and empty."""
 
 
 def decide(nodes: Sequence[PoolNode], job_ids: Sequence[str], num_waiting: int, limits: PoolLimits) -> Steps:
-    """Return what a pool does next. `job_ids`: its jobs that have not ended, with or without a node yet."""
+    """Return a pool's next actions. `job_ids`: its jobs that have not ended, with or without a node yet."""
     of_pool = [node for node in nodes if node.job_id in job_ids]
     to_end = tuple(node.job_id for node in of_pool if not node.is_open and node.num_sandboxes == 0)
     here = {node.job_id for node in of_pool}
@@ -110,12 +109,12 @@ class Pool:
     launcher: Launcher
     limits: PoolLimits
     make_request: Callable[[int], JobRequest]
-    """From the number of a job to its request."""
+    """Returns the request of the job with a number."""
     say: Callable[[str], None]
     _jobs: dict[str, JobRef] = field(default_factory=dict)
     _num_submitted: int = 0
     _busy_at: dict[str, float] = field(default_factory=dict)
-    """When a node last had a sandbox, or came."""
+    """When a node last had a sandbox, or appeared."""
     _lasts_s: dict[str, float] = field(default_factory=dict)
 
     async def run(self) -> None:
@@ -125,26 +124,26 @@ class Pool:
         """
         import httpx
 
-        is_told = asyncio.Event()
+        is_stopped = asyncio.Event()
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, is_told.set)
+            loop.add_signal_handler(number, is_stopped.set)
         endpoint = await self.folder.wait_for(self.folder.find, limit_s=_START_LIMIT_S)
         for_nodes = await self.folder.wait_for(self.folder.find_for_nodes, limit_s=_START_LIMIT_S)
-        # It asks as a client does, and orders as a part of the service.
+        # The first key is for queries, as of clients; the second for orders, as of the service's nodes.
         headers = {"X-API-Key": endpoint.key, NODE_KEY_HEADER: for_nodes.key}
         try:
             async with httpx.AsyncClient(
                 base_url=endpoint.url, headers=headers, trust_env=False, timeout=_ANSWER_LIMIT_S
             ) as client:
-                while not is_told.is_set():
+                while not is_stopped.is_set():
                     try:
                         await self._look(client)
                     except (StropError, httpx.HTTPError) as error:
-                        # The scheduler or a controller that starts again; the next look may find them.
+                        # The scheduler or controller may be restarting; the next query may succeed.
                         self.say(f"the pool stays as it is: {error}")
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(is_told.wait(), _LOOK_EVERY_S)
+                        await asyncio.wait_for(is_stopped.wait(), _LOOK_EVERY_S)
         finally:
             for ref in self._jobs.values():
                 self.launcher.backend.stop(ref, None, grace_s=_STOP_GRACE_S)
@@ -211,19 +210,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--words", default="", help="options of the added node agents, as a shell would")
     parser.add_argument("--idle", type=float, default=300.0, help="seconds")
     parser.add_argument("settings", nargs="*", help="what each job asks for, key=value")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
 
     def say(text: str) -> None:
         sys.stderr.write(f"{text}\n")
 
-    folder, service = ServiceDir(given.dir), ServiceOptions(words=tuple(shlex.split(given.words)))
+    folder, service = (
+        ServiceDir(args.dir),
+        ServiceOptions(words=tuple(shlex.split(args.words))),
+    )
 
     def make(number: int) -> JobRequest:
         home = folder.path.parent / "pool" / str(number)
         options = SubmitOptions(
-            site=given.on,
+            site=args.on,
             command=SERVE,
-            overrides=(*given.settings, f"output.dir={home}"),
+            overrides=(*args.settings, f"output.dir={home}"),
             has_snapshot=False,
             service=service,
         )
@@ -234,7 +236,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         pool = Pool(
             folder=folder,
             launcher=Launcher(open_backend(make(0).site)),
-            limits=PoolLimits(max_jobs=given.max_jobs, idle_s=given.idle),
+            limits=PoolLimits(max_jobs=args.max_jobs, idle_s=args.idle),
             make_request=make,
             say=say,
         )

@@ -1,7 +1,7 @@
-"""The values of a job's secrets, in their file; `strop.io.redaction` takes them out of texts.
+"""The file with the values of a job's secrets; `strop.io.redaction` removes them from texts.
 
 `job/secrets.json` has mode 0600 from its first byte on, is written atomically, and is removed when the job
-ends. Not here: which secrets a job has (`environment`).
+ends. `environment` determines which secrets a job has.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ SECRETS_NAME = "secrets.json"
 
 
 def read_secrets(job_path: Path) -> dict[str, str]:
-    """Return the secrets of a job by name; empty after they were removed. Raises: StoreError."""
+    """Return the secrets of a job by name; empty once they are removed. Raises: StoreError."""
     content = read_json(job_path / SECRETS_NAME)
     return {} if content is None else dict(content["values"])
 
 
 def secret_values(job_path: Path) -> tuple[str, ...]:
-    """Return the values of a job's secrets, for `redact`; empty after they were removed."""
+    """Return the values of a job's secrets, for `redact`; empty once they are removed."""
     return tuple(read_secrets(job_path).values())
 
 
 def remove_secrets(job_path: Path) -> None:
-    """Remove `secrets.json` and what a killed writer left of it. Raises: StoreError if that fails."""
+    """Remove `secrets.json` and partial copies of it. Raises: StoreError if that fails."""
     try:
         for path in job_path.glob(f"{SECRETS_NAME}.partial-*"):
             path.unlink(missing_ok=True)
@@ -61,19 +61,19 @@ def read_hub_login(environ: Mapping[str, str]) -> str | None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """Return a file's JSON object, None without the file. Raises: StoreError that quotes nothing of it."""
+    """Return a file's JSON object, None without the file. Raises: StoreError without any of its content."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        # Without the error's own message: that of a JSON reader quotes the text.
+        # The message of the JSON error is left out: it may quote the content.
         raise StoreError(f"{path} cannot be read ({type(error).__name__}): submit the job again") from None
     return dict(content)
 
 
 def write_private(path: Path, content: Mapping[str, Any]) -> None:
-    """Write a file atomically that no other user can read at any moment. Raises: StoreError."""
+    """Write a file atomically that other users can read at no time. Raises: StoreError."""
 
     def open_private(place: Path) -> BinaryIO:
         return os.fdopen(os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb")

@@ -1,4 +1,4 @@
-"""A sandbox service as a job: the processes of its nodes, and what it asks of its site."""
+"""A sandbox service as a job: its settings, and the processes on its nodes."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from strop.spec.reader import Flag, resolve_sources
 from strop.spec.sources import read_sources
 
 SERVE = "serve"
-"""The command of a job that serves sandboxes and does nothing else."""
+"""The command of a job that only serves sandboxes."""
 RUNTIME = "runtime"
-"""The role that serves."""
+"""The role that serves sandboxes."""
 POOL = "pool"
 """The role that submits further nodes."""
 FOLDER = "{run}/runtime"
 _WORDS = (
     "name=sandboxes",
-    # A job's settings stand in a run file; the rest of it is not read.
+    # A run file must have these two; a service does not read them.
     "task.name=arithmetic",
     "train.prompts_per_step=1",
-    # Its sandboxes would be gone, and clients have its address.
+    # A requeued service would lack its sandboxes, and clients would have an old address.
     "job.max_requeue=0",
     # Sandboxes end this long before the job; the node agents take nothing new from two minutes before.
     "job.grace_s=30",
@@ -38,36 +38,36 @@ _MOST_JOBS = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServiceOptions:
-    """What a service is beside its job."""
+    """The options of a service, apart from those of its job."""
 
     words: tuple[str, ...] = ()
     """Options of `strop runtime serve` on each of its nodes."""
     max_jobs: int = 0
-    """How many jobs of one node more may be submitted while sandboxes wait."""
+    """How many additional jobs of one node may be submitted while sandboxes wait."""
 
 
 def read_max_jobs(words: Sequence[str]) -> tuple[int, list[str]]:
-    """Return what `max_jobs=N` says, 0 by default, and the other words. Raises: ConfigError for another N."""
+    """Return N of `max_jobs=N`, 0 by default, and the other words. Raises: ConfigError for an invalid N."""
     key = "max_jobs="
-    found = [word.removeprefix(key) for word in words if word.startswith(key)]
-    for text in found:
+    numbers = [word.removeprefix(key) for word in words if word.startswith(key)]
+    for text in numbers:
         if not text.isdecimal() or int(text) > _MOST_JOBS:
             raise ConfigError(
                 f"{key}{text} is not allowed",
                 allowed=f"0 to {_MOST_JOBS} jobs of one node",
                 next_step="correct max_jobs",
             )
-    return int(found[-1]) if found else 0, [word for word in words if not word.startswith(key)]
+    return int(numbers[-1]) if numbers else 0, [word for word in words if not word.startswith(key)]
 
 
 def resolve_service(overrides: Sequence[str], flags: Sequence[Flag]) -> ResolvedSpec:
-    """Return what a service asks of its site: `name`, `job`, `output` and `runtime.backend`.
+    """Return the settings of a service's job: `name`, `job`, `output` and `runtime.backend`.
 
-    Raises: ConfigError for other settings, and for what a job that serves cannot have.
+    Raises: ConfigError for other settings, and for resources that a service cannot use.
     """
-    given = read_sources(None, overrides)
+    sources = read_sources(None, overrides)
     foreign = [
-        ".".join(place) for source in given for place in source if place[0] not in ("name", "job", "output")
+        ".".join(place) for source in sources for place in source if place[0] not in ("name", "job", "output")
     ]
     if foreign:
         raise ConfigError(
@@ -75,7 +75,7 @@ def resolve_service(overrides: Sequence[str], flags: Sequence[Flag]) -> Resolved
             allowed="name, job and output",
             next_step="remove it",
         )
-    resolved = resolve_sources([*read_sources(None, _WORDS), *given], flags)
+    resolved = resolve_sources([*read_sources(None, _WORDS), *sources], flags)
     job = resolved.spec.job
     if job.gpus_per_node or job.cpu_nodes or job.eval_config is not None:
         raise ConfigError(
@@ -91,36 +91,36 @@ def service_roles(
 ) -> list[RolePlan]:
     """Return the processes of a service: a node agent on each node, the controller on the first.
 
-    `of_site`: words `site.KEY=VALUE` of its job, which those of its pool have too.
+    `of_site`: the words `site.KEY=VALUE` of its job, which the jobs of its pool get too.
     """
     argv = serve_argv(python, FOLDER, "--node", "{node}/0", *options.words)
     roles = [RolePlan(name=RUNTIME, argv=argv)]
     if spec.job.nodes > 1:
-        # The service goes on without a node that is lost.
+        # The service goes on without a lost node.
         roles.append(
             RolePlan(name="sandboxes", argv=argv, nodes="others", must_succeed=False, may_be_lost=True)
         )
     if options.max_jobs:
         pool = (python, "-m", "strop.launch.pool", "--dir", FOLDER, "--on", site)
         more = ("--max-jobs", str(options.max_jobs), "--words", shlex.join(options.words))
-        # Each job of the pool asks for what the service's own does.
+        # Each job of the pool requests the same resources as the service's own.
         job = spec.job
-        given = {"job.cpus": job.cpus, "job.memory": job.memory, "job.time_limit": job.time_limit}
-        own = (f"{key}={value}" for key, value in given.items() if value is not None)
-        settings = (f"name={spec.name}-pool", *own, *(f"{flag.name}={flag.value}" for flag in of_site))
+        resources = {"job.cpus": job.cpus, "job.memory": job.memory, "job.time_limit": job.time_limit}
+        limits = (f"{key}={value}" for key, value in resources.items() if value is not None)
+        settings = (f"name={spec.name}-pool", *limits, *(f"{flag.name}={flag.value}" for flag in of_site))
         roles.append(RolePlan(name=POOL, argv=(*pool, *more, *settings), must_succeed=False))
     return roles
 
 
 def joining_request(request: JobRequest, folder: Path, options: ServiceOptions) -> JobRequest:
-    """Return a job of one node that joins the service with a folder, from a request for a service."""
+    """Turn the request for a service into that of a one-node job that joins the service in `folder`."""
     argv = serve_argv(request.python, str(folder), "--node", "1/0", *options.words)
     return replace(request, roles=(RolePlan(name=RUNTIME, argv=argv),))
 
 
 def runtime_role(spec: RunSpec, python: str) -> RolePlan:
-    """Return the process that serves a run on each of its job's CPU nodes, the first with the controller."""
-    # Numbers of nodes are over both parts.
+    """Return the process on each CPU node of a run's job; the first one has the controller."""
+    # Nodes are numbered over both parts.
     words = ("--node", f"{{node}}/{spec.job.nodes}", *backend_words(spec.runtime.backend))
     return RolePlan(name=RUNTIME, argv=serve_argv(python, FOLDER, *words), nodes="cpu", must_succeed=False)
 

@@ -1,8 +1,8 @@
-"""Sites: what differs between places that runs are sent to, and stands in no run file and no code.
+"""Sites: the settings of the places that jobs are sent to, which are in no run file.
 
 `strop-sites.toml` in the project, and `strop/sites.toml` in the user's configuration folder (XDG_CONFIG_HOME,
-else ~/.config), have one table per site, told apart by `backend`. Where both name a site, the project's
-settings win, one by one. A backend's own name is a site without a profile.
+else ~/.config), have one table per site; `backend` is its kind. For a site in both files, each setting of the
+project overrides the user's. A backend's name is a site without a profile.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,29 +29,20 @@ USER_FILE = "sites.toml"
 SITES_TABLE = "sites"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KnownSite:
-    """A site that a file names."""
-
-    name: str
-    backend: str
-    files: tuple[str, ...]
-
-
 def find_site(name: str, project_path: Path, environ: Mapping[str, str]) -> Site:
     """Return a site's profile.
 
-    Raises: ConfigError if no file and no backend is called so, or a setting is not allowed.
+    Raises: ConfigError if no file and no backend has this name, or a setting is not allowed.
     """
     trees = _read_trees(project_path, environ)
     tables = [tree.values[SITES_TABLE][name] for tree in trees if name in tree.values[SITES_TABLE]]
     if not tables and name not in BACKENDS:
-        known = [*dict.fromkeys(site for tree in trees for site in tree.values[SITES_TABLE]), *BACKENDS]
-        near = difflib.get_close_matches(name, known, n=1)
+        names = [*dict.fromkeys(site for tree in trees for site in tree.values[SITES_TABLE]), *BACKENDS]
+        near = difflib.get_close_matches(name, names, n=1)
         looked = " and ".join(str(path) for path in site_files(project_path, environ))
         raise ConfigError(
             f"there is no site {show_value(name)}; looked in {looked}",
-            allowed=", ".join(dict.fromkeys(known)),
+            allowed=", ".join(dict.fromkeys(names)),
             next_step=f"did you mean {near[0]}?"
             if near
             else f"write a table [{SITES_TABLE}.{name}] in one of them",
@@ -81,35 +72,19 @@ def find_site(name: str, project_path: Path, environ: Mapping[str, str]) -> Site
         raise ConfigError("\n".join(dict.fromkeys(problems))) from error
 
 
-def list_sites(project_path: Path, environ: Mapping[str, str]) -> list[KnownSite]:
-    """Return the sites that files name, by name. Raises: ConfigError if a file cannot be read."""
-    trees = _read_trees(project_path, environ)
-    names = sorted({name for tree in trees for name in tree.values[SITES_TABLE]})
-    return [
-        KnownSite(
-            name=name,
-            backend=next(
-                (
-                    str(tree.values[SITES_TABLE][name]["backend"])
-                    for tree in reversed(trees)
-                    if "backend" in tree.values[SITES_TABLE].get(name, {})
-                ),
-                name,
-            ),
-            files=tuple(tree.shown for tree in trees if name in tree.values[SITES_TABLE]),
-        )
-        for name in names
-    ]
+def list_site_names(project_path: Path, environ: Mapping[str, str]) -> list[str]:
+    """Return the names of the sites in the files. Raises: ConfigError if a file cannot be read."""
+    return sorted({name for tree in _read_trees(project_path, environ) for name in tree.values[SITES_TABLE]})
 
 
 def site_files(project_path: Path, environ: Mapping[str, str]) -> tuple[Path, Path]:
-    """Return where profiles may be: the user's file, then the project's."""
+    """Return the paths of the user's and the project's profiles."""
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME", "/"), ".config")
     return Path(home) / "strop" / USER_FILE, project_path / PROJECT_FILE
 
 
 def _read_trees(project_path: Path, environ: Mapping[str, str]) -> list[Tree]:
-    """Read the files that there are, the stronger last."""
+    """Read the existing files, the overriding one last."""
     trees = [read_tree(str(path)) for path in site_files(project_path, environ) if path.is_file()]
     for tree in trees:
         tables = tree.values.get(SITES_TABLE)
@@ -117,7 +92,7 @@ def _read_trees(project_path: Path, environ: Mapping[str, str]) -> list[Tree]:
         if (
             strange
             or not isinstance(tables, dict)
-            or not all(isinstance(one, dict) for one in tables.values())
+            or not all(isinstance(table, dict) for table in tables.values())
         ):
             raise ConfigError(
                 f"{tree.origin((strange[0],)) if strange else tree.shown} holds no table of sites",
@@ -143,11 +118,11 @@ def _refuse_entries(
             )
         info = section.model_fields.get(path[0])
         if info is not None and info.exclude:
-            given = section.settable().get(path[0])
+            flag = section.settable().get(path[0])
             raise ConfigError(
                 f"{shown} is set per job, not in a profile",
                 allowed="what holds for every job of the site",
-                next_step=f"remove it, and give {given} to `strop submit`" if given else "remove it",
+                next_step=f"remove it, and give {flag} to `strop submit`" if flag else "remove it",
             )
 
 
@@ -168,27 +143,27 @@ def _explain(detail: Any, name: str, section: type[SiteOptions], origins: Mappin
 
 
 def explain_site(path: KeyPath) -> Explanation:
-    """Explain `sites`, `sites.BACKEND` or `sites.BACKEND.SETTING`: keys of profiles, and options of one job.
+    """Explain `sites`, `sites.BACKEND` or `sites.BACKEND.SETTING`: keys of profiles and options of a job.
 
     Raises: ConfigError with near matches if there is no such key.
     """
-    found = {
+    settings = {
         (SITES_TABLE, backend, name): info
         for backend, section in BACKENDS.items()
         for name, info in section.model_fields.items()
         if name == "backend" or name in section.settable()
     }
-    if path in found:
-        info, given = found[path], BACKENDS[path[1]].settable().get(path[2])
+    if path in settings:
+        info, flag = settings[path], BACKENDS[path[1]].settable().get(path[2])
         text = info.description or ""
-        if given is not None:
+        if flag is not None:
             how = "Set per job, not in a profile" if info.exclude else "Override for one job"
-            text += f" {how}: `strop submit {given}{'' if given.startswith('--') else '=VALUE'}`."
-        known = describe_settings((Setting(path=path, variant=None, info=info),))
-        return replace(known, description=text)
-    inside = [dotted(one) for one in found if one[: len(path)] == path]
+            text += f" {how}: `strop submit {flag}{'' if flag.startswith('--') else '=VALUE'}`."
+        explanation = describe_settings((Setting(path=path, variant=None, info=info),))
+        return replace(explanation, description=text)
+    inside = [dotted(key) for key in settings if key[: len(path)] == path]
     if not inside:
-        near = difflib.get_close_matches(dotted(path), map(dotted, found), n=3)
+        near = difflib.get_close_matches(dotted(path), map(dotted, settings), n=3)
         raise ConfigError(
             f"unknown key {show_text(dotted(path))}",
             allowed=f"{SITES_TABLE}.KIND.SETTING with a KIND of {', '.join(BACKENDS)}",

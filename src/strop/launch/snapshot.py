@@ -1,8 +1,8 @@
-"""The code of a job: the working tree as it is on the disk, packed at submission, verified where it runs.
+"""The code of a job: the working tree on the disk, packed at submission and verified where it runs.
 
-Included are tracked files with their uncommitted edits, and untracked ones that git does not ignore. A job
-runs from its own unpacked copy, so that a later edit, or a checkout in the shared tree, does not affect it.
-Without git all files are included but hidden ones and caches.
+It includes tracked files with their uncommitted edits, and untracked ones that git does not ignore. A job
+runs from its own unpacked copy, so that later edits and checkouts in the shared tree do not affect it.
+Without git all files are included except hidden ones and caches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_CODE_BYTES = 64 << 20
 NUM_LARGEST_NAMED = 5
 GIT_LIMIT_S = 60.0
 DOTENV_NAME = ".env"
-"""Never packed: its variables are sent in a file that no other user can read."""
+"""Never packed: its variables are sent in a file that other users cannot read."""
 _NO_SECRETS = f":(exclude,top,glob)**/{DOTENV_NAME}"
 _UNFINISHED = ("MERGE_HEAD", "rebase-merge", "rebase-apply", "CHERRY_PICK_HEAD", "REVERT_HEAD", "BISECT_LOG")
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "venv", "build", "dist"})
@@ -34,12 +34,12 @@ _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "venv", "build", "d
 def take_snapshot(
     project_path: Path, *, excluded: Iterable[Path] = (), max_bytes: int = MAX_CODE_BYTES
 ) -> CodeSnapshot:
-    """Return the code of a working tree: its files and their hash. Packs and writes nothing.
+    """List and hash the code of a working tree. Packs and writes nothing.
 
-    `excluded`: folders in it that are not code, such as the one that runs are written to.
+    `excluded`: folders in it without code, such as the one for runs.
 
-    Raises: ConfigError if it is too large (the largest files are named), if a link leads out of it, or if git
-        is in the middle of a merge or rebase; StoreError if a file cannot be read.
+    Raises: ConfigError naming the largest files if it is too large, if a link leads out of it, or if git is
+        in the middle of a merge or rebase; StoreError if a file cannot be read.
     """
     root = project_path.resolve()
     is_git = _is_git(root)
@@ -51,9 +51,9 @@ def take_snapshot(
     if is_git:
         commit = _git(root, "rev-parse", "HEAD")
         changed = _git(root, "diff", "--stat=100", "HEAD", "--", ".", _NO_SECRETS) if commit else ""
-        others = _git(root, "ls-files", "-z", "--others", "--exclude-standard", is_raw=True) or ""
+        untracked_names = _git(root, "ls-files", "-z", "--others", "--exclude-standard", is_raw=True) or ""
         sent = set(files)
-        untracked = [show_path(name) for name in others.split("\0") if name in sent]
+        untracked = [show_path(name) for name in untracked_names.split("\0") if name in sent]
         lines = [changed] if changed else []
         if untracked:
             more = f" and {len(untracked) - 20} more" if len(untracked) > 20 else ""
@@ -70,7 +70,7 @@ def take_snapshot(
 
 
 def read_diff(snapshot: CodeSnapshot) -> str:
-    """Return the difference from the commit as a patch, without the untracked files."""
+    """Return the difference from the commit as a patch, without untracked files."""
     if snapshot.commit is None:
         return ""
     return _git(snapshot.project_path, "diff", "--binary", "HEAD", "--", ".", _NO_SECRETS, is_raw=True) or ""
@@ -79,7 +79,7 @@ def read_diff(snapshot: CodeSnapshot) -> str:
 def pack_code(snapshot: CodeSnapshot, path: Path) -> None:
     """Write the snapshot as a tar archive compressed with zstd: equal trees give equal bytes.
 
-    Raises: CheckRefused if the tree has changed since it was looked at; StoreError if the disk fails.
+    Raises: CheckRefused if the tree has changed since the snapshot; StoreError if the disk fails.
     """
     from pyarrow import CompressedOutputStream
 
@@ -125,9 +125,9 @@ def _add(archive: tarfile.TarFile, path: Path, name: str) -> None:
 
 
 def unpack_code(archive_path: Path, target: Path, sha256: str) -> None:
-    """Unpack a snapshot into a new folder and verify that it is the one that was submitted.
+    """Unpack a snapshot into a new folder and verify its hash.
 
-    Raises: CheckRefused if the archive is missing, damaged or another one.
+    Raises: CheckRefused if the archive is missing, damaged or of other code.
     """
     from pyarrow import CompressedInputStream, OSFile
 
@@ -146,9 +146,11 @@ def unpack_code(archive_path: Path, target: Path, sha256: str) -> None:
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
         unpacked += [(Path(folder) / name).relative_to(target).as_posix() for name in (*names, *links)]
     files = tuple(sorted(unpacked))
-    found = hash_code(target, files)
-    if found != sha256:
-        raise _another_code(archive_path, f"has the hash {found[:12]}, and {sha256[:12]} was submitted")
+    unpacked_sha256 = hash_code(target, files)
+    if unpacked_sha256 != sha256:
+        raise _another_code(
+            archive_path, f"has the hash {unpacked_sha256[:12]}, and {sha256[:12]} was submitted"
+        )
 
 
 def hash_code(root: Path, files: Iterable[str]) -> str:
@@ -175,7 +177,7 @@ def hash_code(root: Path, files: Iterable[str]) -> str:
 
 
 def _is_code(root: Path, name: str, skipped: list[Path]) -> bool:
-    """Whether a listed name is an existing file, in none of the skipped folders, and no file of secrets."""
+    """Whether a name is an existing file outside the skipped folders, and no file of secrets."""
     # Strings, because path objects of thousands of files would be the slowest part of a plan.
     place = os.path.join(root, name)
     inside = f"{place}/"
@@ -199,15 +201,15 @@ def _list_git_files(root: Path) -> list[str]:
     listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard", is_raw=True)
     if listed is None:
         raise _unlisted(root)
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     for name in filter(None, listed.split("\0")):
         place = os.path.join(root, name)
         if os.path.isdir(place) and not os.path.islink(place):
             # A submodule, or a clone inside the tree: git stops there, and a job needs its files too.
-            found |= dict.fromkeys(f"{name.rstrip('/')}/{inner}" for inner in _list_git_files(root / name))
+            names |= dict.fromkeys(f"{name.rstrip('/')}/{inner}" for inner in _list_git_files(root / name))
         else:
-            found[name] = None
-    return list(found)
+            names[name] = None
+    return list(names)
 
 
 def _unlisted(root: Path) -> StoreError:
@@ -227,7 +229,7 @@ def _list_all_files(root: Path) -> Iterator[str]:
 
 
 def _measure(root: Path, files: tuple[str, ...], max_bytes: int) -> int:
-    """Return the bytes of all files together. Raises: ConfigError naming the largest if they are too many."""
+    """Return the total size in bytes. Raises: ConfigError naming the largest files if it is too large."""
     try:
         sizes = {name: os.lstat(os.path.join(root, name)).st_size for name in files}
     except OSError as error:
@@ -249,22 +251,22 @@ def _measure(root: Path, files: tuple[str, ...], max_bytes: int) -> int:
 
 
 def _is_git(root: Path) -> bool:
-    """Whether git knows the tree as code.
+    """Whether the tree belongs to a git repository that does not ignore it.
 
-    Raises: StoreError where there is a repository that git does not read; ConfigError within a merge.
+    Raises: StoreError if git cannot read the repository; ConfigError during a merge or rebase.
     """
     if _git(root, "rev-parse", "--is-inside-work-tree") != "true":
         if any((folder / ".git").exists() for folder in (root, *root.parents)):
             raise _unlisted(root)
         return False
     if _git(root, "check-ignore", "-q", ".") is not None:
-        # A folder that the repository around it ignores is a project of its own.
+        # A folder that the surrounding repository ignores is a separate project.
         return False
     folder = _git(root, "rev-parse", "--absolute-git-dir") or ""
-    found = [name for name in _UNFINISHED if folder and (Path(folder) / name).exists()]
-    if found:
+    unfinished = [name for name in _UNFINISHED if folder and (Path(folder) / name).exists()]
+    if unfinished:
         raise ConfigError(
-            f"{root} is in the middle of a merge, rebase or bisection ({', '.join(found)})",
+            f"{root} is in the middle of a merge, rebase or bisection ({', '.join(unfinished)})",
             allowed="a tree whose commit says what the code is",
             next_step="finish or abort it with git, or submit with --no-snapshot",
         )
@@ -272,7 +274,7 @@ def _is_git(root: Path) -> bool:
 
 
 def _git(root: Path, *words: str, is_raw: bool = False) -> str | None:
-    """Return what git prints; None where it fails or is missing."""
+    """Return the output of git; None if it fails or is missing."""
     variables = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
     try:
         done = subprocess.run(

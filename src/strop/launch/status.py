@@ -1,8 +1,8 @@
-"""The status of jobs: their own records, one query to the scheduler, the last known state.
+"""The status of jobs: from their own records, one query to the scheduler, the last known state.
 
-The record outranks the scheduler, because it outlives the scheduler's memory. The scheduler is asked for the
-present and for what the job could not write itself: that it was cancelled, that it waits to start again. A
-job that no source knows is `unknown`, which ends nothing and starts nothing.
+The record outranks the scheduler, because it outlives the scheduler's memory. The scheduler reports the
+present, and facts that the job could not write itself: that it was cancelled, or waits to be requeued. A job
+that no source knows is `unknown`, which ends nothing and starts nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from strop.launch.contract import (
 )
 from strop.launch.index import list_job_dirs, list_job_names
 from strop.launch.job_dir import STATE_NAME, has_plan, has_ref, job_path_of, read_plan, read_ref
-from strop.launch.sites import KnownSite, find_site, list_sites
+from strop.launch.sites import find_site, list_site_names
 
 RECORD_LAG_S = 60.0
-"""How long a shared file system may hide a record that was written."""
+"""Longest time for which a shared file system hides a written record."""
 CLOCK_SKEW_S = 30.0
-"""How far the clocks of two nodes may differ."""
+"""Largest difference of two nodes' clocks."""
 _FAILURES = {EXIT_REFUSED: "preflight", EXIT_USAGE: "usage"}
 _WAITING = {JobState.QUEUED, JobState.PREEMPTED}
 _LIVING = {JobState.STARTING, JobState.RUNNING}
@@ -46,11 +46,11 @@ _LIVING = {JobState.STARTING, JobState.RUNNING}
 def list_statuses(roots: list[Path], environ: Mapping[str, str]) -> list[JobStatus]:
     """Return the status of all jobs of this user, newest first, by one query to each scheduler.
 
-    A damaged job directory is `unknown` and hides no other one.
+    A job with a damaged directory is `unknown` and does not hide the others.
     Raises: StoreError if a folder cannot be listed.
     """
     groups: dict[str, tuple[JobPlan, list[JobRef]]] = {}
-    found: list[JobStatus] = []
+    statuses: list[JobStatus] = []
     for home in list_job_dirs(roots, environ):
         if not has_ref(home):
             continue
@@ -66,16 +66,17 @@ def list_statuses(roots: list[Path], environ: Mapping[str, str]) -> list[JobStat
                 plan_hash="",
                 submitted_at=0.0,
             )
-            found.append(_unknown(ref, 0, str(error)))
+            statuses.append(_unknown(ref, 0, str(error)))
             continue
-        ended = read_known_end(ref, [trial.index for trial in plan.trials])
-        if ended is not None:
-            found += ended
+        known_end = read_known_end(ref, [trial.index for trial in plan.trials])
+        if known_end is not None:
+            statuses += known_end
             continue
         key = f"{plan.backend} {sorted(plan.profile.items(), key=str)}"
         groups.setdefault(key, (plan, []))[1].append(ref)
-    found += [one for plan, refs in groups.values() for one in find_statuses(backend_of(plan), refs)]
-    return sorted(found, key=lambda one: one.ref.submitted_at, reverse=True)
+    for plan, refs in groups.values():
+        statuses += find_statuses(backend_of(plan), refs)
+    return sorted(statuses, key=lambda status: status.ref.submitted_at, reverse=True)
 
 
 def find_statuses(backend: Backend, refs: Sequence[JobRef]) -> list[JobStatus]:
@@ -86,28 +87,28 @@ def find_statuses(backend: Backend, refs: Sequence[JobRef]) -> list[JobStatus]:
         answers, silence = None, str(error)
     else:
         silence = ""
-    found: list[JobStatus] = []
+    statuses: list[JobStatus] = []
     for ref in refs:
         plan = read_plan(job_path_of(ref.home))
-        mine = [_find_status(backend, ref, trial.index, plan, answers, silence) for trial in plan.trials]
-        found += mine
-        seen = {
-            str(one.trial): {
+        of_job = [_find_status(backend, ref, trial.index, plan, answers, silence) for trial in plan.trials]
+        statuses += of_job
+        states_seen = {
+            str(status.trial): {
                 "job_id": ref.job_id,
-                "state": one.state.value,
-                "reason": one.reason,
+                "state": status.state.value,
+                "reason": status.reason,
                 "at": time.time(),
             }
-            for one in mine
-            if one.state is not JobState.UNKNOWN and one.source is not StatusSource.LAST_KNOWN
+            for status in of_job
+            if status.state is not JobState.UNKNOWN and status.source is not StatusSource.LAST_KNOWN
         }
-        if seen:
+        if states_seen:
             path = job_path_of(ref.home) / STATE_NAME
-            states = {**_read_states(path), **seen}
-            # Only a full disk hinders it, and then the next answer is as good.
+            states = {**_read_states(path), **states_seen}
+            # It fails only on a full disk, and the next status can be written instead.
             with suppress(StoreError):
                 write_bytes_atomically(path, json.dumps(states, indent=1).encode())
-    return found
+    return statuses
 
 
 def _find_status(
@@ -118,22 +119,22 @@ def _find_status(
     answers: Mapping[tuple[str, int], SchedulerStatus] | None,
     silence: str,
 ) -> JobStatus:
-    """Return the status of one trial; its last known state where no source answers."""
+    """Return the status of one trial, its last known state if no source answers."""
     answer = (answers or {}).get((ref.job_id, trial))
     try:
         record = backend.open_record(ref, trial)
         attempts = read_attempts(record)
     except StoreError as error:
         if answer is None or answer.state is JobState.SUCCEEDED:
-            # Only the record says whether it is a success.
+            # Only the record shows a success.
             return _read_known(ref, trial, silence or str(error))
         attempts = []
-    found = decide_state(attempts, answer, max_requeue=plan.max_requeue, num_past=plan.num_past)
-    if found.state is JobState.UNKNOWN and (silence or found.source is StatusSource.NOTHING):
+    decision = decide_state(attempts, answer, max_requeue=plan.max_requeue, num_past=plan.num_past)
+    if decision.state is JobState.UNKNOWN and (silence or decision.source is StatusSource.NOTHING):
         place = record.describe("attempts")
         why = silence or f"the scheduler does not know it, and there is no record in {place}"
         return _read_known(ref, trial, why, has_answer=not silence)
-    codes = [one.exit_code for one in attempts if one.number >= plan.num_past]
+    codes = [attempt.exit_code for attempt in attempts if attempt.number >= plan.num_past]
     if codes and codes[-1] is not None:
         is_saved = codes[-1] == EXIT_INTERRUPTED
     else:
@@ -141,9 +142,9 @@ def _find_status(
     return JobStatus(
         ref=ref,
         trial=trial,
-        state=found.state,
-        reason="; ".join(filter(None, [find_split_brain(attempts), found.reason])),
-        source=found.source,
+        state=decision.state,
+        reason="; ".join(filter(None, [find_split_brain(attempts), decision.reason])),
+        source=decision.source,
         attempt=attempts[-1] if attempts else None,
         nodes=(answer.nodes if answer else "") or ",".join(attempts[-1].nodes if attempts else ()),
         since=answer.since if answer else None,
@@ -163,7 +164,7 @@ def _unknown(ref: JobRef, trial: int, why: str, *, is_silent: bool = False) -> J
 
 
 def status_to_json(status: JobStatus) -> dict[str, Any]:
-    """Return a status for programs."""
+    """Return a status as JSON values."""
     attempt = status.attempt
     return {
         "name": status.ref.name,
@@ -185,43 +186,40 @@ def status_to_json(status: JobStatus) -> dict[str, Any]:
 def find_orphans(
     roots: list[Path], environ: Mapping[str, str], *, now: float | None = None
 ) -> list[tuple[str, str]]:
-    """Return jobs whose directory is gone, and directories whose job no source knows, each with the reason.
+    """Return jobs whose directory is missing, and directories whose job no source knows, with the reasons.
 
-    A scheduler that does not answer adds none.
+    A scheduler that does not answer contributes none.
     """
-    found = []
-    known = list_job_names(roots, environ)
-    for site in (
-        *list_sites(Path.cwd(), environ),
-        *(KnownSite(name=one, backend=one, files=()) for one in BACKENDS),
-    ):
-        backend = open_backend(find_site(site.name, Path.cwd(), environ))
+    orphans = []
+    known_names = list_job_names(roots, environ)
+    for site in dict.fromkeys([*list_site_names(Path.cwd(), environ), *BACKENDS]):
+        backend = open_backend(find_site(site, Path.cwd(), environ))
         try:
             tagged = list(backend.list_tagged())
         except (StropError, ImportError):
-            # A site that is not in use here has no scheduler to ask.
+            # A site that is not in use here has no scheduler.
             continue
         for ref in tagged:
-            if ref.job_id in known or (ref.home and has_plan(Path(ref.home))):
+            if ref.job_id in known_names or (ref.home and has_plan(Path(ref.home))):
                 continue
             age_h = max(0.0, (time.time() if now is None else now) - ref.submitted_at) / 3600.0
-            found.append(
+            orphans.append(
                 (
-                    f"job {ref.job_id} on {site.name}, submitted {age_h:.1f} h ago",
+                    f"job {ref.job_id} on {site}, submitted {age_h:.1f} h ago",
                     f"its directory {ref.home or '(unknown)'} is not there",
                 )
             )
-    found += [
+    orphans += [
         (status.ref.home, f"job {status.ref.job_id}: {status.reason}")
         for status in list_statuses(roots, environ)
         if status.state is JobState.UNKNOWN
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(orphans))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateDecision:
-    """A state, and why it is that one."""
+    """A state, the reason for it and its source."""
 
     state: JobState
     reason: str
@@ -236,14 +234,14 @@ def decide_state(
     num_past: int = 0,
     now: float | None = None,
 ) -> StateDecision:
-    """Return the state of a trial. `answer` None: the scheduler does not know it, or does not answer.
+    """Return the state of a trial. `answer` None: the scheduler does not know the trial, or is silent.
 
-    `num_past`: attempts of earlier jobs in the same directory have smaller numbers, and are ignored.
+    `num_past`: attempts with smaller numbers are of earlier jobs in the directory, and are ignored.
     """
-    mine = [one for one in attempts if one.number >= num_past]
-    latest = max(mine, key=lambda one: one.number, default=None)
+    of_job = [attempt for attempt in attempts if attempt.number >= num_past]
+    latest = max(of_job, key=lambda attempt: attempt.number, default=None)
     if answer is not None and answer.state is JobState.CANCELLED:
-        # Even over an exit code: a cancelled job may well show 75.
+        # It overrides an exit code: a cancelled job may have ended with 75.
         return _from_scheduler(answer)
     is_next = answer is not None and latest is not None and num_past + answer.num_restarts > latest.number
     if latest is not None and latest.exit_code is not None and not is_next:
@@ -251,7 +249,7 @@ def decide_state(
     if answer is None:
         return StateDecision(state=JobState.UNKNOWN, reason="no source knows it", source=StatusSource.NOTHING)
     if answer.state is JobState.SUCCEEDED:
-        # A scheduler calls it completed, and it left no record of that.
+        # The scheduler reports a completion that the job has not recorded.
         now = time.time() if now is None else now
         if answer.since is not None and now - answer.since < RECORD_LAG_S:
             state, reason = JobState.RUNNING, "its record is not to be seen yet"
@@ -269,22 +267,22 @@ def decide_state(
 
 
 def _decide_ended(latest: AttemptRecord, answer: SchedulerStatus | None, last_number: int) -> StateDecision:
-    """Return what the record of an ended attempt means. `last_number`: of the last attempt it may have."""
+    """Return the state after an ended attempt. `last_number`: the number of the last allowed attempt."""
     code = latest.exit_code
     assert code is not None
     if code == EXIT_DONE:
-        # A cause beside a success: a role failed that the run does not need.
+        # A success may have a cause: the failure of a role that the run does not need.
         return StateDecision(state=JobState.SUCCEEDED, reason=latest.cause, source=StatusSource.RECORD)
     if code != EXIT_INTERRUPTED:
         word = _FAILURES.get(code, describe_exit(code))
         reason = f"{word}: {latest.cause}" if latest.cause else word
         may_change = code == EXIT_REFUSED or latest.signal
         if may_change and answer is not None and answer.state in _WAITING | _LIVING:
-            # Not over yet: it may be requeued without the node that refused it, or after the preemption.
+            # It may be requeued without the node that refused it, or after the preemption.
             state = JobState.RUNNING if answer.state in _LIVING else JobState.PREEMPTED
             return StateDecision(state=state, reason=f"ending: {reason}", source=StatusSource.SCHEDULER)
         return StateDecision(state=JobState.FAILED, reason=reason, source=StatusSource.RECORD)
-    # It saved its state, and asked to be requeued.
+    # The attempt saved its state and requested to be requeued.
     how = f"on {latest.signal}" if latest.signal else "without a signal"
     state, reason = JobState.UNKNOWN, f"its state is saved; it ended {how}"
     if answer is not None and answer.state in _WAITING | _LIVING:
@@ -296,7 +294,7 @@ def _decide_ended(latest: AttemptRecord, answer: SchedulerStatus | None, last_nu
         state = JobState.FAILED
         reason = f"requeue budget: attempt {latest.number} was the last one that it may have"
     elif answer is not None and answer.state is JobState.SUCCEEDED:
-        # Whatever a scheduler makes of exit code 75: a job that was stopped is no success.
+        # However the scheduler treats exit code 75, a stopped job is no success.
         state, reason = JobState.FAILED, f"{reason}, and the scheduler calls it {answer.raw}"
     elif answer is not None:
         return _from_scheduler(answer)
@@ -309,15 +307,15 @@ def _from_scheduler(answer: SchedulerStatus, state: JobState | None = None) -> S
 
 
 def find_split_brain(attempts: Sequence[AttemptRecord]) -> str | None:
-    """Return a sentence where an attempt ended long after a later one had begun, else None.
+    """Describe an attempt that ended long after a later one had begun; return None without one.
 
-    A node that the scheduler had given up kept computing: two nodes worked on one run.
+    This happens if a node that the scheduler gave up keeps computing: two nodes work on one run.
     """
-    ordered = sorted(attempts, key=lambda one: one.number)
+    ordered = sorted(attempts, key=lambda attempt: attempt.number)
     for earlier, later in itertools.pairwise(ordered):
         ended, began = earlier.ended_at, later.started_at
         if ended is not None and began is not None and ended > began + CLOCK_SKEW_S:
-            first, second = (", ".join(one.nodes) or "an unknown node" for one in (earlier, later))
+            first, second = (", ".join(attempt.nodes) or "an unknown node" for attempt in (earlier, later))
             return (
                 f"split_brain: attempt {earlier.name} on {first} went on for"
                 f" {ended - began:.0f} s beside attempt {later.name} on {second}"
@@ -325,31 +323,31 @@ def find_split_brain(attempts: Sequence[AttemptRecord]) -> str | None:
     return None
 
 
-# The last known state of every trial, in `job/state.json`: for times when no source answers, and so that
-# jobs that ended long ago cost their schedulers nothing.
+# `job/state.json` has the last known state of every trial: it serves when no source answers, and spares
+# schedulers queries about jobs that ended long ago.
 
 
 def _read_known(ref: JobRef, trial: int, why: str, *, has_answer: bool = False) -> JobStatus:
     """Return the last known state with its age, or `unknown`.
 
-    `has_answer`: the scheduler did answer, and does not know the job. Then only a known end still holds; that
-    it once ran does not mean that it runs.
+    `has_answer`: the scheduler answered and does not know the job. Then only a known end still holds: a job
+    that once ran may not run now.
     """
-    known = _read_states(job_path_of(ref.home) / STATE_NAME).get(str(trial), {})
+    last = _read_states(job_path_of(ref.home) / STATE_NAME).get(str(trial), {})
     try:
-        state, at = JobState(known["state"]), float(known["at"])
+        state, at = JobState(last["state"]), float(last["at"])
     except (KeyError, ValueError, TypeError):
         state, at = JobState.UNKNOWN, 0.0
-    # Some schedulers give a resumed job the name that it had before.
-    is_of_this_job = known.get("job_id") == ref.job_id and at >= ref.submitted_at
+    # Some schedulers give a resumed job its old name.
+    is_of_this_job = last.get("job_id") == ref.job_id and at >= ref.submitted_at
     if not is_of_this_job or state is JobState.UNKNOWN or (has_answer and not state.is_terminal):
         return _unknown(ref, trial, why, is_silent=not has_answer)
-    seen = known.get("reason")
+    last_reason = last.get("reason")
     return JobStatus(
         ref=ref,
         trial=trial,
         state=state,
-        reason=f"{seen}; {why}" if seen else why,
+        reason=f"{last_reason}; {why}" if last_reason else why,
         source=StatusSource.LAST_KNOWN,
         age_s=max(0.0, time.time() - at),
         is_silent=not has_answer,
@@ -357,11 +355,11 @@ def _read_known(ref: JobRef, trial: int, why: str, *, has_answer: bool = False) 
 
 
 def read_known_end(ref: JobRef, trials: Sequence[int]) -> list[JobStatus] | None:
-    """Return how all trials of a job ended, if that is known; None: a scheduler must be asked."""
-    found = [_read_known(ref, trial, "", has_answer=True) for trial in trials]
-    if not all(one.state.is_terminal for one in found):
+    """Return the known ends of all trials of a job, or None if its scheduler must be queried."""
+    statuses = [_read_known(ref, trial, "", has_answer=True) for trial in trials]
+    if not all(status.state.is_terminal for status in statuses):
         return None
-    return [replace(one, reason=one.reason.rstrip("; ")) for one in found]
+    return [replace(status, reason=status.reason.rstrip("; ")) for status in statuses]
 
 
 def _read_states(path: Path) -> dict[str, dict[str, Any]]:

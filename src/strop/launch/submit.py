@@ -1,7 +1,7 @@
-"""Submitting: once for each plan, again by hand after an end (resume), a run's next job (resubmit).
+"""Submit a plan once, again by hand after its end (resume), or the run's next job (resubmit).
 
-A submission may be killed at any point. The same call again finds what it left: the directory that it wrote,
-or the job that the scheduler had accepted before its reference could be written.
+A submission may be killed at any point. Repeating the call finds the directory that the first one wrote, or
+the job that the scheduler accepted before its reference was written.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from strop.launch.secrets import remove_secrets
 from strop.launch.status import find_statuses
 
 SETTLE_LIMIT_S = 10.0
-"""How long a scheduler may take to see the end of a job whose record says that it has ended."""
+"""Longest time until a scheduler sees the end of a job whose record shows it."""
 MIN_FREE_BYTES = 1 << 30
 _ASK_EVERY_S = 0.5
 
@@ -53,11 +53,11 @@ class Submitted:
     ref: JobRef
     plan: JobPlan
     is_new: bool
-    """False: the same job was submitted before, and this is its reference."""
+    """False if the same job was submitted before; `ref` is that job."""
     notice: str = ""
-    """Why the job is not in the list of jobs."""
+    """Why the job is missing in the list of jobs; empty if it is there."""
     warnings: tuple[str, ...] = ()
-    """What a person must do by hand, because a step other than the submission itself failed."""
+    """Steps to do by hand, because something other than the submission failed."""
 
 
 class Submitter:
@@ -68,15 +68,15 @@ class Submitter:
         self.environ = os.environ if environ is None else environ
 
     def submit(self, request: JobRequest, *, is_new: bool = False) -> Submitted:
-        """Submit once: the same plan again is the job that it made the first time.
+        """Submit once: for an equal plan return the job that was submitted first.
 
-        `is_new`: another job, even of the same plan or name.
+        `is_new`: submit another job, even of the same plan or name.
         Raises: CheckRefused if `check` finds an error, another plan has the name, or the scheduler refuses;
             StoreError if the job directory cannot be written.
         """
         plan, root = make_plan(request, self.backend), Path(request.home).parent
         if not root.is_dir():
-            # There cannot be an earlier one. A refused submission leaves no folder behind.
+            # There can be no earlier job. A refused submission leaves no folder behind.
             require_none(check_plan(self.backend, plan))
         with lock_name(root, plan.name):
             earlier = None if is_new else self._find_earlier(plan, root)
@@ -89,7 +89,7 @@ class Submitter:
                         next_step="name another output.dir, or go on in it with --resume",
                     )
                 if has_plan(home):
-                    # It has been taken since it was named.
+                    # Another job took the directory after it was named.
                     home = name_job_dir(home.parent, spec.name, request.submitted_at)
                 request = replace(request, home=str(home))
             elif has_ref(earlier):
@@ -104,9 +104,9 @@ class Submitter:
             return self._write_and_submit(plan, request)
 
     def resume(self, home: Path, request: JobRequest) -> Submitted:
-        """Submit a job again that has ended without success, in its own directory, from its last checkpoint.
+        """Resubmit a job that ended without success, in its own directory, from its last checkpoint.
 
-        Raises: CheckRefused if it may still run, has succeeded, or is another run.
+        Raises: CheckRefused if the job may still run, has succeeded, or is of another run.
         """
         with lock_name(home.parent, read_plan(job_path_of(home)).name):
             old = read_plan(job_path_of(home))
@@ -117,7 +117,7 @@ class Submitter:
             refuse_other_run(plan, old)
             accepted = self.backend.recover(old)
             if accepted is not None and (last is None or accepted.job_id != last.job_id):
-                # A resume that was killed before it could write the reference of what it had submitted.
+                # A resume was killed after it submitted the job and before it wrote the reference.
                 return self._record_accepted(accepted, old, is_new=False)
             if last is not None:
                 self._refuse_running(last)
@@ -128,11 +128,11 @@ class Submitter:
             return self._write_and_submit(plan, request, is_resumed=True)
 
     def resubmit(self, ref: JobRef, *, submitted_at: float) -> Submitted:
-        """Submit a run's next job from what its directory holds: the same code, spec and resources.
+        """Submit a run's next job from its directory, with the same code, spec and resources.
 
-        Idempotent: twice, by two callers at once, or again after a kill at any point, it is one job.
-        Raises: CheckRefused if there may be no next one, `check` finds an error or the scheduler refuses;
-            StoreError where something does not answer.
+        Idempotent: repeated or concurrent calls, and calls after a kill at any point, submit one job.
+        Raises: CheckRefused if no next job is allowed, `check` finds an error or the scheduler refuses;
+            StoreError if the scheduler or a store does not answer.
         """
         home = Path(ref.home)
         with lock_name(home.parent, read_plan(job_path_of(home)).name):
@@ -141,7 +141,7 @@ class Submitter:
                 return Submitted(ref=last, plan=old, is_new=False)
             is_begun = old.follows == last.job_id
             if is_begun:
-                # Killed after the next job's plan was written, which does not say whether it was submitted.
+                # A kill after the next job's plan was written leaves open whether it was submitted.
                 accepted = self.backend.recover(old)
                 if accepted is not None and accepted.job_id != last.job_id:
                     return self._record_accepted(accepted, old, is_new=False)
@@ -164,20 +164,20 @@ class Submitter:
             return self._record_accepted(self.backend.submit(plan), plan, is_new=True)
 
     def _find_earlier(self, plan: JobPlan, root: Path) -> Path | None:
-        """Return the directory of the same plan's job, if there is one.
+        """Return the directory of the job with the same plan, or None.
 
-        Raises: CheckRefused if the name belongs to another plan's job.
+        Raises: CheckRefused if a job of another plan has the name.
         """
-        found = find_job_dirs_of(root, plan.name)
-        named = Path(plan.home)
-        if has_plan(named) and named not in [home for home, _ in found]:
+        jobs = find_job_dirs_of(root, plan.name)
+        output_dir = Path(plan.home)
+        if has_plan(output_dir) and output_dir not in [home for home, _ in jobs]:
             # output.dir may give a job directory any name.
-            found.insert(0, (named, read_plan(job_path_of(named))))
-        same = [home for home, other in found if other.plan_hash == plan.plan_hash]
+            jobs.insert(0, (output_dir, read_plan(job_path_of(output_dir))))
+        same = [home for home, other in jobs if other.plan_hash == plan.plan_hash]
         if same:
             return same[0]
-        if found:
-            home, other = found[0]
+        if jobs:
+            home, other = jobs[0]
             raise CheckRefused(
                 f"the name {plan.name} belongs to {home.name}, whose plan is another"
                 f" ({other.plan_hash} there, {plan.plan_hash} here)",
@@ -187,13 +187,13 @@ class Submitter:
         return None
 
     def _refuse_running(self, ref: JobRef) -> None:
-        """Refuse to submit a job again that has succeeded or may still run.
+        """Refuse to resubmit a job that has succeeded or may still run.
 
-        Its record shows an end earlier than its scheduler does, so both are asked.
+        Its record shows an end before its scheduler does, so both are read.
         """
         deadline = time.monotonic() + SETTLE_LIMIT_S
         while True:
-            states = [one.state for one in find_statuses(self.backend, [ref])]
+            states = [status.state for status in find_statuses(self.backend, [ref])]
             running: list[JobState] = [
                 state
                 for state in states
@@ -201,7 +201,7 @@ class Submitter:
             ]
             answers = self.backend.poll([ref])
             living = [answer.state for answer in answers.values() if not answer.state.is_terminal]
-            # Only an end that is recorded and not settled yet is worth waiting for.
+            # Waiting helps only if an end is recorded that the scheduler has not seen yet.
             if running or not living or time.monotonic() > deadline:
                 break
             time.sleep(_ASK_EVERY_S)
@@ -214,18 +214,17 @@ class Submitter:
             )
 
     def _count_attempts(self, ref: JobRef, plan: JobPlan) -> int:
-        """Return the first number that no attempt of a job has yet."""
-        found = [
-            one for trial in plan.trials for one in read_attempts(self.backend.open_record(ref, trial.index))
-        ]
-        return max([one.number + 1 for one in found], default=plan.num_past)
+        """Return the number of the next attempt of a job."""
+        records = [self.backend.open_record(ref, trial.index) for trial in plan.trials]
+        numbers = [attempt.number for record in records for attempt in read_attempts(record)]
+        return max(numbers) + 1 if numbers else plan.num_past
 
     def _write_and_submit(self, plan: JobPlan, request: JobRequest, *, is_resumed: bool = False) -> Submitted:
         job_path = job_path_of(plan.home)
         if not is_resumed:
             refuse_foreign_job_dir(plan)
         with ExitStack() as undo:
-            # On any failure, an interrupt from the keyboard too.
+            # On any failure, including an interrupt from the keyboard.
             undo.callback(remove_secrets, job_path)
             write_job_dir(plan, request, self.environ)
             undo.pop_all()
@@ -245,16 +244,16 @@ class Submitter:
         try:
             note_job(ref, self.environ)
         except StoreError as error:
-            # It is submitted. The list only helps to find it from other folders.
+            # The job is submitted. The list only helps to find it from other folders.
             notice = str(error)
         return Submitted(ref=ref, plan=plan, is_new=is_new, notice=notice, warnings=warnings)
 
 
 def check_plan(backend: Backend, plan: JobPlan) -> list[Finding]:
-    """Return what would stop the job, reading only; the worst first."""
+    """Find obstacles to the job without changing anything, the worst first."""
     home = Path(plan.home)
     free_bytes = free_disk_bytes(home)
-    found = backend.probe(plan)
+    findings = backend.probe(plan)
     if free_bytes < MIN_FREE_BYTES:
         no_space = Finding(
             code="disk",
@@ -262,13 +261,13 @@ def check_plan(backend: Backend, plan: JobPlan) -> list[Finding]:
             allowed=f"{MIN_FREE_BYTES / 1e9:.1f} GB or more for logs and checkpoints",
             next_step="free some, or name another output.root",
         )
-        found = [no_space, *found]
+        findings = [no_space, *findings]
     order = list(Severity)
-    return sorted(found, key=lambda finding: order.index(finding.severity))
+    return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
 def lock_name(root: Path, name: str) -> FileLock:
-    """Return the lock of a name: two submissions of it in one second would be two jobs."""
+    """Return the lock of a name, so that simultaneous submissions of it make one job."""
     try:
         root.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -276,15 +275,15 @@ def lock_name(root: Path, name: str) -> FileLock:
     return FileLock(root / f".{name}.submit.lock")
 
 
-# Which job may follow in the directory of one that has ended. By itself the run goes on after exit code 75
-# and after its time limit, at most job.max_requeue times, and only if it has a newer checkpoint than at its
-# start. Never after a cancellation, also one that came when the job had ended.
+# Which job may follow an ended one in its directory. The next job of a run is submitted automatically after
+# exit code 75 and after the time limit, at most job.max_requeue times, and only if the run has a newer
+# checkpoint than at the start. It is never submitted after a cancellation, even one of an ended job.
 
 
 def mark_cancelled(ref: JobRef) -> JobRef:
-    """Record that a job is cancelled; return the job that is meant: its next one, if there is one already.
+    """Record that a job is cancelled; return the cancelled job, which is its next one if that exists already.
 
-    Under the lock of the job's name. Raises: StoreError if the disk fails.
+    The caller holds the lock of the job's name. Raises: StoreError if the disk fails.
     """
     job_path = job_path_of(ref.home)
     newest = read_ref(job_path)
@@ -295,19 +294,19 @@ def mark_cancelled(ref: JobRef) -> JobRef:
 
 
 def describe_status(status: JobStatus) -> str:
-    """Return a trial's state, and why it is so where that is known."""
+    """Return a trial's state, with its reason if known."""
     return f"{status.state}{f' ({status.reason})' if status.reason else ''}"
 
 
 def may_go_on(status: JobStatus) -> bool:
-    """Whether a trial ended in a way after which the next job would go on."""
+    """Whether a next job could go on after this end of a trial."""
     return status.state is JobState.TIMEOUT or (status.state is JobState.FAILED and status.is_saved)
 
 
 def refuse_next(backend: Backend, plan: JobPlan, statuses: Sequence[JobStatus], *, is_begun: bool) -> None:
-    """Refuse to submit the next job by itself. `is_begun`: its plan has been written already.
+    """Refuse to submit the next job automatically. `is_begun`: its plan has been written already.
 
-    Raises: CheckRefused with the reason; StoreError if a place does not answer.
+    Raises: CheckRefused with the reason; StoreError if a store does not answer.
     """
     reason = _find_objection(backend, plan, statuses, is_begun)
     if reason:
@@ -336,7 +335,7 @@ def _find_objection(
             allowed="a job directory that can be read",
             next_step="check its rights",
         ) from error
-    if is_cancelled or any(one.state is JobState.CANCELLED for one in statuses):
+    if is_cancelled or any(status.state is JobState.CANCELLED for status in statuses):
         return "it was cancelled"
     if len(statuses) > 1:
         return "trials of a sweep go on by hand"
@@ -346,7 +345,7 @@ def _find_objection(
 
 
 def _find_spent(backend: Renewable, plan: JobPlan, ref: JobRef) -> str | None:
-    """Return why a run may have no further job: its budget is spent, or the last one made no progress."""
+    """Return why a run may have no further job: its budget is spent, or the last job made no progress."""
     if plan.num_resubmitted >= plan.max_requeue:
         return f"job.max_requeue={plan.max_requeue}, and that often it was"
     step = backend.find_saved_step(ref)
@@ -358,7 +357,7 @@ def _find_spent(backend: Renewable, plan: JobPlan, ref: JobRef) -> str | None:
 
 
 def refuse_other_run(plan: JobPlan, old: JobPlan) -> None:
-    """Refuse to go on in the directory of another run, or from another site. Raises: CheckRefused."""
+    """Refuse to resume in the directory of another run, or from another site. Raises: CheckRefused."""
     if plan.spec_digest != old.spec_digest or plan.command != old.command:
         raise CheckRefused(
             f"{old.home} is a run of another spec",
@@ -371,7 +370,7 @@ def refuse_other_run(plan: JobPlan, old: JobPlan) -> None:
             allowed="the same site: only there it can be seen whether the job still runs",
             next_step=f"submit with --on {old.site}",
         )
-    if [one.overrides for one in plan.trials] != [one.overrides for one in old.trials]:
+    if [trial.overrides for trial in plan.trials] != [trial.overrides for trial in old.trials]:
         raise CheckRefused(
             f"{old.home} has {len(old.trials)} trials, and another sweep is asked for",
             allowed="the same --sweep as at first",

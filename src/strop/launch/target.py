@@ -1,4 +1,4 @@
-"""The hardware that a plan for a site reckons with: what its profile says, never this machine's instead."""
+"""The hardware that `strop plan` assumes for a site: from the site's profile, never from this machine."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from strop.plan.plan import Rate, Target
 
 
 def describe_target(request: JobRequest, accelerator: Accelerator | None = None) -> Target:
-    """Return what a job would run on. `accelerator`: the user's own word for its GPUs.
+    """Return the hardware of a job. `accelerator`: the GPU that the user named.
 
-    Raises: ConfigError for an `accelerator` in the profile that strop does not know.
+    Raises: ConfigError for an unknown `accelerator` in the profile.
     """
     site, resources = request.site, request.resources
     profile = site.profile.with_options(request.options)
@@ -43,26 +43,26 @@ def describe_target(request: JobRequest, accelerator: Accelerator | None = None)
 
 
 def _find_gpu(site: str, profile: SiteOptions, node: NodeHardware) -> tuple[Accelerator, str]:
-    """Return the GPU of a site's nodes, and what is said where it is not known."""
+    """Return the GPU of a site's nodes and '', or a stand-in and a notice if the GPU is unknown."""
     if profile.accelerator is not None:
         return find_accelerator(profile.accelerator, setting=f"site {site}: accelerator"), ""
-    found = None if node.gpu is None else match_gpu_type(node.gpu)
-    if found is not None:
-        return found, ""
-    said = f"names {node.gpu}, which strop knows no numbers of" if node.gpu else "does not say"
-    # Its name and that it is a GPU hold; its numbers are not used.
+    matched = None if node.gpu is None else match_gpu_type(node.gpu)
+    if matched is not None:
+        return matched, ""
+    problem = f"names {node.gpu}, which strop knows no numbers of" if node.gpu else "does not say"
+    # Only its name is used, and that it is a GPU; its numbers are not.
     stand_in = find_accelerator("h100").model_copy(update={"name": f"GPU of {site}"})
     return stand_in, (
-        f"memory and time: site {site} {said}, and a plan needs the GPU of its nodes; set `accelerator` in"
+        f"memory and time: site {site} {problem}, and a plan needs the GPU of its nodes; set `accelerator` in"
         " its profile, or name it with --hardware"
     )
 
 
 def _describe_node(request: JobRequest, node: NodeHardware) -> Machine:
-    """Return a node of a site as far as profile and request tell; it has no GPU of this machine."""
+    """Return a node of a site from profile and request, without the GPUs of this machine."""
     resources = request.resources
     cores = resources.cpus or resources.gpus_per_node * (resources.cpus_per_gpu or 0)
-    # A scheduler gives one core to a job that asks for none.
+    # A scheduler gives one core to a job that requests none.
     cores = node.num_cores or cores or 1
     memory = parse_memory_bytes(resources.memory) if resources.memory else node.memory_bytes
     word = "core" if cores == 1 else "cores"
@@ -81,10 +81,10 @@ def _describe_node(request: JobRequest, node: NodeHardware) -> Machine:
 
 
 def _free_bytes(home: Path, profile: SiteOptions) -> int | None:
-    """Return the room where the run's directory will be, as far as this machine sees that disk."""
+    """Return the free bytes for the run's directory; None if this machine does not see that disk."""
     if not (profile.has_shared_disk or profile.is_here):
         return None
     there = next((path for path in (home, *home.parents) if path.is_dir()), None)
-    # A profile may name a folder that only the site has.
+    # The profile may name a folder that exists only on the site.
     is_seen = there is not None and (profile.is_here or profile.run_root is None or home.parent.is_dir())
     return free_disk_bytes(there) if is_seen and there is not None else None

@@ -78,21 +78,6 @@ def test_lau_3_a_preempted_job_makes_room_and_lives_again(login: LoginNode, word
     assert begin == 0 if words else begin > 0
 
 
-def test_lau_3_a_failed_job_is_requeued_from_outside_alone_and_others_not_at_all(login: LoginNode) -> None:
-    ref = login.submit(a_role("--held", "--codes", "3,0"))
-    login.wait_for(ref, JobState.RUNNING)
-    with pytest.raises(CheckRefused, match="is running"):
-        login.backend.requeue(ref)
-    login.let_go(ref)
-    assert login.wait_for(ref, *ALL_ENDS).state is JobState.FAILED
-    login.wait_until(lambda: login.backend.poll([ref])[ref.job_id, 0].state is JobState.FAILED)
-    login.backend.requeue(ref)
-    assert login.wait_for(ref, JobState.SUCCEEDED, attempt=1).attempt is not None
-    login.wait_until(lambda: login.backend.poll([ref])[ref.job_id, 0].state is JobState.SUCCEEDED)
-    with pytest.raises(CheckRefused, match=r"is succeeded \(COMPLETED\)"):
-        login.backend.requeue(ref)
-
-
 def test_lau_3_a_signal_that_wakes_the_waiting_script_is_no_end(login: LoginNode, cluster: Cluster) -> None:
     """`wait` returns 128 + n for any signal with a trap, and for a resumed job Slurm sends CONT."""
     ref = login.submit(a_role("--held"))

@@ -1,7 +1,7 @@
 """Slurm as a backend: its own programs on a login node, and the checks before a submission.
 
 Covered: submission without what another job left in the environment, one query for many jobs, cancelling and
-preempting single trials of an array, requeueing from outside. Not covered: clusters reached by ssh or REST.
+preempting single trials of an array. Not covered: clusters reached by ssh or REST.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 
 from strop.errors import CheckRefused, StoreError
 from strop.hardware.findings import Finding, Severity, find_refusal
-from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, SchedulerStatus
+from strop.launch.contract import JobPlan, JobRef, JobRequest, SchedulerStatus
 from strop.launch.job_dir import has_ref, job_path_of, read_ref
 from strop.launch.slurm.options import SlurmSite
 from strop.launch.slurm.queries import ClientReply, answer_for, ask_client, clean_environment, list_jobs
@@ -179,22 +179,6 @@ class SlurmBackend:
         argv = ("scancel", f"--signal={self.profile.signal}", target)
         _require(ask_client(argv), shlex.join(argv))
         return f"SIG{self.profile.signal}"
-
-    def requeue(self, ref: JobRef, trial: int = 0) -> None:
-        """Requeue a failed trial from outside: a node that vanished could not do it itself.
-
-        Raises: CheckRefused unless it has failed or ran out of time: Slurm itself would run a completed job
-        again, and kill a running one. StoreError if the controller does not answer.
-        """
-        answer = self.poll([ref]).get((ref.job_id, trial))
-        if answer is None or answer.state not in (JobState.FAILED, JobState.TIMEOUT):
-            found = "unknown to the cluster" if answer is None else f"{answer.state} ({answer.raw})"
-            raise CheckRefused(
-                f"job {_target(ref, trial)} is {found}",
-                allowed="requeueing a job that failed or ran out of time, and that Slurm still knows",
-                next_step="submit the run again, and it goes on from its last checkpoint",
-            )
-        _require(ask_client(("scontrol", "requeue", _target(ref, trial))), "scontrol requeue")
 
     def list_tagged(self) -> Iterator[JobRef]:
         """Yield this user's jobs that carry our tag and are not over.
