@@ -24,36 +24,36 @@ STRANGER = GpuUser(gpu_uuid="GPU-1", pid=1, memory_bytes=None, user=None, comman
 
 
 def test_free_devices_are_taken_in_order_and_others_left_alone() -> None:
-    chosen = choose_devices(FOUR, [STRANGER], num_wanted=2, asked=(), taken={"GPU-0"})
+    chosen = choose_devices(FOUR, [STRANGER], num_wanted=2, requested=(), taken={"GPU-0"})
     assert chosen == ("GPU-2", "GPU-3")
-    assert choose_devices(FOUR, [], num_wanted=0, asked=(), taken=()) == ()
+    assert choose_devices(FOUR, [], num_wanted=0, requested=(), taken=()) == ()
 
 
 def test_too_few_free_ones_are_refused_with_the_numbers() -> None:
     with pytest.raises(CheckRefused, match="3 GPUs are asked for, and 2 of 4 here are free"):
-        choose_devices(FOUR, [STRANGER], num_wanted=3, asked=(), taken={"GPU-0"})
+        choose_devices(FOUR, [STRANGER], num_wanted=3, requested=(), taken={"GPU-0"})
 
 
 def test_devices_are_asked_for_by_index_or_id() -> None:
-    assert choose_devices(FOUR, [], num_wanted=2, asked=("3", "GPU-0"), taken=()) == ("GPU-3", "GPU-0")
+    assert choose_devices(FOUR, [], num_wanted=2, requested=("3", "GPU-0"), taken=()) == ("GPU-3", "GPU-0")
     for asked, why in ((("7",), "7 not known here"), (("1",), "1 in use"), ((), "")):
         if asked:
             with pytest.raises(CheckRefused, match=why):
-                choose_devices(FOUR, [STRANGER], num_wanted=1, asked=asked, taken=())
+                choose_devices(FOUR, [STRANGER], num_wanted=1, requested=asked, taken=())
     with pytest.raises(CheckRefused, match="devices 0: the run asks for 2"):
-        choose_devices(FOUR, [], num_wanted=2, asked=("0",), taken=())
+        choose_devices(FOUR, [], num_wanted=2, requested=("0",), taken=())
     with pytest.raises(CheckRefused, match="none, this machine has no GPU"):
-        choose_devices([], [], num_wanted=1, asked=("0",), taken=())
+        choose_devices([], [], num_wanted=1, requested=("0",), taken=())
 
 
 def test_a_divided_gpu_is_only_its_slices_and_they_are_one_roles_alone() -> None:
     divided = [gpu(0, "MIG-a", "MIG-b"), gpu(1)]
-    assert choose_devices(divided, [], num_wanted=1, asked=(), taken=()) == ("MIG-a",)
-    assert choose_devices(divided, [], num_wanted=1, asked=("MIG-b",), taken=()) == ("MIG-b",)
+    assert choose_devices(divided, [], num_wanted=1, requested=(), taken=()) == ("MIG-a",)
+    assert choose_devices(divided, [], num_wanted=1, requested=("MIG-b",), taken=()) == ("MIG-b",)
     with pytest.raises(CheckRefused, match="0 not known here"):
-        choose_devices(divided, [], num_wanted=1, asked=("0",), taken=())
+        choose_devices(divided, [], num_wanted=1, requested=("0",), taken=())
     with pytest.raises(CheckRefused, match="2 GPUs are asked for, and 1 of 2 here are free"):
-        choose_devices(divided, [], num_wanted=2, asked=(), taken=())
+        choose_devices(divided, [], num_wanted=2, requested=(), taken=())
 
 
 def test_engines_are_told_in_their_own_words() -> None:

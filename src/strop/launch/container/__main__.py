@@ -22,11 +22,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--wheels", type=Path, help="folder with wheels of strop and of all that it needs")
     parser.add_argument("--engine", choices=("auto", "podman", "docker"), default="auto")
     parser.add_argument("--no-cache", action="store_true", help="everything again, the base included")
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     try:
-        plan = plan_image(given.variant, base_image=given.base_image, wheels=given.wheels)
-        engine = locate_engine(given.engine)
-        built = build_image(engine, plan, no_cache=given.no_cache, say=_say)
+        plan = plan_image(args.variant, base_image=args.base_image, wheels=args.wheels)
+        engine = locate_engine(args.engine)
+        built = build_image(engine, plan, no_cache=args.no_cache, say=_say)
     except StropError as error:
         _say(str(error))
         return error.exit_code

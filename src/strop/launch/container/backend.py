@@ -4,8 +4,8 @@ Covered: podman and docker; no network by default; limits of memory, cores and p
 owned by the submitting user; a time limit; preemption (USR2) and cancellation (TERM, KILL) to process 1;
 killed containers, whose end `watch` or the next submission records; single trials of a sweep, which run
 one after the other in one container and are ended by its process 1. Not covered: several nodes; engines on
-other machines. Model-written code needs a sandbox inside the container (`sandboxes` of the profile); where
-none can be made, such a run is refused. Tried with podman 4.3.1 and runc 1.1.5 as root.
+other machines. Model-written code needs a sandbox inside the container (`sandboxes` of the profile); without
+one such a run is refused. Tried with podman 4.3.1 and runc 1.1.5 as root.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ from strop.launch.local.supervisor_files import answer_trials, forget_orders, or
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 
 START_LIMIT_S = 60.0
-"""How long process 1 may take to write its identity."""
+"""Longest time until process 1 has written its identity."""
 KILL_LIMIT_S = 10.0
 _POLL_S = 0.1
 _MIN_STORAGE_BYTES = 1 << 30
@@ -94,7 +94,7 @@ class ContainerBackend:
         return complete_plan(plan, request, self._profile)
 
     def probe(self, plan: JobPlan) -> list[Finding]:
-        """Ask for engine, image, folders, cores, memory and devices."""
+        """Check engine, image, folders, cores, memory and devices."""
         return probe_plan(plan, self._profile)
 
     def submit(self, plan: JobPlan) -> JobRef:
@@ -102,7 +102,7 @@ class ContainerBackend:
         job_path, name = job_path_of(plan.home), name_container(plan)
         located = locate_engine(self._profile.engine)
         remove_leftovers(located)
-        # An earlier container of this home makes way, unless it is running.
+        # An earlier container of this home is removed unless it is running.
         settle(job_path)
         facts = inspect_containers(located, [name]).get(name)
         if facts is not None and bool(facts["State"]["Running"]):
@@ -133,21 +133,20 @@ class ContainerBackend:
         write_container_file(job_path, START_NAME, details)
         done = engine.ask(*self._words(engine, plan, image_id, devices), limit_s=START_LIMIT_S)
         if done.returncode != 0:
-            # A container that could not start may exist as created. Not --force: that would end a running
-            # one.
+            # A container that failed to start may exist as created. --force would end a running one.
             engine.ask("rm", "--volumes", name)
             raise _refuse_start(plan, engine, quote_words(done))
         self._wait_for_start(engine, plan, before)
         try:
             start_watcher(job_path)
         except StropError:
-            # A refused job must not run on, without a watcher to end it in time.
+            # A refused job must not run on without a watcher that ends it in time.
             _end_at_once(engine, name, job_path)
             raise
         return _refer_to(plan, details)
 
     def recover(self, plan: JobPlan) -> JobRef | None:
-        """Return the job whose container was started in this home, even if it has ended since."""
+        """Return the job whose container was started in this home, even if it has ended."""
         job_path = job_path_of(plan.home)
         start = read_container_file(job_path, START_NAME)
         if start is None:
@@ -160,13 +159,15 @@ class ContainerBackend:
         return _refer_to(plan, start)
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
-        """Ask each engine once for all containers; for those that are gone, read the record of their end."""
+        """Query each engine once for all containers; read the recorded ends of those that are gone."""
         starts = {ref.job_id: read_container_file(job_path_of(ref.home), START_NAME) for ref in refs}
         facts: dict[str, dict[str, Any]] = {}
         for program in {str(start["engine"]["program"]) for start in starts.values() if start}:
-            mine = [start for start in starts.values() if start and start["engine"]["program"] == program]
-            engine = engine_from_json(mine[0]["engine"])
-            facts |= inspect_containers(engine, [str(start["container"]) for start in mine])
+            of_engine = [
+                start for start in starts.values() if start and start["engine"]["program"] == program
+            ]
+            engine = engine_from_json(of_engine[0]["engine"])
+            facts |= inspect_containers(engine, [str(start["container"]) for start in of_engine])
         answers: dict[tuple[str, int], SchedulerStatus] = {}
         for ref in refs:
             answer = answer_for(job_path_of(ref.home), facts.get(ref.job_id))
@@ -183,9 +184,9 @@ class ContainerBackend:
         return None
 
     def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
-        """Send TERM to process 1; with no grace KILL, which ends everything in the container at once.
+        """Send TERM to process 1, or without a grace KILL, which ends everything in the container at once.
 
-        One trial of several is ended by process 1, and the others go on.
+        Process 1 ends one trial of several, and the others go on.
         """
         job_path = job_path_of(ref.home)
         if trial is not None and len(read_plan(job_path).trials) > 1:
@@ -195,12 +196,12 @@ class ContainerBackend:
         self._signal(ref, "TERM" if grace_s > 0.0 else "KILL")
 
     def preempt(self, ref: JobRef, trial: int) -> str:
-        """Send process 1 the signal by which a scheduler announces a preemption."""
+        """Send process 1 the signal of a preemption."""
         self._signal(ref, "USR2")
         return "SIGUSR2"
 
     def list_tagged(self) -> Iterator[JobRef]:
-        """Yield the jobs of this user that the engine has containers of, from their labels."""
+        """Yield the jobs of this user's containers, from the containers' labels."""
         engine = locate_engine(self._profile.engine)
         for name, facts in list_containers(engine, f"label=strop.user={find_user_name()}").items():
             labels = facts["Config"]["Labels"]
@@ -220,7 +221,7 @@ class ContainerBackend:
         missing = [
             mount.to_words()[1] for mount in mounts if mount.is_optional and not Path(mount.source).exists()
         ]
-        # Without this flag the kernel shows a sandbox inside no /proc of its own.
+        # Without this flag the kernel denies a sandbox inside its own /proc.
         unmask = "unmask=ALL" if engine.kind == "podman" else "systempaths=unconfined"
         sandbox = ["--security-opt", unmask] if self._profile.sandboxes else []
         host = [
@@ -232,19 +233,21 @@ class ContainerBackend:
         if self._profile.environment == "mounted":
             for folder in environment_mounts():
                 host += Mount(source=folder, target=folder, is_read_only=True).to_words()
-            # A checkout is found by this path; an installed strop is found anyway.
+            # Python finds a checkout by this path; it finds an installed strop anyway.
             host += ["--env", f"PYTHONPATH={strop_folder()}"]
         places = {IMAGE: [image_id], HOST: host, DEVICES: device_words(engine.kind, devices)}
         return fill_argv(plan.argv[1:], places, missing)
 
     def _choose_devices(self, engine: Engine, plan: JobPlan) -> tuple[str, ...]:
-        num_wanted, asked = plan.resources.gpus_per_node, plan.details.get("devices", ())
-        if not num_wanted and not asked:
+        num_wanted, requested = plan.resources.gpus_per_node, plan.details.get("devices", ())
+        if not num_wanted and not requested:
             return ()
         taken = leased_devices()
         for facts in list_containers(engine, f"label={LABEL_DEVICES}").values():
             taken |= {*facts["Config"]["Labels"].get(LABEL_DEVICES, "").split(",")}
-        return choose_devices(read_gpus(), read_gpu_users(), num_wanted=num_wanted, asked=asked, taken=taken)
+        return choose_devices(
+            read_gpus(), read_gpu_users(), num_wanted=num_wanted, requested=requested, taken=taken
+        )
 
     def _wait_for_start(self, engine: Engine, plan: JobPlan, before: object) -> None:
         """Wait for the identity of process 1. Raises: CheckRefused with its output if it ends without one."""
@@ -290,21 +293,21 @@ class ContainerBackend:
 
 
 def probe_plan(plan: JobPlan, profile: ContainerSite) -> list[Finding]:
-    """Return every finding about a plan. Raises nothing that the engine or the disk does."""
-    found = [*_probe_mounts(plan), *_probe_resources(plan)]
+    """Return every finding about a plan; errors of the engine are findings too."""
+    findings = [*_probe_mounts(plan), *_probe_resources(plan)]
     try:
-        found += _probe_engine(plan, profile)
+        findings += _probe_engine(plan, profile)
     except CheckRefused as error:
-        found.append(find_refusal("engine", error))
+        findings.append(find_refusal("engine", error))
     except StoreError as error:
-        found.append(find_refusal("engine", error, severity=Severity.UNKNOWN))
-    return found
+        findings.append(find_refusal("engine", error, severity=Severity.UNKNOWN))
+    return findings
 
 
 def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Finding]:
     engine = locate_engine(profile.engine)
-    named = str(plan.details["image"])
-    name = named or own_image(profile)
+    profile_image = str(plan.details["image"])
+    name = profile_image or own_image(profile)
     image = find_image(engine, name)
     if image is None:
         prove_engine(engine)
@@ -314,12 +317,12 @@ def _probe_engine(plan: JobPlan, profile: ContainerSite) -> Iterator[Finding]:
             given=f"{engine.kind} has no image {name!r}",
             allowed=f"an image that it has; of this project: {shown}",
             next_step="correct `image` in the site profile, or remove it"
-            if named
+            if profile_image
             else f"build it: python -m strop.launch.container --variant {_own_variant(profile)}",
         )
         return
     proven = prove_engine(engine, image[0])
-    # The free space where containers write outside the job's home.
+    # Containers write into the engine's storage, except into the job's home.
     word = "{{.Store.GraphRoot}}" if proven.kind == "podman" else "{{.DockerRootDir}}"
     done = proven.ask("info", "--format", word)
     free = free_disk_bytes(Path(done.stdout.strip())) if done.returncode == 0 else None
@@ -408,10 +411,10 @@ def _own_variant(profile: ContainerSite) -> Variant:
 
 
 def require_image(engine: Engine, name: str) -> str:
-    """Return the id of an image. Raises: CheckRefused naming those that there are; StoreError."""
-    found = find_image(engine, name)
-    if found is not None:
-        return found[0]
+    """Return the id of an image. Raises: CheckRefused naming the existing images; StoreError."""
+    image = find_image(engine, name)
+    if image is not None:
+        return image[0]
     raise CheckRefused(
         f"{engine.kind} has no image {name!r}",
         allowed=f"an image that it has; of this project: {', '.join(list_images(engine)) or 'none yet'}",
@@ -420,9 +423,9 @@ def require_image(engine: Engine, name: str) -> str:
 
 
 def remove_leftovers(engine: Engine) -> list[str]:
-    """Settle every ended container of this user that has no watcher any more; return their names.
+    """Settle every ended container of this user that has lost its watcher; return their names.
 
-    One whose home has gone is removed. Raises: StoreError if the engine does not answer.
+    A container without a home is removed. Raises: StoreError if the engine does not answer.
     """
     removed: list[str] = []
     for name, facts in list_containers(engine, f"label=strop.user={find_user_name()}").items():
@@ -438,7 +441,7 @@ def remove_leftovers(engine: Engine) -> list[str]:
 
 
 def list_containers(engine: Engine, condition: str) -> dict[str, dict[str, Any]]:
-    """Return the containers of our jobs for which a filter of the engine holds, by name.
+    """Return the containers of strop's jobs that pass a filter of the engine, by name.
 
     Raises: StoreError if the engine does not answer.
     """
@@ -455,7 +458,7 @@ def list_containers(engine: Engine, condition: str) -> dict[str, dict[str, Any]]
 
 
 def user_words(engine: Engine) -> list[str]:
-    """Return the flags with which files written inside belong to this user outside."""
+    """Return the flags that make files written inside belong to this user outside."""
     if os.getuid() == 0 and not engine.is_rootless:
         return []
     user = ["--user", f"{os.getuid()}:{os.getgid()}", "--env", "HOME=/tmp"]

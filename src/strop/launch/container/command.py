@@ -1,8 +1,8 @@
 """The command line of a job's container, and the GPUs it gets. Pure, but for `leased_devices`.
 
-What only the host knows is a placeholder in braces, which `fill_argv` fills in. The command line holds no
-value of the job's variables: those are in `job/env.json` and `job/secrets.json`, which the agent inside
-reads. Paths are CSV fields, so that they may contain commas, colons and quotes.
+Words in braces stand for values of the host, which `fill_argv` fills in. The command line holds no value of
+the job's variables: those are in `job/env.json` and `job/secrets.json`, which the agent inside reads. Paths
+are CSV fields, so that they may contain commas, colons and quotes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from strop.spec.display import dotted, walk_values
 from strop.spec.task import PROMPTING
 
 LABEL = "strop"
-"""Its value is the plan's hash. The others are `strop.<name>`."""
+"""The label with the plan's hash. The other labels are `strop.<name>`."""
 LABEL_DEVICES = "strop.devices"
 IMAGE = "{image}"
 DEVICES = "{devices}"
@@ -35,7 +35,7 @@ HOST = "{host}"
 INSIDE_PYTHON = "python"
 SUPERVISOR = ("-m", "strop.launch.local.supervisor")
 MAX_PROCESSES = 32768
-"""Threads count too, and a learner has hundreds."""
+"""Threads count as processes, and a learner has hundreds."""
 _CACHE_VARIABLES = ("HF_HOME", "STROP_CACHE")
 _UNITS = {"": 1 << 20, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MEMORY = re.compile(r"(?P<number>\d+)(?P<unit>[KMGT]?)\Z")
@@ -50,7 +50,7 @@ class Mount:
     target: str
     is_read_only: bool = False
     is_optional: bool = False
-    """Whether it is left out if it does not exist."""
+    """Whether the mount is left out if its source does not exist."""
 
     def to_words(self) -> tuple[str, str]:
         """Return the option and its value."""
@@ -61,9 +61,9 @@ class Mount:
 
 
 def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) -> JobPlan:
-    """Add the command line and what `submit` needs to fill it in.
+    """Add the command line, and the details for filling it in.
 
-    Raises: ConfigError for several nodes, and for a mount or a memory limit that is not understood.
+    Raises: ConfigError for several nodes, and for an invalid mount or memory limit.
     """
     profile = profile.with_options(request.options)
     if plan.resources.num_nodes > 1 or plan.resources.num_cpu_nodes:
@@ -82,7 +82,7 @@ def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) ->
     mounts = list_mounts(plan, request, profile)
     plan = replace(plan, python=python, roles=roles)
     argv = build_argv(plan, profile, mounts)
-    # Absolute paths among the run's settings that lie outside of its home.
+    # Collect absolute paths in the settings that are outside of the run's home.
     values = [*walk_values(request.resolved.spec.model_dump(mode="json"))]
     values += request.evaluation.values.items() if request.evaluation else ()
     # The evaluation's file travels in the job's home.
@@ -136,7 +136,7 @@ def build_argv(plan: JobPlan, profile: ContainerSite, mounts: Sequence[Mount]) -
         words.append(DEVICES)
     for mount in mounts:
         words += mount.to_words()
-    # The image's own entry runs one attempt; the supervisor starts one after the other.
+    # The image's entry point runs one attempt; the supervisor runs them one after the other.
     words += ["--workdir", plan.home, "--entrypoint", plan.python, IMAGE, *SUPERVISOR]
     return (*words, "--job", str(job_path_of(plan.home)), "--job-id", name)
 
@@ -153,28 +153,28 @@ def fill_argv(argv: Sequence[str], places: Mapping[str, Sequence[str]], missing:
 
 
 def list_mounts(plan: JobPlan, request: JobRequest, profile: ContainerSite) -> list[Mount]:
-    """Return mounts of the home, the profile's folders, model caches, and the project if no copy is sent."""
-    found = [Mount(source=plan.home, target=plan.home)]
-    found += [_parse_mount(text) for text in profile.mounts]
+    """Return mounts of home, profile's folders and model caches, and of a project without a snapshot."""
+    mounts = [Mount(source=plan.home, target=plan.home)]
+    mounts += [_parse_mount(text) for text in profile.mounts]
     if request.snapshot is None:
         project = str(request.project_path)
-        found.append(Mount(source=project, target=project, is_read_only=True))
+        mounts.append(Mount(source=project, target=project, is_read_only=True))
     for name in _CACHE_VARIABLES:
         path = plan.environment.variables.get(name, "")
         if path.startswith("/"):
-            found.append(Mount(source=path, target=path, is_optional=True))
-    return list({mount.target: mount for mount in found}.values())
+            mounts.append(Mount(source=path, target=path, is_optional=True))
+    return list({mount.target: mount for mount in mounts}.values())
 
 
 def name_container(plan: JobPlan) -> str:
-    """Return the container's name, one per home, so that no job is started twice."""
+    """Return the container's name, unique for the home, so that no job is started twice."""
     digest = hashlib.sha256(plan.home.encode()).hexdigest()[:8]
     stem = re.sub(r"[^a-z0-9.-]+", "-", PurePosixPath(plan.home).name.lower()).strip("-.") or "job"
     return f"strop-{stem}"[: _MAX_NAME - 9].rstrip("-.") + f"-{digest}"
 
 
 def count_cpus(plan: JobPlan) -> int | None:
-    """Return how many cores the container may use; None for all."""
+    """Return the container's number of cores; None for all."""
     resources = plan.resources
     if resources.gpus_per_node and resources.cpus_per_gpu is not None:
         return resources.gpus_per_node * resources.cpus_per_gpu
@@ -213,9 +213,8 @@ def _parse_mount(text: str) -> Mount:
     return Mount(source=source, target=target, is_read_only=mode == "ro")
 
 
-# Devices are passed by the container device interface (`nvidia.com/gpu=UUID`), which podman knows since
-# 4.1, and by `--gpus` to docker. Inside, the same ids are in CUDA_VISIBLE_DEVICES, so that roles share
-# them. Not tried on a machine with GPUs.
+# podman gets devices by the container device interface (`nvidia.com/gpu=UUID`, since 4.1), docker by
+# `--gpus`. Inside, CUDA_VISIBLE_DEVICES has the same ids, so that roles share them. Not tried with GPUs.
 
 
 def choose_devices(
@@ -223,38 +222,38 @@ def choose_devices(
     users: Iterable[GpuUser],
     *,
     num_wanted: int,
-    asked: Sequence[str],
+    requested: Sequence[str],
     taken: Collection[str],
 ) -> tuple[str, ...]:
     """Return the ids of the GPUs or slices that a container gets.
 
-    `asked`: indices or UUIDs, () for any; `taken`: what other jobs hold.
+    `requested`: indices or UUIDs, () for any; `taken`: devices of other jobs.
 
-    Raises: CheckRefused if there are too few, or if one of those asked for is unknown or taken.
+    Raises: CheckRefused if too few are free, or a requested one is unknown or in use.
     """
-    if not num_wanted and not asked:
+    if not num_wanted and not requested:
         return ()
     busy = {*taken, *(user.gpu_uuid for user in users)}
-    # The id of each device by all its names, UUID and index.
+    # Maps each name of a device, UUID or index, to its id.
     names: dict[str, str] = {}
     for gpu in gpus:
         if gpu.has_mig:
             names |= {part.uuid: part.uuid for part in gpu.slices}
         else:
             names |= {gpu.uuid: gpu.uuid, gpu.index: gpu.uuid}
-    if asked:
-        unknown = [name for name in asked if name not in names]
-        in_use = [name for name in asked if names.get(name) in busy]
-        if unknown or in_use or len(asked) < num_wanted:
+    if requested:
+        unknown = [name for name in requested if name not in names]
+        in_use = [name for name in requested if names.get(name) in busy]
+        if unknown or in_use or len(requested) < num_wanted:
             why = f"{', '.join(unknown)} not known here" if unknown else f"{', '.join(in_use)} in use"
             if not unknown and not in_use:
                 why = f"the run asks for {num_wanted}"
             raise CheckRefused(
-                f"devices {','.join(asked)}: {why}",
+                f"devices {','.join(requested)}: {why}",
                 allowed=f"free ones of: {', '.join(names) or 'none, this machine has no GPU'}",
                 next_step="name others, or none for any that are free",
             )
-        return tuple(names[name] for name in asked)
+        return tuple(names[name] for name in requested)
     free = [device for device in dict.fromkeys(names.values()) if device not in busy]
     # A role cannot use several slices, and one container has one kind of device.
     free = [device for device in free if not device.startswith("MIG-")] if num_wanted > 1 else free
@@ -268,12 +267,12 @@ def choose_devices(
 
 
 def leased_devices() -> set[str]:
-    """Return the GPUs that running jobs of this user hold on this machine."""
+    """Return the GPUs of this user's running jobs on this machine."""
     return {device for lease in find_living() for device in lease.gpus}
 
 
 def device_words(kind: str, devices: Sequence[str]) -> list[str]:
-    """Return the options of an engine that give devices to a container."""
+    """Return the engine's options that pass devices to a container."""
     if not devices:
         return []
     if kind == "docker":

@@ -1,13 +1,13 @@
 """The program that runs containers on this machine: which one works, and with which flags.
 
-That a program is installed says little: it works once it has started a container. What hosts need differs
-and is found by trying, each flag because the start without it failed:
+An installed program may not work: the proof is a started container. The flags that a host needs are found by
+trying; each is added because the start without it failed:
 
-* limits on open files and processes at or below this process's own (runc: `error setting rlimit type 7`),
-* `--cgroup-manager cgroupfs`, where systemd does not run,
-* `--runtime runc`, where crun refuses hybrid cgroups.
+* limits on open files and processes at or below those of this process (runc: `error setting rlimit type 7`),
+* `--cgroup-manager cgroupfs`, if systemd does not run,
+* `--runtime runc`, if crun refuses hybrid cgroups.
 
-No configuration of the user is read or changed here beyond what the engine reads by itself.
+No configuration of the user is read, except by the engine itself, and none is changed.
 Tried with podman 4.3.1 (runc 1.1.5, cgroup hybrid, root). Not tried: a running docker daemon, rootless
 podman.
 """
@@ -33,15 +33,15 @@ ASK_LIMIT_S = 30.0
 START_LIMIT_S = 120.0
 _MOST = {"nofile": 1 << 20, "nproc": 1 << 15}
 # podman 4.3.1 lowers its own limit of processes before it starts anything: with a hard limit of 96365 it
-# could not hand on 65536.
+# failed to pass on 65536.
 _IS_MISSING = re.compile(r"no such (?:container|image|object)|image not known", re.IGNORECASE)
 _MAX_QUOTED = 2000
-"""Characters of an engine's own words that a message repeats."""
+"""Characters of an engine's output in a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Engine:
-    """One program that runs containers, and the flags that it needs on this machine."""
+    """A program that runs containers, and the flags that it needs on this machine."""
 
     kind: str
     """`podman` or `docker`."""
@@ -49,9 +49,9 @@ class Engine:
     """Absolute path."""
     version: str
     global_flags: tuple[str, ...] = ()
-    """Between the program and its verb."""
+    """Flags between the program and its verb."""
     run_flags: tuple[str, ...] = ()
-    """Behind `run`."""
+    """Flags after `run`."""
     is_rootless: bool = False
     """Whether root inside is an ordinary user outside."""
 
@@ -62,19 +62,19 @@ class Engine:
         return [self.program, *self.global_flags, *words]
 
     def ask(self, *words: str, limit_s: float = ASK_LIMIT_S) -> subprocess.CompletedProcess[str]:
-        """Run a command of the engine to its end, with its words as text.
+        """Run a command of the engine to its end.
 
         Raises: StoreError if it does not answer in time or cannot be run.
         """
         return _run(self.argv(*words), limit_s)
 
     def read_json(self, *words: str) -> Any:
-        """Return what a command prints as JSON, also where something that it was asked for is not there.
+        """Return the JSON output of a command, even if some of its objects do not exist.
 
-        Raises: StoreError with the engine's own words if it did not answer.
+        Raises: StoreError with the engine's message if it did not answer.
         """
         done = self.ask(*words)
-        # A daemon that is not reached prints an empty list too: that is no answer, and nothing is "gone".
+        # An unreachable daemon also prints an empty list, which does not mean that an object is gone.
         is_answer = done.returncode == 0 or _IS_MISSING.search(done.stderr) is not None
         with suppress(ValueError):
             if is_answer:
@@ -86,7 +86,7 @@ class Engine:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON values, for a job's record."""
+        """Return the engine as JSON values, for a job's record."""
         return {
             key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()
         }
@@ -105,9 +105,9 @@ def engine_from_json(values: Mapping[str, Any]) -> Engine:
 
 
 def locate_engine(preference: str = "auto") -> Engine:
-    """Return the first engine that answers, or the one that is asked for; starts no container.
+    """Return the preferred engine, or the first one, that answers; starts no container.
 
-    Raises: CheckRefused with the words of every engine that was tried.
+    Raises: CheckRefused with the messages of all engines tried.
     """
     reasons: list[str] = []
     for kind in KINDS if preference == "auto" else (preference,):
@@ -136,12 +136,12 @@ def locate_engine(preference: str = "auto") -> Engine:
 
 
 def prove_engine(engine: Engine, image: str | None = None) -> Engine:
-    """Start a real container, and return the engine with the flags that this took.
+    """Start a real container, and return the engine with the flags that this needed.
 
-    `image` is started with `true`. None: podman starts one from the root of this machine, with everything
-    written thrown away; docker has no such start and is only asked.
+    `image` is started with `true`. Without one podman starts a container from this machine's root file system
+    and discards its writes; docker cannot do that, and is not tried.
 
-    Raises: CheckRefused with the engine's exact words; StoreError if it hangs.
+    Raises: CheckRefused with the engine's messages; StoreError if it hangs.
     """
     if image is None and engine.kind != "podman":
         return engine
@@ -150,25 +150,25 @@ def prove_engine(engine: Engine, image: str | None = None) -> Engine:
         ("--rootfs", "/:O", "true") if image is None else ("--pull", "never", "--entrypoint", "true", image)
     )
     attempts: list[str] = []
-    # Limits that this process may hand on: engines ask for more than some hosts give.
+    # Use limits that this process can pass on: engines request more than some hosts allow.
     flags: list[str] = []
     for name, number in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
         hard = resource.getrlimit(number)[1]
         most = _MOST[name] if hard == resource.RLIM_INFINITY else min(hard, _MOST[name])
         flags += ["--ulimit", f"{name}={most}:{most}"]
-    # The engine as it is, then with one remedy more each time.
-    found = [engine, replace(engine, run_flags=(*engine.run_flags, *flags))]
+    # First the plain engine, then one more remedy each time.
+    candidates = [engine, replace(engine, run_flags=(*engine.run_flags, *flags))]
     if engine.kind == "podman":
         cgroupfs = (*engine.global_flags, "--cgroup-manager", "cgroupfs")
-        found.append(replace(found[-1], global_flags=cgroupfs))
+        candidates.append(replace(candidates[-1], global_flags=cgroupfs))
         if runc := shutil.which("runc") or shutil.which("runc", path="/usr/sbin:/sbin"):
-            found.append(replace(found[-1], global_flags=(*cgroupfs, "--runtime", runc)))
-    for candidate in found:
+            candidates.append(replace(candidates[-1], global_flags=(*cgroupfs, "--runtime", runc)))
+    for candidate in candidates:
         done = candidate.ask("run", *words, *target, limit_s=START_LIMIT_S)
         if done.returncode == 0:
             return candidate
         attempts.append(quote_words(done))
-    # The words of the plain start come first: later ones may be about the remedies.
+    # The message of the plain start comes first: later ones may be about the remedies.
     raise CheckRefused(
         f"{engine.kind} {engine.version} starts no container: " + "; then: ".join(dict.fromkeys(attempts)),
         allowed="a host that it can start one on",
@@ -186,7 +186,7 @@ def _run(argv: Sequence[str], limit_s: float) -> subprocess.CompletedProcess[str
     try:
         return subprocess.run(
             argv,
-            # Where podman's monitor starts, it leaves a file `oom` once the container has had too much.
+            # Here podman's monitor leaves a file `oom` when a container runs out of memory.
             cwd=tempfile.gettempdir(),
             check=False,
             stdin=subprocess.DEVNULL,

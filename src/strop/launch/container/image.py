@@ -1,16 +1,16 @@
-"""The project's own image: Python, strop with what it needs, and the agent as its entry.
+"""The project's own image: Python, strop with its dependencies, and the agent as its entry point.
 
-Three ways to build it, the first that applies:
+There are three ways to build it; the first one that applies is used:
 
-* `base_image` of the site profile, from a registry: its Python gets the same versions of packages as here.
-* a folder of wheels: a Debian base made here, and an environment installed from the folder.
-* neither: a Debian base made here, and this machine's interpreter and packages at their own paths.
+* `base_image` of the site profile, from a registry: its Python gets this environment's package versions.
+* a folder of wheels: a Debian base built here, and an environment installed from the folder.
+* neither: a Debian base built here, and this machine's interpreter and packages at their own paths.
 
-The tag is a hash of all inputs, so a changed package or line of strop gives another image, and an unchanged
-one is not built again. No argument of a build is a secret.
+The tag is a hash of all inputs: a changed package or line of strop gives another image, and an unchanged
+image is not built again. No argument of a build is a secret.
 
 Measured on two shared cores with podman 4.3.1: the small image (470 MB) with 44 s of processor time, 20 s of
-them for the base, which is made once; the full one (1.7 GB) in 280 s. Not tried: a base from a registry,
+them for the base, which is built once; the full one (1.7 GB) in 280 s. Not tried: a base from a registry,
 builds by docker.
 """
 
@@ -54,30 +54,30 @@ TAG_LENGTH = 16
 ENTRY = ("python", "-m", "strop.launch.node")
 BUILD_LIMIT_S = 3600.0
 _FORMAT = "1"
-"""Increase it when equal inputs must give another image."""
+"""Increase this when equal inputs must give another image."""
 _BASE_BYTES = 400 << 20
 _PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _SOURCE_FOLDER = "/opt/strop/src"
 
 
 class Variant(StrEnum):
-    """How much an image holds."""
+    """The contents of an image."""
 
     FULL = "full"
-    """All that a run needs, a compiler and an isolated place for model-written code included."""
+    """Everything that a run needs, with a compiler and a sandbox for model-written code."""
     AGENT = "agent"
-    """What the agent of a node needs: for jobs whose roles bring their own programs."""
+    """Only the needs of a node's agent: for jobs whose roles bring their own programs."""
     BASE = "base"
-    """Libraries alone: for containers that are shown this machine's environment, read-only."""
+    """Only libraries: for containers that mount this machine's environment read-only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImagePlan:
-    """What an image will be made of. Nothing is built yet."""
+    """The inputs of an image, before it is built."""
 
     variant: Variant
     base_image: str | None = None
-    """None: a Debian base made here."""
+    """None: a Debian base built here."""
     suite: str = ""
     packages: tuple[str, ...] = ()
     """Debian packages."""
@@ -94,7 +94,7 @@ class ImagePlan:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that are added to the base, before compression."""
+        """Bytes on top of the base, before compression."""
         return sum(layer.size_bytes for layer in self.layers) + sum(
             path.stat().st_size for path in self.wheels
         )
@@ -107,7 +107,7 @@ class BuiltImage:
     name: str
     size_bytes: int
     wall_s: float
-    """Seconds of the build; 0 if the image was there already."""
+    """Seconds of the build; 0 if the image existed."""
 
 
 def plan_image(
@@ -123,7 +123,7 @@ def plan_image(
         requirements: tuple[str, ...] = ()
         if variant is not Variant.BASE:
             layers = (strop_layer(),)
-            # Without a local part such as +cpu, which package registries do not know.
+            # Local versions such as +cpu are unknown to package registries.
             requirements = tuple(
                 f"{entry.metadata['Name']}=={entry.version.partition('+')[0]}"
                 for entry in required_packages(roots)
@@ -132,12 +132,12 @@ def plan_image(
             ImagePlan(variant=variant, base_image=base_image, requirements=requirements, layers=layers)
         )
     packages = {*LIBRARIES, *(FULL_PACKAGES if variant is not Variant.AGENT else ())}
-    found: tuple[Path, ...] = ()
+    wheel_paths: tuple[Path, ...] = ()
     if wheels is not None:
-        found = tuple(sorted(wheels.glob("*.whl")))
-        if not any(path.name.startswith("strop-") for path in found):
+        wheel_paths = tuple(sorted(wheels.glob("*.whl")))
+        if not any(path.name.startswith("strop-") for path in wheel_paths):
             raise ConfigError(
-                f"{wheels} has {len(found)} wheels and none of strop",
+                f"{wheels} has {len(wheel_paths)} wheels and none of strop",
                 allowed="a folder with wheels of strop and of all that it needs",
                 next_step=f"fill it: pip wheel --wheel-dir {wheels} .",
             )
@@ -152,7 +152,7 @@ def plan_image(
             suite=read_suite(),
             packages=tuple(sorted(packages)),
             layers=tuple(layer for layer in layers if layer.files),
-            wheels=found,
+            wheels=wheel_paths,
         )
     )
 
@@ -165,11 +165,11 @@ def build_image(
     cache_dir: Path | None = None,
     say: Callable[[str], None] = lambda _line: None,
 ) -> BuiltImage:
-    """Build an image, unless the engine has it; `no_cache`: everything again, the Debian base included.
+    """Build an image unless the engine has it; `no_cache` rebuilds everything, including the Debian base.
 
-    `say` gets a line before each long step.
+    `say` receives a line before each long step.
 
-    Raises: CheckRefused with the words of mmdebstrap or the engine, or where the disk is too small.
+    Raises: CheckRefused with the message of mmdebstrap or the engine, or if the disk is too small.
     """
     present = find_image(engine, plan.name)
     if present is not None and not no_cache:
@@ -177,7 +177,7 @@ def build_image(
     started = time.monotonic()
     folder = (cache_dir or user_cache_dir()) / "images"
     folder.mkdir(parents=True, exist_ok=True)
-    # Archives, and the engine's own copy of them.
+    # The archives, and the engine's copy of them.
     require_free_disk(folder, 2 * (plan.size_bytes + _BASE_BYTES), f"building image {plan.name}")
     base_path = None
     if plan.base_image is None:
@@ -187,7 +187,7 @@ def build_image(
         say(f"image {plan.name}: {plan.size_bytes / 1e6:.0f} MB on top of its base")
         _fill_context(plan, Path(context), base_path)
         words = ["build", "--tag", plan.name, "--file", str(Path(context) / "Containerfile")]
-        # Only packages from a registry need a network.
+        # Only a base from a registry needs the network.
         words += ["--network", "host" if plan.base_image is not None else "none"]
         words += ["--no-cache"] if no_cache else []
         done = engine.ask(*words, context, limit_s=BUILD_LIMIT_S)
@@ -207,15 +207,15 @@ def build_image(
 
 
 def find_image(engine: Engine, name: str) -> tuple[str, int] | None:
-    """Return id and size in bytes of an image that the engine has, None if it has none of that name.
+    """Return id and size in bytes of an image, or None if the engine does not have it.
 
     Raises: StoreError if the engine does not answer.
     """
-    found = engine.read_json("image", "inspect", name)
-    if not found:
+    images = engine.read_json("image", "inspect", name)
+    if not images:
         return None
-    image_id = str(found[0]["Id"])
-    return image_id if ":" in image_id else f"sha256:{image_id}", int(found[0].get("Size", 0))
+    image_id = str(images[0]["Id"])
+    return image_id if ":" in image_id else f"sha256:{image_id}", int(images[0].get("Size", 0))
 
 
 def list_images(engine: Engine) -> list[str]:
@@ -265,7 +265,7 @@ def image_python(plan: ImagePlan) -> str:
 
 
 def environment_mounts() -> tuple[str, ...]:
-    """Return the folders of this machine that a container with a `base` image is shown, read-only."""
+    """Return the folders of this machine that a container with a `base` image mounts read-only."""
     folders = [sys.base_prefix, sys.prefix, strop_folder()]
     kept: list[str] = []
     for folder in dict.fromkeys(folders):

@@ -1,7 +1,7 @@
 """Layers of an image: this machine's interpreter and packages, strop itself, and a Debian base below them.
 
-Files keep their absolute paths, so nothing has to be relocated, and `python -m ...` means the same inside as
-outside. Bytecode is included: it stays valid by the archive's time stamps, and without it every start would
+Files keep their absolute paths, so nothing has to be relocated, and `python -m ...` works the same inside and
+outside. Bytecode is included: the archive's time stamps keep it valid, and without it every start would
 compile thousands of files. Left out: packages that strop does not need, test suites, headers and static
 libraries of the interpreter, caches.
 """
@@ -27,7 +27,7 @@ from strop.errors import CheckRefused
 from strop.io import FileLock
 
 AGENT_PACKAGES = ("pydantic", "jinja2", "psutil", "pyarrow", "numpy")
-"""What a node's agent needs: enough for jobs whose roles are programs of their own."""
+"""The needs of a node's agent: enough for jobs whose roles bring their own programs."""
 BUILD_LIMIT_S = 900.0
 _DEFAULT_SUITE = "bookworm"
 _FOLDERS = ("doc", "info", "locale", "man")
@@ -39,12 +39,12 @@ _LIBRARIES = ("ca-certificates", "libbz2-1.0", "libffi8", "libgcc-s1", "libgomp1
 LIBRARIES = (*_LIBRARIES, "libreadline8", "libsqlite3-0", "libssl3", "libstdc++6", "zlib1g")
 """Libraries that an interpreter built from source and the usual wheels link to."""
 FULL_PACKAGES = ("bubblewrap", "gcc", "libc6-dev")
-"""Beside those: the sandbox for model-written code, and the compiler of the CPU kernels."""
+"""In addition: the sandbox for model-written code, and the compiler of the CPU kernels."""
 _FOR_DEVELOPERS = "dev"
-"""The one optional part that no image has."""
+"""The extra that no image has."""
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "idlelib", "turtledemo", "ensurepip", "site-packages"})
 _SKIPPED_SUFFIXES = (".a", ".pyo")
-# Folders that every system has, with rights of their own.
+# Folders that every system has, whose rights must not change.
 _SYSTEM_FOLDERS = frozenset(map(Path, ("/", "/bin", "/home", "/lib", "/opt", "/srv", "/tmp", "/usr", "/var")))
 _REQUIREMENT = re.compile(r"(?P<name>[A-Za-z0-9._-]+)\s*(?:\[(?P<extras>[^]]*)\])?[^;]*(?:;(?P<marker>.*))?")
 _EXTRA = re.compile(r"extra\s*==\s*['\"](?P<name>[^'\"]+)['\"]")
@@ -56,9 +56,9 @@ class Layer:
 
     name: str
     files: tuple[tuple[Path, str], ...]
-    """Where each is here, and its absolute path in the image."""
+    """The path of each file here, and its absolute path in the image."""
     key: str
-    """Changes when the content does."""
+    """Changes with the content."""
 
     @property
     def size_bytes(self) -> int:
@@ -67,52 +67,52 @@ class Layer:
 
 
 def is_system_python() -> bool:
-    """Whether the interpreter is the distribution's own, which an image has from a package."""
+    """Whether the interpreter is the distribution's, which an image gets from a package."""
     return Path(sys.base_prefix) in _SYSTEM_FOLDERS
 
 
 def python_of_environment() -> Path:
-    """Return the interpreter that runs strop, by the path under which it finds its packages."""
+    """Return the interpreter that runs strop, by the path with which it finds its packages."""
     return Path(sys.prefix) / "bin" / "python"
 
 
 def interpreter_layer() -> Layer:
-    """Return the interpreter and its standard library; empty for the distribution's own."""
+    """Return the interpreter and its standard library; empty for the distribution's."""
     base = Path(sys.base_prefix)
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    found: list[Path] = []
+    paths: list[Path] = []
     if not is_system_python():
-        found += [path for path in base.glob("bin/python3*") if "config" not in path.name]
-        found += [*base.glob("bin/python"), *base.glob("lib/libpython3*.so*")]
+        paths += [path for path in base.glob("bin/python3*") if "config" not in path.name]
+        paths += [*base.glob("bin/python"), *base.glob("lib/libpython3*.so*")]
         library = _walk(base / "lib" / version)
-        # `config-*` is for building the interpreter's extensions.
-        found += [path for path in library if not any(part.startswith("config-") for part in path.parts)]
-    return _layer("interpreter", found, key=f"{sys.version} {base}")
+        # `config-*` serves only for building extensions.
+        paths += [path for path in library if not any(part.startswith("config-") for part in path.parts)]
+    return _layer("interpreter", paths, key=f"{sys.version} {base}")
 
 
 def packages_layer(roots: Sequence[str] | None) -> Layer:
-    """Return a virtual environment with the named packages and all that they need.
+    """Return a virtual environment with the packages of `roots` and their dependencies.
 
-    None: what strop itself requires, with its optional parts where they are installed.
+    None: strop's dependencies, with its extras as far as they are installed.
 
     Raises: CheckRefused if a package is not installed here.
     """
     needed = required_packages(roots)
     site = Path(sysconfig.get_path("purelib"))
-    found: list[Path] = []
+    paths: list[Path] = []
     if sys.prefix != sys.base_prefix:
         prefix = Path(sys.prefix)
-        found += [prefix / "pyvenv.cfg", *prefix.glob("bin/python*")]
-        found += [prefix / "lib64"] if (prefix / "lib64").is_symlink() else []
+        paths += [prefix / "pyvenv.cfg", *prefix.glob("bin/python*")]
+        paths += [prefix / "lib64"] if (prefix / "lib64").is_symlink() else []
     digest = hashlib.sha256(f"{sys.prefix} {site}".encode())
     for distribution in needed:
         digest.update((distribution.read_text("RECORD") or str(distribution.version)).encode())
-        found += _files_of(distribution)
-    return _layer("packages", found, key=digest.hexdigest())
+        paths += _files_of(distribution)
+    return _layer("packages", paths, key=digest.hexdigest())
 
 
 def strop_layer() -> Layer:
-    """Return strop as it is now, in the site-packages of the environment."""
+    """Return strop's current source, in the site-packages of the environment."""
     folder = Path(strop.__file__).parent
     target = Path(sysconfig.get_path("purelib")) / "strop"
     files = [path for path in _walk(folder) if "__pycache__" not in path.parts]
@@ -124,15 +124,15 @@ def strop_layer() -> Layer:
 
 
 def required_packages(roots: Sequence[str] | None = None) -> list[importlib.metadata.Distribution]:
-    """Return installed packages and everything that they need, sorted by name, without strop itself.
+    """Return installed packages with their dependencies, sorted by name, without strop itself.
 
     Raises: CheckRefused if one of the roots is not installed.
     """
     waiting: list[tuple[str, frozenset[str]]]
     waiting = [*_own_needs()] if roots is None else [(name, frozenset()) for name in roots]
-    named = {_normalize(name) for name in roots or ()}
+    required = {_normalize(name) for name in roots or ()}
     seen: set[tuple[str, frozenset[str]]] = set()
-    found: dict[str, importlib.metadata.Distribution] = {}
+    packages: dict[str, importlib.metadata.Distribution] = {}
     while waiting:
         name, extras = waiting.pop()
         name = _normalize(name)
@@ -140,22 +140,22 @@ def required_packages(roots: Sequence[str] | None = None) -> list[importlib.meta
             continue
         seen.add((name, extras))
         try:
-            found[name] = importlib.metadata.distribution(name)
+            packages[name] = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
-            if name in named:
+            if name in required:
                 raise CheckRefused(
                     f"package {name!r} is not installed in {sys.prefix}",
                     allowed="packages of the environment that runs strop",
                     next_step=f"install it: pip install {name}",
                 ) from None
-            continue  # Optional, or for another platform.
-        waiting += _read_needs(found[name].requires or (), extras)
-    found.pop("strop", None)
-    return [found[name] for name in sorted(found)]
+            continue  # An extra, or for another platform.
+        waiting += _read_needs(packages[name].requires or (), extras)
+    packages.pop("strop", None)
+    return [packages[name] for name in sorted(packages)]
 
 
 def write_layer(layer: Layer, path: Path) -> None:
-    """Write a layer as a tar archive: owned by root, readable for all, times kept."""
+    """Write a layer as a tar archive: owned by root, readable by all, with the files' times."""
     seen: set[Path] = set()
     with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as archive:
         for source, target in layer.files:
@@ -164,7 +164,7 @@ def write_layer(layer: Layer, path: Path) -> None:
                     seen.add(folder)
                     entry = tarfile.TarInfo(str(folder).lstrip("/"))
                     entry.type = tarfile.DIRTYPE
-                    # Other users must be able to enter root's home, not to list it.
+                    # Other users must be able to enter root's home, but not to list it.
                     entry.mode = 0o711 if folder == Path("/root") else 0o755
                     archive.addfile(entry)
             archive.add(source, target.lstrip("/"), recursive=False, filter=_readable)
@@ -193,15 +193,15 @@ def _files_of(distribution: importlib.metadata.Distribution) -> Iterator[Path]:
     for name in distribution.files or ():
         path = Path(os.path.normpath(str(distribution.locate_file(name))))
         inside = path.relative_to(prefix).parts if path.is_relative_to(prefix) else ()
-        # Scripts of packages are left out: an image is for `python -m`.
+        # Scripts of packages are left out: images use `python -m`.
         if inside and not _SKIPPED_FOLDERS & set(inside[1:-1]) and path.is_file():
             yield path
 
 
 def _own_needs() -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield what strop requires, with every optional part for users.
+    """Yield the dependencies of strop with all extras for users.
 
-    In a checkout from pyproject.toml: the installed metadata may be older.
+    A checkout is read from pyproject.toml, because the installed metadata may be older.
     """
     project_path = Path(strop.__file__).absolute().parents[2] / "pyproject.toml"
     if project_path.is_file():
@@ -219,27 +219,27 @@ def _own_needs() -> Iterator[tuple[str, frozenset[str]]]:
 
 
 def _read_needs(texts: Iterable[str], extras: frozenset[str]) -> Iterator[tuple[str, frozenset[str]]]:
-    """Yield name and extras of every requirement that holds with these extras."""
+    """Yield name and extras of every requirement that applies with these extras."""
     for text in texts:
         match = _REQUIREMENT.match(text)
         if match is None:
             continue
         extra = _EXTRA.search(match["marker"] or "")
         if extra is None or extra["name"] in extras:
-            wanted = filter(None, (word.strip() for word in (match["extras"] or "").split(",")))
-            yield match["name"], frozenset(wanted)
+            names = filter(None, (word.strip() for word in (match["extras"] or "").split(",")))
+            yield match["name"], frozenset(names)
 
 
 def _normalize(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-# The Debian base: made by mmdebstrap from this machine's package mirror, once per set of packages, and kept
-# in the user's cache, for machines that reach no registry. Tried with Debian 12 (bookworm): 20 s, 140 MB.
+# mmdebstrap builds the Debian base from this machine's package mirror, once per set of packages; the user's
+# cache keeps it. It is for machines that reach no registry. Tried with Debian 12 (bookworm): 20 s, 140 MB.
 
 
 def read_suite(release_path: Path = Path("/etc/os-release")) -> str:
-    """Return the Debian release of this machine; bookworm if it runs something else."""
+    """Return the Debian release of this machine, or bookworm on another system."""
     try:
         lines = release_path.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -251,11 +251,11 @@ def read_suite(release_path: Path = Path("/etc/os-release")) -> str:
 
 
 def make_base(folder: Path, suite: str, packages: Sequence[str], *, is_fresh: bool = False) -> Path:
-    """Return the archive of a root directory with the packages, made now unless `folder` has it.
+    """Return the archive of a root directory with the packages, built unless `folder` has it.
 
-    `is_fresh`: make it again in any case.
+    `is_fresh`: always build it.
 
-    Raises: CheckRefused with mmdebstrap's own words if it is missing or fails.
+    Raises: CheckRefused if mmdebstrap is missing or fails.
     """
     names = ",".join(sorted(packages))
     path = folder / f"{suite}-{hashlib.sha256(names.encode()).hexdigest()[:12]}.tar"
@@ -277,7 +277,7 @@ def make_base(folder: Path, suite: str, packages: Sequence[str], *, is_fresh: bo
                 suite,
                 str(partial_path),
             ]
-            # With a fixed time equal packages give equal bytes, and the layer's cache is hit.
+            # A fixed time makes equal packages give equal bytes, so that the layer is cached.
             environ = {**os.environ, "SOURCE_DATE_EPOCH": "1700000000"}
             try:
                 done = subprocess.run(
@@ -301,9 +301,9 @@ def make_base(folder: Path, suite: str, packages: Sequence[str], *, is_fresh: bo
     return path
 
 
-def _refuse(given: str) -> CheckRefused:
+def _refuse(problem: str) -> CheckRefused:
     return CheckRefused(
-        given,
+        problem,
         allowed="a Debian mirror that answers, and mmdebstrap",
         next_step="install it (make system-deps as root), or set base_image in the site profile to an"
         " image that a registry has",

@@ -1,12 +1,11 @@
-"""The end of a job's container: waiting for it, recording it, and removing what is left. One process per job.
+"""Wait for the end of a job's container, record it, and remove the container. One process per job.
 
     python -m strop.launch.container.watch --job DIR
 
-The watcher also ends the job at its time limit: by TERM, one grace before it, so that it saves its state,
-then by KILL. If the watcher itself is killed the job goes on without a time limit. A killed container
-cannot report its own end: the watcher or the next command, whichever comes first, writes what the engine
-still knows (exit code, lack of memory) into the job's folder and removes the container. `settle` is
-idempotent.
+The watcher also ends the job at its time limit: by TERM one grace period before it, so that the job saves its
+state, then by KILL. If the watcher itself is killed the job goes on without a time limit. A killed container
+cannot report its own end: the watcher or the next command, whichever comes first, writes the engine's report
+(exit code, lack of memory) into the job's folder and removes the container. `settle` is idempotent.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ from strop.launch.secrets import SECRETS_NAME, remove_secrets, secret_values
 from strop.record.files import DirectoryRecord
 
 START_NAME = "container.json"
-"""Written before the start: engine, container, time."""
+"""Engine, container and time; written before the start."""
 END_NAME = "container-end.json"
-"""Written after the end: what the engine reported."""
+"""The engine's report; written after the end."""
 STOP_NAME = "container-stop.json"
-"""Written before a signal: why the job is ended."""
+"""Why the job is ended; written before the signal."""
 LOG_NAME = "supervisor.log"
 """Standard output and error of the container, whose process 1 is the supervisor."""
 _MAX_LOG_BYTES = 4 << 20
@@ -70,7 +69,7 @@ T = TypeVar("T")
 def watch(job_path: Path, *, retry_s: float = RETRY_S) -> int:
     """Wait for the container of a job, then settle it. Returns 0, or 1 if there is none.
 
-    `retry_s`: the pause after the engine or the disk has failed.
+    `retry_s`: the pause after a failure of the engine or the disk.
 
     Raises: StoreError if the job's folder cannot be read.
     """
@@ -96,19 +95,19 @@ def watch(job_path: Path, *, retry_s: float = RETRY_S) -> int:
 
 
 def start_watcher(job_path: Path) -> None:
-    """Start the watcher of a job, apart from this process and its terminal.
+    """Start the watcher of a job, detached from this process and its terminal.
 
-    Raises: CheckRefused if this machine has no room for one more process; StoreError if the disk fails.
+    Raises: CheckRefused if this machine cannot start another process; StoreError if the disk fails.
     """
-    # A checkout that was found by a relative path would not be found from another folder.
-    found = os.pathsep.join(filter(None, [strop_folder(), os.environ.get("PYTHONPATH", "")]))
-    environ = {**clean_inherited(os.environ), "PYTHONPATH": found}
+    # A checkout on a relative path would not be found from another folder.
+    python_path = os.pathsep.join(filter(None, [strop_folder(), os.environ.get("PYTHONPATH", "")]))
+    environ = {**clean_inherited(os.environ), "PYTHONPATH": python_path}
     argv = [sys.executable, "-m", "strop.launch.container.watch", "--job", str(job_path)]
     start_detached(argv, job_path / "watch.log", environ, cwd=Path("/"))
 
 
 def _wait(engine: Engine, name: str, limit_s: float, retry_s: float) -> bool:
-    """Return whether a container has ended, or is gone, within the limit; a failing engine tells neither."""
+    """Return whether a container has ended, or is gone, within the limit; retry if the engine fails."""
     deadline = time.monotonic() + limit_s
     while not _try(lambda: is_over(inspect_containers(engine, [name]).get(name))):
         left_s = deadline - time.monotonic()
@@ -131,11 +130,11 @@ def _wait(engine: Engine, name: str, limit_s: float, retry_s: float) -> bool:
 
 
 def _try(action: Callable[[], T]) -> T | None:
-    """Run an action; log a StoreError and return None: a watcher does not end before its container."""
+    """Run an action; log a StoreError and return None, because a watcher must outlive its container."""
     try:
         return action()
     except StoreError as error:
-        # The log is on the disk that may be full.
+        # The log's disk may be full.
         with suppress(OSError):
             sys.stderr.write(f"{error}\n")
             sys.stderr.flush()
@@ -144,7 +143,7 @@ def _try(action: Callable[[], T]) -> T | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ContainerEnd:
-    """How a container ended, as the engine reports it."""
+    """The engine's report of a container's end."""
 
     exit_code: int
     is_out_of_memory: bool
@@ -160,7 +159,7 @@ class ContainerEnd:
 
 
 def read_container_file(job_path: Path, name: str) -> dict[str, Any] | None:
-    """Return one of the container's JSON files in the job's folder; None if it is missing or damaged."""
+    """Return a JSON file of the container in the job's folder; None if it is missing or damaged."""
     try:
         content = json.loads((job_path / name).read_bytes())
     except (OSError, ValueError):
@@ -169,12 +168,12 @@ def read_container_file(job_path: Path, name: str) -> dict[str, Any] | None:
 
 
 def write_container_file(job_path: Path, name: str, content: Mapping[str, Any]) -> None:
-    """Write one of the container's JSON files. Raises: StoreError."""
+    """Write a JSON file of the container. Raises: StoreError."""
     write_bytes_atomically(job_path / name, json.dumps(content, indent=1).encode())
 
 
 def secrets_mtime_ns(job_path: Path) -> int | None:
-    """Return when the secrets were written, which identifies their attempt; None without a file."""
+    """Return the time of the secrets, which identifies their attempt; None without a file."""
     try:
         return (job_path / SECRETS_NAME).stat().st_mtime_ns
     except OSError:
@@ -182,20 +181,20 @@ def secrets_mtime_ns(job_path: Path) -> int | None:
 
 
 def note_stop(job_path: Path, state: JobState) -> None:
-    """Record why the job is about to be ended, unless that is recorded. Raises: StoreError."""
+    """Record why the job is about to be ended, unless a reason is recorded. Raises: StoreError."""
     if read_container_file(job_path, STOP_NAME) is None:
         write_container_file(job_path, STOP_NAME, {"state": state.value, "at": time.time()})
 
 
 def inspect_containers(engine: Engine, names: list[str]) -> dict[str, dict[str, Any]]:
-    """Return what the engine knows of containers, by name; unknown ones are missing.
+    """Return the engine's facts about containers by name; unknown ones are missing.
 
     Raises: StoreError if the engine does not answer.
     """
     if not names:
         return {}
-    found = engine.read_json("container", "inspect", *names)
-    return {str(one["Name"]).lstrip("/"): one for one in found or ()}
+    inspected = engine.read_json("container", "inspect", *names)
+    return {str(facts["Name"]).lstrip("/"): facts for facts in inspected or ()}
 
 
 def is_over(facts: Mapping[str, Any] | None) -> bool:
@@ -204,7 +203,7 @@ def is_over(facts: Mapping[str, Any] | None) -> bool:
 
 
 def answer_for(job_path: Path, facts: Mapping[str, Any] | None) -> SchedulerStatus | None:
-    """Return a job's status from the engine's facts, or from the record of its end; None if both are missing.
+    """Return a job's status from the engine's facts, else from the record of its end; None without both.
 
     `facts` None: the engine does not know the container.
     """
@@ -224,7 +223,7 @@ def answer_for(job_path: Path, facts: Mapping[str, Any] | None) -> SchedulerStat
 
 
 def read_end(facts: Mapping[str, Any]) -> ContainerEnd:
-    """Return how an ended container ended."""
+    """Return the end of a container from the engine's facts."""
     state = facts["State"]
     return ContainerEnd(
         exit_code=int(state.get("ExitCode", EXIT_FAILED)),
@@ -237,9 +236,9 @@ def read_end(facts: Mapping[str, Any]) -> ContainerEnd:
 def settle(job_path: Path) -> bool:
     """Complete the record of a job whose container has ended, and remove the container.
 
-    Returns whether it has ended. Without a container file there is nothing to do.
+    Returns whether it has ended, which is true without a container file.
 
-    Raises: StoreError if the engine or the disk fails: then everything is still there.
+    Raises: StoreError if the engine or the disk fails; then nothing has been removed.
     """
     start = read_container_file(job_path, START_NAME)
     if start is None:
@@ -261,23 +260,23 @@ def settle(job_path: Path) -> bool:
                 raise explain_write_failure(error, log_path) from error
         _complete_record(job_path, end)
         write_container_file(job_path, END_NAME, asdict(end))
-    # Not those of a later attempt, for which the folder may have been filled again already.
+    # Secrets with another time belong to a later attempt, whose folder may be filled already.
     if start.get("secrets_mtime_ns") == secrets_mtime_ns(job_path):
         remove_secrets(job_path)
     if facts is not None:
-        # Last: until everything is written, the engine alone knows of the end.
+        # Last: until everything is written, only the engine knows of the end.
         engine.ask("rm", "--force", "--volumes", name)
     return True
 
 
 def _complete_record(job_path: Path, end: ContainerEnd) -> None:
-    """Write the verdict of attempts that ended with their container and could write none."""
+    """Write the verdicts of attempts that ended with their container before they could."""
     for trial in read_plan(job_path).trials:
         trial_path = Path(trial.path)
         for attempt in read_attempts(DirectoryRecord(trial_path)):
             if attempt.exit_code is not None:
                 continue
-            # A supervisor that exits normally leaves a verdict, so this attempt did not end well.
+            # A supervisor that exits normally writes a verdict, so this attempt did not succeed.
             exit_code = end.exit_code if end.exit_code != EXIT_DONE else EXIT_FAILED
             write_verdict(
                 trial_path / ATTEMPTS_FOLDER / attempt.name,
@@ -306,7 +305,7 @@ def _answer_ended(job_path: Path, end: ContainerEnd, word: str) -> SchedulerStat
 
 
 def _parse_time(text: str | None) -> float:
-    """Return an engine's time in Unix seconds; 0 for its zero time, which means never."""
+    """Return an engine's time in Unix seconds; 0 for its zero time, meaning never."""
     if not text or text.startswith("0001-"):
         return 0.0
     # Python reads microseconds, engines write nanoseconds.
@@ -322,7 +321,7 @@ def _parse_time(text: str | None) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     """Watch one job; return the exit code."""
-    # The terminal that submitted may close, and its shell may send this.
+    # The submitting terminal may close, and its shell may send this signal.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     parser = argparse.ArgumentParser(prog="strop.launch.container.watch", description=__doc__)
     parser.add_argument("--job", type=Path, required=True, help="the folder of what was submitted")

@@ -140,7 +140,7 @@ def _run_here(
             read_gpus(),
             read_gpu_users(),
             num_wanted=plan.resources.gpus_per_node,
-            asked=gpus,
+            requested=gpus,
             taken=leased_devices(),
         )
     write_job_dir(plan, request, os.environ)
