@@ -115,9 +115,8 @@ def read_request(
         )
     overrides, of_site = read_site_words(options.overrides)
     options = replace(options, overrides=tuple(overrides))
-    site, flags, site_options = find_site(options.site, project_path, environ).for_job(
-        [*options.flags, *of_site]
-    )
+    site = find_site(options.site, project_path, environ)
+    site, flags, site_options = site.for_job([*options.flags, *of_site])
     python = site.profile.python or sys.executable
     profile = site.profile.with_options(site_options)
     notice = None
@@ -150,13 +149,12 @@ def read_request(
         roles = list_roles(options.command, resolved.spec, python, site)
     evaluation = None if evaluation is None else carry_baselines(evaluation)
     root = _find_root(site, resolved)
-    names, flags_of_job = options.variables, options.environment
+    names, variable_flags = options.variables, options.environment
     environment, conflicts = gather_for_trackers(
-        resolved.spec.trackers, site, project_path, names, options.env_file, flags_of_job, environ
+        resolved.spec.trackers, site, project_path, names, options.env_file, variable_flags, environ
     )
     if file is not None:
         refuse_unreachable(file, site.name, profile, environment)
-    conflicts = (*map(str, resolved.conflicts), *conflicts)
     resources = _count_resources(resolved, site.name, profile)
     home = resolved.spec.output.dir or str(name_job_dir(root, resolved.spec.name, now))
     if notice is not None:
@@ -176,7 +174,7 @@ def read_request(
         submitted_at=now,
         sweep=sweep,
         options=site_options,
-        conflicts=conflicts,
+        conflicts=(*map(str, resolved.conflicts), *conflicts),
         env_file=options.env_file,
         evaluation=evaluation,
         run_file=run_file,
