@@ -73,9 +73,9 @@ def site(store_address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     use_store(monkeypatch, store_address)
     prefix = f"{tmp_path.parent.name}/{tmp_path.name}".replace("_", "-")
     profile = SageMakerSite(**{**PROFILE, "prefix": prefix, "endpoint_url": store_address})
-    clients = AwsClients(profile=profile, retries=HASTY, given=dict(shared_clients(store_address)))
+    clients = AwsClients(profile=profile, retries=HASTY, by_service=dict(shared_clients(store_address)))
     fake = FakeSageMaker(now=NOON)
-    clients.given["sagemaker"] = fake
+    clients.by_service["sagemaker"] = fake
     objects = SiteObjects(profile)
     project = tmp_path / "project"
     project.mkdir()

@@ -61,7 +61,7 @@ class Rehearsal:
         numbers = {f"TRAINEE_{key}": str(value) for key, value in changes.pop("trainee", {}).items()}
         profile = SageMakerSite(**{**PROFILE, **changes.pop("profile", {})})
         fake = FakeSageMaker(now=NOON)
-        clients = AwsClients(profile=profile, given={"sagemaker": fake})
+        clients = AwsClients(profile=profile, by_service={"sagemaker": fake})
         backend = SageMakerBackend(profile, clients=clients, objects=self.objects)
         num_past, evaluation = changes.pop("num_past", 0), changes.pop("evaluation", None)
         command = changes.pop("command", "train")

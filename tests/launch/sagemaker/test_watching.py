@@ -182,7 +182,7 @@ def test_a_real_program_is_brought_to_its_end_over_two_jobs(
         return emulators[-1]
 
     site.fake = FakeSageMaker(now=NOON, make_instance=make_instance)
-    site.clients.given["sagemaker"] = site.fake
+    site.clients.by_service["sagemaker"] = site.fake
     launcher = launcher_of(site, tmp_path)
     request = request_of(site, max_runtime="5m", environment=JobEnvironment())
     shutil.copy(Path(__file__).with_name("trainee.py"), site.project / "program.py")

@@ -62,15 +62,15 @@ def refusal(code: str, status: int = 403) -> ClientError:
 def record(site: Site, **answers: Any) -> list[str]:
     """Put recorders before all clients; rights and quotas, which moto lacks, are answered here."""
     seen: list[str] = []
-    site.clients.given["iam"] = Recorder(
+    site.clients.by_service["iam"] = Recorder(
         site.clients.client("iam"), seen, {"simulate_principal_policy": {"EvaluationResults": []}, **answers}
     )
     quotas = {"QuotaName": "ml.p4de.24xlarge for training job usage", "Value": 2.0}
-    site.clients.given["service-quotas"] = Recorder(
+    site.clients.by_service["service-quotas"] = Recorder(
         None, seen, {"list_service_quotas": {"Quotas": [quotas]}, **answers}
     )
     for service in ("sts", "ecr", "s3"):
-        site.clients.given[service] = Recorder(site.clients.client(service), seen, answers)
+        site.clients.by_service[service] = Recorder(site.clients.client(service), seen, answers)
     return seen
 
 
@@ -261,7 +261,7 @@ def test_without_boto3_the_message_says_what_to_install() -> None:
 
 def test_the_request_arrives_at_a_real_server(site: Site) -> None:
     """Moto accepts nearly anything and echoes most of it: that our request is well-formed on the wire."""
-    del site.clients.given["sagemaker"]
+    del site.clients.by_service["sagemaker"]
     plan = site.plan(job_name=f"wire-{site.prefix[-20:].replace('/', '-').strip('-')}")
     ref = site.backend.submit(plan)
     described = site.clients.client("sagemaker").describe_training_job(TrainingJobName=ref.job_id)
@@ -337,7 +337,7 @@ def test_a_repository_is_made_once(site: Site) -> None:
 
 def test_no_right_to_make_a_repository_is_said(site: Site) -> None:
     seen: list[str] = []
-    site.clients.given["ecr"] = Recorder(
+    site.clients.by_service["ecr"] = Recorder(
         site.clients.client("ecr"), seen, {"create_repository": refusal("AccessDeniedException")}
     )
     with pytest.raises(RemoteDenied, match="ecr:CreateRepository on never-made is not allowed"):
@@ -383,7 +383,7 @@ def test_an_image_that_was_built_and_not_pushed_is_compared_with_the_repositorys
         "the repository has no strop:never-pushed"
     )
     answers = {"batch_get_image": refusal("AccessDeniedException")}
-    site.clients.given["ecr"] = Recorder(site.clients.client("ecr"), [], answers)
+    site.clients.by_service["ecr"] = Recorder(site.clients.client("ecr"), [], answers)
     assert "ecr:BatchGetImage on strop:tag-compare is not allowed" in compare_images(
         site.clients, there, image_id
     )
@@ -432,7 +432,7 @@ def test_other_registries_get_no_login(site: Site, tmp_path: Path, base_image: s
 
 def test_a_foreign_registry_that_refuses_is_named(site: Site, tmp_path: Path) -> None:
     answers = {"get_authorization_token": refusal("AccessDeniedException")}
-    site.clients.given["ecr"] = Recorder(site.clients.client("ecr"), [], answers)
+    site.clients.by_service["ecr"] = Recorder(site.clients.client("ecr"), [], answers)
     profile = site.profile.model_copy(update={"base_image": BASE})
     wanted = "ecr:GetAuthorizationToken on the registry of account 999999999999 is not allowed"
     with pytest.raises(RemoteDenied, match=wanted):

@@ -72,11 +72,11 @@ class ContainerSite(SiteOptions):
 
     @property
     def has_network(self) -> bool:
-        """Whether the profile opens it."""
+        """Whether the profile allows it."""
         return self.network
 
     def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
-        """Return the number of GPUs that are named."""
+        """Return `job.gpus` as the number of chosen GPUs."""
         return imply_gpus(job, len(self.devices), "--devices") if self.devices else ()
 
     def open(self, site: str) -> Backend:

@@ -27,17 +27,17 @@ from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 
 KILL_LIMIT_S = 10.0
 START_LIMIT_S = 20.0
-"""How long a supervisor may take to write its identity."""
+"""Longest time until a supervisor has written its identity."""
 _POLL_S = 0.02
 
 
 class LocalBackend:
-    """Implements `Backend` for one machine. GPUs are chosen at start; there is no queue."""
+    """Implements `Backend` for this machine. GPUs are chosen at the start; there is no queue."""
 
     name = "local"
 
     def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
-        """Add the supervisor's command. Sidecars have no nodes of their own here.
+        """Add the supervisor's command. Sidecars run on the same node.
 
         Raises: ConfigError for several nodes.
         """
@@ -55,10 +55,10 @@ class LocalBackend:
         return replace(plan, argv=argv, roles=roles)
 
     def probe(self, plan: JobPlan) -> list[Finding]:
-        """Check that the interpreter exists and the GPUs are free: no queue would wait for them."""
-        found = []
+        """Check that the interpreter exists and the GPUs are free, because no queue waits for them."""
+        findings = []
         if shutil.which(plan.python) is None:
-            found = [
+            findings = [
                 Finding(
                     code="python",
                     given=f"{plan.python} is no program of this machine",
@@ -67,18 +67,18 @@ class LocalBackend:
                     severity=Severity.ERROR,
                 )
             ]
-        wanted = {f"{role.name} {part}": num for role in plan.roles for part, num in role.gpus.items()}
-        if wanted:
-            named = plan.details.get("devices")
-            inherited = ",".join(named) if named else os.environ.get(VISIBLE_DEVICES)
+        requested = {f"{role.name} {part}": num for role in plan.roles for part, num in role.gpus.items()}
+        if requested:
+            devices = plan.details.get("devices")
+            inherited = ",".join(devices) if devices else os.environ.get(VISIBLE_DEVICES)
             try:
-                allocate_gpus(GpuRequest(wanted=wanted, inherited=inherited), read_inventory())
+                allocate_gpus(GpuRequest(wanted=requested, inherited=inherited), read_inventory())
             except StropError as error:
-                found.append(find_refusal("gpus", error))
-        return found
+                findings.append(find_refusal("gpus", error))
+        return findings
 
     def submit(self, plan: JobPlan) -> JobRef:
-        """Start the supervisor, detached, and wait until it has written its identity."""
+        """Start the detached supervisor, and wait until it has written its identity."""
         job_path, job_id = job_path_of(plan.home), f"local-{secrets.token_hex(4)}"
         before = read_identity(job_path)
         forget_orders(job_path)
@@ -95,7 +95,7 @@ class LocalBackend:
                 started.send(signal.SIGKILL)
                 break
             time.sleep(_POLL_S)
-        # Checked once more: it may have begun, and even ended, since the last check.
+        # It may have begun, and even ended, since the last check.
         if read_identity(job_path) == before:
             words = (job_path / "supervisor.log").read_text(errors="replace")[-2000:]
             raise CheckRefused(
@@ -106,26 +106,25 @@ class LocalBackend:
         return plan.refer_to(job_id)
 
     def recover(self, plan: JobPlan) -> JobRef | None:
-        """Return the job whose supervisor has begun in this directory."""
-        found = read_identity(job_path_of(plan.home))
-        return None if found is None else plan.refer_to(found.job_id)
+        """Return the job whose supervisor has started in this directory."""
+        supervisor = read_identity(job_path_of(plan.home))
+        return None if supervisor is None else plan.refer_to(supervisor.job_id)
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
-        """Return whether each job's supervisor is alive. Jobs of other machines are left out."""
+        """Check whether each job's supervisor is alive. Jobs of other machines are left out."""
         answers: dict[tuple[str, int], SchedulerStatus] = {}
         for ref in refs:
-            found = read_identity(job_path_of(ref.home))
-            if found is None or not found.is_here:
+            supervisor = read_identity(job_path_of(ref.home))
+            if supervisor is None or not supervisor.is_here:
                 continue
             state, raw, reason = JobState.RUNNING, "alive", ""
-            if found.cancelled_by:
-                state, raw = JobState.CANCELLED, found.cancelled_by
-            elif not found.process.is_alive():
+            if supervisor.cancelled_by:
+                state, raw = JobState.CANCELLED, supervisor.cancelled_by
+            elif not supervisor.process.is_alive():
                 state, raw = JobState.FAILED, "gone"
-                reason = (
-                    f"its supervisor, process {found.process.pid}, has gone; submit it again with --resume"
-                )
-            answer = SchedulerStatus(state=state, raw=raw, reason=reason, nodes=found.host)
+                pid = supervisor.process.pid
+                reason = f"its supervisor, process {pid}, has gone; submit it again with --resume"
+            answer = SchedulerStatus(state=state, raw=raw, reason=reason, nodes=supervisor.host)
             answers |= answer_trials(ref, answer)
         return answers
 
@@ -138,9 +137,9 @@ class LocalBackend:
         return None
 
     def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
-        """Ask the supervisor for an end; with no grace kill it and all of its processes at once.
+        """Send TERM to the supervisor; without a grace kill it and all its processes.
 
-        One trial of several is ended by the supervisor, and the others go on.
+        The supervisor ends one trial of several, and the others go on.
         """
         if trial is not None and len(read_plan(job_path_of(ref.home)).trials) > 1:
             order_end(job_path_of(ref.home), trial, grace_s=grace_s)
@@ -149,9 +148,9 @@ class LocalBackend:
             self._signal(ref, signal.SIGTERM)
             return
         self._signal(ref, signal.SIGKILL)
-        # Its agent dies with it; processes that the roles had started in sessions of their own do not.
+        # Its agent dies with it; processes that the roles started in other sessions do not.
         deadline = time.monotonic() + KILL_LIMIT_S
-        while any(one.attempt.startswith(f"{ref.job_id}-") for one in find_leases()):
+        while any(lease.attempt.startswith(f"{ref.job_id}-") for lease in find_leases()):
             if time.monotonic() > deadline:
                 break
             clear_leftovers()
@@ -163,15 +162,15 @@ class LocalBackend:
         return "SIGUSR2"
 
     def list_tagged(self) -> Iterator[JobRef]:
-        """Yield nothing: without its directory a job of this machine does not exist."""
+        """Yield nothing: a job of this machine does not exist without its directory."""
         return iter(())
 
     def _signal(self, ref: JobRef, number: signal.Signals) -> None:
-        found = read_identity(job_path_of(ref.home))
-        if found is None or not found.is_here:
+        supervisor = read_identity(job_path_of(ref.home))
+        if supervisor is None or not supervisor.is_here:
             raise StoreError(
-                f"job {ref.name} runs on {found.host if found else 'no machine yet'}",
+                f"job {ref.name} runs on {supervisor.host if supervisor else 'no machine yet'}",
                 allowed="signals to jobs of this machine",
                 next_step="run the command there",
             )
-        found.process.send(number)
+        supervisor.process.send(number)

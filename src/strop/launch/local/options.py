@@ -26,7 +26,7 @@ class LocalSite(SiteOptions):
     )
 
     def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
-        """Return the number of GPUs that are named."""
+        """Return `job.gpus` as the number of chosen GPUs."""
         return imply_gpus(job, len(self.devices), "--devices") if self.devices else ()
 
     def open(self, site: str) -> Backend:

@@ -1,10 +1,10 @@
-"""The program above a job's agents where there is no scheduler: it starts attempts, one after the other.
+"""The parent program of a job's agents without a scheduler: it runs attempts one after the other.
 
     python -m strop.launch.local.supervisor --job DIR --job-id ID
 
 SIGUSR2 is a preemption: the attempt saves its state, and the job is requeued at most `max_requeue` times.
-SIGTERM and SIGINT are a cancellation. An agent that was killed counts as a lost node, which a scheduler would
-replace too. The trials of a sweep run one after the other; one of them can be ended alone
+SIGTERM and SIGINT are a cancellation. A killed agent counts as a lost node, which a scheduler would also
+replace. The trials of a sweep run one after the other; one of them can be ended alone
 (`supervisor_files`). The supervisor may be process 1 of a container.
 """
 
@@ -31,7 +31,7 @@ _POLL_S = 0.1
 
 
 class _Orders:
-    """Pending signals, and orders for single trials: stored by handlers, passed on by the loop."""
+    """Pending signals, which handlers store and the loop passes on, and orders for single trials."""
 
     def __init__(self, job_path: Path) -> None:
         self.pending: list[signal.Signals] = []
@@ -50,28 +50,28 @@ class _Orders:
     def take(self, running: int) -> list[signal.Signals]:
         """Return the signals for the running trial, each order once.
 
-        An order for a trial that has not begun is confirmed at once: it is skipped when its turn comes.
+        An order for a trial that has not begun is confirmed at once; the trial will be skipped.
         """
-        taken = []
+        signals = []
         while self.pending:
-            taken.append(self.pending.pop(0))
+            signals.append(self.pending.pop(0))
         for order in read_orders(self._job_path):
             trial, signal_name = order
             if trial < running or order in self._for_trials:
                 continue
             self._for_trials.add(order)
             if trial == running:
-                taken.append(signal_name)
+                signals.append(signal_name)
             else:
                 confirm_end(self._job_path, trial)
-        return taken
+        return signals
 
     def end_alone(self, trial: int) -> bool:
-        """Whether a trial is to end, and the others are not."""
-        return any(trial == one for one, _ in self._for_trials)
+        """Whether only this trial must end, and the others go on."""
+        return any(trial == ordered for ordered, _ in self._for_trials)
 
     def forget_preemptions(self) -> None:
-        """Drop preemptions of an attempt that is over; a cancellation is for the whole job."""
+        """Drop preemptions of an attempt that has ended; a cancellation applies to the whole job."""
         self.pending[:] = [order for order in self.pending if order is not signal.SIGUSR2]
 
 
@@ -81,7 +81,7 @@ def supervise(job_path: Path, job_id: str) -> int:
     Raises: StoreError if the job's folder cannot be read.
     """
     plan = read_plan(job_path)
-    # Before its identity is written: process 1 ignores signals without a handler.
+    # Before the identity is written: process 1 ignores signals without a handler.
     orders = _Orders(job_path)
     become_subreaper()
     write_identity(job_path, job_id)
@@ -104,7 +104,7 @@ def supervise(job_path: Path, job_id: str) -> int:
         if result and orders.cancelled_by:
             write_identity(job_path, job_id, cancelled_by=orders.cancelled_by)
     finally:
-        # If the job goes on from a checkpoint, the next submission writes them again.
+        # If the job resumes from a checkpoint, the next submission writes them again.
         remove_secrets(job_path)
     return result
 
@@ -112,9 +112,9 @@ def supervise(job_path: Path, job_id: str) -> int:
 def _run_attempt(
     plan: JobPlan, trial: TrialPlan, job_path: Path, attempt: str, number: int, orders: _Orders
 ) -> tuple[int, bool]:
-    """Run one attempt, pass signals on, write its verdict; return code, and whether the agent was killed.
+    """Run one attempt, pass signals on, write its verdict; return its code and whether the agent was killed.
 
-    An attempt whose agent was killed has no exit code unless it was the last one.
+    The verdict of an attempt whose agent was killed has an exit code only if it was the last one.
     """
     trial_path = Path(trial.path)
     attempt_path = trial_path / ATTEMPTS_FOLDER / attempt
@@ -124,7 +124,7 @@ def _run_attempt(
     argv += ["--attempt", attempt, "--number", str(number), "--grace", str(plan.grace_s)]
     argv += ["--term-grace", str(plan.grace_s)]
     agent = spawn(argv, attempt_path / "supervisor.log", cwd=trial_path)
-    # The first one that is passed on to the agent.
+    # The first signal that is passed on to the agent.
     signal_name = ""
     while agent.poll() is None:
         for order in orders.take(trial.index):
@@ -133,7 +133,7 @@ def _run_attempt(
         reap_orphans([agent.pid])
         time.sleep(_POLL_S)
     ended = agent.poll() or 0
-    # Only if the agent itself was killed: after a role was killed it returns that role's code.
+    # Negative only if the agent itself was killed: for a killed role the agent returns that role's code.
     exit_code, is_lost = from_wait(ended), ended < 0
     if is_lost:
         for cleared in clear_leftovers():
@@ -159,8 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="strop.launch.local.supervisor")
     parser.add_argument("--job", type=Path, required=True, help="the folder of what was submitted")
     parser.add_argument("--job-id", required=True, help="prefix of attempt names")
-    given = parser.parse_args(arguments)
-    return supervise(given.job, given.job_id)
+    args = parser.parse_args(arguments)
+    return supervise(args.job, args.job_id)
 
 
 if __name__ == "__main__":

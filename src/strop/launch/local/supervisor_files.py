@@ -1,8 +1,8 @@
 """The files between a job's supervisor and the commands about the job, on this machine and in containers.
 
-`supervisor.json` says which process supervises. The trials of a sweep run one after the other below it,
-and a signal to it would end all of them: so the order to end one is a file, which the supervisor reads and
-confirms. It skips a trial that has not begun, and sends the signal to the agent of one that runs.
+`supervisor.json` identifies the supervising process. It runs the trials of a sweep one after the other, and a
+signal to it would end all of them: so the order to end one trial is a file, which the supervisor reads and
+confirms. It skips a trial that has not begun, and sends the signal to the agent of the running one.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _CONFIRMED = re.compile(r"ended-member-(\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Supervisor:
-    """The process above a job's agents."""
+    """The parent process of a job's agents."""
 
     host: str
     process: ProcessIdentity
     job_id: str
     cancelled_by: str = ""
-    """The signal that cancelled the job, once it has ended for that reason."""
+    """The signal that cancelled the job, set after its end."""
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs, or ran, on this machine: processes of others cannot be seen."""
+        """Whether it runs, or ran, on this machine; processes of other machines are not visible."""
         return self.host == socket.gethostname()
 
 
 def write_identity(job_path: Path, job_id: str, *, cancelled_by: str = "") -> None:
-    """Write that this process supervises. Raises: StoreError."""
+    """Write this process as the supervisor. Raises: StoreError."""
     content = {
         "host": socket.gethostname(),
         "process": asdict(identify_self()),
@@ -55,7 +55,7 @@ def write_identity(job_path: Path, job_id: str, *, cancelled_by: str = "") -> No
 
 
 def read_identity(job_path: Path) -> Supervisor | None:
-    """Return the supervisor; None where none has begun."""
+    """Return the supervisor; None if none has started."""
     try:
         content = json.loads((job_path / _NAME).read_bytes())
         process = ProcessIdentity(**content["process"])
@@ -66,14 +66,14 @@ def read_identity(job_path: Path) -> Supervisor | None:
 
 
 def order_end(job_path: Path, trial: int, *, grace_s: float) -> None:
-    """Ask for the end of a trial by TERM; with no grace by KILL. Raises: StoreError."""
+    """Order the end of a trial by TERM, or without a grace by KILL. Raises: StoreError."""
     order = signal.SIGTERM if grace_s > 0.0 else signal.SIGKILL
     write_bytes_atomically(job_path / f"end-member-{trial}-{order.name}", b"")
 
 
 def read_orders(job_path: Path) -> list[tuple[int, signal.Signals]]:
-    """Return the trials that are to end, with the signals."""
-    return [(int(found[1]), signal.Signals[found[2]]) for found in _find(job_path, _ORDER)]
+    """Return the trials that must end, with the signals."""
+    return [(int(match[1]), signal.Signals[match[2]]) for match in _find(job_path, _ORDER)]
 
 
 def confirm_end(job_path: Path, trial: int) -> None:
@@ -83,36 +83,36 @@ def confirm_end(job_path: Path, trial: int) -> None:
 
 def read_confirmed(job_path: Path) -> set[int]:
     """Return the trials that ended by an order, or will never begin."""
-    return {int(found[1]) for found in _find(job_path, _CONFIRMED)}
+    return {int(match[1]) for match in _find(job_path, _CONFIRMED)}
 
 
 def forget_orders(job_path: Path) -> None:
-    """Remove the orders that were meant for an earlier start of the job."""
-    for found in (*_find(job_path, _ORDER), *_find(job_path, _CONFIRMED)):
-        (job_path / found[0]).unlink(missing_ok=True)
+    """Remove the orders for an earlier start of the job."""
+    for match in (*_find(job_path, _ORDER), *_find(job_path, _CONFIRMED)):
+        (job_path / match[0]).unlink(missing_ok=True)
 
 
 def answer_trials(ref: JobRef, answer: SchedulerStatus) -> dict[tuple[str, int], SchedulerStatus]:
     """Return the status of each trial from that of the whole job, in the form of `Backend.poll`.
 
-    A cancellation does not apply to trials that had succeeded before, nor the end of one trial to the
-    others. Raises: StoreError.
+    A cancellation does not apply to trials that succeeded before it, nor the end of one trial to the others.
+    Raises: StoreError.
     """
     job_path = job_path_of(ref.home)
     confirmed = read_confirmed(job_path)
     answers = {}
     for trial in read_plan(job_path).trials:
-        mine = answer
+        status = answer
         if trial.index in confirmed:
-            mine = replace(answer, state=JobState.CANCELLED, raw="ended alone", reason="cancelled")
+            status = replace(answer, state=JobState.CANCELLED, raw="ended alone", reason="cancelled")
         elif answer.state is JobState.CANCELLED:
             attempts = read_attempts(DirectoryRecord(Path(trial.path)))
             if attempts and attempts[-1].exit_code == EXIT_DONE and not attempts[-1].signal:
-                mine = SchedulerStatus(state=JobState.SUCCEEDED, raw="done", nodes=answer.nodes)
-        answers[ref.job_id, trial.index] = mine
+                status = SchedulerStatus(state=JobState.SUCCEEDED, raw="done", nodes=answer.nodes)
+        answers[ref.job_id, trial.index] = status
     return answers
 
 
 def _find(job_path: Path, pattern: re.Pattern[str]) -> list[re.Match[str]]:
     names = sorted(path.name for path in job_path.glob("end*-member-*"))
-    return [found for name in names if (found := pattern.fullmatch(name))]
+    return [match for name in names if (match := pattern.fullmatch(name))]

@@ -25,20 +25,20 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--grace", type=float, default=120.0, help="seconds after the announcement of an end")
     parser.add_argument("--term-grace", type=float, default=TERM_GRACE_S, help="seconds after SIGTERM")
     parser.add_argument("--address", default="127.0.0.1", help="of node 0, as other nodes reach it")
-    given = parser.parse_args(arguments)
-    node = int(os.environ[given.node_variable]) if given.node_variable else given.node
+    args = parser.parse_args(arguments)
+    node = int(os.environ[args.node_variable]) if args.node_variable else args.node
     return run_node(
         NodeTask(
-            job_path=given.job,
-            trial_path=given.trial,
-            attempt=given.attempt,
-            number=given.number,
+            job_path=args.job,
+            trial_path=args.trial,
+            attempt=args.attempt,
+            number=args.number,
             node=node,
-            num_nodes=given.num_nodes,
-            part=given.part,
-            grace_s=given.grace,
-            term_grace_s=given.term_grace,
-            address=given.address,
+            num_nodes=args.num_nodes,
+            part=args.part,
+            grace_s=args.grace,
+            term_grace_s=args.term_grace,
+            address=args.address,
         )
     )
 

@@ -1,9 +1,9 @@
 """One node of one attempt, from its lease to its exit code.
 
-In this order: folders and log, fence, leftovers of dead runs, lease, start record, code, preflight,
-environment, roles, end. The exit code is written last, after the processes have gone: once it is there, the
-node is free. A kill of the agent kills its roles; processes that outlive them carry the lease's id and are
-ended by the next agent of this user on the machine.
+The order is: folders and log, fence, leftovers of dead runs, lease, start record, code, preflight,
+environment, roles, end. The exit code is written last, after all processes have ended: once it exists, the
+node is free. A kill of the agent kills its roles; processes that outlive them carry the lease's id, and the
+next agent of this user on the machine ends them.
 
 Messages go to `<node>/agent.log` and to standard error.
 """
@@ -55,9 +55,9 @@ from strop.record.fence import raise_fence
 from strop.record.run_dir import STATE_NAME
 
 MIN_FREE_BYTES = 256 << 20
-"""Free bytes of the run's disk: fewer would not hold the logs of the attempt."""
+"""Free bytes on the run's disk, enough for the logs of the attempt."""
 ARRIVAL_LIMIT_S = 120.0
-"""How much later than the first one the last node of a job may begin."""
+"""Longest time between the starts of the first and the last node of a job."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LEVELS = {
     "none": (),
@@ -75,7 +75,7 @@ class _Node:
     task: NodeTask
     plan: JobPlan
     roles: tuple[RolePlan, ...]
-    """Those of this node."""
+    """The roles on this node."""
     log: TextIO
 
     def say(self, text: str) -> None:
@@ -92,7 +92,7 @@ def _say(task: NodeTask, log: TextIO, text: str) -> None:
 def run_node(task: NodeTask) -> int:
     """Run one node of an attempt to its end; return its exit code, which is also in `exit/<node>`.
 
-    A StropError is not raised: it becomes an exit code and a cause on disk.
+    Raises no StropError: it becomes an exit code and a cause on disk.
     """
     stop = StopRequest(grace_s=task.grace_s, term_grace_s=task.term_grace_s)
     stop.install()
@@ -108,7 +108,7 @@ def run_node(task: NodeTask) -> int:
 
 
 class _EndRecord:
-    """Writes an exit code to disk in any case: peers and schedulers wait for it."""
+    """Writes an exit code to disk in any case, because peers and schedulers wait for it."""
 
     def __init__(self, task: NodeTask, log: TextIO, stop: StopRequest) -> None:
         self.end = NodeEnd(exit_code=EXIT_FAILED, cause="", role="agent")
@@ -121,7 +121,7 @@ class _EndRecord:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
-        """Write how the node ended. An error is its cause, and goes no further."""
+        """Write the node's end. An exception becomes its cause and is not raised."""
         if isinstance(error, StropError):
             self.end = NodeEnd(exit_code=error.exit_code, cause=str(error), role="agent")
         elif error is not None:
@@ -134,7 +134,7 @@ class _EndRecord:
         if self.end.cause:
             _say(self._task, self._log, self.end.cause)
         task, end = self._task, self.end
-        # The cause, then the exit code, after which nothing else is written.
+        # First the cause, last the exit code.
         _write_json(
             task.attempt_path / f"end-{task.node}.json",
             {
@@ -180,7 +180,7 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
             for path in clear_shared_memory():
                 node.say(f"removed {path}, whose process had ended")
             if surviving:
-                # They keep the lease, by which the next agent finds them.
+                # The kept lease lets the next agent find them.
                 lease.is_kept = True
                 names = ", ".join(map(str, surviving))
                 node.say(f"processes {names} did not end, and are left to the next agent")
@@ -198,7 +198,7 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
         plan, task, allocation, lease.lease.lease_id, node.say, is_stopped=lambda: bool(stop.signal_name)
     )
     if stop.signal_name:
-        # Told to end before anything began: the last attempt's checkpoint is the state.
+        # Stopped before anything began: the last attempt's checkpoint is the state.
         return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="")
     place = Workplace(
         task=task,
@@ -210,11 +210,13 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
     )
     environments = {}
     for planned in node.roles:
-        given = read_environment(task.job_path, planned.name)
-        environments[planned.name] = build_environment(planned, place, given=given, environ=os.environ)
+        job_variables = read_environment(task.job_path, planned.name)
+        environments[planned.name] = build_environment(
+            planned, place, job_variables=job_variables, environ=os.environ
+        )
         require_names(planned, environments[planned.name], list(plan.environment.variables))
     if not node.roles:
-        # A node of the main part that only lends its devices to another node's role.
+        # This node of the main part only provides its devices to another node's role.
         with PeerWatch(task, is_sidecar=True) as peers:
             while time.monotonic() < stop.deadline:
                 end = peers.check()
@@ -234,7 +236,7 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
 def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
     is_sidecar = not any(role.plan.must_succeed or role.plan.is_awaited for role in roles)
     names = [role.name for role in roles]
-    # Sidecars may be silent while the run goes on, and this node may not even see the run's record.
+    # Sidecars may be silent while the run goes on, and their node may not see the run's record.
     stall = None if is_sidecar else StallWatch(node.plan, node.task, names)
     with PeerWatch(node.task, is_sidecar=is_sidecar) as peers:
 
@@ -246,7 +248,7 @@ def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
 
 
 def _fill(role: RolePlan, task: NodeTask, code_path: Path) -> RolePlan:
-    """Fill in the names of `RolePlan.argv`. Not by str.format: a command may contain other braces."""
+    """Replace the names in `RolePlan.argv`; a command may contain other braces, unlike for str.format."""
     places = {"{run}": task.trial_path, "{job}": task.job_path, "{code}": code_path, "{node}": task.node}
     words = role.argv
     for name, path in places.items():
@@ -263,10 +265,10 @@ def check_node(
     *,
     is_stopped: Callable[[], bool],
 ) -> None:
-    """Run the preflight of this node at the level that the plan sets.
+    """Run the preflight of this node at the plan's level.
 
-    Raises: CheckRefused naming what is wrong and where (exit code 76); Interrupted (75) if `is_stopped`
-        becomes true while this node waits for the others.
+    Raises: CheckRefused naming problem and node (exit code 76); Interrupted (75) if `is_stopped` becomes
+        true while this node waits for the others.
     """
     levels = _LEVELS[plan.preflight]
     if not levels:
@@ -303,7 +305,7 @@ def check_node(
 
 
 def host_name() -> str:
-    """Return the name of this node, as its scheduler shows it."""
+    """Return the scheduler's name of this node, else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

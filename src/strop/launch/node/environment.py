@@ -1,6 +1,6 @@
-"""What an agent runs (`NodeTask`), and the environment of each of its roles.
+"""The task of an agent (`NodeTask`), and the environment of each of its roles.
 
-The launcher's own variables override all others: devices, the attempt, caches of this role alone.
+The launcher's own variables override all others: devices, the attempt, caches for this role alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from strop.spec.layout import PARTS
 from strop.user_code import MOVED_VARIABLE
 
 TERM_GRACE_S = 25.0
-"""After SIGTERM: schedulers kill 30 s later where nothing else is set."""
+"""Seconds after SIGTERM: schedulers kill after 30 s by default."""
 _CACHES = ("XDG_CACHE_HOME", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
 _DISTRIBUTED = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 """Never inherited: a job may be submitted from inside another job."""
@@ -52,11 +52,11 @@ class NodeTask:
     num_nodes: int
     part: Literal["main", "cpu"] = "main"
     grace_s: float = 120.0
-    """Between the announcement of an end and that end."""
+    """Seconds between the announcement of an end and that end."""
     term_grace_s: float = TERM_GRACE_S
-    """Between SIGTERM and the kill that follows it."""
+    """Seconds between SIGTERM and the kill that follows."""
     address: str = "127.0.0.1"
-    """Of node 0, as the other nodes reach it."""
+    """The address by which other nodes reach node 0."""
 
     @property
     def attempt_path(self) -> Path:
@@ -70,14 +70,14 @@ class NodeTask:
 
     @property
     def exit_path(self) -> Path:
-        """Where this node's exit code is written last."""
+        """The file of this node's exit code, which is written last."""
         return self.attempt_path / "exit" / str(self.node)
 
 
 def request_devices(plan: JobPlan, roles: Sequence[RolePlan], environ: Mapping[str, str]) -> GpuRequest:
     """Return the GPUs that this node's roles need, by `ROLE/part`, in the order of `PARTS`."""
-    wanted = {f"{role.name}/{part}": number for role in roles for part, number in role.gpus.items()}
-    ordered = sorted(wanted.items(), key=lambda item: PARTS.index(item[0].partition("/")[2]))
+    numbers = {f"{role.name}/{part}": number for role in roles for part, number in role.gpus.items()}
+    ordered = sorted(numbers.items(), key=lambda item: PARTS.index(item[0].partition("/")[2]))
     return GpuRequest(
         wanted=dict(ordered),
         inherited=environ.get(VISIBLE_DEVICES),
@@ -100,16 +100,16 @@ class Workplace:
 
 
 def build_environment(
-    role: RolePlan, place: Workplace, *, given: Mapping[str, str], environ: Mapping[str, str]
+    role: RolePlan, place: Workplace, *, job_variables: Mapping[str, str], environ: Mapping[str, str]
 ) -> dict[str, str]:
     """Return the whole environment of a role.
 
-    `given`: the job's variables and this role's secrets.
+    `job_variables`: the job's variables and this role's secrets.
     """
     task, work_path = place.task, place.work_path
     kept = {name: value for name, value in environ.items() if name not in _DISTRIBUTED}
-    variables = kept | dict(given)
-    # Before XDG_CACHE_HOME moves: models and the login of the hub stay where they are.
+    variables = kept | dict(job_variables)
+    # Before XDG_CACHE_HOME changes: models and the login of the hub stay where they are.
     home = variables.get("XDG_CACHE_HOME") or os.path.join(variables.get("HOME", "/"), ".cache")
     variables.setdefault("HF_HOME", os.path.join(home, "huggingface"))
     variables.setdefault("STROP_CACHE", str(user_cache_dir()))
@@ -125,12 +125,12 @@ def build_environment(
         NODE_VARIABLE: str(task.node),
         NUM_NODES_VARIABLE: str(task.num_nodes),
         ADDRESS_VARIABLE: task.address,
-        NAMES_VARIABLE: ",".join(sorted(given)),
+        NAMES_VARIABLE: ",".join(sorted(job_variables)),
         **place.lease,
     }
     came_from = place.plan.details.get("submitted_from")
     if place.plan.code_sha256 is not None and came_from:
-        # The run file names the user's code at its old path; the submitted copy is what runs.
+        # The run file names user code by its old path, and the submitted copy runs instead.
         variables[MOVED_VARIABLE] = f"{came_from}:{place.code_path}"
     folders = [str(place.code_path / "src")] if (place.code_path / "src").is_dir() else []
     variables["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [variables.get("PYTHONPATH")])])
@@ -138,7 +138,7 @@ def build_environment(
 
 
 def require_names(role: RolePlan, variables: Mapping[str, str], names: Sequence[str]) -> None:
-    """Refuse to start a role without a variable that its plan names (LAU-4).
+    """Refuse to start a role without a variable of its plan (LAU-4).
 
     Raises: CheckRefused naming role and variables.
     """
@@ -156,13 +156,15 @@ def _kind_of(plan: JobPlan) -> type[SiteOptions]:
 
 
 def _device_variables(role: RolePlan, place: Workplace) -> dict[str, str]:
-    found = place.allocation.roles
-    mine = {part: found[f"{role.name}/{part}"] for part in role.gpus if f"{role.name}/{part}" in found}
-    if not mine:
-        # Where the job is given its GPUs, a role that requested none must not see any.
+    allocated = place.allocation.roles
+    of_role = {
+        part: allocated[f"{role.name}/{part}"] for part in role.gpus if f"{role.name}/{part}" in allocated
+    }
+    if not of_role:
+        # If the job has been assigned GPUs, a role that requested none must not see any.
         is_fenced = _kind_of(place.plan).device_grant != "none" or place.allocation.uuids
         return {VISIBLE_DEVICES: "", DEVICE_ORDER: PCI_BUS_ID} if is_fenced else {}
-    if "eval" in mine:
-        return {**mine["eval"].variables, "OMP_NUM_THREADS": "1"}
-    shares = {part: devices.visible for part, devices in mine.items()}
+    if "eval" in of_role:
+        return {**of_role["eval"].variables, "OMP_NUM_THREADS": "1"}
+    shares = {part: devices.visible for part, devices in of_role.items()}
     return {**part_variables(shares), DEVICE_ORDER: PCI_BUS_ID, "OMP_NUM_THREADS": "1"}

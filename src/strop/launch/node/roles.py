@@ -1,9 +1,8 @@
-"""The processes of a job on one node: started together, watched together, ended together.
+"""The processes of a job on one node, which start together and end together.
 
-All end together: with success once every role that must succeed has ended with 0, else with the code, the
-name and the last lines of the first one that ended otherwise. A sidecar must not end while the run goes
-on. A role that is awaited may end before the others or after them: its end is reported, and does not end
-the job.
+They end with success once every role that must succeed has exited with 0, else with the code, the name and
+the last lines of the first role that failed. A sidecar must not end while the run goes on. An awaited role
+may end before or after the others: its end is reported, and does not end the job.
 
 `PeerWatch` and `StallWatch` end them from outside: for another node's end, a later attempt, a stall.
 """
@@ -28,31 +27,31 @@ from strop.record.fence import read_fence
 
 HEARTBEAT_EVERY_S = 5.0
 MAX_SILENCE_S = 120.0
-"""Shared file systems show a change to other nodes after up to a minute."""
+"""Shared file systems may take a minute to show a change to other nodes."""
 FIRST_HEARTBEAT_LIMIT_S = 900.0
-"""For code and preflight of node 0, which come before its first heartbeat, and may wait for all nodes."""
+"""Time for code and preflight of node 0 before its first heartbeat; they may wait for all nodes."""
 _LOOK_EVERY_S = 1.0
 NUM_TAIL_LINES = 20
 ORDERED_END_S = 10.0
-"""How long roles may take to end once another one has."""
+"""Seconds for roles to end after another one has."""
 _POLL_S = 0.05
 _STACKS_S = 5.0
-"""How long roles may take to write their stacks."""
+"""Seconds for roles to write their stacks."""
 _KILLED_BY_TERM = SIGNAL_BASE + signal.SIGTERM
 _REFUSALS = frozenset({EXIT_USAGE, EXIT_REFUSED})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeEnd:
-    """How the roles of a node ended."""
+    """The end of a node's roles."""
 
     exit_code: int
     cause: str
-    """For a person: which role, how, and its last lines; empty for a success."""
+    """A text for the user: which role, how, and its last lines; empty for a success."""
     role: str = ""
-    """The role that decided it."""
+    """The decisive role."""
     is_stall: bool = False
-    """Whether nothing moves any more: then the stacks of all roles are written."""
+    """Whether the roles made no progress: then the stacks of all roles are written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,16 +63,16 @@ class Role:
 
     @property
     def name(self) -> str:
-        """As the plan calls it."""
+        """The name in the plan."""
         return self.plan.name
 
 
 class StopRequest:
-    """The end that signals ask for: set by handlers, read by the loop."""
+    """A stop requested by signals: set by handlers, read by the loop."""
 
     def __init__(self, *, grace_s: float, term_grace_s: float) -> None:
         self.signal_name = ""
-        """The first signal that asked for an end; empty while none did."""
+        """The first signal that requested a stop; empty without one."""
         self.deadline = float("inf")
         """On time.monotonic()."""
         self._grace_s = {signal.SIGUSR2: grace_s, signal.SIGUSR1: grace_s, signal.SIGTERM: term_grace_s}
@@ -85,7 +84,7 @@ class StopRequest:
             signal.signal(number, lambda received, _frame: self.request(signal.Signals(received)))
 
     def request(self, number: signal.Signals) -> None:
-        """Ask for an end. A later signal can only bring it nearer."""
+        """Request a stop. A later signal can only shorten the deadline."""
         self.signal_name = self.signal_name or number.name
         self.deadline = min(self.deadline, time.monotonic() + self._grace_s[number])
 
@@ -97,10 +96,10 @@ def start_roles(
     *,
     cwd: Path,
 ) -> list[Role]:
-    """Start every role in a process group of its own, with its output in `<log_path>/<role>.log`.
+    """Start every role in its own process group, with its output in `<log_path>/<role>.log`.
 
-    `environments`: the whole environment of each role, by its name.
-    Raises: CheckRefused if a program is missing; the roles that were started before it are ended.
+    `environments`: the whole environment of each role, by name.
+    Raises: CheckRefused if a program is missing; roles started before it are ended.
     """
     started: list[Role] = []
     with ExitStack() as undo:
@@ -119,10 +118,10 @@ def watch_roles(
     check: Callable[[], NodeEnd | None],
     say: Callable[[str], None],
 ) -> NodeEnd:
-    """Wait until the roles are done, one of them fails, or an end is asked for. All have ended on return.
+    """Wait until the roles are done, one of them fails, or a stop is requested. All have ended on return.
 
-    `check` is called repeatedly: it returns an end that comes from outside. `say` reports
-    failures that do not end the run.
+    `check` is called repeatedly, and returns an end caused from outside. `say` reports failures that do not
+    end the run.
     """
     is_stopping = False
     failed: set[str] = set()
@@ -131,7 +130,7 @@ def watch_roles(
             code = role.child.poll()
             if is_stopping or role.name in failed or code is None or from_wait(code) in _REFUSALS:
                 continue
-            # The run does not need these, and goes on.
+            # The run does not need this role, and goes on.
             if role.plan.may_be_lost or (role.plan.is_awaited and code != EXIT_DONE):
                 failed.add(role.name)
                 say(f"{_describe_end(role)}\nthe run goes on without it")
@@ -146,22 +145,22 @@ def watch_roles(
             is_stopping = True
         if time.monotonic() > stop.deadline:
             if all(role.child.poll() is not None for role in roles):
-                # This node's roles had failed and were not needed; other nodes decide the job's exit code.
+                # This node's roles failed and were not needed; other nodes determine the job's exit code.
                 return NodeEnd(exit_code=EXIT_DONE, cause="")
             end_roles(roles, time.monotonic())
             return NodeEnd(
                 exit_code=SIGNAL_BASE + signal.SIGKILL,
                 cause=f"{_names(roles)} did not end within the grace after {stop.signal_name} and was killed",
             )
-        if (found := check()) is not None:
-            stacks = f"; {write_stacks(roles)}" if found.is_stall else ""
+        if (outside_end := check()) is not None:
+            stacks = f"; {write_stacks(roles)}" if outside_end.is_stall else ""
             end_roles(roles, min(stop.deadline, time.monotonic() + ORDERED_END_S))
-            return replace(found, cause=found.cause + stacks)
+            return replace(outside_end, cause=outside_end.cause + stacks)
         time.sleep(_POLL_S)
 
 
 def end_roles(roles: Sequence[Role], deadline: float) -> None:
-    """End the roles that still run by one deadline (time.monotonic()): TERM, wait, KILL."""
+    """End the running roles by a deadline of time.monotonic(): TERM, wait, KILL."""
     running = [role for role in roles if role.child.poll() is None]
     _signal_all(running, signal.SIGTERM)
     while any(role.child.poll() is None for role in running) and time.monotonic() < deadline:
@@ -172,14 +171,14 @@ def end_roles(roles: Sequence[Role], deadline: float) -> None:
 
 
 def write_stacks(roles: Sequence[Role]) -> str:
-    """Let every Python process of the roles write the stacks of its threads to its log, and end it.
+    """Make every Python process of the roles write its threads' stacks to its log, and end it.
 
     PYTHONFAULTHANDLER makes SIGABRT do both. Stopped processes are continued first.
     """
     running = [role for role in roles if role.child.poll() is None]
     _signal_all(running, signal.SIGCONT)
     _signal_all(running, signal.SIGABRT)
-    # No other signal meanwhile: SIGTERM would end a process before its handler has written anything.
+    # Send no other signal meanwhile: SIGTERM would end a process before its handler has written the stacks.
     deadline = time.monotonic() + _STACKS_S
     while any(role.child.poll() is None for role in running) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -188,7 +187,7 @@ def write_stacks(roles: Sequence[Role]) -> str:
 
 
 def _find_end(roles: Sequence[Role], *, is_stopping: bool) -> NodeEnd | None:
-    """Return how the node ended, if it has."""
+    """Return the end of the node, or None while it runs."""
     codes = {role.name: role.child.poll() for role in roles}
     needed = [role for role in roles if role.plan.must_succeed]
     awaited = [role for role in roles if role.plan.is_awaited]
@@ -208,11 +207,11 @@ def _find_end(roles: Sequence[Role], *, is_stopping: bool) -> NodeEnd | None:
         if (role.plan.is_awaited or role.plan.may_be_lost) and exit_code not in _REFUSALS:
             continue
         if is_stopping and exit_code == _KILLED_BY_TERM and role.plan.must_succeed:
-            # It had not begun to save yet: the last checkpoint is its state, and it can be requeued.
+            # It had not begun to save: the last checkpoint is its state, and it can be requeued.
             return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="", role=role.name)
         if exit_code == EXIT_INTERRUPTED:
             return NodeEnd(exit_code=exit_code, cause="", role=role.name)
-        # A sidecar that ends with 0 has left the run: that is no success.
+        # A sidecar that exits with 0 has left the run, which is no success.
         failure = EXIT_FAILED if exit_code == EXIT_DONE else exit_code
         return NodeEnd(exit_code=failure, cause=_describe_end(role), role=role.name)
     return None
@@ -228,7 +227,7 @@ def _describe_end(role: Role) -> str:
 def _signal_all(roles: Sequence[Role], number: signal.Signals) -> None:
     for role in roles:
         if role.child.poll() is None:
-            # Its leader is not reaped yet, so the group's number cannot have been reused.
+            # The leader is not reaped yet, so the group's number cannot have been reused.
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(role.child.pid, number)
 
@@ -240,8 +239,8 @@ def _names(roles: Sequence[Role]) -> str:
 class PeerWatch:
     """Watches the other nodes through the attempt's files, at most once a second.
 
-    A node whose peer has ended must not run on for hours. Every agent reads the others' exit files; node 0
-    also writes a heartbeat, so that its loss without an exit file is noticed too.
+    A node must not run on for hours after a peer's end. Every agent reads the others' exit files; node 0 also
+    writes a heartbeat, which shows its loss without an exit file.
     """
 
     def __init__(self, task: NodeTask, *, is_sidecar: bool) -> None:
@@ -264,7 +263,7 @@ class PeerWatch:
         self._stopped.set()
 
     def check(self) -> NodeEnd | None:
-        """Return why this node must end because of another one, or because a later attempt has begun."""
+        """Return this node's end if another node has ended or a later attempt has begun, else None."""
         if time.monotonic() - self._looked_at < _LOOK_EVERY_S:
             return None
         self._looked_at = time.monotonic()
@@ -285,7 +284,7 @@ class PeerWatch:
             if self._is_sidecar and path.name == "0":
                 return NodeEnd(exit_code=EXIT_DONE, cause="")
             if code == EXIT_INTERRUPTED:
-                # It was told to end, and so was this one, or will be.
+                # That node was stopped, and this one is or will be stopped too.
                 continue
             cause = f"node {path.name} ended with {describe_exit(code)}"
             return NodeEnd(exit_code=EXIT_DONE if self._is_sidecar else EXIT_FAILED, cause=cause)
@@ -299,13 +298,13 @@ class PeerWatch:
             changed_at = self._heartbeat_path.stat().st_mtime
         except OSError:
             changed_at = None
-        seen, since = self._seen
-        # Changes are timed by this node's clock: the other one's may be minutes off.
-        if changed_at is not None and changed_at != seen:
+        last_heartbeat, since = self._seen
+        # Changes are timed by this node's clock, because node 0's may be minutes off.
+        if changed_at is not None and changed_at != last_heartbeat:
             self._seen = (changed_at, time.monotonic())
             return None
         silent_s = time.monotonic() - since
-        if silent_s < (FIRST_HEARTBEAT_LIMIT_S if seen is None else MAX_SILENCE_S):
+        if silent_s < (FIRST_HEARTBEAT_LIMIT_S if last_heartbeat is None else MAX_SILENCE_S):
             return None
         cause = f"node 0 has given no sign of life for {silent_s:.0f} s"
         return NodeEnd(exit_code=EXIT_FAILED, cause=cause, role="agent")
@@ -315,15 +314,15 @@ class PeerWatch:
             try:
                 self._heartbeat_path.write_text(f"{time.time():.0f}")
             except OSError:
-                # A full disk ends the roles by itself; the next heartbeat may succeed.
+                # A full disk ends the roles anyway; the next heartbeat may succeed.
                 continue
 
 
 class StallWatch:
-    """Notices that neither a role's log nor the run's record grows any more.
+    """Notices that neither a role's log nor the run's record grows.
 
     The training loop has a watchdog for its own stages; this one also sees a role that hangs before or
-    outside of it. It compares sizes, not times: clocks of file servers differ.
+    outside of it. It compares sizes and not times, because clocks of file servers differ.
     """
 
     def __init__(self, plan: JobPlan, task: NodeTask, roles: list[str]) -> None:

@@ -1,1 +1,1 @@
-"""SageMaker training jobs, by boto3 alone: what is sent, what comes back, and what runs in the container."""
+"""SageMaker training jobs by boto3: requests, status and logs, and the program in the container."""

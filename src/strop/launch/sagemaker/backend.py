@@ -1,7 +1,7 @@
 """SageMaker training jobs as a backend.
 
 Covered: plan, check, submit with code and config in S3, status by one listing, logs from CloudWatch, records
-from the run's mirror, stop, sweeps as one job per trial, finding what a killed submission left. Tried with
+from the run's mirror, stop, sweeps as one job per trial, recovery of a killed submission. Tried with
 moto 5.2.5 and `FakeSageMaker`, never on live AWS. Not covered: deletion of jobs, training plans.
 """
 
@@ -34,7 +34,7 @@ from strop.launch.secrets import SECRETS_NAME
 from strop.record.files import LogSource, RecordFiles, StoreRecord, find_checkpoints
 
 LOOK_BACK_S = 30 * 86_400.0
-"""How far back jobs are looked for by their tags."""
+"""Age limit of jobs in the search by tags."""
 _CLOCK_SKEW_S = 3600.0
 _NOT_SENT = frozenset(
     {SECRETS_NAME, ENVIRONMENT_NAME, CANCELLED_NAME, "ref.json", "state.json", "refused.txt"}
@@ -44,7 +44,7 @@ _CODE_FILE = "code.tar.zst"
 
 
 class SageMakerBackend:
-    """`Backend` of one site. `clients` and `objects` are there for tests and rehearsals."""
+    """Implements `Backend` for one site. Tests and rehearsals pass `clients` and `objects`."""
 
     name = "sagemaker"
 
@@ -53,21 +53,21 @@ class SageMakerBackend:
     ) -> None:
         self._profile = profile
         self._clients = clients or AwsClients(profile=profile)
-        self._given_objects = objects
+        self._custom_objects = objects
         self._described: dict[str, tuple[object, SchedulerStatus]] = {}
-        """Job to its last change, and its status then."""
+        """Job to its last change and its status after that."""
 
     @cached_property
     def _objects(self) -> JobObjects:
-        # Made late: a plan needs neither boto3 nor credentials.
-        return self._given_objects or SiteObjects(self._profile)
+        # Created on first use: a plan needs neither boto3 nor credentials.
+        return self._custom_objects or SiteObjects(self._profile)
 
     def prepare(
         self, request: JobRequest, say: Callable[[str], None], *, is_dry_run: bool, is_awaited: bool
     ) -> JobRequest | int:
-        """Build and push the job's image, or run the job here, where options ask for it.
+        """Build and push the job's image, or run the job on this machine, if options request it.
 
-        Raises: as `prepare_image`; ConfigError for waiting for a job that runs here.
+        Raises: as `prepare_image`; ConfigError for --local together with --wait.
         """
         options = self._profile.with_options(request.options)
         if options.local and is_awaited:
@@ -81,30 +81,30 @@ class SageMakerBackend:
         return prepare_image(request, options, self, say, is_dry_run=is_dry_run)
 
     def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
-        """Add the requests of all trials. Raises: ConfigError with everything that would be refused."""
+        """Add the requests of all trials. Raises: ConfigError with everything that AWS would refuse."""
         return complete_plan(plan, request)
 
     def probe(self, plan: JobPlan) -> list[Finding]:
-        """Ask AWS, by reading calls alone, what would stop the job."""
+        """Find obstacles to the job by AWS calls that only read."""
         return probe_site(plan, self._profile, self._clients, self._objects)
 
     def submit(self, plan: JobPlan) -> JobRef:
         """Send code and config, create the jobs of all trials, and write the job log.
 
-        Raises: CheckRefused if AWS refuses one: those that it accepted before are stopped then; StoreError.
+        Raises: CheckRefused if AWS refuses a job, after stopping those that it accepted before; StoreError.
         """
         image = plan.details["image"]
-        named = parse_reference(image)
-        if named is not None and named.registry is not None and named.digest is None:
-            # By digest: a tag may point elsewhere by the time that a job starts.
-            image = f"{named.registry}/{named.name}@{find_digest(self._clients, named)}"
+        reference = parse_reference(image)
+        if reference is not None and reference.registry is not None and reference.digest is None:
+            # Use the digest: the tag may have moved by the time that the job starts.
+            image = f"{reference.registry}/{reference.name}@{find_digest(self._clients, reference)}"
         accepted: list[dict[str, Any]] = []
         try:
             for job in plan.details["jobs"]:
                 self._upload(plan, job)
                 accepted.append(self._create(plan, job, image))
         except StropError:
-            # All of a sweep run, or none: those that were accepted before are stopped.
+            # Either all trials of a sweep run or none: stop those that were accepted.
             for job in accepted:
                 try:
                     self._stop(job["name"])
@@ -116,7 +116,7 @@ class SageMakerBackend:
                     ) from error
             raise
         ref = self._to_ref(plan, accepted, image)
-        # The reference of the job that this one continues is still in the home that both share.
+        # The shared home still has the reference of the job that this one continues.
         earlier = read_ref(job_path_of(plan.home)).job_id if has_ref(Path(plan.home)) else None
         warnings = []
         for job in accepted:
@@ -135,46 +135,46 @@ class SageMakerBackend:
         return replace(ref, details={**ref.details, "warnings": [text for text in warnings if text]})
 
     def send_locally(self, plan: JobPlan) -> dict[str, Any]:
-        """Send the first trial's files as `submit` does; return its job's request, for local mode."""
+        """Send the first trial's files as `submit` does; return the job's request, for local mode."""
         job = plan.details["jobs"][0]
         self._upload(plan, job)
         return {**_name_image(job["request"], plan.details["image"]), "TrainingJobName": job["name"]}
 
     def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
-        """Give all trials' jobs new names, and what is kept by a job's name the new places."""
+        """Give all trials' jobs new names, and move the folders that are named by the job."""
         return renew_plan(plan, submitted_at)
 
     def find_saved_step(self, ref: JobRef) -> int | None:
-        """Return the newest state in S3, whichever job of the run it comes from, or what its mirror has."""
+        """Return the newest step in S3, from any job of the run or from the run's mirror."""
         root = _job_of(ref, 0)["state_uri"].rstrip("/")
         names = (stored.uri[len(root) + 1 :] for stored in self._objects.list(root))
         steps = [step for name in names if (step := step_of_state(name)) is not None]
         return max([*steps, *find_checkpoints(self.open_record(ref, 0))], default=None)
 
     def recover(self, plan: JobPlan) -> JobRef | None:
-        """Find the jobs of this very plan and home by their tags: their names may have another time."""
+        """Find the jobs of this plan and home by their tags, because their names may have another time."""
         keys = {job["run_key"]: job for job in plan.details["jobs"]}
-        found: dict[str, dict[str, Any]] = {}
+        accepted: dict[str, dict[str, Any]] = {}
         home = Path(plan.home)
         first_at = read_plan(job_path_of(home)).submitted_at if has_plan(home) else plan.submitted_at
         for summary in self._list_since(first_at):
             tags = self._tags_of(summary["TrainingJobArn"])
             job = keys.get(tags.get(RUN_TAG, ""))
             if job is not None and tags.get(PLAN_TAG) == plan.plan_hash:
-                found.setdefault(job["run_key"], _accepted(job, summary))
-        if len(found) < len(keys):
+                accepted.setdefault(job["run_key"], _accepted(job, summary))
+        if len(accepted) < len(keys):
             return None
-        return self._to_ref(plan, [found[key] for key in keys], plan.details["image"])
+        return self._to_ref(plan, [accepted[key] for key in keys], plan.details["image"])
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
-        """List once, and describe only what has changed since the last question. Raises: StoreError."""
-        wanted = {job["name"]: (ref, job["trial"]) for ref in refs for job in ref.details["jobs"]}
-        if not wanted:
+        """List once, and describe only jobs that changed since the last query. Raises: StoreError."""
+        trials = {job["name"]: (ref, job["trial"]) for ref in refs for job in ref.details["jobs"]}
+        if not trials:
             return {}
         answers: dict[tuple[str, int], SchedulerStatus] = {}
-        for summary in self._list_since(min(ref.submitted_at for ref in refs), set(wanted)):
+        for summary in self._list_since(min(ref.submitted_at for ref in refs), set(trials)):
             name = summary["TrainingJobName"]
-            if name not in wanted:
+            if name not in trials:
                 continue
             changed = (summary.get("LastModifiedTime"), summary["TrainingJobStatus"])
             last_change, answer = self._described.get(name, (None, None))
@@ -187,9 +187,9 @@ class SageMakerBackend:
                     continue
                 answer = read_answer(described)
                 if described["TrainingJobStatus"] == summary["TrainingJobStatus"]:
-                    # A description may lag behind the listing: then it is read again next time.
+                    # A description that lags behind the listing is read again next time.
                     self._described[name] = (changed, answer)
-            ref, trial = wanted[name]
+            ref, trial = trials[name]
             answers[ref.job_id, trial] = answer
         # The job log is a convenience: errors are ignored.
         for ref in refs:
@@ -208,7 +208,7 @@ class SageMakerBackend:
         return answers
 
     def open_record(self, ref: JobRef, trial: int) -> RecordFiles:
-        """Return the mirror of the trial's run in the store; without network, what the platform copied."""
+        """Return the mirror of the trial's run in the store, or without network the platform's copy."""
         job = _job_of(ref, trial)
         if ref.details.get("has_isolation"):
             return StoreRecord(self._objects, f"{job['state_uri']}/record", run=ref.name, traces="")
@@ -219,21 +219,21 @@ class SageMakerBackend:
         return CloudWatchLogs(self._clients, _job_of(ref, trial)["name"])
 
     def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
-        """Ask for an end. The platform's own window holds, 120 s, whatever `grace_s` is."""
+        """Stop the jobs. The platform's window of 120 s applies, whatever `grace_s` is."""
         for job in ref.details["jobs"]:
             if trial in {None, job["trial"]}:
                 self._stop(job["name"])
 
     def preempt(self, ref: JobRef, trial: int) -> str:
-        """Stop the job as a person or a wall time would: the container gets SIGTERM."""
+        """Stop the job, which sends the container SIGTERM as a user's stop or the wall time does."""
         self._stop(_job_of(ref, trial)["name"])
         return "SIGTERM"
 
     def list_tagged(self) -> Iterator[JobRef]:
-        """Yield the jobs of the last 30 days that carry our tags and have not ended, each with one trial."""
+        """Yield the live jobs of the last 30 days with strop's tags, each with one trial."""
         for summary in self._list_since(time.time() - LOOK_BACK_S):
             if summary["TrainingJobStatus"] not in _LIVING:
-                continue  # It has ended, and reading its tags costs a call.
+                continue  # The job has ended, and reading its tags would cost a call.
             tags = self._tags_of(summary["TrainingJobArn"])
             if PLAN_TAG not in tags:
                 continue
@@ -265,11 +265,11 @@ class SageMakerBackend:
             self._send(trial_spec, f"{job['config_uri']}/member-spec.toml")
         key_uri = f"{job['config_uri']}/{LINK_KEY}"
         if count_hosts(job["request"]) > 1 and self._objects.find(key_uri) is None:
-            # Never replaced: hosts of a job that was accepted unnoticed may be reading it.
+            # Never replaced: hosts of a job that was accepted unnoticed may be reading the key.
             self._objects.write(key_uri, make_key())
         original = Path(plan.details["config"] or "/nonexistent")
         if original.is_file():
-            # Under its own name, which neither the job's name nor the resolved spec shows.
+            # Under its original name, which neither the job's name nor the resolved spec shows.
             self._send(original, f"{job['config_uri']}/original/{original.name}")
 
     def _send(self, path: Path, uri: str) -> None:
@@ -285,7 +285,7 @@ class SageMakerBackend:
             self._objects.upload(path, uri, sha256)
 
     def _create(self, plan: JobPlan, job: Mapping[str, Any], image: str) -> dict[str, Any]:
-        """Create one job; where its name is taken by another one, once more with a suffix."""
+        """Create one job; if another job has its name, try once more with a suffix."""
         request = _name_image(job["request"], image)
         for name in (job["name"], suffixed_name(job["name"], plan.home)):
             request["TrainingJobName"] = name
@@ -296,7 +296,7 @@ class SageMakerBackend:
             except CheckRefused as error:
                 if "ResourceInUse" not in str(error):
                     raise
-                # An earlier, killed submission of this one may have made it.
+                # An earlier, killed submission of this plan may have created it.
                 described = self._clients.call(
                     "sagemaker", "describe_training_job", resource=name, TrainingJobName=name
                 )
@@ -328,7 +328,7 @@ class SageMakerBackend:
     # Queries.
 
     def _list_since(self, since: float, names: set[str] | None = None) -> Iterator[Mapping[str, Any]]:
-        """Yield the account's jobs since an instant, newest first; ends early once all names are found."""
+        """Yield the account's jobs since a time, newest first; end early once all `names` are found."""
         left = set(names or ())
         query: dict[str, Any] = {
             "CreationTimeAfter": datetime.fromtimestamp(max(0.0, since - _CLOCK_SKEW_S), tz=UTC),
@@ -341,7 +341,7 @@ class SageMakerBackend:
             for summary in page["TrainingJobSummaries"]:
                 left.discard(summary["TrainingJobName"])
                 yield summary
-            # An empty page is not the last one: only a missing token is.
+            # An empty page need not be the last one: only a missing token marks it.
             if not page.get("NextToken") or (names and not left):
                 return
             query["NextToken"] = page["NextToken"]
@@ -356,7 +356,7 @@ class SageMakerBackend:
                 "sagemaker", "stop_training_job", resource=f"training job {name}", TrainingJobName=name
             )
         except CheckRefused as error:
-            # It has ended by itself meanwhile.
+            # The job has ended meanwhile.
             if "in status" not in str(error):
                 raise
 

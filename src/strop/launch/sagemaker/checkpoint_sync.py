@@ -1,12 +1,12 @@
-"""What one start of a container brings back and sends out: checkpoint sync, restore, record upload, log echo.
+"""The transfers of one container start: checkpoint sync, restore, record upload, log echo.
 
     <checkpoints>/<host>/step-000020/...COMPLETE     a checkpoint, its manifest last
     <checkpoints>/<host>/run/...                     the run's other files that a restart needs
     <checkpoints>/<host>/starts/<job>/<number>       one file per start of the job
 
-The platform keeps `<checkpoints>` in step with S3. It uploads whatever it sees, half-written files too, so
-everything is written outside and renamed in. It deletes in S3 what is deleted here, so states are pruned
-late, and only once newer ones have arrived. Not covered: checkpoints that several hosts write together.
+The platform mirrors `<checkpoints>` to S3. It uploads all files it sees, even half-written ones, so files are
+written elsewhere and renamed into place. It deletes in S3 what is deleted here, so states are pruned late,
+only after newer ones have arrived. Not covered: checkpoints that several hosts write together.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _RUN_FILES = ("run.json", "spec.toml", "metrics.jsonl", "events.jsonl", "timelin
 
 
 class CheckpointSync(Worker):
-    """Copies complete checkpoints into the directory that the platform keeps in step with S3."""
+    """Copies complete checkpoints into the directory that the platform mirrors to S3."""
 
     def __init__(
         self,
@@ -54,19 +54,19 @@ class CheckpointSync(Worker):
         self._place = checkpoint_path / host
         self._staging_path = staging_path
         self._is_safe = is_safe
-        """Whether a state has arrived in S3; older ones are pruned only then."""
+        """Whether a state has arrived in S3; only then are older ones pruned."""
         self._lock = threading.Lock()
         super().__init__("checkpoint-sync", self.copy_new, POLL_S)
         self.last_error = ""
 
     def stop(self) -> int | None:
-        """Copy what is complete now and end; return the newest step that is kept."""
+        """Copy complete checkpoints a last time and end; return the newest kept step."""
         self._join()
         self.copy_new()
         return max((_step_of(path) for path in _complete_states(self._place)), default=None)
 
     def copy_new(self) -> None:
-        """Copy complete checkpoints that are not there yet, oldest first; then prune."""
+        """Copy new complete checkpoints, oldest first; then prune."""
         with self._lock:
             kept = {path.name for path in _complete_states(self._place)}
             newest = max((_step_of(self._place / name) for name in kept), default=-1)
@@ -81,16 +81,16 @@ class CheckpointSync(Worker):
                         target = self._place / path.name
                         shutil.rmtree(target, ignore_errors=True)
                         _move(staged, target)
-                        # Last: a directory without it is no state, however much of it has been uploaded.
+                        # The manifest comes last: a partly uploaded directory without it is no state.
                         _move(self._staging_path / f"{path.name}.{MANIFEST_NAME}", target / MANIFEST_NAME)
                 states = sorted(_complete_states(self._place), key=_step_of)
                 for path in states[:-NUM_KEPT]:
                     if all(self._is_safe(newer.name) for newer in states[-NUM_KEPT:]):
-                        # The manifest first: a directory that a kill leaves behind is then no state.
+                        # The manifest goes first: a directory that a kill leaves behind is then no state.
                         (path / MANIFEST_NAME).unlink()
                         shutil.rmtree(path, ignore_errors=True)
             except (OSError, StoreError) as error:
-                # A checkpoint may be pruned while it is copied, a disk may be full: the next one will do.
+                # A checkpoint may be pruned during the copy, or the disk be full: the next one may succeed.
                 self.last_error = str(error)
 
     def _sync_run(self) -> None:
@@ -102,35 +102,35 @@ class CheckpointSync(Worker):
             if any(part.startswith(".") or ".partial-" in part for part in name.parts):
                 continue
             if name.suffix == ".lock" or is_complete(self._trial_path / name.parts[0]):
-                continue  # A finished model is published by the mirror; no restart needs it.
+                continue  # The mirror publishes a finished model; no restart needs it.
             target = self._place / "run" / name
-            found = source.stat()
-            if target.exists() and target.stat().st_mtime_ns == found.st_mtime_ns:
+            stat = source.stat()
+            if target.exists() and target.stat().st_mtime_ns == stat.st_mtime_ns:
                 continue
             staged = self._staging_path / "file"
             staged.parent.mkdir(parents=True, exist_ok=True)
-            # A copy, no link: these files still grow.
+            # Copied and not linked, because these files still grow.
             shutil.copy2(source, staged)
             _move(staged, target)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Restored:
-    """Which state a start restored."""
+    """The state that a start restored."""
 
     step: int | None
-    """None: no state, the run begins at step 0."""
+    """None: there is no state, and the run begins at step 0."""
     reason: str
 
 
 def restore_newest(
     checkpoint_path: Path, home: Path, job_name: str, *, reaches_store: bool, parent: str = ""
 ) -> Restored:
-    """Restore the newest state into a run's directory, and say from where, or why there is none.
+    """Restore the newest state into a run's directory; report its source, or why there is none.
 
-    Either the checkpoint directory or the run's own mirror may be newer: the platform copies the former when
-    it likes, and a reclaim comes without a warning. `parent`: the job that this one continues, whose mirror
-    may be ahead too.
+    Either the checkpoint directory or the run's mirror may be newer: the platform copies the former at any
+    time, and a reclaim comes without a warning. `parent`: the job that this one continues, whose mirror may
+    also be ahead.
 
     Raises: OSError if the disk fails.
     """
@@ -139,12 +139,15 @@ def restore_newest(
     newest = find_newest_step(checkpoint_path)
     mirrors = {_mirror_uri(home, name): name == job_name for name in (parent, job_name) if name}
     try:
-        # Its own first: once that has any state, it is ahead of the parent's.
+        # The job's own mirror first: once it has any state, it is ahead of the parent's.
         for uri, is_own in reversed(mirrors.items()):
-            if uri is not None and (found := _restore_mirror(uri, home, newest, is_own=is_own)) is not None:
-                return found
+            if (
+                uri is not None
+                and (restored := _restore_mirror(uri, home, newest, is_own=is_own)) is not None
+            ):
+                return restored
     except StoreError as error:
-        # The checkpoint directory is enough; a store that fails now may answer later.
+        # The checkpoint directory is enough; the store may answer later.
         kept = restore_state(checkpoint_path, home)
         return Restored(step=kept.step, reason=f"{kept.reason}; the mirror was not asked: {error}")
     return restore_state(checkpoint_path, home)
@@ -160,8 +163,8 @@ def _restore_mirror(uri: str, home: Path, newest: int | None, *, is_own: bool) -
         return None
     if remote.step is None:
         if newest is None and is_own:
-            # An earlier start claimed it and was lost before its first checkpoint. The run begins anew as
-            # another one, which the claim would refuse, though it protects nothing.
+            # An earlier start claimed the mirror and was lost before its first checkpoint. The claim would
+            # refuse the new start, although there is nothing to protect.
             S3Objects().remove(join_uri(uri, LATEST_NAME))
         return None
     if newest is not None and newest >= remote.step:
@@ -169,18 +172,19 @@ def _restore_mirror(uri: str, home: Path, newest: int | None, *, is_own: bool) -
     incoming = home.with_name(f"{home.name}.mirror")
     shutil.rmtree(incoming, ignore_errors=True)
     restored = restore_run(uri, incoming.parent, name=incoming.name)
-    # Attempts of earlier starts stay in the store: here they could be taken for this one's.
+    # Attempts of earlier starts stay in the store: here they could be mistaken for this start's.
     shutil.rmtree(restored / "attempts", ignore_errors=True)
     shutil.copytree(restored, home, dirs_exist_ok=True, symlinks=True)
     shutil.rmtree(restored)
-    known = "no state" if newest is None else f"step {newest}"
+    own_state = "no state" if newest is None else f"step {newest}"
     return Restored(
-        step=remote.step, reason=f"the mirror {uri} has step {remote.step}; the checkpoint directory {known}"
+        step=remote.step,
+        reason=f"the mirror {uri} has step {remote.step}; the checkpoint directory {own_state}",
     )
 
 
 def _mirror_uri(home: Path, job_name: str) -> str | None:
-    """Return where the trainer mirrors the run to, or None."""
+    """Return the URI that the trainer mirrors the run to, or None."""
     from strop.spec import load_spec
 
     try:
@@ -194,14 +198,14 @@ def _mirror_uri(home: Path, job_name: str) -> str | None:
 
 
 def find_newest_step(checkpoint_path: Path) -> int | None:
-    """Return the newest step with a manifest; its files are not read."""
+    """Return the newest step with a manifest, without reading its files."""
     return max(
         (_step_of(path) for path in checkpoint_path.glob("*/step-*") if is_complete(path)), default=None
     )
 
 
 def restore_state(checkpoint_path: Path, trial_path: Path) -> Restored:
-    """Restore the newest intact state into a run's directory; damaged ones are skipped with a reason.
+    """Restore the newest intact state into a run's directory; skip damaged ones with a reason.
 
     Raises: OSError if the disk fails.
     """
@@ -231,7 +235,7 @@ def restore_state(checkpoint_path: Path, trial_path: Path) -> Restored:
 
 
 def count_start(checkpoint_path: Path, host: str, job: str) -> int:
-    """Return how many times this job started on this host before, and count this start."""
+    """Count this start; return the number of earlier starts of the job on this host."""
     folder = checkpoint_path / host / "starts" / job
     folder.mkdir(parents=True, exist_ok=True)
     number = sum(1 for path in folder.iterdir() if path.name.isdigit())
@@ -249,7 +253,7 @@ def send_to_store(objects: JobObjects, record_uri: str, path: Path, name: str) -
 
 
 def copy_into(folder: Path, path: Path, name: str) -> None:
-    """Copy a file into a folder that the platform keeps in step with S3, where it appears whole."""
+    """Copy a file atomically into a folder that the platform mirrors to S3."""
     target = folder / name
     target.parent.mkdir(parents=True, exist_ok=True)
     partial = target.with_name(f".partial-{target.name}")
@@ -258,10 +262,10 @@ def copy_into(folder: Path, path: Path, name: str) -> None:
 
 
 class RecordUploader(Worker):
-    """Sends the attempt's files that have changed, every few seconds and at the end.
+    """Sends changed files of the attempt, every few seconds and at the end.
 
-    To `traces/` of the run's folder in the store; in a job without network to the checkpoint directory. A
-    store that fails delays this thread alone.
+    They go to `traces/` of the run's folder in the store, or without network to the checkpoint directory. A
+    failing store delays only this thread.
     """
 
     def __init__(
@@ -273,30 +277,30 @@ class RecordUploader(Worker):
         has_run: bool,
         evaluation_path: Path | None = None,
     ) -> None:
-        """`evaluation_path`: where the platform keeps what an evaluation writes, which has no mirror."""
+        """`evaluation_path`: the mirrored folder for an evaluation, which has no mirror of its own."""
         self._send, self._trial_path, self._attempt = send, trial_path, attempt
         self._evaluation_path = evaluation_path
         self._has_run = has_run
-        """Whether this host is the one that writes the run's own files."""
+        """Whether this host writes the run's own files."""
         self._sent: dict[str, tuple[int, int]] = {}
         self._last_error = ""
-        # The first time early: the start record says that the job runs.
+        # The first upload is early, because the start record shows that the job runs.
         super().__init__("record-upload", self.send_changed, 1.0, UPLOAD_EVERY_S)
 
     def stop(self) -> None:
-        """Send the rest and end."""
+        """Send the remaining changes and end."""
         self._join()
         self.send_changed()
 
     def send_changed(self) -> None:
-        """Send every file that has changed since it was sent last."""
+        """Send every file that changed since it was last sent."""
         attempt_path = self._trial_path / "attempts" / self._attempt
-        found = [path for path in sorted(attempt_path.rglob("*")) if path.is_file() and path.name != "alive"]
+        paths = [path for path in sorted(attempt_path.rglob("*")) if path.is_file() and path.name != "alive"]
         if self._has_run:
-            found += [self._trial_path / name for name in _RUN_FILES]
+            paths += [self._trial_path / name for name in _RUN_FILES]
         if self._evaluation_path is not None:
-            found += list_evaluation(self._trial_path)
-        for path in found:
+            paths += list_evaluation(self._trial_path)
+        for path in paths:
             name = path.relative_to(self._trial_path).as_posix()
             try:
                 stat = path.stat()
@@ -315,7 +319,7 @@ class RecordUploader(Worker):
 
 
 class LogEcho(Worker):
-    """Copies the roles' logs to standard output, for the platform's log service, as `role| line`."""
+    """Copies the roles' logs to standard output as `role| line`, for the platform's log service."""
 
     def __init__(self, folder: Path, *, hide: tuple[str, ...]) -> None:
         self._folder, self._hide = folder, hide
@@ -323,15 +327,15 @@ class LogEcho(Worker):
         super().__init__("log-echo", self.echo_new, 0.5)
 
     def stop(self) -> None:
-        """Copy the rest and end."""
+        """Copy the remaining lines and end."""
         self._join()
         self.echo_new(is_last=True)
 
     def echo_new(self, *, is_last: bool = False) -> None:
-        """Copy complete new lines; at the end an incomplete one too."""
+        """Copy complete new lines, and at the end an incomplete one."""
         for path in sorted(self._folder.glob("*.log")):
             if path.name == "agent.log":
-                continue  # On standard error already.
+                continue  # It is on standard error already.
             with suppress(OSError), path.open("rb") as file:
                 file.seek(self._offsets.get(path.name, 0))
                 data = file.read()
@@ -362,7 +366,7 @@ def _link_or_copy(source: str, target: str) -> str:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Rename; where the directory is another file system, copy beside and rename there."""
+    """Rename; across file systems copy to a temporary name next to the target, and rename that."""
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         source.rename(target)

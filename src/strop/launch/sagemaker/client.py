@@ -1,8 +1,8 @@
-"""AWS clients and S3 objects of one site, and what their failures mean.
+"""AWS clients and S3 objects of one site, and the meaning of their errors.
 
-Every client takes region, credentials and address from the site profile, is made when it is first needed,
-and belongs to one `AwsClients`, so no client of the process acts for another account. The store's S3 client
-reads the usual variables, as other programs do; `SiteObjects` sets those for the length of a call.
+Every client takes region, credentials and address from the site profile, is created on first use, and belongs
+to one `AwsClients`, so no client of the process acts for another account. The store's S3 client reads the
+usual variables, as other programs do; `SiteObjects` sets them for the duration of a call.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ class AwsClients:
 
     profile: SageMakerSite
     retries: RetryRules = RETRIES
-    given: dict[str, Any] = field(default_factory=dict)
-    """Clients by service that are used instead of new ones, such as a `FakeSageMaker`."""
+    by_service: dict[str, Any] = field(default_factory=dict)
+    """Existing clients by service; tests add a `FakeSageMaker`."""
     _session: Any = None
     _identity: str | None = None
 
     def client(self, service: str) -> Any:
         """Return the client of a service. Raises: ConfigError if boto3 or the AWS profile is missing."""
-        if service in self.given:
-            return self.given[service]
+        if service in self.by_service:
+            return self.by_service[service]
         try:
             import boto3
             from botocore.config import Config
@@ -87,28 +87,28 @@ class AwsClients:
                 allowed="`strop submit --dry-run`, which works without it",
                 next_step=INSTALL,
             ) from error
-        # Own retries: those of the client try for minutes what will never work.
+        # `call` retries instead: botocore would retry permanent errors for minutes.
         config = Config(retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=60)
         try:
             if self._session is None:
                 self._session = boto3.session.Session(
                     profile_name=self.profile.aws_profile, region_name=self.profile.region
                 )
-            made = self._session.client(service, config=config, endpoint_url=self.profile.endpoint_url)
+            client = self._session.client(service, config=config, endpoint_url=self.profile.endpoint_url)
         except (BotoCoreError, ValueError) as error:
             raise ConfigError(
                 f"the client for {service} cannot be made ({error})",
                 allowed="an aws_profile and a region that exist, and endpoint_url as http(s)://host",
                 next_step="correct the site profile or ~/.aws/config",
             ) from error
-        self.given[service] = made
-        return made
+        self.by_service[service] = client
+        return client
 
     def call(self, service: str, operation: str, *, resource: str = "", **arguments: Any) -> Any:
-        """Call an operation, again while it is throttled or the service has no answer.
+        """Call an operation, and retry while it is throttled or the service does not answer.
 
-        `resource` is what a message names. Raises: RemoteDenied with action, resource and identity;
-            RemoteMissing; RemoteUnreachable; CheckRefused with the service's own words.
+        Messages name `resource`. Raises: RemoteDenied with action, resource and identity; RemoteMissing;
+            RemoteUnreachable; CheckRefused with the service's message.
         """
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
@@ -149,7 +149,7 @@ class AwsClients:
             )
         if code in _DENIED_CODES or _status_of(failure) in {401, 403} or not code:
             if not code:
-                # The client itself found nothing to sign with, or nothing to connect to.
+                # The client itself had no credentials, or no endpoint.
                 return RemoteDenied(
                     f"{where}: no usable credentials ({words})",
                     allowed="credentials in a named profile, a role or the usual variables",
@@ -182,7 +182,7 @@ class AwsClients:
 
 
 def error_code(failure: Exception) -> str:
-    """Return the service's code of an error; empty where the client itself failed."""
+    """Return the service's error code; empty if the client itself failed."""
     response: dict[str, Any] = getattr(failure, "response", None) or {}
     return str(response.get("Error", {}).get("Code", ""))
 
@@ -193,26 +193,26 @@ def may_pass(failure: Exception) -> bool:
     from botocore.exceptions import HTTPClientError
     from botocore.parsers import ResponseParserError
 
-    # The last one is what a proxy's page of HTML gives.
+    # A proxy's HTML page gives the last of these.
     if isinstance(failure, (NoConnection, HTTPClientError, ResponseParserError)):
         return True
     return error_code(failure) in _PASSING_CODES or _status_of(failure) in _PASSING_STATUS
 
 
 def action_of(service: str, operation: str) -> str:
-    """Return an operation as IAM writes it: `sagemaker:CreateTrainingJob`."""
+    """Return IAM's name of an operation, such as `sagemaker:CreateTrainingJob`."""
     prefix = {"service-quotas": "servicequotas"}.get(service, service)
     words = "".join(word.capitalize() for word in operation.split("_"))
-    known = {
+    renamed = {
         "HeadBucket": "ListBucket",
         "ListObjectsV2": "ListBucket",
         "GetCallerIdentity": "GetCallerIdentity",
     }
-    return f"{prefix}:{known.get(words, words)}"
+    return f"{prefix}:{renamed.get(words, words)}"
 
 
 def all_pages(clients: AwsClients, service: str, operation: str, key: str, **arguments: Any) -> list[Any]:
-    """Return all items of a paged answer whose pages are joined by NextToken or nextToken."""
+    """Return the items of all pages, which NextToken or nextToken connects."""
     name = "nextToken" if service in {"ecr", "logs"} else "NextToken"
     items: list[Any] = []
     while True:
@@ -229,10 +229,10 @@ def _status_of(failure: Exception) -> int:
 
 
 class JobObjects(Protocol):
-    """Objects in S3, or in folders that stand for its buckets. All methods raise StoreError."""
+    """Objects in S3, or in folders that replace its buckets. All methods raise StoreError."""
 
     def find(self, uri: str) -> StoredObject | None:
-        """Return what is known about one object, or None."""
+        """Return the facts about one object, or None."""
 
     def list(self, uri: str) -> Iterator[StoredObject]:
         """Yield all objects below a URI, by name."""
@@ -241,19 +241,19 @@ class JobObjects(Protocol):
         """Return a small object. Raises: RemoteMissing."""
 
     def write(self, uri: str, data: bytes) -> None:
-        """Write a small object; it appears whole or not at all."""
+        """Write a small object atomically."""
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:
-        """Send a file; what arrived is proven to have that digest before this returns."""
+        """Send a file, and verify its digest at the destination."""
 
     def download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
         """Write an object to a new local file and return its digest."""
 
     def digest(self, uri: str) -> str | None:
-        """Return the SHA-256 of an object as far as it is known without a transfer, else None."""
+        """Return the SHA-256 of an object if it is known without a transfer, else None."""
 
     def remove(self, uri: str) -> None:
-        """Remove one object; none is no error."""
+        """Remove one object; a missing one is no error."""
 
 
 _LOCK = threading.RLock()
@@ -262,13 +262,13 @@ _LOCK = threading.RLock()
 @contextmanager
 def site_variables(profile: SageMakerSite) -> Iterator[None]:
     """Set the profile's AWS variables in this process; one profile at a time."""
-    wanted = {
+    values = {
         "AWS_PROFILE": profile.aws_profile,
         "AWS_REGION": profile.region,
         "AWS_ENDPOINT_URL": profile.endpoint_url,
     }
-    given = {name: value for name, value in wanted.items() if value is not None}
-    with _LOCK, set_variables(given):
+    variables = {name: value for name, value in values.items() if value is not None}
+    with _LOCK, set_variables(variables):
         yield
 
 
@@ -282,7 +282,7 @@ class SiteObjects:
         self._inner: JobObjects = S3Objects()
 
     def find(self, uri: str) -> StoredObject | None:
-        """Return what is known about one object, or None."""
+        """Return the facts about one object, or None."""
         with site_variables(self._profile):
             return self._inner.find(uri)
 
@@ -297,12 +297,12 @@ class SiteObjects:
             return self._inner.read(uri)
 
     def write(self, uri: str, data: bytes) -> None:
-        """Write a small object; it appears whole or not at all."""
+        """Write a small object atomically."""
         with site_variables(self._profile):
             self._inner.write(uri, data)
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:
-        """Send a file; what arrived is proven to have that digest before this returns."""
+        """Send a file, and verify its digest at the destination."""
         with site_variables(self._profile):
             self._inner.upload(path, uri, sha256)
 
@@ -312,11 +312,11 @@ class SiteObjects:
             return self._inner.download(stored, path, sha256)
 
     def digest(self, uri: str) -> str | None:
-        """Return the SHA-256 that strop left with an object, else None."""
+        """Return the SHA-256 that strop stored with an object, else None."""
         with site_variables(self._profile):
             return self._inner.digest(uri)
 
     def remove(self, uri: str) -> None:
-        """Remove one object; none is no error."""
+        """Remove one object; a missing one is no error."""
         with site_variables(self._profile):
             self._inner.remove(uri)

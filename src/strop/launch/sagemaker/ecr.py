@@ -1,7 +1,7 @@
-"""Images in ECR: looked up, and pushed with podman or docker.
+"""Look up images in ECR, and push them with podman or docker.
 
-The password of the registry goes through the program's standard input, never through its arguments, which
-everybody on the machine can read.
+The registry's password goes through the program's standard input, never through its arguments, which every
+user of the machine can read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _NAME = re.compile(r"(?:[a-z0-9]+(?:[._-][a-z0-9]+)*/)*[a-z0-9]+(?:[._-][a-z0-9]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageReference:
-    """A name of an image, taken apart."""
+    """The parts of an image's name."""
 
     name: str
     registry: str | None = None
-    """None: only a repository's name, or another registry than ECR."""
+    """None: the name has no registry of ECR."""
     account: str | None = None
     region: str | None = None
     tag: str | None = None
@@ -41,13 +41,13 @@ class ImageReference:
 
 
 def parse_reference(text: str) -> ImageReference | None:
-    """Take the name of an image in ECR apart; None if it is in another registry, or no name."""
+    """Parse the name of an image in ECR; None for another registry or an invalid name."""
     match = _REFERENCE.fullmatch(text)
     return None if match is None else ImageReference(**match.groupdict())
 
 
 def require_repository_name(name: str) -> None:
-    """Refuse what ECR would not take as a repository's name. Raises: ConfigError."""
+    """Refuse an invalid name of an ECR repository. Raises: ConfigError."""
     if 2 <= len(name) <= 256 and _NAME.fullmatch(name):
         return
     raise ConfigError(
@@ -58,9 +58,9 @@ def require_repository_name(name: str) -> None:
 
 
 def ensure_repository(clients: AwsClients, name: str) -> str:
-    """Return the URI of a repository, which is created if it is missing.
+    """Return the URI of a repository, and create it if it is missing.
 
-    Raises: RemoteDenied naming the action that is not allowed.
+    Raises: RemoteDenied naming the denied action.
     """
     require_repository_name(name)
     try:
@@ -68,49 +68,48 @@ def ensure_repository(clients: AwsClients, name: str) -> str:
     except RemoteMissing:
         pass
     try:
-        made = clients.call("ecr", "create_repository", resource=name, repositoryName=name)
+        created = clients.call("ecr", "create_repository", resource=name, repositoryName=name)
     except CheckRefused as error:
-        # It was created meanwhile.
+        # Another process created it meanwhile.
         if "RepositoryAlreadyExistsException" not in str(error):
             raise
         return find_repository(clients, name)
-    return str(made["repository"]["repositoryUri"])
+    return str(created["repository"]["repositoryUri"])
 
 
 def find_repository(clients: AwsClients, name: str) -> str:
     """Return the URI of a repository. Raises: RemoteMissing if there is none; RemoteDenied."""
-    found = clients.call("ecr", "describe_repositories", resource=name, repositoryNames=[name])
-    return str(found["repositories"][0]["repositoryUri"])
+    reply = clients.call("ecr", "describe_repositories", resource=name, repositoryNames=[name])
+    return str(reply["repositories"][0]["repositoryUri"])
 
 
 def find_digest(clients: AwsClients, image: ImageReference) -> str:
     """Return the digest of an image. Raises: RemoteMissing naming the image; RemoteDenied."""
-    wanted = {"imageDigest": image.digest} if image.digest else {"imageTag": image.tag or "latest"}
+    image_id = {"imageDigest": image.digest} if image.digest else {"imageTag": image.tag or "latest"}
     place: dict[str, Any] = {"repositoryName": image.name}
     if image.account:
         place["registryId"] = image.account
     shown = f"{image.name}{'@' + image.digest if image.digest else ':' + (image.tag or 'latest')}"
-    found = clients.call("ecr", "describe_images", resource=shown, imageIds=[wanted], **place)
-    return str(found["imageDetails"][0]["imageDigest"])
+    reply = clients.call("ecr", "describe_images", resource=shown, imageIds=[image_id], **place)
+    return str(reply["imageDetails"][0]["imageDigest"])
 
 
 def compare_images(clients: AwsClients, image: ImageReference, local_id: str) -> str:
-    """Say whether the image that a job would use is the one that was built here; '' if it is.
+    """Describe how the image that a job would use differs from the one built here; '' if it does not.
 
-    By the digest of its configuration, which is what engines call an image's id: a manifest's digest
-    depends on how its layers were compressed. If the registry cannot be asked, the answer says so; nothing
-    is refused.
+    It compares the digest of the configuration, which engines use as an image's id, because a manifest's
+    digest depends on the compression of layers. If the registry cannot be queried, the text says so.
     """
     shown = f"{image.name}:{image.tag or 'latest'}"
     place: dict[str, Any] = {"repositoryName": image.name, "imageIds": [{"imageTag": image.tag or "latest"}]}
     if image.account:
         place["registryId"] = image.account
     try:
-        found = clients.call("ecr", "batch_get_image", resource=shown, **place).get("images", [])
-        config = json.loads(found[0]["imageManifest"]).get("config", {}) if found else {}
+        images = clients.call("ecr", "batch_get_image", resource=shown, **place).get("images", [])
+        config = json.loads(images[0]["imageManifest"]).get("config", {}) if images else {}
     except (StropError, ValueError) as error:
         return f"whether {shown} in the repository is the image that was built was not seen: {error}"
-    if not found:
+    if not images:
         return f"the repository has no {shown}: --push sends the image that was built"
     if config.get("digest") == local_id:
         return ""
@@ -118,13 +117,15 @@ def compare_images(clients: AwsClients, image: ImageReference, local_id: str) ->
 
 
 def log_in(clients: AwsClients, engine: Engine, account: str | None = None) -> str:
-    """Log an engine in to a registry, of our own account if no other is named; return the registry's host.
+    """Log an engine in to the registry of an account (None: the site's); return the registry's host.
 
-    Raises: RemoteDenied; CheckRefused with the program's words.
+    Raises: RemoteDenied; CheckRefused with the program's message.
     """
-    asked = {} if account is None else {"registryIds": [account]}
+    registry_ids = {} if account is None else {"registryIds": [account]}
     shown = "" if account is None else f"the registry of account {account}"
-    answer = clients.call("ecr", "get_authorization_token", resource=shown, **asked)["authorizationData"][0]
+    answer = clients.call("ecr", "get_authorization_token", resource=shown, **registry_ids)[
+        "authorizationData"
+    ][0]
     user, _, password = base64.b64decode(answer["authorizationToken"]).decode().partition(":")
     host = str(answer["proxyEndpoint"]).partition("://")[2].rstrip("/")
     _run(engine.argv("login", "--username", user, "--password-stdin", host), LOGIN_LIMIT_S, password)
@@ -132,33 +133,33 @@ def log_in(clients: AwsClients, engine: Engine, account: str | None = None) -> s
 
 
 def log_in_for_base(profile: SageMakerSite, engine: Engine, clients: AwsClients | None = None) -> str | None:
-    """Log an engine in where `base_image` comes from; None where that is no registry of ECR.
+    """Log an engine in to the registry of `base_image`; return None if that is not in ECR.
 
-    A login of its own: base images are often another account's, of another region, with other credentials.
-    `clients` are there for tests. Raises: as `log_in`.
+    This login is separate because base images often need another account, region or credentials. Tests pass
+    `clients`. Raises: as `log_in`.
     """
     image = parse_reference(profile.base_image or "")
     if image is None or image.registry is None:
         return None
-    theirs = profile.model_copy(
+    base_profile = profile.model_copy(
         update={
             "region": image.region,
             "aws_profile": profile.base_image_aws_profile or profile.aws_profile,
         }
     )
-    return log_in(clients or AwsClients(profile=theirs), engine, image.account)
+    return log_in(clients or AwsClients(profile=base_profile), engine, image.account)
 
 
 def push_image(clients: AwsClients, engine: Engine, local_image: str, name: str, tag: str) -> str:
-    """Push an image under a tag; return it by digest: `repositoryUri@sha256:...`.
+    """Push an image under a tag; return its name by digest: `repositoryUri@sha256:...`.
 
-    Raises: RemoteDenied naming the missing right; CheckRefused with the program's words.
+    Raises: RemoteDenied naming the missing right; CheckRefused with the program's message.
     """
     uri = ensure_repository(clients, name)
     log_in(clients, engine)
     _run(engine.argv("tag", local_image, f"{uri}:{tag}"), LOGIN_LIMIT_S)
     _run(engine.argv("push", f"{uri}:{tag}"), PUSH_LIMIT_S)
-    # The digest in the registry, not the one that the local program reports.
+    # Use the digest in the registry, which may differ from the local program's.
     return f"{uri}@{find_digest(clients, ImageReference(name=name, tag=tag))}"
 
 

@@ -1,7 +1,7 @@
 """One start of a training container: from the files in /opt/ml to one exit code for all hosts.
 
 It reads the platform's files, restores the newest intact state, waits for the other hosts, runs this node's
-agent, and uploads state and record. `node` starts it, once it has a handler for SIGTERM.
+agent, and uploads state and record. `node` installs a handler for SIGTERM, then starts it.
 
 Covered: several hosts, restarts by the platform, stops at any moment, secrets by ARN, jobs without network.
 Not covered: elastic hosts; a host that comes back within one start.
@@ -75,7 +75,7 @@ from strop.store.policy import URI_VARIABLE
 
 JOIN_LIMIT_S = 900.0
 RESERVE_S = 20.0
-"""Of the stop window, for what follows the roles: the last state, the record, the verdict."""
+"""The part of the stop window after the roles' end: for the last state, the record, the verdict."""
 _BLOCK_END = "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"
 _EFA_DEVICES = Path("/dev/infiniband")
 _BLOCK_RESERVE_S = 300.0
@@ -83,7 +83,7 @@ _BLOCK_RESERVE_S = 300.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EntrySettings:
-    """What the emulator changes; on the platform all are the defaults."""
+    """The settings of a start; the emulator changes them, the platform uses the defaults."""
 
     root: Path = Path(places.OPT_ML)
     scratch: Path = Path(places.SCRATCH)
@@ -124,7 +124,7 @@ def run_entry(settings: EntrySettings, stop: StopFlag) -> int:
         plan = read_sent_plan(tree)
         job = find_job(plan, tree.read_parameters())
         name = os.environ.get("TRAINING_JOB_NAME") or job["name"]
-        # The same path on every host: roles exchange paths, each on its own disk.
+        # The path is the same on every host, because roles exchange paths, each on its own disk.
         home = settings.scratch / name
         shutil.rmtree(home, ignore_errors=True)
         home.mkdir(parents=True)
@@ -138,7 +138,7 @@ def run_entry(settings: EntrySettings, stop: StopFlag) -> int:
 
 
 class _FailureFile:
-    """Writes an error of the entry itself to its failure file, which is all that a user sees of it."""
+    """Writes an error of the entry itself to the failure file, the only place where users see it."""
 
     def __init__(self, tree: OptMl, stop: StopFlag) -> None:
         self.host = "this host"
@@ -147,7 +147,7 @@ class _FailureFile:
         self._stop = stop
 
     def __enter__(self) -> _FailureFile:
-        """Return this, which holds host and exit code."""
+        """Return self, which holds host and exit code."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
@@ -156,7 +156,7 @@ class _FailureFile:
             return False
         cause = str(error)
         if isinstance(error, StropError):
-            # Stopped before anything began: the state is what was saved before.
+            # Stopped before anything began: the state is the last saved one.
             self.exit_code = EXIT_INTERRUPTED if self._stop.is_asked else error.exit_code
         else:
             print_exception(error)
@@ -170,7 +170,7 @@ class _FailureFile:
 def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
     job_path, hidden = make_job_folder(start.tree, dict(start.plan), start.home)
     _restore_state(start)
-    # With a store the run's own mirror sends the run's files: each object has one writer.
+    # With a store the run's own mirror sends the run's files, so that each object has one writer.
     has_run = start.hosts.is_head and not _reaches_store(start)
     evaluation_path = None
     if start.plan["command"] == EVALUATION:
@@ -198,7 +198,7 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
         own_code, signal_name = _run_agent(start, settings, stop, rendezvous, job_path, uploader, hidden)
         cause = str(_read_end(start).get("cause", ""))
         code = rendezvous.finish(own_code, cause)
-        # The failure file of an unsuccessful end: the first cause, and the host that reported it.
+        # The failure file has the first cause and the host that reported it.
         if code != EXIT_DONE:
             decisive = [
                 (node, text) for node, text in rendezvous.causes if rendezvous.codes.get(node) == code
@@ -239,7 +239,7 @@ def _run_agent(
     uploader: RecordUploader,
     hidden: tuple[str, ...],
 ) -> tuple[int, str]:
-    """Run the agent with the threads beside it; return its code, and the signal that ended it."""
+    """Run the agent and the threads around it; return its code and the signal that ended it."""
     if stop.is_asked:
         return EXIT_INTERRUPTED, "SIGTERM"
     _set_network(start.hosts)
@@ -255,7 +255,7 @@ def _run_agent(
         term_grace_s=max(1.0, settings.stop_window_s - RESERVE_S * settings.stop_window_s / STOP_WINDOW_S),
         address=find_address(start.hosts.head, JOIN_LIMIT_S) if len(start.hosts.names) > 1 else "127.0.0.1",
     )
-    # Beside the checkpoint directory, where a rename reaches it, and not in it.
+    # Next to the checkpoint directory, so that files can be renamed into it.
     staging = start.tree.checkpoint_path.parent / f".strop-{start.hosts.current}"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -287,19 +287,19 @@ def _run_agent(
 
 
 def _find_optional_nodes(start: _Start) -> set[int]:
-    """Return the nodes whose roles may all be lost; a node without roles lends its devices to others."""
+    """Return the nodes whose roles may all be lost; nodes without roles provide devices to others."""
     roles, hosts = start.plan["roles"], start.hosts
-    found = set()
+    optional = set()
     for node, name in enumerate(hosts.names):
         part = "cpu" if name in hosts.cpu else "main"
         here = [role for role in roles if is_place(role["nodes"], node, part)]
         if here and all(role.get("may_be_lost") for role in here):
-            found.add(node)
-    return found
+            optional.add(node)
+    return optional
 
 
 def _end_after_head(rendezvous: Rendezvous, released: threading.Event) -> None:
-    """End this host's roles if they go on after the first host has ended."""
+    """End this host's roles if they go on long after the first host has ended."""
     if rendezvous.is_head:
         return
     while not released.wait(0.2):
@@ -310,7 +310,7 @@ def _end_after_head(rendezvous: Rendezvous, released: threading.Event) -> None:
 
 
 def _repeat_early_stop(stop: StopFlag, released: threading.Event) -> None:
-    """Repeat a stop that came before the agent installed its own handlers, once they are installed."""
+    """Repeat an early stop once the agent has installed its own handlers."""
     while stop.is_installed and not released.wait(0.1):
         pass
     if stop.is_asked and not released.is_set():
@@ -318,32 +318,34 @@ def _repeat_early_stop(stop: StopFlag, released: threading.Event) -> None:
 
 
 def _restore_state(start: _Start) -> None:
-    """Restore on the first host, and record which state was chosen and why."""
+    """Restore the state on the first host, and record the choice and its reason."""
     start.attempt_path.mkdir(parents=True)
     if not start.hosts.is_head:
         return
     is_only = len(start.plan["trials"]) == 1
-    found = restore_newest(
+    restored = restore_newest(
         start.tree.checkpoint_path,
         start.home,
         start.job_name,
         reaches_store=_reaches_store(start),
-        # In a sweep it names the first trial's job.
+        # In a sweep `follows` names the first trial's job.
         parent=str(start.plan.get("follows", "")) if is_only else "",
     )
-    sys.stderr.write(f"state: {found.reason}\n")
-    content = json.dumps({"step": found.step, "reason": found.reason, "platform": dict(start.hosts.others)})
+    sys.stderr.write(f"state: {restored.reason}\n")
+    content = json.dumps(
+        {"step": restored.step, "reason": restored.reason, "platform": dict(start.hosts.others)}
+    )
     write_bytes_atomically(start.attempt_path / "resume.json", content.encode())
 
 
 def _reaches_store(start: _Start) -> bool:
-    """Whether this job may talk to S3 itself."""
+    """Whether this job can access S3 itself."""
     is_isolated = bool(start.job["request"].get("EnableNetworkIsolation"))
     return os.environ.get(URI_VARIABLE, "").startswith("s3://") and not is_isolated
 
 
 def _arrival_check(place: str) -> Callable[[str], bool]:
-    """Return a function that tells whether the platform has copied a state to S3."""
+    """Return a function that checks whether the platform has copied a state to S3."""
     from strop.store.s3_objects import S3Objects
 
     objects = S3Objects()
@@ -352,14 +354,14 @@ def _arrival_check(place: str) -> Callable[[str], bool]:
         try:
             return objects.find(f"{place}/{name}/{MANIFEST_NAME}") is not None
         except StoreError:
-            # Unknown: one older state too many costs space, one too few costs the run.
+            # Unknown: an extra older state costs space, a missing one costs the run.
             return False
 
     return has_arrived
 
 
 def _choose_place(start: _Start) -> Send:
-    """Return where the record goes."""
+    """Return the function that sends files of the record."""
     if not _reaches_store(start):
         return partial(copy_into, start.tree.checkpoint_path / "record")
     from strop.store.s3_objects import S3Objects
@@ -369,27 +371,27 @@ def _choose_place(start: _Start) -> Send:
 
 
 def _set_network(hosts: Hosts, device_path: Path = _EFA_DEVICES) -> None:
-    """Set the network interface that the platform names, and EFA where its devices are.
+    """Set the platform's network interface, and EFA if this host has its devices.
 
-    Raises: CheckRefused if there is no such interface.
+    Raises: CheckRefused if the interface does not exist.
     """
     if len(hosts.names) == 1:
         return
     if hosts.interface is not None:
-        known = sorted(path.name for path in Path("/sys/class/net").iterdir())
-        if hosts.interface not in known:
-            names = ", ".join(known)
+        interfaces = sorted(path.name for path in Path("/sys/class/net").iterdir())
+        if hosts.interface not in interfaces:
+            names = ", ".join(interfaces)
             raise CheckRefused(f"network interface {hosts.interface} is not on {hosts.current}: {names}")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", hosts.interface)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", hosts.interface)
     if any(device_path.glob("uverbs*")):
-        # By the devices, not by a list of instance types: a missing entry once meant silent sockets.
+        # Not by a list of instance types: a missing entry once meant a silent fall-back to sockets.
         os.environ.setdefault("FI_PROVIDER", "efa")
         os.environ.setdefault("FI_EFA_USE_DEVICE_RDMA", "1")
 
 
 def _arm_block_end() -> None:
-    """Stop cleanly before a capacity block ends."""
+    """Arm a timer that stops the job before its capacity block ends."""
     text = os.environ.get(_BLOCK_END, "")
     if not text.isdigit():
         return
@@ -400,7 +402,7 @@ def _arm_block_end() -> None:
 
 
 def _read_end(start: _Start) -> Mapping[str, Any]:
-    """Return what the agent wrote of its end; {} if it wrote nothing."""
+    """Return the agent's end record; {} without one."""
     with contextlib.suppress(OSError, ValueError):
         content = json.loads((start.attempt_path / f"end-{start.hosts.node}.json").read_bytes())
         if isinstance(content, dict):

@@ -1,12 +1,12 @@
-"""An evaluation's files where hosts see no common disk: kept for the next start, sent to the first host.
+"""An evaluation's files on hosts without a common disk: kept for the next start, sent to the first host.
 
-    <run>/eval/<task>-step-000020/examples-*.parquet    replies, whole as they appear
-    <run>/eval/*.replies-*/part-<n>_rank0.db, *.done    lm-eval's, once a share has asked all of one kind
-    <run>/eval/.shares/<attempt>/<node>                 a node's share is done; sent after all of its replies
+    <run>/eval/<task>-step-000020/examples-*.parquet    replies, written atomically
+    <run>/eval/*.replies-*/part-<n>_rank0.db, *.done    lm-eval's replies, once a share has all of one kind
+    <run>/eval/.shares/<attempt>/<node>                 a node's share is done; sent after all its replies
 
-What the first host has, the platform keeps in S3 and brings to every host at the next start: each asks only
-what is missing. Files cross the hosts' own connection (`rendezvous`), which a job without network has too.
-Not covered: what lm-eval was in the middle of.
+The platform keeps the first host's files in S3 and copies them to every host at the next start, so that each
+requests only missing replies. Files go through the connection of the hosts (`rendezvous`), which jobs without
+network have too. Not covered: unfinished work of lm-eval.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 EVALUATION_FOLDER = "eval"
-"""Of a job that evaluates, in its own directory."""
+"""The folder of an evaluation in its job's directory."""
 SHARE_MESSAGE = "share"
 _MARKS = ".shares"
 _LEFT_OUT = (".partial-", ".replies-", "/lock", f"/{_MARKS}/")
 _PIECE_BYTES = 256 << 10
-"""Of a file in one message: signs of life go between two of them."""
+"""Bytes of a file in one message; heartbeats are sent between messages."""
 _LOOK_EVERY_S = 0.5
 Send = Callable[[Mapping[str, Any]], None]
 
 
 def list_evaluation(trial_path: Path) -> list[Path]:
-    """Return an evaluation's results and replies that are whole; lm-eval's cache changes as it grows."""
-    found = [path for path in sorted((trial_path / EVALUATION_FOLDER).rglob("*")) if path.is_file()]
-    return [path for path in found if not any(part in path.as_posix() for part in _LEFT_OUT)]
+    """Return an evaluation's complete results and replies, without lm-eval's growing cache."""
+    files = [path for path in sorted((trial_path / EVALUATION_FOLDER).rglob("*")) if path.is_file()]
+    return [path for path in files if not any(part in path.as_posix() for part in _LEFT_OUT)]
 
 
 def restore_evaluation(evaluation_path: Path, trial_path: Path) -> None:
-    """Bring back what an earlier start of an evaluation had written. Raises: OSError if the disk fails."""
+    """Restore the files of an evaluation's earlier start. Raises: OSError if the disk fails."""
     if evaluation_path.is_dir():
         shutil.copytree(evaluation_path, trial_path, dirs_exist_ok=True)
 
 
 class Worker:
-    """Repeats a piece of work in its own thread, at pauses that may double up to a limit."""
+    """Repeats work in its own thread, with pauses that double up to a limit."""
 
     def __init__(
         self, name: str, work: Callable[[], None], pause_s: float, max_pause_s: float | None = None
@@ -72,7 +72,7 @@ class Worker:
 
 
 class ShareSender(Worker):
-    """Sends the first host what this one's shares have kept. What is there at its start is there too."""
+    """Sends new files of this host's shares to the first host, which has those of earlier starts."""
 
     def __init__(self, trial_path: Path, attempt: str, send: Send) -> None:
         self._trial_path, self._folder, self._send = trial_path, trial_path / EVALUATION_FOLDER, send
@@ -82,12 +82,12 @@ class ShareSender(Worker):
         super().__init__("shares-to-head", self.send_new, _LOOK_EVERY_S)
 
     def stop(self) -> None:
-        """Send the rest and end."""
+        """Send the remaining files and end."""
         self._join()
         self.send_new()
 
     def send_new(self) -> None:
-        """Send what is new, and the marks that were there before it."""
+        """Send new files, then the marks that were listed before them."""
         marks = [path for path in sorted(self._marks.glob("*")) if path.name.isdigit()]
         kinds = sorted(self._folder.glob("*.replies-*/*.done"))
         try:
@@ -104,13 +104,13 @@ class ShareSender(Worker):
                 self._send_file(path, name)
                 self._sent[path] = version
         except (OSError, sqlite3.Error) as error:
-            # The next look sends it.
+            # The next call sends it.
             if str(error) != self._last_error:
                 self._last_error = str(error)
                 sys.stderr.write(f"shares: not sent yet: {error}\n")
 
     def _send_replies(self, done: Path) -> None:
-        """Send lm-eval's cache as it is now: it may grow meanwhile, so it is copied by SQLite itself."""
+        """Send a snapshot of lm-eval's cache; SQLite copies it, because it may grow meanwhile."""
         share = done.stem.rpartition("-")[2]
         source = done.with_name(f"part-{share}_rank0.db")
         with tempfile.TemporaryDirectory() as folder:
@@ -134,7 +134,7 @@ class ShareSender(Worker):
 
 
 def take_share(trial_path: Path, attempt: str, node: int, message: Mapping[str, Any]) -> None:
-    """Write a piece of a file that another host sent; the file appears whole.
+    """Write a piece of a file from another host; the last piece renames the file into place.
 
     Raises: ValueError for a name outside the evaluation's folder; OSError if the disk fails.
     """
@@ -142,7 +142,7 @@ def take_share(trial_path: Path, attempt: str, node: int, message: Mapping[str, 
     if name.is_absolute() or ".." in name.parts or not name.parts:
         raise ValueError(f"{name} is no file of an evaluation")
     if name.parts[0] == _MARKS:
-        # Of this attempt, whatever its number is there: hosts count their own starts.
+        # The mark belongs to this attempt, whatever its number there: each host counts its own starts.
         name = PurePosixPath(_MARKS, attempt, name.name)
     target = trial_path / EVALUATION_FOLDER / name
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -154,5 +154,5 @@ def take_share(trial_path: Path, attempt: str, node: int, message: Mapping[str, 
 
 
 def _version(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_mtime_ns, found.st_size
+    stat = path.stat()
+    return stat.st_mtime_ns, stat.st_size

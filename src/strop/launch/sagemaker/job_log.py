@@ -1,8 +1,8 @@
 """The table of submitted jobs for people, and its twin for programs.
 
-A job's name says nothing, so each job that AWS has accepted gets one row in a Markdown table. The twin
-beside it (`.jsonl`) holds more, one line per job or change of state, and the table is rendered from it each
-time. Both are written under a lock; the table is replaced atomically.
+A job's name is neutral, so each job that AWS has accepted gets a row in a Markdown table. Its twin (`.jsonl`)
+has more details, with one line per job or change of state, and the table is rendered from it each time. Both
+are written under a lock; the table is replaced atomically.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ class JobRow:
 
     job_name: str
     config: str
-    """The run file's own name."""
+    """The run file's name."""
     description: str
     submitted: str
     """'YYYY-MM-DD HH:MM', UTC."""
     state: str = ""
     run: str = ""
-    """The run's name in its run file."""
+    """The run's name in the run file."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """ARN, plan hash, image, prefixes, run key, home: JSON values, in the twin alone."""
+    """ARN, plan hash, image, prefixes, run key, home: JSON values, only in the twin."""
 
     def to_markdown(self) -> str:
-        """Return its row of the table."""
+        """Return the row of the table."""
         cells = (self.job_name, self.config, self.description, self.submitted, self.state)
         return f"| {' | '.join(_escape(cell) for cell in cells)} |"
 
 
 def submitted_text(submitted_at: float) -> str:
-    """Return an instant as the table shows it."""
+    """Format a time for the table."""
     return datetime.fromtimestamp(submitted_at, tz=UTC).strftime("%Y-%m-%d %H:%M")
 
 
@@ -61,7 +61,7 @@ class JobLog:
         self.twin_path = path.with_suffix(".jsonl")
 
     def append(self, row: JobRow) -> str | None:
-        """Add a job that AWS has accepted; return a warning if that fails. The job runs all the same."""
+        """Add an accepted job; return a warning if that fails, which does not affect the job."""
         try:
             self._write([asdict(row)])
         except StoreError as error:
@@ -72,17 +72,17 @@ class JobLog:
         return None
 
     def note_states(self, states: Mapping[str, str]) -> None:
-        """Record the states of jobs that differ from those recorded last.
+        """Record the states of jobs that have changed.
 
         Raises: StoreError if it cannot be written.
         """
-        known = {row.job_name: row.state for row in self.read()}
-        changed = {name: state for name, state in states.items() if known.get(name, state) != state}
+        recorded = {row.job_name: row.state for row in self.read()}
+        changed = {name: state for name, state in states.items() if recorded.get(name, state) != state}
         if changed:
             self._write([{"job_name": name, "state": state} for name, state in changed.items()])
 
     def read(self) -> list[JobRow]:
-        """Return all jobs, oldest first. A line that is no JSON (a torn one) is skipped."""
+        """Return all jobs, oldest first. A torn line, which is no JSON, is skipped."""
         try:
             lines = self.twin_path.read_text(encoding="utf-8", errors="replace").splitlines()
         except FileNotFoundError:
@@ -109,7 +109,7 @@ class JobLog:
                 **{key: str(record.get(key, "")) for key in ("config", "description", "state", "run")},
             )
             for name, record in rows.items()
-            # Without it: a change of state of a job that this log never saw.
+            # A record without it is a change of state of a job that is not in this log.
             if "submitted" in record
         ]
 
@@ -135,7 +135,7 @@ def _append_lines(path: Path, records: list[dict[str, Any]]) -> None:
             if file.tell():
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
-                    # A kill tore the last line; the next one must begin on its own.
+                    # A kill tore the last line; the next one must begin on a new line.
                     data = b"\n" + data
             file.write(data)
             file.flush()
@@ -145,7 +145,7 @@ def _append_lines(path: Path, records: list[dict[str, Any]]) -> None:
 
 
 def _read_table(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a table that was kept before there was a twin, so that none is lost."""
+    """Return the rows of a table from before there was a twin, so that none is lost."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

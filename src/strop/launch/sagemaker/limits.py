@@ -1,12 +1,12 @@
 """Check a request against SageMaker's limits before anything is sent.
 
-The shapes are those of the service's own model, which botocore ships; nothing touches a network. botocore's
+The shapes are those of the service's model, which botocore ships; no network is used. botocore's
 `ParamValidator` is not enough: it checks types, required and unknown fields and minima, but neither maxima
 nor patterns nor enumerations (1.43.11 and 1.44.5), and accepts a boolean as a number.
 
-Covered: types, required and unknown fields, lengths, sizes, patterns, enumerations, and the rules between
-fields that the API states in its text only. Not covered: rights, quotas, names that are taken, whether an
-image or a bucket exists (`backend.probe`), and anything that only the live service knows.
+Covered: types, required and unknown fields, lengths, sizes, patterns, enumerations, and rules between fields
+that are only in the API's text. Not covered: rights, quotas, used names, missing images or buckets
+(`backend.probe`), and anything that only the live service knows.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strop.errors import ConfigError
 from strop.hardware.findings import Finding
 from strop.launch.sagemaker.client import INSTALL
 
-# Source: the text of the API on these fields; the model itself has other limits or none.
+# Source: the API's text on these fields; the model has other limits or none.
 MAX_HYPERPARAMETER_CHARACTERS = 256
 MAX_RUNTIME_S = 28 * 86_400
 _SHOWN_CHARACTERS = 60
@@ -47,7 +47,7 @@ _UNITS = {"string": "characters", "list": "items", "map": "entries"}
 
 
 def check_request(request: Mapping[str, Any]) -> list[Finding]:
-    """Return everything in a `CreateTrainingJob` request that the service would refuse.
+    """Return findings about everything in a `CreateTrainingJob` request that the service would refuse.
 
     Raises: ConfigError if botocore is not installed.
     """
@@ -92,10 +92,10 @@ def _check(value: Any, shape: Mapping[str, Any], shapes: Mapping[str, Any], path
     if not isinstance(value, _TYPES[kind]) or (isinstance(value, bool) and kind != "boolean"):
         yield _finding("type", path, value, f"a {kind}")
         return
-    # The limits of one value alone: its size, and the form of a string.
+    # The limits of a single value: its size, and the form of a string.
     unit = _UNITS.get(shape["type"], "")
     size, counted = (len(value), f"{len(value)} {unit}") if unit else (value, "")
-    # Apart from the pattern: that of names alone accepts 'a', a hundred hyphens, 'b'.
+    # Sizes are checked too: the pattern of names accepts 'a', a hundred hyphens, 'b'.
     if "min" in shape and size < shape["min"]:
         yield _finding("min", path, value, " ".join(f"{shape['min']} {unit} or more".split()), counted)
     if "max" in shape and size > shape["max"]:
@@ -138,7 +138,7 @@ def _check_times(request: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _check_required(request: Mapping[str, Any]) -> Iterator[Finding]:
-    """Check what must be there or must not be there beside another field."""
+    """Check fields that another field requires or excludes."""
     resources = request.get("ResourceConfig")
     if resources is None:
         yield _missing("ResourceConfig")
@@ -178,7 +178,7 @@ def _check_names(request: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def does_match(pattern: str, text: str) -> bool:
-    r"""Whether a text is, as a whole, what a pattern of the service asks for.
+    r"""Whether a whole text matches a pattern of the service.
 
     Patterns are Java's: `\d`, `\w` and `\s` mean ASCII, and `\p{L}` means a category of Unicode.
     """
@@ -187,11 +187,11 @@ def does_match(pattern: str, text: str) -> bool:
 
 @lru_cache(maxsize=512)
 def _compile(pattern: str, is_ascii: bool) -> re.Pattern[str]:
-    # Most texts are ASCII; the classes of all of Unicode take a fifth of a second to collect.
+    # Most texts are ASCII, and collecting the classes of all of Unicode takes a fifth of a second.
     limit = 128 if is_ascii else sys.maxunicode + 1
 
-    def replace(found: re.Match[str]) -> str:
-        name = found[1]
+    def replace(match: re.Match[str]) -> str:
+        name = match[1]
         return _ASCII_CLASSES.get(name) or _category_class(name, limit)
 
     return re.compile(_NAMED_CLASS.sub(replace, pattern), re.ASCII)
@@ -199,7 +199,7 @@ def _compile(pattern: str, is_ascii: bool) -> re.Pattern[str]:
 
 @lru_cache(maxsize=32)
 def _category_class(name: str, limit: int) -> str:
-    """Return the characters of a category of Unicode below a code point, as the inside of a class."""
+    """Return the characters of a Unicode category below a code point, as the inside of a class."""
     ranges: list[tuple[int, int]] = []
     for code in range(limit):
         if not unicodedata.category(chr(code)).startswith(name):
@@ -212,8 +212,8 @@ def _category_class(name: str, limit: int) -> str:
 
 
 def _finding(code: str, path: str, value: Any, allowed: str, size: str = "") -> Finding:
-    given = f"{path or 'the request'}={_show(value)}" + (f" has {size}" if size else "")
-    return Finding(code=code, given=given, allowed=allowed, next_step=_NEXT)
+    problem = f"{path or 'the request'}={_show(value)}" + (f" has {size}" if size else "")
+    return Finding(code=code, given=problem, allowed=allowed, next_step=_NEXT)
 
 
 def _missing(path: str) -> Finding:
@@ -234,7 +234,7 @@ def _show(value: Any) -> str:
 
 
 def _choices(values: list[str], near: str = "") -> str:
-    """Name the choices, those that are like the given one first."""
+    """List the choices, those similar to `near` first."""
     from difflib import get_close_matches
 
     close = get_close_matches(near, values, n=_SHOWN_CHOICES) if near else []

@@ -1,11 +1,11 @@
-"""Local mode: a training job on this machine, started and stopped as the platform would, without AWS.
+"""Local mode: a training job on this machine, started and stopped as on the platform, without AWS.
 
-`Emulator` runs one start of a job, either in containers (podman or docker; an image, or `--rootfs DIR:O`
-without one), where the entry is process 1, or as plain processes with a root of their own. `FakeSageMaker`
-can use it as the instances of a job.
+`Emulator` runs one start of a job, either in containers (podman or docker; an image or `--rootfs DIR:O`),
+where the entry is process 1, or as plain processes with their own root. `FakeSageMaker` can use it as the
+instances of a job.
 
-Covered: /opt/ml, channels, several hosts on this machine, TERM, window, KILL, checkpoint copying, exit codes,
-the failure file, leftovers. Not covered: the instances' own disks and networks, FastFile, EFA.
+Covered: /opt/ml, channels, several hosts on this machine, TERM, stop window, KILL, checkpoint copying, exit
+codes, the failure file, leftovers. Not covered: the instances' own disks and networks, FastFile, EFA.
 Tried with podman 4.3.1 and runc 1.1.5.
 """
 
@@ -34,7 +34,7 @@ from strop.launch.sagemaker.places import NUM_FAILURE_CHARACTERS, STOP_WINDOW_S
 from strop.launch.sagemaker.request import count_hosts
 
 MARK = "STROP_EMULATOR"
-"""Variable in the environment of every process of one start, by which leftovers are found."""
+"""Environment variable of every process of one start, which identifies leftovers."""
 _POLL_S = 0.05
 _ENGINE_LIMIT_S = 60.0
 _CONTAINER_LIMITS = ("--memory", "4g", "--pids-limit", "1024", "--shm-size", "1g")
@@ -44,15 +44,15 @@ _KNOWN_FOLDERS = ("checkpoints", "input", "model", "output")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EmulatorSettings:
-    """How a request is started on this machine."""
+    """The settings of a request's start on this machine."""
 
     engine: Engine | None = None
-    """podman or docker, proven to start containers; None: plain processes."""
+    """A working podman or docker; None: plain processes."""
     image: str | None = None
     rootfs: Path | None = None
-    """Instead of an image: an unpacked root, to which nothing is written back."""
+    """Instead of an image: an unpacked root file system, which is not written to."""
     python: str | None = None
-    """Instead of the request's python3."""
+    """Replaces the request's python3."""
     stop_window_s: float = STOP_WINDOW_S
     sync_every_s: float = 1.0
     join_limit_s: float = 60.0
@@ -60,7 +60,7 @@ class EmulatorSettings:
     gpus: tuple[str, ...] = ()
     """Indices or UUIDs."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the request's: credentials, a PYTHONPATH."""
+    """Additional variables, such as credentials or a PYTHONPATH."""
 
 
 class _Host(Protocol):
@@ -84,14 +84,14 @@ class Emulator:
         self._is_stopping = False
         self._is_settled = False
         self.codes: dict[str, int] = {}
-        """Exit codes by host, once all have ended."""
+        """Exit codes by host, set once all have ended."""
 
     def start(self, request: Mapping[str, Any], attempt: int = 0) -> None:
         """Build every host's tree and start its entry. Raises: StoreError; CheckRefused."""
         settings = self._settings
         if settings.engine is not None and settings.image is None and settings.rootfs is None:
             raise CheckRefused("a container without an image: give an image or an unpacked root")
-        # Without containers hosts have no names of their own: every address 127.x is this machine.
+        # Without containers addresses replace host names: every 127.x is this machine.
         pattern = "127.0.1.{}" if settings.engine is None else "algo-{}"
         names = tuple(pattern.format(i + 1) for i in range(count_hosts(request)))
         for name in names:
@@ -127,11 +127,11 @@ class Emulator:
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """Names of the hosts that were started."""
+        """Names of the started hosts."""
         return tuple(self._hosts)
 
     def tree_of(self, host: str) -> Path:
-        """Return what is /opt/ml on a host."""
+        """Return the folder that serves as a host's /opt/ml."""
         return self.root / host / "opt" / "ml"
 
     def log_of(self, host: str) -> str:
@@ -140,18 +140,18 @@ class Emulator:
         return path.read_text(errors="replace") if path.exists() else ""
 
     def poll(self) -> int | None:
-        """Return the first code that is not 0, else 0, once all hosts have ended."""
+        """Once all hosts have ended, return the first code that is not 0, else 0."""
         codes = {name: host.poll() for name, host in self._hosts.items()}
-        known = {name: code for name, code in codes.items() if code is not None}
-        if len(known) < len(codes):
+        ended = {name: code for name, code in codes.items() if code is not None}
+        if len(ended) < len(codes):
             return None
         if not self._is_settled:
-            self.codes = known
+            self.codes = ended
             self._settle(is_last=True)
         return next((code for code in self.codes.values() if code), 0)
 
     def wait(self, limit_s: float) -> int | None:
-        """Return as `poll`, None after the limit."""
+        """Poll up to a limit; return the code, or None after the limit."""
         deadline = time.monotonic() + limit_s
         while (code := self.poll()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
@@ -164,7 +164,7 @@ class Emulator:
             host.send(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End every process of the job at once. After a stop what is there is copied once more."""
+        """End every process of the job at once. After a stop, copy checkpoints once more."""
         for host in self._hosts.values():
             host.send(signal.SIGKILL)
         for host in self._hosts.values():
@@ -179,14 +179,14 @@ class Emulator:
             self._settle(is_last=self._is_stopping)
 
     def stop(self) -> int | None:
-        """Stop as the platform does: TERM, the window, KILL; return the code."""
+        """Stop like the platform: TERM, the window, KILL; return the code."""
         self.terminate()
         code = self.wait(self._settings.stop_window_s)
         self.kill()
         return code
 
     def failure(self) -> str:
-        """Return what becomes FailureReason: the first host's failure file that has any text."""
+        """Return the FailureReason: the text of the first non-empty failure file of a host."""
         for name in self._hosts:
             path = self.tree_of(name) / places.FAILURE
             if path.exists() and (text := path.read_text(errors="replace")):
@@ -194,17 +194,17 @@ class Emulator:
         return ""
 
     def find_leftovers(self) -> list[int]:
-        """Return processes of this start that still live though their entry has ended."""
-        wanted = f"{MARK}={self._mark}".encode()
-        found = []
+        """Return the running processes of this start, which has ended."""
+        mark = f"{MARK}={self._mark}".encode()
+        pids = []
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                if wanted in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
-                    found.append(int(path.parent.name))
-        return found
+                if mark in path.read_bytes().split(b"\0") and int(path.parent.name) != os.getpid():
+                    pids.append(int(path.parent.name))
+        return pids
 
     def check_end(self) -> list[str]:
-        """Return what the job did that the platform does not allow, one sentence each."""
+        """Return one sentence for each violation of the platform's rules by the job."""
         broken = []
         for name, code in self.codes.items():
             tree = self.tree_of(name)
@@ -214,7 +214,7 @@ class Emulator:
             if code == 0 and failure.exists():
                 broken.append(f"{name} ended with 0 and left a failure file")
             strange = {path.name for path in tree.iterdir()} - set(_KNOWN_FOLDERS)
-            visible = sorted(one for one in strange if not one.startswith(".strop-"))
+            visible = sorted(path for path in strange if not path.startswith(".strop-"))
             if visible:
                 broken.append(f"{name} wrote outside the platform's folders: {', '.join(visible)}")
             if any((tree / "model").iterdir()):
@@ -232,20 +232,20 @@ class Emulator:
 
 
 class _ProcessHost:
-    """The entry as a plain process: process groups and a private root, no namespace."""
+    """The entry as a plain process, with a private root and no namespace."""
 
     def __init__(self, host_path: Path, entry: list[str], environment: Mapping[str, str]) -> None:
         scratch = host_path / "scratch"
         shutil.rmtree(scratch, ignore_errors=True)
         scratch.mkdir(parents=True)
-        own = {"HOME": str(scratch), "PATH": os.environ.get("PATH", os.defpath), "TMPDIR": str(scratch)}
+        defaults = {"HOME": str(scratch), "PATH": os.environ.get("PATH", os.defpath), "TMPDIR": str(scratch)}
         argv = [*entry, "--root", str(host_path / "opt" / "ml")]
         if "--scratch" not in entry:
             argv += ["--scratch", str(scratch / "runs")]
         with (host_path / "entry.log").open("ab") as log:
             self._process = subprocess.Popen(
                 argv,
-                env={**own, **environment},
+                env={**defaults, **environment},
                 stdout=log,
                 stderr=log,
                 stdin=subprocess.DEVNULL,
@@ -253,17 +253,17 @@ class _ProcessHost:
             )
 
     def poll(self) -> int | None:
-        """Return the entry's code as a container's would be."""
+        """Return the entry's exit code in the form of a container's."""
         code = self._process.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def send(self, number: signal.Signals) -> None:
-        """Send a signal to the entry alone; the entry ends its own children."""
+        """Send a signal only to the entry, which ends its own children."""
         if self._process.poll() is None:
             self._process.send_signal(number)
 
     def remove(self) -> None:
-        """Wait for the process, so that no zombie stays."""
+        """Wait for the process, so that no zombie remains."""
         self._process.wait()
 
 
@@ -292,7 +292,7 @@ class _ContainerHost:
         else:
             argv += ["--network", "host"]
             argv += [word for host in names for word in ("--add-host", f"{host}:127.0.0.1")]
-        # Names alone: values would be visible in the process list.
+        # Only names, because values would be visible in the process list.
         argv += [word for key in sorted(environment) for word in ("--env", key)]
         argv += device_words(settings.engine.kind, settings.gpus)
         if settings.rootfs is not None:
@@ -310,12 +310,12 @@ class _ContainerHost:
             )
 
     def poll(self) -> int | None:
-        """Return the container's code, which its client passes on."""
+        """Return the container's exit code, which its client passes on."""
         code = self._client.poll()
         return code if code is None or code >= 0 else 128 - code
 
     def send(self, number: signal.Signals) -> None:
-        """Let the engine send a signal to process 1."""
+        """Send a signal to process 1 through the engine."""
         if self._client.poll() is None:
             self._run("kill", "--signal", number.name.removeprefix("SIG"), self._name)
 

@@ -1,7 +1,7 @@
-"""What the platform does around a container, on this machine: /opt/ml, checkpoint copying, S3 as folders.
+"""The platform's side of a container, emulated here: /opt/ml, checkpoint copying, S3 as folders.
 
-A half-written file is uploaded as it is, what is deleted here is deleted there, and what appears there later
-never comes here. Source: the developer guide on checkpoints in training jobs.
+Like the platform it uploads half-written files, deletes in S3 what is deleted here, and downloads nothing
+after the start. Source: the developer guide on checkpoints in training jobs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from strop.store.uris import parse_s3
 def build_tree(
     root: Path, request: Mapping[str, Any], objects: JobObjects, *, hosts: Sequence[str], host: str
 ) -> None:
-    """Make the tree of one host, channels and earlier checkpoints copied in. Raises: StoreError; OSError."""
+    """Make the tree of one host with channels and earlier checkpoints. Raises: StoreError; OSError."""
     shutil.rmtree(root, ignore_errors=True)
     for folder in ("model", "output/data", "input/config", places.DATA):
         (root / folder).mkdir(parents=True)
     resources = request["ResourceConfig"]
-    # Strings alone, whatever was meant.
+    # All values are strings, whatever their type was.
     _write(root / places.HYPERPARAMETERS, {k: str(v) for k, v in request.get("HyperParameters", {}).items()})
     _write(root / places.RESOURCES, _describe_hosts(resources, hosts, host))
     channels = {}
@@ -53,7 +53,7 @@ def build_tree(
 
 
 def checkpoint_path(root: Path, request: Mapping[str, Any]) -> Path:
-    """Return where a tree's checkpoints are."""
+    """Return the checkpoint directory of a tree."""
     local = request["CheckpointConfig"].get("LocalPath", places.CHECKPOINT_PATH)
     return root / PurePosixPath(local).relative_to(places.OPT_ML)
 
@@ -78,32 +78,32 @@ class PlatformSync:
         self._thread = threading.Thread(target=self._go_on, name="checkpoint-sync", daemon=True)
 
     def start(self) -> None:
-        """Begin; what was copied in is known."""
+        """Begin; files that were copied in are not uploaded."""
         self._seen = self._look()
         self._thread.start()
 
     def stop(self, *, is_last: bool) -> None:
-        """End; `is_last` copies once more, as after an orderly stop and not after a reclaim."""
+        """End; `is_last` copies once more, as after an orderly stop but not after a reclaim."""
         self._stopped.set()
         self._thread.join()
         if is_last:
             self.copy_changes()
 
     def copy_changes(self) -> None:
-        """Upload what changed, as it is now, and delete what has gone."""
-        found = self._look()
-        for name in sorted(self._seen.keys() - found.keys()):
+        """Upload changed files as they are now, and delete missing ones."""
+        versions = self._look()
+        for name in sorted(self._seen.keys() - versions.keys()):
             self._objects.remove(f"{self._uri}/{name}")
-        for name, version in found.items():
+        for name, version in versions.items():
             if self._seen.get(name) != version:
                 with suppress(OSError):
                     self._objects.write(f"{self._uri}/{name}", (self._folder / name).read_bytes())
-        self._seen = found
+        self._seen = versions
 
     def _look(self) -> dict[str, tuple[int, int]]:
         return {
-            path.relative_to(self._folder).as_posix(): (found.st_mtime_ns, found.st_size)
-            for path, found in walk_files(self._folder)
+            path.relative_to(self._folder).as_posix(): (stat.st_mtime_ns, stat.st_size)
+            for path, stat in walk_files(self._folder)
         }
 
     def _go_on(self) -> None:
@@ -121,19 +121,19 @@ def _describe_hosts(resources: Mapping[str, Any], hosts: Sequence[str], host: st
     ]
     described, left = [], list(hosts)
     for group in groups:
-        mine, left = left[: group["InstanceCount"]], left[group["InstanceCount"] :]
+        group_hosts, left = left[: group["InstanceCount"]], left[group["InstanceCount"] :]
         described.append(
             {
                 "instance_group_name": group["InstanceGroupName"],
                 "instance_type": group["InstanceType"],
-                "hosts": mine,
+                "hosts": group_hosts,
             }
         )
-    own = next(group for group in described if host in group["hosts"])
+    current = next(group for group in described if host in group["hosts"])
     return {
         "current_host": host,
-        "current_instance_type": own["instance_type"],
-        "current_group_name": own["instance_group_name"],
+        "current_instance_type": current["instance_type"],
+        "current_group_name": current["instance_group_name"],
         "hosts": list(hosts),
         "instance_groups": described,
         "network_interface_name": "lo",
@@ -152,26 +152,26 @@ class FolderObjects:
         self._inner = LocalObjects()
 
     def path_of(self, uri: str) -> Path:
-        """Return the file that stands for an object. Raises: ConfigError if it is no URI of S3."""
+        """Return the file of an object. Raises: ConfigError if `uri` is no URI of S3."""
         place = parse_s3(uri)
         return self._root / place.bucket / place.key
 
     def find(self, uri: str) -> StoredObject | None:
-        """Return what is known about one object, or None."""
-        found = self._inner.find(str(self.path_of(uri)))
-        return None if found is None else self._named(found)
+        """Return the facts about one object, or None."""
+        stored = self._inner.find(str(self.path_of(uri)))
+        return None if stored is None else self._with_uri(stored)
 
     def list(self, uri: str) -> Iterator[StoredObject]:
         """Yield all objects below a URI, by name."""
         for stored in self._inner.list(str(self.path_of(uri))):
-            yield self._named(stored)
+            yield self._with_uri(stored)
 
     def read(self, uri: str) -> bytes:
         """Return a small object. Raises: RemoteMissing."""
         return self._inner.read(str(self.path_of(uri)))
 
     def write(self, uri: str, data: bytes) -> None:
-        """Write a small object; it appears whole or not at all."""
+        """Write a small object atomically."""
         self._inner.write(str(self.path_of(uri)), data)
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:
@@ -190,8 +190,8 @@ class FolderObjects:
             return None
 
     def remove(self, uri: str) -> None:
-        """Remove one object; none is no error."""
+        """Remove one object; a missing one is no error."""
         self._inner.remove(str(self.path_of(uri)))
 
-    def _named(self, stored: StoredObject) -> StoredObject:
+    def _with_uri(self, stored: StoredObject) -> StoredObject:
         return replace(stored, uri=f"s3://{Path(stored.uri).relative_to(self._root).as_posix()}")

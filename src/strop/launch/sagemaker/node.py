@@ -1,7 +1,7 @@
 """The first process of a training container: `python -m strop.launch.sagemaker.node`.
 
-The kernel gives a first process no default handlers: a SIGTERM without a handler is ignored, and the run
-would go on to its end. So the handler is installed before anything else, even before the slow imports.
+The kernel gives a first process no default handlers: it would ignore a SIGTERM, and the run would go on to
+its end. So the handler is installed before anything else, even before the slow imports.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class StopFlag:
-    """Remembers a SIGTERM that came before the agent could act on it."""
+    """Remembers a SIGTERM that arrives before the agent can handle it."""
 
     def __init__(self) -> None:
         self.is_asked = False
@@ -24,7 +24,7 @@ class StopFlag:
 
     @property
     def is_installed(self) -> bool:
-        """Whether this handler, which only remembers a SIGTERM, is still installed."""
+        """Whether this handler is still installed."""
         return signal.getsignal(signal.SIGTERM) == self._ask
 
     def _ask(self, number: int, frame: object) -> None:
@@ -51,13 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--stop-window", type=float, default=defaults.stop_window_s, help="seconds, TERM to KILL"
     )
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     settings = EntrySettings(
-        root=given.root,
-        scratch=given.scratch,
-        port=given.port,
-        join_limit_s=given.join_limit,
-        stop_window_s=given.stop_window,
+        root=args.root,
+        scratch=args.scratch,
+        port=args.port,
+        join_limit_s=args.join_limit,
+        stop_window_s=args.stop_window,
     )
     return run_entry(settings, stop)
 

@@ -1,6 +1,6 @@
-"""Files of a training container: what the platform writes below /opt/ml, the job's folder, the failure file.
+"""Files of a training container: the platform's below /opt/ml, the job's folder, the failure file.
 
-The platform's files are read defensively: only what is needed here is required; the rest is kept for the
+The platform's files are read defensively: only the fields used here are required; the others are kept for the
 start record. Source: the developer guide of SageMaker, and the readers of the vendor's training toolkit.
 """
 
@@ -35,36 +35,36 @@ _KNOWN = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hosts:
-    """All hosts of a job in one order that every host computes for itself."""
+    """All hosts of a job, in the same order on every host."""
 
     names: tuple[str, ...]
-    """The main part first, each part sorted as text: algo-1, algo-10, algo-2."""
+    """The main part before the CPU part, each sorted as text: algo-1, algo-10, algo-2."""
     current: str
     cpu: frozenset[str] = frozenset()
-    """Those of the part without GPUs."""
+    """Hosts of the part without GPUs."""
     interface: str | None = None
     others: Mapping[str, Any] = field(default_factory=dict)
     """Other fields of the file."""
 
     @property
     def node(self) -> int:
-        """This host's place in the order."""
+        """This host's index."""
         return self.names.index(self.current)
 
     @property
     def head(self) -> str:
-        """The host that decides."""
+        """The first host, which decides the exit code."""
         return self.names[0]
 
     @property
     def is_head(self) -> bool:
-        """Whether this host decides."""
+        """Whether this is the first host."""
         return self.current == self.head
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptMl:
-    """The tree that the platform makes, at its root."""
+    """The platform's tree below `root`."""
 
     root: Path
 
@@ -75,15 +75,15 @@ class OptMl:
 
     @property
     def checkpoint_path(self) -> Path:
-        """The directory that the platform keeps in step with S3."""
+        """The directory that the platform mirrors to S3."""
         content = _read_object(self.root / places.CHECKPOINTS) or {}
         local = str(content.get("LocalPath") or places.CHECKPOINT_PATH)
         inside = Path(local).relative_to(places.OPT_ML) if local.startswith(f"{places.OPT_ML}/") else None
-        # A tree elsewhere than /opt/ml keeps everything below itself.
+        # A tree outside of /opt/ml has everything below its root.
         return Path(local) if inside is None else self.root / inside
 
     def channel_path(self, name: str) -> Path:
-        """Return where a channel's files are."""
+        """Return the folder of a channel's files."""
         return self.root / places.DATA / name
 
     def read_parameters(self) -> dict[str, str]:
@@ -92,7 +92,7 @@ class OptMl:
         return {str(name): str(value) for name, value in content.items()}
 
     def read_hosts(self) -> Hosts:
-        """Return the hosts of the job. Raises: CheckRefused if the file lacks what is needed."""
+        """Return the hosts of the job. Raises: CheckRefused if the file lacks them."""
         path = self.root / places.RESOURCES
         content = _read_object(path)
         if content is None:
@@ -104,8 +104,8 @@ class OptMl:
         cpu: set[str] = set()
         for group in groups if isinstance(groups, list) else ():
             if isinstance(group, dict) and group.get("instance_group_name") == CPU_GROUP:
-                found = group.get("hosts")
-                cpu.update(map(str, found if isinstance(found, list) else ()))
+                group_hosts = group.get("hosts")
+                cpu.update(map(str, group_hosts if isinstance(group_hosts, list) else ()))
         names = (*sorted(set(map(str, hosts)) - cpu), *sorted(set(map(str, hosts)) & cpu))
         interface = content.get("network_interface_name")
         return Hosts(
@@ -138,7 +138,7 @@ def _unusable(path: Path, why: str) -> CheckRefused:
 
 
 def read_sent_plan(tree: OptMl) -> dict[str, Any]:
-    """Return the plan of the channel `config`. Raises: CheckRefused if it is not there."""
+    """Return the plan in the channel `config`. Raises: CheckRefused if it is missing."""
     path = tree.channel_path(places.CONFIG_CHANNEL) / PLAN_NAME
     try:
         content: dict[str, Any] = json.loads(path.read_bytes())
@@ -152,23 +152,25 @@ def read_sent_plan(tree: OptMl) -> dict[str, Any]:
 
 
 def find_job(plan: Mapping[str, Any], parameters: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return the plan's job of this container, by the run that the hyperparameters name.
+    """Return the plan's job of this container, which the hyperparameters name.
 
-    Raises: CheckRefused if they name another plan or none of its runs.
+    Raises: CheckRefused if they name another plan, or none of its runs.
     """
-    run, wanted = parameters.get(places.RUN_PARAMETER), parameters.get(places.PLAN_PARAMETER)
+    run, plan_hash = parameters.get(places.RUN_PARAMETER), parameters.get(places.PLAN_PARAMETER)
     jobs = plan["details"]["jobs"]
-    found = next((job for job in jobs if job["run_key"] == run), None)
-    if found is None or wanted != plan["plan_hash"]:
-        raise CheckRefused(f"the job is run {run} of plan {wanted}, but `config` holds {plan['plan_hash']}")
-    result: Mapping[str, Any] = found
+    job_of_run = next((job for job in jobs if job["run_key"] == run), None)
+    if job_of_run is None or plan_hash != plan["plan_hash"]:
+        raise CheckRefused(
+            f"the job is run {run} of plan {plan_hash}, but `config` holds {plan['plan_hash']}"
+        )
+    result: Mapping[str, Any] = job_of_run
     return result
 
 
 def make_job_folder(tree: OptMl, plan: dict[str, Any], home: Path) -> tuple[Path, tuple[str, ...]]:
-    """Fill `<home>/job`, which the agent expects, from the channels; return it and the values of its secrets.
+    """Fill the agent's `<home>/job` from the channels; return it and the values of its secrets.
 
-    Raises: CheckRefused naming a secret that cannot be fetched, or code that is not there; OSError.
+    Raises: CheckRefused naming a secret that cannot be fetched, or missing code; OSError.
     """
     job_path = home / JOB_FOLDER
     job_path.mkdir(parents=True, exist_ok=True)
@@ -178,7 +180,7 @@ def make_job_folder(tree: OptMl, plan: dict[str, Any], home: Path) -> tuple[Path
             shutil.copyfile(path, job_path / path.name)
     if (config_path / TRIAL_SPEC).is_file():
         shutil.copyfile(config_path / TRIAL_SPEC, job_path / SPEC_NAME)
-    # The plan with this container's interpreter, and without paths of the submitting machine.
+    # Adapt the plan: this container's interpreter, and no paths of the submitting machine.
     outside = plan["python"]
     roles = [
         {**role, "argv": [sys.executable if word == outside else word for word in role["argv"]]}
@@ -194,7 +196,7 @@ def make_job_folder(tree: OptMl, plan: dict[str, Any], home: Path) -> tuple[Path
         target = job_path / CODE_NAME
         target.unlink(missing_ok=True)
         target.symlink_to(source)
-    # The channels in a store, each at the place of its asset.
+    # Link the channels into a store, each at the place of its asset.
     for channel, place in plan["details"].get("assets", {}).items():
         link = home / "store" / place
         link.parent.mkdir(parents=True, exist_ok=True)
@@ -207,14 +209,14 @@ def make_job_folder(tree: OptMl, plan: dict[str, Any], home: Path) -> tuple[Path
             fields = json.loads(text)
         except ValueError:
             fields = None
-        # A secret of several fields keeps each under the variable's name.
+        # A secret with several fields has one named like the variable.
         values[name] = str(fields[name]) if isinstance(fields, dict) and name in fields else text
     _write_environment(plan, job_path, home, values)
     return job_path, tuple(values.values())
 
 
 def fetch_secret(arn: str) -> str:
-    """Return the text of a secret, with the job's role. Raises: CheckRefused naming the ARN."""
+    """Fetch the text of a secret with the job's role. Raises: CheckRefused naming the ARN."""
     from strop.launch.sagemaker.client import AwsClients
     from strop.launch.sagemaker.options import SageMakerSite
 
@@ -230,16 +232,16 @@ def fetch_secret(arn: str) -> str:
 def _write_environment(
     plan: Mapping[str, Any], job_path: Path, home: Path, values: Mapping[str, str]
 ) -> None:
-    given = plan["environment"]
-    # Their values are in this process, from the request; the plan has names alone.
-    variables = {name: os.environ[name] for name in given["variables"] if name in os.environ}
+    planned = plan["environment"]
+    # The values are in this process, from the request; the plan has only names.
+    variables = {name: os.environ[name] for name in planned["variables"] if name in os.environ}
     if variables.get(URI_VARIABLE) == places.ASSET_STORE:
         variables[URI_VARIABLE] = str(home / "store")
     roles = plan["details"].get("secret_roles", {})
     content = {
         "format": 1,
         "variables": variables,
-        "sources": dict(given["sources"]),
+        "sources": dict(planned["sources"]),
         "secrets": {name: roles.get(name, []) for name in values},
     }
     if values:
@@ -247,9 +249,9 @@ def _write_environment(
     write_private(job_path / ENVIRONMENT_NAME, content)
 
 
-# The failure file is all that users who may describe a job see of its end. The platform shows its first 1,024
-# characters, so the cause comes first: code, host, exception, last frame. Later causes are appended. It holds
-# no secrets, and of logs the exception's line alone.
+# The failure file: all that users who may describe a job see of its end. The platform shows the first 1,024
+# characters, so the cause comes first: code, host, exception, last frame. Later causes are appended. The file
+# holds no secrets, and of the logs only the line of the exception.
 _PREFIXES = {EXIT_INTERRUPTED: "requeue:", EXIT_REFUSED: "preflight:"}
 _FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.MULTILINE)
 _EXCEPTION = re.compile(r"^(?:strop: )?[\w.]*(?:Error|Exception|Refused|Interrupt|Record)\b.*$", re.MULTILINE)
@@ -260,8 +262,8 @@ def describe_failure(exit_code: int, *, host: str, cause: str, secrets: Iterable
     """Return the text of the failure file for an exit code that is not 0."""
     head, _, tail = cause.partition("\n")
     parts = [_PREFIXES.get(exit_code, ""), f"{describe_exit(exit_code)} on {host}"]
-    if found := _RANK.search(tail):
-        parts.append(f"rank {found[1]}")
+    if rank := _RANK.search(tail):
+        parts.append(f"rank {rank[1]}")
     exceptions = _EXCEPTION.findall(tail)
     if exceptions:
         parts.append(exceptions[-1].strip())
@@ -276,7 +278,7 @@ def describe_failure(exit_code: int, *, host: str, cause: str, secrets: Iterable
 
 
 def write_failure(path: Path, text: str) -> None:
-    """Write the first cause, or append a later one. An error of the disk is ignored."""
+    """Write the first cause, or append a later one. Errors of the disk are ignored."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         is_first = not path.exists() or path.stat().st_size == 0

@@ -1,11 +1,11 @@
-"""The options of SageMaker, and lists of GPUs as numbers.
+"""The options of SageMaker, lists of GPUs as numbers, and the hardware of instance types.
 
-A job gets whole instances, so lists of GPU indices (as other launchers take them) say only how many GPUs each
-role has, and that no two roles share one: they become numbers, and the agent on the node hands GPUs out.
+A job gets whole instances, so lists of GPU indices (as other launchers take them) only say how many GPUs each
+role has, and that no two roles share one: they become numbers, and the agent on the node assigns the GPUs.
 
-What instance types have (GPUs, cores, memory) is from the tables on AWS's pages, families p4, p5, g5, g6,
-g6e, m5 and c5. Not here: types without bfloat16 (p3, g4dn), those of other makers' accelerators, and prices,
-which change.
+GPUs, cores and memory of instance types are from the tables on AWS's pages, for the families p4, p5, g5, g6,
+g6e, m5 and c5. Left out: types without bfloat16 (p3, g4dn), accelerators of other makers, and prices, which
+change.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ if TYPE_CHECKING:
 _LIST = re.compile(r"\d{1,2}(-\d{1,2})?(,\d{1,2}(-\d{1,2})?)*")
 _TRAIN, _EVAL = "--train-gpus", "--eval-gpus"
 _MAX_GPUS = 16
-"""Of any instance type."""
+"""The most GPUs of any instance type."""
 _EXCLUSIVE = (("job_name", "name_prefix"), ("local", "push"), ("image", "image_tag"), ("image", "build"))
 """Options that contradict each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instance:
-    """One instance."""
+    """The hardware of an instance type."""
 
     gpu: str | None
-    """As `strop plan --hardware` takes it; None: it has none."""
+    """The name for `strop plan --hardware`; None: no GPU."""
     num_gpus: int
     num_cores: int
-    """Physical: half of its vCPUs."""
+    """Physical cores: half of the vCPUs."""
     memory_gib: int
 
 
@@ -78,25 +78,25 @@ c5 - | xlarge 0 4 8, 2xlarge 0 8 16, 4xlarge 0 16 32, 9xlarge 0 36 72, 18xlarge 
 
 
 def find_instance(instance_type: str) -> Instance | None:
-    """Return what an instance type such as ml.g6e.48xlarge has, None for one that is not in the table."""
+    """Return the hardware of an instance type such as ml.g6e.48xlarge; None if it is not in the table."""
     return _read_table().get(instance_type.removeprefix("ml."))
 
 
 @cache
 def _read_table() -> Mapping[str, Instance]:
-    found = {}
+    instances = {}
     for row in _ROWS.strip().splitlines():
         head, _, sizes = row.partition("|")
         family, gpu = head.split()
         for entry in sizes.split(","):
             size, num_gpus, num_vcpus, memory_gib = entry.split()
-            found[f"{family}.{size}"] = Instance(
+            instances[f"{family}.{size}"] = Instance(
                 gpu=None if gpu == "-" else gpu,
                 num_gpus=int(num_gpus),
                 num_cores=int(num_vcpus) // 2,
                 memory_gib=int(memory_gib),
             )
-    return found
+    return instances
 
 
 def _split_words(value: Any) -> Any:
@@ -231,7 +231,7 @@ class SageMakerSite(SiteOptions):
     def read_flags(cls, flags: Sequence[Flag]) -> tuple[tuple[Flag, ...], dict[str, Any]]:
         """Split the flags; lists of GPUs become numbers, or with --local the GPUs to use.
 
-        Raises: ConfigError for options that contradict each other, and for GPUs that cannot be meant.
+        Raises: ConfigError for options that contradict each other, and for invalid GPUs.
         """
         if any(flag.name == "--local" for flag in flags):
             devices = [str(flag.value) for flag in flags if flag.name == "--gpus"]
@@ -239,7 +239,7 @@ class SageMakerSite(SiteOptions):
         else:
             devices = []
         # Lists of GPUs become numbers.
-        given = {flag.name: str(flag.value) for flag in flags if flag.name in (_TRAIN, _EVAL)}
+        gpu_texts = {flag.name: str(flag.value) for flag in flags if flag.name in (_TRAIN, _EVAL)}
         for flag in flags:
             if flag.name == "--gpus" and not isinstance(flag.value, int):
                 raise ConfigError(
@@ -248,22 +248,24 @@ class SageMakerSite(SiteOptions):
                     next_step="choose an instance type for a job, or add --local",
                 )
         shares = read_gpu_shares(
-            given.get(_TRAIN), given.get(_EVAL), has_split=any(flag.name == "--infer-gpus" for flag in flags)
+            gpu_texts.get(_TRAIN),
+            gpu_texts.get(_EVAL),
+            has_split=any(flag.name == "--infer-gpus" for flag in flags),
         )
-        named = {_TRAIN: next((key for key in shares if key != "eval_gpus"), ""), _EVAL: "eval_gpus"}
+        keys = {_TRAIN: next((key for key in shares if key != "eval_gpus"), ""), _EVAL: "eval_gpus"}
         settings, options = super().read_flags(
             [
-                replace(flag, key=f"job.{named[flag.name]}", value=shares[named[flag.name]])
-                if flag.name in given
+                replace(flag, key=f"job.{keys[flag.name]}", value=shares[keys[flag.name]])
+                if flag.name in gpu_texts
                 else flag
                 for flag in flags
             ]
         )
         for first, second in _EXCLUSIVE:
             if options.get(first) and options.get(second):
-                one, other = cls.settable()[first], cls.settable()[second]
+                option, other = cls.settable()[first], cls.settable()[second]
                 raise ConfigError(
-                    f"{one} together with {other}", allowed="one of them", next_step=f"leave {other} out"
+                    f"{option} together with {other}", allowed="one of them", next_step=f"leave {other} out"
                 )
         if devices:
             options["devices"] = devices[0]
@@ -276,36 +278,38 @@ class SageMakerSite(SiteOptions):
         return {"time_limit": self.max_runtime}
 
     def describe_node(self) -> NodeHardware:
-        """Return what an instance has, by its type."""
-        found, disk_bytes = find_instance(self.instance_type), self.volume_gb * 10**9
-        if found is None:
+        """Return the hardware of the instance type."""
+        instance, disk_bytes = find_instance(self.instance_type), self.volume_gb * 10**9
+        if instance is None:
             return NodeHardware(gpu=self.accelerator or self.instance_type, disk_bytes=disk_bytes)
         return NodeHardware(
-            gpu=self.accelerator or found.gpu,
-            num_cores=found.num_cores,
-            memory_bytes=found.memory_gib << 30,
+            gpu=self.accelerator or instance.gpu,
+            num_cores=instance.num_cores,
+            memory_bytes=instance.memory_gib << 30,
             disk_bytes=disk_bytes,
         )
 
     def count_paid_gpus(self, num_nodes: int, gpus_per_node: int) -> int:
-        """Return the GPUs of all instances, used or not; of an unknown type those that the profile says."""
-        found = find_instance(self.instance_type)
-        each = self.gpus_per_node if found is None else found.num_gpus
+        """Return the GPUs of all instances, used or not; of an unknown type `gpus_per_node`."""
+        instance = find_instance(self.instance_type)
+        each = self.gpus_per_node if instance is None else instance.num_gpus
         return each * (num_nodes if num_nodes > 1 else self.instance_count)
 
     def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
-        """Return the nodes that are instances, and all GPUs of an instance for a job that asks for none."""
+        """Return the instances as nodes, and all GPUs of an instance for a job that requests none."""
         count = self.instance_count
         flags: tuple[Flag, ...] = ()
         if "instance_count" in options or (count > 1 and job.nodes == 1):
             flags = (Flag(key="job.nodes", value=count, name="--instance-count"),)
         if self.local:
             return (*flags, *(imply_gpus(job, len(self.devices), "--gpus") if self.devices else ()))
-        found = find_instance(self.instance_type)
-        return flags if found is None else (*flags, *imply_gpus(job, found.num_gpus, self.instance_type))
+        instance = find_instance(self.instance_type)
+        return (
+            flags if instance is None else (*flags, *imply_gpus(job, instance.num_gpus, self.instance_type))
+        )
 
     def files_written(self, project_path: Path) -> list[Path]:
-        """Return the job log with its twin and its lock."""
+        """Return the job log, its twin and its lock."""
         path = project_path / self.job_log
         return [path, path.with_suffix(".jsonl"), path.with_suffix(".lock")]
 
@@ -317,29 +321,29 @@ class SageMakerSite(SiteOptions):
 
 
 def read_gpu_shares(train: str | None, evaluation: str | None, *, has_split: bool) -> dict[str, int]:
-    """Return the settings `gpus` or `train_gpus`, and `eval_gpus`, that two flags ask for.
+    """Return the settings `gpus` or `train_gpus`, and `eval_gpus`, from two flags.
 
-    A list has a comma or a hyphen; beside a list, a single number is an index too. `has_split`: generation
-    has GPUs of its own, so that a list for training is the learner's; else it is the whole training's.
-    Raises: ConfigError for what is neither a number nor a list, an index that is named twice, by one role or
-        by both, or that no instance has.
+    A list has a comma or a hyphen; if one flag is a list, a single number in the other is an index too.
+    `has_split`: generation has its own GPUs, so a list for training is for the learner, else for all of it.
+    Raises: ConfigError for a text that is neither a number nor a list, and for an index that occurs twice or
+        that no instance has.
     """
-    given = {flag: text for flag, text in ((_TRAIN, train), (_EVAL, evaluation)) if text is not None}
-    for flag, text in given.items():
+    texts = {flag: text for flag, text in ((_TRAIN, train), (_EVAL, evaluation)) if text is not None}
+    for flag, text in texts.items():
         if _LIST.fullmatch(text) is None:
             raise _wrong(f"{flag} {show_value(text)}", "it is neither a number of GPUs nor a list of indices")
-    if not any(mark in text for text in given.values() for mark in ",-"):
-        numbers = {flag: int(text) for flag, text in given.items()}
+    if not any(mark in text for text in texts.values() for mark in ",-"):
+        numbers = {flag: int(text) for flag, text in texts.items()}
         return _name(numbers, "train_gpus")
     lists: dict[str, list[int]] = {}
-    for flag, text in given.items():
+    for flag, text in texts.items():
         indices = lists[flag] = []
         for part in text.split(","):
             first, hyphen, last = part.partition("-")
-            found = range(int(first), int(last if hyphen else first) + 1)
-            if not found:
+            part_indices = range(int(first), int(last if hyphen else first) + 1)
+            if not part_indices:
                 raise _wrong(f"{flag} {text}", f"{part} runs backwards")
-            indices += found
+            indices += part_indices
         twice = sorted({index for index in indices if indices.count(index) > 1})
         if twice:
             raise _wrong(f"{flag} {text}", f"it names GPU {', '.join(map(str, twice))} twice")
@@ -360,9 +364,9 @@ def _name(numbers: dict[str, int], train_name: str) -> dict[str, int]:
     return {names[flag]: number for flag, number in numbers.items()}
 
 
-def _wrong(given: str, why: str) -> ConfigError:
+def _wrong(flags: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{given}: {why}",
+        f"{flags}: {why}",
         allowed=f"numbers ({_TRAIN} 4 {_EVAL} 2), or lists without a GPU in common ({_TRAIN} 0-5"
         f" {_EVAL} 6,7)",
         next_step="correct it",

@@ -1,11 +1,11 @@
-"""Names of jobs, their keys in S3, and the paths that the platform promises in the container.
+"""Names of jobs, their keys in S3, and the platform's paths in the container.
 
     <root>/source/<job>/code.tar.zst     <root>/config/<job>/...         <root>/output/<job>/...
     <root>/state/<run key>/<host>/step-N/...                             <store>/checkpoints/<job>/...
 
-State is kept by run, because a job that is submitted again has a new name. Everybody who may list an
-account's jobs reads their names, so a name comes from the clock and says nothing of model, data or method.
-A name made from a run file would often be illegal too: `qwen3-1.7B` has a dot.
+State is kept by run, because a resubmitted job has a new name. Everyone who may list an account's jobs can
+read their names, so a name comes from the clock and reveals nothing about model, data or method. A name from
+a run file would often be invalid too: `qwen3-1.7B` has a dot.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAILURE = "output/failure"
 CHECKPOINT_PATH = "/opt/ml/checkpoints"
 CONFIG_CHANNEL = "config"
 LINK_KEY = "hosts.key"
-"""In the channel `config` of a job of several hosts: the shared key of their handshake."""
+"""File in the channel `config` of a job with several hosts: the shared key of their handshake."""
 CODE_CHANNEL = "code"
 ASSET_CHANNEL = "asset-{index}"
 RUN_PARAMETER = "strop_run"
@@ -39,22 +39,22 @@ PLAN_TAG = "strop-plan"
 TRIAL_TAG = "strop-member"
 USER_TAG = "strop-user"
 SCRATCH = "/tmp/strop"
-"""Where runs are written in the container: outside what the platform packs or copies."""
+"""The folder for runs in the container, which the platform neither packs nor copies."""
 ASSET_STORE = f"{SCRATCH}/store"
-"""Root of the store in a job without network: links to its channels."""
+"""Root of the store in a job without network; it has links to the channels."""
 ENTRY_MODULE = "strop.launch.sagemaker.node"
 LOG_GROUP = "/aws/sagemaker/TrainingJobs"
 STOP_WINDOW_S = 120.0
-"""Between SIGTERM and KILL. Source: the API's text on StopTrainingJob."""
+"""Seconds between SIGTERM and KILL. Source: the API's text on StopTrainingJob."""
 NUM_FAILURE_CHARACTERS = 1024
-"""Of the failure file that the platform shows."""
-# Source: TrainingJobName in the service model. The length is checked apart: the pattern alone accepts
-# 'a', a hundred hyphens, 'b'.
+"""Characters of the failure file that the platform shows."""
+# Source: TrainingJobName in the service model. The length is checked separately: the pattern accepts 'a', a
+# hundred hyphens, 'b'.
 NAME_PATTERN = re.compile(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,62}", re.ASCII)
 MAX_NAME_CHARACTERS = 63
 SUFFIX_CHARACTERS = 4
 MAX_PREFIX_CHARACTERS = 47
-"""So that '-YYYYMMDD-HHMMSS', 16 characters, still fits."""
+"""Leaves room for '-YYYYMMDD-HHMMSS', 16 characters."""
 _MIN_REVEALING_CHARACTERS = 4
 
 
@@ -69,21 +69,21 @@ def base_name(prefix: str, submitted_at: float) -> str:
 
 
 def trial_name(base: str, index: int, num_trials: int) -> str:
-    """Return the name of one job of a sweep; a job without a sweep has the base alone."""
+    """Return the name of a job of a sweep; a single job has the base name."""
     return base if num_trials == 1 else _append(base, f"{index:03d}")
 
 
 def suffixed_name(name: str, home: str) -> str:
-    """Return another name for the same job, for when the first one is taken.
+    """Return another name for a job whose first name is in use.
 
-    Made from the job's home, which is its own, so that the same submission finds its job again.
+    It depends on the job's home, so that a repeated submission finds its job.
     """
     token = hashlib.sha256(f"{name}\n{home}".encode()).hexdigest()[:SUFFIX_CHARACTERS]
     return _append(name, token)
 
 
 def require_name(name: str, *, what: str = "job name", max_characters: int = MAX_NAME_CHARACTERS) -> None:
-    """Refuse a name, or the beginning of one, that SageMaker does not accept.
+    """Refuse an invalid name of a training job, or prefix of one.
 
     Raises: ConfigError.
     """
@@ -98,9 +98,9 @@ def require_name(name: str, *, what: str = "job name", max_characters: int = MAX
 
 
 def run_key(name: str, home: str) -> str:
-    """Return the neutral name of a run: the same for every job that continues it.
+    """Return the neutral name of a run, which is the same for every job that continues it.
 
-    Its state in S3 is found by this, because a job that is submitted again has a new name.
+    It locates the state in S3, because a resubmitted job has a new name.
     """
     folder = home.rstrip("/").rpartition("/")[2]
     return "r" + hashlib.sha256(f"{name}\n{folder}".encode()).hexdigest()[:12]
@@ -120,7 +120,7 @@ def find_revealing(texts: dict[str, str], words: Iterable[str]) -> list[str]:
 def _append(name: str, tail: str) -> str:
     room = MAX_NAME_CHARACTERS - len(tail) - 1
     if len(name) > room:
-        # Cut in the prefix: the stamp and what follows it tell jobs apart.
+        # Shorten the prefix, because the stamp and the tail distinguish jobs.
         stamp = name[-15:]
         name = f"{name[: room - len(stamp) - 1].rstrip('-')}-{stamp}"
     return f"{name}-{tail}"
@@ -137,7 +137,7 @@ def config_uri(root: str, job: str) -> str:
 
 
 def state_uri(root: str, run_key: str) -> str:
-    """Return the folder that the platform keeps in step with the checkpoint directory."""
+    """Return the folder that mirrors the checkpoint directory."""
     return f"{root}/state/{run_key}"
 
 

@@ -1,7 +1,7 @@
-"""What `--build`, `--push` and `--local` do before a plan is made, or instead of a submission.
+"""The work of `--build`, `--push` and `--local` before planning, or instead of a submission.
 
-With `--local` the buckets are folders in the job's home, `local/s3`; models and data that a run fetches
-itself come from where the run file and STROP_STORE_URI say.
+With `--local` the buckets are folders in the job's home, `local/s3`; a run still fetches models and data from
+the places that the run file and STROP_STORE_URI name.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from strop.launch.sagemaker.options import SageMakerSite
 from strop.store.policy import OFFLINE_VARIABLES, ORDER_VARIABLE, URI_VARIABLE
 
 NO_IMAGE = "none"
-"""Value of `--image`, with `--local`: plain processes."""
+"""Value of `--image` for plain processes with `--local`."""
 _FOLLOW_PAUSE_S = 0.2
 _KEPT = (
     *(URI_VARIABLE, ORDER_VARIABLE, *OFFLINE_VARIABLES, "STROP_CACHE", "HF_HOME", "PYTHONPATH"),
     *("AWS_PROFILE", "AWS_REGION", "AWS_ENDPOINT_URL"),
 )
-"""Of this shell's variables, what a run on this machine needs to find its inputs."""
+"""Variables of this shell that a run on this machine needs to find its inputs."""
 _STEPS = ("build", "no_cache", "push", "local", "devices")
 Say = Callable[[str], None]
 
@@ -44,11 +44,11 @@ Say = Callable[[str], None]
 def prepare_image(
     request: JobRequest, options: SageMakerSite, backend: SageMakerBackend, say: Say, *, is_dry_run: bool
 ) -> JobRequest | int:
-    """Build and push an image where that is asked for, or run the job here.
+    """Build and push an image as requested, or run the job on this machine.
 
-    Returns: the request that is submitted; the exit code of a job that ran here.
-    Raises: CheckRefused without a container engine, or an image that a GPU needs; ConfigError for a push
-        without an image or a repository; StoreError if AWS does not answer.
+    Returns: the request to submit, or the exit code of a job that ran here.
+    Raises: CheckRefused without a container engine, or without an image for a job with GPUs; ConfigError for
+        a push without an image or a repository; StoreError if AWS does not answer.
     """
     engine, image = _find_image(options, request.options.get("image"), say)
     plain = replace(request, options={k: v for k, v in request.options.items() if k not in _STEPS})
@@ -67,12 +67,14 @@ def prepare_image(
     return plain
 
 
-def _find_image(options: SageMakerSite, given: str | None, say: Say) -> tuple[Engine | None, str | None]:
-    """Return an engine and the image that it has, built if that is asked for; none where none is needed.
+def _find_image(
+    options: SageMakerSite, named_image: str | None, say: Say
+) -> tuple[Engine | None, str | None]:
+    """Return an engine and its image, built if requested; (None, None) if none is needed.
 
-    `given`: the image of `--image`. The profile's is AWS's to fetch.
+    `named_image`: the image of `--image`. AWS fetches that of the profile.
     """
-    is_bare = options.local and given == NO_IMAGE
+    is_bare = options.local and named_image == NO_IMAGE
     if is_bare or not (options.build or options.push or options.local):
         return None, None
     try:
@@ -81,8 +83,8 @@ def _find_image(options: SageMakerSite, given: str | None, say: Say) -> tuple[En
         if options.build or options.push or options.devices:
             raise
         return None, None
-    if given is not None:
-        return engine, given
+    if named_image is not None:
+        return engine, named_image
     image = plan_image(base_image=options.base_image)
     if options.build:
         if options.no_cache or find_image(engine, image.name) is None:
@@ -95,7 +97,7 @@ def _find_image(options: SageMakerSite, given: str | None, say: Say) -> tuple[En
 def push_for(
     request: JobRequest, options: SageMakerSite, engine: Engine | None, image: str | None, say: Say
 ) -> JobRequest:
-    """Push the image under its own tag and under this version's; name it by digest in the request."""
+    """Push the image under its tag and this version's; name it by digest in the request."""
     repository = parse_reference(options.repository or "")
     if engine is None or image is None or repository is None:
         raise ConfigError(
@@ -119,7 +121,7 @@ def _run_here(
     image: str | None,
     say: Say,
 ) -> int:
-    """Write the job's folder and run its first trial here; return its exit code."""
+    """Write the job's folder and run its first trial on this machine; return its exit code."""
     gpus = options.devices
     if gpus and image is None:
         raise CheckRefused(
@@ -127,9 +129,13 @@ def _run_here(
             allowed="an image that is here, for a container with GPUs",
             next_step="add --build, or leave --gpus out for plain processes",
         )
-    # A plan names some image; plain processes use none.
-    named = {**request.options, "image": image or request.options.get("image") or NO_IMAGE, "local": True}
-    request = replace(request, options=named)
+    # A plan must name an image, even if plain processes use none.
+    options_here = {
+        **request.options,
+        "image": image or request.options.get("image") or NO_IMAGE,
+        "local": True,
+    }
+    request = replace(request, options=options_here)
     plan = make_plan(request, backend)
     for notice in (*plan.conflicts, *plan.notices):
         say(f"notice: {notice}")
@@ -155,15 +161,15 @@ def _emulate(
     image: str | None,
     say: Say,
 ) -> int:
-    """Run the first trial of a plan whose job folder is written; return its exit code. Ctrl-C stops it.
+    """Run the first trial of a plan with a complete job folder; return its exit code. Ctrl-C stops it.
 
-    Raises: CheckRefused; StoreError; ConfigError as a submission.
+    Raises: CheckRefused, StoreError and ConfigError as a submission does.
     """
     folder = job_path_of(plan.home).parent / "local"
     objects = FolderObjects(folder / "s3")
     request = SageMakerBackend(options, objects=objects).send_locally(plan)
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
-    # Not the bucket of the plan: a rehearsal reaches no AWS that the user did not name.
+    # Without the plan's bucket: a rehearsal accesses AWS only if the user names it.
     environment.setdefault(URI_VARIABLE, "")
     settings = EmulatorSettings(
         engine=engine,

@@ -1,8 +1,8 @@
-"""What would stop a job, found by AWS calls that only read; and the IAM documents of a site.
+"""Find obstacles to a job by AWS calls that only read, and write the IAM documents of a site.
 
-A question that cannot be asked gives an `unknown`, neither success nor refusal. The documents are filled from
-the site profile and grant as little as possible. Source of the actions: the service authorization reference
-of AWS, and the SageMaker developer guide on execution roles.
+A check that cannot run gives `unknown`, neither success nor refusal. The documents are filled from the site
+profile and grant as little as possible. Source of the actions: the service authorization reference of AWS,
+and the SageMaker developer guide on execution roles.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ _KEY = ("Decrypt", "GenerateDataKey", "CreateGrant")
 def probe_site(
     plan: JobPlan, profile: SageMakerSite, clients: AwsClients, objects: JobObjects
 ) -> list[Finding]:
-    """Run all checks; the credentials first, because no other check works without them."""
-    found = list(_ask("credentials", lambda: _check_identity(clients)))
-    if any(finding.severity is Severity.ERROR for finding in found):
-        return found
+    """Run all checks, the credentials first, because no other check works without them."""
+    findings = list(_ask("credentials", lambda: _check_identity(clients)))
+    if any(finding.severity is Severity.ERROR for finding in findings):
+        return findings
     request = plan.details["jobs"][0]["request"]
     is_offline = request["EnableNetworkIsolation"] or request["Environment"].get("STROP_OFFLINE") == "1"
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
@@ -66,12 +66,12 @@ def probe_site(
         ),
     }
     for code, check in checks.items():
-        found += _ask(code, check)
-    return found
+        findings += _ask(code, check)
+    return findings
 
 
 def _ask(code: str, check: Callable[[], Iterable[Finding]]) -> Iterator[Finding]:
-    """Yield what a check finds, or that it cannot be made."""
+    """Yield the findings of a check, or a finding that it cannot run."""
     try:
         yield from check()
     except (RemoteMissing, ConfigError) as error:
@@ -139,7 +139,7 @@ def _check_bucket(clients: AwsClients, profile: SageMakerSite) -> Iterator[Findi
 
 
 def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Finding]:
-    """Ask the policy simulator whether each action would be allowed; it executes nothing."""
+    """Query the policy simulator, which executes nothing, whether each action would be allowed."""
     caller = clients.identity()
     if ":assumed-role/" in caller:
         role = caller.split("/")[1]
@@ -148,7 +148,7 @@ def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Findi
     results: list[Mapping[str, Any]] = []
     for statement in policy["Statement"]:
         if statement["Sid"] in {"Optional", "List"}:
-            continue  # The bucket has been listed; a simulation would need the request's own context.
+            continue  # The bucket has been listed; a simulation would need the context of a real request.
         resources = statement["Resource"]
         conditions = statement.get("Condition", {}).get("StringEquals", {})
         answer = clients.call(
@@ -164,10 +164,10 @@ def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Findi
             ],
         )
         results += answer["EvaluationResults"]
-    denied = sorted({one["EvalActionName"] for one in results if one["EvalDecision"] != "allowed"})
+    denied = sorted({result["EvalActionName"] for result in results if result["EvalDecision"] != "allowed"})
     if denied:
-        known = set(actions_of(policy))
-        assert set(denied) <= known | {name.lower() for name in known}
+        actions = set(actions_of(policy))
+        assert set(denied) <= actions | {name.lower() for name in actions}
         yield _finding(
             "rights",
             f"{clients.identity()} may not {', '.join(denied)}",
@@ -211,20 +211,20 @@ def _check_vpc(request: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _finding(
-    code: str, given: str, allowed: str, severity: Severity, *, next_step: str = _POLICY_HINT
+    code: str, problem: str, allowed: str, severity: Severity, *, next_step: str = _POLICY_HINT
 ) -> Finding:
-    return Finding(code=code, given=given, allowed=allowed, next_step=next_step, severity=severity)
+    return Finding(code=code, given=problem, allowed=allowed, next_step=next_step, severity=severity)
 
 
 def submitter_policy(profile: SageMakerSite) -> dict[str, Any]:
-    """Return what the identity that submits needs."""
+    """Return the policy for the submitting identity."""
     region, account = profile.region or "*", _account(profile)
     jobs = f"arn:{_partition(profile)}:sagemaker:{region}:{account}:training-job/{profile.name_prefix}*"
     statements = [
         _allow("EcrLogin", ("ecr:GetAuthorizationToken",), "*"),
         _allow("EcrRepository", _named("ecr", _PUSH), _repository(profile.repository, profile)),
         _allow("Jobs", _named("sagemaker", _JOBS), jobs),
-        # A listing has no resource.
+        # The action has no resource.
         _allow("ListJobs", ("sagemaker:ListTrainingJobs",), "*"),
         {
             **_allow("PassRole", ("iam:PassRole",), profile.role or f"arn:aws:iam::{account}:role/*"),
@@ -250,7 +250,7 @@ def submitter_policy(profile: SageMakerSite) -> dict[str, Any]:
     ]
     base = parse_reference(profile.base_image or "")
     if base is not None and base.registry is not None and profile.base_image_aws_profile is None:
-        # Its owner has to allow it too, in the repository's own policy.
+        # The repository's owner must allow it too, in the repository's policy.
         repository = _repository(profile.base_image, profile)
         statements.append(_allow("EcrBase", _named("ecr", _PULL), repository))
     if profile.kms_key:
@@ -259,11 +259,11 @@ def submitter_policy(profile: SageMakerSite) -> dict[str, Any]:
 
 
 def execution_policy(profile: SageMakerSite) -> dict[str, Any]:
-    """Return what the role of the job needs."""
+    """Return the policy for the job's role."""
     write_logs = ("CreateLogGroup", "CreateLogStream", "PutLogEvents", "DescribeLogStreams")
     statements = [
         _list_bucket(profile),
-        # Deletion too: what is pruned in the checkpoint directory is pruned in S3.
+        # Deletion is included, because pruned checkpoints are deleted in S3.
         _allow(
             "Objects",
             _named("s3", ("GetObject", "PutObject", "DeleteObject", "AbortMultipartUpload")),
@@ -288,7 +288,7 @@ def execution_policy(profile: SageMakerSite) -> dict[str, Any]:
 
 
 def trust_policy() -> dict[str, Any]:
-    """Return who may act as the role."""
+    """Return the trust policy of the role."""
     return {
         "Version": VERSION,
         "Statement": [
@@ -302,14 +302,14 @@ def trust_policy() -> dict[str, Any]:
 
 
 def actions_of(policy: dict[str, Any]) -> list[str]:
-    """Return every action of a document but the optional ones, sorted."""
-    found = [
+    """Return every action of a document except the optional ones, sorted."""
+    actions = [
         action
         for statement in policy["Statement"]
         if statement["Sid"] != "Optional"
         for action in statement["Action"]
     ]
-    return sorted(set(found))
+    return sorted(set(actions))
 
 
 def _allow(name: str, actions: tuple[str, ...], resources: str | list[str]) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""Rendezvous of a job's hosts, and the connection between them until all end with one exit code.
+"""Rendezvous of a job's hosts, and the connections between them until all end with one exit code.
 
-The first host listens; the others connect, name themselves, and wait until all are there. Each reports its
-exit code and cause; the first host decides and tells the others. What other hosts report is written where
-the agent looks for it on a shared file system (`exit/<node>`, `alive`), so an agent behaves the same
-everywhere. The first host's rendezvous file of the roles (`record.fence`) is copied to all hosts; it holds
-a token, so both sides first prove in a handshake that they know the job's shared key. Of an evaluation, what
-the other hosts keep goes to the first one (`evaluation_files`).
+The first host listens; the others connect, identify themselves, and wait for all. Each reports its exit code
+and cause; the first host determines the verdict and sends it to the others. Reports of other hosts are
+written to the files that the agent reads on a shared file system (`exit/<node>`, `alive`), so an agent
+behaves the same everywhere. The first host's rendezvous file of the roles (`record.fence`) is copied to all
+hosts; it holds a token, so both sides first prove in a handshake that they know the job's shared key. An
+evaluation's files go from the other hosts to the first one (`evaluation_files`).
 
-A lost connection is a lost host: no host waits for ever. The loss of a host whose roles may be lost ends no
-other host: the run itself decides how to go on.
+A lost connection counts as a lost host: no host waits forever. The loss of a host whose roles may be lost
+ends no other host: the run itself decides how to go on.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from strop.launch.sagemaker.opt_ml import Hosts, OptMl
 from strop.launch.secrets import write_private
 
 PORT = 7777
-SIGN_EVERY_S = 2.0
+HEARTBEAT_EVERY_S = 2.0
 SILENCE_LIMIT_S = 30.0
 END_LIMIT_S = 30.0
-"""How long the others may take to end once the first host has its verdict."""
+"""Seconds for the other hosts to end once the first host has its verdict."""
 _PAUSE_S = 0.2
 _GREETING_LIMIT_S = 5.0
 _LOST = 1
 
 
 class Rendezvous:
-    """One host's side of the connection. Make it with `join_hosts`."""
+    """One host's connections to the others. Created by `join_hosts`."""
 
     def __init__(self, hosts: Hosts, links: dict[int, socket.socket], attempt_path: Path) -> None:
         self._hosts, self._links, self._attempt_path = hosts, links, attempt_path
@@ -53,9 +53,9 @@ class Rendezvous:
         self._take_share: Callable[[int, dict[str, Any]], None] | None = None
         self._sent: dict[str, Any] | None = None
         self.codes: dict[int, int] = {}
-        """Exit codes of nodes that have reported theirs, this one's too."""
+        """Reported exit codes by node, including this node's."""
         self.causes: list[tuple[int, str]] = []
-        """Nodes and their causes, in the order in which they became known."""
+        """Nodes and their causes, in the order of arrival."""
         self.verdict: int | None = None
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -64,7 +64,7 @@ class Rendezvous:
 
     @property
     def is_head(self) -> bool:
-        """Whether this host decides."""
+        """Whether this is the first host."""
         return self._hosts.is_head
 
     def start(
@@ -74,11 +74,11 @@ class Rendezvous:
         may_be_lost: Collection[int] = (),
         take_share: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> None:
-        """Start to listen to every link, and to send signs of life.
+        """Start to listen on every link, and to send heartbeats.
 
-        `shared_path`: a JSON file that is copied from the first host to the others, and removed with it.
+        `shared_path`: a JSON file that the first host copies to the others, and removes there with its own.
         `may_be_lost`: nodes whose loss ends no other node.
-        `take_share`: on the first host, for what others send of an evaluation, with the sender's number.
+        `take_share`: on the first host, receives the sender's node and its files of an evaluation.
         """
         self._shared_path, self._may_be_lost = shared_path, may_be_lost
         self._take_share = take_share
@@ -89,21 +89,21 @@ class Rendezvous:
             copying.start()
         for node, link in self._links.items():
             threading.Thread(target=self._listen, args=(node, link), name=f"host-{node}", daemon=True).start()
-        threading.Thread(target=self._send_signs, name="signs-to-hosts", daemon=True).start()
+        threading.Thread(target=self._send_heartbeats, name="heartbeats-to-hosts", daemon=True).start()
 
     def finish(self, exit_code: int, cause: str) -> int:
-        """Report that this host has ended; return the code that all hosts end with."""
+        """Report the end of this host; return the exit code of all hosts."""
         self._note(self._hosts.node, exit_code, cause)
         self.send({"kind": "exit", "node": self._hosts.node, "code": exit_code, "cause": cause})
         if not self._hosts.is_head:
             if exit_code == 0:
-                # This host's part is done; the first one's may take hours more, and its loss is heard.
+                # This host is done; the first one may take hours more, and its loss would be noticed.
                 self._wait(lambda: self.verdict is not None or 0 in self.codes, None)
             self._wait(lambda: self.verdict is not None, END_LIMIT_S * 2)
             return exit_code or _LOST if self.verdict is None else self.verdict
         self._wait(lambda: len(self.codes) == len(self._hosts.names), END_LIMIT_S)
         is_success = exit_code == 0
-        # After the first host's success the others are stopped: their codes are no failures.
+        # After the first host's success the others are stopped, so their codes are no failures.
         nodes = [node for node in range(len(self._hosts.names)) if node not in self._lost]
         codes = [self.codes.get(node, 0 if is_success else None) for node in nodes]
         self.verdict = combine(codes)
@@ -144,13 +144,13 @@ class Rendezvous:
             try:
                 self._take_share(node, message)
             except OSError as error:
-                # The first host asks what is missing, once all shares are done.
+                # Once all shares are done, the first host requests missing replies itself.
                 sys.stderr.write(
                     f"{message.get('name')} of {self._hosts.names[node]} was not kept: {error}\n"
                 )
         elif kind == "file" and not self._hosts.is_head and self._shared_path is not None:
             content = message.get("content")
-            # On a full disk the reader that waits for the file reports that it did not come.
+            # On a full disk the reader that waits for the file reports that it is missing.
             with suppress(OSError, StoreError):
                 if content is None:
                     self._shared_path.unlink(missing_ok=True)
@@ -173,13 +173,13 @@ class Rendezvous:
                 path.write_text(str(code))
 
     def _lose(self, node: int) -> None:
-        """Note that a host was lost: its link ended without an exit code."""
+        """Note the loss of a host, whose link ended without an exit code."""
         if self._stopped.is_set() or node in self.codes or self.verdict is not None:
             return
         host = self._hosts.names[node]
         cause = f"host {host} was lost: its control connection ended without an exit code"
         if node in self._may_be_lost:
-            # The run knows what ran there, and decides whether it goes on.
+            # The run knows the roles of that host, and decides whether it goes on.
             with self._changed:
                 self._lost.add(node)
                 self.codes[node] = _LOST
@@ -190,27 +190,27 @@ class Rendezvous:
         if self._hosts.is_head:
             self.send({"kind": "exit", "node": node, "code": _LOST, "cause": cause}, skip=node)
 
-    def _send_signs(self) -> None:
-        while not self._stopped.wait(SIGN_EVERY_S):
+    def _send_heartbeats(self) -> None:
+        while not self._stopped.wait(HEARTBEAT_EVERY_S):
             self.send({"kind": "alive"})
             for node, heard_at in list(self._heard_at.items()):
                 if time.monotonic() - heard_at > SILENCE_LIMIT_S and node not in self.codes:
                     self._lose(node)
 
     def _send_shared_file(self, path: Path) -> None:
-        """Send the file whenever it changes; None once it is gone."""
+        """Send the file whenever it changes, and None once it is removed."""
         while not self._stopped.wait(_PAUSE_S):
             content = None
             with suppress(OSError, ValueError):
-                # It is written atomically.
-                found = json.loads(path.read_bytes())
-                content = found if isinstance(found, dict) else None
+                # The file is written atomically.
+                parsed = json.loads(path.read_bytes())
+                content = parsed if isinstance(parsed, dict) else None
             if content != self._sent:
                 self._sent = content
                 self.send({"kind": "file", "content": content})
 
     def send(self, message: Mapping[str, Any], *, skip: int | None = None) -> None:
-        """Send a message over every link; a link that is lost is noticed by its listener."""
+        """Send a message over every link; its listener notices a lost link."""
         data = json.dumps(message).encode() + b"\n"
         for node, link in self._links.items():
             if node != skip:
@@ -231,9 +231,9 @@ def join_hosts(
     port: int,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> Rendezvous:
-    """Wait until all hosts are there, each of which has proven that it knows the job's `key`.
+    """Wait until all hosts have joined and proven that they know the job's `key`.
 
-    Raises: CheckRefused naming the hosts that are missing after the limit, or that a stop was asked for.
+    Raises: CheckRefused naming the hosts missing after the limit, or after a stop.
     """
     if len(hosts.names) == 1:
         return Rendezvous(hosts, {}, attempt_path)
@@ -245,7 +245,7 @@ def join_hosts(
 
 
 def find_address(host: str, limit_s: float) -> str:
-    """Return the address of a host; names may not resolve in a container's first seconds.
+    """Return the address of a host; in a container's first seconds names may not resolve.
 
     Raises: CheckRefused naming the host.
     """
@@ -290,7 +290,7 @@ def _gather(
 
 
 def _greet(link: socket.socket, hosts: Hosts, key: str) -> dict[str, Any] | None:
-    """Challenge a connection; return its greeting if it is a host of this job that knows the key."""
+    """Challenge a peer; return its greeting if it is a host of this job that knows the key."""
     link.settimeout(_GREETING_LIMIT_S)
     challenge = secrets.token_hex(16)
     try:
@@ -326,7 +326,7 @@ def _connect(
 def _introduce(
     link: socket.socket, hosts: Hosts, key: str, deadline: float, is_stopped: Callable[[], bool]
 ) -> str:
-    """Answer the first host's challenge and wait for the start; return why that failed, '' on success."""
+    """Answer the first host's challenge and wait for the start; return the failure, '' on success."""
     greeting = _read_line(link, min(deadline, time.monotonic() + _GREETING_LIMIT_S), is_stopped)
     if greeting is None:
         return "the listener there said nothing"
@@ -353,16 +353,16 @@ def _read_line(link: socket.socket, deadline: float, is_stopped: Callable[[], bo
     line = b""
     while time.monotonic() < deadline and not is_stopped():
         try:
-            # Byte by byte: what follows the line is for `_listen`.
-            found = link.recv(1)
+            # Byte by byte, because the bytes after the line are for `_listen`.
+            byte = link.recv(1)
         except TimeoutError:
             continue
         except OSError:
             return None
-        if not found:
+        if not byte:
             return None
-        line += found
-        if found == b"\n":
+        line += byte
+        if byte == b"\n":
             with suppress(ValueError):
                 message = json.loads(line)
                 return message if isinstance(message, dict) else None
@@ -389,10 +389,10 @@ def _read_messages(link: socket.socket) -> Iterator[dict[str, Any]]:
                 yield message
 
 
-# The shared-key handshake: 32 random bytes, made at submission and sent in the channel `config`, never in a
-# request, which everybody who may describe the job can read. Each side answers the other's challenge with a
-# MAC of it. Not covered: later messages are neither encrypted nor signed; `encrypt_traffic` of the site
-# profile lets the platform encrypt them.
+# The shared-key handshake: the key is 32 random bytes, made at submission and sent in the channel `config`,
+# never in a request, which everyone who may describe the job can read. Each side answers the other's
+# challenge with a MAC of it. Not covered: later messages are neither encrypted nor signed; `encrypt_traffic`
+# of the site profile lets the platform encrypt them.
 
 _NUM_BYTES = 32
 
@@ -403,7 +403,7 @@ def make_key() -> bytes:
 
 
 def read_key(tree: OptMl) -> str:
-    """Return the key that was sent with the job. Raises: CheckRefused without one."""
+    """Return the key from the channel `config`. Raises: CheckRefused without one."""
     path = tree.channel_path(places.CONFIG_CHANNEL) / places.LINK_KEY
     try:
         key = path.read_text().strip()
@@ -415,12 +415,12 @@ def read_key(tree: OptMl) -> str:
 
 
 def prove(key: str, side: str, host: str, challenge: str) -> str:
-    """Return the answer of a side, 'head' or 'host', to the other's challenge. `host`: the one that joins."""
+    """Return the answer of a side, 'head' or 'host', to the other's challenge. `host`: the joining host."""
     return hmac.digest(key.encode(), f"{side} {host} {challenge}".encode(), "sha256").hex()
 
 
 def is_proof(answer: object, key: str, side: str, host: object, challenge: str) -> bool:
-    """Whether an answer proves that the host knows the key."""
+    """Whether an answer proves knowledge of the key."""
     return isinstance(answer, str) and hmac.compare_digest(
         answer.encode(), prove(key, side, str(host), challenge).encode()
     )

@@ -1,7 +1,7 @@
 """The `CreateTrainingJob` request of a plan: pure, so that a dry run shows the exact bytes.
 
-Names, tags, keys and hyperparameters say nothing about model, data or method; the run file travels in the
-channel `config` alone. Secrets are ARNs here, never values.
+Names, tags, keys and hyperparameters reveal nothing about model, data or method; the run file is only in the
+channel `config`. Secrets are ARNs here, never values.
 """
 
 from __future__ import annotations
@@ -52,19 +52,19 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
     if not settings.profile.local:
         refuse_local(assets)
     _refuse_impossible(plan, request, settings)
-    given = dict(plan.environment.variables)
-    added = {} if given.get(URI_VARIABLE) else {URI_VARIABLE: settings.store}
+    variables = dict(plan.environment.variables)
+    added = {} if variables.get(URI_VARIABLE) else {URI_VARIABLE: settings.store}
     if settings.has_isolation:
         added[URI_VARIABLE] = places.ASSET_STORE
     if settings.has_isolation or settings.profile.offline:
         added |= _OFFLINE_VARIABLES
-    if settings.profile.region and "AWS_REGION" not in given:
+    if settings.profile.region and "AWS_REGION" not in variables:
         added["AWS_REGION"] = settings.profile.region
     sources = {**plan.environment.sources, **dict.fromkeys(added, "launcher")}
     plan = replace(
         plan,
         environment=replace(
-            plan.environment, variables=dict(sorted({**given, **added}.items())), sources=sources
+            plan.environment, variables=dict(sorted({**variables, **added}.items())), sources=sources
         ),
     )
     base = settings.profile.job_name or base_name(settings.profile.name_prefix, plan.submitted_at)
@@ -131,7 +131,7 @@ def build_request(
 ) -> dict[str, Any]:
     """Return the request for one trial. Pure; equal plans give equal requests."""
     profile = settings.profile
-    # An image of our own is made from this environment: its interpreter has the same path there.
+    # Strop's own image is built from this environment, with the same path of the interpreter.
     is_own = profile.base_image is None and not profile.image
     python = profile.python or (request.python if is_own else ENTRY_PYTHON)
     entry = list(profile.entrypoint or (python, "-m", places.ENTRY_MODULE))
@@ -147,7 +147,7 @@ def build_request(
         "AlgorithmSpecification": {
             "TrainingImage": settings.image,
             "TrainingInputMode": "File",
-            # As words, not through a shell: a shell as first process swallows SIGTERM.
+            # Not through a shell, which as first process would swallow SIGTERM.
             "ContainerEntrypoint": list(entry),
         },
         "HyperParameters": {places.RUN_PARAMETER: run_key, places.PLAN_PARAMETER: plan.plan_hash},
@@ -176,7 +176,7 @@ def build_request(
 
 
 def count_hosts(request: Mapping[str, Any]) -> int:
-    """Return how many hosts a request asks for, over all its groups."""
+    """Return the number of hosts in all groups of a request."""
     resources = request["ResourceConfig"]
     groups = resources.get("InstanceGroups") or [resources]
     return sum(int(group["InstanceCount"]) for group in groups)
@@ -197,7 +197,7 @@ def _channels(
                 "S3DataSource": {
                     "S3DataType": "S3Prefix",
                     "S3Uri": uri,
-                    # Sharded, hosts that outnumber the objects would get nothing.
+                    # If sharded, some hosts would get no objects.
                     "S3DataDistributionType": "FullyReplicated",
                 }
             },
@@ -208,13 +208,13 @@ def _channels(
 
 
 def _asset_places(request: JobRequest, settings: SageMakerSettings) -> dict[str, str]:
-    """Return the channels of a job without network, by name, with their places in the store."""
+    """Return the asset channels of a job without network, with their places in the store."""
     if not settings.has_isolation:
         return {}
-    named = settings.profile.assets
+    asset_paths = settings.profile.assets
     uri = request.resolved.spec.model.uri
-    found = list(named) if named else [f"models/{uri}"] if HUB_PATTERN.fullmatch(uri) else []
-    return {places.ASSET_CHANNEL.format(index=index): place for index, place in enumerate(found)}
+    paths = list(asset_paths) if asset_paths else [f"models/{uri}"] if HUB_PATTERN.fullmatch(uri) else []
+    return {places.ASSET_CHANNEL.format(index=index): place for index, place in enumerate(paths)}
 
 
 def _resources(settings: SageMakerSettings) -> dict[str, Any]:
@@ -296,7 +296,7 @@ def _refuse_impossible(plan: JobPlan, request: JobRequest, settings: SageMakerSe
 def _notices(
     plan: JobPlan, request: JobRequest, settings: SageMakerSettings, jobs: list[dict[str, Any]]
 ) -> list[str]:
-    """Check every request; return what else the user should know. Raises: ConfigError."""
+    """Check every request; return notices for the user. Raises: ConfigError."""
     spec = request.resolved.spec
     public = {
         "name_prefix": settings.profile.name_prefix,
@@ -305,25 +305,25 @@ def _notices(
         **{f"tags.{key}": value for key, value in settings.profile.tags.items()},
     }
     words = [plan.name, *spec.model.uri.lower().split("/")]
-    found = find_revealing(public, words)
+    notices = find_revealing(public, words)
     if settings.has_isolation:
-        found.append(
+        notices.append(
             "network_isolation: nothing is mirrored while the run goes on; its state is, by the platform"
         )
     if settings.is_spot:
-        found.append(f"spot: {_SLOW_SAVE_NOTICE}")
+        notices.append(f"spot: {_SLOW_SAVE_NOTICE}")
     if find_spec("botocore") is None:
         text = "the request is not checked against SageMaker's limits: boto3 is not installed"
-        return [*found, f"{text} ({INSTALL})"]
+        return [*notices, f"{text} ({INSTALL})"]
     findings = [finding for job in jobs for finding in check_request(job["request"])]
     if findings:
         unique = list({finding.given: finding for finding in findings}.values())
         raise ConfigError("\n".join(map(str, unique)))
-    return found
+    return notices
 
 
 def _config_name(request: JobRequest) -> str:
-    """Return the run file as the user named it, else the first file that a setting came from."""
+    """Return the user's name of the run file, else the first file with a setting."""
     if request.run_file:
         return request.run_file
     origins = (origin.rpartition(":")[0] for origin in request.resolved.origins.values() if ":" in origin)
@@ -331,9 +331,9 @@ def _config_name(request: JobRequest) -> str:
 
 
 def renew_plan(plan: JobPlan, submitted_at: float) -> JobPlan:
-    """Return the plan of a run's next job: new names, and new places for what is kept by a job's name. Pure.
+    """Return the plan of a run's next job, with new names and new folders that are named by the job. Pure.
 
-    State is kept by run, so the new job finds it; image, instances, variables and limits stay as they are.
+    State is kept by run, so the new job finds it; image, instances, variables and limits are unchanged.
     """
     first = str(plan.details["jobs"][0]["name"])
     prefix = _STAMP.sub("", first)[:MAX_PREFIX_CHARACTERS].rstrip("-")
@@ -347,7 +347,7 @@ def renew_plan(plan: JobPlan, submitted_at: float) -> JobPlan:
 
 
 def step_of_state(name: str) -> int | None:
-    """Return the step of a state from the name of its manifest below the run's state in S3, or None."""
+    """Return the step in the name of a manifest below the run's state in S3, or None."""
     match = _STATE.fullmatch(name)
     return None if match is None else int(match[1])
 

@@ -1,4 +1,4 @@
-"""What one job asks of SageMaker: site profile and options together, and the models and data it names."""
+"""The settings of a job on SageMaker: profile with options, and the models and data that it names."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LOCAL_STARTS = ("/", "~", "./", "../")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SageMakerSettings:
-    """Everything that decides a request besides the job's plan."""
+    """Everything that determines a request, apart from the job's plan."""
 
     profile: SageMakerSite
-    """With the job's options over it."""
+    """The site profile with the job's options."""
     instance_count: int
     num_cpu_nodes: int
     max_runtime_s: int
@@ -43,7 +43,7 @@ class SageMakerSettings:
     secrets: Mapping[str, str]
     """Environment variable to the ARN of its secret."""
     secret_roles: Mapping[str, tuple[str, ...]]
-    """Roles that get a secret; one that is not named here is for all."""
+    """Secret to the roles that get it; a secret without an entry goes to every role."""
 
     @property
     def is_spot(self) -> bool:
@@ -52,17 +52,17 @@ class SageMakerSettings:
 
     @property
     def root(self) -> str:
-        """Where everything of ours lies: s3://bucket/prefix."""
+        """Root of everything that strop writes: s3://bucket/prefix."""
         return f"s3://{self.profile.bucket}/{self.profile.prefix}"
 
     @property
     def store(self) -> str:
-        """Root of the store that models come from and the run is mirrored to."""
+        """Root of the store with the models and the run's mirror."""
         return self.profile.store or self.root
 
     @property
     def image(self) -> str:
-        """The image as the request names it before its digest is known."""
+        """The image's name in the request, before its digest is known."""
         if self.profile.image:
             return self.profile.image
         if self.profile.repository is None:
@@ -71,9 +71,9 @@ class SageMakerSettings:
 
 
 def read_settings(request: JobRequest) -> SageMakerSettings:
-    """Lay the options of a submission over the site profile. Pure.
+    """Combine the site profile with the options of a submission. Pure.
 
-    Raises: ConfigError for an unknown option, and for what the profile lacks.
+    Raises: ConfigError for an unknown option, and for a setting that the profile lacks.
     """
     profile, options = request.site.profile.with_options(request.options), request.options
     assert isinstance(profile, SageMakerSite)  # The launcher chooses the backend by this very class.
@@ -118,7 +118,7 @@ def _seconds(text: str, name: str) -> int:
 
 
 def _split_roles(arns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
-    """Split keys of the form `NAME:role,role` into ARNs by variable, and roles by variable."""
+    """Split keys of the form `NAME:role,role` into ARNs and roles by variable."""
     secrets: dict[str, str] = {}
     roles: dict[str, tuple[str, ...]] = {}
     for key, arn in arns.items():
@@ -130,8 +130,8 @@ def _split_roles(arns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tup
                 next_step="change secret_arns in the site profile",
             )
         secrets[name] = arn
-        if found := tuple(role.strip() for role in names.split(",") if role.strip()):
-            roles[name] = found
+        if role_names := tuple(role.strip() for role in names.split(",") if role.strip()):
+            roles[name] = role_names
     return secrets, roles
 
 
@@ -145,22 +145,22 @@ def _lacks(name: str, why: str) -> ConfigError:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedAsset:
-    """One model or data source that a run file names."""
+    """A model or data source in a run file."""
 
     key: str
-    """Dotted setting."""
+    """The setting, dotted."""
     value: str
     kind: str
     """`models` or `datasets`: its folder in the store."""
 
     @property
     def is_local(self) -> bool:
-        """Whether it is a path of the submitting machine."""
+        """Whether the value is a path of the submitting machine."""
         return self.value.startswith(_LOCAL_STARTS)
 
     @property
     def place(self) -> str | None:
-        """Its place below the store's root; None if it is not a hub id."""
+        """The place below the store's root; None if the value is no hub id."""
         match = HUB_PATTERN.fullmatch(self.value)
         if match is None:
             return None
@@ -169,16 +169,16 @@ class NamedAsset:
 
 
 def list_assets(spec: RunSpec, evaluation: EvalFile | None) -> list[NamedAsset]:
-    """Return every model and data source that a run file and its evaluation name, mixtures included."""
+    """Return every model and data source in a run file and its evaluation, including mixtures."""
     leaves = (leaf for item in walk_values(spec.model_dump(mode="json")) for leaf in _inside(*item))
-    found = [asset for leaf in leaves for asset in _assets_of(*leaf)]
-    judges = [one.judge_model for one in role_judges(spec.task)]
-    found += [NamedAsset(key="task.judge_model", value=name, kind="models") for name in judges]
-    known = {(asset.value, asset.kind) for asset in found}
+    assets = [asset for leaf in leaves for asset in _assets_of(*leaf)]
+    judges = [judge.judge_model for judge in role_judges(spec.task)]
+    assets += [NamedAsset(key="task.judge_model", value=name, kind="models") for name in judges]
+    named = {(asset.value, asset.kind) for asset in assets}
     for place, value in evaluation.values.items() if evaluation is not None else ():
         inner = [asset for section in _inside(place, value) for asset in _assets_of(*section)]
-        found += [asset for asset in inner if (asset.value, asset.kind) not in known]
-    return found
+        assets += [asset for asset in inner if (asset.value, asset.kind) not in named]
+    return assets
 
 
 def refuse_local(assets: list[NamedAsset]) -> None:
@@ -195,9 +195,9 @@ def refuse_local(assets: list[NamedAsset]) -> None:
 def find_unstaged(
     assets: list[Mapping[str, Any]], store: str, objects: JobObjects, *, offline: bool
 ) -> list[Finding]:
-    """Return a finding for each asset that the store lacks: an error if the job may use no hub.
+    """Return a finding for each asset that the store lacks, an error if the job cannot use a hub.
 
-    Only names are checked: `strop stage RUN.toml` sends what is missing, and its `--check` compares bytes.
+    Only names are checked: `strop stage RUN.toml` sends missing assets, and its `--check` compares bytes.
 
     `assets`: `key`, `value` and `place` of each. Raises: StoreError if the store does not answer.
     """
@@ -208,7 +208,7 @@ def find_unstaged(
             uri = f"{store}/{asset['place']}"
         if uri is None or objects.find(uri) or objects.find(f"{uri.rstrip('/')}/COMPLETE"):
             continue
-        # What another tool sent, without digests of ours: the job proves it whole.
+        # Assets that another tool sent have no digests of strop: the job verifies them.
         places = [uri.rstrip("/")]
         if asset["place"] is not None and "@" not in asset["place"]:
             kind, name = asset["place"].partition("/")[0], uri.rpartition("/")[2]
@@ -232,12 +232,12 @@ def _is_of_another_tool(objects: JobObjects, place: str) -> bool:
     try:
         first = next(iter(objects.list(place)), None)
     except RemoteMissing:
-        return False  # There is not even a bucket, which has a finding of its own.
+        return False  # The bucket is missing, which has its own finding.
     return first is not None and objects.digest(first.uri) is None
 
 
 def _inside(path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield a leaf, and the leaves of tables in lists, as in mixtures."""
+    """Yield a leaf, or the leaves of tables in a list, as in mixtures."""
     if isinstance(value, list):
         for index, inner in enumerate(value):
             if isinstance(inner, Mapping):

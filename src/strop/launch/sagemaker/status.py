@@ -1,7 +1,7 @@
-"""State and logs of a training job: what its two status words mean, and its log streams in CloudWatch.
+"""State and logs of a training job: the meaning of its two status words, and its streams in CloudWatch.
 
-A stopped job is never a success, and for an unknown secondary status the primary one alone counts. Status
-messages are for people: nothing is parsed from them.
+A stopped job is never a success, and with an unknown secondary status only the primary one counts. Status
+messages are for people and are not parsed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ CANCEL_PENDING = "cancel pending"
 REQUEUE_PREFIX = "requeue:"
 PREFLIGHT_PREFIX = "preflight:"
 OVERLAP_MS = 60_000
-"""Lines arrive out of order: the minute before the newest line is read again."""
+"""The minute before the newest line is read again, because lines arrive out of order."""
 _STREAM = re.compile(r"(?P<job>[^/]+)/(?P<host>.+?)(?:-(?P<start>\d+))?$")
 _ROLE = re.compile(r"(?P<role>[a-z][a-z0-9_-]*)\| (?P<text>.*)", re.DOTALL)
 
@@ -52,16 +52,16 @@ _BY_PRIMARY: Mapping[str, tuple[JobState, str]] = {
 def map_state(primary: str, secondary: str, before: str = "") -> tuple[JobState, str]:
     """Return the state of two status words, and an explanation.
 
-    `before`: the secondary status before a stop was requested; the state stays that one until the end.
+    `before`: the secondary status before a stop was requested, which determines the state until the end.
     """
     if primary == "Stopping" and before:
         return map_state("InProgress", before)[0], CANCEL_PENDING
-    found = _TABLE.get((primary, secondary)) or _BY_PRIMARY.get(primary)
-    return found or (JobState.UNKNOWN, f"{primary}/{secondary}")
+    entry = _TABLE.get((primary, secondary)) or _BY_PRIMARY.get(primary)
+    return entry or (JobState.UNKNOWN, f"{primary}/{secondary}")
 
 
 def explain_failure(reason: str) -> str:
-    """Replace the prefix of a failure file by words."""
+    """Replace the prefix of a failure file by an explanation."""
     if reason.startswith(REQUEUE_PREFIX):
         detail = reason.removeprefix(REQUEUE_PREFIX).strip()
         return f"stopped in good order, its state saved; submit again ({detail})"
@@ -97,17 +97,17 @@ def read_answer(described: Mapping[str, Any]) -> SchedulerStatus:
 
 
 class CloudWatchLogs:
-    """`LogSource` of one training job: one stream per host and start, merged by time."""
+    """`LogSource` of one training job, which merges the streams of all hosts and starts by time."""
 
     def __init__(self, clients: AwsClients, job: str) -> None:
         self._clients, self._job = clients, job
         self._newest_ms = 0
         self._seen: dict[str, int] = {}
-        """Ids of the lines that may be read again, with their times."""
+        """Id to time of the lines that may be read again."""
         self._starts: dict[str, list[str]] = defaultdict(list)
 
     def read_new(self) -> list[LogLine]:
-        """Return the lines since the last call, oldest first. Before the first one there is no group.
+        """Return the lines since the last call, oldest first; none before the log group exists.
 
         Raises: StoreError if the service does not answer.
         """
@@ -127,7 +127,7 @@ class CloudWatchLogs:
         fresh = [
             event
             for event in events
-            # Again: moto 5.2.5 does not look at the prefix.
+            # The prefix is checked again, because moto 5.2.5 ignores it.
             if event["logStreamName"].startswith(f"{self._job}/") and event["eventId"] not in self._seen
         ]
         fresh.sort(key=lambda event: event["timestamp"])

@@ -1,6 +1,6 @@
 """Slurm as a backend: its own programs on a login node, and the checks before a submission.
 
-Covered: submission without what another job left in the environment, one query for many jobs, cancelling and
+Covered: submission without another job's variables, one query for many jobs, cancelling and
 preempting single trials of an array. Not covered: clusters reached by ssh or REST.
 """
 
@@ -34,7 +34,7 @@ from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 
 _ACCEPTED = re.compile(r"^(?P<id>\d+)(?:;(?P<cluster>\S+))?$", re.MULTILINE)
 _ACCOUNT_VARIABLES = ("SBATCH_ACCOUNT", "SLURM_ACCOUNT")
-# Slurm's words to our codes; the first match counts.
+# Slurm's messages to strop's codes; the first match counts.
 _REFUSALS = (
     ("dependency", "dependency"),
     ("invalid partition", "partition"),
@@ -63,7 +63,7 @@ _QUESTIONS = {
 
 
 class SlurmBackend:
-    """Jobs of one cluster."""
+    """Implements `Backend` for one cluster."""
 
     name = "slurm"
 
@@ -74,13 +74,13 @@ class SlurmBackend:
     def render(self, plan: JobPlan, request: JobRequest) -> JobPlan:
         """Add the batch script and the command that submits it. Pure.
 
-        Raises: ConfigError for a setting that is none, or that Slurm could not be given.
+        Raises: ConfigError for an unknown setting, or one that Slurm cannot take.
         """
         options = read_options(self.profile, request.options)
         require_fit(plan)
         script = write_script(plan, options)
         array = is_array(plan)
-        # Slurm finds no pattern in it then.
+        # Escaped, so that Slurm finds no pattern in the path.
         escaped = plan.home.replace("%", "%%")
         notices = list(plan.notices)
         if plan.resources.time_limit_s is None:
@@ -106,13 +106,13 @@ class SlurmBackend:
         )
 
     def probe(self, plan: JobPlan) -> list[Finding]:
-        """Ask `sbatch --test-only`, and look for what that does not see: folders, interpreter, image."""
+        """Run `sbatch --test-only`, and check what it does not: folders, interpreter, image."""
         return probe_plan(plan, environ=_submit_environment(plan, os.environ))
 
     def submit(self, plan: JobPlan) -> JobRef:
-        """Submit the script. A controller that does not answer may have accepted it: the job is looked for.
+        """Submit the script. A silent controller may have accepted it, so the job is looked up then.
 
-        Raises: CheckRefused with sbatch's own words; StoreError if the controller does not answer.
+        Raises: CheckRefused with sbatch's message; StoreError if the controller does not answer.
         """
         try:
             reply = ask_client(plan.argv, environ=_submit_environment(plan, os.environ))
@@ -121,23 +121,23 @@ class SlurmBackend:
             if accepted is not None:
                 return accepted
             raise
-        found = _ACCEPTED.search(reply.output)
-        if reply.code or found is None:
+        job = _ACCEPTED.search(reply.output)
+        if reply.code or job is None:
             raise CheckRefused(
                 f"sbatch refused {plan.name} with exit code {reply.code}: {_words(reply)}",
                 allowed="a request that the cluster can meet",
                 next_step=f"change it, or read {plan.home}/job/{SCRIPT_NAME}",
             )
-        details = {"is_array": is_array(plan)} | ({"cluster": found["cluster"]} if found["cluster"] else {})
-        return plan.refer_to(found["id"], details)
+        details = {"is_array": is_array(plan)} | ({"cluster": job["cluster"]} if job["cluster"] else {})
+        return plan.refer_to(job["id"], details)
 
     def recover(self, plan: JobPlan) -> JobRef | None:
-        """Return the newest job in this plan's home that is not in its reference file, or None.
+        """Return the newest job of this plan's home except that of its reference file, or None.
 
         Raises: StoreError if the controller does not answer.
         """
         noted = read_ref(job_path_of(plan.home)).job_id if has_ref(Path(plan.home)) else None
-        found = [
+        jobs = [
             job
             for job in list_jobs()
             if job.work_path == plan.home
@@ -145,7 +145,7 @@ class SlurmBackend:
             and not job.component
             and job.base_id != noted
         ]
-        return self._ref_of(max(found, key=lambda job: int(job.base_id))) if found else None
+        return self._ref_of(max(jobs, key=lambda job: int(job.base_id))) if jobs else None
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
         """Return the status by job id and trial, in one query; forgotten jobs are missing.
@@ -155,7 +155,7 @@ class SlurmBackend:
         return answer_for([ref.job_id for ref in refs]) if refs else {}
 
     def open_record(self, ref: JobRef, trial: int) -> RecordFiles:
-        """Return the trial's directory, which the cluster's nodes and this one share."""
+        """Return the trial's directory, which this machine shares with the cluster's nodes."""
         home = Path(ref.home)
         return DirectoryRecord(home / "members" / str(trial) if ref.details.get("is_array") else home)
 
@@ -164,32 +164,32 @@ class SlurmBackend:
         return None
 
     def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
-        """Cancel: the cluster sends TERM now, and KILL after its own KillWait; with no grace KILL at once.
+        """Cancel: the cluster sends TERM now and KILL after its KillWait, or without a grace KILL at once.
 
-        A job that has ended, or is unknown, is no error. Raises: StoreError if the controller does not
-        answer; CheckRefused if it says no.
+        An ended or unknown job is no error. Raises: StoreError if the controller does not answer;
+        CheckRefused if it refuses.
         """
         how = () if grace_s > 0 else ("--signal=KILL",)
         argv = ("scancel", *how, _target(ref, trial))
         _require(ask_client(argv), shlex.join(argv))
 
     def preempt(self, ref: JobRef, trial: int) -> str:
-        """Send the signal that announces a preemption to the steps, as `--signal` does."""
+        """Send the steps the signal that announces a preemption, as `--signal` does."""
         target = _target(ref, trial)
         argv = ("scancel", f"--signal={self.profile.signal}", target)
         _require(ask_client(argv), shlex.join(argv))
         return f"SIG{self.profile.signal}"
 
     def list_tagged(self) -> Iterator[JobRef]:
-        """Yield this user's jobs that carry our tag and are not over.
+        """Yield this user's jobs with strop's tag that have not ended.
 
         Raises: StoreError if the controller does not answer.
         """
-        seen: set[str] = set()
+        base_ids: set[str] = set()
         for job in list_jobs():
             is_ours = plan_hash_in(job.comment) is not None and not job.component
-            if is_ours and job.base_id not in seen and not read_state(job.state)[0].is_terminal:
-                seen.add(job.base_id)
+            if is_ours and job.base_id not in base_ids and not read_state(job.state)[0].is_terminal:
+                base_ids.add(job.base_id)
                 yield self._ref_of(job)
 
     def _ref_of(self, job: SeenJob) -> JobRef:
@@ -201,16 +201,16 @@ class SlurmBackend:
             job_id=job.base_id,
             plan_hash=plan_hash_in(job.comment) or "",
             submitted_at=job.submitted_at or time.time(),
-            # A job of one trial is the only one whose home is the trial's own.
+            # Only in a job of one trial is the home the trial's directory.
             details={"is_array": (Path(job.work_path) / "members").is_dir()},
         )
 
 
 def _submit_environment(plan: JobPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return what sbatch gets: nothing of another job, and the account that the user's shell names."""
+    """Return sbatch's environment: no variables of another job, but the account of the user's shell."""
     account = next((environ[name] for name in _ACCOUNT_VARIABLES if environ.get(name)), None)
-    named = {} if plan.details.get("account") or account is None else {"SBATCH_ACCOUNT": account}
-    return clean_environment(environ, secrets=plan.environment.secrets) | named
+    variables = {} if plan.details.get("account") or account is None else {"SBATCH_ACCOUNT": account}
+    return clean_environment(environ, secrets=plan.environment.secrets) | variables
 
 
 def _target(ref: JobRef, trial: int | None) -> str:
@@ -230,50 +230,53 @@ def _require(reply: ClientReply, what: str) -> None:
         )
 
 
-# Checks that only read. `sbatch --test-only` checks partitions, counts of GPUs and nodes, types and memory,
-# but not folders, and an account only if there is a database (Slurm 22.05).
+# Checks without effects. `sbatch --test-only` checks partitions, counts of GPUs and nodes, types and memory,
+# but not folders, and an account only with a database (Slurm 22.05).
 
 
 def probe_plan(plan: JobPlan, *, environ: Mapping[str, str]) -> list[Finding]:
-    """Return all findings about a plan. Reads only; a check that cannot run is a finding too."""
-    found = [*_check_request(plan, environ), *_check_account(plan, environ)]
+    """Return all findings about a plan, without effects; a check that cannot run is a finding too."""
+    findings = [*_check_request(plan, environ), *_check_account(plan, environ)]
     home = Path(plan.home)
-    # The folder is made at submission, with that of the logs: Slurm starts no job whose log it cannot open.
+    # The submission creates the folder and that of the logs: Slurm starts no job whose log it cannot open.
     nearest = next(path for path in (home, *home.parents) if path.exists())
     if not home.is_absolute():
-        given = f"run folder {home} is relative"
-        found.append(_missing("home", given, "an absolute path", "give --output-dir"))
+        problem = f"run folder {home} is relative"
+        findings.append(_missing("home", problem, "an absolute path", "give --output-dir"))
     elif not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         why = f"{nearest} is {'not writable' if nearest.is_dir() else 'a file'}"
-        given, allowed = f"run folder {home} cannot be made: {why}", "a folder on a disk that the nodes share"
-        found.append(_missing("home", given, allowed, "give another --output-dir"))
+        problem, allowed = (
+            f"run folder {home} cannot be made: {why}",
+            "a folder on a disk that the nodes share",
+        )
+        findings.append(_missing("home", problem, allowed, "give another --output-dir"))
     image = str(plan.details.get("image") or "")
     is_file = bool(image) and (image.endswith((".sqsh", ".sif")) or image.startswith(("/", "./")))
     if image and image.endswith(".sqsh") and "/" not in image:
-        given, allowed = (
+        problem, allowed = (
             f"image {image} would be read as a name in a registry",
             "a path with a slash for a file",
         )
-        found.append(_missing("image", given, allowed, f"write ./{image}, or the whole path"))
+        findings.append(_missing("image", problem, allowed, f"write ./{image}, or the whole path"))
     elif is_file and not Path(image).exists():
-        given = f"image {image} is not here"
-        found.append(_missing("image", given, "a file that the nodes see", "build or copy it"))
+        problem = f"image {image} is not here"
+        findings.append(_missing("image", problem, "a file that the nodes see", "build or copy it"))
     elif image and not is_file:
-        given = f"whether the nodes can get image {image} is not seen from here"
-        found.append(_unknown("image", given, "try one node"))
+        problem = f"whether the nodes can get image {image} is not seen from here"
+        findings.append(_unknown("image", problem, "try one node"))
     elif not image and shutil.which(plan.python) is None:
-        given, allowed = f"interpreter {plan.python} is not here", "one that login node and nodes share"
-        found.append(
-            _missing("python", given, f"{allowed}, with strop installed", "set python in the site profile")
+        problem, allowed = f"interpreter {plan.python} is not here", "one that login node and nodes share"
+        findings.append(
+            _missing("python", problem, f"{allowed}, with strop installed", "set python in the site profile")
         )
-    return found
+    return findings
 
 
 def _check_request(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
-    # The script is sent by standard input: its folder does not exist yet.
+    # The script goes through standard input, because its folder does not exist yet.
     argv = ("sbatch", "--test-only", "--export=ALL", "--chdir=/", "--output=/dev/null")
     try:
-        reply = ask_client(argv, environ=environ, given=plan.files[SCRIPT_NAME])
+        reply = ask_client(argv, environ=environ, stdin=plan.files[SCRIPT_NAME])
     except StoreError as error:
         return [find_refusal("scheduler", error, severity=Severity.UNKNOWN)]
     if reply.code == 0:
@@ -281,7 +284,7 @@ def _check_request(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
     lines = [line.removeprefix("sbatch: ").removeprefix("error: ") for line in reply.errors.splitlines()]
     words = "; ".join(filter(None, lines)) or f"exit code {reply.code}"
     if "presently disabled" in words and "--dependency=" in plan.files[SCRIPT_NAME]:
-        # Slurm says no more if the job that had to succeed has failed already.
+        # Slurm says no more than this if the other job has failed already.
         words = f"a dependency can never be met ({words})"
     code = next((code for pattern, code in _REFUSALS if pattern in words.lower()), "scheduler")
     question = _QUESTIONS.get(code)
@@ -307,24 +310,24 @@ def _check_account(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
     if reply.code:
         words = reply.errors.strip() or reply.output.strip()
         return [_unknown("account", f"whether account {account} exists is unknown: {words}", "go on")]
-    known = sorted(set(reply.output.split()))
-    if account in known:
+    accounts = sorted(set(reply.output.split()))
+    if account in accounts:
         return []
     return [
         Finding(
             code="account",
             given=f"account {account} is none of user {plan.user}",
-            allowed=", ".join(known) or "none at all",
+            allowed=", ".join(accounts) or "none at all",
             next_step="name one of these with --account",
         )
     ]
 
 
-def _missing(code: str, given: str, allowed: str, next_step: str) -> Finding:
-    return Finding(code=code, given=given, allowed=allowed, next_step=next_step)
+def _missing(code: str, problem: str, allowed: str, next_step: str) -> Finding:
+    return Finding(code=code, given=problem, allowed=allowed, next_step=next_step)
 
 
-def _unknown(code: str, given: str, next_step: str) -> Finding:
+def _unknown(code: str, problem: str, next_step: str) -> Finding:
     return Finding(
-        code=code, given=given, allowed="an answer", next_step=next_step, severity=Severity.UNKNOWN
+        code=code, given=problem, allowed="an answer", next_step=next_step, severity=Severity.UNKNOWN
     )

@@ -1,7 +1,7 @@
-"""Running Slurm's programs, and asking about many jobs at once. No answer is an error, never a state.
+"""Run Slurm's programs, and query many jobs at once. Silence is an error, never a state.
 
-First `squeue --json` of this user; if that is unknown, or no JSON, the same by plain fields. Jobs that the
-controller has forgotten are asked of `sacct`, which knows nothing on a cluster without a database.
+The first query is `squeue --json` for this user; without JSON support, plain `squeue`. `sacct` is queried for
+jobs that the controller has forgotten; on a cluster without a database it knows none.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from strop.launch.slurm.states import (
     tasks_by_number,
 )
 
-# Besides what every launcher leaves out: sbatch would take SBATCH_* as options, over the script's own; the
-# others are the devices of the job that one submits from.
+# Left out in addition to `clean_inherited`: sbatch would take SBATCH_* as options, overriding the script's;
+# the others are devices of a job that surrounds the submission.
 _LEFT_OUT = (
     "SBATCH_",
     "CUDA_VISIBLE_DEVICES",
@@ -38,9 +38,9 @@ _LEFT_OUT = (
     "ZE_AFFINITY_MASK",
 )
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT")
-"""How to reach the cluster, and as whom."""
+"""The address of the cluster, and the credentials for it."""
 _ANSWER_LIMIT_S = 60.0
-"""A client itself gives up on a silent controller after 9 to 18 s (Slurm 22.05)."""
+"""A client gives up on a silent controller after 9 to 18 s (Slurm 22.05)."""
 _SILENCE = (
     "Unable to contact slurm controller",
     "Socket timed out",
@@ -54,7 +54,7 @@ _SILENCE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientReply:
-    """What a Slurm program printed, and its exit code."""
+    """The output of a Slurm program, and its exit code."""
 
     code: int
     output: str
@@ -62,16 +62,16 @@ class ClientReply:
 
 
 def clean_environment(environ: Mapping[str, str], *, secrets: Sequence[str] = ()) -> dict[str, str]:
-    """Return the environment for a submission: without traces of another job, and without secrets."""
+    """Return the environment for a submission, without variables of another job and without secrets."""
     cleaned = clean_inherited(environ, secrets=secrets)
     kept = {name: value for name, value in cleaned.items() if not name.startswith(_LEFT_OUT)}
     return kept | {name: environ[name] for name in _KEPT if name in environ}
 
 
 def ask_client(
-    argv: Sequence[str], *, environ: Mapping[str, str] | None = None, given: str = ""
+    argv: Sequence[str], *, environ: Mapping[str, str] | None = None, stdin: str = ""
 ) -> ClientReply:
-    """Run a Slurm program to its end; `given`: its standard input.
+    """Run a Slurm program to its end.
 
     Raises: StoreError if it is missing, or the controller does not answer.
     """
@@ -80,7 +80,7 @@ def ask_client(
         done = subprocess.run(
             list(argv),
             env=dict(environ),
-            input=given,
+            input=stdin,
             capture_output=True,
             text=True,
             errors="replace",
@@ -113,12 +113,12 @@ Client = Callable[[Sequence[str]], ClientReply]
 
 
 def list_jobs(*, client: Client = ask_client, now: float | None = None) -> list[SeenJob]:
-    """Return all jobs of this user that the controller remembers, finished ones too.
+    """Return all jobs of this user that the controller remembers, including finished ones.
 
-    Raises: StoreError if it does not answer, or not in a known form.
+    Raises: StoreError if it does not answer in a known form.
     """
     now = time.time() if now is None else now
-    # Up to 22.05 --json prints every job there is, whatever else is asked; later versions keep to --me.
+    # Up to 22.05 --json prints all jobs, whatever the other options; later versions observe --me.
     reply = client(("squeue", "--json", "--me", "--states=all"))
     jobs = read_json(reply.output, now=now) if reply.code == 0 else None
     if jobs is not None:
@@ -142,28 +142,28 @@ def answer_for(
 ) -> Mapping[tuple[str, int], SchedulerStatus]:
     """Return the status of these jobs by base id and array task; forgotten jobs are missing.
 
-    One query however many jobs; a second, of `sacct`, if there are some that the first does not know.
+    One query covers all jobs; a second one, of `sacct`, those that the first does not know.
     Raises: StoreError if the controller does not answer.
     """
-    wanted = set(base_ids)
-    jobs = [job for job in list_jobs(client=client, now=now) if job.base_id in wanted]
+    ids = set(base_ids)
+    jobs = [job for job in list_jobs(client=client, now=now) if job.base_id in ids]
     answers = _answers_of(jobs)
-    forgotten = sorted(wanted - {job.base_id for job in jobs}, key=int)
+    forgotten = sorted(ids - {job.base_id for job in jobs}, key=int)
     if forgotten:
         fields = ",".join(ACCOUNTING_FIELDS)
         try:
             reply = client(("sacct", "-X", "-n", "-P", "-j", ",".join(forgotten), "-o", fields))
         except StoreError:
-            # The controller has answered; without the database these jobs stay unknown.
+            # The controller answered; without the database these jobs stay unknown.
             return answers
         remembered = _answers_of(read_accounting(reply.output) if reply.code == 0 else [])
-        # A job that only the database thinks alive was lost without a trace: its state is unknown.
+        # A job that runs only according to the database was lost: its state is unknown.
         answers |= {key: answer for key, answer in remembered.items() if answer.state.is_terminal}
     return answers
 
 
 def _answers_of(jobs: Sequence[SeenJob]) -> dict[tuple[str, int], SchedulerStatus]:
-    """Return one answer per base id and task; a heterogeneous job has that of its first component."""
+    """Return one status per base id and task; for a heterogeneous job that of its first component."""
     answers: dict[tuple[str, int], SchedulerStatus] = {}
     nodes: dict[tuple[str, int], list[str]] = {}
     for key, job in sorted(tasks_by_number(list(jobs)), key=lambda pair: -pair[1].component):

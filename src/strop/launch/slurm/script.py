@@ -1,8 +1,8 @@
 """The batch script of a plan. Pure.
 
-The script is short, and the agents do the work: it starts one on each node, waits, combines their exit codes
-into one verdict, writes it, and requeues the job where that helps. The header holds the options. The job's
-folder is passed to sbatch as an argument, because a path may hold characters that no header line can.
+The script is short because the agents do the work: it starts one on each node, waits, combines their exit
+codes into one verdict, writes it, and requeues the job if useful. The header holds the options. The job's
+folder is an argument of sbatch, because a path may hold characters that a header line cannot.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from strop.launch.contract import JobPlan
 from strop.launch.slurm.options import SlurmSite
 from strop.spec.job import format_duration
 
-# Options that the launcher decides itself, and strop's own option to use instead, if there is one.
+# Options that the launcher sets, and strop's option to use instead, if any.
 _OWNED_ARGS = {
     "--array": "a sweep, and site.array for its limit",
     "--chdir": "--output-dir",
@@ -56,11 +56,11 @@ _WRITTEN = (
     *("partition", "cpu_partition", "account", "qos", "constraint", "reservation", "nodelist", "exclude"),
     *("gpu_type", "dependency", "comment", "container_image", "sbatch_args"),
 )
-"""Options that stand in the script's header."""
+"""Options in the script's header."""
 
 
 def read_options(profile: SlurmSite, options: Mapping[str, Any]) -> SlurmSite:
-    """Return what holds for a job: its options over the profile.
+    """Return the profile with a job's options.
 
     Raises: ConfigError for an unknown name, or a value that Slurm cannot take.
     """
@@ -98,7 +98,7 @@ def require_fit(plan: JobPlan) -> None:
             f"job name {plan.name!r}", f"1 to {_MAX_NAME} characters, not all blank", "name it anew"
         )
     if "\\" in plan.home or "\0" in plan.home:
-        # Slurm takes a backslash in a log's path as the end of all patterns, and drops it.
+        # A backslash in a log's path makes Slurm ignore all patterns; Slurm drops it too.
         raise _refusal(f"run folder {plan.home!r}", "a path without a backslash", "give another --output-dir")
     if plan.resources.num_cpu_nodes and is_array(plan):
         raise _refusal(
@@ -109,7 +109,7 @@ def require_fit(plan: JobPlan) -> None:
 
 
 def is_array(plan: JobPlan) -> bool:
-    """Whether the plan's trials are tasks of an array: always, but for a single run in its home."""
+    """Whether the plan's trials are tasks of an array: all but a single run in its home are."""
     return [trial.path for trial in plan.trials] != [plan.home]
 
 
@@ -129,23 +129,23 @@ def read_array(plan: JobPlan, options: SlurmSite) -> str | None:
 
 
 def plan_hash_in(comment: str) -> str | None:
-    """Return the plan hash in a job's comment; None if strop did not submit it."""
+    """Return the plan hash in a job's comment; None if strop did not submit the job."""
     word = comment.split(" ", 1)[0]
     return word.removeprefix(TAG_PREFIX) if word.startswith(TAG_PREFIX) and word != TAG_PREFIX else None
 
 
-def _require_one_line(given: str, value: str) -> None:
+def _require_one_line(setting: str, value: str) -> None:
     if any(ord(character) < 32 or ord(character) == 127 for character in value):
-        raise _refusal(given, "one line without control characters", "leave them out")
+        raise _refusal(setting, "one line without control characters", "leave them out")
 
 
-def _refusal(given: str, allowed: str, next_step: str) -> ConfigError:
-    return ConfigError(given, allowed=allowed, next_step=next_step)
+def _refusal(problem: str, allowed: str, next_step: str) -> ConfigError:
+    return ConfigError(problem, allowed=allowed, next_step=next_step)
 
 
 @cache
 def _read_templates() -> dict[str, str]:
-    """Return the templates, which are read once per process."""
+    """Return the templates by name; they are read once per process."""
     package = files("strop.launch.slurm")
     return {name: (package / name).read_text(encoding="utf-8") for name in ("job.sh.j2", "image.sh.j2")}
 
@@ -153,7 +153,7 @@ def _read_templates() -> dict[str, str]:
 def write_script(plan: JobPlan, options: SlurmSite) -> str:
     """Return the batch script of a plan.
 
-    Raises: ConfigError if the array asked for is not among the plan's trials.
+    Raises: ConfigError if the plan's trials do not fit the requested array.
     """
     from jinja2 import DictLoader, Environment, StrictUndefined
 
@@ -201,7 +201,7 @@ def write_header(plan: JobPlan, options: SlurmSite) -> list[list[str]]:
         device = f"gpu:{gpu_type}" if gpu_type else "gpu"
         devices.append(_option("--gres", f"{device}:{resources.gpus_per_node}"))
     if resources.is_whole_node:
-        # Only for whole nodes: it shows every GPU of the node, whatever was requested.
+        # Only for whole nodes: it shows every GPU of the node, even more than requested.
         devices.append("--exclusive")
     elif resources.gpus_per_node and resources.cpus is None:
         devices.append(f"--cpus-per-gpu={resources.cpus_per_gpu or options.cpus_per_gpu}")
@@ -237,7 +237,7 @@ def write_header(plan: JobPlan, options: SlurmSite) -> list[list[str]]:
 
 
 def _shared(plan: JobPlan, options: SlurmSite) -> list[str]:
-    """Return the options that each part of a heterogeneous job must repeat."""
+    """Return the options that every part of a heterogeneous job must have."""
     limit_s = plan.resources.time_limit_s
     comment = " ".join(filter(None, [tag_of(plan.plan_hash), options.comment]))
     return [
@@ -249,7 +249,7 @@ def _shared(plan: JobPlan, options: SlurmSite) -> list[str]:
             ("--time", None if limit_s is None else format_duration(limit_s)),
             ("--dependency", options.dependency),
         ),
-        # Otherwise a job whose dependency cannot be met any more waits for ever.
+        # Without this a job with a dependency that can no longer be met waits forever.
         *(["--kill-on-invalid-dep=yes"] if options.dependency else []),
         "--requeue" if plan.max_requeue else "--no-requeue",
         "--open-mode=append",

@@ -1,9 +1,9 @@
-"""The output of Slurm's programs read into one form, and what its states mean.
+"""Read the output of Slurm's programs into one form, and interpret its states.
 
-A job has one base state and any number of flags. Up to 23.02 Slurm prints the most telling of them as one
-word; later it lists them all, and they are reduced here as Slurm's own `job_state_string` does. A state
-that is not in the table is `unknown`, which ends nothing. JSON of every shape since 21.08 is read, and
-plain fields before.
+A job has one base state and any number of flags. Up to 23.02 Slurm prints the most important one as one word;
+later versions list them all, and they are reduced here as Slurm's `job_state_string` does. A state that is
+not in the table is `unknown`, which ends nothing. JSON of every version since 21.08 is read, and plain fields
+of earlier ones.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from strop.launch.contract import JobState
 
-# Numbers of 22.05 are numbers, or null; from 23.02 on they are `{"set": true, "infinite": false, "number":
-# 7}`. `job_state` is a word, and from 23.11 on a list of words. What cannot be read is left out; it never
-# becomes a state. Formats: `squeue`, `sacct` and `scontrol` manuals.
+# Numbers of 22.05 are numbers or null; since 23.02 they are `{"set": true, "infinite": false, "number": 7}`.
+# `job_state` is a word, and since 23.11 a list of words. Unreadable jobs are left out and never get a state.
+# Formats: `squeue`, `sacct` and `scontrol` manuals.
 
 FIELD, RECORD = "\x1f", "\x1e"
-"""What `squeue` prints between fields and before each job: names and paths may hold anything else."""
+"""Separators of fields and jobs in the output of `squeue`: names and paths may hold anything else."""
 
 PLAIN_FORMAT = RECORD + FIELD.join(("%i", "%A", "%T", "%r", "%N", "%V", "%j", "%Z", "%k"))
-"""For `squeue -o`; its columns mean the same in every version."""
+"""For `squeue -o`; the columns are the same in every version."""
 
 ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "NodeList")
 """For `sacct -P -o`."""
@@ -32,13 +32,13 @@ ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "NodeList")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenJob:
-    """One job, or one component of one, as a query showed it."""
+    """A job, or a component of a heterogeneous one, in the reply to a query."""
 
     base_id: str
-    """What `sbatch` printed: the id of an array, of the first component, or its own."""
+    """The id that `sbatch` printed: of the array, of the first component, or of the job."""
     own_id: str
     tasks: tuple[int, ...]
-    """Array tasks that it stands for; (0,) without an array."""
+    """Array tasks that the entry covers; (0,) without an array."""
     state: SeenState
     component: int = 0
     """Offset in a heterogeneous job."""
@@ -46,26 +46,26 @@ class SeenJob:
     comment: str = ""
     work_path: str = ""
     submitted_at: float = 0.0
-    """Unix seconds; 0 where the query does not say."""
+    """Unix seconds; 0 if the reply lacks it."""
     since: float | None = None
 
 
 def read_json(text: str, *, now: float) -> list[SeenJob] | None:
-    """Read `squeue --json`; None if it is no such answer. What cannot be read is left out."""
+    """Read `squeue --json`; None if the text is not such a reply. Unreadable jobs are left out."""
     try:
         document = json.loads(text)
     except ValueError:
         return None
     jobs = document.get("jobs") if isinstance(document, dict) else None
-    # Without a controller 22.05 prints an error, no jobs, and exits with 0: an empty list is then no answer.
+    # Without a controller 22.05 prints an error and no jobs, and exits with 0: that list is no reply.
     if not isinstance(jobs, list) or document.get("errors"):
         return None
-    return [seen for job in jobs if isinstance(job, dict) and (seen := _read_job(job, now)) is not None]
+    return [parsed for job in jobs if isinstance(job, dict) and (parsed := _read_job(job, now)) is not None]
 
 
 def read_plain(text: str) -> list[SeenJob]:
-    """Read `squeue -h -o PLAIN_FORMAT`. It does not say how often a job was started again."""
-    found = []
+    """Read `squeue -h -o PLAIN_FORMAT`, which lacks the number of restarts."""
+    jobs = []
     for record in text.split(RECORD)[1:]:
         fields = record.removesuffix("\n").split(FIELD)
         if len(fields) != 9:
@@ -75,7 +75,7 @@ def read_plain(text: str) -> list[SeenJob]:
         if place is None or not state:
             continue
         base_id, tasks, component = place
-        found.append(
+        jobs.append(
             SeenJob(
                 base_id=base_id,
                 own_id=own_id,
@@ -88,12 +88,12 @@ def read_plain(text: str) -> list[SeenJob]:
                 submitted_at=_parse_local_time(submitted),
             )
         )
-    return found
+    return jobs
 
 
 def read_restarts(text: str) -> dict[str, SeenState]:
-    """Read `scontrol show job -o`: by a job's own id, its state with restarts and exit code."""
-    found = {}
+    """Read `scontrol show job -o` into job id to state, with restarts and exit code."""
+    states = {}
     for line in text.splitlines():
         values = dict(
             re.findall(r"(?<!\S)(JobId|JobState|Reason|Restarts|ExitCode|NodeList|Requeue)=(\S*)", line)
@@ -101,7 +101,7 @@ def read_restarts(text: str) -> dict[str, SeenState]:
         if not {"JobId", "JobState", "Restarts"} <= values.keys() or not values["Restarts"].isdigit():
             continue
         code, number = _parse_exit(values.get("ExitCode", ""))
-        found[values["JobId"]] = SeenState(
+        states[values["JobId"]] = SeenState(
             names=(values["JobState"],),
             reason=values.get("Reason", ""),
             num_restarts=int(values["Restarts"]),
@@ -110,17 +110,17 @@ def read_restarts(text: str) -> dict[str, SeenState]:
             nodes="" if values.get("NodeList") == "(null)" else values.get("NodeList", ""),
             may_requeue=None if "Requeue" not in values else values["Requeue"] == "1",
         )
-    return found
+    return states
 
 
-def add_restarts(jobs: list[SeenJob], known: Mapping[str, SeenState]) -> list[SeenJob]:
+def add_restarts(jobs: list[SeenJob], states: Mapping[str, SeenState]) -> list[SeenJob]:
     """Return jobs of `read_plain` with the states of `read_restarts`."""
-    return [replace(job, state=known[job.own_id]) if job.own_id in known else job for job in jobs]
+    return [replace(job, state=states[job.own_id]) if job.own_id in states else job for job in jobs]
 
 
 def read_accounting(text: str) -> list[SeenJob]:
     """Read `sacct -X -n -P` of ACCOUNTING_FIELDS: the last run of each job."""
-    found = []
+    jobs = []
     for line in text.splitlines():
         fields = line.split("|")
         place = _parse_shown_id(fields[0])
@@ -130,10 +130,8 @@ def read_accounting(text: str) -> list[SeenJob]:
         code, number = _parse_exit(fields[2])
         nodes = "" if fields[3] == "None assigned" else fields[3]
         state = SeenState(names=(fields[1],), exit_code=code, exit_signal=number, nodes=nodes)
-        found.append(
-            SeenJob(base_id=base_id, own_id=fields[0], tasks=tasks, component=component, state=state)
-        )
-    return found
+        jobs.append(SeenJob(base_id=base_id, own_id=fields[0], tasks=tasks, component=component, state=state))
+    return jobs
 
 
 def _read_job(job: Mapping[str, Any], now: float) -> SeenJob | None:
@@ -179,7 +177,7 @@ def _read_job(job: Mapping[str, Any], now: float) -> SeenJob | None:
 
 
 def _number(value: Any) -> int | None:
-    """Read a number of any version; None where it is not set, or infinite."""
+    """Read a number in the form of any version; None if it is not set or infinite."""
     if isinstance(value, Mapping):
         if not value.get("set", True) or value.get("infinite"):
             return None
@@ -194,17 +192,17 @@ def _text(value: Any) -> str:
 
 
 def _exit_of(value: Any) -> tuple[int | None, int | None]:
-    """Read an exit code: a raw wait status up to 22.05, later an object that names code and signal."""
+    """Read an exit code: a raw wait status up to 22.05, later an object with code and signal."""
     if isinstance(value, Mapping) and "return_code" in value:
-        named = value.get("signal")
+        signal = value.get("signal")
         number = None
-        if isinstance(named, Mapping):
-            number = _number(named.get("id", named.get("signal_id")))
+        if isinstance(signal, Mapping):
+            number = _number(signal.get("id", signal.get("signal_id")))
         return _number(value["return_code"]), number or None
     status = _number(value)
     if status is None:
         return None, None
-    # As WIFSIGNALED reads it: the bits above the signal are then no exit code.
+    # As in WIFSIGNALED: with a signal the higher bits are no exit code.
     return (0, status & 0x7F) if status & 0x7F else (status >> 8, None)
 
 
@@ -213,44 +211,44 @@ _SHOWN_ID = re.compile(r"(?P<base>\d+)(?:_(?:(?P<task>\d+)|\[(?P<tasks>[^\]]*)\]
 
 def _parse_shown_id(text: str) -> tuple[str, tuple[int, ...], int] | None:
     """Read `7`, `7_2`, `7_[2-3%2]` or `7+1` as base id, array tasks and component."""
-    found = _SHOWN_ID.match(text.strip())
-    if found is None:
+    match = _SHOWN_ID.match(text.strip())
+    if match is None:
         return None
-    tasks: tuple[int, ...] | None = (int(found["task"] or 0),)
-    if found["tasks"] is not None:
-        tasks = _expand(found["tasks"])
-    return None if tasks is None else (found["base"], tasks, int(found["component"] or 0))
+    tasks: tuple[int, ...] | None = (int(match["task"] or 0),)
+    if match["tasks"] is not None:
+        tasks = _expand(match["tasks"])
+    return None if tasks is None else (match["base"], tasks, int(match["component"] or 0))
 
 
 def _expand(text: str) -> tuple[int, ...] | None:
-    """Return the numbers of `1,4-6:2%3`; None if it is something else, or cut short as by `...`."""
+    """Return the numbers of `1,4-6:2%3`; None for another form, or a text cut short by `...`."""
     numbers: list[int] = []
     for part in text.strip("[]").partition("%")[0].split(","):
-        found = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
-        if found is None:
+        match = re.fullmatch(r"(\d+)(?:-(\d+)(?::(\d+))?)?", part)
+        if match is None:
             return None
-        first, last, step = int(found[1]), int(found[2] or found[1]), int(found[3] or 1)
+        first, last, step = int(match[1]), int(match[2] or match[1]), int(match[3] or 1)
         numbers.extend(range(first, last + 1, max(1, step)))
     return tuple(numbers)
 
 
 def _parse_exit(text: str) -> tuple[int | None, int | None]:
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    return (int(found[1]), int(found[2]) or None) if found else (None, None)
+    match = re.fullmatch(r"(\d+):(\d+)", text)
+    return (int(match[1]), int(match[2]) or None) if match else (None, None)
 
 
 def _parse_local_time(text: str) -> float:
     from datetime import datetime
 
     try:
-        # Slurm prints the time of its own zone, which on a login node is ours.
+        # Slurm prints local time, which on a login node is the local time of this process.
         return datetime.fromisoformat(text).astimezone().timestamp()
     except ValueError:
         return 0.0
 
 
 def tasks_by_number(jobs: list[SeenJob]) -> Iterator[tuple[tuple[str, int], SeenJob]]:
-    """Yield each job once for each array task that it stands for, by base id and task."""
+    """Yield each job once for each array task that it covers, with base id and task."""
     for job in jobs:
         for task in job.tasks:
             yield (job.base_id, task), job
@@ -287,7 +285,7 @@ _FLAGS = (
     *("COMPLETING", "STAGE_OUT", "CONFIGURING", "RESIZING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"),
     *("SPECIAL_EXIT", "STOPPED", "REVOKED", "RESV_DEL_HOLD", "SIGNALING"),
 )
-# Flags of newer versions that do not tell whether a job is running.
+# Flags of newer versions that say nothing about whether a job is running.
 _SILENT = frozenset({"LAUNCH_FAILED", "UPDATE_DB", "POWER_UP_NODE", "EXPEDITING"})
 _FAILURES = {
     "NODE_FAIL": "a node was lost",
@@ -297,12 +295,12 @@ _FAILURES = {
 }
 _BROKEN_DEPENDENCY = "DependencyNeverSatisfied"
 _PREEMPTION_SETTLES_S = 60.0
-"""A job that waits again after a preemption shows PREEMPTED for a moment only."""
+"""A job that is requeued after a preemption shows PREEMPTED only for a moment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenState:
-    """The state of one job in one reply, unchanged."""
+    """The unchanged state of one job in one reply."""
 
     names: tuple[str, ...]
     """States and flags, long or short."""
@@ -312,38 +310,38 @@ class SeenState:
     exit_signal: int | None = None
     nodes: str = ""
     may_requeue: bool | None = None
-    """Whether Slurm may start it again; None where the query does not say."""
+    """Whether Slurm may requeue the job; None if the reply lacks it."""
     ended_ago_s: float | None = None
 
     @property
     def raw(self) -> str:
-        """The words of the answer, unchanged."""
+        """The states and flags of the reply, unchanged."""
         return "+".join(self.names)
 
 
-def read_state(seen: SeenState) -> tuple[JobState, str]:
-    """Return what a job's state means, and the reason in Slurm's words or ours.
+def read_state(job_state: SeenState) -> tuple[JobState, str]:
+    """Return a job's state for strop, and the reason in Slurm's words or strop's.
 
-    A job that is COMPLETING is still running until Slurm reports how it ended.
+    A job that is COMPLETING is still running until Slurm reports its end.
     """
-    # A base state and its flags reduced to one name; an unknown name takes precedence.
-    words = [word for word in _long_names(seen.names) if word not in _SILENT]
+    # Reduce the base state and its flags to one name; an unknown name takes precedence.
+    words = [word for word in _long_names(job_state.names) if word not in _SILENT]
     strange = [word for word in words if word not in _SHORT.values()]
     flags = [flag for flag in _FLAGS if flag in words]
     name = (strange or flags or words or [""])[0]
-    why = "" if seen.reason in ("", "None") else seen.reason
+    why = "" if job_state.reason in ("", "None") else job_state.reason
     if name in ("PENDING", "REQUEUED", "REQUEUE_FED"):
-        return _read_waiting(name, why, seen)
+        return _read_waiting(name, why, job_state)
     if name in ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD"):
         return JobState.QUEUED, f"held: {why or name}"
-    if name == "COMPLETING" and "PENDING" in _long_names(seen.names):
+    if name == "COMPLETING" and "PENDING" in _long_names(job_state.names):
         return JobState.PREEMPTED, why
     if name in ("FAILED", *_FAILURES):
         lost = _FAILURES.get(name, "") + (f" ({why})" if why else "")
-        lost += f" on {seen.nodes}" if seen.nodes else ""
-        return JobState.FAILED, lost if name in _FAILURES else _explain_exit(seen, why)
+        lost += f" on {job_state.nodes}" if job_state.nodes else ""
+        return JobState.FAILED, lost if name in _FAILURES else _explain_exit(job_state, why)
     if name == "PREEMPTED":
-        is_over = seen.may_requeue is False or (seen.ended_ago_s or 0.0) > _PREEMPTION_SETTLES_S
+        is_over = job_state.may_requeue is False or (job_state.ended_ago_s or 0.0) > _PREEMPTION_SETTLES_S
         return (JobState.FAILED, "preempted, and not started again") if is_over else (JobState.PREEMPTED, why)
     plain = {
         "CONFIGURING": (JobState.STARTING, why),
@@ -359,25 +357,25 @@ def read_state(seen: SeenState) -> tuple[JobState, str]:
 
 
 def _long_names(names: Sequence[str]) -> list[str]:
-    # sacct names who cancelled: "CANCELLED by 1000".
+    # sacct appends the user who cancelled: "CANCELLED by 1000".
     words = [re.sub(r" by \d+$", "", name.strip()).upper().removesuffix("+") for name in names]
     return [_SHORT.get(word, word) for word in words]
 
 
-def _read_waiting(name: str, why: str, seen: SeenState) -> tuple[JobState, str]:
+def _read_waiting(name: str, why: str, job_state: SeenState) -> tuple[JobState, str]:
     if why.startswith(_BROKEN_DEPENDENCY):
         return JobState.FAILED, f"dependency: {why}"
     if why.startswith(("JobHeld", "job requeued in held state")):
         return JobState.QUEUED, f"held: {why}"
     # Preemption, node loss and a job that requeued itself look alike from outside.
-    if seen.num_restarts or name != "PENDING":
+    if job_state.num_restarts or name != "PENDING":
         return JobState.PREEMPTED, why
     return JobState.QUEUED, why
 
 
-def _explain_exit(seen: SeenState, why: str) -> str:
-    code, number = seen.exit_code, seen.exit_signal
-    # Slurm gives the same reason if the log's folder is missing (0:53) and if a signal ended the batch shell.
+def _explain_exit(job_state: SeenState, why: str) -> str:
+    code, number = job_state.exit_code, job_state.exit_signal
+    # Slurm gives the same reason for a missing log folder (0:53) and for a batch shell ended by a signal.
     if number == 53 and not code:
         return (
             f"could not start: its log's folder is missing or not writable ({why or 'JobLaunchFailure'} 0:53)"
