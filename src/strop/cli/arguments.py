@@ -1,4 +1,4 @@
-"""Arguments and options that several commands share, worded once, and what makes short commands quick."""
+"""Arguments and options that several commands share, and decorators that make short commands quick."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SplitName(StrEnum):
-    """`strop.rollout.Split` by name; that module needs numpy, which `strop --help` does not load."""
+    """The names of `strop.rollout.Split`, whose module needs numpy, which `strop --help` must not load."""
 
     HELD_OUT = "held_out"
     TRAIN = "train"
@@ -42,7 +42,7 @@ _MODEL = typer.Argument(
 )
 ModelName = Annotated[str, _MODEL]
 NamedModel = Annotated[str | None, _MODEL]
-"""Where a file may name it instead."""
+"""For commands whose file may name the model instead."""
 NewRun = Annotated[
     bool, typer.Option("--new", help="Start a new run even if an unfinished one could be resumed.")
 ]
@@ -71,11 +71,11 @@ T = TypeVar("T")
 
 
 def takes(options_type: type[T]) -> Callable[[Callable[[typer.Context, T], None]], Callable[..., None]]:
-    """Make a command of a function of a dataclass, whose fields are annotated as Typer's parameters are."""
+    """Turn a function of a dataclass into a command; its fields are annotated like parameters for Typer."""
 
     def decorate(command: Callable[[typer.Context, T], None]) -> Callable[..., None]:
-        def run(context: typer.Context, **given: Any) -> None:
-            command(context, options_type(**given))
+        def run(context: typer.Context, **values: Any) -> None:
+            command(context, options_type(**values))
 
         hints = get_type_hints(options_type, include_extras=True)
         parameters = [Parameter("context", Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
@@ -93,14 +93,14 @@ def takes(options_type: type[T]) -> Callable[[Callable[[typer.Context, T], None]
 
 
 class Alias(TyperCommand):
-    """Another name of a command, with other defaults. Its words of help are its own."""
+    """Another name of a command, with other defaults and its own help text."""
 
     command: Callable[..., Any]
     command_type: type[TyperCommand]
     defaults: Mapping[str, str]
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Return the context of the command itself, which then runs."""
+        """Return the context of the original command, which then runs."""
         alone = typer.Typer(add_completion=False, rich_markup_mode=None)
         alone.command(cls=self.command_type, help=self.help)(self.command)
         command = typer.main.get_command(alone)
@@ -110,7 +110,7 @@ class Alias(TyperCommand):
 def alias(
     command: Callable[..., Any], command_type: type[TyperCommand] = TyperCommand, /, **defaults: str
 ) -> type[Alias]:
-    """Return the class of a command that is another one with these defaults."""
+    """Return a command class that runs `command` with these defaults."""
     members = {"command": staticmethod(command), "command_type": command_type, "defaults": defaults}
     return type("Alias", (Alias,), members)
 
@@ -127,27 +127,27 @@ _SETTINGS = {
 }
 """Option to setting."""
 _PATHS = {"output_dir": "output.dir", "eval_config": "job.eval_config"}
-"""Relative to where the command was given."""
+"""Options whose paths are relative to the current folder."""
 _GPUS = ("gpus", "train_gpus", "infer_gpus", "eval_gpus")
-"""A text where a backend may take a list of GPUs instead of a number."""
+"""Options that may be text, because some backends take a list of GPUs instead of a number."""
 
 
 def to_flags(args: object) -> tuple[Flag, ...]:
-    """Return the settings that a command's arguments give; an option that it does not have gives none."""
+    """Return the settings in a command's arguments; the command need not have all options."""
     from strop.spec.reader import Flag
 
     settings = _SETTINGS | _PATHS
-    named = {name: getattr(args, name, None) for name in settings}
+    values = {name: getattr(args, name, None) for name in settings}
     for name in _GPUS:
-        if isinstance(text := named[name], str) and text.isdecimal():
-            named[name] = int(text)
+        if isinstance(text := values[name], str) and text.isdecimal():
+            values[name] = int(text)
     flags = [
         Flag(
             key=settings[name],
             value=str(Path(value).absolute()) if name in _PATHS else value,
             name=f"--{name.replace('_', '-')}",
         )
-        for name, value in named.items()
+        for name, value in values.items()
         if value is not None
     ]
     if getattr(args, "single_gpu", False):
@@ -157,18 +157,18 @@ def to_flags(args: object) -> tuple[Flag, ...]:
 
 P = ParamSpec("P")
 _LASTING_THRESHOLD = 50_000
-"""Objects more than there were, at which the collector looks."""
+"""Number of new objects at which the collector runs."""
 
 
 def brief(command: Callable[P, None]) -> Callable[P, None]:
-    """Run a command without Python's cyclic garbage collector: what it makes goes with its process.
+    """Run a command without Python's cyclic garbage collector: its memory is freed with its process.
 
-    Of the time of a plan, a tenth was the walk over modules and vocabulary, of which nothing is garbage.
+    A tenth of a plan's time went into scanning modules and vocabulary, none of which is garbage.
     """
 
     @wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        # Also at the interpreter's end, which walks over everything twice.
+        # Also at the interpreter's exit, which scans everything twice.
         atexit.unregister(gc.freeze)
         atexit.register(gc.freeze)
         was_enabled = gc.isenabled()
@@ -184,10 +184,10 @@ def brief(command: Callable[P, None]) -> Callable[P, None]:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """Give a brief command its collector back while it waits: hours of garbage are some.
+    """Enable the collector again while a brief command waits, because hours of garbage add up.
 
-    It seldom looks, and not at what was imported: a service that is asked for much at once makes much, too,
-    that is no garbage, and a walk over all of it takes as long as many answers.
+    It runs seldom and skips imported objects: a busy service creates many objects that are no garbage, and
+    scanning them all takes as long as many replies.
     """
     was_enabled, before = gc.isenabled(), gc.get_threshold()
     gc.freeze()

@@ -1,4 +1,4 @@
-"""`strop doctor` and `strop sandbox doctor|attack`: what this machine has, and how its sandboxes hold."""
+"""`strop doctor` and `strop sandbox doctor|attack`: this machine's resources, and tests of its sandboxes."""
 
 from __future__ import annotations
 
@@ -33,31 +33,31 @@ def doctor(context: typer.Context, json: Json = False, clean: Clean = False) -> 
     if clean:
         cleared = clear_leftovers()
         if json:
-            output.give_json([asdict(one) for one in cleared])
+            output.give_json([asdict(leftover) for leftover in cleared])
             return
-        for one in cleared:
-            output.give(str(one))
+        for leftover in cleared:
+            output.give(str(leftover))
         if not cleared:
             output.give("dead runs have left nothing")
         return
-    found = diagnose(Path.cwd() / "runs")
+    diagnosis = diagnose(Path.cwd() / "runs")
     if json:
-        output.give_json(asdict(found))
+        output.give_json(asdict(diagnosis))
         return
-    for columns, rows in _tables(found):
+    for columns, rows in _tables(diagnosis):
         if rows:
             output.give_table(columns, rows)
-    if any(holding.state == "dead" for holding in found.holdings):
+    if any(holding.state == "dead" for holding in diagnosis.holdings):
         output.say("dead runs have left something; `strop doctor --clean` ends exactly that")
-    for pid, lease_id in found.strays.items():
+    for pid, lease_id in diagnosis.strays.items():
         output.say(
             f"process {pid} carries lease {lease_id}, which is not there; end it yourself if it is old"
         )
 
 
-def _tables(found: Diagnosis) -> list[tuple[tuple[str, ...], list[tuple[object, ...]]]]:
-    """Return columns and rows of what is shown."""
-    machine, speed = found.machine, found.calibration
+def _tables(diagnosis: Diagnosis) -> list[tuple[tuple[str, ...], list[tuple[object, ...]]]]:
+    """Return the columns and rows of each table."""
+    machine, speed = diagnosis.machine, diagnosis.calibration
     facts: list[tuple[object, ...]] = [
         ("processor", machine.cpu_name),
         ("cores", f"{machine.num_physical_cores} physical, {machine.num_logical_cpus} logical"),
@@ -67,7 +67,7 @@ def _tables(found: Diagnosis) -> list[tuple[tuple[str, ...], list[tuple[object, 
         ("product, float32", f"{speed.gemm_fp32_gflops:.0f} GFLOP/s with {speed.num_threads} threads"),
         ("product, bfloat16", f"{speed.gemm_bf16_gflops:.0f} GFLOP/s with {speed.num_threads} threads"),
         ("copy", f"{speed.copy_gb_per_s:.1f} GB/s"),
-        ("ports", f"{len(found.ports)} are listened on"),
+        ("ports", f"{len(diagnosis.ports)} are listened on"),
     ]
     devices: list[tuple[object, ...]] = [
         (
@@ -78,28 +78,28 @@ def _tables(found: Diagnosis) -> list[tuple[tuple[str, ...], list[tuple[object, 
             _gigabytes(use.device.memory_bytes),
             "; ".join([*([f"held by {use.holder}"] if use.holder else []), *use.users]) or "nobody",
         )
-        for use in found.devices
+        for use in diagnosis.devices
     ]
     leases: list[tuple[object, ...]] = [
         (
-            one.lease.lease_id,
-            one.lease.run,
-            one.lease.attempt,
-            one.state.value,
-            ", ".join(one.lease.gpus) or "none",
-            ", ".join(map(str, one.processes)) or "none",
+            holding.lease.lease_id,
+            holding.lease.run,
+            holding.lease.attempt,
+            holding.state.value,
+            ", ".join(holding.lease.gpus) or "none",
+            ", ".join(map(str, holding.processes)) or "none",
         )
-        for one in found.holdings
+        for holding in diagnosis.holdings
     ]
     return [
         (("machine", "found"), facts),
         (
             ("check", "ok?", "detail"),
-            [(check.name, "ok" if check.is_ok else "no", check.detail) for check in found.checks],
+            [(check.name, "ok" if check.is_ok else "no", check.detail) for check in diagnosis.checks],
         ),
         (("GPU", "index", "name", "free", "of", "in use by"), devices),
         (("lease", "run", "attempt", "state", "GPUs", "processes"), leases),
-        (("disk", "detail"), [(disk.path, str(disk).partition(": ")[2]) for disk in found.disks]),
+        (("disk", "detail"), [(disk.path, str(disk).partition(": ")[2]) for disk in diagnosis.disks]),
     ]
 
 
@@ -118,30 +118,32 @@ def diagnose(context: typer.Context, json: Json = False) -> None:
     from strop.sandbox.doctor import diagnose_sandboxes
 
     output: Output = context.obj
-    found = asyncio.run(diagnose_sandboxes())
+    diagnosis = asyncio.run(diagnose_sandboxes())
     if json:
-        output.give_json(asdict(found))
+        output.give_json(asdict(diagnosis))
         return
     rows: list[tuple[object, ...]] = []
-    for one in found.backends:
-        if one.isolation is None:
-            rows.append((one.name, "none", *[None] * 9))
+    for backend in diagnosis.backends:
+        if backend.isolation is None:
+            rows.append((backend.name, "none", *[None] * 9))
             continue
-        reached = one.isolation
+        reached = backend.isolation
         guards = [guard.value for guard in (reached.memory, reached.pids, reached.cpu, reached.disk)]
-        times = [f"{seconds * 1000:.0f} ms" for seconds in (one.start_s, one.command_s, one.stop_s)]
-        network = reached.network + (" or a list" if one.has_list else "")
-        confirmed = one.confirmed.word if one.confirmed is not None else None
-        rows.append((one.name, reached.level.word, confirmed, *guards, network, *times))
+        times = [
+            f"{seconds * 1000:.0f} ms" for seconds in (backend.start_s, backend.command_s, backend.stop_s)
+        ]
+        network = reached.network + (" or a list" if backend.has_list else "")
+        confirmed = backend.confirmed.word if backend.confirmed is not None else None
+        rows.append((backend.name, reached.level.word, confirmed, *guards, network, *times))
     limits = ("memory", "processes", "CPU time", "disk")
     output.give_table(
         ("backend", "level", "attacks confirm", *limits, "network", "start", "command", "stop"), rows
     )
-    output.give_table(("this host", "has"), list(found.facts.items()))
-    for one in found.backends:
-        if one.refusal:
-            output.say(f"{one.name}: {one.refusal}")
-    for sentence in found.advice:
+    output.give_table(("this host", "has"), list(diagnosis.facts.items()))
+    for backend in diagnosis.backends:
+        if backend.refusal:
+            output.say(f"{backend.name}: {backend.refusal}")
+    for sentence in diagnosis.advice:
         output.say(f"for more: {sentence}")
 
 
@@ -161,26 +163,28 @@ def attack(
     from strop.sandbox.attack import ATTACKS, attack_sandboxes, choose_attacks
 
     output: Output = context.obj
-    found = asyncio.run(attack_sandboxes(*choose_attacks(names or ()), serve=served_beside))
-    worse = [(one, verdict) for one in found for verdict in one.verdicts if verdict.is_worse]
+    reports = asyncio.run(attack_sandboxes(*choose_attacks(names or ()), serve=served_beside))
+    worse = [(report, verdict) for report in reports for verdict in report.verdicts if verdict.is_worse]
     if json:
-        output.give_json([asdict(one) for one in found])
+        output.give_json([asdict(report) for report in reports])
     else:
-        by_name = [{verdict.attack: verdict for verdict in one.verdicts} for one in found]
+        by_name = [{verdict.attack: verdict for verdict in report.verdicts} for report in reports]
         rows = [
             (attack.row, attack.name, *(_cell(of.get(attack.name)) for of in by_name))
             for attack in ATTACKS
             if any(attack.name in of for of in by_name)
         ]
-        output.give_table(("row", "attack", *(one.name for one in found)), rows)
-        for one in found:
-            if one.isolation is None:
-                output.say(f"{one.name}: {one.refusal}")
-            elif one.confirmed is not None:
-                level = f"level {one.isolation.level.word}"
-                output.say(f"{one.name}: reached {level}; its attacks confirm {one.confirmed.word}")
-    for one, verdict in worse:
-        output.say(f"{one.name}, {verdict.attack}: {verdict.code}, where at most {verdict.expected} may be:")
+        output.give_table(("row", "attack", *(report.name for report in reports)), rows)
+        for report in reports:
+            if report.isolation is None:
+                output.say(f"{report.name}: {report.refusal}")
+            elif report.confirmed is not None:
+                level = f"level {report.isolation.level.word}"
+                output.say(f"{report.name}: reached {level}; its attacks confirm {report.confirmed.word}")
+    for report, verdict in worse:
+        output.say(
+            f"{report.name}, {verdict.attack}: {verdict.code}, where at most {verdict.expected} may be:"
+        )
         output.say(f"  {verdict.what}")
     if worse:
         raise typer.Exit(1)

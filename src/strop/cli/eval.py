@@ -39,15 +39,15 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class EvalOptions:
-    """What `strop eval` is given."""
+    """Options of `strop eval`."""
 
-    # Asked for below: a file may name it.
+    # Required below, unless a file names it.
     model: NamedModel = None
     settings: AskSettings = None
     task: Annotated[
         str | None, typer.Option(help="Task name, or several separated by commas; see `strop tasks ls`.")
     ] = None
-    # Asked for below: a score without its split has no meaning (EVA-1).
+    # Required below: a score without its split has no meaning (EVA-1).
     split: Annotated[SplitName | None, typer.Option(help="Split of the task.")] = None
     config: Annotated[
         Path | None,
@@ -159,7 +159,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     for result in results:
         say_references(output, options.model or "", result)
     _say_stored(output, options, results, stored)
-    # After they were shown: the numbers explain the refusal.
+    # After the results were shown, because the numbers explain the refusal.
     if len(results) == 1:
         refuse_invalid(results[0])
     for invalid in [result for result in results if not result.is_valid]:
@@ -171,13 +171,15 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
 
 
 def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
-    """Evaluate one model, or the checkpoints of a run as they appear, as a file says."""
+    """Evaluate a model, or the checkpoints of a run as they appear, with the settings of a file."""
     from strop.run.following import follow_run
     from strop.run.shares import FileEvaluation, evaluate_file
 
-    said = EvalOptions(model=options.model, config=path)
+    defaults = EvalOptions(model=options.model, config=path)
     free = {"follow", "out", "json", "workers", "part", "node", "confirm_run_unsafe_code", "baseline"}
-    extra = [name for name in vars(said) if name not in free and vars(options)[name] != vars(said)[name]]
+    extra = [
+        name for name in vars(defaults) if name not in free and vars(options)[name] != vars(defaults)[name]
+    ]
     extra += [name for name in ("out", "baseline") if options.follow and vars(options)[name] is not None]
     if extra:
         words = ", ".join(
@@ -189,7 +191,7 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
             raise typer.BadParameter("--follow takes a run as MODEL")
         follow_run(Path(options.model).absolute(), path, say=output.say)
         return
-    asked = FileEvaluation(
+    request = FileEvaluation(
         path=path,
         model=options.model,
         out_dir=None if options.out is None else options.out.absolute(),
@@ -199,17 +201,17 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
         part=_read_share(options.part, "--part"),
         baselines=options.baseline or (),
     )
-    found = evaluate_file(asked, say=output.say)
-    if found.own:
-        show_results(output, found.own, is_json=options.json)
-    elif options.json and found.harness:
-        output.give_json([result.model_dump(mode="json") for result in found.harness])
-    is_beside = found.harness or any(row.baseline is not None for row in found.rows)
+    evaluated = evaluate_file(request, say=output.say)
+    if evaluated.own:
+        show_results(output, evaluated.own, is_json=options.json)
+    elif options.json and evaluated.harness:
+        output.give_json([result.model_dump(mode="json") for result in evaluated.harness])
+    is_beside = evaluated.harness or any(row.baseline is not None for row in evaluated.rows)
     if is_beside and not options.json:
-        show_beside(output, found.rows)
-    for table in found.tables:
+        show_beside(output, evaluated.rows)
+    for table in evaluated.tables:
         output.say(f"table: {table}")
-    invalid = [result for result in found.own if not result.is_valid]
+    invalid = [result for result in evaluated.own if not result.is_valid]
     for result in invalid:
         output.say(f"strop: {result.task}: {result.verdict}")
     if invalid:
@@ -217,7 +219,7 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
 
 
 def show_beside(output: Output, rows: Sequence[ScoreRow]) -> None:
-    """Print all scores beside published and stored ones."""
+    """Print all scores next to published and stored ones."""
     from strop.evaluate.table import COLUMNS as TABLE_COLUMNS
     from strop.evaluate.table import describe_note, show_row
 
@@ -233,7 +235,7 @@ def _say_stored(
     results: Sequence[EvalResult | HarnessResult],
     stored: Sequence[StoredBaseline],
 ) -> None:
-    """Print and write results beside the baselines that were named on the command line."""
+    """Print and write results next to the baselines of the command line."""
     from strop.evaluate.baselines import find_model_name
     from strop.evaluate.table import list_rows, write_tables
     from strop.run.evaluation import EVALS_ROOT
@@ -308,7 +310,7 @@ def show_harness(
 
 
 def say_references(output: Output, model: str, result: EvalResult | HarnessResult) -> None:
-    """Say how a score compares with the published one of the same model, or why it does not."""
+    """Compare a score with the published one of the same model, or say why it cannot be compared."""
     from strop.evaluate.baselines import compare_own_result, compare_with_references, find_model_name
     from strop.evaluate.harness import HarnessResult
 
@@ -319,11 +321,11 @@ def say_references(output: Output, model: str, result: EvalResult | HarnessResul
         for comparison in compare_with_references(name, result):
             output.say(comparison.describe())
         return
-    found = compare_own_result(name, result)
-    for comparison in found:
+    comparisons = compare_own_result(name, result)
+    for comparison in comparisons:
         output.say(comparison.describe())
-    if found:
-        task = found[0].baseline.harness_task
+    if comparisons:
+        task = comparisons[0].baseline.harness_task
         output.say(f"published scores are compared with `strop eval {model} --harness lm-eval --task {task}`")
 
 
@@ -341,7 +343,7 @@ def _read_wish(options: EvalOptions) -> EvalWish:
 
 
 def read_counts(text: str | None) -> tuple[int, ...]:
-    """Read whole numbers with commas between them."""
+    """Read whole numbers separated by commas."""
     try:
         return tuple(sorted({int(part) for part in text.split(",")})) if text else ()
     except ValueError as error:
@@ -360,9 +362,9 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
     for result in results:
         scored: dict[str, EvalResult | PartScores] = {result.full_name: result}
         scored |= {f"{result.full_name}/{label}": part for label, part in result.parts.items()}
-        for name, one in scored.items():
-            rows += [_score_row(name, kind, score) for kind, score in one.scores.items()]
-            for k, estimate in one.pass_at_k.items():
+        for name, part in scored.items():
+            rows += [_score_row(name, kind, score) for kind, score in part.scores.items()]
+            for k, estimate in part.pass_at_k.items():
                 interval = f"{estimate.low:.1%} to {estimate.high:.1%}"
                 rest = ["-"] * (len(COLUMNS) - 4)
                 rows.append((name, f"pass@{k}", percent(estimate.value), interval, *rest))
@@ -407,7 +409,7 @@ def _score_row(task: str, name: str, score: Summary) -> tuple[object, ...]:
 
 
 def percent(share: float | None) -> str:
-    """Show a share; a dash where there is none."""
+    """Format a share; None becomes a dash."""
     return "-" if share is None else f"{share:.1%}"
 
 
@@ -426,11 +428,11 @@ def rescore(
     from strop.run.evaluation import find_kept, rescore_kept
 
     output: Output = context.obj
-    found = []
+    rescored = []
     for folder in find_kept(place):
         stored = rescore_kept(folder, settings or ())
         output.say(f"{stored.rescored.result.full_name}: {stored.path}")
-        found.append(stored)
+        rescored.append(stored)
     if json:
         output.give_json(
             [
@@ -439,23 +441,23 @@ def rescore(
                     "result": stored.rescored.result.model_dump(mode="json"),
                     "changes": [asdict(change) for change in stored.rescored.changes],
                 }
-                for stored in found
+                for stored in rescored
             ]
         )
         return
-    for stored in found:
+    for stored in rescored:
         _show_rescored(output, stored)
 
 
 def _show_rescored(output: Output, stored: StoredRescored) -> None:
     result, changes = stored.rescored.result, stored.rescored.changes
     title = f"{result.full_name}, {result.num_examples} examples of {result.split.value}, step {result.step}"
-    named: dict[str, Summary] = {**result.scores}
+    scores: dict[str, Summary] = {**result.scores}
     for label, part in result.parts.items():
-        named |= {f"{label}: {name}": score for name, score in part.scores.items()}
+        scores |= {f"{label}: {name}": score for name, score in part.scores.items()}
     rows = [
         (name, percent(score.accuracy), f"{score.low:.1%} to {score.high:.1%}", score.num_unscored)
-        for name, score in named.items()
+        for name, score in scores.items()
     ]
     output.give_table(("replies", "accuracy", "95% interval", "unscored"), rows, title=title)
     output.give(f"judged by version {result.task_version}, replies of version {result.replies_version}")

@@ -1,4 +1,4 @@
-"""`strop status|logs|watch|cancel|fetch|drill REF`: what has become of jobs, and of runs elsewhere."""
+"""`strop status|logs|watch|cancel|fetch|drill REF`: jobs, and runs on other machines."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _POLL_S, _REMOTE_POLL_S = 0.5, 5.0
 
 
 def open_job(reference: str) -> tuple[Launcher, JobRef, int | None]:
-    """Return the launcher of a job's site, the job, and the trial of it that is meant; None: the whole job.
+    """Return the launcher of a job's site, the job, and the referenced trial, or None for the whole job.
 
     Raises: ConfigError if there is no such job; StoreError if it was never accepted.
     """
@@ -79,59 +79,63 @@ def status(
     if wait:
         from strop.launch.launcher import watch
 
-        named = references or []
-        if len(named) != 1:
+        names = references or []
+        if len(names) != 1:
             raise ConfigError(
-                f"--wait with {len(named)} jobs",
+                f"--wait with {len(names)} jobs",
                 allowed="one job: its exit code is this command's",
                 next_step="name the job, and start the command once for each",
             )
-        launcher, ref, _ = open_job(named[0])
+        launcher, ref, _ = open_job(names[0])
         with lasting():
             watch(launcher, Path(ref.home), output.say)
     if references:
         jobs = [open_job(reference) for reference in references]
-        found = [
-            one
+        statuses = [
+            status
             for launcher, ref, trial in jobs
-            for one in launcher.status([ref])
-            if trial is None or one.trial == trial
+            for status in launcher.status([ref])
+            if trial is None or status.trial == trial
         ]
     else:
-        found = [one for one in list_statuses([RUNS], os.environ) if not one.state.is_terminal]
+        everything = list_statuses([RUNS], os.environ)
+        statuses = [status for status in everything if not status.state.is_terminal]
     if gpus:
-        # A job's directory that is damaged has no site to ask.
-        found = [one for one in found if one.ref.backend in BACKENDS]
-        show_gpus(output, [open_job(one.ref.home)[0] for one in found], found, is_json=json)
+        # A job with a damaged directory has no known site.
+        statuses = [status for status in statuses if status.ref.backend in BACKENDS]
+        launchers = [open_job(status.ref.home)[0] for status in statuses]
+        show_gpus(output, launchers, statuses, is_json=json)
     else:
-        show_statuses(output, found, is_json=json)
+        show_statuses(output, statuses, is_json=json)
 
 
 def show_gpus(
-    output: Output, launchers: Sequence[Launcher], found: Sequence[JobStatus], *, is_json: bool
+    output: Output, launchers: Sequence[Launcher], statuses: Sequence[JobStatus], *, is_json: bool
 ) -> None:
-    """Print what each GPU of running trials does."""
+    """Print the state of each GPU of running trials."""
     from dataclasses import asdict
 
     from strop.launch.gpus import read_gpu_rows
 
     rows = [
-        (one, row)
-        for one, launcher in zip(found, launchers, strict=True)
-        if not one.state.is_terminal
-        for row in read_gpu_rows(launcher.backend.open_record(one.ref, one.trial), now=time.time())
+        (status, row)
+        for status, launcher in zip(statuses, launchers, strict=True)
+        if not status.state.is_terminal
+        for row in read_gpu_rows(launcher.backend.open_record(status.ref, status.trial), now=time.time())
     ]
     if is_json:
-        output.give_json([{"run": one.ref.name, "trial": one.trial, **asdict(row)} for one, row in rows])
+        output.give_json(
+            [{"run": status.ref.name, "trial": status.trial, **asdict(row)} for status, row in rows]
+        )
         return
     if not rows:
         output.say("no running job has told what its GPUs do: it has none, or has not begun")
         return
     columns = ("run", "node", "gpu", "role", "state", "computes", "memory", "newest trace", "seen")
-    output.give_table(columns, [_row_of_gpu(one.ref.name, row) for one, row in rows])
-    for one, row in rows:
+    output.give_table(columns, [_row_of_gpu(status.ref.name, row) for status, row in rows])
+    for status, row in rows:
         for holder in row.holders:
-            output.give(f"{one.ref.name}, node {row.node}, GPU {row.index}: {holder}")
+            output.give(f"{status.ref.name}, node {row.node}, GPU {row.index}: {holder}")
 
 
 def _row_of_gpu(name: str, row: GpuRow) -> tuple[object, ...]:
@@ -151,34 +155,34 @@ def _row_of_gpu(name: str, row: GpuRow) -> tuple[object, ...]:
     )
 
 
-def show_statuses(output: Output, found: Sequence[JobStatus], *, is_json: bool) -> None:
+def show_statuses(output: Output, statuses: Sequence[JobStatus], *, is_json: bool) -> None:
     """Print states, one row for each trial."""
     from strop.launch.status import status_to_json
 
     if is_json:
-        output.give_json([status_to_json(one) for one in found])
+        output.give_json([status_to_json(status) for status in statuses])
         return
-    if not found:
+    if not statuses:
         output.say("no job is waiting or running")
         return
-    num_shown = Counter(one.ref.home for one in found)
+    num_shown = Counter(status.ref.home for status in statuses)
     rows = [
         (
-            one.ref.name + (f"[{one.trial}]" if num_shown[one.ref.home] > 1 or one.trial else ""),
-            one.state.value,
-            one.ref.site,
-            one.ref.job_id,
-            "-" if one.attempt is None else one.attempt.number,
-            one.nodes or "-",
-            one.source.value + (f", {one.age_s:.0f} s old" if one.age_s else ""),
-            one.reason.splitlines()[0] if one.reason else "-",
+            status.ref.name + (f"[{status.trial}]" if num_shown[status.ref.home] > 1 or status.trial else ""),
+            status.state.value,
+            status.ref.site,
+            status.ref.job_id,
+            "-" if status.attempt is None else status.attempt.number,
+            status.nodes or "-",
+            status.source.value + (f", {status.age_s:.0f} s old" if status.age_s else ""),
+            status.reason.splitlines()[0] if status.reason else "-",
         )
-        for one in found
+        for status in statuses
     ]
     output.give_table(("run", "state", "site", "job", "attempt", "nodes", "according to", "why"), rows)
-    for one in found:
-        if len(one.reason.splitlines()) > 1:
-            output.give(f"{one.ref.name}: {one.reason}")
+    for status in statuses:
+        if len(status.reason.splitlines()) > 1:
+            output.give(f"{status.ref.name}: {status.reason}")
 
 
 def logs(
@@ -194,8 +198,8 @@ def logs(
     from strop.view import make_harmless
 
     launcher, ref, trial = open_job(reference)
-    wanted = LogFilter(attempt=attempt, node=node, role=role)
-    for line in launcher.logs(ref, trial or 0, wanted, is_followed=follow):
+    log_filter = LogFilter(attempt=attempt, node=node, role=role)
+    for line in launcher.logs(ref, trial or 0, log_filter, is_followed=follow):
         print(f"[{line.attempt} {line.node} {line.role}] {make_harmless(line.text)}", flush=True)
 
 
@@ -231,14 +235,14 @@ def watch(
 
 
 def refuse_job(reference: str) -> NoReturn:
-    """Refuse: where a place is named, no job is."""
+    """Refuse a job as a run: `watch` looks for jobs itself."""
     raise ConfigError(f"{reference} holds no run", allowed="a run", next_step="see `strop ls`")
 
 
 def open_run(reference: str, say: Callable[[str], None]) -> tuple[LiveRun, Callable[[], RunEnd | None]]:
-    """Return the run that is meant, and what finds out whether it has ended.
+    """Return the referenced run, and a function that returns its end, or None while it runs.
 
-    Raises: ConfigError if there is none, or several; StoreError if the place does not answer.
+    Raises: ConfigError if there is no run, or several; StoreError if the store does not answer.
     """
     from strop.launch.job_dir import has_plan
     from strop.launch.launcher import TrialEnd, ask_every_s, exit_code_of
@@ -250,7 +254,7 @@ def open_run(reference: str, say: Callable[[str], None]) -> tuple[LiveRun, Calla
     from strop.view.watching import find_end as find_run_end
 
     places = [Path(reference), RUNS / reference]
-    here = next((one for one in places if (one / STATE_NAME).is_file() and not has_plan(one)), None)
+    here = next((path for path in places if (path / STATE_NAME).is_file() and not has_plan(path)), None)
     if here is not None or "://" in reference:
         runs = find_runs(str(here or reference), refuse_job).list()
         if len(runs) != 1:
@@ -261,10 +265,10 @@ def open_run(reference: str, say: Callable[[str], None]) -> tuple[LiveRun, Calla
             )
         return runs[0], lambda: find_run_end(runs[0])
     launcher, ref, trial = open_job(reference)
-    asked = TrialEnd(launcher, ref, trial or 0, every_s=ask_every_s(ref), say=say)
+    trial_end = TrialEnd(launcher, ref, trial or 0, every_s=ask_every_s(ref), say=say)
 
     def find_end() -> RunEnd | None:
-        status = asked.find()
+        status = trial_end.find()
         if status is None:
             return None
         return RunEnd(cause=describe_status(status), exit_code=exit_code_of(status))
@@ -283,9 +287,9 @@ def cancel(
     output: Output = context.obj
     launcher, ref, trial = open_job(reference)
     outcome = launcher.cancel(ref, trial=trial, grace_s=grace)
-    for one in outcome.statuses:
+    for ended in outcome.statuses:
         output.give(
-            f"{ref.name} [{one.trial}]: {one.state.value}, ended by: {outcome.ended_by or 'nothing yet'}"
+            f"{ref.name} [{ended.trial}]: {ended.state.value}, ended by: {outcome.ended_by or 'nothing yet'}"
         )
     if not outcome.ended_by:
         raise StoreError(
@@ -328,7 +332,7 @@ def fetch(
     part = Part.CHECKPOINTS if step is not None else Part(only)
     record = launcher.backend.open_record(ref, trial or 0)
     if follow:
-        # Requests to schedulers and stores are throttled and paid for.
+        # Requests to schedulers and stores are throttled and cost money.
         every_s = ask_every_s(ref)
         fetched = follow_run(
             record,

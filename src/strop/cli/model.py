@@ -73,8 +73,8 @@ def export(
     from strop.run.export import export_checkpoint
 
     output: Output = context.obj
-    checkpoint, said = export_checkpoint(source, target, load=None if load_test else lambda path: ())
-    for line in (f"verified {checkpoint.path}", *said):
+    checkpoint, load_lines = export_checkpoint(source, target, load=None if load_test else lambda path: ())
+    for line in (f"verified {checkpoint.path}", *load_lines):
         output.say(line)
     output.give(str(target))
 
@@ -112,27 +112,27 @@ def sample(
     asking = read_prompt_asking(words) if task is None else read_asking(task, words, Split(split))
     opened = open_model(model)
     if prompt is not None:
-        said = sample_prompt(asking, opened, prompt)
-        found = [
+        sampled = sample_prompt(asking, opened, prompt)
+        samples = [
             {
-                "prompt": said.prompt,
-                "reply": said.completion.text,
-                "finish_reason": said.completion.finish_reason.value,
+                "prompt": sampled.prompt,
+                "reply": sampled.completion.text,
+                "finish_reason": sampled.completion.finish_reason.value,
             }
         ]
     else:
         rollouts = sample_task(asking, opened, num)
         if causes := find_causes(find_failures(rollout.outcome for rollout in rollouts)):
             output.say(f"strop: {sum_up(causes, len(rollouts))}")
-        found = [describe_rollout(rollout) for rollout in rollouts]
+        samples = [describe_rollout(rollout) for rollout in rollouts]
     if json:
-        output.give_json(found)
+        output.give_json(samples)
     else:
-        show_samples(output, found)
+        show_samples(output, samples)
 
 
 def describe_rollout(rollout: Rollout) -> dict[str, Any]:
-    """Return what a person wants to see of a rollout."""
+    """Return the facts about a rollout that `strop sample` shows."""
     from strop.tasks.failures import describe_failure
 
     reply, outcome = rollout.reply, rollout.outcome
@@ -149,12 +149,12 @@ def describe_rollout(rollout: Rollout) -> dict[str, Any]:
     }
 
 
-def show_samples(output: Output, found: list[dict[str, Any]]) -> None:
-    """Print prompts and replies as they are, and the rest of each in a line below."""
+def show_samples(output: Output, samples: list[dict[str, Any]]) -> None:
+    """Print prompts and replies unchanged, each with its other facts in a line below."""
     from strop.view import make_harmless
 
-    for number, entry in enumerate(found, start=1):
-        output.give(f"--- {number} of {len(found)}: prompt")
+    for number, entry in enumerate(samples, start=1):
+        output.give(f"--- {number} of {len(samples)}: prompt")
         output.give(make_harmless(entry["prompt"]).rstrip("\n"))
         output.give("--- reply")
         output.give("(none)" if entry["reply"] is None else make_harmless(entry["reply"]))
@@ -180,23 +180,25 @@ def stage(
     output: Output = context.obj
     staged = stage_run(load_spec(run_file, overrides or ()), is_check=check, may_replace=replace)
     if json:
-        output.give_json([asdict(one) for one in staged])
+        output.give_json([asdict(record) for record in staged])
     else:
         rows = [
             (
-                f"{one.kind} {one.name}",
-                f"{one.num_files} files, {one.size_bytes / 1e6:.1f} MB",
-                f"{one.num_moved} files, {one.moved_bytes / 1e6:.1f} MB" if one.num_moved else "nothing",
-                one.digest[:12],
-                one.uri,
+                f"{record.kind} {record.name}",
+                f"{record.num_files} files, {record.size_bytes / 1e6:.1f} MB",
+                f"{record.num_moved} files, {record.moved_bytes / 1e6:.1f} MB"
+                if record.num_moved
+                else "nothing",
+                record.digest[:12],
+                record.uri,
             )
-            for one in staged
+            for record in staged
         ]
         columns = ("staged", "size", "would send" if check else "sent", "digest", "in the store")
         output.give_table(columns, rows)
-    for one in staged:
-        if one.advice is not None:
-            output.say(f"where {one.name} is not on the disk, write into the run file: {one.advice}")
+    for record in staged:
+        if record.advice is not None:
+            output.say(f"where {record.name} is not on the disk, write into the run file: {record.advice}")
 
 
 store_commands = typer.Typer(help="The store of models, data and runs.", no_args_is_help=True)
@@ -214,11 +216,14 @@ def list_store(
     from strop.store.contents import list_contents
 
     output: Output = context.obj
-    found = list_contents(uri)
+    contents = list_contents(uri)
     if json:
-        output.give_json([asdict(one) for one in found])
-    elif not found:
+        output.give_json([asdict(entry) for entry in contents])
+    elif not contents:
         output.say("nothing is there")
     else:
-        rows = [(one.name, one.state, one.num_files, f"{one.size_bytes / 1e6:.1f} MB") for one in found]
+        rows = [
+            (entry.name, entry.state, entry.num_files, f"{entry.size_bytes / 1e6:.1f} MB")
+            for entry in contents
+        ]
         output.give_table(("name", "state", "files", "size"), rows)

@@ -1,6 +1,6 @@
 """A command's output: results to standard output, everything else to standard error.
 
-While a run is open, its log gets every word too, from the first one on.
+While a run is open, its log gets all output too, from the start of the command.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 
 _NAME_CHARACTERS = 100
 PLAIN_WIDTH = 200
-"""Columns of a table that no terminal shows."""
+"""Width of a table that is not printed on a terminal."""
 
 
 class RunLog(io.StringIO):
-    """A text stream that buffers what is written until `open_at` names its file."""
+    """A text stream that buffers its text until `open_at` names its file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,14 +36,14 @@ class RunLog(io.StringIO):
         self._file: TextIO | None = None
 
     def open_at(self, path: Path) -> None:
-        """Go on in a file, which gets everything written so far."""
+        """Write to a file from now on, beginning with the buffered text."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
         self.path = path
         self.write(self.getvalue())
 
     def write(self, text: str) -> int:
-        """Write at once: a killed run's log ends with its last line."""
+        """Write without buffering, so that a killed run's log ends with its last line."""
         if self._file is None:
             return super().write(text)
         self._file.write(text)
@@ -58,27 +58,27 @@ class RunLog(io.StringIO):
 
 
 class Output:
-    """What one command says, and where."""
+    """The output of one command."""
 
     def __init__(self) -> None:
         self.log = RunLog()
 
     def open_run(self, run_dir: RunDir) -> None:
-        """Write to the log of the attempt that is about to begin."""
+        """Write to the log of the next attempt from now on."""
         self.log.open_at(run_dir.next_attempt().log_path)
         self.say(f"run {run_dir.path}")
 
     def say(self, text: str) -> None:
-        """Tell the user something that is not the result."""
+        """Print a line that is not a result, on standard error and to the log."""
         for stream in (sys.stderr, self.log):
             print(text, file=stream, flush=True)
 
     def hear_notices(self) -> AbstractContextManager[None]:
-        """Say every notice of the block."""
+        """Print every notice of the `with` block."""
         return listen(lambda notice: self.say(f"notice: {notice}"))
 
     def say_refusal(self, error: StropError) -> None:
-        """Tell of an error of strop's own; what led to it is told before, to the log where there is one."""
+        """Print one of strop's own errors; its cause goes before it, to the log if one is open."""
         if self.log.path is None:
             for note in getattr(error, "__notes__", ()):
                 print(note, file=sys.stderr)
@@ -87,7 +87,7 @@ class Output:
         self.say(f"strop: {error}")
 
     def say_bug(self, error: Exception) -> None:
-        """Tell of an error that strop did not foresee, and where its traceback is."""
+        """Print an unexpected error, and where its traceback is."""
         stream: TextIO = sys.stderr if self.log.path is None else self.log
         traceback.print_exception(error, file=stream)
         where = "above" if self.log.path is None else f"in {self.log.path}"
@@ -99,11 +99,11 @@ class Output:
         print(text, file=self.log)
 
     def give_json(self, value: Any) -> None:
-        """Print the result for a program."""
+        """Print the result as JSON."""
         print(json.dumps(value, indent=1, ensure_ascii=False))
 
     def give_json_list(self, values: Iterable[Any]) -> None:
-        """Print a list for a program, an entry a line, as the entries come."""
+        """Print a JSON list, one entry per line, as the entries arrive."""
         print("[", end="")
         for index, value in enumerate(values):
             print(",\n " if index else "\n ", json.dumps(value, ensure_ascii=False), sep="", end="")
@@ -112,7 +112,7 @@ class Output:
     def give_table(
         self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, title: str = ""
     ) -> None:
-        """Print a table; a column whose values are numbers only stands to the right."""
+        """Print a table; columns of numbers are aligned to the right."""
         from rich.box import SIMPLE_HEAD
         from rich.console import Console
         from rich.table import Table
@@ -123,7 +123,7 @@ class Output:
         table = Table(box=SIMPLE_HEAD)
         for index, column in enumerate(columns):
             is_number = bool(rows) and all(isinstance(row[index], int | float) for row in rows)
-            # The first column is what a reader looks for: a name is never broken over lines.
+            # Readers search the first column, so its names are never broken over lines.
             is_name = index == 0 and all(len(_show(row[0])) <= _NAME_CHARACTERS for row in rows)
             table.add_column(
                 column, justify="right" if is_number else "left", overflow="fold", no_wrap=is_name
@@ -132,10 +132,10 @@ class Output:
             table.add_row(*(Text(make_harmless(_show(cell))) for cell in row))
         console = Console(file=sys.stdout, highlight=False)
         if not console.is_terminal and "COLUMNS" not in os.environ:
-            # A file or a program reads this: there is no screen to fit into.
+            # For a file or a program there is no screen to fit into.
             console.width = PLAIN_WIDTH
         if title:
-            # Not the table's own title, which is broken at the width of its columns.
+            # Not rich's own title, which is broken at the table's width.
             console.print(Text(title, style="bold"))
         console.print(table)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanArguments:
-    """Arguments of `strop plan`: the run, what it is planned for, what is shown."""
+    """Arguments of `strop plan`: the run, its site or hardware, and the amount of output."""
 
     run_file: RunFile
     overrides: Overrides = None
@@ -79,22 +79,22 @@ def plan(context: typer.Context, args: PlanArguments) -> None:
     if args.on is not None:
         from strop.launch.target import describe_target
 
-        asked = SubmitArguments(run_file=args.run_file, overrides=args.overrides, on=args.on, dry_run=True)
-        request = read_arguments(asked)
+        job_args = SubmitArguments(run_file=args.run_file, overrides=args.overrides, on=args.on, dry_run=True)
+        request = read_arguments(job_args)
         target = describe_target(request, accelerator)
-        # With what follows from the site, such as the GPUs of its instances.
+        # The request has settings that follow from the site, such as the GPUs of its instances.
         resolved = request.resolved
     planned = make_plan(resolved, accelerator=accelerator, target=target)
     if args.json:
-        job = {} if request is None else {"job": _plan_job(output, request, asked)}
+        job = {} if request is None else {"job": _plan_job(output, request, job_args)}
         output.give_json(asdict(planned) | job)
     elif args.everything:
         show_plan(output, planned)
     else:
         show_screen(output, planned)
         if request is not None:
-            # For its refusals.
-            _plan_job(output, request, asked)
+            # Planned only for its refusals.
+            _plan_job(output, request, job_args)
     for notice in planned.notices:
         tell(notice)
     for unknown in planned.unknown:
@@ -102,39 +102,39 @@ def plan(context: typer.Context, args: PlanArguments) -> None:
     for warning in planned.warnings:
         output.say(f"warning: training would be refused: {warning}")
     if request is not None and args.everything and not args.json:
-        launcher, request = prepare(output, request, asked)
-        submit_request(output, launcher, request, asked)
+        launcher, request = prepare(output, request, job_args)
+        submit_request(output, launcher, request, job_args)
 
 
-def _plan_job(output: Output, request: JobRequest, asked: SubmitArguments) -> Any:
-    """Return what would be submitted, as the dry run's JSON has it."""
+def _plan_job(output: Output, request: JobRequest, job_args: SubmitArguments) -> Any:
+    """Return the plan that would be submitted, in the form of the dry run's JSON."""
     from json import loads
 
     from strop.cli.submit import prepare
     from strop.launch.job_dir import plan_to_json
 
-    launcher, request = prepare(output, request, asked)
+    launcher, request = prepare(output, request, job_args)
     return loads(plan_to_json(launcher.plan(request)))
 
 
 def _fetch(output: Output, resolved: ResolvedSpec) -> None:
-    """Fetch what describes the run's models, where their tokenizers are not on this machine."""
+    """Fetch the descriptions of the run's models whose tokenizers are not on this machine."""
     from strop.plan.known import describe_model
     from strop.spec.judge import role_judges
     from strop.store import follow_store
     from strop.store.descriptions import fetch_description
 
     spec = resolved.spec
-    judges = [one.judge_model for one in role_judges(spec.task)]
+    judges = [judge.judge_model for judge in role_judges(spec.task)]
     with follow_store(spec.store):
         for uri in dict.fromkeys([spec.model.uri, *spec.frozen_models.values(), *judges]):
-            known = None if uri is None else describe_model(uri)
-            if uri is not None and (known is None or not known.has_tokenizer):
+            description = None if uri is None else describe_model(uri)
+            if uri is not None and (description is None or not description.has_tokenizer):
                 output.say(f"fetched what describes {uri} into {fetch_description(uri)}")
 
 
 def _measure(output: Output, resolved: ResolvedSpec) -> None:
-    """Measure with the run's model, which must be on this machine."""
+    """Measure this machine with the run's model, which must be on it."""
     from strop.errors import ConfigError
     from strop.plan.known import find_model
     from strop.run.doctor import measure_machine
@@ -149,15 +149,15 @@ def _measure(output: Output, resolved: ResolvedSpec) -> None:
             next_step=f"fetch it with `strop model get {uri}`, or leave --measure out",
         )
     set_threads(resolved.spec.placement.threads)
-    found = measure_machine(resolved.spec, model_dir)
+    speeds = measure_machine(resolved.spec, model_dir)
     output.say(
-        f"{found.source}: {found.learn_frac:.0%} of a product's speed in learning,"
-        f" {found.decode_frac:.0%} in decoding"
+        f"{speeds.source}: {speeds.learn_frac:.0%} of a product's speed in learning,"
+        f" {speeds.decode_frac:.0%} in decoding"
     )
 
 
 def show_screen(output: Output, planned: Plan) -> None:
-    """Print what matters of a plan on one screen."""
+    """Print the essentials of a plan on one screen."""
     import shutil
 
     from strop.cli.output import PLAIN_WIDTH
@@ -282,7 +282,7 @@ def _show_time(output: Output, planned: Plan, time: TimeEstimate) -> None:
     assumed: list[tuple[str, str, str]] = [
         (f"speed ({mark})", f"{speeds.gflops:.0f} GFLOP/s, {speeds.copy_gb_per_s:.1f} GB/s", speeds.source)
     ]
-    assumed += [(f"{one.name} (assumed)", f"{one.value:g}", one.why) for one in planned.assumptions]
+    assumed += [(f"{guess.name} (assumed)", f"{guess.value:g}", guess.why) for guess in planned.assumptions]
     output.give_table(("the estimate rests on", "value", "because"), assumed)
 
 
@@ -338,8 +338,8 @@ def explain(
     from strop.spec.display import show_value
 
     output: Output = context.obj
-    given = words or []
-    key, run_file = given[0] if given else None, given[1] if len(given) > 1 else None
+    words = words or []
+    key, run_file = words[0] if words else None, words[1] if len(words) > 1 else None
 
     def explain_key(name: str) -> Explanation:
         path = tuple(name.split("."))
@@ -349,34 +349,37 @@ def explain(
 
         return explain_site(path)
 
-    resolved = load_spec(run_file, given[2:]) if run_file is not None else None
-    known = explain_key(key) if key is not None else None
-    if known is None or known.keys:
-        found = [explain_key(name) for name in (known.keys if known else all_keys())]
-        everyday = [one for one in found if one.reason is None or one.origin not in (None, DEFAULT)]
-        # A section of expert settings alone, as `tripwires`, shows them.
-        listed = found if everything or not everyday else everyday
+    resolved = load_spec(run_file, words[2:]) if run_file is not None else None
+    explanation = explain_key(key) if key is not None else None
+    if explanation is None or explanation.keys:
+        explained = [explain_key(name) for name in (explanation.keys if explanation else all_keys())]
+        everyday = [
+            entry for entry in explained if entry.reason is None or entry.origin not in (None, DEFAULT)
+        ]
+        # A section of only expert settings, such as `tripwires`, shows them.
+        listed = explained if everything or not everyday else everyday
         columns = ["setting", "type", "default", *(("value", "origin") if resolved else ())]
         columns += ["an expert setting because"] if everything else []
 
-        def row(one: Explanation) -> tuple[str, ...]:
-            mine = (show_value(one.value) if one.origin else "-", one.origin or "-") if resolved else ()
-            return (one.key, one.type, one.default, *mine, *((one.reason or "-",) if everything else ()))
+        def row(entry: Explanation) -> tuple[str, ...]:
+            own = (show_value(entry.value) if entry.origin else "-", entry.origin or "-") if resolved else ()
+            reason = (entry.reason or "-",) if everything else ()
+            return (entry.key, entry.type, entry.default, *own, *reason)
 
-        if known is not None:
-            output.give(known.description)
-        output.give_table(columns, [row(one) for one in listed])
-        if len(listed) < len(found):
+        if explanation is not None:
+            output.give(explanation.description)
+        output.give_table(columns, list(map(row, listed)))
+        if len(listed) < len(explained):
             command = " ".join(["strop explain", *([key] if key else []), "--all"])
-            output.give(f"{len(found) - len(listed)} expert settings more: {command}")
+            output.give(f"{len(explained) - len(listed)} expert settings more: {command}")
         return
-    output.give(f"{known.key}: {known.description}")
-    output.give(f"  allowed  {known.allowed}")
-    output.give(f"  default  {known.default}")
-    if known.reason is not None:
-        output.give(f"  expert   it exists because {known.reason}")
-    if known.origin is not None:
-        output.give(f"  value    {show_value(known.value)} ({known.origin})")
+    output.give(f"{explanation.key}: {explanation.description}")
+    output.give(f"  allowed  {explanation.allowed}")
+    output.give(f"  default  {explanation.default}")
+    if explanation.reason is not None:
+        output.give(f"  expert   it exists because {explanation.reason}")
+    if explanation.origin is not None:
+        output.give(f"  value    {show_value(explanation.value)} ({explanation.origin})")
     elif resolved is not None:
         output.give(f"  value    none: task {resolved.spec.task.name} has no such setting")
 

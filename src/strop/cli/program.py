@@ -1,4 +1,4 @@
-"""The program: its commands, and the one place where every failure becomes a message and a code."""
+"""The program: its commands, and the place where every failure becomes a message and an exit code."""
 
 from __future__ import annotations
 
@@ -93,14 +93,14 @@ def _options(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code. `arguments` None: those of this process."""
+    """Run one command; return its exit code. `arguments`: by default those of this process."""
     output = Output()
     command = typer.main.get_command(app)
     try:
         with output.hear_notices():
             command(args=arguments, prog_name="strop", obj=output)
     except SystemExit as end:
-        # How Typer returns: 0, or 2 after it has printed what is wrong with the usage.
+        # Typer returns this way: with 0, or with 2 after printing an error of usage.
         return _finish(output, end.code)
     except StropError as error:
         output.say_refusal(error)
@@ -114,15 +114,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _finish(output: Output, code: object) -> int:
-    """Settle standard output and translate Typer's exit code."""
+    """Flush standard output and translate Typer's exit code."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has gone. Python would complain when it flushes once more at its end.
+        # The reader is gone. Redirect, or Python would fail when it flushes again at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAILED
     if code == _TYPER_CTRL_C:
-        # Not 75: nothing was brought to a point from which it was promised to go on.
+        # Not 75, which promises a saved state to resume from.
         output.say("strop: interrupted")
         return EXIT_FAILED
     return code if isinstance(code, int) else EXIT_DONE

@@ -48,33 +48,33 @@ def list_runs(
 
     output: Output = context.obj
     if orphans:
-        found = find_orphans([root], os.environ)
+        orphaned = find_orphans([root], os.environ)
         if json:
-            output.give_json([{"what": what, "why": why} for what, why in found])
-        elif not found:
+            output.give_json([{"what": what, "why": why} for what, why in orphaned])
+        elif not orphaned:
             output.say("no orphans")
         else:
-            output.give_table(("what", "why it is one"), found)
+            output.give_table(("what", "why it is one"), orphaned)
         return
     runs = summarize_runs(root)
-    known = list_statuses([root], os.environ)
-    jobs = [one for one in known if everywhere or Path(one.ref.home).parent == root.resolve()]
+    statuses = list_statuses([root], os.environ)
+    jobs = [job for job in statuses if everywhere or Path(job.ref.home).parent == root.resolve()]
     if json:
-        by_home = {one.ref.home: status_to_json(one) for one in jobs}
+        by_home = {job.ref.home: status_to_json(job) for job in jobs}
         output.give_json(
             [
                 asdict(run) | {"path": str(run.path), "job": by_home.get(str(run.path.resolve()))}
                 for run in runs
             ]
-            + [status_to_json(one) for one in jobs if not _has_begun(one, runs)]
+            + [status_to_json(job) for job in jobs if not _has_begun(job, runs)]
         )
         return
     rows = [_row_of_run(run, jobs) for run in runs]
-    for one in jobs:
-        if not _has_begun(one, runs):
-            name = Path(one.ref.home).name + (f"/members/{one.trial}" if one.trial else "")
-            where = f"{one.ref.site} {one.ref.job_id}"
-            rows.append((name, one.state.value, 0, "-", _show_time(one.ref.submitted_at), where))
+    for job in jobs:
+        if not _has_begun(job, runs):
+            name = Path(job.ref.home).name + (f"/members/{job.trial}" if job.trial else "")
+            where = f"{job.ref.site} {job.ref.job_id}"
+            rows.append((name, job.state.value, 0, "-", _show_time(job.ref.submitted_at), where))
     if not rows:
         output.say(f"no runs in {root}")
         return
@@ -82,12 +82,13 @@ def list_runs(
 
 
 def _has_begun(status: JobStatus, runs: list[RunSummary]) -> bool:
-    """Whether a job's run is in the list of runs by itself."""
+    """Whether the list of runs already has a job's run."""
     return any(str(run.path.resolve()) == status.ref.home for run in runs)
 
 
 def _row_of_run(run: RunSummary, jobs: list[JobStatus]) -> tuple[object, ...]:
-    job = next((one for one in jobs if one.ref.home == str(run.path.resolve())), None)
+    home = str(run.path.resolve())
+    job = next((job for job in jobs if job.ref.home == home), None)
     return (
         run.path.name,
         run.phase.value if job is None else job.state.value,
@@ -122,23 +123,25 @@ def compare(
     from strop.view.comparison import COLUMNS, list_changes_in_words, list_remarks
 
     output: Output = context.obj
-    found = compare_many(runs, declared=vary or None)
+    comparison = compare_many(runs, declared=vary or None)
     if json:
-        output.give_json(_comparison_to_json(found))
+        output.give_json(_comparison_to_json(comparison))
         return
     output.give_table(
         COLUMNS,
-        list_changes_in_words(found),
-        title=f"Compared with {found.baseline.label}",
+        list_changes_in_words(comparison),
+        title=f"Compared with {comparison.baseline.label}",
     )
-    for line in list_remarks(found, is_declared=bool(vary)):
+    for line in list_remarks(comparison, is_declared=bool(vary)):
         output.give(line)
-    if found.settings:
-        names = (found.baseline.label, *(other.arm.label for other in found.others))
-        output.give_table(("setting", *names), [(one.key, *one.values) for one in found.settings])
+    if comparison.settings:
+        names = (comparison.baseline.label, *(other.arm.label for other in comparison.others))
+        output.give_table(
+            ("setting", *names), [(setting.key, *setting.values) for setting in comparison.settings]
+        )
 
 
-def _comparison_to_json(found: ManyComparison) -> dict[str, Any]:
+def _comparison_to_json(comparison: ManyComparison) -> dict[str, Any]:
     def show(arm: Arm) -> dict[str, Any]:
         return {
             "name": arm.name,
@@ -148,7 +151,7 @@ def _comparison_to_json(found: ManyComparison) -> dict[str, Any]:
         }
 
     return {
-        "baseline": show(found.baseline),
+        "baseline": show(comparison.baseline),
         "others": [
             {
                 **show(other.arm),
@@ -156,10 +159,10 @@ def _comparison_to_json(found: ManyComparison) -> dict[str, Any]:
                 "p_values_holm": dict(other.p_values),
                 "over_seeds": {kind: asdict(interval) for kind, interval in other.over_seeds.items()},
             }
-            for other in found.others
+            for other in comparison.others
         ],
-        "settings": [{"key": one.key, "values": one.values} for one in found.settings],
-        "notes": found.notes,
+        "settings": [{"key": setting.key, "values": setting.values} for setting in comparison.settings],
+        "notes": comparison.notes,
     }
 
 
@@ -195,7 +198,7 @@ def _find_runs(place: str) -> Runs:
 
 
 MOST_ROWS = 1000
-"""Of an answer on the terminal; a program gets all."""
+"""The most rows of an answer on the terminal; --json has all."""
 _CELL_CHARACTERS = 240
 
 
@@ -221,7 +224,7 @@ def query(
 
     output: Output = context.obj
     if sql and (len(sql.split()) == 1 or Path(sql).is_dir()):
-        # No question is one word: where to look, and nothing asked.
+        # A single word is no query but the place.
         sql, place = "", sql
     runs = _find_runs(place).list()
     if not runs:
@@ -237,7 +240,8 @@ def query(
             output.give_json([asdict(column) for column in columns])
         else:
             output.give_table(
-                ("table", "column", "type"), [(one.table, one.name, shorten(one.kind, 80)) for one in columns]
+                ("table", "column", "type"),
+                [(column.table, column.name, shorten(column.kind, 80)) for column in columns],
             )
         return
     answer = database.ask(sql)
@@ -277,14 +281,14 @@ def report(
         output.give(str(write_comparison([Path(run) for run in runs], Path())))
         return
     (run,) = runs
-    found = [] if (Path(run) / STATE_NAME).is_file() else _find_runs(run).list()
-    if not found:
+    records = [] if (Path(run) / STATE_NAME).is_file() else _find_runs(run).list()
+    if not records:
         output.give(str(write_report(Path(run))))
         return
-    if len(found) > 1:
+    if len(records) > 1:
         raise ConfigError(
-            f"{run} holds {len(found)} runs",
+            f"{run} holds {len(records)} runs",
             allowed="one run, or several by name",
-            next_step="name one of them: " + ", ".join(one.key for one in found[:8]),
+            next_step="name one of them: " + ", ".join(record.key for record in records[:8]),
         )
-    output.give(str(write_report_of(found[0].key, found[0].record, Path())))
+    output.give(str(write_report_of(records[0].key, records[0].record, Path())))

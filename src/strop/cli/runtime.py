@@ -1,4 +1,4 @@
-"""`strop runtime`: the sandbox service, the processes that it consists of, and its conformance test."""
+"""`strop runtime`: the sandbox service, its processes, and its conformance test."""
 
 from __future__ import annotations
 
@@ -139,14 +139,14 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
     from strop.runtime.serve import serve as serve_here
     from strop.runtime.service_dir import ServiceDir
 
-    # Here, where its message is read: the controller writes a log.
+    # Checked here, where the user sees the message: the controller writes to a log.
     read_policy(args.policy)
-    own, first = _read_node(args.node)
+    node, first = _read_node(args.node)
     address = ("--host", _find_host(args.host, os.environ))
     auth = ("--disable-auth",) if args.disable_auth else ()
     options = ServeOptions(
         folder=ServiceDir(args.dir),
-        has_controller=own == first,
+        has_controller=node == first,
         controller_words=(*address, "--port", str(args.port), "--policy", args.policy, *auth),
         node_words=(*address, *_words_of_nodes(args)),
     )
@@ -263,11 +263,13 @@ def prove_conformance(
         results.append(result)
         output.say(f"{result.number:2d} {result.title}: {result.status} {result.detail}".rstrip())
     if json:
-        output.give_json([{**asdict(one), "title": one.title} for one in results])
+        output.give_json([{**asdict(case), "title": case.title} for case in results])
     else:
-        rows = [(one.number, one.title, one.status, f"{one.seconds:.1f} s", one.detail) for one in results]
+        rows = [
+            (case.number, case.title, case.status, f"{case.seconds:.1f} s", case.detail) for case in results
+        ]
         output.give_table(("case", "situation", "result", "took", "detail"), rows)
-    if any(one.status == "failed" for one in results):
+    if any(case.status == "failed" for case in results):
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -279,33 +281,33 @@ def _submit(output: Output, site: str, args: ServeArguments) -> None:
     from strop.launch.build_request import read_request
     from strop.launch.serving import SERVE, ServiceOptions, read_max_jobs
 
-    given = [name for name in ("host", "port", "node", "disable_auth") if getattr(args, name)]
-    if given or args.dir != DEFAULT_FOLDER:
+    local_options = [name for name in ("host", "port", "node", "disable_auth") if getattr(args, name)]
+    if local_options or args.dir != DEFAULT_FOLDER:
         raise ConfigError(
-            f"{', '.join(given or ['dir'])} with --on {site}",
+            f"{', '.join(local_options or ['dir'])} with --on {site}",
             allowed="options of sandboxes, max_jobs and settings of the job, whose folder is the service's",
             next_step="leave it out; output.dir=DIR names the job's folder",
         )
-    # As `strop submit` would ask. There is no run file.
+    # The same arguments as of `strop submit`, without a run file.
     max_jobs, settings = read_max_jobs(args.settings or ())
-    asked = SubmitArguments(
+    submit_args = SubmitArguments(
         run_file="", overrides=settings, on=site, command=SERVE, snapshot=False, dry_run=args.dry_run
     )
     words = [*_words_of_nodes(args), *(["--policy", args.policy] if args.policy != "{}" else [])]
     service = ServiceOptions(words=tuple(words), max_jobs=max_jobs)
-    options = replace(to_options(asked, ()), service=service)
+    options = replace(to_options(submit_args, ()), service=service)
     request = read_request("", options, environ=os.environ, now=time.time())
-    launcher, request = prepare(output, request, asked)
-    submit_request(output, launcher, request, asked)
+    launcher, request = prepare(output, request, submit_args)
+    submit_request(output, launcher, request, submit_args)
 
 
 def _words_of_nodes(args: ServeArguments) -> list[str]:
-    """Return what each node agent of a service is given. Raises: ConfigError as `make_backend`."""
+    """Return the options of each node agent of a service. Raises: ConfigError as `make_backend`."""
     from strop.sandbox import make_backend
 
     for name in args.backend or ():
         if name != "auto":
-            # Here: else a node would say so, when the service is up.
+            # Checked here, or a node would refuse it when the service is up.
             make_backend(name)
     words = [word for name in args.backend or () for word in ("--backend", name)]
     words += [word for text in args.warm or () for word in ("--warm", text)]
@@ -316,8 +318,8 @@ def _words_of_nodes(args: ServeArguments) -> list[str]:
 
 def _read_node(text: str | None) -> tuple[int, int]:
     try:
-        own, _, first = (text or "0/0").partition("/")
-        return int(own), int(first)
+        node, _, first = (text or "0/0").partition("/")
+        return int(node), int(first)
     except ValueError as error:
         raise ConfigError(
             f"--node {text} is not understood",
@@ -326,10 +328,10 @@ def _read_node(text: str | None) -> tuple[int, int]:
         ) from error
 
 
-def _find_host(given: str | None, environ: Mapping[str, str]) -> str:
+def _find_host(address: str | None, environ: Mapping[str, str]) -> str:
     from strop.hardware.ports import find_host_address
 
-    if given is not None:
-        return given
-    # A job has other nodes, or workers of other jobs, that ask it.
+    if address is not None:
+        return address
+    # Other nodes of the job, or workers of other jobs, must reach the service.
     return find_host_address(2 if "SLURM_JOB_ID" in environ else 1, environ.get("GLOO_SOCKET_IFNAME"))

@@ -55,7 +55,7 @@ EvalGpuNumber = Annotated[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubmitArguments:
-    """Arguments of `strop submit` on every site: the run, its resources, its code, what to do."""
+    """Arguments of `strop submit` on every site: the run, its resources, its code, the action."""
 
     run_file: RunFile
     overrides: Overrides = None
@@ -129,7 +129,7 @@ _FLAGS = "strop.flags"
 
 
 def flag_params() -> dict[tuple[str, ...], list[Any]]:
-    """Return the options that backends' models ask for, by the kinds of sites that have them."""
+    """Return the options from the backends' models, by the kinds of sites that have them."""
     from inspect import Parameter, Signature
     from typing import get_args
 
@@ -143,11 +143,11 @@ def flag_params() -> dict[tuple[str, ...], list[Any]]:
             kinds[name] = (*kinds.get(name, ()), kind)
             info = section.model_fields[field]
             allowed = {info.annotation, *get_args(info.annotation)}
-            # The model checks the rest, with a message that says what is allowed.
-            value: Any = next((one for one in (bool, int, float) if one in allowed), str)
+            # The model checks the value further, with a message that names the allowed ones.
+            value: Any = next((kind for kind in (bool, int, float) if kind in allowed), str)
             is_pair = value is bool and not mark.is_switch
             option = typer.Option(
-                *(f"{one}/--no-{one[2:]}" if is_pair else one for one in mark.names),
+                *(f"{flag}/--no-{flag[2:]}" if is_pair else flag for flag in mark.names),
                 metavar=mark.metavar,
                 help=(info.description or "").partition(". ")[0].rstrip(".") + ".",
             )
@@ -166,69 +166,73 @@ def flag_params() -> dict[tuple[str, ...], list[Any]]:
     take.__signature__ = Signature([*parameters.values()])  # type: ignore[attr-defined]
     alone = typer.Typer(add_completion=False)
     alone.command()(take)
-    made: dict[tuple[str, ...], list[Any]] = {}
+    by_kinds: dict[tuple[str, ...], list[Any]] = {}
     for name, param in zip(parameters, typer.main.get_command(alone).params, strict=True):
-        made.setdefault(kinds[name], []).append(param)
-    return made
+        by_kinds.setdefault(kinds[name], []).append(param)
+    return by_kinds
 
 
 class SubmitCommand(TyperCommand):
-    """`strop submit`. Options of backends are made when it is used: other commands do not load the models."""
+    """`strop submit`. Options of backends are created on use: other commands do not load the models."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the options. One that there is not may be a setting, and is refused with that word."""
-        known = {name for one in self.get_params(ctx) for name in (*one.opts, *one.secondary_opts)}
-        given = (word.partition("=")[0] for word in itertools.takewhile(lambda word: word != "--", args))
-        for name in (name for name in given if name.startswith("--") and name not in known):
-            if words := _words_instead(name):
+        """Read the options. An unknown one may be a setting, which the refusal then names."""
+        params = self.get_params(ctx)
+        names = {name for param in params for name in (*param.opts, *param.secondary_opts)}
+        words = (word.partition("=")[0] for word in itertools.takewhile(lambda word: word != "--", args))
+        for name in (word for word in words if word.startswith("--") and word not in names):
+            if instead := _words_instead(name):
                 raise typer.BadParameter(
-                    f"No such option: {name}. Write {' or '.join(words)}; `strop explain` says what it means."
+                    f"No such option: {name}. Write {' or '.join(instead)};"
+                    " `strop explain` says what it means."
                 )
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the options of every site and those of backends."""
-        return [*super().get_params(ctx), *(one for made in self._of_backends(ctx).values() for one in made)]
+        return [*super().get_params(ctx), *itertools.chain(*self._of_backends(ctx).values())]
 
     def _of_backends(self, ctx: Any) -> dict[tuple[str, ...], list[Any]]:
-        """Return the options of backends without those that have the name of a common one, as --job-name."""
-        common = {name for one in super().get_params(ctx) for name in one.opts}
+        """Return the options of backends, except those with the name of a common one, such as --job-name."""
+        common = {name for param in super().get_params(ctx) for name in param.opts}
         return {
-            kinds: [one for one in made if one.opts[0] not in common] for kinds, made in flag_params().items()
+            kinds: [param for param in params if param.opts[0] not in common]
+            for kinds, params in flag_params().items()
         }
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        """Write the options of each kind of site below a title of their own."""
+        """Write the options of each kind of site in a section."""
         common = super().get_params(ctx)
         sections = {
-            "Arguments": [one for one in common if one.param_type_name == "argument"],
-            "Options": [one for one in common if one.param_type_name == "option"],
+            "Arguments": [param for param in common if param.param_type_name == "argument"],
+            "Options": [param for param in common if param.param_type_name == "option"],
         }
-        for kinds, made in self._of_backends(ctx).items():
-            sections[f"Options where the backend is {' or '.join(kinds)}"] = made
+        for kinds, own in self._of_backends(ctx).items():
+            sections[f"Options where the backend is {' or '.join(kinds)}"] = own
         for title, params in sections.items():
             with formatter.section(title):
-                formatter.write_dl([row for one in params if (row := one.get_help_record(ctx)) is not None])
+                rows = (param.get_help_record(ctx) for param in params)
+                formatter.write_dl([row for row in rows if row is not None])
 
     def invoke(self, ctx: Any) -> Any:
-        """Hand the options of backends over as flags that are no settings of the run file."""
+        """Pass the options of backends on as flags, apart from settings of the run file."""
         from strop.spec.reader import Flag
 
-        made = [one for some in self._of_backends(ctx).values() for one in some]
-        given = [Flag(key="", name=one.opts[0], value=ctx.params.pop(one.name)) for one in made]
-        ctx.meta[_FLAGS] = tuple(flag for flag in given if flag.value is not None)
+        params = itertools.chain(*self._of_backends(ctx).values())
+        flags = [Flag(key="", name=param.opts[0], value=ctx.params.pop(param.name)) for param in params]
+        ctx.meta[_FLAGS] = tuple(flag for flag in flags if flag.value is not None)
         return super().invoke(ctx)
 
 
 def _words_instead(option: str) -> list[str]:
-    """Return the words that set for one job what an option of this name would: job.grace_s=VALUE, ..."""
+    """Return settings with the name of an unknown option: job.grace_s=VALUE, ..."""
     from strop.launch.backends import BACKENDS
     from strop.spec.job import JobSpec
 
-    found = [f"job.{name}" for name in JobSpec.model_fields]
-    found += dict.fromkeys(word for section in BACKENDS.values() for word in section.settable().values())
+    settings = [f"job.{name}" for name in JobSpec.model_fields]
+    settings += dict.fromkeys(word for section in BACKENDS.values() for word in section.settable().values())
     name = re.escape(option.removeprefix("--").removeprefix("no-").replace("-", "_"))
-    return [f"{word}=VALUE" for word in found if re.fullmatch(rf"\w+\.(max_)?{name}(_s)?", word)]
+    return [f"{word}=VALUE" for word in settings if re.fullmatch(rf"\w+\.(max_)?{name}(_s)?", word)]
 
 
 @takes(SubmitArguments)
@@ -236,15 +240,15 @@ def _words_instead(option: str) -> list[str]:
 def submit(context: typer.Context, args: SubmitArguments) -> None:
     """Submit a run to a site: this machine, a container, SLURM, SageMaker. Idempotent."""
     is_check = context.info_name == "check"
-    if is_check and (given := [name for name in _OF_SUBMISSION if getattr(args, name)]):
-        raise typer.BadParameter(f"strop check submits nothing: leave --{given[0].replace('_', '-')} out")
+    if is_check and (unusable := [name for name in _OF_SUBMISSION if getattr(args, name)]):
+        raise typer.BadParameter(f"strop check submits nothing: leave --{unusable[0].replace('_', '-')} out")
     request = read_arguments(args, context.meta.get(_FLAGS, ()))
     launcher, request = prepare(context.obj, request, args)
     submit_request(context.obj, launcher, request, args, is_check=is_check)
 
 
 def read_arguments(args: SubmitArguments, flags: Sequence[Flag] = ()) -> JobRequest:
-    """Read what the arguments name: run file, profile, code, variables. Raises: as `read_request`."""
+    """Read run file, profile, code and variables. Raises: as `read_request`."""
     import os
     import time
 
@@ -271,7 +275,7 @@ def prepare(output: Output, request: JobRequest, args: SubmitArguments) -> tuple
 def submit_request(
     output: Output, launcher: Launcher, request: JobRequest, args: SubmitArguments, *, is_check: bool = False
 ) -> None:
-    """Plan, and do with the plan what the arguments ask for, or only check it."""
+    """Plan, then check, show or submit the plan as the arguments request."""
     import os
 
     from strop.launch.environment import describe_auth
@@ -322,7 +326,7 @@ def submit_request(
         with lasting():
             watch(launcher, Path(submitted.ref.home), output.say)
     if submitted.warnings:
-        # It is submitted; what is left to do is the reader's.
+        # The job is submitted, but the user must act on the warnings.
         raise typer.Exit(EXIT_FAILED)
 
 
@@ -339,13 +343,13 @@ def _describe_place(role: RolePlan) -> str:
 
 
 def to_options(args: SubmitArguments, flags: Sequence[Flag]) -> SubmitOptions:
-    """Return the options as the launcher reads them."""
+    """Return the arguments as options of the launcher."""
     from strop.cli.arguments import to_flags
     from strop.launch.build_request import SubmitOptions
     from strop.launch.environment import EnvironmentFlags
 
     if args.job_name is not None and "{stem}" in args.job_name:
-        stem = "".join(one if one.isalnum() else "-" for one in Path(args.run_file).stem.lower())
+        stem = re.sub(r"[\W_]", "-", Path(args.run_file).stem.lower())
         args = replace(args, job_name=args.job_name.replace("{stem}", stem.strip("-")[:36] or "run"))
     return SubmitOptions(
         site=args.on,
@@ -387,7 +391,7 @@ def _show_dry_run(output: Output, plan: JobPlan, request: JobRequest, *, is_json
 
 
 def _describe_price(plan: JobPlan) -> str:
-    """Say what a job costs at most; '' where it has no GPU or no time limit."""
+    """Describe the most that a job costs; '' without GPUs or without a time limit."""
     if not plan.gpu_hours:
         return ""
     price = ", no price in the site's profile" if plan.cost_usd is None else f", {plan.cost_usd:.2f} USD"
@@ -411,7 +415,7 @@ def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> N
     output.give(f"{ref.name} {word} to {ref.site} as job {ref.job_id}")
     if price := _describe_price(submitted.plan):
         output.give(price)
-    # Without its line in the list of jobs, only its directory finds it from everywhere.
+    # A job that is missing in the list is only found by its directory.
     name = shlex.quote(ref.home) if submitted.notice else ref.job_id
     output.give(f"  directory      {ref.home}")
     output.give(f"  strop status   {name}")

@@ -27,19 +27,19 @@ def list_tasks(context: typer.Context, json: Json = False) -> None:
     from strop.user_code import TASKS_GROUP, announced
 
     output: Output = context.obj
-    known = dict(task_summaries())
+    tasks = dict(task_summaries())
     what = "task"
     if context.parent is not None and context.parent.info_name == "envs":
         what = "environment"
-        known = {name: known[name] for name in environment_names()}
-    known |= {name: f"Announced by {ref.place}." for name, ref in announced(TASKS_GROUP).items()}
-    known["FILE.py:CLASS"] = f"A class of your own; `strop explain {what}` names its settings."
+        tasks = {name: tasks[name] for name in environment_names()}
+    tasks |= {name: f"Announced by {ref.place}." for name, ref in announced(TASKS_GROUP).items()}
+    tasks["FILE.py:CLASS"] = f"A class of your own; `strop explain {what}` names its settings."
     if what == "task":
-        known["FILE.py:CLASS"] = "A task class of your own; `strop tasks new` writes a task to start from."
+        tasks["FILE.py:CLASS"] = "A task class of your own; `strop tasks new` writes a task to start from."
     if json:
-        output.give_json(known)
+        output.give_json(tasks)
         return
-    output.give_table((what, "what it asks"), list(known.items()))
+    output.give_table((what, "what it asks"), list(tasks.items()))
 
 
 @task_commands.command("new")
@@ -80,24 +80,26 @@ def check_task(
     from strop.view import make_harmless
 
     output: Output = context.obj
-    wanted, words = read_audit(target[1:])
-    found = check_task_here(find_task_section(target[0], words), wanted)
-    faults = [finding.describe() for finding in found.findings]
-    red = found.report.broken() if found.report.verdict is Verdict.RED else []
+    settings, words = read_audit(target[1:])
+    checked = check_task_here(find_task_section(target[0], words), settings)
+    faults = [finding.describe() for finding in checked.findings]
+    red = checked.report.broken() if checked.report.verdict is Verdict.RED else []
     faults += [f"audit: {result.probe}: {result.detail}" for result in red]
     if json:
-        output.give_json({"task": found.task, "faults": faults, "audit": found.report.to_json()})
+        output.give_json({"task": checked.task, "faults": faults, "audit": checked.report.to_json()})
     else:
-        sizes = ", ".join(f"{number} {split.value}" for split, number in found.num_examples.items())
-        output.give(f"{found.task}: {sizes} examples" + (f"; {found.counts}" if found.counts else ""))
-        for message in found.asked:
+        sizes = ", ".join(f"{number} {split.value}" for split, number in checked.num_examples.items())
+        output.give(f"{checked.task}: {sizes} examples" + (f"; {checked.counts}" if checked.counts else ""))
+        for message in checked.asked:
             output.give(f"{message.role}: {make_harmless(message.text)}")
-        gold = "none is known" if found.gold is None else make_harmless(found.gold)
+        gold = "none is known" if checked.gold is None else make_harmless(checked.gold)
         output.give(f"right: {gold}")
-        output.give(f"verifier {'fails' if found.findings else 'passes'}, audit {found.report.verdict.value}")
+        output.give(
+            f"verifier {'fails' if checked.findings else 'passes'}, audit {checked.report.verdict.value}"
+        )
     if faults:
         raise CheckRefused(
-            f"task {found.task} may not train a model: {'; '.join(faults[:3])}",
+            f"task {checked.task} may not train a model: {'; '.join(faults[:3])}",
             allowed="a task that pays for right replies and for nothing else",
             next_step=f"mend it; `strop audit` shows each probe; {len(faults)} findings in all",
         )
@@ -191,11 +193,11 @@ def audit(
     from strop.run.tasks import audit_here, read_audit, read_task
 
     output: Output = context.obj
-    wanted, words = read_audit(settings or ())
+    audit_settings, words = read_audit(settings or ())
     if task == "all":
-        _audit_all(output, wanted, words, is_json=json)
+        _audit_all(output, audit_settings, words, is_json=json)
         return
-    report = audit_here(read_task(task, words), wanted, out=out)
+    report = audit_here(read_task(task, words), audit_settings, out=out)
     if json:
         output.give_json(report.to_json())
     else:
@@ -236,7 +238,7 @@ def _show(output: Output, report: AuditReport) -> None:
 
 
 def _audit_all(output: Output, settings: AuditSettings, words: Sequence[str], *, is_json: bool) -> None:
-    """Audit everything whose files are here. A red data set is a finding here, not a failure."""
+    """Audit every task whose files are here. A red task is a finding and not a failure."""
     from strop.errors import ConfigError, DataError
     from strop.run.tasks import audit_here, list_audits
 
@@ -286,7 +288,7 @@ def play(
     from strop.view import make_harmless
 
     output: Output = context.obj
-    wanted, settings = read_audit(words[1:])
+    audit_settings, settings = read_audit(words[1:])
 
     def read() -> str | None:
         if sys.stdin.isatty():
@@ -296,7 +298,7 @@ def play(
 
     outcome = play_here(
         find_task_section(words[0], settings),
-        wanted.seed,
+        audit_settings.seed,
         read,
         lambda text: output.give(make_harmless(text)),
     )

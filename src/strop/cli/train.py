@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainArguments:
-    """What `strop train` and its other name `strop sft` take."""
+    """Arguments of `strop train` and `strop sft`."""
 
     run_file: RunFile
     overrides: Overrides = None
@@ -75,10 +75,10 @@ def sft() -> None:
 
 @contextmanager
 def open_observer(output: Output, *, is_json: bool) -> Iterator[Observer]:
-    """Show a run on the terminal and in its log; as lines of JSON on standard output, too."""
+    """Show a run on the terminal and in its log, and optionally as lines of JSON on standard output."""
     from strop.view import PlainProgress, TerminalObserver, open_progress
 
-    # Lines of JSON on the same terminal would break a display that stays in place.
+    # JSON lines on the same terminal would break a display that is updated in place.
     is_disturbed = is_json and sys.stdout.isatty()
     progress = PlainProgress(sys.stderr) if is_disturbed else open_progress()
     shown = TerminalObserver(progress, PlainProgress(output.log))
@@ -92,7 +92,7 @@ def open_observer(output: Output, *, is_json: bool) -> Iterator[Observer]:
 
 
 def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: bool) -> ResolvedSpec:
-    """Bring a run here from its mirror, and return the spec that goes on with it."""
+    """Restore a run from its mirror, and return the spec that resumes it."""
     from strop.errors import ConfigError
     from strop.run.mirroring import continue_from
 
@@ -102,17 +102,17 @@ def take_up_mirror(output: Output, uri: str, resolved: ResolvedSpec, *, is_new: 
             allowed="a new run, or one that goes on",
             next_step="leave one of them out",
         )
-    found = continue_from(uri, resolved)
-    output.say(found.detail)
-    return found.resolved
+    continued = continue_from(uri, resolved)
+    output.say(continued.detail)
+    return continued.resolved
 
 
 def run_to_end(
     output: Output, resolved: ResolvedSpec, observer: Observer, *, is_new: bool, words: Sequence[str]
 ) -> None:
-    """Run a spec on this machine, show its progress, and give its result, its report and what to do next.
+    """Run a spec on this machine, show its progress, and print result, report and next steps.
 
-    `words`: what was given: a run file and overrides.
+    `words`: the run file and overrides of the command line.
     """
     from strop.run.training import train_here
     from strop.view.json_lines import JsonObserver
