@@ -28,6 +28,7 @@ from strop.run.mirroring import Mirroring, continue_from, limit_after_signal, pr
 from strop.run.training import train_here
 from strop.spec import StoreSpec, load_spec
 from strop.store import get_model
+from strop.store.contract import Objects
 from strop.store.opening import open_record_store
 from strop.store.policy import find_mirror_root, follow_store
 from strop.store.record_store import RecordStore
@@ -245,12 +246,12 @@ class Refusing:
     ],
 )
 def test_the_right_that_is_missing_is_named(method: str, verb: str, right: str) -> None:
-    store = cast(RecordStore, Refusing(method, RemoteDenied))
+    store = RecordStore(cast(Objects, Refusing(method, RemoteDenied)))
     with pytest.raises(CheckRefused, match=f"the right to {verb} objects is missing") as caught:
         probe_store("s3://bucket/p", store)
     assert f"missing here: {right}" in str(caught.value)
     assert caught.value.exit_code == 76
-    silent = cast(RecordStore, Refusing(method, RemoteUnreachable))
+    silent = RecordStore(cast(Objects, Refusing(method, RemoteUnreachable)))
     with pytest.raises(CheckRefused, match=f"it did not pass a test to {verb}"):
         probe_store("s3://bucket/p", silent)
 

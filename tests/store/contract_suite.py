@@ -237,33 +237,33 @@ class StoreContract:
 
     def test_a_conditional_write_succeeds_once_for_each_version(self, store: RecordStore, root: str) -> None:
         place = f"{root}/latest.json"
-        assert store.read_versioned(place) is None
-        assert not store.write_if(place, b"first", "a version of something that is not there")
-        assert store.write_if(place, b"first", None)
-        assert not store.write_if(place, b"second", None)
-        found = store.read_versioned(place)
+        assert store.objects.read_versioned(place) is None
+        assert not store.objects.write_if(place, b"first", "a version of something that is not there")
+        assert store.objects.write_if(place, b"first", None)
+        assert not store.objects.write_if(place, b"second", None)
+        found = store.objects.read_versioned(place)
         assert found is not None
         data, version = found
         assert data == b"first"
-        assert store.write_if(place, b"second", version)
-        assert not store.write_if(place, b"third", version)
-        again = store.read_versioned(place)
+        assert store.objects.write_if(place, b"second", version)
+        assert not store.objects.write_if(place, b"third", version)
+        again = store.objects.read_versioned(place)
         assert again is not None
         assert again[0] == b"second"
 
     def test_folders_are_what_has_objects_below_it(
         self, store: RecordStore, root: str, tmp_path: Path
     ) -> None:
-        assert list(store.list_folders(root)) == []
+        assert list(store.objects.list_folders(root)) == []
         store.put(write_files(tmp_path / "a"), f"{root}/one")
-        store.write(f"{root}/two/deep/x", b"x")
-        store.write(f"{root}/single", b"x")
-        assert list(store.list_folders(root)) == ["one", "two"]
-        assert list(store.list_folders(f"{root}/")) == ["one", "two"]
+        store.objects.write(f"{root}/two/deep/x", b"x")
+        store.objects.write(f"{root}/single", b"x")
+        assert list(store.objects.list_folders(root)) == ["one", "two"]
+        assert list(store.objects.list_folders(f"{root}/")) == ["one", "two"]
         store.remove_record(f"{root}/one")
         store.remove_record(f"{root}/one")  # None is no error.
-        store.remove(f"{root}/two/deep/x")
-        assert list(store.list_folders(root)) == []
+        store.objects.remove(f"{root}/two/deep/x")
+        assert list(store.objects.list_folders(root)) == []
         assert store.exists(f"{root}/single")
 
     def test_a_record_of_described_files_is_complete_when_its_writer_agrees(
@@ -277,7 +277,7 @@ class StoreContract:
         with pytest.raises(StoreError, match="another has begun"):
             store.put_described(paths, f"{root}/r", manifest, before_complete=refuse)
         assert not store.exists(f"{root}/r")
-        store.give_up_uploads(root)
+        store.objects.give_up_uploads(root)
         assert store.put_described(paths, f"{root}/r", manifest).moved == ()
         found = store.find_manifest(f"{root}/r")
         assert found is not None

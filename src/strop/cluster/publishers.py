@@ -242,7 +242,7 @@ class StorePublisher:
 
 def _remove_object(store: RecordStore, uri: str) -> None:
     if uri.endswith(_WEIGHTS_SUFFIX):
-        store.remove(uri)
+        store.objects.remove(uri)
     else:
         store.remove_record(uri)
 

@@ -205,7 +205,7 @@ class _Follower:
             try:
                 store = open_record_store(uri, upload_settings(None))
                 for path in paths:
-                    store.write(join_uri(place, f"eval/{path.name}"), path.read_bytes())
+                    store.objects.write(join_uri(place, f"eval/{path.name}"), path.read_bytes())
             except StoreError as error:
                 self.say(f"alarm: the results of step {step} were not mirrored to {place}: {error}")
 

@@ -53,10 +53,10 @@ def probe_store(root: str, store: RecordStore | None = None) -> None:
     # Random: two runs that start at once do not take each other's away.
     place, content = join_uri(folder, f".probe-{secrets.token_hex(8)}"), b"strop"
     steps = (
-        ("write", "s3:PutObject", lambda: store.write(place, content)),
-        ("read", "s3:GetObject", lambda: store.read_versioned(place)),
-        ("list", "s3:ListBucket", lambda: next(iter(store.list_folders(folder)), None)),
-        ("remove", "s3:DeleteObject", lambda: store.remove(place)),
+        ("write", "s3:PutObject", lambda: store.objects.write(place, content)),
+        ("read", "s3:GetObject", lambda: store.objects.read_versioned(place)),
+        ("list", "s3:ListBucket", lambda: next(iter(store.objects.list_folders(folder)), None)),
+        ("remove", "s3:DeleteObject", lambda: store.objects.remove(place)),
     )
     for verb, right, action in steps:
         try:

@@ -20,17 +20,17 @@ from strop.store.uris import is_remote, normalize_uri
 
 
 def stored_path(uri: str, cache: Path) -> Path:
-    """Return where the local copy of a stored model is kept."""
+    """Return the path of the local copy of a stored model."""
     name = uri.rstrip("/").rpartition("/")[2]
     key = hashlib.sha256(uri.rstrip("/").encode()).hexdigest()[:8]
     return cache / "models" / f"stored-{name}-{key}"
 
 
 def fetch_stored_model(uri: str, cache: Path) -> Path:
-    """Return the local copy of a model that a store keeps, fetched if the store has another one.
+    """Return the local copy of a stored model; fetch it if the store's differs.
 
-    Raises: RemoteMissing if there is no complete record, nor what a listing proves whole; ConfigError if it
-        is no model; StoreErrors as `Store.get`.
+    Raises: RemoteMissing if there is neither a complete record nor a listing that proves the model complete;
+        ConfigError if it is no model; StoreErrors as `Store.get`.
     """
     path, store = stored_path(uri, cache), open_record_store(uri)
     if uri.startswith("s3://") and store.find_manifest(uri) is None:
@@ -42,30 +42,30 @@ def fetch_stored_model(uri: str, cache: Path) -> Path:
 
 
 def find_stored_model(places: Sequence[str], repo: str, cache: Path) -> Path:
-    """Return a hub's model from the first of the places in a store that has it.
+    """Return a hub's model from the first of these places in a store that has it.
 
     Raises: RemoteMissing naming every place; ConfigError as `_refuse_namesake`; otherwise as
         `fetch_stored_model`.
     """
-    lacks: list[RemoteMissing] = []
+    errors: list[RemoteMissing] = []
     for place in places:
         try:
             path = _find_in_folder(place) if place != places[0] else None
             path = path or fetch_stored_model(place, cache)
         except RemoteMissing as error:
-            lacks.append(error)
+            errors.append(error)
             continue
         if place != places[0]:
             _refuse_namesake(repo, place, path, cache)
         return path
-    _, allowed, next_step = split_error(str(lacks[0]))
-    raise RemoteMissing("; ".join(map(given_of, lacks)), allowed=allowed, next_step=next_step)
+    _, allowed, next_step = split_error(str(errors[0]))
+    raise RemoteMissing("; ".join(map(given_of, errors)), allowed=allowed, next_step=next_step)
 
 
 def _find_in_folder(place: str) -> Path | None:
-    """Return a model that another tool put into a directory's models/NAME, used where it stands.
+    """Return a model that another tool put into models/NAME of a directory; it is used in place.
 
-    strop itself writes to models/org/name alone, so what is there is no unfinished record of its own.
+    strop itself writes only to models/org/name, so this is no unfinished record of strop.
     """
     path = Path(place)
     if is_remote(place) or is_complete(path) or not path.is_dir():
@@ -76,18 +76,18 @@ def _find_in_folder(place: str) -> Path | None:
 
 
 def _refuse_namesake(repo: str, uri: str, path: Path, cache: Path) -> None:
-    """Refuse a model that is kept without its organisation, and is or was taken to be another one's.
+    """Refuse a model stored without its organisation if it belongs, or was resolved before, to another one.
 
     Raises: ConfigError naming both.
     """
     try:
-        said = str(json.loads((path / "config.json").read_bytes()).get("_name_or_path", ""))
+        name = str(json.loads((path / "config.json").read_bytes()).get("_name_or_path", ""))
     except (ValueError, AttributeError):
-        said = ""
+        name = ""
     memory_path = cache / "models" / f"{stored_path(uri, cache).name}.repo"
-    taken = memory_path.read_text("utf-8") if memory_path.is_file() else repo
-    is_namesake = said != repo and said.count("/") == 1 and said.rpartition("/")[2] == repo.rpartition("/")[2]
-    other = said if is_namesake else taken
+    resolved = memory_path.read_text("utf-8") if memory_path.is_file() else repo
+    is_namesake = name != repo and name.count("/") == 1 and name.rpartition("/")[2] == repo.rpartition("/")[2]
+    other = name if is_namesake else resolved
     if other != repo:
         raise ConfigError(
             f"{uri} stands for {other} {'as its config.json says' if is_namesake else 'on this machine'}, and"
@@ -101,15 +101,15 @@ def _refuse_namesake(repo: str, uri: str, path: Path, cache: Path) -> None:
 
 
 _DEPTH = 3
-"""Folders down to which things without a record are told apart: models/org/name, checkpoints/job/traces."""
+"""Folder depth at which files without a record are grouped: models/org/name, checkpoints/job/traces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredItem:
-    """One thing in a store: a record, a folder that another tool sent, or a single file."""
+    """One item of a store: a record, a folder that another tool sent, or a single file."""
 
     name: str
-    """Below the root."""
+    """Relative to the root."""
     uri: str
     state: Literal["record", "no COMPLETE", "file"]
     num_files: int
@@ -117,9 +117,9 @@ class StoredItem:
 
 
 def list_contents(root: str | None = None) -> list[StoredItem]:
-    """Return what is below a place, by name; by default below the root of this process's store.
+    """Return the items below a root, sorted by name; by default the root of this process's store.
 
-    Raises: ConfigError if there is no store, or the place is none; StoreErrors as `Store.list`.
+    Raises: ConfigError if there is no store, or the root is invalid; StoreErrors as `Store.list`.
     """
     root = root or read_policy().root
     if root is None:
@@ -130,9 +130,8 @@ def list_contents(root: str | None = None) -> list[StoredItem]:
         )
     place = normalize_uri(root)
     require_root(place)
-    sizes = {
-        one.uri.removeprefix(f"{place}/"): one.size_bytes for one in open_record_store(place).list(place)
-    }
+    objects = open_record_store(place).list(place)
+    sizes = {stored.uri.removeprefix(f"{place}/"): stored.size_bytes for stored in objects}
     records = {name.removesuffix(f"/{MANIFEST_NAME}") for name in sizes if name.endswith(f"/{MANIFEST_NAME}")}
     groups: dict[str, list[str]] = {}
     for name in sizes:
@@ -150,7 +149,7 @@ def list_contents(root: str | None = None) -> list[StoredItem]:
 
 
 def _group_of(name: str, records: set[str]) -> str:
-    """Return the record that a file is of, the folder that it is told by, or itself."""
+    """Return the item that a file belongs to: its record, else its folder at `_DEPTH`, else itself."""
     parts = name.split("/")
     inside = ("/".join(parts[:length]) for length in range(1, len(parts)))
     record = next((folder for folder in inside if folder in records), None)

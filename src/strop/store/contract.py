@@ -1,4 +1,4 @@
-"""The interface of stores: `Store` for callers, `Objects` for those who add another kind of place.
+"""The interface of stores: `Store` for callers, `Objects` for each kind of storage.
 
 A record is a directory whose manifest COMPLETE was written last (`io/atomic.py`), here or in a
 store. A directory without it does not exist for a reader, so a transfer may stop at any moment.
@@ -9,7 +9,7 @@ Not here: which source is asked first (`policy.py`), names of models and data se
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,9 +23,9 @@ class StoredObject:
     uri: str
     size_bytes: int
     version: str
-    """Changes when the content does: an ETag, a modification time, a commit. No digest of the content."""
+    """Changes with the content: an ETag, a modification time or a commit. Not a digest of the content."""
     sha256: str | None = None
-    """Of the content, where the store keeps it; set when strop wrote the object."""
+    """SHA-256 of the content, if the store keeps it; strop sets it on the objects that it writes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Transfer:
 
     uri: str
     manifest: Manifest
-    moved: tuple[str, ...] = field(default=())
+    moved: tuple[str, ...] = ()
     """Names of the files that were sent or fetched; all others of the manifest were there."""
 
     @property
@@ -44,35 +44,34 @@ class Transfer:
 
 
 class Store(Protocol):
-    """Records and single files under URIs. Every call may be repeated, and goes on where it stopped.
+    """Records and single files under URIs. Every call may be repeated, and resumes where it stopped.
 
-    All raise RemoteMissing, RemoteDenied or RemoteUnreachable (StoreErrors) with the URI, the cause
-    and what to do.
+    All calls raise RemoteMissing, RemoteDenied or RemoteUnreachable (StoreErrors) with the URI, the cause
+    and the next step.
     """
 
     def get(self, uri: str, path: Path, *, replace: bool = False) -> Transfer:
-        """Bring a record, or a single object, to a local path, with digests verified.
+        """Fetch a record, or a single object, to a local path and verify its digests.
 
-        `replace`: another complete record may stand at the path. A record that is the same is verified
-        and kept.
-        Raises: StoreError if the path is taken, or the record is incomplete; CorruptRecord if its bytes
-            are not the promised ones.
+        `replace`: overwrite another complete record at the path. An identical one is verified and kept.
+        Raises: StoreError if the path is taken, or the record is incomplete; CorruptRecord if a digest
+            is wrong.
         """
         ...
 
     def put(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
-        """Send a file or a directory; files that are there with the same digest are not sent again.
+        """Send a file or a directory; files that the store has with the same digest are not sent again.
 
         Raises: StoreError if another complete record is there.
         """
         ...
 
     def sync(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
-        """Send like `put`; a complete record that is there is replaced, and incomplete meanwhile."""
+        """Send like `put`, but replace a complete record, which is incomplete in the meantime."""
         ...
 
     def list(self, uri: str) -> Iterator[StoredObject]:
-        """Yield all objects below a URI by name, unfinished records included; none is no error."""
+        """Yield all objects below a URI, if any, by name, including those of unfinished records."""
         ...
 
     def exists(self, uri: str) -> bool:
@@ -81,10 +80,10 @@ class Store(Protocol):
 
 
 class Objects(Protocol):
-    """What a place must offer for `RecordStore` to keep records in it. Safe for several threads."""
+    """The operations on one kind of storage that `RecordStore` needs. Safe for several threads."""
 
     def find(self, uri: str) -> StoredObject | None:
-        """Return what is known about one object, or None."""
+        """Return an object's size and version, or None if there is no such object."""
         ...
 
     def list(self, uri: str) -> Iterator[StoredObject]:
@@ -104,36 +103,36 @@ class Objects(Protocol):
         ...
 
     def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
-        """Write a small object if its version is still that one (None: it is not there); tell if it was."""
+        """Write a small object if it still has this version (None: does not exist); else return False."""
         ...
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:
-        """Send a file; what arrived is proven to have that digest before this returns."""
+        """Send a file, and prove that the stored bytes have this digest."""
         ...
 
     def download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
         """Write an object to a new local file and return its digest.
 
-        Raises: CorruptRecord if `sha256` is given and the content is another after several attempts.
+        Raises: CorruptRecord if `sha256` is given and differs after several attempts.
         """
         ...
 
     def digest(self, uri: str) -> str | None:
-        """Return the SHA-256 of an object as far as the place can tell without a transfer, else None."""
+        """Return the SHA-256 of an object if the storage knows it without a transfer, else None."""
         ...
 
     def remove(self, uri: str) -> None:
-        """Remove one object; none is no error."""
+        """Remove one object, if it exists."""
         ...
 
     def remove_below(self, uri: str) -> None:
-        """Remove all objects below a URI; none is no error."""
+        """Remove all objects below a URI, if any."""
         ...
 
     def list_folders(self, uri: str) -> Iterator[str]:
-        """Yield the names directly below a URI that have objects below them; none is no error."""
+        """Yield the names of the folders directly below a URI that contain objects, if any."""
         ...
 
     def give_up_uploads(self, uri: str) -> None:
-        """Clear what unfinished uploads below a URI left, other writers' too: for its only writer."""
+        """Discard unfinished uploads below a URI, other writers' too: call it as its only writer."""
         ...

@@ -1,8 +1,8 @@
 """Files of data sets: from a store or a hub by the policy, into this machine's cache, verified.
 
-A hub id is looked for under datasets/ID in the store, in the order that the policy says; in S3 also under
-datasets/NAME_SPLIT, where other launchers keep what the datasets library saved. An s3:// URI of a record, of
-what a listing proves whole (`listed`), or of a single file is taken from there and nowhere else.
+A hub id is looked up on the hub and under datasets/ID in the store, in the policy's order; in the store also
+under datasets/NAME_SPLIT, where other launchers keep splits that the datasets library saved. An s3:// URI of
+a record, of a directory that a listing proves complete (`listed`), or of a file is fetched from there only.
 Not here: which files a task wants, and reading them.
 """
 
@@ -30,7 +30,7 @@ from strop.user_code import find_moved
 
 Origin = Literal["store", "hub", "disk"]
 _PREFIX_SUFFIX = "-all"
-"""Of the folder that has what lies below a prefix without a manifest."""
+"""Suffix of the cache folder of a prefix without a manifest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class DataFile:
     source: str
     """As the run file names it."""
     name: str
-    """In the data set, with forward slashes."""
+    """Path within the data set, with forward slashes."""
     path: Path
     origin: Origin
 
@@ -51,11 +51,11 @@ _collected: ContextVar[list[DataFile] | None] = ContextVar("collected data files
 
 @contextmanager
 def collect_data_files() -> Iterator[list[DataFile]]:
-    """Yield a list that gets every data file that is asked for inside the block, in this thread."""
-    found: list[DataFile] = []
-    token = _collected.set(found)
+    """Yield a list that collects every data file requested inside the block, in this thread."""
+    files: list[DataFile] = []
+    token = _collected.set(files)
     try:
-        yield found
+        yield files
     finally:
         _collected.reset(token)
 
@@ -70,10 +70,10 @@ def note_data_file(file: DataFile) -> Path:
 
 @contextmanager
 def only_local_data() -> Iterator[list[str]]:
-    """Inside the block, in this thread, data that is not on this disk is missing: nothing is asked for it.
+    """Use only data on this disk inside the block, in this thread: no store or hub is asked.
 
-    Yields a list that gets the name of all that was missing; of a block in a block it is one list. Copies
-    here are taken as they are.
+    Yields a list that collects the names of missing data; nested blocks share one list. Local copies are not
+    compared with their sources.
     """
     outer = _local_only.get()
     missing: list[str] = [] if outer is None else outer
@@ -89,8 +89,8 @@ def fetch_data_file(source: str, file: str, saved_as: Sequence[str] = ()) -> Pat
 
     `saved_as`: folders below datasets/ in which the store may have the file's split, as the datasets library
     saves it; then the local copy of that folder is returned.
-    Raises: RemoteMissing if no source that may be asked has it; HubUnreachable if the hub was asked and
-        gave nothing; RemoteDenied, RemoteUnreachable or CorruptRecord if the store fails.
+    Raises: RemoteMissing if no allowed source has it; HubUnreachable if the hub was asked and did not answer;
+        RemoteDenied, RemoteUnreachable or CorruptRecord if the store fails.
     """
     missing = _local_only.get()
     if missing is not None:
@@ -123,7 +123,7 @@ def _in_neither(
     on_hub: RemoteMissing | HubUnreachable,
     kind: type[StoreError] | None = None,
 ) -> StoreError:
-    """Build the error that names the store's key beside what the hub said; by default of the hub's kind."""
+    """Build the error with the store's key and the hub's answer; `kind` None: the type of `on_hub`."""
     return (kind or type(on_hub))(
         f"{name} is in neither place: {given_of(in_store)}; {given_of(on_hub)}",
         allowed="a data set in the store, in the hub client's cache, or on a hub that answers",
@@ -132,9 +132,9 @@ def _in_neither(
 
 
 def fetch_saved_split(source: str, saved_as: Sequence[str]) -> Path | None:
-    """Return the local copy of a split that the store has under one of these names, and under no hub id.
+    """Return the local copy of a split that the store has under one of these names, and not by its hub id.
 
-    None: it has none, or is not the first to be asked.
+    None: the store has no such split, or is not asked first.
     Raises: StoreErrors as `Store.get`.
     """
     policy = read_policy()
@@ -169,15 +169,15 @@ def list_data_files(source: str) -> tuple[str, ...]:
         return tuple(sorted(manifest.files))
     if uri is not None and manifest is None and uri.startswith("s3://") and policy.asks_store_first:
         root = normalize_uri(uri)
-        listed = tuple(one.uri.removeprefix(f"{root}/") for one in open_record_store(uri).list(uri))
+        listed = sorted(stored.uri.removeprefix(f"{root}/") for stored in open_record_store(uri).list(uri))
         if listed:
-            return tuple(sorted(listed))
+            return tuple(listed)
     try:
         cached = _find_in_hub_cache(source) if is_offline() else None
         if cached is not None:
             return tuple(sorted(_names_in(cached)))
         address = f"hf://datasets/{source}"
-        return tuple(one.uri.removeprefix(f"{address}/") for one in HubStore().list(address))
+        return tuple(stored.uri.removeprefix(f"{address}/") for stored in HubStore().list(address))
     except (RemoteMissing, HubUnreachable) as error:
         if manifest is None and uri is not None:
             raise _in_neither(source, RemoteMissing(f"{uri} is not in the store"), error) from error
@@ -191,7 +191,7 @@ def _names_in(folder: Path) -> Iterator[str]:
 
 
 def fetch_data_source(uri: str) -> Path:
-    """Return the local copy of a record, a single file or all below a prefix; a directory or a file.
+    """Return the local copy, a directory or a file, of a record, a single file or a whole prefix.
 
     Raises: StoreErrors as `Store.get`.
     """
@@ -205,7 +205,7 @@ def fetch_data_source(uri: str) -> Path:
         store.get(uri, path, replace=True)
         return path
     if next(iter(store.list(uri)), None) is not None:
-        # A slash at the end asks for what is there, finished or not.
+        # A trailing slash asks for all files, even of an unfinished transfer.
         path = path.with_name(f"{path.name}{_PREFIX_SUFFIX}")
         fetch_listed_data(uri, path, is_checked=not uri.endswith("/"))
         return path
@@ -218,9 +218,9 @@ def fetch_data_source(uri: str) -> Path:
 
 
 def locate_named(source: str) -> Path:
-    """Return the file or folder that a setting names by path, or by the URI that it is fetched from.
+    """Return the file or folder that a setting names by a path or a URI, which is fetched.
 
-    A file is noted for `collect_data_files`; of a folder, its reader notes the files that it needs. The
+    A file is noted for `collect_data_files`; the reader of a folder notes the files that it needs. The
     reader, which knows the setting, also checks that the path exists.
     Raises: StoreErrors as `Store.get`.
     """
@@ -232,24 +232,24 @@ def locate_named(source: str) -> Path:
 
 
 def find_data(source: str) -> Path | None:
-    """Return the folder of a data set's files that are on this disk, or None. Uses no network."""
+    """Return the folder with the copy of a data set on this disk, or None. Uses no network."""
     policy = read_policy()
     uri = source if "://" in source else policy.dataset_uri(source)
     if uri is not None:
         name = uri.rstrip("/").rpartition("/")[2]
         path = _cache_dir(uri)
-        for found in (path, *(path.with_name(f"{path.name}{end}") for end in (f"-{name}", _PREFIX_SUFFIX))):
-            if found.exists():
-                return found
+        for copy in (path, *(path.with_name(f"{path.name}{end}") for end in (f"-{name}", _PREFIX_SUFFIX))):
+            if copy.exists():
+                return copy
     return None if "://" in source else _find_in_hub_cache(source)
 
 
 def _require_local(
     missing: list[str], source: str, file: str | None = None, saved_as: Sequence[str] = ()
 ) -> Path:
-    """Return what is on this disk of a source, in the order in which it would be asked for.
+    """Return a source's copy on this disk, the store's or the hub's first as the policy orders.
 
-    Raises: RemoteMissing if nothing is, which is noted.
+    Raises: RemoteMissing if there is none; its name is added to `missing`.
     """
     policy = read_policy()
     in_store: Path | None = None
@@ -258,8 +258,8 @@ def _require_local(
         in_store = find_data(source)
     elif (uri := policy.dataset_uri(source)) is not None:
         copies = [_cache_dir(uri) / file, _listed_copy(uri, file) / file]
-        found_here = (path for path in copies if path.exists())
-        in_store = next(chain(found_here, _find_saved(policy, saved_as)), None)
+        existing = (path for path in copies if path.exists())
+        in_store = next(chain(existing, _find_saved(policy, saved_as)), None)
     if file is not None and (policy.asks_hub or policy.root is None):
         in_hub = find_cached_file(source, file, None, is_dataset=True)
     found = in_store or in_hub if policy.asks_store_first or file is None else in_hub or in_store
@@ -283,43 +283,43 @@ def _from_store(policy: SourcePolicy, source: str, file: str, saved_as: Sequence
     try:
         with FileLock(folder.with_name(f"{folder.name}.lock")):
             open_record_store(uri).get_file(uri, file, path)
-    except RemoteMissing as lack:
+    except RemoteMissing as no_record:
         if open_record_store(uri).find_manifest(uri) is not None:
             raise
         if not is_remote(uri):
-            return _from_saved(policy, saved_as, lack)
+            return _from_saved(policy, saved_as, no_record)
         try:
             fetch_listed_data(uri, _listed_copy(uri, file), name=file)
         except RemoteMissing as error:
-            # What has begun to be there tells more than what is not there at all.
-            return _from_saved(policy, saved_as, error if "proven" in str(error) else lack)
+            # An incomplete listing explains more than an absent one.
+            return _from_saved(policy, saved_as, error if "proven" in str(error) else no_record)
         path = _listed_copy(uri, file) / file
     return note_data_file(DataFile(source=source, name=file, path=path, origin="store"))
 
 
-def _from_saved(policy: SourcePolicy, saved_as: Sequence[str], lack: RemoteMissing) -> Path:
+def _from_saved(policy: SourcePolicy, saved_as: Sequence[str], first_error: RemoteMissing) -> Path:
     """Return the first of a data set's folders NAME_SPLIT that the store has.
 
-    Raises: RemoteMissing with what lacked before, and these keys.
+    Raises: RemoteMissing with the first error's keys and these.
     """
-    lacks = [lack]
+    errors = [first_error]
     for place in filter(None, map(policy.dataset_uri, saved_as)):
         try:
-            # In a directory it is used where it stands, as another tool put it there.
-            is_here = not is_remote(place) and Path(place).is_dir()
-            path = Path(place) if is_here else fetch_data_source(place)
+            # A directory that another tool filled is used in place.
+            is_local = not is_remote(place) and Path(place).is_dir()
+            path = Path(place) if is_local else fetch_data_source(place)
         except RemoteMissing as error:
-            lacks.append(error)
+            errors.append(error)
             continue
         for file in sorted(set(_names_in(path)) - {MANIFEST_NAME}):
             note_data_file(DataFile(source=place, name=file, path=path / file, origin="store"))
         return path
-    _, allowed, next_step = split_error(str(lack))
-    raise RemoteMissing("; ".join(map(given_of, lacks)), allowed=allowed, next_step=next_step)
+    _, allowed, next_step = split_error(str(first_error))
+    raise RemoteMissing("; ".join(map(given_of, errors)), allowed=allowed, next_step=next_step)
 
 
 def _find_saved(policy: SourcePolicy, saved_as: Sequence[str]) -> Iterator[Path]:
-    """Yield the copies of such folders that are on this disk."""
+    """Yield the copies of folders NAME_SPLIT on this disk."""
     return filter(None, map(find_data, filter(None, map(policy.dataset_uri, saved_as))))
 
 
@@ -329,17 +329,17 @@ def _listed_copy(uri: str, file: str) -> Path:
 
 
 def _from_hub(source: str, file: str) -> Path:
-    """Take a file from the hub client's cache, else from the hub."""
+    """Get a file from the hub client's cache, else from the hub."""
     name = f"{source}/{file}"
-    found = find_cached_file(source, file, None, is_dataset=True)
-    if found is None:
+    path = find_cached_file(source, file, None, is_dataset=True)
+    if path is None:
         if is_offline():
             raise offline_refusal(name)
         from huggingface_hub import constants, hf_hub_download
 
         probe_hub(constants.ENDPOINT, name)
-        found = Path(ask_hub(name, lambda: hf_hub_download(source, file, repo_type="dataset")))
-    return note_data_file(DataFile(source=source, name=file, path=found, origin="hub"))
+        path = Path(ask_hub(name, lambda: hf_hub_download(source, file, repo_type="dataset")))
+    return note_data_file(DataFile(source=source, name=file, path=path, origin="hub"))
 
 
 def _find_in_hub_cache(source: str) -> Path | None:
@@ -353,7 +353,7 @@ def _find_in_hub_cache(source: str) -> Path | None:
 
 
 def _cache_dir(uri: str) -> Path:
-    """Return where the copy of a data set is kept; another store's copy has another place."""
+    """Return the path of a data set's copy, which depends on the whole URI: stores do not collide."""
     name = "--".join(uri.rstrip("/").split("/")[-2:]).replace(":", "")
     key = hashlib.sha256(uri.rstrip("/").encode()).hexdigest()[:8]
     return user_cache_dir() / "datasets" / f"{name}-{key}"

@@ -1,8 +1,8 @@
 """The description of a model without its weights: config.json, tokenizer, chat template.
 
-A plan needs no more. `fetch_description` brings these files alone from the store or the hub, in the order of
-the policy, into a folder of their own in the user's cache: a hub client's cache with half a model in it
-would look like a model.
+A plan needs no more. `fetch_description` fetches only these files from the store or the hub, in the policy's
+order, into a separate folder of the user's cache: half a model in the hub client's cache would look like a
+model.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DESCRIPTION_FILES = (CONFIG, *_OTHERS, "generation_config.json", WEIGHTS_INDEX)
 
 
 def find_description(uri: str, cache_dir: Path | None = None) -> Path | None:
-    """Return a folder here that has a model's config.json, fetched before or by the hub's client, or None.
+    """Return a local folder with a model's config.json, from an earlier fetch or the hub's client, or None.
 
     Uses no network.
     """
@@ -42,10 +42,10 @@ def find_description(uri: str, cache_dir: Path | None = None) -> Path | None:
 
 
 def fetch_description(uri: str) -> Path:
-    """Bring the files of a model that describe it, without its weights, and return their folder.
+    """Fetch the files that describe a model, without its weights, and return their folder.
 
-    Raises: ConfigError for a name that neither a store nor a hub can have; RemoteMissing if no source that
-        may be asked has config.json; HubUnreachable and other StoreErrors if one fails.
+    Raises: ConfigError for a name that neither a store nor a hub can have; RemoteMissing if no allowed source
+        has config.json; HubUnreachable and other StoreErrors if one fails.
     """
     path = _place(uri, user_cache_dir())
     policy, match = read_policy(), HUB_PATTERN.match(uri)
@@ -75,7 +75,7 @@ def fetch_description(uri: str) -> Path:
 
 
 def _fetch(path: Path, fetch: Callable[[str, Path], None]) -> Path:
-    """Fetch config.json last: a folder that has it is complete."""
+    """Put config.json in place last: a folder that has it is complete."""
     path.mkdir(parents=True, exist_ok=True)
     incoming = path / f"{CONFIG}.incoming"
     fetch(CONFIG, incoming)
@@ -120,7 +120,7 @@ def _from_hub(repo: str, revision: str | None, name: str, target: Path) -> None:
 
 
 def _place(uri: str, cache: Path) -> Path:
-    """Return where the files are kept; each source of one name has its own."""
+    """Return the folder of a model's files; sources with the same name have different folders."""
     match = HUB_PATTERN.match(uri)
     name = uri.rstrip("/").rpartition("/")[2].partition("@")[0]
     root = read_policy().root if match is not None else None

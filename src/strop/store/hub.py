@@ -1,8 +1,8 @@
 """Models and data from a Hugging Face hub: the client's cache first, then the network if it answers.
 
-An unreachable hub costs at most `PROBE_LIMIT_S`: name resolution and dead routes have timeouts of
-their own that no client setting shortens, so one request in a thread decides first.
-Tokens, mirrors and the cache place are huggingface_hub's own settings (HF_TOKEN, HF_ENDPOINT, HF_HOME).
+An unreachable hub costs at most `PROBE_LIMIT_S`: no client setting shortens the timeouts of name resolution
+and dead routes, so one request in a thread decides first.
+Tokens, mirrors and the cache's path are huggingface_hub's own settings (HF_TOKEN, HF_ENDPOINT, HF_HOME).
 """
 
 from __future__ import annotations
@@ -111,9 +111,9 @@ class HubStore:
 
 
 def ask_hub(uri: str, action: Callable[[], T]) -> T:
-    """Ask the hub's client, with its failures in strop's words.
+    """Call the hub's client, and translate its errors to strop's.
 
-    Raises: RemoteMissing if the hub answers that there is no such thing for us; HubUnreachable if it
+    Raises: RemoteMissing if the hub answers that there is no such file that we may read; HubUnreachable if it
         does not answer, or may not be asked.
     """
     from huggingface_hub import errors
@@ -140,7 +140,7 @@ def ask_hub(uri: str, action: Callable[[], T]) -> T:
 
 
 def offline_refusal(uri: str) -> HubUnreachable:
-    """Build the error for what is not here while no hub may be asked."""
+    """Build the error for a file that is not local while offline mode forbids asking the hub."""
     return HubUnreachable(
         f"{uri} is not in the hub client's cache, and offline mode forbids to ask the hub",
         allowed="what is in that cache, in the store, or on this disk",
@@ -177,9 +177,9 @@ _UNWANTED_FILES = ["*/*"]
 
 
 def has_cached(repo: str, *, hub_dir: Path | None = None) -> bool:
-    """Whether the hub client's cache has anything of a model. Uses no network, and not the client."""
-    # Looked at first: the client takes 0.2 s to import, which a plan has no time for.
-    # Source of its places: documentation of huggingface_hub, 'Environment variables'.
+    """Whether the hub client's cache has any file of a model. Uses neither network nor client."""
+    # Called before the client is imported, which takes 0.2 s: too long for a plan.
+    # Source of the paths: documentation of huggingface_hub, 'Environment variables'.
     named = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE")
     if hub_dir is None and named is None:
         shared = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -232,7 +232,7 @@ def download_snapshot(
     """Download a snapshot into the hub client's cache and return its directory.
 
     Raises: HubUnreachable if the hub does not answer; ConfigError if it answers that there is no
-    such model, or that it is not for us.
+    such model that we may read.
     """
     from huggingface_hub import constants, errors, snapshot_download
 

@@ -1,11 +1,11 @@
-"""Directories in S3 that another tool filled, as `aws s3 sync` does: read once a listing proves them whole.
+"""Directories in S3 that another tool filled, such as `aws s3 sync`: read if a listing proves them complete.
 
-They have no COMPLETE. What stands in its place: the index of the weights names every shard, each shard's
-header says how long the shard is, numbered files say how many they are, and the state of an Arrow directory
-names its files. The bytes are those that the listing promised: fetched under its ETags, compared with them
-where an ETag is made of MD5s, and listed once more when all are here. What is proven has a notice; nothing
-can tell whether a file that no other one mentions was left out. The local copy is a record like any other.
-Not here: unfinished records of strop itself, whose objects carry digests. They are refused, as ever.
+They have no COMPLETE. Instead, the index of the weights names every shard, each shard's header gives its
+length, the names of numbered files give their count, and the state of an Arrow directory names its files.
+The bytes are those of the listing: files are fetched under its ETags, compared with ETags that are made of
+MD5s, and listed again at the end. A notice tells the user of it, because nothing can show that a file which
+no other file mentions was left out. The local copy is a record like any other.
+Not here: unfinished records of strop itself, whose objects carry digests. They are refused.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from strop.store.s3_objects import S3Objects
 from strop.store.uris import join_uri, normalize_uri
 
 Files = Mapping[str, StoredObject]
-"""What a listing says of the files that are wanted, by name."""
+"""The listed objects of the wanted files, by name."""
 _VERSIONS = "versions"
-"""The fact of a local copy that holds the ETags it was fetched under."""
+"""The fact of a local copy with the ETags that it was fetched under."""
 _NUMBERED = re.compile(r"(?P<stem>.*?)\d{5}-of-(?P<total>\d{5})(?P<end>\.[\w.]+)")
-"""Of a data set, counted from 0."""
+"""Shards of a data set, counted from 0."""
 _LENGTH_BYTES = 8
 """A safetensors file begins with the length of its header. Source: the format's README."""
 _METADATA = "__metadata__"
 _MAX_HEADER_BYTES = 100 << 20
 ARROW_END = b"\x00\x00\x00\x00"
-"""An Arrow stream ends in a message of no length. Source: 'Encapsulated message format' of Arrow."""
+"""An Arrow stream ends in an empty message. Source: 'Encapsulated message format' of Arrow."""
 _PARQUET_END = b"PAR1"
 
 
 def fetch_listed_model(uri: str, path: Path) -> None:
-    """Bring a model that has no COMPLETE to a local path, once its listing is proven whole; tell of it.
+    """Fetch a model without COMPLETE if its listing proves it complete, and give a notice.
 
-    Raises: RemoteMissing naming what is not there; CorruptRecord as `_fetch`; StoreErrors as `Store.get`.
+    Raises: RemoteMissing naming the missing files; CorruptRecord as `_fetch`; StoreErrors as `Store.get`.
     """
     objects = S3Objects()
     files = list_files(objects, uri, lambda name: "/" not in name and Path(name).suffix in MODEL_SUFFIXES)
@@ -68,13 +68,13 @@ def fetch_listed_model(uri: str, path: Path) -> None:
 
 
 def fetch_listed_data(uri: str, path: Path, *, name: str | None = None, is_checked: bool = True) -> None:
-    """Bring data without COMPLETE to a local path: one file of a directory, or all of it; tell of it.
+    """Fetch data without COMPLETE, one file of a directory or all of it, and give a notice.
 
-    `is_checked`: objects that strop sent and did not finish are refused.
+    `is_checked`: refuse a record that strop began to send and did not finish.
     Raises: like `fetch_listed_model`.
     """
     objects = S3Objects()
-    files = list_files(objects, uri, lambda one: True)
+    files = list_files(objects, uri, lambda _: True)
     if not files or (name is not None and name not in files):
         raise _not_proven(uri, [name or "a file"], files)
     missing = _missing_numbers(files if name is None else [*_siblings(name, files)])
@@ -93,12 +93,12 @@ def fetch_listed_data(uri: str, path: Path, *, name: str | None = None, is_check
 def list_files(objects: S3Objects, uri: str, is_wanted: Callable[[str], bool]) -> dict[str, StoredObject]:
     """Return the objects below a URI by their names there."""
     root = normalize_uri(uri)
-    found = {one.uri.removeprefix(f"{root}/"): one for one in objects.list(uri)}
-    return {name: one for name, one in sorted(found.items()) if is_wanted(name)}
+    listing = {stored.uri.removeprefix(f"{root}/"): stored for stored in objects.list(uri)}
+    return {name: stored for name, stored in sorted(listing.items()) if is_wanted(name)}
 
 
 def _require_model(objects: S3Objects, uri: str, files: Files) -> None:
-    """Refuse a listing that lacks a file of a model, or has one that is not as long as it says itself."""
+    """Refuse a listing that lacks a file of a model, or has a shard whose length its header contradicts."""
     missing = [] if "config.json" in files else ["config.json"]
     if "tokenizer.json" not in files and "tokenizer.model" not in files:
         missing.append("tokenizer.json")
@@ -143,7 +143,7 @@ def _read_header(objects: S3Objects, stored: StoredObject) -> frozenset[str]:
 
 
 def _siblings(name: str, names: Iterable[str]) -> Iterable[str]:
-    """Return the files that are numbered together with one, and itself."""
+    """Return the files of the same numbered series as `name`, itself included."""
     match = _NUMBERED.fullmatch(name)
     if match is None:
         return [name]
@@ -152,7 +152,7 @@ def _siblings(name: str, names: Iterable[str]) -> Iterable[str]:
 
 
 def _missing_numbers(names: Iterable[str]) -> list[str]:
-    """Return the files that numbered ones, such as train-00000-of-00002.parquet, say there are."""
+    """Return the missing files of numbered series such as train-00000-of-00002.parquet."""
     known = set(names)
     missing = set()
     for match in filter(None, map(_NUMBERED.fullmatch, known)):
@@ -163,26 +163,26 @@ def _missing_numbers(names: Iterable[str]) -> list[str]:
 
 
 def _missing_of_arrow(objects: S3Objects, uri: str, files: Files) -> list[str]:
-    """Return what `state.json` and `dataset_dict.json` of Arrow directories name and is not there."""
+    """Return the missing files that `state.json` and `dataset_dict.json` of Arrow directories name."""
     missing = []
     for name in files:
         folder, slash, file = name.rpartition("/")
         if file not in ("state.json", "dataset_dict.json"):
             continue
         try:
-            said = json.loads(objects.read(join_uri(uri, name)))
+            content = json.loads(objects.read(join_uri(uri, name)))
             if file == "state.json":
-                named = [entry["filename"] for entry in said.get("_data_files", ())]
+                entries = [entry["filename"] for entry in content.get("_data_files", ())]
             else:
-                named = [f"{split}/state.json" for split in said["splits"]]
+                entries = [f"{split}/state.json" for split in content["splits"]]
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise _damaged(files[name], f"it cannot be read ({error})") from error
-        missing += [f"{folder}{slash}{one}" for one in named if f"{folder}{slash}{one}" not in files]
+        missing += [path for entry in entries if (path := f"{folder}{slash}{entry}") not in files]
     return missing
 
 
 def _refuse_unfinished(objects: S3Objects, uri: str, files: Files) -> None:
-    """Refuse what strop itself began to send: there COMPLETE is still to come."""
+    """Refuse a record that strop began to send: its COMPLETE is still to come."""
     heads = side_by_side(lambda name: objects.digest(files[name].uri), files)
     if any(digest is not None for digest in heads):
         raise RemoteMissing(
@@ -193,7 +193,7 @@ def _refuse_unfinished(objects: S3Objects, uri: str, files: Files) -> None:
 
 
 def _has_copy(path: Path, files: Files) -> bool:
-    """Whether the local copy is of these very files, and sound."""
+    """Whether the local copy has exactly these files, undamaged."""
     if not is_complete(path) or read_manifest(path).facts.get(_VERSIONS) != _versions_of(files):
         return False
     try:
@@ -210,7 +210,8 @@ def _versions_of(files: Files) -> dict[str, str]:
 def _fetch(objects: S3Objects, uri: str, path: Path, files: Files) -> None:
     """Fetch files under the ETags of a listing, list once more, and seal them.
 
-    Raises: CorruptRecord if a file arrives in two forms, or is cut; StoreError if one changes meanwhile.
+    Raises: CorruptRecord if a file differs between two fetches, or is cut; StoreError if one changes
+        meanwhile.
     """
     versions = _versions_of(files)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,13 +223,13 @@ def _fetch(objects: S3Objects, uri: str, path: Path, files: Files) -> None:
         incoming = path.with_name(f"{path.name}-{key}{INCOMING_SUFFIX}")
         for left in path.parent.glob(f"{path.name}-????????{INCOMING_SUFFIX}"):
             if left != incoming:
-                # Of an earlier content of the same place.
+                # Left by a fetch of earlier content.
                 shutil.rmtree(left, ignore_errors=True)
-        # A file is there once it is whole, so those of an interrupted call stay.
+        # A file appears when it is complete, so those of an interrupted call are kept.
         names = [
             name
-            for name, one in files.items()
-            if not ((there := incoming / name).is_file() and there.stat().st_size == one.size_bytes)
+            for name, stored in files.items()
+            if not ((copy := incoming / name).is_file() and copy.stat().st_size == stored.size_bytes)
         ]
         side_by_side(lambda name: _fetch_file(objects, files[name], incoming / name), names)
         for name in files:
@@ -248,13 +249,13 @@ def _fetch(objects: S3Objects, uri: str, path: Path, files: Files) -> None:
 
 
 def _fetch_file(objects: S3Objects, stored: StoredObject, path: Path) -> None:
-    """Fetch one file whole; one that its ETag does not prove is fetched twice and must be the same twice."""
+    """Fetch one file; if its ETag does not prove the content, fetch it twice and require equal digests."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial_path = partial_path_of(path)
     try:
-        found = objects.download(stored, partial_path, None)
+        sha256 = objects.download(stored, partial_path, None)
         if not objects.is_proven(stored, partial_path):
-            objects.download(stored, partial_path, found)
+            objects.download(stored, partial_path, sha256)
         partial_path.replace(path)
     except OSError as error:
         raise explain_write_failure(error, path) from error
@@ -263,9 +264,8 @@ def _fetch_file(objects: S3Objects, stored: StoredObject, path: Path) -> None:
 
 
 def _require_end(path: Path, stored: StoredObject) -> None:
-    """Refuse a file of a table that was cut before it was sent."""
-    ends = {".arrow": ARROW_END, ".parquet": _PARQUET_END}
-    end = ends.get(path.suffix)
+    """Refuse an Arrow or Parquet file that was cut before it was sent."""
+    end = {".arrow": ARROW_END, ".parquet": _PARQUET_END}.get(path.suffix)
     if end is None:
         return
     with path.open("rb") as file:

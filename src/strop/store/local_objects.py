@@ -37,10 +37,10 @@ class LocalObjects:
         return _describe(path, path.stat()) if path.is_file() else None
 
     def list(self, uri: str) -> Iterator[StoredObject]:
-        """Walk a directory; unfinished files are not there."""
-        for path, found in walk_files(Path(normalize_uri(uri))):
+        """Walk a directory; leave out unfinished files."""
+        for path, stat in walk_files(Path(normalize_uri(uri))):
             if LEFTOVER_PATTERN.search(path.name) is None:
-                yield _describe(path, found)
+                yield _describe(path, stat)
 
     def read(self, uri: str) -> bytes:
         """Read a file."""
@@ -58,24 +58,24 @@ class LocalObjects:
         return data, hashlib.sha256(data).hexdigest()
 
     def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
-        """Write under a lock beside the file, which machines share where their file system's locks do."""
+        """Write under a lock beside the file; it holds across machines if the file system's locks do."""
         path = Path(uri)
         make_directory(path.parent)
         with FileLock(path.with_name(f".{path.name}.lock")):
-            found = self.read_versioned(uri)
-            if (None if found is None else found[1]) != version:
+            current = self.read_versioned(uri)
+            if (None if current is None else current[1]) != version:
                 return False
             write_bytes_atomically(path, data)
         return True
 
     def write(self, uri: str, data: bytes) -> None:
-        """Write a file that appears whole."""
+        """Write a file atomically."""
         path = Path(uri)
         make_directory(path.parent)
         write_bytes_atomically(path, data)
 
     def upload(self, path: Path, uri: str, sha256: str) -> None:
-        """Copy a file that appears whole, and is the promised one."""
+        """Copy a file atomically, and check its digest."""
         target = Path(uri)
         make_directory(target.parent)
         remove_leftovers(target.parent)
@@ -93,13 +93,13 @@ class LocalObjects:
     def download(self, stored: StoredObject, path: Path, sha256: str | None) -> str:
         """Copy a file out."""
         try:
-            found = _copy(Path(stored.uri), path)
+            digest = _copy(Path(stored.uri), path)
         except OSError as error:
             raise explain_write_failure(error, path) from error
-        if sha256 is not None and found != sha256:
+        if sha256 is not None and digest != sha256:
             path.unlink(missing_ok=True)
             raise _altered(stored.uri)
-        return found
+        return digest
 
     def digest(self, uri: str) -> str | None:
         """Hash the file."""
@@ -134,14 +134,14 @@ class LocalObjects:
                 yield path.name
 
     def give_up_uploads(self, uri: str) -> None:
-        """Remove what dead writers left; living ones remove their own."""
+        """Remove partial files of dead writers; living writers remove their own."""
         root = Path(normalize_uri(uri))
         for path in [Path(parent) for parent, _, _ in os.walk(root)]:
             remove_leftovers(path)
 
 
-def _describe(path: Path, found: os.stat_result) -> StoredObject:
-    return StoredObject(uri=str(path), size_bytes=found.st_size, version=str(found.st_mtime_ns))
+def _describe(path: Path, stat: os.stat_result) -> StoredObject:
+    return StoredObject(uri=str(path), size_bytes=stat.st_size, version=str(stat.st_mtime_ns))
 
 
 def _copy(source: Path, target: Path) -> str:

@@ -1,6 +1,6 @@
-"""What makes a directory a model, and a cheap stable digest of its bytes.
+"""The files that make a directory a model, and a cheap stable digest of their bytes.
 
-The digest is over names and SHA-256 of the files that decide what the model says: weights,
+The digest is over names and SHA-256 of the files that determine the model's output: weights,
 configuration, tokenizer, template. A README beside them does not change it.
 """
 
@@ -48,9 +48,9 @@ def check_model_dir(path: Path) -> None:
     elif not any(path.glob("*.safetensors")):
         missing.append("weights (*.safetensors)")
     if missing:
-        found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
         raise ConfigError(
-            f"{path} is not a model directory: {', '.join(missing)} missing; found {found}",
+            f"{path} is not a model directory: {', '.join(missing)} missing; found {names}",
             allowed=f"a Hugging Face model directory with {NEEDED_FILES}",
             next_step="point to the directory that holds config.json, or export the model again",
         )
@@ -74,13 +74,13 @@ def digest_model(path: Path, digest_dir: Path) -> str:
 
 
 def digest_parts(path: Path, digest_dir: Path) -> dict[str, str]:
-    """Return the digests of a model directory's parts, by words for them. Raises: like `hash_model`."""
-    found: dict[str, dict[str, str]] = {part: {} for part in ("weights", *_PARTS, _OTHER_PART)}
+    """Return the digests of a model directory's parts, by part name. Raises: like `hash_model`."""
+    parts: dict[str, dict[str, str]] = {part: {} for part in ("weights", *_PARTS, _OTHER_PART)}
     for name, sha256 in hash_model(path, digest_dir).items():
         is_weights = name.endswith(".safetensors") or name == WEIGHTS_INDEX
         other = next((part for part, names in _PARTS.items() if name in names), _OTHER_PART)
-        found["weights" if is_weights else other][name] = sha256
-    return {part: digest_of_files(files) for part, files in found.items()}
+        parts["weights" if is_weights else other][name] = sha256
+    return {part: digest_of_files(files) for part, files in parts.items()}
 
 
 def hash_model(path: Path, digest_dir: Path) -> dict[str, str]:
@@ -88,13 +88,16 @@ def hash_model(path: Path, digest_dir: Path) -> dict[str, str]:
 
     File digests are remembered by size and times: in the directory's own manifest, else in `digest_dir`.
 
-    Raises: CorruptRecord if the directory has a manifest and its bytes are others.
+    Raises: CorruptRecord if the directory has a manifest and its bytes differ from it.
     """
     if is_complete(path):
         manifest = verify_directory(path, can_trust_mtime=True)
         # Folders are no part of the model, such as the adapters that were merged into it.
-        own = {name: file for name, file in manifest.files.items() if "/" not in name}
-        return {name: record.sha256 for name, record in own.items() if _is_model_file(path / name)}
+        return {
+            name: record.sha256
+            for name, record in manifest.files.items()
+            if "/" not in name and _is_model_file(path / name)
+        }
     memory_path = digest_dir / f"{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:24]}.json"
     try:
         remembered = json.loads(memory_path.read_bytes())
@@ -103,18 +106,18 @@ def hash_model(path: Path, digest_dir: Path) -> dict[str, str]:
     if not isinstance(remembered, dict):
         remembered = {}
     files = {entry.name: entry.stat() for entry in path.iterdir() if _is_model_file(entry)}
-    # The time of change too: a copy may bring its time of modification along.
-    marks = {name: [found.st_size, found.st_mtime_ns, found.st_ctime_ns] for name, found in files.items()}
-    known = {
+    # ctime too, because a copy may preserve the mtime.
+    marks = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns] for name, stat in files.items()}
+    unchanged = {
         name: remembered[name]["sha256"]
         for name, mark in marks.items()
         if name in remembered and remembered[name]["mark"] == mark
     }
-    fresh = hash_files(path, sorted(set(marks) - set(known)))
-    sha256_by_name = known | fresh
-    if fresh:
+    changed = hash_files(path, sorted(set(marks) - set(unchanged)))
+    sha256_by_name = unchanged | changed
+    if changed:
         content = {name: {"mark": marks[name], "sha256": sha256_by_name[name]} for name in marks}
-        # A read-only home costs the next start one more hash; it is no reason to stop this one.
+        # With a read-only home the next start hashes again; that is no reason to stop this one.
         with suppress(OSError, StoreError):
             memory_path.parent.mkdir(parents=True, exist_ok=True)
             write_bytes_atomically(memory_path, json.dumps(content).encode())

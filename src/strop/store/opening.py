@@ -1,4 +1,4 @@
-"""From a URI to the store that understands it."""
+"""The store of a URI."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from strop.store.uris import is_remote, require_known_scheme
 
 
 def open_store(uri: str) -> Store:
-    """Return the store that a URI belongs to; nothing is asked yet.
+    """Return the store of a URI; no request is made yet.
 
     Raises: ConfigError for a scheme that strop does not know.
     """
@@ -21,7 +21,7 @@ def open_store(uri: str) -> Store:
 
 
 def open_record_store(uri: str, settings: S3Settings | None = None) -> RecordStore:
-    """Return a store that records can be sent to: S3, or a directory."""
+    """Return the store of a URI to which records can be sent: S3, or a directory."""
     return RecordStore(open_objects(uri, settings))
 
 

@@ -50,7 +50,7 @@ class SourcePolicy:
     def model_uris(self, name: str, revision: str | None = None) -> tuple[str, ...]:
         """Return all places where the store may keep a model of a hub: strop's own first, then models/NAME.
 
-        Other launchers leave out the organisation, and the revision: one that is asked for is not there.
+        Other launchers leave out the organisation and the revision, so a given revision is not there.
         """
         own = self.model_uri(name, revision)
         short = self._place("models", name.rpartition("/")[2]) if revision is None else None
@@ -72,7 +72,7 @@ def is_offline(environ: Mapping[str, str] = os.environ) -> bool:
 def read_policy() -> SourcePolicy:
     """Return the policy of this process.
 
-    Raises: ConfigError if a variable holds what no policy is.
+    Raises: ConfigError if a variable has an invalid value.
     """
     root, order = os.environ.get(URI_VARIABLE) or None, os.environ.get(ORDER_VARIABLE) or ORDERS[0]
     if order not in ORDERS:
@@ -85,7 +85,7 @@ def read_policy() -> SourcePolicy:
 
 
 def require_root(root: str) -> None:
-    """Refuse a root that nothing can be sent to.
+    """Refuse a root to which nothing can be sent.
 
     Raises: ConfigError.
     """
@@ -99,9 +99,9 @@ def require_root(root: str) -> None:
 
 
 def find_mirror_root(spec: StoreSpec) -> str | None:
-    """Return the root of the store that runs are mirrored to, or None where they are not.
+    """Return the root of the store to which runs are mirrored, or None.
 
-    Asked inside `follow_store`, so that STROP_STORE_URI counts too.
+    Call it inside `follow_store`, so that STROP_STORE_URI counts too.
     Raises: ConfigError if store.mirror is true and there is no store.
     """
     root = read_policy().root
@@ -118,9 +118,9 @@ def find_mirror_root(spec: StoreSpec) -> str | None:
 
 @contextmanager
 def follow_store(spec: StoreSpec) -> Iterator[SourcePolicy]:
-    """Let this process and its children follow a run file's store; without `uri`, the environment's.
+    """Use a run file's store in this process and its children; without `uri`, the environment's.
 
-    Raises: ConfigError if the root is none.
+    Raises: ConfigError if the root is invalid.
     """
     if spec.uri is None:
         yield read_policy()

@@ -1,10 +1,9 @@
 """Virtual environments of foreign parts, each made once in the user's cache.
 
 A foreign part (an evaluation harness, an engine, a rival in a benchmark) never shares an environment with
-strop: its pins are its own, and what others can repeat needs exactly these. A stamp with the install steps
-is written last, so a half-made or outdated environment is made again. Nothing of a model or a data set is
-fetched here, and in offline mode nothing at all: an environment that is there is used, one that is not is
-refused.
+strop: results can be repeated only with exactly the versions that it pins. A stamp with the install steps is
+written last, so a half-made or outdated environment is made again. No model or data set is fetched here, and
+in offline mode nothing at all: an existing environment is used, a missing one is refused.
 """
 
 from __future__ import annotations
@@ -28,36 +27,36 @@ from strop.store.policy import is_offline
 
 STAMP_NAME = "strop-stamp.json"
 KEEP_BYTECODE = {"PYTHONDONTWRITEBYTECODE": ""}
-"""What such an interpreter starts with: container images often forbid Python to keep its bytecode, and each
-of vLLM's three processes then compiles its packages anew, 27 s of processor time instead of 13."""
+"""Variables for such an interpreter: container images often forbid Python to keep its bytecode, and then each
+of vLLM's three processes compiles its packages again, 27 s of processor time instead of 13."""
 _SHOWN_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PythonEnvironment:
-    """What a foreign part needs installed."""
+    """The packages that a foreign part needs."""
 
     name: str
-    """Folder name below `folder`, and what messages call it."""
+    """Folder name below `folder`, and name in messages."""
     folder: str
     """Folder below the cache directory; one for each kind of part."""
     pip_steps: tuple[tuple[str, ...], ...]
-    """What each `pip install` is given, in order."""
+    """The arguments of each `pip install`, in order."""
     uv_step: tuple[str, ...] = ()
     """Requirements that uv installs afterwards. uv itself is one of `pip_steps`."""
     left_out: tuple[str, ...] = ()
-    """Packages that uv's resolution leaves out: they are here already, or are not needed."""
+    """Packages that uv's resolution leaves out: they are installed already, or are not needed."""
     version: tuple[int, int] | None = None
-    """The Python that it is made with, which must be on this host; None: the one that runs this."""
+    """The Python version, which must be on this host; None: that of this process."""
     nltk_data: str | None = None
-    """Folder of nltk's data packages in one of the packages, below where packages are installed."""
+    """The folder below site-packages in which a package ships nltk's data."""
     first_program: str | None = None
-    """What its interpreter runs when all is installed, and keeps the bytecode of: a sandbox that is shown the
-    environment cannot keep any."""
+    """Program to run after the installation, so that its bytecode is kept: a sandbox that mounts the
+    environment cannot write any."""
 
     @property
     def path(self) -> Path:
-        """Where it is, or will be."""
+        """Its directory, which may not exist yet."""
         return user_cache_dir() / self.folder / self.name
 
     @property
@@ -74,22 +73,22 @@ class PythonEnvironment:
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
     def is_ready(self) -> bool:
-        """Whether it was completed with exactly these install steps, and its interpreter is still here."""
+        """Whether it was completed with exactly these install steps, and its interpreter still exists."""
         try:
             recorded = json.loads((self.path / STAMP_NAME).read_bytes())
         except (OSError, ValueError):
             return False
         is_complete = isinstance(recorded, dict) and recorded.get("stamp") == self.stamp
-        # It is a link to the Python that made it, and that may have been removed since.
+        # The interpreter is a link to the Python that made it, which may have been removed since.
         return is_complete and self.python.exists()
 
 
 def ensure_environment(environment: PythonEnvironment, *, say: Callable[[str], None]) -> Path:
     """Make an environment unless its stamp says that it is complete; return its interpreter.
 
-    Another process that makes it is waited for.
-    Raises: StoreError if it is missing in offline mode, no Python of its version is here, or a step fails;
-        the environment then has no stamp and is made anew next time.
+    If another process is making it, wait.
+    Raises: StoreError if it is missing in offline mode, no Python of its version is found, or a step fails;
+        the environment then has no stamp and is made again next time.
     """
     if environment.is_ready():
         return environment.python
@@ -114,19 +113,19 @@ def ensure_environment(environment: PythonEnvironment, *, say: Callable[[str], N
 
 
 def find_interpreter(version: tuple[int, int]) -> str:
-    """Return an interpreter of a version: the first that starts, on PATH or among those of pyenv.
+    """Return the first interpreter of a version that starts, on PATH or in pyenv.
 
     Raises: StoreError if there is none.
     """
     word = f"{version[0]}.{version[1]}"
     # A name on PATH may be a shim that has no such version behind it.
-    found = [path for path in (shutil.which(f"python{word}"),) if path]
+    paths = [path for path in (shutil.which(f"python{word}"),) if path]
     pyenv = shutil.which("pyenv")
     if pyenv is not None:
         root = subprocess.run([pyenv, "root"], capture_output=True, text=True, check=False).stdout.strip()
-        found += [str(path) for path in sorted(Path(root or "/").glob(f"versions/{word}*/bin/python{word}"))]
+        paths += [str(path) for path in sorted(Path(root or "/").glob(f"versions/{word}*/bin/python{word}"))]
     code = f"import sys, venv; sys.exit(sys.version_info[:2] != {version})"
-    for path in found:
+    for path in paths:
         if subprocess.run([path, "-I", "-c", code], capture_output=True, check=False).returncode == 0:
             return path
     raise StoreError(
@@ -151,13 +150,13 @@ def _make(environment: PythonEnvironment) -> None:
         command = [python, "-m", "uv", "pip", "install", "--quiet", "--python", python]
         _run([*command, "--overrides", str(overrides), *environment.uv_step], environment)
     if environment.nltk_data is not None:
-        # nltk looks for its data in nltk_data of the environment that it runs in.
+        # nltk looks for its data in nltk_data of its environment.
         folder = environment.nltk_data
-        found = next(environment.path.glob(f"lib/python*/site-packages/{folder}"), None)
-        if found is None:
+        data = next(environment.path.glob(f"lib/python*/site-packages/{folder}"), None)
+        if data is None:
             command = ["ln", "-s", folder, "nltk_data"]
             raise _failed(command, environment, "no package that was installed has this folder")
-        (environment.path / "nltk_data").symlink_to(found.relative_to(environment.path))
+        (environment.path / "nltk_data").symlink_to(data.relative_to(environment.path))
     if environment.first_program is not None:
         _run([python, "-c", environment.first_program], environment)
     record = {"stamp": environment.stamp, "pip_steps": environment.pip_steps, "uv_step": environment.uv_step}

@@ -1,9 +1,9 @@
-"""Records in a store: the files side by side, the manifest COMPLETE last, nothing moved twice.
+"""Records in a store: files in parallel, the manifest COMPLETE last, nothing moved twice.
 
-Sending: a file that is there with the promised digest stays; when all are there, COMPLETE is written.
-Fetching: files come into `NAME.incoming` beside the target; when all have their digests, the
-directory is sealed and renamed. Either way a kill leaves a state that readers refuse and that the
-same call completes. The rule is the same for every place, so it is written once, over `Objects`.
+Sending: a file that the store has with the promised digest is kept; after the last file, COMPLETE is written.
+Fetching: files go to `NAME.incoming` beside the target; when all have their digests, the directory is sealed
+and renamed. Either way a kill leaves a state that readers refuse and that the same call completes. The rules
+are the same for every storage, so they are written once, over `Objects`.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ INCOMING_SUFFIX = ".incoming"
 
 
 class RecordStore:
-    """A `Store` over any place that offers `Objects`."""
+    """A `Store` over any `Objects`."""
 
     def __init__(self, objects: Objects) -> None:
-        self._objects = objects
+        self.objects = objects
 
     def get(self, uri: str, path: Path, *, replace: bool = False) -> Transfer:
         """Fetch a record or a single object."""
         manifest = self.find_manifest(uri)
         if manifest is None:
-            stored = self._objects.find(uri)
+            stored = self.objects.find(uri)
             if stored is None:
                 raise self._not_there(uri)
             return self._get_object(stored, path, replace=replace)
@@ -62,7 +62,7 @@ class RecordStore:
                 return Transfer(uri=uri, manifest=verify_directory(path, can_trust_mtime=True))
             incoming = path.with_name(path.name + INCOMING_SUFFIX)
             make_directory(incoming)
-            # What an interrupted call left that does not belong to this record goes, its seal included.
+            # Remove what an interrupted call left of another record, its manifest included.
             for entry in incoming.rglob("*"):
                 if entry.is_file() and entry.relative_to(incoming).as_posix() not in manifest.files:
                     entry.unlink()
@@ -83,26 +83,25 @@ class RecordStore:
         return Transfer(uri=uri, manifest=sealed, moved=moved)
 
     def get_file(self, uri: str, name: str, path: Path) -> Transfer:
-        """Fetch one file of a record; one that is there with the promised digest stays.
+        """Fetch one file of a record; a local copy with the promised digest is kept.
 
-        Raises: RemoteMissing if the record is not there, incomplete, or has no such file.
+        Raises: RemoteMissing if the record does not exist, is incomplete, or has no such file.
         """
         manifest = self.find_manifest(uri)
         if manifest is None or name not in manifest.files:
             raise self._not_there(uri if manifest is None else join_uri(uri, name))
-        promised = {name: manifest.files[name]}
-        one = Manifest(files=promised, facts=manifest.facts)
-        if _is_kept(path, promised[name]):
-            return Transfer(uri=uri, manifest=one)
-        self._fetch_file(join_uri(uri, name), path, promised[name])
-        return Transfer(uri=uri, manifest=one, moved=(name,))
+        promised = manifest.files[name]
+        moved = () if _is_kept(path, promised) else (name,)
+        if moved:
+            self._fetch_file(join_uri(uri, name), path, promised)
+        return Transfer(uri=uri, manifest=Manifest(files={name: promised}, facts=manifest.facts), moved=moved)
 
     def put(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
         """Send a file or a directory."""
         return self._send(path, uri, facts, replace=False)
 
     def sync(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
-        """Send a file or a directory over what is there."""
+        """Send a file or a directory, and replace another record."""
         return self._send(path, uri, facts, replace=True)
 
     def put_files(
@@ -114,10 +113,10 @@ class RecordStore:
         replace: bool = False,
         is_whole: bool = False,
     ) -> Transfer:
-        """Make a record of named files, or add them to the record that is there.
+        """Make a record of named files, or add them to an existing record.
 
-        `is_whole`: they are all that the record shall have; otherwise what else it has stays.
-        Raises: StoreError if a file of that name and other content is there, unless `replace` is set.
+        `is_whole`: the record has exactly these files; otherwise its other files stay.
+        Raises: StoreError if the record has such a file with other content, unless `replace` is set.
         """
         manifest = Manifest(files=describe_files(paths), facts=dict(facts or {}))
         return self._send_files(paths, uri, manifest, replace=replace, is_whole=is_whole)
@@ -130,46 +129,22 @@ class RecordStore:
         *,
         before_complete: Callable[[], None] = lambda: None,
     ) -> Transfer:
-        """Make a record of files whose digests are known already, over what is there.
+        """Make a record of files whose digests are known, and replace another record.
 
-        `before_complete` is called when all files are there, and may raise: then it is no record.
+        `before_complete` is called after the last file; if it raises, COMPLETE is not written.
         """
         return self._send_files(
             paths, uri, manifest, replace=True, is_whole=True, before_complete=before_complete
         )
 
     def put_file(self, path: Path, uri: str) -> None:
-        """Send one file over what is there, without asking what that is."""
+        """Send one file without asking what it replaces."""
         self._upload(path, uri, describe_files({path.name: path})[path.name])
 
     def remove_record(self, uri: str) -> None:
         """Remove a record and all below it, COMPLETE first: a kill leaves no record that lacks files."""
-        self._objects.remove(join_uri(uri, MANIFEST_NAME))
-        self._objects.remove_below(uri)
-
-    def read_versioned(self, uri: str) -> tuple[bytes, str] | None:
-        """Return a small object and its version for `write_if`, or None."""
-        return self._objects.read_versioned(uri)
-
-    def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
-        """Write a small object if it still has that version (None: if there is none); else return False."""
-        return self._objects.write_if(uri, data, version)
-
-    def write(self, uri: str, data: bytes) -> None:
-        """Write a small object; it appears whole or not at all."""
-        self._objects.write(uri, data)
-
-    def remove(self, uri: str) -> None:
-        """Remove one object; none is no error."""
-        self._objects.remove(uri)
-
-    def list_folders(self, uri: str) -> Iterator[str]:
-        """Yield the names directly below a URI that have objects below them."""
-        return self._objects.list_folders(uri)
-
-    def give_up_uploads(self, uri: str) -> None:
-        """Clear what unfinished uploads below a URI left: for its only writer."""
-        self._objects.give_up_uploads(uri)
+        self.objects.remove(join_uri(uri, MANIFEST_NAME))
+        self.objects.remove_below(uri)
 
     def plan_put(self, paths: Mapping[str, Path], uri: str) -> Transfer:
         """Return what `put_files` would send. Sends nothing."""
@@ -179,11 +154,11 @@ class RecordStore:
         )
 
     def get_object(self, uri: str, path: Path) -> bool:
-        """Fetch a single object, as it is now, over what is here; return whether it moved.
+        """Fetch the current version of a single object; return False if the local copy has it already.
 
-        Raises: StoreError if it changes meanwhile; RemoteMissing if it is not there.
+        Raises: StoreError if it changes meanwhile; RemoteMissing if it does not exist.
         """
-        stored = self._objects.find(uri)
+        stored = self.objects.find(uri)
         if stored is None:
             raise self._not_there(uri)
         return bool(self._get_object(stored, path, replace=True).moved)
@@ -191,18 +166,18 @@ class RecordStore:
     def find_manifest(self, uri: str) -> Manifest | None:
         """Return the manifest of a complete record, or None.
 
-        Raises: CorruptRecord if there is one that cannot be read.
+        Raises: CorruptRecord if it cannot be read.
         """
         place = join_uri(uri, MANIFEST_NAME)
         try:
-            return parse_manifest(self._objects.read(place), place)
+            return parse_manifest(self.objects.read(place), place)
         except RemoteMissing:
             return None
 
     def verify(self, uri: str) -> Manifest:
         """Check that a record has every file it promises, with its size and known digest; moves nothing.
 
-        Raises: RemoteMissing for the first file that is not so.
+        Raises: RemoteMissing for the first file that does not.
         """
         manifest = self.find_manifest(uri)
         if manifest is None:
@@ -213,14 +188,14 @@ class RecordStore:
 
     def list(self, uri: str) -> Iterator[StoredObject]:
         """Yield all objects below a URI."""
-        return self._objects.list(uri)
+        return self.objects.list(uri)
 
     def exists(self, uri: str) -> bool:
         """Whether a complete record or an object is there."""
-        return self.find_manifest(uri) is not None or self._objects.find(uri) is not None
+        return self.find_manifest(uri) is not None or self.objects.find(uri) is not None
 
     def _fetch_file(self, uri: str, path: Path, promised: FileRecord) -> None:
-        stored = self._objects.find(uri)
+        stored = self.objects.find(uri)
         if stored is None or stored.size_bytes != promised.size_bytes:
             raise self._not_there(uri)
         self._download(stored, path, promised.sha256)
@@ -229,19 +204,19 @@ class RecordStore:
         make_directory(path.parent)
         partial_path = partial_path_of(path)
         try:
-            found = self._objects.download(stored, partial_path, sha256)
+            digest = self.objects.download(stored, partial_path, sha256)
             os.replace(partial_path, path)
         except OSError as error:
             raise explain_write_failure(error, path) from error
         finally:
             partial_path.unlink(missing_ok=True)
-        return found
+        return digest
 
     def _get_object(self, stored: StoredObject, path: Path, *, replace: bool) -> Transfer:
         if path.exists() and not replace:
             raise _taken(path)
         remove_leftovers(path.parent)
-        promised = stored.sha256 or self._objects.digest(stored.uri)
+        promised = stored.sha256 or self.objects.digest(stored.uri)
         is_kept = path.is_file() and hash_files(path.parent, [path.name])[path.name] == promised
         if not is_kept:
             promised = self._download(stored, path, promised)
@@ -258,8 +233,8 @@ class RecordStore:
             raise _no_source(path)
         record = describe_files({path.name: path})[path.name]
         manifest = Manifest(files={path.name: record})
-        stored = self._objects.find(uri)
-        if stored is not None and self._objects.digest(uri) == record.sha256:
+        stored = self.objects.find(uri)
+        if stored is not None and self.objects.digest(uri) == record.sha256:
             return Transfer(uri=uri, manifest=manifest)
         if stored is not None and not replace:
             raise _other_record(uri, path.name)
@@ -277,44 +252,44 @@ class RecordStore:
         before_complete: Callable[[], None] = lambda: None,
     ) -> Transfer:
         """Send what is missing, then the manifest, unless the same one is there already."""
-        found = self.find_manifest(uri)
-        if found is not None and not replace:
-            mine, theirs = manifest.sha256_by_name, found.sha256_by_name
+        old = self.find_manifest(uri)
+        if old is not None and not replace:
+            mine, theirs = manifest.sha256_by_name, old.sha256_by_name
             for name in sorted(mine.keys() | theirs.keys() if is_whole else mine.keys() & theirs.keys()):
                 if mine.get(name) != theirs.get(name):
                     raise _other_record(uri, name)
-        if found is not None and not is_whole:
-            manifest = Manifest(
-                files={**found.files, **manifest.files}, facts={**found.facts, **manifest.facts}
-            )
+        if old is not None and not is_whole:
+            manifest = Manifest(files={**old.files, **manifest.files}, facts={**old.facts, **manifest.facts})
         names = self._names_to_send(uri, manifest, paths)
-        is_told = found is not None and found.sha256_by_name == manifest.sha256_by_name
-        if found is not None and any(name in found.files for name in names):
-            # A file is about to change, or is damaged: until all is well again, this is no record.
-            self._objects.remove(join_uri(uri, MANIFEST_NAME))
-            is_told = False
+        is_complete_already = old is not None and old.sha256_by_name == manifest.sha256_by_name
+        if old is not None and any(name in old.files for name in names):
+            # A file is damaged or about to change: until it is sent, readers must refuse the record.
+            self.objects.remove(join_uri(uri, MANIFEST_NAME))
+            is_complete_already = False
         side_by_side(lambda name: self._upload(paths[name], join_uri(uri, name), manifest.files[name]), names)
-        if not is_told:
+        if not is_complete_already:
             before_complete()
-            self._objects.write(join_uri(uri, MANIFEST_NAME), manifest.to_bytes())
+            self.objects.write(join_uri(uri, MANIFEST_NAME), manifest.to_bytes())
         return Transfer(uri=uri, manifest=manifest, moved=names)
 
     def _names_to_send(self, uri: str, manifest: Manifest, names: Iterable[str]) -> tuple[str, ...]:
-        """Return the names that are not in the store with the promised size and digest, sorted."""
-        sizes = {stored.uri: stored.size_bytes for stored in self._objects.list(uri)}
+        """Return the names, sorted, whose objects lack the promised size or digest."""
+        sizes = {stored.uri: stored.size_bytes for stored in self.objects.list(uri)}
         root = normalize_uri(uri)
         candidates = {name: join_uri(root, name) for name in sorted(names)}
         promised = manifest.files
-        there = [name for name, one in candidates.items() if sizes.get(one) == promised[name].size_bytes]
-        found = side_by_side(lambda name: self._objects.digest(candidates[name]), there)
-        digests = dict(zip(there, found, strict=True))
+        fitting = [
+            name for name, place in candidates.items() if sizes.get(place) == promised[name].size_bytes
+        ]
+        found = side_by_side(lambda name: self.objects.digest(candidates[name]), fitting)
+        digests = dict(zip(fitting, found, strict=True))
         return tuple(name for name in candidates if digests.get(name) != promised[name].sha256)
 
     def _upload(self, path: Path, uri: str, record: FileRecord) -> None:
-        self._objects.upload(path, uri, record.sha256)
-        found = path.stat()
-        if (found.st_size, found.st_mtime_ns) != (record.size_bytes, record.mtime_ns):
-            self._objects.remove(uri)
+        self.objects.upload(path, uri, record.sha256)
+        stat = path.stat()
+        if (stat.st_size, stat.st_mtime_ns) != (record.size_bytes, record.mtime_ns):
+            self.objects.remove(uri)
             raise StoreError(
                 f"{path} changed while it was sent to {uri}",
                 allowed="files that no program writes to meanwhile",
@@ -322,10 +297,10 @@ class RecordStore:
             )
 
     def _not_there(self, uri: str) -> RemoteMissing:
-        is_begun = next(iter(self._objects.list(uri)), None) is not None
+        has_objects = next(iter(self.objects.list(uri)), None) is not None
         given = (
             f"{uri} is no complete record: it has objects and no {MANIFEST_NAME}"
-            if is_begun
+            if has_objects
             else f"{uri} is not in the store, or not with its promised size and content"
         )
         return RemoteMissing(
@@ -340,13 +315,13 @@ def describe_directory(
 ) -> tuple[Manifest, dict[str, Path]]:
     """Return the manifest of a directory, and its files by name.
 
-    A complete record is verified and its own manifest counts. Otherwise all files count, links followed.
-    Raises: CorruptRecord if a complete one is damaged.
+    A complete record is verified, and its manifest is returned. Otherwise all files count, links followed.
+    Raises: CorruptRecord if a complete record is damaged.
     """
     if is_complete(path):
         sealed = verify_directory(path, can_trust_mtime=True)
         paths = {name: path / name for name in sealed.files}
-        # A copied record keeps its digests and not its times; `_upload` compares with the times of now.
+        # A copied record has the digests of its manifest but other times, which `_upload` compares.
         files = {
             name: replace(record, mtime_ns=paths[name].stat().st_mtime_ns)
             for name, record in sealed.files.items()
@@ -361,8 +336,8 @@ def describe_directory(
 
 
 def describe_files(paths: Mapping[str, Path]) -> dict[str, FileRecord]:
-    """Hash files, and return what a manifest promises about them, by the given names."""
-    # Times first: a change after this moment is seen when the file has been sent.
+    """Hash files, and return their manifest entries by name."""
+    # Times first: a later change is then noticed when the file has been sent.
     stats = {name: path.stat() for name, path in paths.items()}
     digests = hash_files(Path("/"), [str(path.absolute()) for path in paths.values()])
     return {
@@ -376,14 +351,14 @@ def describe_files(paths: Mapping[str, Path]) -> dict[str, FileRecord]:
 
 
 def _is_kept(path: Path, promised: FileRecord) -> bool:
-    """Whether an earlier, interrupted call brought this file whole."""
+    """Whether an interrupted call has already fetched this whole file."""
     if not path.is_file() or path.stat().st_size != promised.size_bytes:
         return False
     return hash_files(path.parent, [path.name])[path.name] == promised.sha256
 
 
 def _is_same_record(path: Path, manifest: Manifest, *, replace: bool) -> bool:
-    """Whether a record at the target is the wanted one; False: it may be replaced."""
+    """Whether the record at the target is the wanted one; False: it may be replaced."""
     if not is_complete(path):
         raise _taken(path)
     is_same = read_manifest(path).sha256_by_name == manifest.sha256_by_name
@@ -399,7 +374,7 @@ def _is_same_record(path: Path, manifest: Manifest, *, replace: bool) -> bool:
 
 
 def side_by_side(action: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
-    """Do one thing for every name, a few at a time; the first failure ends it."""
+    """Call an action with every name, a few at a time, and return the results; the first error ends it."""
     with ThreadPoolExecutor(NUM_FILES_AT_ONCE, thread_name_prefix="strop-store") as pool:
         futures = [pool.submit(action, name) for name in names]
         try:

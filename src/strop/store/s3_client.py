@@ -1,4 +1,4 @@
-"""The S3 client: how it is made, which of its errors are transient, and what the others mean.
+"""The S3 client: its settings, its transient errors, and the meaning of the others.
 
 boto3, because it takes every form of credentials that AWS knows (profiles, roles, single sign-on),
 reports failures by code, and is what the SageMaker launcher needs anyway; by `benchmarks/store.py`
@@ -71,18 +71,18 @@ class RetryRules:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class S3Settings:
-    """How one process talks to S3."""
+    """Settings of a process's S3 client."""
 
     part_bytes: int = 16 << 20
-    """Size of a part of a large object. Larger where the object would have more parts than S3 allows."""
+    """Size of a part of a large object; larger if the object would have more parts than S3 allows."""
     num_connections: int = 8
-    """Parts and small objects under way at once, over all files."""
+    """Parts and small objects in flight, over all files."""
     connect_limit_s: float = 5.0
     silence_limit_s: float = 30.0
     """Longest wait for the next byte."""
     retries: RetryRules = field(default_factory=RetryRules)
     max_bytes_per_s: float | None = None
-    """Most that is sent or fetched on average, over all connections; None: no limit."""
+    """Limit of the average rate over all connections; None: no limit."""
 
 
 def open_transfers(settings: S3Settings) -> Any:
@@ -104,7 +104,7 @@ def _make_transfers(settings: S3Settings, pid: int, variables: tuple[str | None,
 
     is_foreign = any(os.environ.get(name) for name in _ENDPOINT_VARIABLES)
     config = Config(
-        # `_retry_handler` decides instead. In this mode the client's own rules stay out of its way.
+        # `_retry_handler` decides instead; in this mode the client's own rules do not interfere.
         retries={"total_max_attempts": 1, "mode": "standard"},
         connect_timeout=settings.connect_limit_s,
         read_timeout=settings.silence_limit_s,
@@ -138,10 +138,9 @@ def _make_transfers(settings: S3Settings, pid: int, variables: tuple[str | None,
 
 
 def open_arrow_files(settings: S3Settings | None = None) -> S3FileSystem:
-    """Return S3 as pyarrow reads it, for whoever needs a few columns of many; its paths are `bucket/key`.
+    """Return S3 as a pyarrow file system, to read single columns; its paths are `bucket/key`.
 
-    Endpoint, region, credentials and patience are the client's, so that both meet the same store. Nothing is
-    asked yet.
+    Endpoint, region, credentials, timeouts and retries are the client's. No request is made yet.
     Raises: ConfigError as `open_transfers`; RemoteDenied if there are no credentials.
     """
     from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
@@ -219,7 +218,7 @@ def _make_reader(*, is_limited: bool) -> Any:
 
 
 def _retry_handler(rules: RetryRules) -> Callable[..., float | None]:
-    """Return the client's hook that says after which pause a request is sent again, if at all."""
+    """Return the client's retry hook: the pause before a request is sent again, or None to give up."""
 
     def choose_pause_s(
         attempts: int, response: Any, caught_exception: Exception | None, operation: Any, **_: Any
@@ -231,7 +230,7 @@ def _retry_handler(rules: RetryRules) -> Callable[..., float | None]:
         if caught_exception is None:
             is_transient = _is_transient_answer(response[1])
         else:
-            # Those who read a body fetch it again when it stops; it must not be waited for twice as often.
+            # Callers that read a body fetch it again when it stops; retries here would multiply theirs.
             is_silent_body = operation.name == "GetObject" and isinstance(caught_exception, ReadTimeoutError)
             is_transient = _is_transient(caught_exception) and not is_silent_body
         return rules.pause_s(attempts - 1) if is_transient else None

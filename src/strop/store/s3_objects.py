@@ -5,10 +5,10 @@ way, an object that changes while it is read, more than a thousand objects, uplo
 Not covered: two writers of one object (the later one wins, whole); versioned or archived objects;
 customer-supplied encryption keys.
 
-boto3's transfer manager moves the bytes. What arrived is proven without trust in the way: an upload
-carries a CRC, which S3 checks, and the ETag of most objects is made of the MD5s of what S3 received. Where
-it is that of what was sent, all is well. Where it is not (for example with KMS encryption, or a compatible
-service that checks nothing) it proves nothing, and the object is read back and hashed.
+boto3's transfer manager moves the bytes. The arrival is proven end to end: an upload carries a CRC, which S3
+checks, and the ETag of most objects is made of the MD5s of the bytes that S3 received. If it matches the sent
+bytes, they are proven. If not (for example with KMS encryption, or a compatible service that checks nothing),
+the object is read back and hashed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from strop.store.uris import parse_s3
 _SHA256_KEY = "strop-sha256"
 _GONE = ("404", "NoSuchKey")
 NUM_WHOLE_ATTEMPTS = 3
-"""How often an object is moved whose digest is wrong although every step went well."""
+"""Attempts for an object whose digest is wrong although every request succeeded."""
 _READ_BYTES = 8 << 20
 _USUAL_PART_BYTES = tuple(size << 20 for size in (5, 8, 10, 15, 16, 25, 32, 50, 64, 100, 128, 256, 512, 1024))
 """Sizes in which tools send parts: AWS's own 8 MiB, others' defaults and settings."""
@@ -64,7 +64,7 @@ class _Hashed:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Tells the transfer manager the size and the version of what it fetches, so it need not ask."""
+    """Gives the transfer manager the size and the version of an object, so that it does not ask for them."""
 
     stored: StoredObject
 
@@ -81,7 +81,7 @@ class S3Objects:
         self._settings = settings or S3Settings()
 
     def find(self, uri: str) -> StoredObject | None:
-        """Ask for the head of an object."""
+        """Send a HEAD request."""
         from botocore.exceptions import ClientError
 
         with self._explained(uri, "looked up"):
@@ -155,10 +155,10 @@ class S3Objects:
                     **_target(uri), Body=data, Metadata={_SHA256_KEY: sha256}, **condition
                 )
             except ClientError as error:
-                # 404: it should have a version, and is gone. 409: another's request is under way.
+                # 404: the object was removed. 409: another request for it is running.
                 if not is_status(error, "PreconditionFailed", "412", "ConditionalRequestConflict", *_GONE):
                     raise
-                # The attempt before may have succeeded, and its answer was lost.
+                # An earlier attempt may have succeeded without its answer arriving.
                 return self.digest(uri) == sha256
         return True
 
@@ -193,7 +193,7 @@ class S3Objects:
                 try:
                     sending.result()
                 except ClientError as error:
-                    # The attempt before joined the parts, and its answer was lost.
+                    # An earlier attempt may have joined the parts without its answer arriving.
                     if not (is_status(error, "NoSuchUpload") and self.digest(uri) == sha256):
                         raise
             found = self.find(uri)
@@ -219,7 +219,7 @@ class S3Objects:
         raise _altered(stored.uri, "fetched")
 
     def read_part(self, stored: StoredObject, first: int, num_bytes: int) -> bytes:
-        """Return some bytes of an object, in the version that is known of it."""
+        """Return a byte range of an object, in the stored version."""
         from botocore.exceptions import ClientError
 
         if not num_bytes:
@@ -235,9 +235,9 @@ class S3Objects:
         return data
 
     def is_proven(self, stored: StoredObject, path: Path) -> bool:
-        """Whether the ETag of an object is made of the MD5s of a local file, parts of any usual size.
+        """Whether the ETag of an object is made of the MD5s of a local file, in parts of any usual size.
 
-        False says nothing: an encrypted object, or one in unusual parts, has another ETag.
+        False proves nothing: an encrypted object, or one in unusual parts, has another ETag.
         """
         digest, _, num_parts = stored.version.strip('"').partition("-")
         if not num_parts:
@@ -247,7 +247,7 @@ class S3Objects:
         return any(_md5_of(path, part) == digest for part in fitting)
 
     def digest(self, uri: str) -> str | None:
-        """Return the digest that strop left with the object."""
+        """Return the digest in the object's metadata, which strop writes."""
         found = self.find(uri)
         return found.sha256 if found else None
 
@@ -270,7 +270,7 @@ class S3Objects:
                 yield entry["Prefix"].removeprefix(prefix).rstrip("/")
 
     def give_up_uploads(self, uri: str) -> None:
-        """Abort all uploads in parts below the URI; a writer that is still at one fails."""
+        """Abort all uploads in parts below the URI; a writer that is still uploading fails."""
         self._abort_uploads(uri, f"{parse_s3(uri).key}/", lambda entry: True)
 
     @property
@@ -292,7 +292,7 @@ class S3Objects:
             yield from pages
 
     def _etag_of(self, content: Path | bytes) -> str:
-        """Return the ETag of an object that is not encrypted by KMS: the MD5, or that of the parts' MD5s."""
+        """Return the ETag of an object without KMS encryption: the MD5, or the MD5 of the parts' MD5s."""
         from s3transfer.utils import ChunksizeAdjuster
 
         part_bytes = self._settings.part_bytes
@@ -314,7 +314,7 @@ class S3Objects:
                         Bucket=bucket, Key=entry["Key"], UploadId=entry["UploadId"]
                     )
                 except ClientError as error:
-                    if not is_status(error, "NoSuchUpload"):  # Its writer was faster.
+                    if not is_status(error, "NoSuchUpload"):  # Its writer finished it first.
                         raise
 
     def _fetch(self, stored: StoredObject, file: BinaryIO | None) -> str | None:

@@ -45,7 +45,7 @@ def join_uri(uri: str, *names: str) -> str:
 
 
 def normalize_uri(uri: str) -> str:
-    """Return the one spelling of a place that a listing uses too."""
+    """Return the canonical spelling of a URI, which listings use too."""
     if uri.startswith("s3://"):
         place = parse_s3(uri)
         return f"s3://{place.bucket}/{place.key}".rstrip("/")
@@ -80,7 +80,7 @@ def parse_hub(uri: str) -> HubUri:
 
 
 def require_known_scheme(uri: str) -> None:
-    """Refuse a URI that no store understands.
+    """Refuse a URI with an unknown scheme.
 
     Raises: ConfigError.
     """

@@ -63,7 +63,7 @@ def read_latest(store: RecordStore, uri: str) -> tuple[Latest, str] | None:
     Raises: CorruptRecord if it cannot be read.
     """
     place = join_uri(uri, LATEST_NAME)
-    found = store.read_versioned(place)
+    found = store.objects.read_versioned(place)
     if found is None:
         return None
     data, version = found
@@ -105,7 +105,7 @@ def claim_mirror(
                 raise _fenced(uri, latest)
             fence = max(attempt, latest.fence + 1)
             mine = replace(latest, fence=fence, owner=owner, attempt=attempt)
-        if store.write_if(join_uri(uri, LATEST_NAME), mine.to_bytes(), version):
+        if store.objects.write_if(join_uri(uri, LATEST_NAME), mine.to_bytes(), version):
             return mine
     raise StoreError(
         f"{uri} was claimed by others {NUM_CLAIM_ATTEMPTS} times in a row",
@@ -132,7 +132,7 @@ def point_to(store: RecordStore, uri: str, owner: str, *, step: int, record_uri:
     """
     latest, version = require_claim(store, uri, owner)
     mine = replace(latest, step=step, uri=record_uri, digest=digest)
-    if mine != latest and not store.write_if(join_uri(uri, LATEST_NAME), mine.to_bytes(), version):
+    if mine != latest and not store.objects.write_if(join_uri(uri, LATEST_NAME), mine.to_bytes(), version):
         require_claim(store, uri, owner)
         raise StoreError(
             f"{uri}/{LATEST_NAME} changed while it was written, and its owner did not",

@@ -212,14 +212,14 @@ class TraceSender:
                 is_growing = path.suffix in _GROWING
                 if signature[0] <= SMALL_BYTES or is_growing:
                     data = path.read_bytes()
-                    self._store.write(place, cut_at_line_end(data) if is_growing else data)
+                    self._store.objects.write(place, cut_at_line_end(data) if is_growing else data)
                 else:
                     self._store.put_file(pin_file(self._run_path, path), place)
                 self._sent[name] = signature
             if should_yield():
                 return False
         for name, (signature, content) in logs.items():
-            self._store.write(join_uri(self._uri, name), content)
+            self._store.objects.write(join_uri(self._uri, name), content)
             self._sent[name] = signature
         return True
 

@@ -147,7 +147,7 @@ def _find_run(store: RecordStore, uri: str) -> RemoteRun | None:
     if found is None:
         return None
     latest = found[0]
-    names = [RecordName.parse(folder, latest.run.name) for folder in store.list_folders(uri)]
+    names = [RecordName.parse(folder, latest.run.name) for folder in store.objects.list_folders(uri)]
     remote = RemoteRun(uri=uri, latest=latest, records=())
     whole = []
     for name in filter(None, names):
@@ -184,7 +184,7 @@ def _restore_record(store: RecordStore, found: RemoteRun, incoming: Path) -> Pat
         # Set if the run finished with this checkpoint and all of it was sent.
         finished_at: float | None = None
         final = store.find_manifest(join_uri(found.uri, f"{found.latest.run.name}_final"))
-        state = store.read_versioned(join_uri(found.uri, TRACES, STATE_NAME))
+        state = store.objects.read_versioned(join_uri(found.uri, TRACES, STATE_NAME))
         if final is not None and state is not None and final.facts.get("step") == name.step:
             finished_at = json.loads(state[0])["finished_at"]
         return _build_run(found, name, record_path, incoming / "directory", finished_at)

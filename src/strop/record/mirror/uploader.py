@@ -181,7 +181,7 @@ class Uploader:
                     is_late=True,
                 )
             # Whoever was the writer before is none any more.
-            self._store.give_up_uploads(order.uri)
+            self._store.objects.give_up_uploads(order.uri)
         except MirrorFenced:
             raise
         except StropError as error:
@@ -282,7 +282,7 @@ class Uploader:
         newest = self._store.find_manifest(latest.uri)
         if newest is None or newest.digest != latest.digest:
             raise _not_seen(latest.uri)
-        folders = self._store.list_folders(order.uri)
+        folders = self._store.objects.list_folders(order.uri)
         found = [name for name in (RecordName.parse(folder, run) for folder in folders) if name is not None]
         whole = sorted(name for name in found if self._find(name) is not None)
         kept = set(whole[-order.keep_last :])
