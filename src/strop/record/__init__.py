@@ -1,8 +1,8 @@
-"""What happened: the directory of a run, its numbers, its events and its rollouts.
+"""The record of a run: its directory, its metrics, its events and its rollouts.
 
 `RunDir` fixes the layout and holds the lock; `find_resumable` finds the run to continue.
 `MetricsLog` and `EventLog` append lines that survive a kill and can be cut back for a resume.
-Rollouts as Parquet live in `strop.record.rollouts`, which needs pyarrow and is imported by path.
+Rollouts as Parquet are in `strop.record.rollouts`, which needs pyarrow and is imported by path.
 Not here: checkpoints' content (policy), reports (view), other places than this disk (store).
 """
 

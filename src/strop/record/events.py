@@ -25,7 +25,7 @@ MAX_DETAIL_CHARACTERS = 4096
 MAX_EXAMPLE_IDS = 64
 NUM_WRITTEN_IN_FULL = 100
 ACCEPTED = "accepted although it failed: "
-"""Begin of the detail of a gate's check that failed and was accepted."""
+"""Prefix of the detail of a gate's check that failed and was accepted."""
 
 
 class EventKind(StrEnum):
@@ -67,7 +67,7 @@ class Event:
     num_examples: int | None = None
     """How many examples are concerned; None means as many as `example_ids`."""
     occurrence: int = 1
-    """How often kind and cause have now happened in this process; repeats are thinned out."""
+    """How often this kind and cause have happened in this process; repeats are thinned out."""
     at: float = 0.0
     """Unix seconds; set when it is written."""
 
@@ -113,7 +113,7 @@ class JsonLines:
         return b"".join(line for line, content in self._scan() if content["step"] <= step)
 
     def truncate_after(self, step: int) -> int:
-        """Drop the lines of later steps and a torn end; return how many complete lines went.
+        """Drop the lines of later steps and a torn end; return how many complete lines were dropped.
 
         Raises: CorruptRecord if a line before the last is not a JSON object with a step.
         """
@@ -153,7 +153,7 @@ class JsonLines:
 
     def _scan(self) -> Iterator[tuple[bytes, dict[str, Any]]]:
         data = self.path.read_bytes() if self.path.exists() else b""
-        # What follows the last line end is nothing, or a line that a kill tore.
+        # After the last line end there is nothing, or a line that a kill tore.
         for index, line in enumerate(data.split(b"\n")[:-1]):
             try:
                 content = json.loads(line)
@@ -178,7 +178,7 @@ class EventLog(JsonLines):
         self._num_seen: Counter[tuple[EventKind, str]] = Counter()
 
     def append(self, event: Event) -> bool:
-        """Write one event; return False where a frequent cause was only counted.
+        """Write one event; return False if a frequent cause was only counted.
 
         Raises: StoreError if the disk fails.
         """
@@ -212,7 +212,7 @@ class EventLog(JsonLines):
 
 
 def to_event(content: Mapping[str, Any], place: Path | str) -> Event:
-    """Return the event of a line; `place` names its file. Raises: CorruptRecord if it is none."""
+    """Parse an event; `place` names its file. Raises: CorruptRecord if it is not an event."""
     try:
         values = dict(content)
         kind, ids = EventKind(str(values.pop("kind"))), values.pop("example_ids")
@@ -277,6 +277,6 @@ class MetricsLog(JsonLines):
         return self.read_lines()
 
     def truncate_after(self, step: int) -> int:
-        """Drop the lines of later steps, for a resume at `step`; return how many went."""
+        """Drop the lines of later steps, for a resume at `step`; return how many were dropped."""
         self._last_step = None
         return super().truncate_after(step)

@@ -1,9 +1,9 @@
-"""Which attempt of a run may write: the highest that has begun.
+"""The fence of a run: only the attempt with the highest number may write.
 
-A node that was lost may go on computing while its job was requeued elsewhere, and the locks of shared file
-systems may not exclude it. So every attempt writes a file with its own number, and one that finds a higher
-number writes nothing more. Each number has a file of its own, so that a process that was suspended while it
-wrote its mark cannot remove a higher one.
+A lost node may go on computing after its job was requeued elsewhere, and the locks of shared file systems may
+not exclude it. So every attempt writes a file with its number, and stops writing when it sees a higher one.
+Each number has a separate file, so that a process that was suspended while it wrote its file cannot remove a
+higher one.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ _MARK = re.compile(r"fence-(\d+)\.json")
 def raise_fence(run_path: Path, number: int, attempt: str) -> None:
     """Claim a run for an attempt.
 
-    Raises: CheckRefused if a later one has begun; StoreError if the disk fails.
+    Raises: CheckRefused if a later attempt has begun; StoreError if the disk fails.
     """
     require_unfenced(run_path, number)
     path = run_path / "attempts" / f"fence-{number}.json"
     make_directory(path.parent)
     write_bytes_atomically(path, json.dumps({"number": number, "attempt": attempt}).encode())
-    # It may have taken long: a later attempt that began meanwhile is not to be disturbed.
+    # The write may have taken long: an attempt that began meanwhile must not be disturbed.
     require_unfenced(run_path, number)
 
 
 def read_fence(run_path: Path) -> tuple[int, str] | None:
-    """Return number and name of the attempt that may write; None where no launcher has begun one.
+    """Return number and name of the attempt that may write; None if no launcher has begun one.
 
     Raises: StoreError if the run directory does not answer.
     """
@@ -60,7 +60,7 @@ def read_fence(run_path: Path) -> tuple[int, str] | None:
     try:
         return number, str(json.loads((folder / f"fence-{number}.json").read_bytes())["attempt"])
     except (OSError, ValueError, KeyError, TypeError):
-        # Whatever is in it: that it is there says enough.
+        # The file's existence fences, whatever its content.
         return number, "unknown"
 
 
@@ -81,13 +81,13 @@ def require_unfenced(run_path: Path, number: int | None = None) -> None:
     )
 
 
-# Where the first node of an attempt leaves what its other nodes need to join it. Nodes that share a disk
-# read this very file; where they share none, the job's hosts copy it to each of them.
+# The first node of an attempt writes what the other nodes need to join it to this file. Nodes that share a
+# disk read it there; otherwise the job's hosts copy it to each node.
 
 ROLES_FOLDER = "roles"
-"""Of a run's directory: what its roles keep there."""
+"""Folder of the roles' files in a run's directory."""
 
 
 def rendezvous_path(work_dir: Path, attempt: str) -> Path:
-    """Return the head's file of an attempt, in a folder of that attempt alone. `work_dir`: `<run>/roles`."""
+    """Return the rendezvous file of an attempt, in a folder of that attempt. `work_dir`: `<run>/roles`."""
     return work_dir / f"ray-{attempt}" / "head.json"

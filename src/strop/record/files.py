@@ -1,7 +1,7 @@
-"""A run's directory and its logs, read wherever they are: on a disk that is seen here, or in a store.
+"""Read a run's directory and logs from a local disk or a store.
 
-`LineFollower` reads a growing file of lines; `Shard` names the files of an evaluation's rollouts, by the
-examples, in a row, that each is about.
+`LineFollower` reads a growing file of lines; `Shard` names the files of an evaluation's rollouts by the range
+of examples in each.
 """
 
 from __future__ import annotations
@@ -35,29 +35,29 @@ class LogLine:
 
 
 class RecordFiles(Protocol):
-    """A run's directory, wherever it is: on a disk that is seen here, or mirrored in a store."""
+    """A run's directory, on a local disk or mirrored in a store."""
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's bytes, None if there is none. Raises: StoreError if the place does not answer."""
+        """Return a file's bytes, None if there is no file. Raises: StoreError if the read fails."""
 
     def read_from(self, name: str, offset: int) -> bytes:
-        """Return what a file has from a byte on, or the beginning of it; empty where there is no more."""
+        """Return the bytes of a file after an offset, or the first of them; empty at its end."""
 
     def version(self, name: str) -> str | None:
-        """Return a word that is another one when the file has changed; None if there is none."""
+        """Return a word that changes with the file; None if there is no file."""
 
     def list(self, prefix: str) -> list[str]:
         """Return the names of the files below a folder, as paths in the run's directory, sorted."""
 
     def describe(self, name: str) -> str:
-        """Return where a file is, for a message: a path or a URI."""
+        """Return a file's path or URI, for a message."""
 
 
 class LogSource(Protocol):
     """The logs of one run while they grow."""
 
     def read_new(self) -> list[LogLine]:
-        """Return the complete lines since the last call. Raises: StoreError if the place does not answer."""
+        """Return the complete lines since the last call. Raises: StoreError if the read fails."""
 
 
 class DirectoryRecord:
@@ -67,7 +67,7 @@ class DirectoryRecord:
         self.path = path
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's bytes, None if there is none. Raises: StoreError if the disk fails."""
+        """Return a file's bytes, None if there is no file. Raises: StoreError if the disk fails."""
         try:
             return (self.path / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
@@ -76,10 +76,7 @@ class DirectoryRecord:
             raise self._failed(name, error) from error
 
     def read_from(self, name: str, offset: int) -> bytes:
-        """Return what a file has from a byte on, 64 MiB at most; empty where there is no more.
-
-        Raises: StoreError.
-        """
+        """Return at most 64 MiB of a file after an offset; empty at its end. Raises: StoreError."""
         try:
             with (self.path / name).open("rb") as file:
                 file.seek(offset)
@@ -90,14 +87,14 @@ class DirectoryRecord:
             raise self._failed(name, error) from error
 
     def version(self, name: str) -> str | None:
-        """Return a word for the state of a file. Raises: StoreError if the disk fails."""
+        """Return inode, size and time of a file as a word. Raises: StoreError if the disk fails."""
         try:
-            found = (self.path / name).stat()
+            stat = (self.path / name).stat()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise self._failed(name, error) from error
-        return f"{found.st_ino}-{found.st_size}-{found.st_mtime_ns}"
+        return f"{stat.st_ino}-{stat.st_size}-{stat.st_mtime_ns}"
 
     def list(self, prefix: str) -> list[str]:
         """Return the names of the files below a folder, sorted; links to folders are not followed."""
@@ -123,9 +120,9 @@ _INSIDE = re.compile(rf"{CHECKPOINTS}step-(\d{{6,}})/(.+)")
 
 
 def find_checkpoints(record: RecordFiles) -> list[int]:
-    """Return the steps of complete checkpoints, in order. Raises: StoreError if the place does not answer."""
-    found = (_INSIDE.fullmatch(name) for name in record.list(CHECKPOINTS.rstrip("/")))
-    return sorted(int(match[1]) for match in found if match is not None and match[2] == MANIFEST_NAME)
+    """Return the steps of complete checkpoints, in order. Raises: StoreError if the record cannot be read."""
+    matches = (_INSIDE.fullmatch(name) for name in record.list(CHECKPOINTS.rstrip("/")))
+    return sorted(int(match[1]) for match in matches if match is not None and match[2] == MANIFEST_NAME)
 
 
 def step_of(name: str) -> int | None:
@@ -138,10 +135,10 @@ _CHECKPOINT = re.compile(rf"{CHECKPOINTS}step-(?P<step>\d+)(?P<rest>/.*)?")
 
 
 class ReadableObjects(Protocol):
-    """As much of a store's `Objects` as a record is read with."""
+    """The operations of a store's `Objects` that reading a record needs."""
 
     def find(self, uri: str) -> StoredObject | None:
-        """Return what is known about one object, or None."""
+        """Return an object's size and version, or None if there is no such object."""
 
     def read(self, uri: str) -> bytes:
         """Return a small object. Raises: RemoteMissing."""
@@ -151,7 +148,7 @@ class ReadableObjects(Protocol):
 
 
 class StoreRecord:
-    """`RecordFiles` of a run that is mirrored to a store. Every read asks the store anew.
+    """`RecordFiles` of a run that is mirrored to a store. Nothing is cached.
 
         <root>/traces/<name>                          everything but checkpoints
         <root>/<run>_step<N>[-<fence>]/<name>         checkpoints/step-00000N/<name>
@@ -163,24 +160,24 @@ class StoreRecord:
     def __init__(self, objects: ReadableObjects, root: str, *, run: str, traces: str = TRACES) -> None:
         self._objects, self._root, self._run, self._traces = objects, root.rstrip("/"), run, traces
         self._folders: dict[int, str] = {}
-        """Step to the name of its record, as the last listing showed it."""
+        """Step to the name of its record in the last listing."""
 
     def read(self, name: str) -> bytes | None:
-        """Return a file's bytes, None if there is none. Raises: StoreError if the store does not answer."""
+        """Return a file's bytes, None if there is no file. Raises: StoreError if the store fails."""
         try:
             return self._objects.read(self.describe(name))
         except RemoteMissing:
             return None
 
     def read_from(self, name: str, offset: int) -> bytes:
-        """Return what a file has from a byte on. Nothing travels where there is no more."""
+        """Return the bytes of a file after an offset. Nothing is fetched at its end."""
         found = self._objects.find(self.describe(name))
         if found is None or found.size_bytes <= offset:
             return b""
         return (self.read(name) or b"")[offset:]
 
     def version(self, name: str) -> str | None:
-        """Return the store's version of a file, without its content. Raises: StoreError as `read`."""
+        """Return the store's version of a file without fetching it. Raises: StoreError as `read`."""
         found = self._objects.find(self.describe(name))
         return None if found is None else found.version
 
@@ -214,7 +211,7 @@ class StoreRecord:
             record = RecordName.parse(folder, self._run)
             if record is not None and name:
                 files.setdefault(record, []).append(name)
-        # An incomplete record counts for less than any complete one of its step.
+        # An incomplete record ranks below any complete one of its step.
         best = sorted(files, key=lambda record: (MANIFEST_NAME in files[record], record))
         self._folders = {record.step: record.uri("", self._run).lstrip("/") for record in best}
         chosen = {record.step: record for record in best}
@@ -227,41 +224,41 @@ class StoreRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewLines:
-    """What a file has that was not read yet."""
+    """The lines of a file since the last read."""
 
     is_restarted: bool
-    """Whether all lines that were given before count no more: the file was cut back, replaced or removed."""
+    """Whether all earlier lines are obsolete: the file was cut back, replaced or removed."""
     lines: list[bytes]
-    """Complete ones, without their ends, in order."""
+    """Complete lines without their ends, in order."""
 
 
 class LineFollower:
     """Reads the complete lines of one file as it grows; a last line without its end waits until it has one.
 
-    A run that goes on from a checkpoint cuts its files back, and a reader that waits for growth alone would
-    hear nothing more. So the last line that was read is compared with what stands in the file: where another
-    one is there, what was read before counts no more, and the file is read anew.
+    A run that resumes from a checkpoint cuts its files back, and a reader that waits for growth alone would
+    read nothing more. So the last line that was read is compared with the file: if it differs, the earlier
+    lines are obsolete, and the file is read from its beginning.
     """
 
     def __init__(self, record: RecordFiles, name: str, offset: int = 0) -> None:
         """`offset`: bytes that were read before, up to the end of a line."""
         self._record, self._name = record, name
         self._offset = offset
-        # Of a place that another reader reached, only the end of its last line is known.
+        # Of the line before another reader's offset, only its end is known.
         self._last = b"\n" if offset else b""
         self._version: str | None = None
 
     @property
     def offset(self) -> int:
-        """Bytes of the file that were given as lines: where another reader may go on."""
+        """Bytes of the file that were returned as lines, for another reader to continue from."""
         return self._offset
 
     def read_new(self) -> NewLines:
-        """Return the lines since the last call; nothing is read where nothing has changed.
+        """Return the lines since the last call; an unchanged file is not read.
 
-        Raises: StoreError if the place does not answer; the next call then gives what this one could not.
+        Raises: StoreError if the read fails; the next call then returns the same lines.
         """
-        # Asked first: what is written while the lines are read shows as another version at the next call.
+        # Before the read: lines that are written meanwhile show as another version at the next call.
         version = self._record.version(self._name)
         if version is not None and version == self._version:
             return NewLines(is_restarted=False, lines=[])
@@ -279,9 +276,9 @@ class LineFollower:
         return NewLines(is_restarted=is_restarted, lines=lines)
 
     def read_records(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Return whether the file is read anew, and the new lines as objects.
+        """Return `NewLines.is_restarted`, and the new lines as objects.
 
-        Raises: StoreError if the place does not answer; CorruptRecord for a line that is no JSON object.
+        Raises: StoreError if the read fails; CorruptRecord for a line that is no JSON object.
         """
         new, records = self.read_new(), []
         for line in new.lines:
@@ -310,7 +307,7 @@ _NAME = re.compile(r"examples-(\d{6,})-(\d{6,})\.parquet")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """Some examples in a row, at least one."""
+    """A range of examples, at least one."""
 
     examples: range
     """Positions among the examples of the evaluation, which fix their order only."""
@@ -329,7 +326,7 @@ class Shard:
 
 
 def list_shards(folder: Path) -> list[Path]:
-    """Return the shards in a folder, in the order of their examples; none where it is no folder."""
-    found = {path: Shard.of_file(path) for path in (folder.iterdir() if folder.is_dir() else ())}
-    firsts = {path: shard.examples[0] for path, shard in found.items() if shard is not None}
+    """Return the shards in a folder in the order of their examples, none if there is no such folder."""
+    shards = {path: Shard.of_file(path) for path in (folder.iterdir() if folder.is_dir() else ())}
+    firsts = {path: shard.examples[0] for path, shard in shards.items() if shard is not None}
     return sorted(firsts, key=lambda path: (firsts[path], path.name))

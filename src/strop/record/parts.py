@@ -1,7 +1,7 @@
 """Digests of the inputs of a run, in run.json and each checkpoint, compared when the run is resumed.
 
-A curve over two models, two data sets or two references describes neither. The names of the parts are words
-for people: the refusal shows them.
+A curve over two models, two data sets or two references describes neither. The refusal shows the names of the
+parts.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ _SHOWN_CHARS = 12
 
 
 def require_same_parts(place: object, before: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Refuse to go on with other parts than those that `place` was made of.
+    """Refuse to continue `place` with other parts than it was made of.
 
-    Raises: CheckRefused naming each that changed, with both digests.
+    Raises: CheckRefused naming each changed part with both digests.
     """
-    # What only one of the two states is unknown, and no change.
+    # A part that only one of them records is unknown, not changed.
     changed = sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
     if not changed:
         return
-    told = "; another ".join(
+    differences = "; another ".join(
         f"{name} ({before[name][:_SHOWN_CHARS]} then, {now[name][:_SHOWN_CHARS]} now)" for name in changed
     )
     raise CheckRefused(
-        f"{place} began with another {told}",
+        f"{place} began with another {differences}",
         allowed="the very parts that the run began with: a curve over two says nothing of either",
         next_step="restore what has changed, or start a new run with --new",
     )
@@ -41,11 +41,11 @@ def require_same_parts(place: object, before: Mapping[str, str], now: Mapping[st
 # Versions of the installed software. No environment variables, which may hold secrets.
 
 _COMPUTING = ("strop", "torch", "transformers", "tokenizers", "numpy", "vllm")
-"""Distributions of which another version may round otherwise, or render another prompt."""
+"""Distributions whose other versions may round differently, or render another prompt."""
 
 
 def list_changes(before: str) -> list[str]:
-    """Return which software that computes has another version than a text of `describe_environment` says."""
+    """Return the changed versions of `_COMPUTING` since an output of `describe_environment`."""
     then, now = (_versions(text) for text in (before, describe_environment()))
     return [
         f"{name} {then.get(name, 'none')} is now {now.get(name, 'none')}"
@@ -63,7 +63,7 @@ def _versions(text: str) -> dict[str, str]:
 def describe_environment() -> str:
     """Return Python, platform and every installed distribution with its version, one per line.
 
-    Read once: what is installed later is not what this process runs with.
+    Read once: this process does not run with what is installed later.
     """
     packages = sorted(
         {f"{item.name}=={item.version}" for item in importlib.metadata.distributions()}, key=str.lower

@@ -1,7 +1,7 @@
 """The plan's prediction of time, memory and price, kept in the run's directory as `plan.json`.
 
-Written before the first step, from the plan; read by the loop, which names a stage that is slower than
-planned, and by the report. Numbers of stages are seconds of one step, under the names of the metrics.
+Written from the plan before the first step; read by the loop, which reports a stage that is slower than
+planned, and by the report. Stage times are seconds of one step, under the names of the metrics.
 """
 
 from __future__ import annotations
@@ -18,36 +18,37 @@ from strop.io.atomic import write_bytes_atomically
 
 PREDICTION_NAME = "plan.json"
 PRICE_VARIABLE = "STROP_USD_PER_HOUR"
-"""What an hour of the whole job costs; the launcher sets it where the site's profile says."""
+"""Price of an hour of the whole job; the launcher sets it from the site's profile."""
 NUM_WARM_UP = 1
-"""Steps of a process that are no measure: caches fill, kernels are compiled."""
+"""First steps of a process, which are not measured: caches fill, kernels are compiled."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """The plan's numbers that a run can be held to."""
+    """The plan's numbers that are compared with the run's."""
 
     hardware: str
     basis: str
-    """Where the speeds are from."""
+    """Source of the speeds."""
     is_measured: bool
     """Whether they were measured on this machine."""
     is_overlapped: bool
-    """Rollouts are sampled while the learner works: the loop waits for what is left of generating."""
+    """Rollouts are sampled while the learner works: the loop waits for the rest of the generation."""
     seconds: Mapping[str, float]
     """By stage: generate, verify, learn, sync."""
     step_s: float
     scored_tokens_per_s: float
     num_reply_tokens: float
-    """Sampled in a step, and positions forwarded: what the seconds were worked out for."""
+    """Tokens sampled in a step; the seconds are for these and `num_positions`."""
     num_positions: float
+    """Positions forwarded in a step."""
     memory_bytes: float
-    """Of the run's own process at its peak."""
+    """Peak of the run's process."""
     bottleneck: str
     total_s: float = 0.0
     """All steps and evaluations; 0 in files of older versions."""
     usd_per_hour: float | None = None
-    """Of the whole job; None where it is not known."""
+    """Price of the whole job; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,27 +63,27 @@ class Comparison:
 
     @property
     def ratio(self) -> float | None:
-        """Measured by planned; None where nothing was planned."""
+        """Measured by planned; None if 0 was planned."""
         return self.measured / self.planned if self.planned else None
 
 
 def read_usd_per_hour(environ: Mapping[str, str]) -> float | None:
-    """Return what an hour of this job costs; None where the variable is not set or is no price."""
+    """Return the price of an hour of this job; None if the variable is not set or is no price."""
     try:
-        found = float(environ.get(PRICE_VARIABLE, ""))
+        price = float(environ.get(PRICE_VARIABLE, ""))
     except ValueError:
         return None
-    return found if math.isfinite(found) and found >= 0.0 else None
+    return price if math.isfinite(price) and price >= 0.0 else None
 
 
 def write_prediction(run_path: Path, prediction: Prediction) -> None:
-    """Write it into a run's directory. Raises: StoreError if the disk fails."""
+    """Write a prediction into a run's directory. Raises: StoreError if the disk fails."""
     content = json.dumps(asdict(prediction), indent=1).encode()
     write_bytes_atomically(run_path / PREDICTION_NAME, content)
 
 
 def read_prediction(run_path: Path) -> Prediction | None:
-    """Return the prediction of a run, or None where there is none. Raises: CorruptRecord if it is none."""
+    """Return the prediction of a run, or None if it has none. Raises: CorruptRecord if it is damaged."""
     path = run_path / PREDICTION_NAME
     try:
         return parse_prediction(path.read_bytes(), str(path))
@@ -91,7 +92,7 @@ def read_prediction(run_path: Path) -> Prediction | None:
 
 
 def parse_prediction(data: bytes, place: str) -> Prediction:
-    """Return the prediction in a file's bytes; `place` names it. Raises: CorruptRecord if it is none."""
+    """Parse a prediction; `place` names its file. Raises: CorruptRecord if it is damaged."""
     try:
         return Prediction(**json.loads(data))
     except (ValueError, TypeError) as error:
@@ -103,9 +104,9 @@ def parse_prediction(data: bytes, place: str) -> Prediction:
 
 
 def compare_prediction(prediction: Prediction, metrics: Sequence[Mapping[str, float]]) -> list[Comparison]:
-    """Return planned and measured numbers of the steps behind the first one, medians of steps.
+    """Return planned and measured numbers, as medians over the steps after the first.
 
-    A number that was not measured is left out. Empty without such steps.
+    Numbers without a measurement are left out.
     """
     steps = metrics[NUM_WARM_UP:]
     stages = dict(prediction.seconds)
@@ -118,36 +119,36 @@ def compare_prediction(prediction: Prediction, metrics: Sequence[Mapping[str, fl
         ("seconds_step", "step", "s", prediction.step_s),
         ("scored_tokens_per_s", "scored tokens", "tokens/s", prediction.scored_tokens_per_s),
     ]
-    found = []
+    comparisons = []
     for key, name, unit, planned in wanted:
         values = [line[key] for line in steps if key in line]
         if values:
-            found.append(Comparison(name=name, unit=unit, planned=planned, measured=median(values)))
+            comparisons.append(Comparison(name=name, unit=unit, planned=planned, measured=median(values)))
     if prediction.usd_per_hour is not None:
-        found += [
+        comparisons += [
             Comparison(
-                name=f"price of a {one.name}",
+                name="price of a step",
                 unit="USD",
-                planned=prediction.usd_per_hour * one.planned / 3600.0,
-                measured=prediction.usd_per_hour * one.measured / 3600.0,
+                planned=prediction.usd_per_hour * step.planned / 3600.0,
+                measured=prediction.usd_per_hour * step.measured / 3600.0,
             )
-            for one in found
-            if one.name == "step"
+            for step in comparisons
+            if step.name == "step"
         ]
     peaks = [line["peak_memory_bytes"] for line in steps if "peak_memory_bytes" in line]
     if peaks and prediction.memory_bytes:
         peak = Comparison(
             name="memory peak", unit="bytes", planned=prediction.memory_bytes, measured=max(peaks)
         )
-        found.append(peak)
-    return found
+        comparisons.append(peak)
+    return comparisons
 
 
 def scale_to_work(prediction: Prediction, metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the planned seconds of each stage for the work of a step that had more of it than planned.
+    """Return the planned seconds of each stage, scaled up if the step had more work than planned.
 
-    Replies get longer and shorter while a model learns, which is no fault of the machine. Less work than
-    planned does not lower the bound: part of every stage is overhead.
+    Replies get longer and shorter while a model learns, whatever the machine. Less work than planned does
+    not lower the bound: part of every stage is overhead.
     """
     tokens = metrics.get("num_scored_tokens", 0.0)
     scales = {

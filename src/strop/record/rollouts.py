@@ -1,14 +1,14 @@
 """Rollouts as Parquet, one row each: exact enough to replay, plain enough to query for years.
 
-`write_rollouts` and `read_rollouts` are inverse to each other; `write_trained` adds what training made of
-them, which `strop.record.rows` reads. The columns `reward`, `reply_text` and
-`num_sampled_tokens` repeat what the others imply, so that a query needs no arithmetic.
+`write_rollouts` and `read_rollouts` are inverse to each other; `write_trained` adds advantages, status and
+staleness, which `strop.record.rows` reads. The columns `reward`, `reply_text` and `num_sampled_tokens` follow
+from the others; with them a query needs no arithmetic.
 
 The file's metadata carries a SHA-256 of the whole file, taken with zeros in the digest's own place.
 Parquet's checksums cover pages alone: in a small file 15 % of the bytes may be flipped unnoticed, and for
 one byte in a thousand this changes what is read.
 
-Importing this module imports pyarrow, so it is not part of the room's light face.
+Importing this module imports pyarrow, so `strop.record` does not import it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from strop.rollout import (
 
 FORMAT = b"7"
 _READABLE = (b"6", FORMAT)
-"""Before 7 nothing told what training made of a rollout."""
+"""6 has no advantages, status and staleness."""
 _FORMAT_KEY = b"strop.rollouts"
 _SEAL_KEY = b"strop.sha256"
 _UNSEALED = b"0" * 64
@@ -108,23 +108,23 @@ _ROLLOUT_COLUMNS = [
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StoredRollout:
-    """One rollout with what training made of it."""
+    """One rollout with its use in training."""
 
     rollout: Rollout
     advantages: tuple[FloatArray | None, ...] = ()
-    """Of each token of each turn, as the learner was given them; None for a turn that was not trained on.
-    A shared turn's stand in every rollout that has it. Empty: of no turn."""
+    """The learner's advantage of each token of each turn; None for a turn that was not trained on. Those of a
+    shared turn are in every rollout that has it. Empty: no turn has any."""
     status: str | None = None
-    """What became of its group (`train.generation.GroupStatus`); None where it is not recorded."""
+    """The `train.generation.GroupStatus` of its group; None if not recorded."""
     staleness: int | None = None
-    """Steps that its oldest token is behind the weights that it met; None where it has none, or that is not
-    recorded."""
+    """Steps by which its oldest token is older than the weights that it trained; None if there is no token,
+    or it is not recorded."""
 
 
 def write_rollouts(
     path: Path, rollouts: Sequence[Rollout], *, facts: Mapping[str, str] | None = None
 ) -> None:
-    """Write rollouts to a Parquet file that appears complete or not at all.
+    """Write rollouts to a Parquet file atomically.
 
     `facts` go into the file's metadata, for `read_facts`.
 
@@ -136,9 +136,9 @@ def write_rollouts(
 def write_trained(
     path: Path, stored: Sequence[StoredRollout], *, facts: Mapping[str, str] | None = None
 ) -> None:
-    """Write rollouts with what training made of them. Raises: like `write_rollouts`."""
+    """Write rollouts with their use in training. Raises: like `write_rollouts`."""
     try:
-        table = pa.Table.from_pylist([_to_row(one) for one in stored], schema=SCHEMA)
+        table = pa.Table.from_pylist([_to_row(rollout) for rollout in stored], schema=SCHEMA)
     except (UnicodeEncodeError, TypeError, pa.ArrowException) as error:
         raise UnfitRecord(
             f"rollouts for {path.name} cannot be stored ({error})",
@@ -159,7 +159,7 @@ def write_trained(
 def read_rollouts(path: Path) -> list[Rollout]:
     """Read rollouts back, equal to those written.
 
-    Raises: StoreError if there is no such file; CorruptRecord if it is not one of ours.
+    Raises: StoreError if there is no such file; CorruptRecord if strop did not write it.
     """
     with opened(_read_bytes(path), path) as file:
         rows = file.read(columns=_ROLLOUT_COLUMNS).to_pylist(maps_as_pydicts="strict")
@@ -167,7 +167,7 @@ def read_rollouts(path: Path) -> list[Rollout]:
 
 
 def read_examples(path: Path) -> list[Example]:
-    """Read which examples the rollouts answer, each once; nothing else is decoded.
+    """Read the examples that the rollouts answer, each once, without decoding anything else.
 
     Raises: like `read_rollouts`.
     """
@@ -177,7 +177,7 @@ def read_examples(path: Path) -> list[Example]:
 
 
 def read_facts(path: Path) -> dict[str, str]:
-    """Read what was written beside the rollouts, which are not decoded.
+    """Read the facts that were written with the rollouts, without decoding these.
 
     Raises: like `read_rollouts`.
     """
@@ -187,7 +187,7 @@ def read_facts(path: Path) -> dict[str, str]:
 
 @contextmanager
 def opened(data: bytes, place: Path | str) -> Iterator[pq.ParquetFile]:
-    """Open the bytes of a file of rollouts, to decode what it holds in the block; `place` names the file.
+    """Open the bytes of a file of rollouts, and decode them inside the block; `place` names the file.
 
     Raises: CorruptRecord if they are not the bytes that were written, or cannot be decoded.
     """
@@ -210,12 +210,12 @@ def opened(data: bytes, place: Path | str) -> Iterator[pq.ParquetFile]:
 
 
 def _find_seal(data: bytes) -> int:
-    """Return where the digest begins."""
-    # The last: a text among the rollouts or the facts may look the same, and ours follows them.
-    found = data.rfind(_SEAL_ENTRY)
-    if found < 0:
+    """Return the offset of the digest."""
+    # The last match: a text among the rollouts or the facts, which come first, may look the same.
+    offset = data.rfind(_SEAL_ENTRY)
+    if offset < 0:
         raise ValueError("it carries no digest of strop's")
-    return found + len(_SEAL_ENTRY)
+    return offset + len(_SEAL_ENTRY)
 
 
 def _digest(data: bytes, seal_start: int) -> bytes:
@@ -256,7 +256,7 @@ def _to_row(stored: StoredRollout) -> dict[str, Any]:
                 "logprobs": turn.logprobs,
                 "policy_version": turn.policy_version,
                 "finish_reason": turn.finish_reason and turn.finish_reason.value,
-                "segments": [{"start": one.start, "version": one.version} for one in turn.segments],
+                "segments": [{"start": part.start, "version": part.version} for part in turn.segments],
                 "advantages": of_tokens,
             }
             for turn, of_tokens in zip(rollout.turns, advantages, strict=True)
@@ -285,11 +285,11 @@ def _to_row(stored: StoredRollout) -> dict[str, Any]:
 
 
 def to_stored(row: dict[str, Any]) -> StoredRollout:
-    """Return what a row, whose maps are dictionaries, tells of a rollout. Rows before format 7 tell less."""
+    """Return the stored rollout of a row whose maps are dictionaries; format 6 has no training columns."""
     return StoredRollout(
         rollout=to_rollout(row),
         advantages=tuple(
-            None if (found := turn.get("advantages")) is None else np.array(found, dtype=np.float32)
+            None if (values := turn.get("advantages")) is None else np.array(values, dtype=np.float32)
             for turn in row["turns"]
         ),
         status=row.get("status"),
@@ -298,7 +298,7 @@ def to_stored(row: dict[str, Any]) -> StoredRollout:
 
 
 def to_rollout(row: dict[str, Any]) -> Rollout:
-    """Return the rollout of such a row."""
+    """Return the rollout of a row whose maps are dictionaries."""
     failure = row["failure"]
     outcome = Outcome(
         parts=row["reward_parts"],
@@ -320,7 +320,7 @@ def to_rollout(row: dict[str, Any]) -> Rollout:
             logprobs=None if turn["logprobs"] is None else np.array(turn["logprobs"], dtype=np.float32),
             policy_version=turn["policy_version"],
             finish_reason=None if turn["finish_reason"] is None else FinishReason(turn["finish_reason"]),
-            segments=tuple(VersionSegment(**one) for one in turn["segments"]),
+            segments=tuple(VersionSegment(**segment) for segment in turn["segments"]),
         )
         for turn in row["turns"]
     )

@@ -1,9 +1,9 @@
-"""A step's rollouts as rows: columns for a list, one whole rollout when it is opened.
+"""A step's rollouts as rows: summary columns for a list, and one whole rollout on request.
 
-Texts are searched and cut in Arrow, so a list of 512 rollouts costs milliseconds where decoding them costs
-hundreds. Everything takes the bytes of a rollouts' file, so that it serves a directory and a store alike.
+Texts are searched and cut in Arrow: a list of 512 rollouts takes milliseconds, while decoding them takes
+hundreds. All functions take the bytes of a rollouts' file, which may come from a directory or a store.
 
-Importing this module imports pyarrow, so it is not part of the room's light face.
+Importing this module imports pyarrow, so `strop.record` does not import it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TRAINED = ("status", "staleness")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutRow:
-    """One rollout as a list shows it."""
+    """The summary of one rollout in a list."""
 
     index: int
     """Its row in the file, from 0."""
@@ -55,23 +55,23 @@ class RolloutRow:
     """Owner and kind: 'infra: timeout'."""
     num_sampled_tokens: int
     num_turns: int
-    """What the policy was told counts too."""
+    """Prompts and observations included."""
     status: str | None
-    """What became of its group (`train.generation.GroupStatus`); None where it is not recorded."""
+    """As in `StoredRollout`."""
     staleness: int | None
-    """Steps that its oldest token is behind the weights that it met; None where it is not recorded."""
+    """As in `StoredRollout`."""
     prompt: str
-    """Of the first turn, the first 200 characters."""
+    """The first 200 characters of the first turn."""
     prompt_end: str
-    """And the last 200: behind a long system prompt the question is there."""
+    """Its last 200: after a long system prompt they hold the question."""
     reply: str
-    """Of the last turn that the policy spoke, the first 200 characters; empty where it never did."""
+    """The first 200 characters of the policy's last turn; empty if it has none."""
 
 
 def list_rows(data: bytes, name: str) -> list[RolloutRow]:
-    """Return all rollouts of a file's bytes as a list shows them.
+    """Return the summaries of all rollouts of a file's bytes.
 
-    Raises: CorruptRecord, naming the file, if they are not the bytes of one of ours.
+    Raises: CorruptRecord, naming the file, if strop did not write these bytes.
     """
     with opened(data, name) as file:
         trained = [column for column in _TRAINED if column in file.schema_arrow.names]
@@ -98,7 +98,7 @@ def list_rows(data: bytes, name: str) -> list[RolloutRow]:
 
 
 def find_rows(data: bytes, name: str, text: str) -> list[int]:
-    """Return the rows of which a turn (prompts too) or the extracted answer holds a text, ignoring case.
+    """Return the rows with a text in a turn (prompts too) or in the extracted answer, ignoring case.
 
     Raises: like `list_rows`.
     """
@@ -110,7 +110,7 @@ def find_rows(data: bytes, name: str, text: str) -> list[int]:
     with opened(data, name) as file:
         table = file.read(columns=list(_SEARCHED), use_threads=False).combine_chunks()
         offsets, texts = _split_turns(table)
-        # How many of the turns up to each one hold the text, from which a row's are a difference.
+        # Number of matching turns before each turn; a row's number is the difference at its offsets.
         num_before = np.concatenate([[0], np.cumsum(_holds(texts, text))])
         is_found = np.diff(num_before[offsets]) > 0
         return np.flatnonzero(is_found | _holds(table["extracted"], text)).tolist()
@@ -133,7 +133,7 @@ def read_row(data: bytes, name: str, index: int) -> StoredRollout:
 
 
 def _split_turns(table: pa.Table) -> tuple[Any, Any]:
-    """Return where each row's turns begin and end, and the texts of all turns."""
+    """Return the offsets of each row's turns, and the texts of all turns."""
     turns = table["turns"].combine_chunks()
     turns = turns.chunk(0) if isinstance(turns, pa.ChunkedArray) else turns
     return turns.offsets.to_numpy(), turns.values.field("text")

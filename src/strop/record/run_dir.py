@@ -2,13 +2,13 @@
 
     <name>-<YYYYmmdd-HHMMSS>/          UTC, with -2, -3 ... for runs born in the same second
       run.json  spec.toml  env.txt  lock
-      attempts/<k>/{attempt.json, train.log}          latest -> attempts/<k>; of a job: attempts/<its name>
+      attempts/<k>/{attempt.json, train.log}          latest -> attempts/<k>; in a job: attempts/<its name>
       metrics.jsonl  events.jsonl  timeline.jsonl  {rollouts,discarded}/step-000012.parquet
       checkpoints/step-000020/{..., COMPLETE}  eval/<task>-step-000020.json  report.html
-      trackers/{<name>.json, <name>/}          what a tracker has, and its own files
+      trackers/{<name>.json, <name>/}          a tracker's progress, and its files
 
-Step 12 in a name is the state after 12 steps, or what the 12th step was trained on.
-Whoever works in a run holds its lock; reading needs none.
+Step 12 in a name is the state after 12 steps, or the data of the 12th step.
+Writing in a run requires its lock; reading does not.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from strop.record.timeline import Timeline
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
 STEP_PATTERN = re.compile(r"step-(\d{6,})(?:\.[a-z]+)?$")
 WEIGHTS_FACT = "weights_digest"
-"""Fact in a checkpoint's manifest: the digest of its model's tensors, by which evaluations name it."""
+"""Fact in a checkpoint's manifest: the digest of its model's tensors, which evaluations record."""
 TOKENIZER_NAME = "tokenizer.json"
 STATE_NAME = "run.json"
 LOCK_NAME = "lock"
 TIMELINE_NAME = "timeline.jsonl"
 _FOLDERS = ("attempts", "rollouts", "checkpoints", "eval")
 DISCARDED = "discarded"
-"""Folder of the rollouts that were sampled and replaced, made when there are some."""
+"""Folder of the rollouts that were sampled and replaced, if there are any."""
 _STEP_FOLDERS = ("rollouts", DISCARDED, "eval")
-"""What later steps left there is cut off."""
+"""Folders from which a resume removes the files of later steps."""
 OVERTAKE_LIMIT_S = 60.0
-"""How long an attempt of a job waits for the lock of the one before, which is cut off and ends."""
+"""Longest wait of a job's attempt for the lock of the attempt before, which is fenced and ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,7 +68,7 @@ class RunState:
     finished_at: float | None = None
     """Unix seconds; None until every requested step is trained."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What identifies the run's inputs: model digest, task version, machine. JSON values."""
+    """Identity of the run's inputs: model digest, task version, machine. JSON values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,12 +81,12 @@ class Attempt:
 
     @property
     def log_path(self) -> Path:
-        """Where this attempt's training process writes its output."""
+        """The output of this attempt's training process."""
         return self.path / "train.log"
 
 
 class RunDir:
-    """The directory of one run. Make it with `create`, `open` or `find_resumable`."""
+    """The directory of one run. Use `create`, `open` or `find_resumable` to get one."""
 
     def __init__(self, path: Path, state: RunState, lock: FileLock) -> None:
         self.path = path
@@ -114,7 +114,7 @@ class RunDir:
         *,
         now: float | None = None,
     ) -> RunDir:
-        """Create a run directory that appears complete and locked by this process.
+        """Create a run directory atomically, locked by this process.
 
         Raises: ConfigError if the name cannot be a directory name; StoreError if the disk fails.
         """
@@ -128,7 +128,7 @@ class RunDir:
         try:
             root.mkdir(parents=True, exist_ok=True)
             partial_path.mkdir()
-            # Locked before it has its name, so that no process finds it unlocked.
+            # Locked before it gets its name, so that no process sees it unlocked.
             lock.acquire()
             for folder in _FOLDERS:
                 (partial_path / folder).mkdir()
@@ -149,10 +149,10 @@ class RunDir:
     def adopt(
         cls, path: Path, name: str, spec_text: str, spec_digest: str, facts: Mapping[str, Any]
     ) -> RunDir:
-        """Make a run directory of a folder that a launcher prepared; what is in it stays. Locked.
+        """Turn a folder that a launcher prepared into a locked run directory, and keep its files.
 
-        Raises: ConfigError if the name cannot be a directory name; CheckRefused if another process works
-            there; StoreError if the disk fails.
+        Raises: ConfigError if the name cannot be a directory name; CheckRefused if another process holds its
+            lock; StoreError if the disk fails.
         """
         _check_name(name)
         state = RunState(name=name, spec_digest=spec_digest, created_at=time.time(), facts=dict(facts))
@@ -162,14 +162,14 @@ class RunDir:
         is_made = False
         try:
             if (path / STATE_NAME).exists():
-                # Somebody was faster, and has ended since.
+                # Another process made it, and has ended since.
                 run.state, is_made = _read_state(path), True
                 return run
             for folder in _FOLDERS:
                 (path / folder).mkdir(exist_ok=True)
             write_bytes_atomically(path / "spec.toml", spec_text.encode())
             write_bytes_atomically(path / "env.txt", describe_environment().encode())
-            # Last: a folder without it is no run yet.
+            # Last: a folder without this file is no run.
             write_bytes_atomically(path / STATE_NAME, _state_to_bytes(state))
             is_made = True
         except OSError as error:
@@ -181,7 +181,7 @@ class RunDir:
 
     @classmethod
     def open(cls, path: Path) -> RunDir:
-        """Open a run for reading; call `acquire` before working in it.
+        """Open a run for reading; call `acquire` before writing in it.
 
         Raises: StoreError if it is not a run directory; CorruptRecord if run.json is damaged.
         """
@@ -204,33 +204,33 @@ class RunDir:
 
     @property
     def checkpoints_path(self) -> Path:
-        """The parent of all checkpoints."""
+        """The folder of all checkpoints."""
         return self.path / "checkpoints"
 
     def rollouts_path(self, step: int) -> Path:
-        """Where the rollouts of a step are stored."""
+        """The file of the rollouts of a step."""
         return self.path / "rollouts" / f"{_step_name(step)}.parquet"
 
     def discarded_path(self, step: int) -> Path:
-        """Where the rollouts are stored that were sampled for a step and replaced; there may be none."""
+        """The file of the rollouts that were sampled for a step and replaced; it may not exist."""
         return self.path / DISCARDED / f"{_step_name(step)}.parquet"
 
     def rollouts_files(self) -> list[Path]:
-        """Return the files of rollouts that there are, by step."""
+        """Return the existing files of rollouts, by step."""
         return sorted((self.path / "rollouts").glob("step-*.parquet"))
 
     def checkpoint_path(self, step: int) -> Path:
-        """Where the checkpoint after `step` steps is stored."""
+        """The directory of the checkpoint after `step` steps."""
         return self.checkpoints_path / _step_name(step)
 
     def eval_path(self, task: str, step: int) -> Path:
-        """Where the evaluation of a task after `step` steps is stored."""
+        """The file of the evaluation of a task after `step` steps."""
         return self.path / "eval" / f"{task}-{_step_name(step)}.json"
 
     def acquire(self) -> None:
-        """Take the run's lock and read its state anew.
+        """Take the run's lock and reread its state.
 
-        Raises: CheckRefused naming the holder if another process works in this run.
+        Raises: CheckRefused naming the holder if another process holds the lock.
         """
         deadline = time.monotonic() + (OVERTAKE_LIMIT_S if ATTEMPT_VARIABLE in os.environ else 0.0)
         while not self._lock.try_acquire():
@@ -242,7 +242,7 @@ class RunDir:
             remove_leftovers(self.path / folder)
 
     def move_to(self, path: Path) -> None:
-        """Give the directory another name, its lock kept. Call it before anything is logged.
+        """Rename the directory and keep its lock. Call it before anything is logged.
 
         Raises: StoreError if the name is taken or the disk fails.
         """
@@ -256,19 +256,19 @@ class RunDir:
         self._open_logs()
 
     def release(self) -> None:
-        """Close the logs and give the lock back."""
+        """Close the logs and release the lock."""
         for log in self._logs:
             log.close()
         self._lock.release()
 
     def __enter__(self) -> RunDir:
-        """Take the lock, if it is not held yet."""
+        """Take the lock, unless it is held already."""
         if not self.is_locked_here:
             self.acquire()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self.release()
 
     def next_attempt(self) -> Attempt:
@@ -276,7 +276,7 @@ class RunDir:
         return self._attempt_of(self.state.num_attempts + 1)
 
     def _attempt_of(self, index: int) -> Attempt:
-        # A launcher names the folder of the attempt that this process is part of.
+        # A launcher sets the name of its attempt's folder.
         name = os.environ.get(ATTEMPT_VARIABLE) or str(index)
         return Attempt(index=index, path=self.path / "attempts" / name)
 
@@ -301,14 +301,14 @@ class RunDir:
         return attempt
 
     def end_attempt(self, attempt: Attempt, *, cause: str, exit_code: int, step: int) -> None:
-        """Note why an attempt ended; an attempt without this note was killed."""
+        """Record why an attempt ended; an attempt without this record was killed."""
         self._check_locked()
         content = json.loads((attempt.path / "attempt.json").read_bytes())
         content |= {"ended_at": time.time(), "cause": cause, "exit_code": exit_code, "step": step}
         write_bytes_atomically(attempt.path / "attempt.json", json.dumps(content, indent=1).encode())
 
     def mark_finished(self) -> None:
-        """Note that every requested step was trained; the run is not resumed any more.
+        """Record that every requested step was trained: the run is not resumed any more.
 
         Raises: CheckRefused if this process does not hold the lock; StoreError if the disk fails.
         """
@@ -316,10 +316,10 @@ class RunDir:
         self._save(replace(self.state, finished_at=time.time()))
 
     def truncate_after(self, step: int) -> None:
-        """Remove what was recorded after `step`, so that a resume writes it once and not twice.
+        """Remove the records of steps after `step`, which a resume writes again.
 
-        Metrics, events, spans, rollouts and evaluations of later steps go. Checkpoints stay: a later
-        one that is damaged is replaced when its step is reached again.
+        These are metrics, events, spans, rollouts and evaluations. Checkpoints stay: a later one that is
+        damaged is replaced when its step is reached again.
 
         Raises: CheckRefused if this process does not hold the lock; CorruptRecord if a log is damaged.
         """
@@ -328,11 +328,10 @@ class RunDir:
             log.truncate_after(step)
         for folder in _STEP_FOLDERS:
             for path in sorted((self.path / folder).glob("*")):
-                found_step = step_of(path)
-                if found_step is None or found_step <= step:
+                if (step_of(path) or 0) <= step:
                     continue
                 if path.is_dir():
-                    # Replies that an evaluation beside the run kept.
+                    # Replies of an evaluation beside the run.
                     shutil.rmtree(path)
                 else:
                     path.unlink()
@@ -341,13 +340,13 @@ class RunDir:
         """Return the steps with a complete checkpoint, in order. Bytes are not verified."""
         if not self.checkpoints_path.is_dir():
             return []
-        found = {step_of(path): path for path in self.checkpoints_path.iterdir()}
-        return sorted(step for step, path in found.items() if step is not None and is_complete(path))
+        paths = {step_of(path): path for path in self.checkpoints_path.iterdir()}
+        return sorted(step for step, path in paths.items() if step is not None and is_complete(path))
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """Return step and path of the newest complete checkpoint, or None.
 
-        Incomplete directories are passed over. A complete one may still be damaged: verify it with
+        Incomplete directories are skipped. A complete one may still be damaged: verify it with
         `store.verify_directory`, and let a refusal stop the run, since skipping it silently would
         hide a failing disk.
         """
@@ -355,12 +354,12 @@ class RunDir:
         return (steps[-1], self.checkpoint_path(steps[-1])) if steps else None
 
     def keep_checkpoints(self, num_kept: int) -> list[int]:
-        """Remove all but the newest complete checkpoints (at least one); return the steps that went."""
+        """Remove all but the newest complete checkpoints (at least one); return the removed steps."""
         self._check_locked()
-        gone = self.checkpoint_steps()[: -max(1, num_kept)]
-        for step in gone:
+        removed = self.checkpoint_steps()[: -max(1, num_kept)]
+        for step in removed:
             remove_directory(self.checkpoint_path(step))
-        return gone
+        return removed
 
     def sync(self) -> None:
         """Make the logs durable; call it before a checkpoint is sealed."""
@@ -389,9 +388,9 @@ class RunDir:
 
 
 def list_runs(root: Path, name: str | None = None) -> list[RunDir]:
-    """Return the runs under `root`, newest first, opened for reading. What is not a run is left out.
+    """Return the runs under `root`, newest first, opened for reading. Other directories are left out.
 
-    With `name`, only directories of runs whose name begins so are read.
+    With `name`, only directories whose name begins with it and a dash are read.
 
     Raises: CorruptRecord if a run.json is damaged.
     """
@@ -404,7 +403,7 @@ def list_runs(root: Path, name: str | None = None) -> list[RunDir]:
 def find_resumable(root: Path, name: str, spec_digest: str) -> RunDir | None:
     """Return the newest unfinished run of this name and spec, with its lock held, or None.
 
-    A run that another process works in is passed over.
+    Runs that another process holds are skipped.
     """
     remove_leftovers(root)
     for run in list_runs(root, name):
@@ -415,7 +414,7 @@ def find_resumable(root: Path, name: str, spec_digest: str) -> RunDir | None:
             run.acquire()
         except CheckRefused:
             continue
-        # It may have been finished between reading its state and taking its lock.
+        # The run may have been finished between reading its state and taking its lock.
         if not run.is_finished:
             return run
         run.release()
@@ -473,7 +472,7 @@ def _read_state(path: Path) -> RunState:
 
 
 def parse_state(data: bytes, place: Path | str) -> RunState:
-    """Return what run.json says; `place` names it. Raises: CorruptRecord if it is damaged."""
+    """Parse run.json; `place` names it. Raises: CorruptRecord if it is damaged."""
     try:
         return RunState(**json.loads(data))
     except (ValueError, TypeError) as error:
@@ -485,7 +484,7 @@ def parse_state(data: bytes, place: Path | str) -> RunState:
 
 
 def point_latest(run_path: Path, attempt: str) -> None:
-    """Let `latest` lead to an attempt's directory, by its name. Raises: StoreError if the disk fails."""
+    """Point the link `latest` to an attempt's directory. Raises: StoreError if the disk fails."""
     link_path = partial_path_of(run_path / "latest")
     try:
         link_path.symlink_to(Path("attempts") / attempt)

@@ -2,9 +2,9 @@
 
     {"step":12,"spans":[{"lane":"learner","name":"learn","start":1764271234.1,"end":1764271236.4}, ...]}
 
-Times are Unix seconds. Spans are measured on a monotonic clock and placed by one look at the wall clock a
-line, so that a clock that is set changes no duration. What follows a step, its evaluation and its checkpoint,
-has lines of the same step of its own.
+Times are Unix seconds. Spans are measured on a monotonic clock, and the wall clock is read once per line, so
+that setting the clock changes no duration. The evaluation and the checkpoint after a step have separate lines
+with the same step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import Any
 from strop.record.events import JsonLines
 
 LEARNER, ENGINE, ENVIRONMENTS, VERIFIER = "learner", "engine", "environments", "verifier"
-"""Lanes. Of several engines each has its own, as in `engine 3`."""
+"""Lanes. Each of several engines has a lane, such as `engine 3`."""
 MAX_GROUP_SPANS = 512
-"""In a line; of more groups the longest are kept, so that a line stays below 100 kB."""
+"""Per line; of more groups the longest are kept, so that a line stays below 100 kB."""
 _SHORTEST_S = 0.0005
-"""What took less is not shown."""
+"""Shorter spans are left out."""
 
 
 class Timeline(JsonLines):
@@ -43,13 +43,13 @@ class Timeline(JsonLines):
     def add(
         self, lane: str, name: str, start: float, end: float, detail: Mapping[str, Any] | None = None
     ) -> None:
-        """Keep a span for the next line. Units: seconds of `time.perf_counter` for both ends."""
+        """Keep a span for the next line. `start` and `end`: seconds of `time.perf_counter`."""
         if end - start >= _SHORTEST_S:
             self._spans.append((lane, name, start, end, detail))
 
     @contextmanager
     def span(self, lane: str, name: str) -> Iterator[None]:
-        """Add what is done inside, however it ends."""
+        """Add the block's time as a span, even if it raises."""
         start = self._clock()
         try:
             yield
@@ -57,7 +57,7 @@ class Timeline(JsonLines):
             self.add(lane, name, start, self._clock())
 
     def write(self, step: int) -> None:
-        """Write the spans since the last line; none where there are none.
+        """Write the spans since the last line, if any.
 
         Raises: StoreError if the disk fails.
         """

@@ -10,18 +10,18 @@ from strop.record.mirror.layout import MirrorOrder
 from strop.record.mirror.uploader import Uploader, upload_settings
 from strop.store.opening import open_record_store
 
-# A stop is meant for the trainer, which then asks for the rest to be sent.
-_NOT_FOR_US = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+# These signals are for the trainer, which then asks the uploader to flush.
+_IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 def main(words: list[str]) -> int:
     """Mirror a run until its trainer has ended."""
     parent = os.getppid()
-    for number in _NOT_FOR_US:
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     order = MirrorOrder.from_json(words[0])
     store = open_record_store(order.uri, upload_settings(order.max_mb_per_s))
-    # Linux kills it with its parent; elsewhere it has to look.
+    # Linux kills it with its parent; elsewhere it has to check.
     return Uploader(order, store).run(is_orphan=lambda: os.getppid() != parent)
 
 

@@ -1,8 +1,8 @@
-"""Who may write to a run's mirror, and which checkpoint in it is the newest: `latest.json`.
+"""`latest.json`: the owner of a run's mirror, which alone may write to it, and the newest checkpoint.
 
-One object says both, and every change of it is conditional on the one before. An attempt that starts
-claims the mirror with a higher fence than the last, and one that finds another owner there stops. So an
-attempt that was taken for dead and resumes cannot point back to its older checkpoint. No clock is used.
+Every change of this object is conditional on its last version. An attempt that starts claims the mirror with
+a higher fence than the last, and an attempt that sees another owner stops. So an attempt that was suspended,
+taken for dead and wakes up cannot point back to its older checkpoint. No clock is used.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from strop.store.uris import join_uri
 
 LATEST_NAME = "latest.json"
 NUM_CLAIM_ATTEMPTS = 5
-"""Attempts that start at one moment and find each other's claim each time."""
+"""Attempts to claim a mirror that others claim at the same moment."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunIdentity:
-    """What tells two runs of one name apart."""
+    """Distinguishes runs of the same name."""
 
     name: str
     spec_digest: str
@@ -43,22 +43,22 @@ class Latest:
     fence: int
     """Larger with every claim, and never smaller than the owner's attempt number."""
     owner: str
-    """Names one attempt of one process; random."""
+    """Random id of one attempt of one process."""
     attempt: int
-    """The owner's attempt number, as its run directory counts."""
+    """The owner's attempt number in its run directory."""
     step: int | None = None
-    """Of the newest checkpoint that was sent whole; None: none yet."""
+    """Step of the newest checkpoint that was sent completely, with its URI; None: none yet."""
     uri: str | None = None
     digest: str | None = None
-    """Of that record's manifest."""
+    """Digest of that record's manifest."""
 
     def to_bytes(self) -> bytes:
-        """Return the object's content."""
+        """Return the JSON of latest.json."""
         return json.dumps(asdict(self), indent=1).encode()
 
 
 def read_latest(store: RecordStore, uri: str) -> tuple[Latest, str] | None:
-    """Return what a mirror says of itself, with its version; None: nothing was ever mirrored there.
+    """Return a mirror's latest.json with its version; None: nothing was ever mirrored there.
 
     Raises: CorruptRecord if it cannot be read.
     """
@@ -81,9 +81,9 @@ def read_latest(store: RecordStore, uri: str) -> tuple[Latest, str] | None:
 def claim_mirror(
     store: RecordStore, uri: str, run: RunIdentity, *, owner: str, attempt: int, is_late: bool = False
 ) -> Latest:
-    """Make an attempt the one that may write to the run's mirror.
+    """Make an attempt the owner of the run's mirror.
 
-    `is_late`: it began a while ago, and a claim by one of its number or a later one stands.
+    `is_late`: the attempt began a while ago, so it does not replace an owner with its number or a later one.
     Raises: CheckRefused if another run is mirrored there; MirrorFenced; StoreErrors.
     """
     for _ in range(NUM_CLAIM_ATTEMPTS):
@@ -115,7 +115,7 @@ def claim_mirror(
 
 
 def require_claim(store: RecordStore, uri: str, owner: str) -> tuple[Latest, str]:
-    """Return what the mirror says of itself if it is still this attempt's.
+    """Return the mirror's latest.json and its version if this attempt still owns it.
 
     Raises: MirrorFenced naming the newer attempt.
     """
@@ -126,7 +126,7 @@ def require_claim(store: RecordStore, uri: str, owner: str) -> tuple[Latest, str
 
 
 def point_to(store: RecordStore, uri: str, owner: str, *, step: int, record_uri: str, digest: str) -> Latest:
-    """Name the newest checkpoint.
+    """Record the newest checkpoint in latest.json.
 
     Raises: MirrorFenced if another attempt has claimed the mirror in the meantime.
     """
@@ -144,11 +144,11 @@ def point_to(store: RecordStore, uri: str, owner: str, *, step: int, record_uri:
 
 def _fenced(uri: str, latest: Latest | None) -> MirrorFenced:
     if latest is None:
-        now = "has no owner any more"
+        state = "has no owner any more"
     else:
-        now = f"belongs to attempt {latest.attempt}, fence {latest.fence}"
+        state = f"belongs to attempt {latest.attempt}, fence {latest.fence}"
     return MirrorFenced(
-        f"{uri} {now}: this attempt sends nothing more",
+        f"{uri} {state}: this attempt sends nothing more",
         allowed="the attempt that started last",
         next_step="end this attempt if the newer one is meant to live",
     )

@@ -1,7 +1,7 @@
-"""What the uploader sends: a checkpoint held by hard links while the trainer prunes, and the growing logs.
+"""The files that the uploader sends: a checkpoint, pinned by hard links against pruning, and growing logs.
 
-Where the file system knows no hard links, or the disk is nearly full, files are sent from where they are;
-one that goes away meanwhile ends the transfer, and the next look begins with what is there then.
+Without hard links, or on a nearly full disk, files are sent in place; a file that is removed meanwhile ends
+the transfer, and the next look starts with the files that remain.
 """
 
 from __future__ import annotations
@@ -35,35 +35,35 @@ from strop.store.uris import join_uri
 _NO_LINKS = frozenset({errno.EPERM, errno.EXDEV, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 _PIN_FOLDER = "pinned"
 ROOM_FACTOR = 2.5
-"""Room for so many checkpoints, or none is held back from being pruned: a run ends below 1.25 of them."""
+"""Free space, in checkpoints, that pinning one requires: a run ends below 1.25 of them."""
 _WHOLE_FILES = ("spec.toml", "env.txt")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PinnedCheckpoint:
-    """A checkpoint that stays as it is while it is sent."""
+    """A checkpoint whose files do not change while they are sent."""
 
     step: int
     manifest: Manifest
-    """The checkpoint's own, with the modification times of the pinned files."""
+    """The checkpoint's manifest, with the modification times of the pinned files."""
     paths: Mapping[str, Path]
-    """Its files, and below `run/` those of the run that belong to its step."""
+    """Its files, and below `run/` the run's files up to its step."""
 
     def describe(self, facts: Mapping[str, object]) -> Manifest:
-        """Return the manifest of the record that all these files make."""
+        """Return the manifest of the record with all these files."""
         added = {name: path for name, path in self.paths.items() if name not in self.manifest.files}
         files = {**self.manifest.files, **describe_files(added)}
         return Manifest(files=files, facts={**self.manifest.facts, "mirror": dict(facts)})
 
     def model(self) -> tuple[dict[str, Path], dict[str, FileRecord]]:
-        """Return the files of the model alone, by their names in it, and what is promised of them."""
+        """Return the paths and the manifest entries of the model's files, by their names in the model."""
         names = [name for name in self.manifest.files if name.startswith("model/")]
         paths = {name.removeprefix("model/"): self.paths[name] for name in names}
         return paths, {name.removeprefix("model/"): self.manifest.files[name] for name in names}
 
 
 def pin_checkpoint(run: RunDir, step: int) -> PinnedCheckpoint | None:
-    """Hold a checkpoint and the run's curve up to it. None: the trainer has just removed it.
+    """Pin a checkpoint and the run's curve up to it. None: the trainer has just removed it.
 
     Raises: CorruptRecord if it is damaged; StoreError if the disk fails.
     """
@@ -72,7 +72,7 @@ def pin_checkpoint(run: RunDir, step: int) -> PinnedCheckpoint | None:
     try:
         sealed = read_manifest(source)
         names = [*sealed.files, MANIFEST_NAME]
-        # On a tight disk the trainer's next checkpoint is worth more than this one's way to the store.
+        # On a nearly full disk the trainer's next checkpoint matters more than sending this one.
         has_room = shutil.disk_usage(run.path).free >= ROOM_FACTOR * sealed.size_bytes
         folder = target if has_room and _link_files(source, target, names) else source
         manifest, paths = describe_directory(folder)
@@ -81,8 +81,8 @@ def pin_checkpoint(run: RunDir, step: int) -> PinnedCheckpoint | None:
         return None
     except StoreError as error:
         if not (source / MANIFEST_NAME).is_file():
-            return None  # Gone in between, not damaged.
-        # The reader knows the checkpoint, and not its links.
+            return None  # Removed meanwhile, not damaged.
+        # Users know the checkpoint, not its links.
         raise type(error)(str(error).replace(str(target), str(source))) from error
     except OSError as error:
         raise explain_write_failure(error, target) from error
@@ -97,7 +97,7 @@ def unpin(run_path: Path) -> None:
 
 
 def pin_file(run_path: Path, source: Path) -> Path:
-    """Return a name under which a file stays as it is; the file itself where there are no hard links."""
+    """Return a hard link to a file, which pins it; without hard links, the file itself."""
     target = run_path / MIRROR_FOLDER / f"one{source.suffix}"
     target.unlink(missing_ok=True)
     try:
@@ -125,10 +125,10 @@ def _link_files(source: Path, target: Path, names: Sequence[str]) -> bool:
 
 
 def _write_curve(run: RunDir, step: int, folder: Path) -> dict[str, Path]:
-    """Copy what the run recorded up to a step; return the copies by their names in the record."""
+    """Copy the run's records up to a step; return the copies by their names in the mirror's record."""
     state: dict[str, Any] = json.loads((run.path / STATE_NAME).read_bytes())
     contents = {
-        # A run is finished for those elsewhere when its model is in the store as well.
+        # Elsewhere the run counts as finished only when its model is in the store too.
         STATE_NAME: json.dumps({**state, "finished_at": None}, indent=1).encode(),
         "metrics.jsonl": run.metrics.read_until(step),
         "events.jsonl": run.events.read_until(step),
@@ -144,8 +144,8 @@ def _write_curve(run: RunDir, step: int, folder: Path) -> dict[str, Path]:
     return {f"{RUN_FOLDER}/{name}": folder / name for name in contents}
 
 
-# What a run writes beside its checkpoints, sent as it grows. Rollouts go before the metrics that mention
-# them, so that a reader finds the rollouts of every step that has a line.
+# The run's files besides its checkpoints, sent as they grow. Rollouts are sent before the metrics of their
+# step, so that a reader finds the rollouts of every step with a line.
 
 LOGS = (TIMELINE_NAME, "events.jsonl", "metrics.jsonl")
 """Sent last, in this order."""
@@ -156,10 +156,9 @@ _SINGLE = (
 _GROWING = frozenset({".jsonl", ".log", ".out", ".txt"})
 FEW_FILES = 100
 SMALL_BYTES = 8 << 20
-"""Read into memory and sent at once; larger ones are held by a link."""
+"""Smaller files are read into memory and sent; larger ones are pinned by a link."""
 GROWTH_FRAC = 0.05
-"""A large log is sent again when it has grown by so much: all that is ever sent of it is then no more than
-some twenty times its size."""
+"""A large log is sent again when it has grown by this fraction, so in all it is sent about twenty times."""
 EAGER_BYTES = 1 << 20
 """A file below this size is sent at every change."""
 
@@ -168,7 +167,7 @@ Signature = tuple[int, int]
 
 
 class TraceSender:
-    """Sends what has changed since the last pass."""
+    """Sends the files that have changed since the last pass."""
 
     def __init__(self, run_path: Path, store: RecordStore, uri: str) -> None:
         self._run_path = run_path
@@ -176,20 +175,20 @@ class TraceSender:
         self._uri = join_uri(uri, TRACES)
         self._sent: dict[str, Signature] = {}
         self._has_compared = False
-        """Whether it knows what earlier uploaders sent."""
+        """Whether the files of earlier uploaders were compared."""
 
     @property
     def has_much_to_compare(self) -> bool:
-        """Whether it has to ask for more than a few files first, which takes a request for each."""
+        """Whether many files must be compared with the store first, at a request for each."""
         return not self._has_compared and len(list(self._list_names())) > FEW_FILES
 
     def send(self, *, is_whole: bool, should_yield: Callable[[], bool]) -> bool:
-        """Send what is new. `is_whole`: however little it has grown.
+        """Send the changed files. `is_whole`: even logs that have grown little.
 
-        Returns False where it made room for something more urgent: the next call goes on.
+        Returns False if it stopped for something more urgent: the next call continues.
         Raises: StoreErrors; OSError if a file cannot be read.
         """
-        # Taken before the rollouts are listed, and sent after them.
+        # Read before the rollouts are listed, and sent after them.
         logs = {
             name: (sign(self._run_path / name), cut_at_line_end((self._run_path / name).read_bytes()))
             for name in LOGS
@@ -197,7 +196,7 @@ class TraceSender:
         }
         names = [name for name in self._list_names() if self._is_due(name, is_whole=is_whole)]
         if not self._has_compared:
-            # What an earlier uploader sent is left out: the store is asked once, by digests.
+            # Leave out the files that an earlier uploader sent; their digests are compared once.
             fixed = {name: self._run_path / name for name in names if Path(name).suffix not in _GROWING}
             missing = set(self._store.plan_put(fixed, self._uri).moved)
             for name in fixed.keys() - missing:
@@ -206,7 +205,7 @@ class TraceSender:
             names = [name for name in names if name not in fixed or name in missing]
         for name in names:
             path, place = self._run_path / name, join_uri(self._uri, name)
-            # A resumed run removes what it writes anew.
+            # A resumed run removes files that it writes again.
             with suppress(FileNotFoundError):
                 signature = sign(path)
                 is_growing = path.suffix in _GROWING
@@ -252,11 +251,11 @@ class TraceSender:
 
 
 def sign(path: Path) -> Signature:
-    """Return a file's size and modification time, which differ when it has changed."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns
+    """Return a file's size and modification time, which change with it."""
+    stat = path.stat()
+    return stat.st_size, stat.st_mtime_ns
 
 
 def cut_at_line_end(data: bytes) -> bytes:
-    """Leave out a line that is still being written."""
+    """Drop a last line that is still being written."""
     return data[: data.rfind(b"\n") + 1]

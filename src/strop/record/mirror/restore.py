@@ -1,6 +1,6 @@
-"""The way back: a run directory from its mirror, on any machine, and copies of a mirror for people.
+"""Restore a run directory from its mirror, on any machine, or copy a mirror for reading.
 
-Reads only. What is under way is called `NAME.incoming`, and the same call goes on with it.
+The mirror is only read. An unfinished copy is called `NAME.incoming`; the same call resumes it.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from strop.store.s3_client import S3Settings
 from strop.store.uris import join_uri, normalize_uri
 
 NUM_OBJECT_ATTEMPTS = 3
-"""How often an object is fetched that its writer replaces meanwhile."""
+"""Attempts to fetch an object that its writer replaces meanwhile."""
 _FETCHED_NAME = ".fetched"
-"""Marks a copy made by `fetch_run`, with where it is from."""
+"""File that marks a copy by `fetch_run`, with its source."""
 _CURVE_FILES = frozenset({"metrics.jsonl", "events.jsonl", TIMELINE_NAME, STATE_NAME, "spec.toml", "env.txt"})
 FETCH_PARTS = ("traces", "latest", "final")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemoteRun:
-    """What a mirror has."""
+    """The content of a mirror."""
 
     uri: str
     latest: Latest
     records: tuple[RecordName, ...]
-    """Complete checkpoints, the one to go on from first."""
+    """Complete checkpoints, the one to resume from first."""
 
     @property
     def step(self) -> int | None:
-        """The step that a restored run goes on from; None: it has no checkpoint yet."""
+        """The step from which a restored run resumes; None: it has no checkpoint yet."""
         return self.records[0].step if self.records else None
 
     def record_uri(self, name: RecordName) -> str:
-        """Return where a checkpoint's record is."""
+        """Return the URI of a checkpoint's record."""
         return name.uri(self.uri, self.latest.run.name)
 
 
 def find_remote_run(uri: str, *, settings: S3Settings | None = None) -> RemoteRun | None:
-    """Look at a run's mirror; None: nothing was ever mirrored there.
+    """Return a run's mirror; None: nothing was ever mirrored there.
 
     Raises: CorruptRecord if its latest.json cannot be read; StoreErrors.
     """
@@ -66,12 +66,11 @@ def find_remote_run(uri: str, *, settings: S3Settings | None = None) -> RemoteRu
 
 
 def restore_run(uri: str, root: Path, *, name: str | None = None, settings: S3Settings | None = None) -> Path:
-    """Make a run directory from a run's mirror, so that its command goes on from the newest checkpoint.
+    """Make a run directory from a run's mirror, so that the run's command resumes from the newest checkpoint.
 
-    The directory gets the mirror's name, or `name`. A checkpoint that is half there or damaged is passed
-    over for the one before. Everything is checked by digests; the directory appears when it is whole.
-    Raises: CheckRefused if the directory is there; RemoteMissing if the mirror has no checkpoint;
-        StoreErrors.
+    The directory gets the mirror's name, or `name`. An incomplete or damaged checkpoint is skipped for the
+    one before. Everything is checked by digests; the directory appears when it is complete.
+    Raises: CheckRefused if the directory exists; RemoteMissing if the mirror has no checkpoint; StoreErrors.
     """
     uri = normalize_uri(uri)
     store = open_record_store(uri, settings)
@@ -89,7 +88,7 @@ def restore_run(uri: str, root: Path, *, name: str | None = None, settings: S3Se
             run_path = _restore_record(store, found, incoming)
             _restore_traces(store, uri, run_path)
             run_path.rename(target)
-            # Under the lock: a process that comes now finds the target.
+            # Under the lock: a process that waits for it then finds the target.
             shutil.rmtree(incoming, ignore_errors=True)
     except OSError as error:
         raise explain_write_failure(error, target) from error
@@ -99,13 +98,12 @@ def restore_run(uri: str, root: Path, *, name: str | None = None, settings: S3Se
 def fetch_run(
     uri: str, target: Path, *, only: Sequence[str] = FETCH_PARTS, settings: S3Settings | None = None
 ) -> tuple[Path, ...]:
-    """Copy a run's mirror, or parts of it, to a directory for reading; return the files that moved.
+    """Copy a run's mirror, or parts of it, to a directory for reading; return the fetched files.
 
-    `only` are names of 'traces', 'latest' (the newest checkpoint), 'final' (the model), or 'step-N'.
-    A second call brings what is new. An interrupted copy is called `NAME.incoming` until the same call
-    has completed it. Nothing is removed at the source.
-    Raises: ConfigError for another part; RemoteMissing for a step that is not there; StoreError if the
-        target is there and no such copy.
+    `only`: 'traces', 'latest' (the newest checkpoint), 'final' (the model), or 'step-N'. A second call
+    fetches what has changed.
+    Raises: ConfigError for another part; RemoteMissing for a step that does not exist; StoreError if the
+        target exists and is no such copy.
     """
     uri = normalize_uri(uri)
     store = open_record_store(uri, settings)
@@ -114,7 +112,7 @@ def fetch_run(
     incoming = target.with_name(target.name + INCOMING_SUFFIX)
     moved: list[Path] = []
     try:
-        # A copy that was interrupted is continued; a complete one is brought up to date.
+        # An interrupted copy is resumed; a complete one is updated.
         for path in filter(Path.exists, (target, incoming)):
             marker = path / _FETCHED_NAME
             if not (marker.is_file() and marker.read_text() == uri):
@@ -131,7 +129,7 @@ def fetch_run(
             for record_uri in filter(None, dict.fromkeys(records)):
                 name = record_uri.rpartition("/")[2]
                 if store.find_manifest(record_uri) is None and record_uri.endswith("_final"):
-                    continue  # Not trained to the end yet.
+                    continue  # Training has not finished yet.
                 transfer = store.get(record_uri, incoming / name, replace=True)
                 moved += [target / name / file for file in transfer.moved]
             for lock_path in (incoming / LOCK_NAME, *incoming.glob("*.lock")):
@@ -154,7 +152,7 @@ def _find_run(store: RecordStore, uri: str) -> RemoteRun | None:
         with suppress(CorruptRecord):
             if store.find_manifest(remote.record_uri(name)) is not None:
                 whole.append(name)
-    # What latest.json names comes first: another attempt may have left a later step behind.
+    # The record that latest.json names comes first: another attempt may have left a later step.
     whole.sort(key=lambda name: (remote.record_uri(name) == latest.uri, name), reverse=True)
     return RemoteRun(uri=uri, latest=latest, records=tuple(whole))
 
@@ -172,7 +170,7 @@ def _require_run(store: RecordStore, uri: str, *, needs_checkpoint: bool = True)
 
 
 def _restore_record(store: RecordStore, found: RemoteRun, incoming: Path) -> Path:
-    """Fetch the newest checkpoint that is sound, and build the run directory around it."""
+    """Fetch the newest undamaged checkpoint, and build the run directory around it."""
     failures = []
     for name in found.records:
         record_path = incoming / "record" / f"step-{name.step:06d}"
@@ -207,13 +205,13 @@ def _build_run(
     for file in manifest.files:
         place = run_path / file.removeprefix(inside) if file.startswith(inside) else checkpoint_path / file
         place.parent.mkdir(parents=True, exist_ok=True)
-        # Moved, not copied: a call that is killed here fetches the record again.
+        # Moved, not copied: after a kill here, the next call fetches the record again.
         (record_path / file).rename(place)
     facts = {key: value for key, value in manifest.facts.items() if key != "mirror"}
     known = {file: sha for file, sha in manifest.sha256_by_name.items() if not file.startswith(inside)}
     seal_directory(checkpoint_path, facts=facts, known_sha256=known)
     state: dict[str, Any] = json.loads((run_path / STATE_NAME).read_bytes())
-    # The next attempt is the one after all that were ever begun: their logs are here.
+    # Count all attempts that ever began: their logs are here.
     state["num_attempts"] = max(int(state["num_attempts"]), found.latest.attempt)
     state["finished_at"] = finished_at
     write_bytes_atomically(run_path / STATE_NAME, json.dumps(state, indent=1).encode())
@@ -221,13 +219,13 @@ def _build_run(
 
 
 def _restore_traces(store: RecordStore, uri: str, run_path: Path) -> None:
-    """Fetch rollouts and logs. What the record has of the run stays: it belongs to its step."""
+    """Fetch rollouts and logs. The record's copies of the run's files stay: they end at its step."""
     (checkpoint_path,) = (run_path / "checkpoints").iterdir()
     step = step_of(checkpoint_path) or 0
 
     def is_wanted(name: str) -> bool:
-        # Of a file, or of the folder that it is in: an evaluation's replies.
-        steps = [found for part in Path(name).parts if (found := step_of(Path(part))) is not None]
+        # The step is in the file's name, or in that of its folder: an evaluation's replies.
+        steps = [step_of(Path(part)) or 0 for part in Path(name).parts]
         return name not in _CURVE_FILES and max(steps, default=0) <= step
 
     uris = {name: place for name, place in _list_traces(store, uri).items() if is_wanted(name)}
@@ -235,7 +233,7 @@ def _restore_traces(store: RecordStore, uri: str, run_path: Path) -> None:
 
 
 def _fetch_objects(store: RecordStore, uris: Mapping[str, str], folder: Path) -> list[str]:
-    """Bring what is not here with its digest; return the names that moved."""
+    """Fetch the objects whose local copies are missing or differ; return their names."""
 
     def fetch(name: str) -> bool:
         path = folder / name
@@ -245,7 +243,7 @@ def _fetch_objects(store: RecordStore, uris: Mapping[str, str], folder: Path) ->
                 return store.get_object(uris[name], path)
             except RemoteMissing:
                 raise
-            except StoreError:  # Its writer replaced it meanwhile.
+            except StoreError:  # The object was replaced meanwhile.
                 if not num_left:
                     raise
         raise AssertionError("the last attempt returns or raises")
@@ -260,14 +258,14 @@ def _list_traces(store: RecordStore, uri: str) -> dict[str, str]:
     root = normalize_uri(join_uri(uri, TRACES))
     for stored in store.list(root):
         name = stored.uri.removeprefix(f"{root}/")
-        # A store may be written to by others: no name leads out of the directory.
+        # Others may write to the store: leave out names that lead out of the directory.
         if is_inner_name(name):
             found[name] = stored.uri
     return found
 
 
 def _name_record(found: RemoteRun, part: str) -> str | None:
-    """Return the URI of a record that a part means; None: there is none yet."""
+    """Return the URI of a part's record; None: there is none yet."""
     if part == "final":
         return join_uri(found.uri, f"{found.latest.run.name}_final")
     if part == "latest":
@@ -294,7 +292,7 @@ def _name_record(found: RemoteRun, part: str) -> str | None:
 
 @contextmanager
 def _working_in(incoming: Path) -> Iterator[None]:
-    """Hold a directory that is being filled.
+    """Lock a directory that is being filled.
 
     Raises: CheckRefused if another process fills it.
     """

@@ -1,8 +1,9 @@
 """The process that mirrors one run while it trains.
 
-A look at the run directory sends what was recorded, then the newest complete checkpoint, and removes what
-is no longer kept. When the trainer has ended, the checkpoint goes first, and the model last. Each part
-fails alone and is tried again with growing pauses; the trainer is told by notes and never waited for.
+A look at the run directory sends the changed logs and rollouts, then the newest complete checkpoint, and
+removes records that are no longer kept. When the trainer has ended, the checkpoint is sent first, and the
+model last. Each part fails independently and is retried with growing pauses; notices tell the trainer, which
+never waits.
 """
 
 from __future__ import annotations
@@ -36,15 +37,15 @@ LOOK_EVERY_S = 0.5
 EXIT_FENCED = 3
 EXIT_ORPHAN = 4
 TRACES_TURN_S = 10.0
-"""How long what was recorded may be sent while a checkpoint waits."""
+"""Longest time for sending logs and rollouts while a checkpoint waits."""
 MAX_PAUSE_S = 60.0
-"""Longest pause between two attempts at what fails."""
+"""Longest pause before a failed part is retried."""
 MAX_FLUSH_PAUSE_S = 2.0
-"""The same while the trainer waits for the end."""
+"""The same while the trainer waits for the flush."""
 
 
 def upload_settings(max_mb_per_s: float | None) -> S3Settings:
-    """Return how an uploader talks to S3: few parts at once, and the outer loop is the patient one."""
+    """Return an uploader's S3 settings: few parts at once, and few retries, since the outer loop retries."""
     return S3Settings(
         part_bytes=8 << 20,
         num_connections=4,
@@ -54,26 +55,26 @@ def upload_settings(max_mb_per_s: float | None) -> S3Settings:
 
 
 class _ClaimFailed(Exception):
-    """Raised when an uploader could not begin; the cause says why."""
+    """Raised when an uploader could not begin; see its cause."""
 
 
 @dataclass
 class _Part:
-    """One of the things that a look does."""
+    """One part of a look."""
 
     name: str
-    """As a subject: '... could not be mirrored'."""
+    """The subject of '... could not be mirrored'."""
     action: Callable[[bool], bool]
-    """Takes whether the trainer has ended; returns whether there was nothing left to do."""
+    """Called with whether the trainer has ended; returns whether nothing is left to do."""
     num_failures: int = 0
-    """In a row."""
+    """Consecutive failures."""
     failed_at: float = 0.0
     pause_s: float = 0.0
     cause: str = ""
 
 
 class Uploader:
-    """Mirrors one run. Keeps no state that it could not read again."""
+    """Mirrors one run. It can be restarted at any moment, without any state of its own."""
 
     def __init__(
         self,
@@ -93,24 +94,24 @@ class Uploader:
         self._traces_at = -float("inf")
         self._latest: Latest | None = None
         self._seen_step: int | None = None
-        """The newest local checkpoint when the look began."""
+        """The newest local checkpoint at the beginning of the look."""
         self._sent_step: int | None = None
-        """The newest local checkpoint that was dealt with."""
+        """The newest local checkpoint that was sent or skipped."""
         self._is_retention_due = True
         self._whole = _Part("the run", lambda _: True)
-        """What a store that does not answer keeps from being mirrored."""
+        """Counts the failures of a store that does not answer."""
         self._checkpoint_part = _Part("the newest checkpoint", self._send_checkpoint)
         traces = _Part("what was recorded", self._send_traces)
         retention = _Part("the removal of older checkpoints", self._remove_old)
-        # While there is time, a checkpoint finds what was recorded before it in the store already.
+        # While training goes on, logs and rollouts are sent before the checkpoint that follows them.
         self._parts = (traces, self._checkpoint_part, retention)
         self._last_parts = (self._checkpoint_part, traces, _Part("the model", self._send_final), retention)
 
     def run(self, is_orphan: Callable[[], bool] = lambda: False) -> int:
-        """Mirror until the trainer has ended and all is sent; return the exit code."""
+        """Mirror until the trainer has ended and everything is sent; return the exit code."""
         unpin(self._run.path)
         while not is_orphan():
-            # Asked before the look: what is there now counts.
+            # Checked before the look, which then sees all that the trainer wrote.
             is_flush = flush_path(self._run.path).exists()
             try:
                 is_done = self.look(is_flush=is_flush)
@@ -123,16 +124,16 @@ class Uploader:
         return EXIT_ORPHAN
 
     def look(self, *, is_flush: bool) -> bool:
-        """Do once what is due; return whether nothing is left.
+        """Do all parts that are due once; return whether nothing is left.
 
         Raises: MirrorFenced if another attempt has claimed the mirror.
         """
         if self._is_pausing(self._whole, is_flush=is_flush):
             return False
-        # One that starts in a long run would have to compare all that an earlier one has sent.
+        # An uploader that starts in a long run must first compare all files that an earlier one sent.
         is_checkpoint_first = is_flush or self._traces.has_much_to_compare
         parts = self._last_parts if is_checkpoint_first else self._parts
-        # One that is written during the look is left to the next: its rollouts may not be among what is sent.
+        # A later checkpoint is left to the next look: this one may not send its rollouts.
         self._seen_step = self._newest_step()
         try:
             self._begin()
@@ -140,7 +141,7 @@ class Uploader:
         except MirrorFenced:
             raise
         except (RemoteUnreachable, _ClaimFailed) as error:
-            # No part is better off: they would only wait for the same silence, one after the other.
+            # The other parts would only wait for the same timeout, one after the other.
             self._note_failure(self._whole, error.__cause__ or error)
             return False
         self._note_success(self._whole)
@@ -164,7 +165,7 @@ class Uploader:
         return part.num_failures > 0 and self._clock() - part.failed_at < min(part.pause_s, longest_s)
 
     def _begin(self) -> None:
-        """Claim the mirror at the first look; after a failure, see that the store answers again."""
+        """Claim the mirror at the first look; after a failure, check that the store answers again."""
         order = self._order
         if self._latest is not None and not self._whole.num_failures:
             return
@@ -180,7 +181,7 @@ class Uploader:
                     attempt=order.attempt,
                     is_late=True,
                 )
-            # Whoever was the writer before is none any more.
+            # The previous owner may not write any more.
             self._store.objects.give_up_uploads(order.uri)
         except MirrorFenced:
             raise
@@ -196,7 +197,7 @@ class Uploader:
         return self._newest_step() not in {None, self._sent_step}
 
     def _is_urgent(self) -> bool:
-        # One that cannot be sent must not keep all else from being sent.
+        # A checkpoint that cannot be sent must not block everything else.
         return self._has_news() and self._checkpoint_part.num_failures == 0
 
     def _send_checkpoint(self, is_flush: bool) -> bool:
@@ -206,12 +207,12 @@ class Uploader:
             return not self._has_news()
         latest, _ = require_claim(self._store, self._order.uri, self._order.owner)
         if latest.step is not None and latest.step > step:
-            # An earlier attempt came further than what this one goes on from.
+            # An earlier attempt had got further than this one's checkpoint.
             self._sent_step = step
             return True
         pinned = pin_checkpoint(self._run, step)
         if pinned is None and (newest := self._newest_step()) is not None:
-            # Pruned meanwhile: where each look takes that long, none would ever be sent.
+            # Pruned meanwhile. Take the newest at once: if every look took so long, none would ever be sent.
             step, pinned = newest, pin_checkpoint(self._run, newest)
         if pinned is None:
             return False
@@ -228,7 +229,7 @@ class Uploader:
             and sent_step is not None
             and sent_step < event.step < step
         ]
-        if skipped:  # Complete and never sent, because sending is slower than saving.
+        if skipped:  # Complete but never sent, because sending is slower than saving.
             steps = ", ".join(map(str, sorted(set(skipped))))
             self._note("upload_skipped", f"checkpoints not sent, as step {step} was newer: {steps}")
         self._sent_step = step
@@ -241,7 +242,7 @@ class Uploader:
         name = RecordName(step=pinned.step)
         found = self._find(name)
         if found is not None and not _holds(found, pinned.manifest):
-            # A complete record stays; this content gets a name of its own.
+            # A complete record stays; this content gets another name.
             name = RecordName(step=pinned.step, fence=self._latest.fence)
             found = self._find(name)
             if found is not None and not _holds(found, pinned.manifest):
@@ -272,7 +273,7 @@ class Uploader:
         return self._store.find_manifest(name.uri(self._order.uri, self._run.state.name))
 
     def _remove_old(self, is_flush: bool) -> bool:
-        """Remove checkpoints that are not kept, once the newest one is seen to be whole."""
+        """Remove checkpoints that are not kept, if the newest one is complete."""
         if not self._is_retention_due:
             return True
         order, run = self._order, self._run.state.name
@@ -290,7 +291,7 @@ class Uploader:
             kept |= {name for name in whole if name.step % order.keep_every == 0}
         for name in sorted(found):
             uri = name.uri(order.uri, run)
-            # Of a later step, or half there: another look's, or a dead attempt's that may be gone on with.
+            # Later or incomplete records are of another look, or of a dead attempt that may be resumed.
             if name not in kept and name.step <= latest.step and uri != latest.uri:
                 self._store.remove_record(uri)
                 self._log(f"removed {uri}")
@@ -298,7 +299,7 @@ class Uploader:
         return True
 
     def _send_traces(self, is_flush: bool) -> bool:
-        """Send what was recorded: at its time, and before each checkpoint."""
+        """Send logs and rollouts: every `every_s`, and before each checkpoint."""
         is_due = self._is_urgent() or self._clock() - self._traces_at >= self._order.every_s
         if not (is_flush or is_due):
             return True
@@ -312,7 +313,7 @@ class Uploader:
         return is_done
 
     def _send_final(self, is_flush: bool) -> bool:
-        """Send the model of a run whose every step is trained."""
+        """Send the model of a finished run."""
         if not is_flush or not RunDir.open(self._run.path).is_finished:
             return True
         step = self._newest_step()
@@ -363,7 +364,7 @@ class Uploader:
 
 
 def _holds(found: Manifest, checkpoint: Manifest) -> bool:
-    """Whether a record is of this very checkpoint, whatever the run recorded beside it."""
+    """Whether a record has exactly this checkpoint's files, besides the run's."""
     digests = found.sha256_by_name
     return all(digests.get(name) == sha256 for name, sha256 in checkpoint.sha256_by_name.items())
 
