@@ -340,7 +340,7 @@ def test_a_slow_node_delays_no_answer_and_what_it_made_twice_is_stopped(tmp_path
             # Another node claims it too.
             other = await it.add_node()
             other.sandboxes[record["runtime_id"]] = slow.sandboxes[record["runtime_id"]]
-            other.tell()
+            other.report_soon()
             await until(lambda: record["runtime_id"] in other.stop_orders)
             assert slow.stop_orders == []
 

@@ -1,4 +1,4 @@
-"""An engine that says what a script tells it, and keeps the whole contract while doing so.
+"""An engine with scripted replies that keeps the whole contract.
 
 Ships with strop, so that loops and environments can be tried without a model. Replies end at
 stop tokens, stop strings and the token budget like real ones.
@@ -29,17 +29,17 @@ class ScriptedReply:
     ends: bool = True
     """Whether the terminator follows the text; without it the reply runs into the token budget."""
     is_aborted: bool = False
-    """Whether the engine gives up on the reply."""
+    """Whether the engine aborts the reply."""
 
 
 Script = Sequence[str | ScriptedReply | Exception] | Callable[[GenerationRequest], str | ScriptedReply]
 
 
 class DummyEngine:
-    """Says the script's lines in the order of the requests, or what a function of the request returns.
+    """Replies with the script's lines in the order of the requests, or with a function of the request.
 
     A string is a reply that ends by itself; an exception is raised. A list that has run out raises
-    EngineError. Only a function keeps the promise that equal requests get equal replies.
+    EngineError. Only a function gives equal requests equal replies, as the contract demands.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class DummyEngine:
         found_digest: str | None = None,
         likelihood: Callable[[str, str], float] | None = None,
     ) -> None:
-        """Take the script. `likelihood` of a prompt and a given reply, as texts, is each token's, in nats."""
+        """`likelihood` maps prompt and reply, as texts, to the log-probability of each token in nats."""
         self._tokenizer = tokenizer
         self._likelihood = likelihood or (lambda prompt, reply: _LOGPROB_NATS)
         self._script = script
@@ -62,7 +62,7 @@ class DummyEngine:
         self.requests: list[GenerationRequest] = []
         """Every request so far, in order."""
         self.receipts: list[WeightReceipt] = []
-        """Every weight update that was taken over, in order."""
+        """Every applied weight update, in order."""
         self.policy_version = 0
         """The policy version of replies."""
 
@@ -78,7 +78,7 @@ class DummyEngine:
         self._num_running += 1
         self._idle.clear()
         try:
-            # Gives way once, so that replies overlap as they do in a real engine.
+            # Yield once, so that replies overlap as in a real engine.
             await asyncio.sleep(0)
         finally:
             self._num_running -= 1
@@ -107,21 +107,21 @@ class DummyEngine:
         return ReplyScore(logprobs=logprobs, policy_version=self.policy_version)
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
-        """Take over the version; nothing is read.
+        """Apply the version; no weights are read.
 
-        Raises: WeightMismatch if the engine was made with another `found_digest` than promised.
+        Raises: WeightMismatch if the engine was made with another `found_digest`.
         """
         self._require_open()
         await self._idle.wait()
-        found = update.digest if self._found_digest is None else self._found_digest
-        if found != update.digest:
+        digest = update.digest if self._found_digest is None else self._found_digest
+        if digest != update.digest:
             raise WeightMismatch(
-                f"weights of version {update.version} have digest {found}",
+                f"weights of version {update.version} have digest {digest}",
                 allowed=f"the promised digest {update.digest}",
                 next_step="publish the weights again; the engine still serves the old ones",
             )
         self.policy_version = update.version
-        receipt = WeightReceipt(version=update.version, digest=found)
+        receipt = WeightReceipt(version=update.version, digest=digest)
         self.receipts.append(receipt)
         return receipt
 
@@ -150,7 +150,7 @@ class DummyEngine:
         return self._script[len(self.requests)]
 
     def _unroll(self, reply: ScriptedReply, num_tokens: int) -> IntArray:
-        """Return exactly `num_tokens` ids: what would be sampled if nothing stopped it."""
+        """Return exactly `num_tokens` ids, as if nothing stopped the sampling."""
         ids = self._tokenizer.encode(reply.text)
         if reply.ends:
             ids = np.append(ids, np.int32(self._tokenizer.eos_id))
@@ -160,7 +160,7 @@ class DummyEngine:
         return np.concatenate([ids, np.repeat(ids[-1:], missing)])[:num_tokens].astype(np.int32)
 
     def _stop(self, request: GenerationRequest, ids: IntArray) -> tuple[IntArray, str, FinishReason]:
-        """Cut where a real engine would, and say why."""
+        """Cut the ids where a real engine would; return ids, text and reason."""
         for index, token_id in enumerate(ids.tolist()):
             if token_id in request.stop_token_ids:
                 return ids[: index + 1], self._tokenizer.decode(ids[:index]), FinishReason.EOS

@@ -1,9 +1,9 @@
-"""A program that answers as nvidia-smi does, about GPUs that are not there.
+"""A fake nvidia-smi, for tests on machines without a GPU.
 
-For tests on machines without a GPU. `install_fake_nvidia_smi` puts it into a folder for the
-front of PATH; the file beside it says which GPUs there are, and may be changed while others ask.
-Answered are the questions that strop asks, in the form of nvidia-smi: `-L`, `-q -x`, `--query-gpu=FIELDS` and
-`--query-compute-apps=FIELDS` with `--format=csv,noheader,nounits`. Anything else ends with 6, as there.
+`install_fake_nvidia_smi` puts it into a folder for the front of PATH; the file beside it lists the GPUs, and
+may be changed meanwhile. It answers strop's queries in the format of nvidia-smi: `-L`, `-q -x`,
+`--query-gpu=FIELDS` and `--query-compute-apps=FIELDS` with `--format=csv,noheader,nounits`. Anything else
+exits with 6, as there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def install_fake_nvidia_smi(
     with_memory_errors: Collection[str] = (),
     working: Mapping[str, int] | None = None,
 ) -> Path:
-    """Write the program and what it knows into a folder; return the program's path.
+    """Write the program and its state file into a folder; return the program's path.
 
     `users`: UUID of a GPU, process id and bytes used, for each process that computes. `with_memory_errors`:
     UUIDs of GPUs that have had an uncorrected memory error. `working`: percent of the time in which a GPU

@@ -1,4 +1,4 @@
-"""The answers of the fake nvidia-smi, as a program that needs nothing but Python: it is asked often.
+"""The answers of the fake nvidia-smi, as a program that needs only Python, because it is run often.
 
 python -I -S nvidia_smi_answers.py STATE -L
 """
@@ -46,7 +46,7 @@ def main(words: Sequence[str]) -> int:
 
 
 def _describe_all(gpus: Sequence[Mapping[str, Any]]) -> str:
-    """Return, of what nvidia-smi tells of GPUs as XML, what strop reads."""
+    """Return the part of nvidia-smi's XML that strop reads."""
     lines = ['<?xml version="1.0" ?>', '<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">']
     lines.append("<nvidia_smi_log>")
     for gpu in gpus:

@@ -1,8 +1,8 @@
-"""A run directory of any size, written by the real writers from invented numbers.
+"""A run directory of any size, written by the real writers from random numbers.
 
-For pages, queries and benchmarks of a record of a thousand steps, which nobody wants to train. Everything is
-drawn from one seed; times and memory are invented too. A few files of rollouts are linked many times, so
-they take little room, but their columns `step` and `policy_version` tell of the first of each.
+For pages, queries and benchmarks of a record of a thousand steps without training. Everything is drawn from
+one seed, times and memory too. A few files of rollouts are linked many times to save space, so their columns
+`step` and `policy_version` are those of the first link.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecordSize:
-    """How much a run has recorded."""
+    """The size of a run's record."""
 
     num_steps: int
     num_rollouts: int
-    """Of each step."""
+    """Rollouts per step."""
     group_size: int = 8
     num_reply_tokens: int = 200
     num_metrics: int = 60
-    """Numbers of a step's line, those of no meaning included."""
+    """Numbers of a step's line, meaningless ones included."""
     num_distinct: int = 4
     """Files of rollouts that are written; the others are links to them."""
     num_evaluations: int = 11
-    """Evenly spread, step 0 and the last one among them."""
+    """Evenly spread, step 0 and the last step included."""
     num_examples: int = 200
 
 
 def make_record(root: Path, size: RecordSize, *, name: str = "synthetic", seed: int = 0) -> RunDir:
     """Write a finished run below `root`, and return it with its lock released.
 
-    It learned, raised a few alarms, and took 12 s a step.
+    It learns, raises a few alarms, and takes 12 s per step.
     Raises: StoreError if the disk fails.
     """
     spec = _SPEC.format(name=name, seed=seed, size=size)
@@ -82,7 +82,7 @@ def make_record(root: Path, size: RecordSize, *, name: str = "synthetic", seed: 
 
 
 def learned(step: int, num_steps: int) -> float:
-    """Return the accuracy of the invented model after so many steps: from 0.29 towards 0.8."""
+    """Return the model's accuracy after so many steps: from 0.29 towards 0.8."""
     return 0.29 + 0.51 / (1 + math.exp(-(step / max(num_steps, 1) - 0.45) * 8))
 
 
@@ -150,7 +150,7 @@ def make_metrics(step: int, size: RecordSize, rng: random.Random) -> dict[str, f
     noisy = {f"seconds_{name}": mean * rng.uniform(0.9, 1.1) for name, mean in seconds.items()}
     num_tokens = float(size.num_rollouts * size.num_reply_tokens)
     step_s = sum(noisy.values())
-    found = noisy | {
+    metrics = noisy | {
         "reward_mean": accuracy,
         "accuracy": accuracy,
         "format_ok_frac": min(1.0, 0.7 + 0.3 * share),
@@ -175,16 +175,16 @@ def make_metrics(step: int, size: RecordSize, rng: random.Random) -> dict[str, f
         "peak_memory_bytes": 3.1e9 + 1e6 * step,
         "policy_version": float(step),
     }
-    # Numbers without a meaning, as many as a run of many parts has.
-    return found | {
-        f"reward_part_p{index:02d}": rng.random() for index in range(size.num_metrics - len(found))
+    # Meaningless numbers, as many as in a run with many parts.
+    return metrics | {
+        f"reward_part_p{index:02d}": rng.random() for index in range(size.num_metrics - len(metrics))
     }
 
 
 def _make_spans(
     metrics: dict[str, float], size: RecordSize, at: float, rng: random.Random
 ) -> list[dict[str, object]]:
-    """Return what each lane of the timeline did in a step that began `at` (Unix seconds)."""
+    """Return the spans of a step that began `at` (Unix seconds)."""
     sampled_at = at + metrics["seconds_generate"]
     judged_at = sampled_at + metrics["seconds_verify"]
     learned_at = judged_at + metrics["seconds_learn"]
@@ -224,7 +224,7 @@ def _write_rollouts(run: RunDir, size: RecordSize, rng: random.Random) -> None:
 
 
 def train_group(group: list[Rollout], staleness: int) -> list[StoredRollout]:
-    """Return a group as it is trained on: by how much each reward is above the mean."""
+    """Return a group with the advantages of its rewards over their mean."""
     rewards = [rollout.outcome.reward for rollout in group]
     scored = [reward for reward in rewards if reward is not None]
     has_difference = len({*scored}) > 1
@@ -246,11 +246,11 @@ def train_group(group: list[Rollout], staleness: int) -> list[StoredRollout]:
 
 def make_rollouts(step: int, size: RecordSize, rng: random.Random) -> list[Rollout]:
     """Return the rollouts of one step: groups of attempts at sums, every fourth group over two turns."""
-    found: list[Rollout] = []
+    rollouts: list[Rollout] = []
     for number in range(math.ceil(size.num_rollouts / size.group_size)):
         a, b = rng.randrange(100), rng.randrange(100)
         prompt = f"What is {a} + {b}? Think first, then end with the answer."
-        for index in range(min(size.group_size, size.num_rollouts - len(found))):
+        for index in range(min(size.group_size, size.num_rollouts - len(rollouts))):
             is_correct = rng.random() < learned(step, size.num_steps)
             answer = str(a + b if is_correct else a + b + rng.randrange(1, 9))
             turns = [_hear(prompt, rng)]
@@ -278,8 +278,8 @@ def make_rollouts(step: int, size: RecordSize, rng: random.Random) -> list[Rollo
                 sampling=Sampling(),
                 seconds={"generate": rng.uniform(1, 6), "verify": 0.01},
             )
-            found.append(rollout)
-    return found
+            rollouts.append(rollout)
+    return rollouts
 
 
 def _hear(text: str, rng: random.Random) -> Turn:
@@ -300,10 +300,10 @@ def _speak(text: str, num_tokens: int, step: int, rng: random.Random) -> Turn:
 
 
 def make_eval_result(step: int, size: RecordSize, *, seed: int = 0, gain: float = 0.0) -> EvalResult:
-    """Return a greedy evaluation after `step` steps; `gain` is added to the share that is solved."""
+    """Return a greedy evaluation after `step` steps; `gain` is added to the accuracy."""
     rng = random.Random(f"{seed} {step}")
     accuracy = min(learned(step, size.num_steps) + gain, 1.0)
-    # Easy examples first: what is solved once stays solved for the most part.
+    # Easy examples first: a solved example mostly stays solved.
     solved = [(index + rng.gauss(0, 8)) / size.num_examples < accuracy for index in range(size.num_examples)]
     return make_result(
         solved,
@@ -325,7 +325,7 @@ def make_result(
     reply_tokens_mean: float,
     validity: Validity = Validity.VALID,
 ) -> EvalResult:
-    """Return a greedy evaluation of sums; `solved` says which examples are."""
+    """Return a greedy evaluation of sums; `solved` is by example."""
     num_examples = len(solved)
     interval = clustered_interval([[one] for one in solved])
     mean = sum(solved) / num_examples

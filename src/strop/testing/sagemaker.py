@@ -116,7 +116,7 @@ class FakeSageMaker:
         return describe_job(job, self.now - self.describe_lag_s)
 
     def stop_training_job(self, *, TrainingJobName: str) -> dict[str, Any]:
-        """Ask for an end: SIGTERM now, KILL after 120 s."""
+        """Stop a job: SIGTERM now, KILL after 120 s."""
         self._note("stop_training_job", {"TrainingJobName": TrainingJobName})
         job = self._find(TrainingJobName, "StopTrainingJob")
         if job.is_over:
@@ -126,7 +126,7 @@ class FakeSageMaker:
         return {}
 
     def delete_training_job(self, *, TrainingJobName: str) -> dict[str, Any]:
-        """Forget a job that is over; its name is free then."""
+        """Forget a finished job; its name is then free."""
         self._note("delete_training_job", {"TrainingJobName": TrainingJobName})
         job = self._find(TrainingJobName, "DeleteTrainingJob")
         if not job.is_over:
@@ -157,7 +157,7 @@ class FakeSageMaker:
         return {"Tags": copy.deepcopy(self._find(ResourceArn.rpartition("/")[2], "ListTags").tags)}
 
     def add_tags(self, *, ResourceArn: str, Tags: list[dict[str, str]]) -> dict[str, Any]:
-        """Add tags to a job; a key that is there gets the new value."""
+        """Add tags to a job; an existing key gets the new value."""
         self._note("add_tags", {"ResourceArn": ResourceArn, "Tags": Tags})
         job = self._find(ResourceArn.rpartition("/")[2], "AddTags")
         merged = {tag["Key"]: tag["Value"] for tag in [*job.tags, *Tags]}
@@ -171,33 +171,32 @@ class FakeSageMaker:
         return job
 
     def _settle(self, job: FakeJob, now: float) -> None:
-        """Let everything happen to a job that happens up to an instant."""
+        """Apply all changes of a job up to an instant."""
         while not job.is_over:
-            found = self._next_change(job)
-            if found is None or found[0] > now:
+            change = self._next_change(job)
+            if change is None or change[0] > now:
                 return
-            found[1](found[0])
+            change[1](change[0])
 
     def _next_change(self, job: FakeJob) -> tuple[float, Callable[[float], None]] | None:
         if job.stop_at is not None:
             ended = job.instance is not None and job.instance.poll() is not None
             at = min(self.now, job.stop_at) if ended else job.stop_at
             return at, lambda at: self._finish_stop(job, at)
-        changes = [*self._limits(job), self._stage_end(job)]
-        known = [change for change in changes if change is not None]
-        return min(known, key=lambda change: change[0]) if known else None
+        changes = filter(None, [*self._limits(job), self._stage_end(job)])
+        return min(changes, key=lambda change: change[0], default=None)
 
     def _limits(self, job: FakeJob) -> list[tuple[float, Callable[[float], None]]]:
         stopping = job.request["StoppingCondition"]
-        found: list[tuple[float, Callable[[float], None]]] = []
+        limits: list[tuple[float, Callable[[float], None]]] = []
         if job.secondary in BILLED and "MaxRuntimeInSeconds" in stopping:
             before_s = job.billed_s(job.history[-1][0])
             at = job.history[-1][0] + max(0.0, stopping["MaxRuntimeInSeconds"] - before_s)
-            found.append((at, lambda at: self._begin_stop(job, at, "MaxRuntimeExceeded")))
+            limits.append((at, lambda at: self._begin_stop(job, at, "MaxRuntimeExceeded")))
         if "MaxWaitTimeInSeconds" in stopping:
             at = job.created_at + stopping["MaxWaitTimeInSeconds"]
-            found.append((at, lambda at: self._begin_stop(job, at, "MaxWaitTimeExceeded")))
-        return found
+            limits.append((at, lambda at: self._begin_stop(job, at, "MaxWaitTimeExceeded")))
+        return limits
 
     def _stage_end(self, job: FakeJob) -> tuple[float, Callable[[float], None]] | None:
         stage = job.script.stages[job.stage]
@@ -205,7 +204,7 @@ class FakeSageMaker:
             return job.stage_at + stage.duration_s / 2, lambda at: self._fail_inside(job, at)
         if stage.secondary == TRAINING and job.instance is not None:
             if job.instance.poll() is None:
-                # A program decides; a following Interrupted is the script's, though.
+                # The program ends the stage, unless the script interrupts it.
                 following = job.script.stages[job.stage + 1 : job.stage + 2]
                 if not following or following[0].secondary != "Interrupted":
                     return None
@@ -231,7 +230,7 @@ class FakeSageMaker:
                 job.instance = self._make_instance()
                 job.instance.start(job.request, max(0, job.num_attempts - 1))
         elif stage.secondary == "Interrupted" and job.instance is not None:
-            # The signal is not promised: the harsh case is the one to be ready for.
+            # AWS does not promise a SIGTERM first, so the fake sends none.
             job.instance.kill()
 
     def _end_program(self, job: FakeJob, at: float) -> None:
@@ -323,7 +322,7 @@ class FakeSageMaker:
 
 
 def write_log_lines(logs: Any, stream: str, lines: tuple[str, ...], at: float) -> None:
-    """Put lines into a stream of the jobs' log group, a millisecond apart; both are made where missing."""
+    """Put lines into a stream of the jobs' log group, a millisecond apart; create both if missing."""
     from botocore.exceptions import ClientError
 
     for create, place in (

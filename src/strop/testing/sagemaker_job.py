@@ -34,9 +34,9 @@ class JobScript:
         Stage(secondary="Uploading", duration_s=20.0),
     )
     failure_reason: str = ""
-    """Not empty: the job fails with this at the end of its stages."""
+    """If not empty, the job fails with this at the end of its stages."""
     num_internal_errors: int = 0
-    """How often the platform fails in the middle of Training."""
+    """Number of platform failures in the middle of Training."""
     log_lines: tuple[str, ...] = ()
     """Log lines of each host while it trains."""
 
@@ -51,10 +51,10 @@ def spot_script(train_s: float, wait_s: float, rest_s: float) -> JobScript:
 
 
 class Instance(Protocol):
-    """The machines of a job as real programs; the emulator is one."""
+    """The hosts of a job as real programs, such as the emulator."""
 
     def start(self, request: Mapping[str, Any], attempt: int) -> None:
-        """Bring the state in, build /opt/ml and start the entry on every host."""
+        """Fetch the checkpoints, build /opt/ml and start the entry on every host."""
 
     def poll(self) -> int | None:
         """Return the exit code once all hosts have ended: the first that is not 0."""
@@ -63,7 +63,7 @@ class Instance(Protocol):
         """Send SIGTERM to every entry."""
 
     def kill(self) -> None:
-        """End every entry at once, and bring the state out."""
+        """Kill every entry, and send the checkpoints."""
 
     def failure(self) -> str:
         """Return the failure file's text."""
@@ -71,7 +71,7 @@ class Instance(Protocol):
 
 @dataclass(kw_only=True, slots=True)
 class FakeJob:
-    """One job as the service knows it."""
+    """The service's state of one job."""
 
     request: dict[str, Any]
     arn: str
@@ -82,7 +82,7 @@ class FakeJob:
     stage: int = 0
     stage_at: float = 0.0
     stop_at: float | None = None
-    """When the window of a stop ends."""
+    """The instant of the KILL after a stop."""
     stop_word: str = "Stopped"
     reason: str = ""
     num_internal_errors: int = 0
@@ -102,7 +102,7 @@ class FakeJob:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing happens to it any more."""
+        """Whether its state is final."""
         return self.primary in TERMINAL
 
     def billed_s(self, now: float) -> float:
@@ -154,23 +154,23 @@ def summarize_job(job: FakeJob) -> dict[str, Any]:
 
 
 def _transitions(history: list[tuple[float, str, str]]) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = []
+    transitions: list[dict[str, Any]] = []
     for index, (at, primary, word) in enumerate(history):
         transition = {"Status": word, "StartTime": to_time(at), "StatusMessage": f"{word}, for people"}
         if index + 1 < len(history):
             transition["EndTime"] = to_time(history[index + 1][0])
         elif primary in TERMINAL:
             transition["EndTime"] = to_time(at)
-        found.append(transition)
-    return found
+        transitions.append(transition)
+    return transitions
 
 
 def output_uri(job: FakeJob) -> str:
-    """Return the folder of a job's archives."""
+    """Return the URI of the folder of a job's archives."""
     root = job.request["OutputDataConfig"]["S3OutputPath"].rstrip("/")
     return f"{root}/{job.request['TrainingJobName']}/output"
 
 
 def to_time(at: float) -> datetime:
-    """Return an instant as the client does."""
+    """Return an instant as the client's datetime."""
     return datetime.fromtimestamp(at, tz=UTC)

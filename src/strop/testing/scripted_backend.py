@@ -1,11 +1,9 @@
-"""A scheduler that does what its script says: for tests, and for reading what a backend must do.
+"""A scripted scheduler, for tests and as an example of a backend.
 
-What it accepted is one file for each job in a folder, so that several processes share it, as they would a
-real one. It starts nothing: whoever uses it writes what agents would have written (`begin_attempt`,
-`end_attempt`), and says what the scheduler answers (`answer`).
+Each accepted job is a file in a folder, so that several processes can share the scheduler. It starts nothing:
+a test writes the agents' files (`begin_attempt`, `end_attempt`) and sets the scheduler's answers (`answer`).
 Covered: refusal, silence, forgotten jobs, an acceptance whose submitter is killed, an end by TERM, by KILL
-or by neither, a record that does not answer, logs that are elsewhere. Not covered: time; nothing happens by
-itself.
+or by neither, a record that does not answer, logs elsewhere. Not covered: time; no state changes by itself.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ _REF = TypeAdapter(JobRef)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One call that a backend got."""
+    """One call of a backend's method."""
 
     verb: str
     detail: str = ""
 
 
 class FakeSite(SiteOptions):
-    """Sites of the scripted scheduler, as the options of a backend of one's own may look."""
+    """Sites of the scripted scheduler, as an example of a backend's options."""
 
     backend: Literal["fake"] = Field(default="fake", description=KIND_HELP)
     folder: str = Field(description="Folder of its jobs.")
@@ -58,23 +56,23 @@ class FakeSite(SiteOptions):
 
 
 class FakeBackend:
-    """Keeps `Backend` over a folder. Its attributes are its script, and may be changed at any time."""
+    """A `Backend` over a folder. Its attributes are its script, and may be changed at any time."""
 
     name = "fake"
 
     def __init__(self, folder: Path) -> None:
         self.calls: list[Call] = []
         self.findings: list[Finding] = []
-        """What `probe` finds."""
+        """The findings of `probe`."""
         self.refusal = ""
-        """Words that a submission is refused with; empty: it is accepted."""
+        """Text with which a submission is refused; empty: it is accepted."""
         self.is_silent = False
-        """Whether nobody answers: neither questions nor orders."""
+        """Whether the scheduler answers no call."""
         self.is_record_silent = False
         self.ends_at = "TERM"
-        """Which order ends a job: `TERM`, `KILL`, or nothing."""
+        """The signal that ends a job: `TERM`, `KILL`, or empty for none."""
         self.after_accepting: Callable[[], None] = lambda: None
-        """Called between the acceptance and the return of `submit`: the place for a kill."""
+        """Called between the acceptance and the return of `submit`, for example to kill the submitter."""
         self.on_preempt: Callable[[], None] = lambda: None
         self.logs: LogSource | None = None
         self._folder = folder
@@ -105,7 +103,7 @@ class FakeBackend:
         return list(self.findings)
 
     def submit(self, plan: JobPlan) -> JobRef:
-        """Accept a job, or refuse it as the script says."""
+        """Accept a job, or refuse it with `refusal`."""
         self.calls.append(Call(verb="submit", detail=plan.home))
         self._require_answer()
         if not has_plan(Path(plan.home)):
@@ -121,26 +119,24 @@ class FakeBackend:
         return ref
 
     def recover(self, plan: JobPlan) -> JobRef | None:
-        """Return the newest job that carries this plan's hash and has this home."""
+        """Return the newest job with this plan's hash and home."""
         self.calls.append(Call(verb="recover", detail=plan.home))
         self._require_answer()
-        found = [
-            ref for ref in self.list_tagged() if (ref.plan_hash, ref.home) == (plan.plan_hash, plan.home)
-        ]
-        return found[-1] if found else None
+        refs = [ref for ref in self.list_tagged() if (ref.plan_hash, ref.home) == (plan.plan_hash, plan.home)]
+        return refs[-1] if refs else None
 
     def poll(self, refs: Sequence[JobRef]) -> Mapping[tuple[str, int], SchedulerStatus]:
-        """Return what the script says of each trial; an accepted job without a script waits."""
+        """Return the scripted answer for each trial; by default an accepted job waits."""
         self.calls.append(Call(verb="poll", detail=" ".join(ref.job_id for ref in refs)))
         self._require_answer()
         waiting = SchedulerStatus(state=JobState.QUEUED, raw="WAITING")
-        found: dict[tuple[str, int], SchedulerStatus] = {}
+        statuses: dict[tuple[str, int], SchedulerStatus] = {}
         for ref in refs:
             for trial in read_plan(job_path_of(ref.home)).trials:
                 answer = self._answers.get((ref.job_id, trial.index), waiting)
                 if answer is not None:
-                    found[ref.job_id, trial.index] = answer
-        return found
+                    statuses[ref.job_id, trial.index] = answer
+        return statuses
 
     def open_record(self, ref: JobRef, trial: int) -> RecordFiles:
         """Return the trial's directory, or one that does not answer."""
@@ -152,18 +148,18 @@ class FakeBackend:
         return self.logs
 
     def stop(self, ref: JobRef, trial: int | None, *, grace_s: float) -> None:
-        """End the job, if the script says that this order does."""
+        """End the job, if the order is `ends_at`."""
         order = "TERM" if grace_s > 0.0 else "KILL"
         self.calls.append(Call(verb="stop", detail=order))
         self._require_answer()
         if order == self.ends_at:
             ended = SchedulerStatus(state=JobState.CANCELLED, raw="CANCELLED")
-            for one in read_plan(job_path_of(ref.home)).trials:
-                if trial in {None, one.index}:
-                    self._answers[ref.job_id, one.index] = ended
+            for planned in read_plan(job_path_of(ref.home)).trials:
+                if trial in {None, planned.index}:
+                    self._answers[ref.job_id, planned.index] = ended
 
     def preempt(self, ref: JobRef, trial: int) -> str:
-        """Call what the script has for it."""
+        """Call `on_preempt`."""
         self.calls.append(Call(verb="preempt", detail=ref.job_id))
         self._require_answer()
         self.on_preempt()
@@ -178,11 +174,11 @@ class FakeBackend:
     # The script.
 
     def answer(self, ref: JobRef, answer: SchedulerStatus | None, *, trial: int = 0) -> None:
-        """Say what the scheduler answers from now on; None: it has forgotten the job."""
+        """Set the scheduler's answer from now on; None: it has forgotten the job."""
         self._answers[ref.job_id, trial] = answer
 
     def begin_attempt(self, ref: JobRef, number: int = 0, *, trial: int = 0, num_nodes: int = 1) -> Path:
-        """Write what the agents of an attempt write first; return the attempt's folder."""
+        """Write the first files of an attempt's agents; return the attempt's folder."""
         run = Path(read_plan(job_path_of(ref.home)).trials[trial].path)
         path = run / ATTEMPTS_FOLDER / f"{ref.job_id}-{number}"
         path.mkdir(parents=True, exist_ok=True)
@@ -237,10 +233,10 @@ class FakeBackend:
 
 
 class FakeOnceBackend(FakeBackend):
-    """Keeps `Renewable` too: its scheduler starts no ended job again."""
+    """A `Renewable` backend: its scheduler does not restart ended jobs."""
 
     def renew(self, plan: JobPlan, *, submitted_at: float) -> JobPlan:
-        """Return the plan with the words of its next job."""
+        """Return the plan with the command of its next job."""
         self.calls.append(Call(verb="renew", detail=plan.follows))
         return replace(plan, argv=(*plan.argv[:2], f"next-after-{plan.follows}"))
 
@@ -250,7 +246,7 @@ class FakeOnceBackend(FakeBackend):
 
 
 class SilentRecord(DirectoryRecord):
-    """A record whose place does not answer."""
+    """A record that cannot be read."""
 
     def read(self, name: str) -> bytes | None:
         """Raise: StoreError."""

@@ -1,4 +1,4 @@
-"""A world that follows a script: for tests and for trying the rollout path without a task."""
+"""An environment that follows a script, for tests and for trying rollouts without a task."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Judge = Callable[[Example, tuple[Action, ...]], Outcome]
 
 
 class ScriptedEnvironment:
-    """Opens with given messages and answers each reply with the next line of its script.
+    """Starts with the opening messages and answers each reply with the next line of its script.
 
     Done after the reply to the last line, or never if `never_done` (the fault of REW-9).
     """
@@ -32,22 +32,22 @@ class ScriptedEnvironment:
         self._never_done = never_done
         self._example: Example | None = None
         self.actions: list[Action] = []
-        """What the policy said since the last reset."""
+        """The policy's replies since the last reset."""
         self.num_closes = 0
         """How often the environment was closed."""
         self.stop_strings = stop_strings
         self.max_turns = len(responses) + 1
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Return the opening; the script decides everything, the seed nothing."""
+        """Return the opening, whatever the seed."""
         self._example = example
         self.actions = []
         return self._opening
 
     async def step(self, action: Action) -> StepResult:
-        """Take a reply and answer with the next scripted messages.
+        """Answer a reply with the next scripted messages.
 
-        Raises: DataError, quoting the reply, where the script has ended.
+        Raises: DataError, quoting the reply, if the script has ended.
         """
         if self._example is None or len(self.actions) == self.max_turns:
             raise DataError(
@@ -61,7 +61,7 @@ class ScriptedEnvironment:
         return StepResult(messages=self._responses[len(self.actions) - 1], done=False)
 
     async def score(self) -> Outcome:
-        """Let the judge see everything that was said."""
+        """Judge all replies."""
         if self._example is None:
             raise DataError(
                 "a score of the scripted environment before reset",

@@ -1,9 +1,8 @@
-"""A node agent that makes no sandboxes and does what its script says: for the controller's tests and figures.
+"""A scripted node agent without real sandboxes, for the controller's tests and benchmarks.
 
-It speaks the contract of `runtime.contract` in full, over real connections: takes orders, holds an address
-for each sandbox that answers /health, /alive and every other request with its body, reports, pauses, stops,
-builds. An image's name says what becomes of it: `missing...`, `oom...` and `crash...` fail, all others get
-ready.
+It implements `runtime.contract` in full, over real connections: it takes orders, serves an address for each
+sandbox that answers /health, /alive and every other request with its body, reports, pauses, stops, builds.
+Sandboxes of images named `missing...`, `oom...` and `crash...` fail; all others become ready.
 
     python -m strop.testing.scripted_node --controller URL --key-file F --slots 8
 """
@@ -52,23 +51,23 @@ _LARGE = 1 << 40
 
 @dataclass(kw_only=True, slots=True)
 class Script:
-    """What a node does. May be changed while it runs."""
+    """A node's behaviour. May be changed while it runs."""
 
     start_s: float = 0.0
-    """Between an order and readiness."""
+    """Time between an order and readiness."""
     answer_s: float = 0.0
-    """Before an order is answered."""
+    """Time before an order is answered."""
     refuses_orders: bool = False
     fails_to_resume: bool = False
     is_silent: bool = False
-    """Whether it leaves out its reports."""
+    """Whether it sends no reports."""
     is_draining: bool = False
     heartbeat_s: float = HEARTBEAT_S
 
 
 @dataclass(kw_only=True, slots=True)
 class Scripted:
-    """One sandbox that is none."""
+    """A fake sandbox."""
 
     order: NodeOrder
     relay: PortRelay
@@ -92,16 +91,16 @@ class ScriptedNode:
     builds: dict[str, tuple[str, tuple[str, ...], bytes]] = field(default_factory=dict)
     """By id: target, tags and archive."""
     calls: list[str] = field(default_factory=list)
-    """What it was asked, in order."""
+    """Its requests, in order."""
     stop_orders: list[str] = field(default_factory=list)
-    """Runtime ids that answers to its reports told it to stop."""
+    """Runtime ids that the controller's replies ordered it to stop."""
     url: str = ""
     _is_over: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[ScriptedNode]:
-        """Run it until the end of the block; then it is gone without a word, and its addresses with it."""
+        """Run it until the end of the block; then it and its addresses vanish without a report."""
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
@@ -125,17 +124,17 @@ class ScriptedNode:
             await asyncio.sleep(0)
 
     def fail(self, runtime_id: str, kind: FailureKind, cause: str) -> None:
-        """Let a sandbox fail by itself."""
+        """Let a sandbox fail."""
         one = self.sandboxes[runtime_id]
         one.failure_kind, one.cause = kind, cause
         self._set(one, State.FAILED)
 
     def forget(self, runtime_id: str) -> None:
-        """Know nothing of a sandbox any more."""
+        """Forget a sandbox."""
         del self.sandboxes[runtime_id]
 
-    def tell(self) -> None:
-        """Report now."""
+    def report_soon(self) -> None:
+        """Report now instead of at the next heartbeat."""
         self._news.set()
 
     async def _report_for_ever(self) -> None:
@@ -149,7 +148,7 @@ class ScriptedNode:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self.script.heartbeat_s):
                         await self._news.wait()
-                # Changes that come together are told together.
+                # One report for changes that come together.
                 await asyncio.sleep(0.01)
 
     async def _report(self, client: httpx.AsyncClient) -> None:
@@ -157,11 +156,11 @@ class ScriptedNode:
         url = f"{self.controller}/nodes/{self.node_id}"
         answer = await client.post(url, content=report.model_dump_json())
         answer.raise_for_status()
-        for told in report.sandboxes:
-            one = self.sandboxes.get(told.runtime_id)
-            if one is not None and one.state is told.state and told.state in (State.STOPPED, State.FAILED):
+        for sent in report.sandboxes:
+            one = self.sandboxes.get(sent.runtime_id)
+            if one is not None and one.state is sent.state and sent.state in (State.STOPPED, State.FAILED):
                 await one.relay.close()
-                self.sandboxes.pop(told.runtime_id, None)
+                self.sandboxes.pop(sent.runtime_id, None)
         for runtime_id in NodeReply.model_validate_json(answer.content).to_stop:
             self.stop_orders.append(runtime_id)
             if runtime_id in self.sandboxes:
@@ -206,10 +205,10 @@ class ScriptedNode:
         raise HttpError(404, "Not Found")
 
     def _find_image(self, wanted: str) -> dict[str, Any]:
-        found = [body for target, tags, body in self.builds.values() if wanted in (target, *tags)]
-        if not found:
+        archives = [body for target, tags, body in self.builds.values() if wanted in (target, *tags)]
+        if not archives:
             return {"exists": False}
-        facts = {"upload_time": "2026-01-01T00:00:00", "image_size_bytes": len(found[0])}
+        facts = {"upload_time": "2026-01-01T00:00:00", "image_size_bytes": len(archives[0])}
         return {"exists": True, "image": facts}
 
     async def _take(self, order: NodeOrder) -> NodeAnswer:
@@ -278,11 +277,11 @@ class ScriptedNode:
     def _set(self, one: Scripted, state: State) -> None:
         one.state = state
         one.version += 1
-        self.tell()
+        self.report_soon()
 
 
 def slots(number: int) -> Slot:
-    """Return what a node has that takes so many sandboxes of one processor, and of all else enough."""
+    """Return the capacity of a node for so many sandboxes with one processor each."""
     return Slot(cpus=number, memory_bytes=_LARGE, disk_bytes=_LARGE, processes=_LARGE)
 
 
@@ -303,24 +302,24 @@ def _report_of(one: Scripted) -> SandboxReport:
     )
 
 
-async def _run(node: ScriptedNode) -> None:
-    async with node.open():
-        await asyncio.Event().wait()
-
-
 def main() -> None:
-    """Run one until it is killed."""
+    """Run a node until it is killed."""
     parser = argparse.ArgumentParser(prog="python -m strop.testing.scripted_node", description=__doc__)
     parser.add_argument("--controller", required=True, help="its URL")
     parser.add_argument("--key-file", type=Path, required=True, help="node keys")
     parser.add_argument("--slots", type=int, default=8, help="sandboxes at once")
     parser.add_argument("--start-s", type=float, default=0.0, help="between order and readiness")
-    given = parser.parse_args()
-    script = Script(start_s=given.start_s)
-    key = KeyRing(given.key_file).newest
-    node = ScriptedNode(controller=given.controller, key=key, capacity=slots(given.slots), script=script)
+    args = parser.parse_args()
+    script = Script(start_s=args.start_s)
+    key = KeyRing(args.key_file).newest
+    node = ScriptedNode(controller=args.controller, key=key, capacity=slots(args.slots), script=script)
+
+    async def run() -> None:
+        async with node.open():
+            await asyncio.Event().wait()
+
     with suppress(KeyboardInterrupt):
-        asyncio.run(_run(node))
+        asyncio.run(run())
 
 
 if __name__ == "__main__":

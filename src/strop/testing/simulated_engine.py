@@ -2,14 +2,14 @@
 
 For trying schedules and routers at any size: it keeps the whole contract, on the event loop's clock, which
 may be real or simulated (`strop.testing.virtual_time`). Rows are decoded together, one token each per step;
-a step takes longer the more rows there are. Prefills, and updates, hold up the decoding. A prompt that
-another row holds is not prefilled again. Rows that have no place, or whose tokens do not fit into the cache,
-wait in the order they came.
+a step takes longer the more rows there are. Prefills and updates delay the decoding. A prompt that another
+row holds is not prefilled again. Rows beyond the engine's limits, or whose tokens do not fit into the cache,
+wait in the order of their arrival.
 
-How long a reply is follows from the request's seed, so it is the same wherever and whenever it is asked for.
-How an engine is disturbed (slow, dead, silent) follows from its own seed.
+The length of a reply depends only on the request's seed. An engine's failures (slow, dead, silent) depend
+only on the engine's seed.
 
-Left out: chunked prefill, preemption of rows whose cache ran over, and what the tokens mean.
+Left out: chunked prefill, preemption of rows when the cache overflows, and the meaning of tokens.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class SimulatedSpeed:
     """Spread of log-normal reply lengths: 0.6 means that one reply in six is longer than 1.8 medians."""
     prefill_tokens_per_s: float = 20_000.0
     step_base_s: float = 0.010
-    """Of a decode step of few rows: the weights are read once, whatever the rows."""
+    """Base duration of a decode step: the weights are read once, whatever the rows."""
     step_row_s: float = 0.00005
-    """More for each row."""
+    """Additional duration for each row."""
     max_num_seqs: int = 256
     max_cache_tokens: int = 500_000
-    """Tokens of prompts and replies that the cache holds."""
+    """Tokens of prompts and replies that fit into the cache."""
     update_s: float = 0.5
-    """From the call of an update, with all rows ended, to its receipt."""
+    """Duration of an update, after all rows have ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,19 +68,19 @@ class SimulatedTrouble:
     """Failures of an engine."""
 
     straggler_frac: float = 0.0
-    """Chance that this engine is slow in all it does."""
+    """Probability that this engine is slow."""
     straggler_factor: float = 3.0
     mean_life_s: float = math.inf
     """Mean of the exponential time after which it dies."""
     repair_s: float = math.inf
-    """After so long it answers again; it serves what it is sent next."""
+    """Time from a death until the engine answers again."""
     silent_frac: float = 0.0
     """Share of silent deaths: requests are never answered."""
 
 
 @dataclass(slots=True, eq=False)
 class _Row:
-    """A request and how far it is."""
+    """A request and its progress."""
 
     arrival: int
     request: GenerationRequest
@@ -89,7 +89,7 @@ class _Row:
     prompt: int
     """Equal for equal prompts."""
     start: float = 0.0
-    """Decode steps that the engine had done when the row began."""
+    """The engine's decode steps at the row's begin."""
     end: float = math.inf
     segments: list[VersionSegment] = field(default_factory=list)
 
@@ -109,7 +109,7 @@ class SimulatedEngine:
         version: int = 0,
         say: Callable[[GenerationRequest], str] | None = None,
     ) -> None:
-        """Draw the engine's fate from `seed`. `say` gives the text of a reply (default: none)."""
+        """Draw the engine's failures from `seed`. `say` returns the text of a reply (default: empty)."""
         self._speed = speed or SimulatedSpeed()
         self._trouble = trouble or SimulatedTrouble()
         self._random = random.Random(seed)
@@ -124,9 +124,9 @@ class SimulatedEngine:
         self._cache_tokens = 0
         self._num_arrived = 0
         self._steps = 0.0
-        """Decode steps done; fractions are steps under way."""
+        """Decode steps done, with the fraction of the running step."""
         self._held_s = 0.0
-        """Time for which the decoding is held up from now on."""
+        """Remaining delay of the decoding."""
         self._counted_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._fate: asyncio.TimerHandle | None = None
@@ -138,7 +138,7 @@ class SimulatedEngine:
         self._speaks = asyncio.Event()
         self._speaks.set()
         self.num_sampled_tokens = 0
-        """Of all replies that ended here."""
+        """Tokens of all finished replies."""
 
     @property
     def version(self) -> int:
@@ -200,7 +200,7 @@ class SimulatedEngine:
                     await self._idle.wait()
                     await self._require_voice()
                 else:
-                    # The rows stay, and stand still.
+                    # The rows stay, but make no progress.
                     self._count()
                     self._held_s += self._slowness * self._speed.update_s
                     self._set_timer()
@@ -211,7 +211,7 @@ class SimulatedEngine:
                 if update.mode is UpdateMode.RESTART:
                     self._restart_rows()
                 for row in self._rows:
-                    # The tokens to come are of the present version.
+                    # The remaining tokens are of the new version.
                     start = min(int(self._steps - row.start), row.num_tokens - 1)
                     if row.segments[-1].start == start:
                         row.segments.pop()
@@ -232,7 +232,7 @@ class SimulatedEngine:
         return self._slowness * (self._speed.step_base_s + self._speed.step_row_s * len(self._rows))
 
     def _count(self) -> None:
-        """Count the decode steps since the last look."""
+        """Count the decode steps since the last call."""
         now = asyncio.get_running_loop().time()
         passed_s = now - self._counted_at
         self._counted_at = now
@@ -242,7 +242,7 @@ class SimulatedEngine:
             self._steps += (passed_s - held_s) / self._step_s()
 
     def _move(self) -> None:
-        """Answer what has ended, begin what has a place, and wake when the next reply ends."""
+        """Finish rows that have ended, begin waiting rows that fit, and set the timer for the next end."""
         if self._is_dead:
             return
         self._count()
@@ -270,7 +270,7 @@ class SimulatedEngine:
         row.start, row.end = self._steps, self._steps + row.num_tokens
         row.segments = [VersionSegment(start=0, version=self._version)]
         heapq.heappush(self._rows, row)
-        # Draw when a working engine dies, once.
+        # Draw the time of death once, when the engine has work.
         if self._fate is None and math.isfinite(self._trouble.mean_life_s):
             life_s = self._random.expovariate(1 / self._trouble.mean_life_s)
             self._fate = asyncio.get_running_loop().call_later(life_s, self._die)
@@ -309,7 +309,7 @@ class SimulatedEngine:
         heapq.heapify(self._rows)
 
     def _set_timer(self) -> None:
-        """Wake when the next reply ends, or earlier: the caller checks again."""
+        """Set the timer for the end of the next reply; an earlier timer stays, since `_move` checks again."""
         if not self._rows:
             return
         remaining = max(0.0, self._rows[0].end - self._steps)
@@ -354,7 +354,7 @@ class SimulatedEngine:
         self._idle.set()
 
     async def _require_voice(self) -> None:
-        """Hold requests while a death is silent, then refuse."""
+        """Hold requests while the engine is silent, then refuse them."""
         was_silent = self._is_silent
         await self._speaks.wait()
         if was_silent:

@@ -1,10 +1,10 @@
-"""An event loop whose clock jumps: simulated hours pass as fast as their events can be worked off.
+"""An event loop whose clock jumps: simulated hours pass as fast as their events can be processed.
 
 Whenever nothing is ready, the clock is set to the next timer instead of waiting for it. Coroutines run as
 on any loop, so the real code can be driven by simulated parts, and the same inputs give the same order of
-events. While a thread of an executor works, the clock stands still: real work takes no simulated time.
+events. While an executor's thread runs, the clock stands still: real work takes no simulated time.
 
-Left out: sockets and child processes. What arrives from outside is taken when it arrives, in real time.
+Left out: sockets and child processes. Their events arrive in real time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Arguments = TypeVarTuple("Arguments")
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
     """An event loop on simulated time, which begins at 0 s.
 
-    Raises: RunStopped from `run_until_complete` if everything waits for what no timer will bring.
+    Raises: RunStopped from `run_until_complete` if everything waits and no timer is set.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         return future
 
     async def shutdown_default_executor(self, *args: Any) -> None:
-        """Wait for the threads to end, as for any of their work."""
+        """Wait for the threads to end, while the clock stands still."""
         self._num_working += 1
         try:
             await super().shutdown_default_executor(*args)
@@ -57,7 +57,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._num_working -= 1
 
     def _jump(self, timeout_s: float | None) -> float | None:
-        """Let the time until the next timer pass at once; return how long to wait in real time."""
+        """Set the clock to the next timer; return how long to wait in real time."""
         if self._num_working:
             return None
         if timeout_s is None:
