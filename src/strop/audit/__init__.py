@@ -1,8 +1,8 @@
-"""Attacks on a task before it may train a model: what earns a reward without work?
+"""Attacks on a task before it may train a model, to find rewards that need no work.
 
-`run_audit` judges replies that deserve nothing (empty, garbage, echoes, constants, near misses) and replies
-that deserve everything, and compares with what the task declares. The report is green, amber or red; a
-red task trains nothing unless the run file accepts the probe by name and reason.
+`run_audit` judges replies that deserve nothing (empty, garbage, echoes, constants, near misses) and correct
+replies, and compares their rewards with the task's declarations. The report is green, amber or red; a red
+task trains no model unless the run file accepts the probe by name and reason.
 Not here: whether one verifier is right on one example (`tasks.selftest`, part of every run's gate).
 """
 

@@ -1,9 +1,9 @@
-"""Probes around a task's right answers: gold replies, near misses, leaks, trivial rules and changed examples.
+"""Probes around a task's correct answers: gold replies, near misses, leaks, trivial rules, changed examples.
 
-Right replies must earn full marks, nearly right ones must not, and a reply must earn the same in any order
-and company. A trivial rule is learned on every second example and judged on the others: it copies one
-feature, or looks up the commonest answer for its value. Features are the fields that the prompt shows, its
-first and last words and numbers, and for each word whether it occurs.
+Correct replies must earn full marks and nearly correct ones must not; a reply must earn the same in any order
+and beside any other replies. A trivial rule is learned on every second example and judged on the others: it
+copies one feature, or looks up the commonest answer for its value. Features are the fields that the prompt
+shows, its first and last words and numbers, and for each word whether it occurs.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ _MAX_CUT_FRAC = 0.05
 _MIN_LEAK_CHARS = 20
 _NUM_LEAK_WORDS = 8
 _MAX_LEAK_FRAC = 0.8
-"""Share of a long answer's runs of `_NUM_LEAK_WORDS` words that its prompt may hold."""
+"""Share of a long answer's runs of `_NUM_LEAK_WORDS` words that its prompt may contain."""
 _NUM_REPEATS = 5
 _MIN_REPEATS = 3
-"""Where judging is slow."""
+"""Repeats if judging is slow."""
 
 
 async def probe_gold(context: AuditContext) -> ProbeResult:
-    """What the task calls right earns full marks on at least 95 % of the examples."""
-    # Where each judgement needs a sandbox, the other forms of a right reply are tried on some examples.
+    """Gold replies earn full marks on at least 95 % of the examples."""
+    # If each judgement needs a sandbox, further forms of a gold reply are tried on the first examples only.
     num_few = len(context.few_examples)
     golds = [
         (example, text)
@@ -74,14 +74,14 @@ async def probe_gold(context: AuditContext) -> ProbeResult:
         limit=_MIN_GOLD_FRAC,
         num=len(judged),
         detail=detail,
-        # All of them: who mends the data needs the whole list.
+        # All of them, since mending the data needs the whole list.
         evidence=show_evidence(bad, most=len(bad)),
     )
     return warn_of_late(result, late)
 
 
 async def probe_near_miss(context: AuditContext) -> ProbeResult:
-    """A number that is nearly right is wrong."""
+    """A number close to the answer does not earn full marks."""
 
     def near_misses(example: Example) -> dict[str, str]:
         gold = parse_number(example.answer or "")
@@ -101,18 +101,18 @@ async def probe_near_miss(context: AuditContext) -> ProbeResult:
 
 
 async def probe_wrong_order(context: AuditContext) -> ProbeResult:
-    """The right reply to another example is wrong here."""
+    """The gold reply to another example does not earn full marks."""
     replies = []
     for index, example in enumerate(context.examples):
         others = [*context.examples[index + 1 :], *context.examples[:index]]
-        other = next((o for o in others if o.answer != example.answer), None)
+        other = next((other for other in others if other.answer != example.answer), None)
         if other is not None and (golds := context.task.gold_replies(other)):
             replies.append((example, golds[0]))
     if not replies:
         return not_applicable("wrong_order", "no two examples with different right replies")
     texts = {example.example_id: text for example, text in replies}
-    asked = [example for example, _ in replies]
-    by_kind = await judge_kinds(context, lambda example: {"neighbor": texts[example.example_id]}, asked)
+    examples = [example for example, _ in replies]
+    by_kind = await judge_kinds(context, lambda example: {"neighbor": texts[example.example_id]}, examples)
     judged = by_kind["neighbor"]
     full = [j for j in judged if is_full(context, j)]
     limit = max(_MAX_CUT_FRAC, chance_limit(context.task.limits.chance, len(judged)))
@@ -120,14 +120,14 @@ async def probe_wrong_order(context: AuditContext) -> ProbeResult:
 
 
 async def probe_prompt_leak(context: AuditContext) -> ProbeResult:
-    """No long answer stands in its own prompt, whatever its case and spaces, nor most of its words."""
+    """No prompt contains its own long answer, in any case and spacing, nor most of its words."""
     leaks, num = [], 0
     for example in context.examples:
         prompt = " ".join(m.text for m in context.task.render(example))
         for text in (example.answer or "", *context.task.gold_replies(example)):
             is_long = len(_plain(text)) >= _MIN_LEAK_CHARS
             num += is_long
-            # A right reply may well say again what the prompt says; the answer in it may not.
+            # A gold reply may repeat words of the prompt; the answer itself may not.
             has_words = text == example.answer and _share_of_words(text, prompt) > _MAX_LEAK_FRAC
             if is_long and (has_words or _plain(text) in _plain(prompt)):
                 leaks.append(Evidence.of(example.example_id, text, None, "stands in the prompt"))
@@ -150,21 +150,22 @@ def _plain(text: str) -> str:
 
 
 def _share_of_words(answer: str, prompt: str) -> float:
-    """Return the share of an answer's runs of words that a prompt holds; 0 if it has no such run.
+    """Return the share of an answer's runs of words that a prompt contains; 0 if the answer is too short.
 
-    Numbers and single letters are no words: the cells of a grid stand in every question about it.
+    Numbers and single letters are no words: every question about a grid contains its cells.
     """
-    found = []
-    for text in (answer, prompt):
+
+    def runs_of(text: str) -> set[tuple[str, ...]]:
         words = re.findall(r"[^\W\d_]{2,}", _plain(text))
         starts = range(len(words) - _NUM_LEAK_WORDS + 1)
-        found.append({tuple(words[at : at + _NUM_LEAK_WORDS]) for at in starts})
-    ours, theirs = found
-    return len(ours & theirs) / len(ours) if ours else 0.0
+        return {tuple(words[start : start + _NUM_LEAK_WORDS]) for start in starts}
+
+    runs = runs_of(answer)
+    return len(runs & runs_of(prompt)) / len(runs) if runs else 0.0
 
 
 async def probe_determinism(context: AuditContext) -> ProbeResult:
-    """One reply earns the same whenever it is judged, and whatever is judged beside it."""
+    """A reply earns the same whenever it is judged, and beside any other replies."""
     all_repeats: list[tuple[Judged, ...]] = []
     started_at = time.perf_counter()
     for part in context.in_time(context.few_examples, num_first=1):
@@ -172,7 +173,7 @@ async def probe_determinism(context: AuditContext) -> ProbeResult:
         for example in part:
             golds = context.task.gold_replies(example)
             other = context.examples[list(context.examples).index(example) - 1]
-            # A right and a wrong one.
+            # A correct reply and a wrong one.
             replies += [(example, golds[0] if golds else "asdf"), (example, str(other.answer))]
         rounds: list[list[Judged]] = []
         while len(rounds) < _NUM_REPEATS:
@@ -197,17 +198,17 @@ async def probe_determinism(context: AuditContext) -> ProbeResult:
     for first, *others in differing[:MAX_EVIDENCE]:
         rewards = " then ".join(f"{judged.reward}" for judged in (first, *others))
         evidence.append(Evidence.of(first.example.example_id, first.text, first.reward, f"scored {rewards}"))
-    # No share of changing scores is small: nothing that was measured with them can be repeated.
+    # Any changing score is a failure: measurements with it cannot be repeated.
     status = ProbeStatus.FAIL if differing else result.status
     result = replace(result, status=status, evidence=tuple(evidence))
     return warn_of_late(result, [j for repeats in all_repeats for j in repeats if j.is_late])
 
 
 async def probe_truncation(context: AuditContext) -> ProbeResult:
-    """A right reply that is cut earns full marks on few examples only."""
+    """Truncated gold replies earn full marks on few examples only."""
 
     def cut(example: Example) -> dict[str, str]:
-        # Inside its answer: a reply that only lost its closing tag is not cut enough.
+        # The cut is inside the answer: a reply that only lost its closing tag may still be right.
         golds = context.task.gold_replies(example)
         if not golds:
             return {}
@@ -228,11 +229,11 @@ async def probe_truncation(context: AuditContext) -> ProbeResult:
 
 _NUM_BARE = 4
 _PART_WORDS = ("test", "constraint", "instruction", "criteri")
-"""In the names of fields that list what a reply is judged by."""
+"""Parts of the names of fields that list a reply's tests or constraints."""
 
 
 async def probe_order(context: AuditContext) -> ProbeResult:
-    """Scores depend neither on the order of judgements, nor on how many run at once, nor on that of tests."""
+    """Scores depend neither on the order or concurrency of judgements nor on the order of tests."""
     num, differing = 0, []
     for part in context.in_time(context.few_examples):
         replies = [(example, text) for example in part for text in _replies(context, example)]
@@ -252,16 +253,16 @@ async def probe_order(context: AuditContext) -> ProbeResult:
         judged = await context.judge_all(reply for _, reply in permuted)
         num += len(judged)
         pairs = zip(permuted, judged, strict=True)
-        differing += [one for (first, _), one in pairs if _differ(one, first)]
+        differing += [again for (first, _), again in pairs if _differ(again, first)]
     return measured("order", len(differing) / num, 0.0, differing, num, "share that changed")
 
 
-def _differ(one: Judged, other: Judged) -> bool:
-    return one.reward != other.reward and not (one.is_late or other.is_late)
+def _differ(first: Judged, second: Judged) -> bool:
+    return first.reward != second.reward and not (first.is_late or second.is_late)
 
 
 def _replies(context: AuditContext, example: Example) -> Sequence[str]:
-    """Return right replies, or a wrong one where none is known; with parts also some that pass a few."""
+    """Return gold replies, or a wrong one if there is none; for parts and tests also partly correct ones."""
     golds = tuple(context.task.gold_replies(example)) or ("a",)
     form = context.form_of(example)
     prompt = "\n".join(message.text for message in context.task.render(example))
@@ -277,10 +278,10 @@ def _replies(context: AuditContext, example: Example) -> Sequence[str]:
 def permute_parts(example: Example) -> Example | None:
     """Return an example with its tests or constraints in reverse; None if it lists none.
 
-    Its id is kept: what is asked is the same.
+    It keeps its id, since its question is the same.
     """
     fields = dict(example.fields)
-    changed = {key: found for key, value in fields.items() if (found := _reverse(key, value)) is not None}
+    changed = {key: new for key, value in fields.items() if (new := _reverse(key, value)) is not None}
     return replace(example, fields={**fields, **changed}) if changed else None
 
 
@@ -298,14 +299,14 @@ def _reverse(key: str, value: Any) -> Any:
     lists = {name: tests[name] for name in ("inputs", "outputs") if isinstance(tests.get(name), list)}
     if len(lists) < 2 or min(map(len, lists.values())) < 2:
         return None
-    reversed_lists = {name: found[::-1] for name, found in lists.items()}
+    reversed_lists = {name: values[::-1] for name, values in lists.items()}
     return json.dumps({**tests, **reversed_lists})
 
 
 async def probe_failure_paths(context: AuditContext) -> ProbeResult:
-    """An example without content, or that lacks what it is judged by, has no score, and surely not 0.
+    """An example without content has no score, not a score of 0.
 
-    A right reply to an example that lacks its answer or a field is right, or cannot be judged.
+    A gold reply to an example that lacks its answer or a field earns full marks, or cannot be judged.
     """
     hollow = make_example(context.task.name, {}, None)
     judged = await context.judge_all([(hollow, "asdf"), (hollow, "")])
@@ -317,16 +318,16 @@ async def probe_failure_paths(context: AuditContext) -> ProbeResult:
     ]
     whole = await context.judge_once([(example, text) for example, text, _, _ in bare])
     lacking = await context.judge_all((without, text) for _, text, _, without in bare)
-    wrong = [("no content", one) for one in judged if one.reward is not None]
+    wrong = [("no content", j) for j in judged if j.reward is not None]
     wrong += [
-        (name, one)
-        for (_, _, name, _), one, before in zip(bare, lacking, whole, strict=True)
-        if one.reward is not None and is_full(context, before) and not is_full(context, one)
+        (name, j)
+        for (_, _, name, _), j, before in zip(bare, lacking, whole, strict=True)
+        if j.reward is not None and is_full(context, before) and not is_full(context, j)
     ]
     num = len(judged) + len(lacking)
     detail = "scores given without what they rest on"
     result = measured("failure_paths", float(len(wrong)), 0.0, (), num, detail)
-    evidence = [Evidence.of(one.example.example_id, one.text, one.reward, name) for name, one in wrong]
+    evidence = [Evidence.of(j.example.example_id, j.text, j.reward, name) for name, j in wrong]
     return replace(result, evidence=tuple(evidence[-MAX_EVIDENCE:]))
 
 
@@ -341,34 +342,34 @@ def _without_a_part(example: Example) -> Mapping[str, Example]:
 
 _MIN_EXAMPLES = 8
 _MAX_RULE_FRAC = 0.95
-"""A rule that does better is as good as the right replies must be."""
+"""A better rule would pass as a gold reply (`_MIN_GOLD_FRAC`)."""
 _MAX_WORDS = 300
 _MAX_VALUES_FRAC = 1 / 3
-"""Of the examples learned from: a feature with more values than this names the example."""
+"""Share of the training examples: a feature with more values than this identifies the example."""
 Features = Mapping[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rule:
-    """The answer is one feature, or follows from it by a table."""
+    """A rule whose answer is one feature's value, or the table's entry for it."""
 
     feature: str
     table: Mapping[str, str] | None = None
 
-    def answer(self, found: Features) -> str:
-        value = found.get(self.feature, "")
+    def answer(self, features: Features) -> str:
+        value = features.get(self.feature, "")
         return value if self.table is None else self.table.get(value, "")
 
 
 async def probe_trivial_rule(context: AuditContext) -> ProbeResult:
-    """No rule of one feature answers the examples that it was not learned from."""
+    """No rule of one feature answers the examples that it was not learned on."""
     labelled = [
         (e, e.answer) for e in context.examples if e.answer is not None and context.form_of(e) is None
     ]
     if len(labelled) < _MIN_EXAMPLES:
         return not_applicable("trivial_rule", f"fewer than {_MIN_EXAMPLES} examples with an answer in words")
     prompts = [" ".join(m.text for m in context.task.render(example)) for example, _ in labelled]
-    # That some prompts hold and others do not, the most common first.
+    # Words that some prompts contain and others do not, the most common first.
     counts = Counter(word for prompt in prompts for word in set(_words(prompt)))
     words = [word for word, num in counts.most_common() if 1 < num < len(prompts)][:_MAX_WORDS]
     features = [
@@ -378,20 +379,20 @@ async def probe_trivial_rule(context: AuditContext) -> ProbeResult:
     rule = _best_rule(features[::2], answers[::2])
     if rule is None:
         return measured("trivial_rule", 0.0, _MAX_RULE_FRAC, (), 0, "no rule was ever right")
-    asked = list(zip(labelled, features, strict=True))[1::2]
+    tested = list(zip(labelled, features, strict=True))[1::2]
     judged: list[Judged] = []
-    for part in context.in_time(asked):
+    for part in context.in_time(tested):
         judged += await context.judge_all(
-            (example, context.in_form(example, rule.answer(found))) for (example, _), found in part
+            (example, context.in_form(example, rule.answer(values))) for (example, _), values in part
         )
-    kept = [one for one in judged if is_full(context, one)]
-    # Where one answer is nearly always right, the probe of constants says so.
-    most_common = Counter(answers[1::2]).most_common(1)[0][1] / len(asked)
+    full = [j for j in judged if is_full(context, j)]
+    # An answer that is nearly always right is the matter of `probe_constant`.
+    most_common = Counter(answers[1::2]).most_common(1)[0][1] / len(tested)
     return measured(
         "trivial_rule",
-        len(kept) / len(judged),
+        len(full) / len(judged),
         max(_MAX_RULE_FRAC, most_common),
-        kept,
+        full,
         len(judged),
         f"the answer {'is' if rule.table is None else 'follows from'} the {rule.feature}",
     )
@@ -402,32 +403,32 @@ def _words(prompt: str) -> list[str]:
 
 
 def _features(example: Example, prompt: str, words: Sequence[str]) -> Features:
-    own_words, numbers = _words(prompt), re.findall(r"-?\d+(?:\.\d+)?", prompt)
+    prompt_words, numbers = _words(prompt), re.findall(r"-?\d+(?:\.\d+)?", prompt)
     features = {
         f"field {key}": str(value)
         for key, value in example.fields.items()
         if isinstance(value, str | int | float) and str(value) in prompt
     }
-    for kind, found in (("word", own_words), ("number", numbers)):
-        if found:
-            features |= {f"first {kind}": found[0], f"last {kind}": found[-1]}
-    present = set(own_words)
+    for kind, values in (("word", prompt_words), ("number", numbers)):
+        if values:
+            features |= {f"first {kind}": values[0], f"last {kind}": values[-1]}
+    present = set(prompt_words)
     return features | {f"word {word!r}": str(word in present) for word in words}
 
 
 def _best_rule(features: Sequence[Features], answers: Sequence[str]) -> _Rule | None:
-    """Return the rule that answers most of the examples; None if there is no rule at all."""
+    """Return the rule that answers most examples, None if no rule answers any."""
     best, best_num = None, 0
-    for name in dict.fromkeys(name for found in features for name in found):
+    for name in dict.fromkeys(name for values in features for name in values):
         by_value: dict[str, Counter[str]] = defaultdict(Counter)
-        for found, answer in zip(features, answers, strict=True):
-            by_value[found.get(name, "")][answer] += 1
+        for values, answer in zip(features, answers, strict=True):
+            by_value[values.get(name, "")][answer] += 1
         rules = [_Rule(feature=name)]
         if 1 < len(by_value) <= max(2.0, _MAX_VALUES_FRAC * len(features)):
             table = {value: counts.most_common(1)[0][0] for value, counts in by_value.items()}
             rules.append(_Rule(feature=name, table=table))
         for rule in rules:
-            num = sum(rule.answer(found) == answer for found, answer in zip(features, answers, strict=True))
+            num = sum(rule.answer(values) == answer for values, answer in zip(features, answers, strict=True))
             if num > best_num:
                 best, best_num = rule, num
     return best

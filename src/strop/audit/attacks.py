@@ -1,8 +1,8 @@
-"""Attacks: wrong programs that also tamper, forge or end their judge, as text. Nothing here runs them.
+"""Attacks: texts of wrong programs that also tamper with, deceive or end their judge. Nothing here runs them.
 
-Each is harmless if it succeeds: files are opened and not changed, bombs are bounded, and what it starts ends
-by itself within `LINGER_S`. `MARKER` stands for a word that no other audit uses. Not here: right programs
-that are spoilt unless they can do what they must not (`breaches`).
+Each is harmless if it succeeds: files are opened and not changed, bombs are bounded, and started processes
+end within `LINGER_S`. `MARKER` is replaced by a word that no other audit uses. Not here: correct programs
+that fail unless they can do something forbidden (`breaches`).
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from strop.tasks.traits import ProgramForm
 MARKER = "MARKER"
 LINGER_S = 12
 HOLD_S = 1.0
-"""How long a writer stays, for a reader beside it to find it."""
+"""How long a writer keeps running, so that a concurrent reader can find it."""
 _MAIN = "main"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attack:
-    """A wrong program that does something else as well."""
+    """A wrong program with a side effect."""
 
     at_load: str = ""
     """Top-level statements."""
     in_call: str = "return None"
     """Body of the function that the tests call."""
     is_slow: bool = False
-    """Whether it takes seconds; it is tried on one example only."""
+    """Whether it takes seconds; it is then tried on one example only."""
     is_deadly: bool = False
-    """Whether a grader without a process of its own would take this one with it."""
+    """Whether it would kill this process if the grader runs in it."""
 
 
 def as_attack(form: ProgramForm, attack: Attack, marker: str) -> str:
@@ -47,12 +47,12 @@ def as_attack(form: ProgramForm, attack: Attack, marker: str) -> str:
 
 
 def as_constant(form: ProgramForm, literal: str) -> str:
-    """Return a reply whose function returns one value, or whose program prints it."""
+    """Return a reply whose function returns a constant, or whose program prints it."""
     return as_attack(form, Attack(in_call=f"return {literal}"), MARKER)
 
 
 def as_lookup(form: ProgramForm, prompt: str) -> str | None:
-    """Return a reply that knows the answers of the tests that a prompt shows; None if it shows none."""
+    """Return a reply that looks its answers up in the tests that a prompt shows; None if it shows none."""
     pairs = []
     for line in prompt.splitlines() if form.entry_point else ():
         call, answer = _shown_test(line.strip())
@@ -66,7 +66,7 @@ def as_lookup(form: ProgramForm, prompt: str) -> str | None:
 
 
 def _shown_test(line: str) -> tuple[ast.expr, ast.expr]:
-    """Return both sides of `assert left == right`; twice a nothing where a line is something else."""
+    """Return both sides of `assert left == right`, or two constants None for any other line."""
     nothing = ast.Constant(None)
     try:
         (statement,) = ast.parse(line).body if line.startswith("assert ") else [ast.Pass()]
@@ -148,7 +148,7 @@ TAMPERS: Mapping[str, Attack] = MappingProxyType(
     {name: Attack(at_load=text) for name, text in _TAMPERING.items()}
     | {"equal to everything": Attack(at_load=_EQUALS, in_call="return Everything()")}
 )
-"""Wrong programs that try to change who judges them."""
+"""Wrong programs that try to change their judge."""
 
 
 _FORGED = """
@@ -185,7 +185,7 @@ FORGERIES: Mapping[str, Attack] = MappingProxyType(
         ),
     }
 )
-"""Wrong programs that say they passed."""
+"""Wrong programs that print that they passed."""
 
 _NAMED = """
 import os
@@ -232,10 +232,10 @@ _EXITS = {
     ),
 }
 EXITS: Mapping[str, Attack] = MappingProxyType(
-    # Each has a name, so that it is found if it outlives its judgement.
+    # Each process names itself, so that it is found if it outlives its judgement.
     {kind: replace(attack, at_load=_NAMED + attack.at_load) for kind, attack in _EXITS.items()}
 )
-"""Wrong programs that end, hang or exhaust what judges them."""
+"""Wrong programs that end, hang or exhaust their judge."""
 
 PLACES_CODE = """
 import builtins, os, random, socket, sys, time
@@ -263,7 +263,7 @@ except OSError:
     pass
 """
 WRITER = Attack(at_load=f"{PLACES_CODE}{_WRITES}time.sleep({HOLD_S})")
-"""Leaves a word wherever another judgement might find it, and stays a while."""
+"""Leaves a word wherever another judgement might find it, and keeps running for `HOLD_S`."""
 
 
 REMOVES_ITS_FOLDER = Attack(
@@ -272,11 +272,11 @@ REMOVES_ITS_FOLDER = Attack(
 HANGS = Attack(
     at_load="import time\nwith open('/proc/self/comm', 'w') as file: file.write('MARKER')\ntime.sleep(4)"
 )
-"""Waits to be found by its name on the host."""
+"""Names itself and waits, so that the probe can find its process on the host."""
 
 
 def keep_breach(right_code: str) -> Attack:
-    """Return an attack that leaves the right program behind, as if it were made in the future."""
+    """Return an attack that leaves the correct program behind, in files with times in the future."""
     return Attack(
         at_load=f"""{PLACES_CODE}
 for place in PLACES:
@@ -292,7 +292,7 @@ for place in PLACES:
 
 
 def find_kept(form: ProgramForm) -> Attack:
-    """Return an attack that runs what `keep_breach` left, if it finds it."""
+    """Return an attack that runs the files that `keep_breach` left, if it finds them."""
     name = form.entry_point
     return Attack(
         at_load=f"""{PLACES_CODE}

@@ -1,7 +1,7 @@
-"""Breaches: right programs that are spoilt unless they can do what they must not. Nothing here runs them.
+"""Breaches: correct programs that fail unless they can do something forbidden. Nothing here runs them.
 
-Full marks show that the program could read, change or reach what belongs to the grader or the host: its
-function `breached` returned true. Nothing is changed or sent where one succeeds.
+Full marks show that the program's function `breached` returned true: it could read, change or reach something
+of the grader or the host. A breach that succeeds changes and sends nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from strop.tasks.traits import ProgramForm
 
 
 def as_breach(form: ProgramForm, right_code: str, check: str, marker: str) -> str:
-    """Return a reply that is right if the function `breached` of `check` returns true."""
+    """Return a reply that is correct if the function `breached` in `check` returns true."""
     if form.entry_point is None:
         spoilt = "if not breached(): raise SystemExit(1)"
         return fence(f"{check}\n{spoilt}\n".replace(MARKER, marker) + right_code)
@@ -29,7 +29,7 @@ def as_breach(form: ProgramForm, right_code: str, check: str, marker: str) -> st
 
 
 ALWAYS = "def breached(): return True"
-"""With it a breach is the right program, which must earn full marks for the breaches to mean anything."""
+"""A breach with this check is the correct program. Breaches mean something only if it earns full marks."""
 TAMPER_BREACHES: Mapping[str, str] = {
     "files of the grader can be written": """
 def breached():
@@ -90,11 +90,11 @@ def breached():
     return True
 """,
 }
-"""What a program that is judged must not be able to do to its grader."""
+"""Checks for ways in which a judged program could change its grader."""
 
 
 def read_breach(wait_s: float) -> str:
-    """Return the check that finds what `WRITER` left, looking for `wait_s`."""
+    """Return the check that looks for `WRITER`'s traces for `wait_s` seconds."""
     return f"""{PLACES_CODE}
 def is_there():
     if "MARKER" in os.environ or hasattr(builtins, "MARKER") or hasattr(sys, "MARKER"):
@@ -147,11 +147,11 @@ def breached():
                         pass
     return False
 """
-"""Looks where programs work and data is kept, not among the interpreter's own files."""
+"""Searches working directories and places for data, not the interpreter's own files."""
 
 
 def leak_breaches(hidden: str, canary_path: str) -> Mapping[str, str]:
-    """Return checks that find a hidden text, unless it is empty, and a private file of this machine."""
+    """Return checks that find a private file of this machine, and a hidden text unless that is empty."""
     private = {
         "files named for answers can be read": _NAMED_FILES,
         "a private file can be read": f"""
@@ -218,12 +218,12 @@ def breached():
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostDoors:
-    """Sockets on which this machine listens while programs are judged."""
+    """The sockets on which this machine listens while programs are judged."""
 
     loopback_ports: Mapping[str, int]
     """Port by address."""
     abstract_name: str | None
-    """Without its leading zero byte; None where this system has no such sockets."""
+    """Name of an abstract socket without its leading zero byte; None if this system has none."""
     socket_path: str
 
 
@@ -233,7 +233,7 @@ def open_doors(name: str) -> Iterator[HostDoors]:
     with ExitStack() as stack:
         ports = {}
         for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
-            # A machine may be without one of the two.
+            # A machine may lack IPv4 or IPv6.
             with suppress(OSError):
                 ports[address] = _listen(stack, family, (address, 0)).getsockname()[1]
         abstract_name = None
@@ -244,7 +244,7 @@ def open_doors(name: str) -> Iterator[HostDoors]:
         folder.chmod(0o755)
         path = str(folder / "door")
         _listen(stack, socket.AF_UNIX, path)
-        # Whether a sandbox shows it shall decide, and not whose it is.
+        # Any user may connect, so that only the sandbox can prevent it.
         os.chmod(path, 0o777)
         yield HostDoors(loopback_ports=ports, abstract_name=abstract_name, socket_path=path)
 
@@ -302,15 +302,15 @@ def breached():
 
 def network_breaches(doors: HostDoors) -> Mapping[str, str]:
     """Return checks that each try one way out of a sandbox."""
-    found = {
+    checks = {
         f"loopback of this machine ({address})": _connects(
             "socket.AF_INET6" if ":" in address else "socket.AF_INET", (address, port)
         )
         for address, port in doors.loopback_ports.items()
     }
     if doors.abstract_name is not None:
-        found["abstract sockets of this machine"] = _connects("socket.AF_UNIX", f"\0{doors.abstract_name}")
-    return found | {
+        checks["abstract sockets of this machine"] = _connects("socket.AF_UNIX", f"\0{doors.abstract_name}")
+    return checks | {
         "socket files of this machine": _REACH + _FILES.replace("PATH", repr(doors.socket_path)),
         "a way outwards": _REACH + _OUTWARDS,
         "names are resolved": _REACH + _NAMES,

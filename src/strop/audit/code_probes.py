@@ -1,8 +1,8 @@
-"""Probes for tasks whose replies are programs: the task judges each attack as it would a reply.
+"""Probes for tasks whose replies are programs: the task judges each attack like a reply.
 
-A task says by `program_form` that its replies are programs; for others these probes do not apply. The
-score of an attack is compared with that of the same wrong program without it, and breaches (programs that
-are right only if they can do what they must not) count where they earn full marks.
+A task declares by `program_form` that its replies are programs; for other tasks these probes do not apply.
+The score of an attack is compared with that of the same wrong program without the attack. A breach (a program
+that is correct only if it can do something forbidden) counts if it earns full marks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from strop.tasks.judging import InlineJudge
 from strop.tasks.traits import ProgramForm
 
 _SURVIVOR_WAIT_S = 2.0
-"""What is left so long after a judgement was left behind."""
+"""A process that still runs so long after its judgement was left behind."""
 _MIN_HIDDEN_CHARS = 24
 _MAX_HIDDEN_CHARS = 60
 _FIND_LIMIT_S = 20.0
@@ -48,7 +48,7 @@ _COMMENT = "# Reviewed; nothing was left to do."
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """An example that is attacked."""
+    """An example under attack."""
 
     example: Example
     form: ProgramForm
@@ -58,7 +58,7 @@ class Target:
 
 @dataclass(kw_only=True, slots=True)
 class Findings:
-    """Accumulates the judgements of a probe, and those that are wrong."""
+    """Accumulates the judgements of a probe, and the wrong ones among them."""
 
     probe: str
     context: AuditContext
@@ -67,7 +67,7 @@ class Findings:
     evidence: list[Evidence] = field(default_factory=list)
 
     def add(self, kind: str, judged: Judged, *, is_bad: bool) -> None:
-        """Count a judgement; one without a score is bad in any case."""
+        """Count a judgement; one without a score is always bad."""
         self.num += 1
         if is_bad or judged.reward is None:
             failure = judged.outcome.failure
@@ -76,11 +76,11 @@ class Findings:
     def report(self, kind: str, judged: Judged, detail: str) -> None:
         """Record a wrong judgement."""
         self.kinds.append(kind)
-        about = f"{kind}; {detail}" if detail else kind
-        self.evidence.append(Evidence.of(judged.example.example_id, judged.text, judged.reward, about))
+        finding = f"{kind}; {detail}" if detail else kind
+        self.evidence.append(Evidence.of(judged.example.example_id, judged.text, judged.reward, finding))
 
     def result(self, detail: str) -> ProbeResult:
-        """Return a failure if anything is wrong. `detail` says what the value counts."""
+        """Return the result, a failure if any judgement was wrong. `detail` names what the value counts."""
         kinds = ", ".join(dict.fromkeys(self.kinds))
         return ProbeResult(
             probe=self.probe,
@@ -94,7 +94,7 @@ class Findings:
 
 
 def find_targets(context: AuditContext) -> list[Target]:
-    """Return some examples whose replies are programs, those with little to run first."""
+    """Return some examples whose replies are programs, those with the shortest fields first."""
     targets = []
     for example in context.examples:
         form = context.form_of(example)
@@ -112,7 +112,7 @@ def marker_of(context: AuditContext) -> str:
 
 
 async def try_attacks(findings: Findings, targets: Sequence[Target], kinds: Mapping[str, Attack]) -> Judged:
-    """Judge attacks on each target, slow ones on the first; compare with the same program without them.
+    """Judge attacks on each target, slow ones on the first, and compare with the program without the attack.
 
     Returns one of the judgements.
     """
@@ -123,20 +123,20 @@ async def try_attacks(findings: Findings, targets: Sequence[Target], kinds: Mapp
         findings.report("programs are judged in the process of the run", untampered[0], "no verify_limit_s")
         return untampered[0]
     is_inline = isinstance(context.judge, InlineJudge)
-    asked = [
+    tries = [
         (kind, index, (target.example, as_attack(target.form, attack, marker)))
         for kind, attack in kinds.items()
         for index, target in enumerate(targets[: 1 if attack.is_slow else None])
         if not (attack.is_deadly and is_inline)
     ]
-    judged = await context.judge_all(reply for _, _, reply in asked)
-    for (kind, index, _), one in zip(asked, judged, strict=True):
-        findings.add(kind, one, is_bad=(one.reward or 0.0) > (untampered[index].reward or 0.0) + SLACK)
-    return judged[-1]
+    all_judged = await context.judge_all(reply for _, _, reply in tries)
+    for (kind, index, _), judged in zip(tries, all_judged, strict=True):
+        findings.add(kind, judged, is_bad=(judged.reward or 0.0) > (untampered[index].reward or 0.0) + SLACK)
+    return all_judged[-1]
 
 
 async def try_breaches(findings: Findings, targets: Sequence[Target], checks: Mapping[str, str]) -> None:
-    """Judge right programs that are spoilt unless a check succeeds; full marks say that it did."""
+    """Judge correct programs that fail unless a check succeeds; full marks show that it did."""
     for kind, check in checks.items():
         replies = await usable_breaches(findings.context, targets, check)
         for judged in await findings.context.judge_all(replies):
@@ -146,17 +146,16 @@ async def try_breaches(findings: Findings, targets: Sequence[Target], checks: Ma
 async def usable_breaches(
     context: AuditContext, targets: Sequence[Target], check: str
 ) -> list[tuple[Example, str]]:
-    """Return breaches for the targets whose right program earns full marks where nothing spoils it."""
-    known = [(target, target.right_code) for target in targets if target.right_code is not None]
+    """Return breaches for the targets whose correct program earns full marks with the check `ALWAYS`."""
+    solvable = [(target, target.right_code) for target in targets if target.right_code is not None]
     always = [
         (target.example, breaches.as_breach(target.form, code, breaches.ALWAYS, marker_of(context)))
-        for target, code in known
+        for target, code in solvable
     ]
-    fine = [is_full(context, judged) for judged in await context.judge_once(always)]
     return [
         (target.example, breaches.as_breach(target.form, code, check, marker_of(context)))
-        for (target, code), is_fine in zip(known, fine, strict=True)
-        if is_fine
+        for (target, code), judged in zip(solvable, await context.judge_once(always), strict=True)
+        if is_full(context, judged)
     ]
 
 
@@ -172,7 +171,7 @@ async def probe_grader_tamper(context: AuditContext) -> ProbeResult:
 
 
 async def probe_forged_stdout(context: AuditContext) -> ProbeResult:
-    """A program that says it passed did not pass, and the next one is judged as ever."""
+    """Output that claims success changes no score, and the next program is judged as before."""
     targets = find_targets(context)
     if not targets:
         return not_applicable("forged_stdout", NO_PROGRAMS)
@@ -187,7 +186,7 @@ async def probe_forged_stdout(context: AuditContext) -> ProbeResult:
 
 
 async def probe_os_exit(context: AuditContext) -> ProbeResult:
-    """A program that ends, hangs or exhausts its judge is wrong, and nothing of it is left."""
+    """A program that ends, hangs or exhausts its judge is wrong, and leaves no process."""
     targets = find_targets(context)
     if not targets:
         return not_applicable("os_exit", NO_PROGRAMS)
@@ -198,7 +197,7 @@ async def probe_os_exit(context: AuditContext) -> ProbeResult:
 
 
 async def probe_isolation(context: AuditContext) -> ProbeResult:
-    """What one judgement writes, another does not find; and nothing of it stays."""
+    """A judgement finds no traces of another one, and leaves none behind."""
     targets = find_targets(context)
     if not targets:
         return not_applicable("isolation", NO_PROGRAMS)
@@ -209,12 +208,12 @@ async def probe_isolation(context: AuditContext) -> ProbeResult:
     after = await usable_breaches(context, targets, breaches.read_breach(0.0))
     judged = await context.judge_all([writer, *beside])
     findings.add("a program that writes everywhere", judged[0], is_bad=bool(judged[0].reward))
-    for kind, found in (
+    for kind, readers in (
         ("found beside", judged[1:]),
         ("found afterwards", await context.judge_all(after)),
     ):
-        for one in found:
-            findings.add(kind, one, is_bad=bool(one.reward))
+        for reader in readers:
+            findings.add(kind, reader, is_bad=bool(reader.reward))
     await try_attacks(findings, targets[:1], {"removed its folder": attacks.REMOVES_ITS_FOLDER})
     await _look_for_processes(findings, judged[0])
     for path in find_files(marker_of(context)):
@@ -223,7 +222,7 @@ async def probe_isolation(context: AuditContext) -> ProbeResult:
 
 
 async def probe_stale_submission(context: AuditContext) -> ProbeResult:
-    """A right program that was judged before earns nothing for a reply that holds none."""
+    """A correct program that was judged before earns nothing for a later reply without one."""
     targets = [target for target in find_targets(context) if target.right_code is not None]
     if not targets:
         has_programs = bool(find_targets(context))
@@ -250,7 +249,7 @@ async def probe_stale_submission(context: AuditContext) -> ProbeResult:
 
 
 async def probe_label_leak(context: AuditContext) -> ProbeResult:
-    """No long answer stands in its own prompt, and no program can read its tests or private files."""
+    """No prompt contains its own long answer, and no program can read its tests or private files."""
     result = await probe_prompt_leak(context)
     targets = find_targets(context)
     if not targets or result.status is ProbeStatus.FAIL:
@@ -272,7 +271,7 @@ async def probe_label_leak(context: AuditContext) -> ProbeResult:
 
 
 async def probe_lost_sandbox(context: AuditContext) -> ProbeResult:
-    """A judgement whose sandbox is killed has no score, and the machine is named as the cause."""
+    """A judgement whose sandbox is killed has no score, and its failure is owned by the infrastructure."""
     targets = find_targets(context)
     if not targets:
         return not_applicable("lost_sandbox", NO_PROGRAMS)
@@ -296,35 +295,35 @@ async def probe_lost_sandbox(context: AuditContext) -> ProbeResult:
 
 
 async def probe_noop_edit(context: AuditContext) -> ProbeResult:
-    """Neither the code that a problem shows nor a trivial change of it earns anything."""
+    """The code that a problem shows earns nothing, unchanged or with a trivial edit."""
     targets = find_targets(context)
     if not targets:
         return not_applicable("noop_edit", NO_PROGRAMS)
     findings = Findings(probe="noop_edit", context=context)
-    asked = []
+    tries = []
     for target in targets:
         example = target.example
         prompt = "\n".join(message.text for message in context.task.render(example))
         # Python in the prompt and the starter code; no tests.
-        found = [*_FENCED.findall(prompt), str(example.fields.get("starter_code") or "")]
-        shown = dict.fromkeys(code.rstrip() for code in found if code.strip())
+        codes = [*_FENCED.findall(prompt), str(example.fields.get("starter_code") or "")]
+        shown = dict.fromkeys(code.rstrip() for code in codes if code.strip())
         edits = trivial_edits(target.form, *shown)
-        asked += [(kind, (example, reply)) for kind, reply in edits.items()]
-    judged = await context.judge_all(reply for _, reply in asked)
-    for (kind, _), one in zip(asked, judged, strict=True):
-        findings.add(kind, one, is_bad=bool(one.reward) or is_full(context, one))
+        tries += [(kind, (example, reply)) for kind, reply in edits.items()]
+    all_judged = await context.judge_all(reply for _, reply in tries)
+    for (kind, _), judged in zip(tries, all_judged, strict=True):
+        findings.add(kind, judged, is_bad=bool(judged.reward) or is_full(context, judged))
     return findings.result("changes that change nothing and were paid")
 
 
 def trivial_edits(form: ProgramForm, *shown: str) -> Mapping[str, str]:
-    """Return replies that hold no work, by what they do to the code that was shown."""
+    """Return replies without any work, by their edit of the shown code."""
     name = form.entry_point
     stub = "" if name is None else f"def {name}(*args, **keywords):\n    pass"
     replies = {"an empty program": fence("pass"), "a comment alone": fence(_COMMENT)}
     if stub:
         replies["a function without content"] = fence(f"{stub}\n{_COMMENT}")
     for number, code in enumerate(shown):
-        # A signature alone is no program yet.
+        # A bare signature needs a body.
         whole = code if compiles(code) else f"{code}\n    pass"
         place = "the code shown" if number == 0 else f"the code shown ({number + 1})"
         replies |= {
@@ -338,7 +337,7 @@ def trivial_edits(form: ProgramForm, *shown: str) -> Mapping[str, str]:
 
 
 async def probe_network(context: AuditContext) -> ProbeResult:
-    """A program reaches no address, no name and no socket beyond its sandbox."""
+    """A program reaches no address, no name and no socket outside its sandbox."""
     targets = find_targets(context)
     if not targets:
         return not_applicable("network", NO_PROGRAMS)
@@ -351,7 +350,7 @@ async def probe_network(context: AuditContext) -> ProbeResult:
 
 
 def _hidden_text(context: AuditContext, example: Example) -> str:
-    """Return a piece of the example that its prompt does not show; empty if there is none."""
+    """Return a piece of the example's fields that its prompt does not show; empty if there is none."""
     prompt = "\n".join(message.text for message in context.task.render(example))
     for value in example.fields.values():
         for text in value if isinstance(value, list) else [value]:
@@ -362,7 +361,7 @@ def _hidden_text(context: AuditContext, example: Example) -> str:
 
 
 async def _look_for_processes(findings: Findings, judged: Judged) -> None:
-    """Blame processes that still run some time after their judgement."""
+    """Report processes that still run `_SURVIVOR_WAIT_S` after their judgement."""
     marker = marker_of(findings.context)
     left = await asyncio.to_thread(wait_for_end, marker, _SURVIVOR_WAIT_S)
     if left:
@@ -370,7 +369,7 @@ async def _look_for_processes(findings: Findings, judged: Judged) -> None:
 
 
 def _kill_while(judging: asyncio.Task[list[Judged]], marker: str) -> int:
-    """Kill what holds the marked program whenever there is one; return how often. Runs in a thread."""
+    """Kill the sandboxes of the marked program until it is judged; return how often. Runs in a thread."""
     num_killed, until = 0, time.monotonic() + _FIND_LIMIT_S
     while not judging.done() and time.monotonic() < until:
         # All of them: one program may be several processes, of which the first may be gone.
@@ -380,8 +379,8 @@ def _kill_while(judging: asyncio.Task[list[Judged]], marker: str) -> int:
     return num_killed
 
 
-# What judged programs leave on this machine, and their ancestors: read from /proc and temporary folders.
-# Linux only; elsewhere nothing is found, and the probes that need it do not apply.
+# Traces of judged programs on this machine, and their ancestors: from /proc and temporary folders. Linux
+# only; elsewhere there are none to find, and the probes that need them do not apply.
 
 
 def can_look() -> bool:
@@ -390,7 +389,7 @@ def can_look() -> bool:
 
 
 def find_processes(name: str) -> list[int]:
-    """Return the ids of processes that named themselves so, in any namespace."""
+    """Return the ids of processes that named themselves `name`, in any namespace."""
     with suppress(OSError):
         pids = [int(entry) for entry in os.listdir(_PROC) if entry.isdigit()]
         return [pid for pid in pids if _read(pid, "comm").strip() == name]
@@ -398,7 +397,7 @@ def find_processes(name: str) -> list[int]:
 
 
 def wait_for_end(name: str, limit_s: float) -> list[int]:
-    """Wait until no process has this name, at most `limit_s`; return those that are left."""
+    """Wait at most `limit_s` until no process has this name; return the remaining ones."""
     until = time.monotonic() + limit_s
     while (left := find_processes(name)) and time.monotonic() < until:
         time.sleep(_LOOK_EVERY_S)
@@ -406,7 +405,7 @@ def wait_for_end(name: str, limit_s: float) -> list[int]:
 
 
 def find_files(name: str) -> list[str]:
-    """Return files of this name, or with it as their stem, near the tops of all temporary folders."""
+    """Return files with this name or stem near the tops of all temporary folders."""
     tops = dict.fromkeys([tempfile.gettempdir(), *SCRATCH_BASES, os.getcwd()])
     return [path for top in tops for path in _walk(top) if os.path.basename(path).partition(".")[0] == name]
 
@@ -414,7 +413,7 @@ def find_files(name: str) -> list[str]:
 def kill_sandbox_of(pid: int) -> bool:
     """Kill the process outside that holds a program's namespace; return whether there is one.
 
-    It is the first ancestor that the program cannot see, so its end is never the program's doing.
+    It is the first ancestor that the program cannot see, and so cannot kill itself.
     """
     depth = _namespace_depth(pid)
     ancestor = _parent_of(pid)
@@ -449,7 +448,7 @@ def _parent_of(pid: int) -> int:
 
 
 def _namespace_depth(pid: int) -> int:
-    """Return in how many process namespaces a process has an id."""
+    """Return the number of process namespaces in which a process has an id."""
     return len(_status(pid, "NSpid"))
 
 

@@ -1,4 +1,4 @@
-"""What probes share: the task, examples and judgements of one audit, and how judgements become a result."""
+"""The parts that probes share: the task, examples and judgements of an audit, and results from judgements."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import TYPE_CHECKING, TypeVar
 
 from strop.audit.attacks import as_constant
@@ -29,52 +30,49 @@ _LATE = "verifier_timeout"
 _NUM_FEW = 4
 _NUM_FIRST = 4
 ENOUGH_S = 10.0
-"""Wall time that a probe aims at where judgements are slow."""
+"""Wall time that a probe aims at if judgements are slow."""
 _LITERALS = frozenset({"True", "False", "None", "[]", "0", "1", "2"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Judged:
-    """One reply and what it earned."""
+    """One reply and its outcome."""
 
     example: Example
     text: str
     outcome: Outcome
     cpu_s: float | None = None
-    """What the verifier computed; None where it ran in another process, whose limits are kept there."""
+    """CPU time of the verifier; None if it ran in another process, which enforces its limits."""
 
     @property
     def reward(self) -> float | None:
-        """None where it could not be judged."""
+        """The reward, None if the reply could not be judged."""
         return self.outcome.reward
 
     @property
     def is_late(self) -> bool:
-        """Whether it has no score because its verifier was ended at its limit."""
+        """Whether it has no score because its verifier was stopped at the time limit."""
         return self.outcome.failure is not None and self.outcome.failure.kind == _LATE
 
 
 _NUM_ERRORS = 3.0
 MAX_LATE_FRAC = 0.05
-"""Share of replies that may go without a verdict because their time was up."""
+"""Share of replies that may remain unjudged at the time limit."""
 MINOR_FRAC = 0.02
-"""Up to here, what should earn nothing is a warning: some graders give a hundredth to every reply."""
+"""Undeserved rewards up to this share are a warning: some graders give a hundredth to every reply."""
 SLACK = 1e-9
 
 
 async def judge_kinds(
     context: AuditContext, texts: Callable[[Example], dict[str, str]], examples: Sequence[Example] = ()
 ) -> dict[str, list[Judged]]:
-    """Judge several kinds of reply to each of some examples; to all if none are given.
-
-    Of replies that are judged slowly, to as many examples as there is time for.
-    """
+    """Judge several kinds of reply to each example of `examples`, or of the audit, as far as time allows."""
     by_kind: dict[str, list[Judged]] = {}
     for part in context.in_time(examples or context.examples):
-        asked = [(kind, example, text) for example in part for kind, text in texts(example).items()]
-        judged = await context.judge_all((example, text) for _, example, text in asked)
-        for (kind, _, _), one in zip(asked, judged, strict=True):
-            by_kind.setdefault(kind, []).append(one)
+        replies = [(kind, example, text) for example in part for kind, text in texts(example).items()]
+        all_judged = await context.judge_all((example, text) for _, example, text in replies)
+        for (kind, _, _), judged in zip(replies, all_judged, strict=True):
+            by_kind.setdefault(kind, []).append(judged)
     return by_kind
 
 
@@ -86,10 +84,10 @@ def bound(
     *,
     is_partial_fine: bool = False,
 ) -> ProbeResult:
-    """Compare the kind that earns most with what chance may give; every reply must be judged.
+    """Compare the kind of reply that earns most with the limit of chance; every reply must be judged.
 
-    `is_partial_fine` counts full marks only. A few replies that are not judged in time are a warning: how
-    many they are depends on what else this machine does.
+    `is_partial_fine` counts full marks only. A few replies that are not judged in time are a warning, since
+    their number depends on the load of this machine.
     """
     everything = [j for judged in by_kind.values() for j in judged]
     late = [j for j in everything if j.is_late]
@@ -109,7 +107,7 @@ def bound(
 
 
 def warn_of_late(result: ProbeResult, late: Sequence[Judged]) -> ProbeResult:
-    """Return a result that says how many replies were not judged in time."""
+    """Return the result with the number of replies that were not judged in time."""
     if not late:
         return result
     status = ProbeStatus.WARN if result.status is ProbeStatus.PASS else result.status
@@ -118,13 +116,13 @@ def warn_of_late(result: ProbeResult, late: Sequence[Judged]) -> ProbeResult:
 
 
 def chance_limit(chance: float, num: int) -> float:
-    """Return what a mean over `num` examples may be where each is right by chance."""
+    """Return the limit of a mean over `num` examples that are each right by chance."""
     error = math.sqrt(chance * (1.0 - chance) / num)
     return chance + _NUM_ERRORS * error + SLACK
 
 
 def mean_share(context: AuditContext, judged: Sequence[Judged]) -> float:
-    """Mean share of full marks."""
+    """Return the mean share of full marks."""
     return math.fsum(j.reward or 0.0 for j in judged) / (len(judged) * context.max_reward)
 
 
@@ -136,22 +134,22 @@ def is_full(context: AuditContext, judged: Judged) -> bool:
 def measured(
     probe: str, value: float, limit: float, judged: Sequence[Judged], num: int, detail: str
 ) -> ProbeResult:
-    """Compare a figure with its limit; `judged` are the replies that made it too large."""
-    is_fine = value <= limit + SLACK
-    bad = ProbeStatus.WARN if value <= MINOR_FRAC else ProbeStatus.FAIL
+    """Compare a figure with its limit; `judged` are the replies that raised it."""
+    has_passed = value <= limit + SLACK
+    status = ProbeStatus.WARN if value <= MINOR_FRAC else ProbeStatus.FAIL
     return ProbeResult(
         probe=probe,
-        status=ProbeStatus.PASS if is_fine else bad,
+        status=ProbeStatus.PASS if has_passed else status,
         value=value,
         limit=limit,
         num=num,
         detail=detail,
-        evidence=() if is_fine else show_evidence(judged),
+        evidence=() if has_passed else show_evidence(judged),
     )
 
 
 def failed(probe: str, judged: Sequence[Judged], detail: str) -> ProbeResult:
-    """Return a failure that some judgements show, whatever they earned."""
+    """Return a failure with some judgements as evidence, whatever their rewards."""
     return ProbeResult(
         probe=probe,
         status=ProbeStatus.FAIL,
@@ -164,38 +162,36 @@ def failed(probe: str, judged: Sequence[Judged], detail: str) -> ProbeResult:
 
 
 def not_applicable(probe: str, detail: str) -> ProbeResult:
-    """Return that a probe has nothing to ask of this task, and why."""
+    """Return the result of a probe that does not apply to the task, with the reason."""
     return ProbeResult(probe=probe, status=ProbeStatus.NOT_APPLICABLE, detail=detail)
 
 
 def show_evidence(judged: Iterable[Judged], most: int = MAX_EVIDENCE) -> tuple[Evidence, ...]:
-    """Return the first of some judgements as evidence."""
-    found: list[Evidence] = []
-    for j in judged:
-        if len(found) == most:
-            break
+    """Return the first `most` judgements as evidence."""
+    evidence: list[Evidence] = []
+    for j in islice(judged, most):
         failure = j.outcome.failure
         detail = "" if failure is None else describe_failure(failure)
-        found.append(Evidence.of(j.example.example_id, j.text, j.reward, detail))
-    return tuple(found)
+        evidence.append(Evidence.of(j.example.example_id, j.text, j.reward, detail))
+    return tuple(evidence)
 
 
 @dataclass(kw_only=True, slots=True)
 class AuditContext:
-    """One audit under way."""
+    """A running audit."""
 
     task: Task
     judge: Judge
     examples: Sequence[Example]
     seed: int
     make_task: Callable[[], Task] | None = None
-    """Gives an equal task in a process of its own."""
+    """Makes an equal task in another process."""
     arena: Arena | None = None
-    """Where an environment is attacked, once it has been."""
+    """The environment under attack, from its first probe on."""
     all_judged: list[Judged] = field(default_factory=list)
     """Every judgement of the audit, for the probe that looks for impossible scores."""
     nonce: str = field(default_factory=lambda: secrets.token_hex(5))
-    """Marks what this audit leaves behind."""
+    """Marks the files and processes of this audit's attacks."""
     _kept: dict[tuple[str, str], Judged] = field(default_factory=dict)
 
     @property
@@ -205,19 +201,19 @@ class AuditContext:
 
     @property
     def few_examples(self) -> Sequence[Example]:
-        """The first examples where each judgement needs a sandbox, else all; for probes that ask often."""
+        """The first examples if each judgement needs a sandbox, else all; for probes with many replies."""
         return self.examples[:_NUM_FEW] if self.task.limits.verify_keeps_time else self.examples
 
     @property
     def lowest_isolation(self) -> str | None:
-        """The weakest sandbox that a judged program ran in; None where none did."""
+        """The weakest isolation that a judged program ran at; None if no program ran."""
         words = {judged.outcome.isolation for judged in self.all_judged} - {None}
         return min(words, key=lambda word: IsolationLevel[str(word).upper()], default=None)
 
     def in_time(self, examples: Sequence[_T], *, num_first: int = _NUM_FIRST) -> Iterator[Sequence[_T]]:
-        """Yield examples in growing parts, as long as the next part is likely to be judged in time.
+        """Yield examples in growing parts, while the next part is likely to be judged in time.
 
-        So a slow grader or a busy machine costs a probe examples, and not its result.
+        With a slow grader or on a busy machine, a probe then uses fewer examples, and still has a result.
         """
         started_at = time.perf_counter()
         num = 0
@@ -227,22 +223,22 @@ class AuditContext:
             num += size
 
     def form_of(self, example: Example) -> ProgramForm | None:
-        """Return how the program of a reply is used; None where replies are not programs."""
+        """Return how the program of a reply is called; None if replies are not programs."""
         return program_form_of(self.task, example)
 
     def random(self, name: str) -> random.Random:
-        """Return a random stream of its own, named so that no probe disturbs another."""
+        """Return a random stream by name, so that no probe changes the draws of another."""
         digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
         return random.Random(int.from_bytes(digest, "little"))
 
     async def judge_all(self, replies: Iterable[tuple[Example, str]]) -> list[Judged]:
-        """Judge replies at once; an exception becomes an outcome without a score."""
+        """Judge replies concurrently; an exception becomes an outcome without a score."""
         judged = await asyncio.gather(*(self._judge(example, text) for example, text in replies))
         self.all_judged += judged
         return list(judged)
 
     async def judge_once(self, replies: Sequence[tuple[Example, str]]) -> list[Judged]:
-        """Judge replies as `judge_all`, but for those that were judged so before."""
+        """Judge replies as `judge_all`, but reuse the judgements of earlier calls."""
         new = [
             reply for reply in dict.fromkeys((e.example_id, t) for e, t in replies) if reply not in self._kept
         ]
@@ -252,7 +248,7 @@ class AuditContext:
         return [self._kept[example.example_id, text] for example, text in replies]
 
     async def _judge(self, example: Example, text: str) -> Judged:
-        # In this process a judgement is one piece of work: nothing else computes in between.
+        # In this process a judgement runs without interruption: the thread computes nothing else meanwhile.
         began_s = time.thread_time() if isinstance(self.judge, InlineJudge) else None
         with catch_failure(FailureOwner.TASK) as caught:
             outcome = await self.judge.judge(example, text)
@@ -262,10 +258,7 @@ class AuditContext:
         return Judged(example=example, text=text, outcome=outcome, cpu_s=cpu_s)
 
     def in_form(self, example: Example, answer: str) -> str:
-        """Return a reply that gives an answer in the form of the task's own gold reply.
-
-        Where replies are programs, one that returns it.
-        """
+        """Return a reply with an answer in the gold reply's form, or a program that returns the answer."""
         form = self.form_of(example)
         if form is not None:
             return as_constant(form, answer if answer in _LITERALS else repr(answer))

@@ -1,4 +1,4 @@
-"""An audit's report: one result per probe, the verdict that follows, acceptance by the user, and its file."""
+"""The report of an audit: one result per probe, the verdict, acceptance by the user, and the file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strop.hardware.identity import find_user_name
 from strop.io import user_cache_dir, write_bytes_atomically
 
 SCHEMA = 4
-"""Raised with every change of what a report holds or of what probes ask, so that older ones are made anew."""
+"""Raised with every change of a report's fields or of the probes, so that older reports are not used."""
 _MAX_WARNINGS = 2
 _MILD = frozenset({"constant", "cost", "judge_length"})
 """Probes whose failure is a matter of degree: they make a report amber, not red."""
@@ -26,18 +26,18 @@ _MAX_SHOWN_CHARS = 200
 
 
 class ProbeStatus(StrEnum):
-    """How a probe ended."""
+    """The end of a probe."""
 
     PASS = "pass"
     WARN = "warn"
     FAIL = "fail"
     ERROR = "error"
-    """The probe could not be carried out; nothing is known."""
+    """The probe could not be run, so its question is open."""
     NOT_APPLICABLE = "n/a"
 
 
 class Verdict(StrEnum):
-    """What follows for training."""
+    """The consequence for training."""
 
     GREEN = "green"
     AMBER = "amber"
@@ -47,11 +47,11 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """One judgement that contradicts what its probe expects."""
+    """One judgement that contradicts its probe's expectation."""
 
     example_id: str
     reply: str
-    """Its beginning."""
+    """The beginning of the reply."""
     reply_digest: str
     """Hash over the whole reply."""
     reward: float | None
@@ -72,16 +72,16 @@ class Evidence:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeResult:
-    """What one probe found."""
+    """The result of one probe."""
 
     probe: str
     status: ProbeStatus
     value: float | None = None
-    """The measured figure; `detail` says what it is."""
+    """The measured figure; `detail` has its meaning."""
     limit: float | None = None
-    """The value up to which the probe passes, or from which for `gold`."""
+    """The largest value that passes; for `gold` the smallest."""
     num: int = 0
-    """Judgements behind the value."""
+    """Number of judgements behind the value."""
     seconds: float = 0.0
     detail: str = ""
     evidence: tuple[Evidence, ...] = ()
@@ -113,24 +113,24 @@ class AuditReport:
     task: str
     task_version: str
     variant: str | None = None
-    """Which of the tasks of this name it is."""
+    """The variant of the task, for names with several."""
     isolation: str | None = None
-    """The lowest sandbox level that a judged program ran at; None where no program ran."""
+    """The lowest sandbox level that a judged program ran at; None if no program ran."""
     seed: int
     num_examples: int
     max_reward: float
     chance: float
-    """Share of full marks that the task declares to be had by chance."""
+    """Share of full marks that chance gives, as the task declares."""
     started_at: float
     """Unix seconds."""
     seconds: float
     probes: tuple[ProbeResult, ...]
     accepted: tuple[Acceptance, ...] = ()
-    """By the run whose directory this report lies in."""
+    """Accepted by the run whose directory has this report."""
 
     @property
     def verdict(self) -> Verdict:
-        """Red, amber or green; it follows from the probes alone."""
+        """Red, amber or green, by the probes alone."""
         return _judge_probes(self.probes)
 
     @property
@@ -153,14 +153,14 @@ class AuditReport:
 
     @property
     def lost(self) -> str:
-        """Why no reply in the evidence of the broken probes could be judged; empty where one was."""
+        """The cause, if none of the replies in the broken probes' evidence could be judged; else empty."""
         shown = [entry for result in self.broken() for entry in result.evidence]
         if not shown or any(entry.reward is not None for entry in shown):
             return ""
         return Counter(entry.detail for entry in shown).most_common(1)[0][0]
 
     def to_json(self) -> dict[str, Any]:
-        """Return the report as JSON values, with its verdict and a digest over all the rest."""
+        """Return the report as JSON values, with its verdict and a digest over all other values."""
         values = {
             "schema": SCHEMA,
             **asdict(self),
@@ -188,14 +188,14 @@ _SHOWN_VERSION_CHARS = 12
 def accept_probes(report: AuditReport, reasons: Mapping[str, str]) -> AuditReport:
     """Return the report with the accepted probes, each with user and reason.
 
-    `reasons` are by probe, or by PROBE@VERSION, which holds while the task's version begins so: prompts, data
-    or verifier have not changed.
+    `reasons` are by probe, or by PROBE@VERSION, which applies while the task's version begins with VERSION,
+    that is, until prompts, data or verifier change.
     """
     accepted = []
     for name, reason in reasons.items():
         probe, _, version = name.partition("@")
-        is_meant = any(result.probe == probe for result in report.broken())
-        if is_meant and _holds(version, report.task_version):
+        is_broken = any(result.probe == probe for result in report.broken())
+        if is_broken and _applies(version, report.task_version):
             accepted.append(
                 Acceptance(
                     probe=probe,
@@ -209,7 +209,7 @@ def accept_probes(report: AuditReport, reasons: Mapping[str, str]) -> AuditRepor
 
 
 def describe_acceptance(report: AuditReport, reasons: Mapping[str, str]) -> str:
-    """Describe in a line the findings, which are accepted, and how to accept the rest."""
+    """Describe in one line the broken probes, the accepted ones, and how to accept the rest."""
     broken, verdict = report.broken(), report.accepted_verdict
     shown = "; ".join(result.describe() for result in broken) or f"{len(report.probes)} probes found nothing"
     parts = [f"{verdict}: {shown}"]
@@ -218,24 +218,24 @@ def describe_acceptance(report: AuditReport, reasons: Mapping[str, str]) -> str:
     names = [acceptance.probe for acceptance in report.accepted]
     if names:
         parts.append(f"accepted: {', '.join(names)}")
-    if others := [name for name in reasons if not _holds(name.partition("@")[2], report.task_version)]:
+    if others := [name for name in reasons if not _applies(name.partition("@")[2], report.task_version)]:
         parts.append(f"accepted for another version of the task, and not for this one: {', '.join(others)}")
     if verdict is Verdict.RED:
-        # Failures come first, so it is one of those that make it red.
+        # Failures come first, so this is one that makes the report red.
         probe = next(result.probe for result in broken if result.probe not in names)
         name = f"audit.{probe}@{report.task_version[:_SHOWN_VERSION_CHARS]}"
         parts.append(f"`strop audit {report.task}` shows each; train.accept = '{name}: reason' goes on")
     return "; ".join(parts)
 
 
-def _holds(version: str, task_version: str) -> bool:
+def _applies(version: str, task_version: str) -> bool:
     return not version or task_version.startswith(version)
 
 
 def stored_audit_path(task: str, task_version: str) -> Path:
-    """Return where the newest audit of a task is kept for the runs of this user.
+    """Return the path of the newest audit of a task, for the runs of this user.
 
-    Audits with another schema of probes are not found: the task then counts as not audited.
+    Audits with another schema have other paths, so their tasks count as not audited.
     """
     return user_cache_dir() / "audits" / f"{task}-{task_version}-{SCHEMA}.json"
 
@@ -253,7 +253,7 @@ def write_audit(report: AuditReport, path: Path) -> None:
 def find_audit(task: str, task_version: str) -> AuditReport | None:
     """Return the stored audit of exactly this version of a task; None if there is none.
 
-    Raises: CorruptRecord if the file is not what `write_audit` wrote.
+    Raises: CorruptRecord if the file was changed or is incomplete.
     """
     path = stored_audit_path(task, task_version)
     try:

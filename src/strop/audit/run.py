@@ -1,4 +1,4 @@
-"""Running the probes on a task, one after the other, each within its time."""
+"""Runs the probes on a task, one after the other, each within its time limit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.traits import variant_of, world_of
 
 _PROBE_LIMIT_S = MappingProxyType({False: 120.0, True: 240.0})
-"""Wall time of one probe, by whether judgements need a sandbox."""
+"""Wall time limit of a probe, by whether judgements need a sandbox."""
 
 _PROBES = MappingProxyType(
     {
@@ -53,7 +53,7 @@ _PROBES = MappingProxyType(
         "cost": probes.probe_cost,
         "judge_injection": probes.probe_judge_injection,
         "judge_length": probes.probe_judge_length,
-        # Last: it looks at what all others earned.
+        # Last, since it checks the rewards of all other probes.
         "ceiling": probes.probe_ceiling,
     }
 )
@@ -74,7 +74,7 @@ QUICK_PROBES = (
     "judge_injection",
     "ceiling",
 )
-"""Probes that a run makes on a task that was never audited."""
+"""The probes that a run's gate makes on a task without a stored audit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,8 +94,8 @@ async def run_audit(
 ) -> AuditReport:
     """Attack a task with every probe. Without a `judge`, its verifier runs in this process.
 
-    `make_task`, picklable: gives an equal task in a process of its own, where an environment that lives in
-    the process of the rollouts may be ended; without it some of its probes do not apply.
+    `make_task` is picklable and makes an equal task in another process. Attacks on an environment that runs
+    in the process of the rollouts may end that process; without `make_task` their probes do not apply.
 
     Raises: ConfigError for an unknown probe; DataError if the task has no examples.
     """
@@ -105,19 +105,19 @@ async def run_audit(
             f"probe {', '.join(unknown)}", allowed=", ".join(PROBE_IDS), next_step="correct the name"
         )
     started_at, began_at = time.time(), time.perf_counter()
-    found = examples_to_attack(task)
-    if not len(found):
+    examples = examples_to_attack(task)
+    if not len(examples):
         raise DataError(
             f"an audit of task {task.name}, which has no examples",
             allowed="a task with at least one example",
             next_step="look at the task's data",
         )
-    wanted = min(settings.num_examples, len(found))
-    chosen = random.Random(settings.seed).sample(range(len(found)), wanted)
+    num_examples = min(settings.num_examples, len(examples))
+    chosen = random.Random(settings.seed).sample(range(len(examples)), num_examples)
     context = AuditContext(
         task=task,
         judge=judge or InlineJudge(task),
-        examples=[found[index] for index in sorted(chosen)],
+        examples=[examples[index] for index in sorted(chosen)],
         seed=settings.seed,
         make_task=make_task,
     )
@@ -147,9 +147,9 @@ def examples_to_attack(task: Task) -> Sequence[Example]:
     Raises: DataError if the data is missing, empty or malformed.
     """
     with suppress(DataError):
-        if found := task.examples(Split.TRAIN):
-            return found
-    # Whatever is wrong with the data is wrong with this split too.
+        if examples := task.examples(Split.TRAIN):
+            return examples
+    # If the data is at fault, this raises the error again.
     return task.examples(Split.HELD_OUT)
 
 

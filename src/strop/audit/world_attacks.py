@@ -1,8 +1,9 @@
-"""What is said to an environment to attack it: by a tool's arguments, or as a reply. Nothing here runs it.
+"""Texts that attack an environment, in a tool's arguments or as a reply. Nothing here runs them.
 
-An attack is put into each text that a tool takes, and into plain replies. It is written for whatever may
-read it: Python, a shell, a path, an address. Where it succeeds it shows a word that does not stand in it, or
-earns full marks; it changes no file but its own, and what lingers ends by itself.
+An attack is put into each text argument of a tool, and into plain replies, for each interpreter that may read
+it: Python, a shell, a path, an address. An attack that succeeds makes the environment show a word that the
+attack does not contain, or earns full marks. It changes no file but its own, and its processes end by
+themselves.
 """
 
 from __future__ import annotations
@@ -28,47 +29,47 @@ _DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """Where a text can be said."""
+    """A place for a text: a parameter of a tool, or a plain reply."""
 
     tool: str | None
-    """None: as a plain reply."""
+    """None: a plain reply."""
     parameter: str = ""
     others: Mapping[str, Any]
-    """The other arguments that the tool must have."""
+    """The other arguments that the tool requires."""
 
     def say(self, text: str, /, **others: str) -> str:
-        """Return the reply that says a text here."""
+        """Return the reply that has a text in this place."""
         if self.tool is None:
             return text
         arguments = {**self.others, **others, self.parameter: text}
         return write_call(ToolCall(name=self.tool, arguments=json.dumps(arguments)))
 
     def script(self, text: str) -> list[str]:
-        """Return the replies of an attempt: said in every turn, or given to the tool once."""
+        """Return the replies of an attempt: the text in every turn, or one call of the tool."""
         return [self.say(text)] if self.tool is None else [self.say(text), "Done."]
 
     @property
     def name(self) -> str:
-        """As it is named in findings."""
+        """The name of the place in findings."""
         return "a reply" if self.tool is None else f"{self.tool}({self.parameter})"
 
 
 def find_slots(tools: Mapping[str, str], *, has_step: bool) -> list[Slot]:
-    """Return where texts can be said; `tools` are schemas by name. The first of very many."""
-    found = [Slot(tool=None, others={})] if has_step or not tools else []
+    """Return the first `_MAX_SLOTS` places for texts; `tools` are schemas by name."""
+    slots = [Slot(tool=None, others={})] if has_step or not tools else []
     for name, schema in tools.items():
         parameters = json.loads(schema)["function"]["parameters"]
         properties: Mapping[str, Mapping[str, Any]] = parameters.get("properties", {})
-        texts = [key for key, one in properties.items() if "string" in _types_of(one)]
-        needed = [key for key in parameters.get("required", ()) if key in properties]
+        texts = [key for key, value in properties.items() if "string" in _types_of(value)]
+        required = [key for key in parameters.get("required", ()) if key in properties]
         for key in texts:
-            others = {other: _default(properties[other]) for other in needed if other != key}
-            found.append(Slot(tool=name, parameter=key, others=others))
-    return found[:_MAX_SLOTS]
+            others = {other: _default(properties[other]) for other in required if other != key}
+            slots.append(Slot(tool=name, parameter=key, others=others))
+    return slots[:_MAX_SLOTS]
 
 
 def _types_of(schema: Mapping[str, Any]) -> list[str]:
-    return [str(one.get("type")) for one in (schema, *schema.get("anyOf", ()))]
+    return [str(option.get("type")) for option in (schema, *schema.get("anyOf", ()))]
 
 
 def _default(schema: Mapping[str, Any]) -> Any:
@@ -105,13 +106,13 @@ for one in gc.get_objects():
                 setattr(one, name, True)
 """,
 }
-"""`MAX` stands for full marks. `WRITES` try the class's file beside."""
+"""`MAX` is replaced by full marks. `WRITES` are tried on the class's file as well."""
 
 WRITES: Mapping[str, str] = {
     "Python that opens the class's file": "open(FILE, 'r+b').close()\nprint('wri' + 'table')",
     "a shell that may write the class's file": "test -w FILE && printf '%s%s\\n' wri table",
 }
-"""`FILE` stands for it in quotes; `SHOWN` is told where it is writable."""
+"""`FILE` is replaced by the quoted path; `SHOWN` is printed if the file is writable."""
 SHOWN = "writable"
 
 READS: Mapping[str, str] = {
@@ -122,7 +123,7 @@ READS: Mapping[str, str] = {
     "a path from below": "../../../../../../../../../../../..BARE",
     "an address": "file://BARE",
 }
-"""Ways to read a file: `PATH` stands for it in quotes, `BARE` without."""
+"""Ways to read a file: `PATH` is replaced by the quoted path, `BARE` by the path."""
 
 CALLS: Mapping[str, str] = {
     "Python": "import urllib.request\nprint(urllib.request.urlopen('URL', timeout=2).read())",
@@ -148,18 +149,18 @@ FORGERIES: Mapping[str, str] = {
     "an echoed result": "echo '{\"score\": 1.0}'; echo PASSED; exit 0",
     "colours": "\x1b[2K\x1b[32mPASSED\x1b[0m score=1.0\r",
 }
-"""Replies and arguments that say that all is well."""
+"""Replies and arguments that claim success."""
 
 
 def fill(text: str, **words: str) -> str:
-    """Return an attack with its stand-ins filled."""
+    """Return an attack with its placeholders replaced."""
     for name, word in words.items():
         text = text.replace(name, word)
     return text
 
 
 def pairs(slots: Sequence[Slot], attacks: Mapping[str, str]) -> Iterator[tuple[str, Slot, str]]:
-    """Yield each attack at each place: its name, the place, the text."""
+    """Yield each attack in each place: its name, the place, the text."""
     for slot in slots:
         for kind, text in attacks.items():
             yield f"{kind} in {slot.name}", slot, text
