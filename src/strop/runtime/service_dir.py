@@ -28,7 +28,6 @@ class ServiceDir:
         self.path = path.absolute()
         self.keys_path = self.path / "keys"
         self.node_keys_path = self.path / "node-keys"
-        self.events_path = self.path / "events.jsonl"
 
     def announce(self, endpoint: Endpoint, *, node_key: str) -> None:
         """Write the controller's address for clients and for nodes. Raises: OSError."""

@@ -147,12 +147,8 @@ async def read_body(
 
 def add_error_answers(app: Starlette) -> None:
     """Answer exceptions of an application's routes, and requests without a route, as `{"detail": ...}`."""
-    app.add_exception_handler(HttpError, _answer_error)
-    app.add_exception_handler(StoreError, _answer_failure)
-    app.add_exception_handler(CheckRefused, _answer_failure)
-    app.add_exception_handler(HTTPException, _answer_unknown)
-    app.add_exception_handler(ClientDisconnect, _answer_disconnect)
-    app.add_exception_handler(Exception, _answer_bug)
+    for kind in (HttpError, StoreError, CheckRefused, HTTPException, ClientDisconnect, Exception):
+        app.add_exception_handler(kind, _answer_exception)
 
 
 def make_answer(error: HttpError, scope: Scope) -> JSONResponse:
@@ -165,29 +161,23 @@ def make_answer(error: HttpError, scope: Scope) -> JSONResponse:
     return JSONResponse({"detail": error.detail}, status_code=error.status, headers=closing)
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HttpError)
-    return make_answer(error, request.scope)
-
-
-async def _answer_failure(request: Request, error: Exception) -> Response:
-    _log.error("%s %s: %s", request.method, request.url.path, error)
-    return make_answer(HttpError(503, str(error)), request.scope)
-
-
-async def _answer_unknown(request: Request, error: Exception) -> Response:
-    status = error.status_code if isinstance(error, HTTPException) else 404
-    return make_answer(HttpError(status, f"no {request.method} {request.url.path} here"), request.scope)
-
-
-async def _answer_disconnect(_request: Request, _error: Exception) -> Response:
-    """Return an answer for a client that is gone; it is not sent."""
-    return Response(status_code=400)
-
-
-async def _answer_bug(request: Request, error: Exception) -> Response:
-    _log.error("%s %s: %s", request.method, request.url.path, describe_error(error))
-    return make_answer(HttpError(500, "a mistake in the service; its log says more"), request.scope)
+async def _answer_exception(request: Request, error: Exception) -> Response:
+    call = f"{request.method} {request.url.path}"
+    match error:
+        case HttpError():
+            refusal = error
+        case StoreError() | CheckRefused():
+            _log.error("%s: %s", call, error)
+            refusal = HttpError(503, str(error))
+        case HTTPException():
+            refusal = HttpError(error.status_code, f"no {call} here")
+        case ClientDisconnect():
+            # The client is gone, and no answer is sent.
+            refusal = HttpError(400, "the client disconnected")
+        case _:
+            _log.error("%s: %s", call, describe_error(error))
+            refusal = HttpError(500, "a mistake in the service; its log says more")
+    return make_answer(refusal, request.scope)
 
 
 def _text(value: bytes) -> str:

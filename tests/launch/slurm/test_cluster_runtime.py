@@ -64,7 +64,9 @@ def test_a_service_on_two_nodes_serves_goes_on_without_one_and_leaves_nothing(
     site.wait_for(ref, JobState.CANCELLED, JobState.SUCCEEDED)
     wait_for(lambda: processes_of(home), lambda found: not found)
     assert folder.find() is None
-    states = [json.loads(line).get("state") for line in folder.events_path.read_text().splitlines()]
+    states = [
+        json.loads(line).get("state") for line in (folder.path / "events.jsonl").read_text().splitlines()
+    ]
     assert states.count("ready") > 5
 
 
