@@ -1,4 +1,4 @@
-"""Programs that ask the model by the real client of OpenAI: what they are told, and what is recorded."""
+"""Programs that ask the model by the real client of OpenAI: their answers, and the record."""
 
 from __future__ import annotations
 
@@ -87,9 +87,9 @@ class Asked:
         assert sorted(asked) == sorted(request.prompt_ids.tolist() for request in self.engine.requests)
 
 
-async def chat(client: openai.AsyncOpenAI, *messages: dict[str, Any], **given: Any) -> Any:
+async def chat(client: openai.AsyncOpenAI, *messages: dict[str, Any], **options: Any) -> Any:
     create: Any = client.chat.completions.create
-    return await create(model="any", messages=list(messages), **given)
+    return await create(model="any", messages=list(messages), **options)
 
 
 def user(text: str) -> dict[str, Any]:
@@ -138,8 +138,8 @@ def test_plain_and_streamed_answers_say_the_same(tmp_path: Path) -> None:
             == len(choice.model_extra["token_ids"])
             == plain.usage.completion_tokens
         )
-        given = {"stream": True, "stream_options": {"include_usage": True}, "tools": [LOOK]}
-        chunks = [chunk async for chunk in await chat(client, user("2"), **given)]
+        options = {"stream": True, "stream_options": {"include_usage": True}, "tools": [LOOK]}
+        chunks = [chunk async for chunk in await chat(client, user("2"), **options)]
         deltas = [one.choices[0].delta for one in chunks if one.choices]
         assert "".join(delta.content or "" for delta in deltas) == "So:"
         calls = [part for delta in deltas for part in delta.tool_calls or ()]
@@ -169,7 +169,7 @@ def test_another_conversation_an_edit_and_a_branch_are_samples_of_their_own(tmp_
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("fields", "error"),
     [
         ({"n": 129}, "n is 129; allowed: 1 to 128"),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs=2; allowed: 0"),
@@ -183,13 +183,13 @@ def test_another_conversation_an_edit_and_a_branch_are_samples_of_their_own(tmp_
     ],
 )
 def test_what_the_policy_cannot_say_is_refused_and_nothing_sampled(
-    tmp_path: Path, given: dict[str, Any], said: str
+    tmp_path: Path, fields: dict[str, Any], error: str
 ) -> None:
     asked = Asked(tokenizer_of(tmp_path), [])
 
     async def work(client: openai.AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match=said.replace("[", r"\[")):
-            await client.chat.completions.create(**{"model": "m", "messages": [user("x")], **given})
+        with pytest.raises(openai.BadRequestError, match=error.replace("[", r"\[")):
+            await client.chat.completions.create(**{"model": "m", "messages": [user("x")], **fields})
 
     asked.let(work)
     assert asked.engine.requests == []
@@ -207,8 +207,8 @@ def test_several_choices_are_samples_of_their_own(tmp_path: Path) -> None:
         # Whatever name a program has for the model, it is the policy that answers.
         assert answer.model == "any"
         assert [one.token for one in answer.choices[0].logprobs.content] == ["a", "<|end|>"]
-        said = {"role": "assistant", "content": "b"}
-        stream = await chat(client, user("x"), said, user("y"), stream=True, logprobs=True)
+        reply = {"role": "assistant", "content": "b"}
+        stream = await chat(client, user("x"), reply, user("y"), stream=True, logprobs=True)
         chunks = [chunk async for chunk in stream]
         found = [token for one in chunks if (known := one.choices[0].logprobs) for token in known.content]
         assert [bytes(token.bytes) for token in found] == [b"c", b"c", b"<|end|>"]
@@ -229,11 +229,11 @@ def test_of_calls_at_once_a_program_may_get_one(tmp_path: Path) -> None:
     asked = Asked(tokenizer_of(tmp_path, form), [call("look", form, place="a") * 2, "b"])
 
     async def work(client: openai.AsyncOpenAI) -> None:
-        given = {"tools": [LOOK], "parallel_tool_calls": False}
-        message = (await chat(client, user("x"), **given)).choices[0].message
+        options = {"tools": [LOOK], "parallel_tool_calls": False}
+        message = (await chat(client, user("x"), **options)).choices[0].message
         (one,) = message.tool_calls
-        told = {"role": "tool", "tool_call_id": one.id, "content": "seen"}
-        await chat(client, user("x"), message.model_dump(exclude_none=True), told, **given)
+        result = {"role": "tool", "tool_call_id": one.id, "content": "seen"}
+        await chat(client, user("x"), message.model_dump(exclude_none=True), result, **options)
 
     asked.let(work)
     assert [turn.role for turn in asked.turns] == ["prompt", "assistant"] * 2
@@ -248,12 +248,12 @@ def test_content_may_be_absent_null_or_in_parts(tmp_path: Path) -> None:
         calls = [{"id": "000000000", "type": "function", "function": {"name": "look", "arguments": "{}"}}]
         for content in ({}, {"content": None}):
             asking = {"role": "assistant", "tool_calls": calls, "unknown": 1, **content}
-            told = {
+            result = {
                 "role": "tool",
                 "tool_call_id": "000000000",
                 "content": [{"type": "text", "text": "seen"}],
             }
-            await chat(client, user("x"), asking, told, tools=[LOOK])
+            await chat(client, user("x"), asking, result, tools=[LOOK])
 
     asked.let(work)
     first, second = asked.engine.requests
@@ -295,12 +295,12 @@ def test_a_library_that_asks_again_gets_the_same_reply(tmp_path: Path) -> None:
         async with Face().serving() as face, face.open(asked.recorder) as (url, key):
             body = {"model": "m", "messages": [user("x")]}
             async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as client:
-                said = []
+                replies = []
                 for number in ("0", "1", "0"):
                     headers = {"x-stainless-retry-count": number}
                     answer = await client.post(f"{url}/chat/completions", json=body, headers=headers)
-                    said.append(answer.json()["choices"][0]["message"]["content"])
-                return said
+                    replies.append(answer.json()["choices"][0]["message"]["content"])
+                return replies
 
     assert asyncio.run(main()) == ["a", "a", "b"]
     assert [turn.text for turn in asked.turns if turn.is_sampled] == ["a", "b"]
@@ -336,9 +336,9 @@ def test_a_thousand_calls_at_once_have_the_tokens_of_an_attempt_together(tmp_pat
     found = asyncio.run(main())
     assert sum(isinstance(one, CallsUsedUp) for one in found) == 950
     assert isinstance(asked.recorder.refusal, CallsUsedUp)
-    said = [turn for turn in asked.turns if turn.is_sampled]
-    assert {turn.finish_reason for turn in said} == {FinishReason.EOS}
-    assert len(said) == 50
+    sampled = [turn for turn in asked.turns if turn.is_sampled]
+    assert {turn.finish_reason for turn in sampled} == {FinishReason.EOS}
+    assert len(sampled) == 50
 
 
 # Imported where it is used: looking at a function imports its module too.
@@ -353,9 +353,9 @@ async def two_calls(prompt, base_url, api_key, model, a, **others):
     messages = [{"role": "user", "content": prompt}]
     for question in ("Sure?", None):
         answer = await client.chat.completions.create(model=model, messages=messages)
-        said = answer.choices[0].message.content
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": question}]
-    return said
+        reply = answer.choices[0].message.content
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": question}]
+    return reply
 
 def ends_early(prompt): return "7"
 def asks_until_it_fails(prompt, base_url, api_key):

@@ -28,13 +28,13 @@ while True:
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
     headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
     request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body, headers)
-    said = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
-    if said == "done":
+    reply = json.load(urllib.request.urlopen(request))["choices"][0]["message"]["content"]
+    if reply == "done":
         break
-    told = subprocess.run(["sh", "-c", said], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    result = subprocess.run(["sh", "-c", reply], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     messages += [
-        {"role": "assistant", "content": said},
-        {"role": "user", "content": told.stdout.decode() or "nothing"},
+        {"role": "assistant", "content": reply},
+        {"role": "user", "content": result.stdout.decode() or "nothing"},
     ]
 """
 FIX = "sed -i 's/ - / + /' lib/add.sh"
@@ -51,13 +51,13 @@ def agent(tmp_path: Path) -> Path:
 
 
 def make_with(tmp_path: Path, repository: Path, folder: Path, **settings: Any) -> Task:
-    given = {
+    settings = {
         **BUBBLEWRAP,
         "agent": f"{sys.executable} {folder}/agent.py",
         "agent_paths": [str(folder), sys.prefix],
         **settings,
     }
-    return make(tmp_path, repository, given)
+    return make(tmp_path, repository, settings)
 
 
 @needs_bubblewrap
@@ -72,7 +72,7 @@ def test_a_program_repairs_a_repository_in_its_sandbox(tmp_path: Path, repositor
 
 @needs_bubblewrap
 @pytest.mark.parametrize(
-    ("said", "metric"),
+    ("replies", "metric"),
     [
         (["sed -i 's/ - / * /' lib/add.sh", "done"], "fail_to_pass_frac"),
         (["done"], "no_patch"),
@@ -83,16 +83,16 @@ def test_a_program_repairs_a_repository_in_its_sandbox(tmp_path: Path, repositor
     ],
 )
 def test_nothing_else_earns_it(
-    tmp_path: Path, repository: Path, agent: Path, said: list[str], metric: str
+    tmp_path: Path, repository: Path, agent: Path, replies: list[str], metric: str
 ) -> None:
-    outcome = play(tmp_path, make_with(tmp_path, repository, agent), *said).outcome
+    outcome = play(tmp_path, make_with(tmp_path, repository, agent), *replies).outcome
     assert outcome.reward == 0.0, outcome
     assert outcome.metrics[metric] in (0.0, 1.0)
 
 
 @needs_bubblewrap
 @pytest.mark.parametrize(
-    ("program", "kind", "told"),
+    ("program", "kind", "detail"),
     [
         ("/nowhere/agent", "agent_missing", "No such file"),
         ("sh -c 'echo no keys >&2; exit 3'", "agent_failed", "code 3: no keys"),
@@ -100,12 +100,12 @@ def test_nothing_else_earns_it(
     ],
 )
 def test_a_program_that_fails_is_the_tasks_failure(
-    tmp_path: Path, repository: Path, agent: Path, program: str, kind: str, told: str
+    tmp_path: Path, repository: Path, agent: Path, program: str, kind: str, detail: str
 ) -> None:
     outcome = play(tmp_path, make_with(tmp_path, repository, agent, agent=program)).outcome
     assert outcome.failure is not None
     assert (outcome.reward, outcome.failure.owner, outcome.failure.kind) == (None, FailureOwner.TASK, kind)
-    assert told in outcome.failure.detail
+    assert detail in outcome.failure.detail
 
 
 @needs_bubblewrap
@@ -135,7 +135,7 @@ def test_the_self_test_plays_the_workspaces_own_tools(tmp_path: Path, repository
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "error"),
     [
         (["name=guess-number", "agent=env"], "are turns, and no workspace"),
         (["name=research", "agent=a.py:solve"], "a function cannot be called there"),
@@ -145,12 +145,12 @@ def test_the_self_test_plays_the_workspaces_own_tools(tmp_path: Path, repository
         (["name=research", 'agent_paths=["/usr"]'], "no program is named"),
     ],
 )
-def test_what_could_not_act_there_is_refused(tmp_path: Path, words: list[str], said: str) -> None:
+def test_what_could_not_act_there_is_refused(tmp_path: Path, words: list[str], error: str) -> None:
     (tmp_path / "a.py").write_text("def solve(): ...")
-    given = [word if "." in word.split("=")[0] else f"task.{word}" for word in words]
-    given = [word.replace("a.py", f"{tmp_path}/a.py") for word in given]
-    with pytest.raises(StropError, match=said):
-        build_task(load_spec(None, ["name=x", *given]).spec.task)
+    settings = [word if "." in word.split("=")[0] else f"task.{word}" for word in words]
+    settings = [word.replace("a.py", f"{tmp_path}/a.py") for word in settings]
+    with pytest.raises(StropError, match=error):
+        build_task(load_spec(None, ["name=x", *settings]).spec.task)
 
 
 @needs_bubblewrap

@@ -77,10 +77,10 @@ def test_an_agent_of_openhands_is_trained_and_its_condensations_are_segments(tmp
         if '"name": "terminal"' not in tokenizer.decode(request.prompt_ids, with_special=True):
             return "It looked."
         asked += 1
-        given = {"security_risk": "LOW", "summary": "look"}
+        arguments = {"security_risk": "LOW", "summary": "look"}
         if asked < 5:
-            return "So: " + call("terminal", FORM, command=f"echo $(({asked} * 111))", **given)
-        return call("finish", FORM, message=gold(), **given)
+            return "So: " + call("terminal", FORM, command=f"echo $(({asked} * 111))", **arguments)
+        return call("finish", FORM, message=gold(), **arguments)
 
     rollout = attempt(tmp_path, f"{OPENHANDS_PYTHON} {path}", script, form=FORM)
     assert rollout.outcome.reward == 1.0, rollout.outcome
@@ -107,11 +107,11 @@ def test_an_agent_of_openhands_repairs_a_repository_in_its_sandbox(tmp_path: Pat
         "agent": f"env LITELLM_LOCAL_MODEL_COST_MAP=True {OPENHANDS_PYTHON} {path}",
         "agent_paths": [str(OPENHANDS_PYTHON.parents[1]), str(path.parent)],
     }
-    given = {"security_risk": "LOW", "summary": "work"}
+    arguments = {"security_risk": "LOW", "summary": "work"}
     script = [
-        "I look. " + call("terminal", FORM, command="cat lib/add.sh; ls /root", **given),
-        call("terminal", FORM, command="sed -i 's/ - / + /' lib/add.sh", **given),
-        call("finish", FORM, message="It is done.", **given),
+        "I look. " + call("terminal", FORM, command="cat lib/add.sh; ls /root", **arguments),
+        call("terminal", FORM, command="sed -i 's/ - / + /' lib/add.sh", **arguments),
+        call("finish", FORM, message="It is done.", **arguments),
     ]
     tokenizer = tokenizer_of(tmp_path, FORM)
     rollout = attempt_at(make(tmp_path, repository, settings), tokenizer, script, max_reply_tokens=400)

@@ -1,4 +1,4 @@
-"""`/v1/responses` by the real client of OpenAI: what it is told, and what is recorded."""
+"""`/v1/responses` by the real client of OpenAI: its answers, and the record."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ LOOK: dict[str, Any] = {
 }
 
 
-async def ask(client: openai.AsyncOpenAI, given: Any, **more: Any) -> Any:
+async def ask(client: openai.AsyncOpenAI, items: Any, **more: Any) -> Any:
     create: Any = client.responses.create
-    return await create(model="any", input=given, **more)
+    return await create(model="any", input=items, **more)
 
 
 def output_of(item: Any, text: str) -> dict[str, Any]:
@@ -41,9 +41,9 @@ def test_items_sent_back_are_one_sample(tmp_path: Path, form: str) -> None:
     async def work(client: openai.AsyncOpenAI) -> str:
         items: list[Any] = [user("Look.")]
         # Mistral's template has no place for them.
-        given = {} if form == "mistral" else {"instructions": "Be brief."}
+        fields = {} if form == "mistral" else {"instructions": "Be brief."}
         for _ in range(3):
-            answer = await ask(client, items, tools=[LOOK], store=False, **given)
+            answer = await ask(client, items, tools=[LOOK], store=False, **fields)
             items += [one.model_dump(exclude_none=True) for one in answer.output]
             for one in answer.output:
                 if one.type == "function_call":
@@ -65,8 +65,8 @@ def test_a_response_goes_on_from_an_earlier_one_and_branches(tmp_path: Path) -> 
 
     async def work(client: openai.AsyncOpenAI) -> None:
         first = await ask(client, "Look.", tools=[LOOK])
-        told = [output_of(first.output[0], "seen")]
-        second = await ask(client, told, tools=[LOOK], previous_response_id=first.id)
+        result = [output_of(first.output[0], "seen")]
+        second = await ask(client, result, tools=[LOOK], previous_response_id=first.id)
         assert (second.output_text, second.previous_response_id) == ("b", first.id)
         await ask(client, "And?", tools=[LOOK], previous_response_id=second.id)
         # Instructions are those of a request: with others it is another conversation.
@@ -127,8 +127,8 @@ def test_both_dialects_say_the_same_and_share_a_conversation(tmp_path: Path) -> 
     asked = Asked(tokenizer_of(tmp_path), ["a", "b", "c"])
 
     async def work(client: openai.AsyncOpenAI) -> None:
-        said = (await ask(client, [{"role": "developer", "content": "Be."}, user("x")])).output_text
-        history = [{"role": "system", "content": "Be."}, user("x"), {"role": "assistant", "content": said}]
+        reply = (await ask(client, [{"role": "developer", "content": "Be."}, user("x")])).output_text
+        history = [{"role": "system", "content": "Be."}, user("x"), {"role": "assistant", "content": reply}]
         await chat(client, *history, user("y"))
         parts = [{"type": "input_text", "text": "x"}]
         await ask(client, [{"role": "user", "content": parts}], instructions="Be.")
@@ -141,7 +141,7 @@ def test_both_dialects_say_the_same_and_share_a_conversation(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("fields", "error"),
     [
         ({"previous_response_id": "resp_x"}, "there is no response 'resp_x' in this attempt; send the"),
         ({"conversation": "c"}, "conversation="),
@@ -163,13 +163,13 @@ def test_both_dialects_say_the_same_and_share_a_conversation(tmp_path: Path) -> 
     ],
 )
 def test_what_cannot_be_served_is_refused_and_nothing_sampled(
-    tmp_path: Path, given: dict[str, Any], said: str
+    tmp_path: Path, fields: dict[str, Any], error: str
 ) -> None:
     asked = Asked(tokenizer_of(tmp_path), [])
 
     async def work(client: openai.AsyncOpenAI) -> None:
-        with pytest.raises(openai.BadRequestError, match=said):
-            await ask(client, **{"given": given.pop("input", "x"), **given})
+        with pytest.raises(openai.BadRequestError, match=error):
+            await ask(client, **{"items": fields.pop("input", "x"), **fields})
 
     asked.let(work)
     assert asked.engine.requests == []

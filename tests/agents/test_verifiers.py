@@ -38,10 +38,10 @@ class GuessData(vf.TaskData):
 class GuessTask(vf.Task[GuessData, vf.State, vf.TaskConfig]):
     @vf.reward(weight=1.0)
     async def found(self, trace) -> float:
-        said = [one for one in trace.branches[-1].messages if one.role == "assistant"]
-        if said and "break" in str(said[-1].content):
+        replies = [one for one in trace.branches[-1].messages if one.role == "assistant"]
+        if replies and "break" in str(replies[-1].content):
             raise RuntimeError("a bug of the taskset")
-        return float(bool(said) and str(self.data.meant) in str(said[-1].content))
+        return float(bool(replies) and str(self.data.meant) in str(replies[-1].content))
 
 class Guess(vf.Taskset[GuessTask, vf.TasksetConfig]):
     def load(self):
@@ -83,8 +83,8 @@ class Again(vf.MultiTurnEnv):
         return [{"role": "user", "content": "Again."}]
 
 def found(completion, answer, **kwargs):
-    said = [one for one in completion if one["role"] == "assistant"]
-    return float(answer in str(said[-1]["content"]))
+    replies = [one for one in completion if one["role"] == "assistant"]
+    return float(answer in str(replies[-1]["content"]))
 
 def load_environment(number: int = 8):
     rows = [{"question": f"Say {n}.", "answer": str(n)} for n in range(number)]
@@ -208,14 +208,14 @@ def test_ids_that_the_package_renders_are_recorded(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "error"),
     [
         ({"taskset": "absent"}, "cannot begin: ModuleNotFoundError"),
         ({"agent": "python a.py"}, "agent_program"),
     ],
 )
-def test_what_cannot_be_played_is_refused(folder: Path, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_played_is_refused(folder: Path, settings: dict[str, Any], error: str) -> None:
+    with pytest.raises(ConfigError, match=error):
         taskset(
             folder, **{"name": "guess", **settings} if "agent" in settings else {"name": "absent"}
         ).examples(Split.TRAIN)
@@ -231,7 +231,7 @@ def test_an_error_of_an_agent_leaves_an_episode_unscored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "error"),
     [
         ({"token_ids": []}, "token_ids are not ids"),
         ({"token_ids": [5, "6"]}, "token_ids are not ids"),
@@ -242,7 +242,7 @@ def test_an_error_of_an_agent_leaves_an_episode_unscored() -> None:
     ],
 )
 def test_a_request_of_ids_that_cannot_be_answered_is_refused(
-    body: dict[str, Any], said: str, tokenizer: Tokenizer
+    body: dict[str, Any], error: str, tokenizer: Tokenizer
 ) -> None:
     async def sample(prompt_ids: Any, num_tokens: int, stream: int) -> Completion:
         raise AssertionError("nothing is to be sampled")
@@ -261,4 +261,4 @@ def test_a_request_of_ids_that_cannot_be_answered_is_refused(
             url = f"{base_url.removesuffix('/v1')}/inference/v1/generate"
             return await asyncio.to_thread(post, url, key)
 
-    assert said in asyncio.run(ask())["error"]["message"]
+    assert error in asyncio.run(ask())["error"]["message"]

@@ -119,11 +119,11 @@ def red_report() -> AuditReport:
 def test_an_acceptance_holds_for_its_probe_and_its_version(name: str, verdict: Verdict) -> None:
     report = accept_probes(red_report(), {name: "echoes are asked for"})
     assert (report.verdict, report.accepted_verdict) == (Verdict.RED, verdict)
-    said = describe_acceptance(report, {name: "echoes are asked for"})
-    assert said.startswith(f"{verdict}: echo fail")
-    assert ("accepted: echo" in said) == (verdict is Verdict.GREEN)
-    assert ("train.accept = 'audit.echo@1: reason' goes on" in said) == (verdict is Verdict.RED)
-    assert ("not for this one: echo@2" in said) == (name == "echo@2")
+    line = describe_acceptance(report, {name: "echoes are asked for"})
+    assert line.startswith(f"{verdict}: echo fail")
+    assert ("accepted: echo" in line) == (verdict is Verdict.GREEN)
+    assert ("train.accept = 'audit.echo@1: reason' goes on" in line) == (verdict is Verdict.RED)
+    assert ("not for this one: echo@2" in line) == (name == "echo@2")
 
 
 def test_an_acceptance_is_kept_with_the_report(tmp_path: Path) -> None:

@@ -140,8 +140,8 @@ def test_what_runs_what_is_said_is_found_wherever_its_class_lives(
 def test_a_text_is_said_beside_an_argument_of_any_name() -> None:
     """A workspace's `create` takes a path and a text: a note's probe was lost on it."""
     slot = Slot(tool="create", parameter="path", others={"text": "a"})
-    said = json.loads(slot.say("notes", text="b").split("\n")[1])
-    assert said["arguments"] == {"path": "notes", "text": "b"}
+    call = json.loads(slot.say("notes", text="b").split("\n")[1])
+    assert call["arguments"] == {"path": "notes", "text": "b"}
 
 
 def test_a_probe_that_may_end_the_process_is_not_asked_in_it() -> None:

@@ -86,10 +86,10 @@ def test_who_programs_are_is_a_hint(tmp_path: Path) -> None:
             ready = await orders.wait_for(f"r{index}", State.READY, State.FAILED)
             assert ready.state is State.READY, ready.cause
             async with workspace_at(url) as workspace:
-                told = await workspace.run("id -u; echo x > /workspace/x")
+                result = await workspace.run("id -u; echo x > /workspace/x")
             own = ready.isolation["host_uid"]
             has_own = user >= NUM_IDS or not ready.isolation["userns"]
-            assert told == (0, f"{own if has_own else user}\n", "")
+            assert result == (0, f"{own if has_own else user}\n", "")
             assert own != user
             assert has_own is (index > 0)
             await orders.ask("DELETE", f"/sandboxes/r{index}")
@@ -141,14 +141,14 @@ def test_a_node_does_without_an_engine_on_a_shared_disk(
     mounts = f"32 24 0:28 / {tmp_path} rw - nfs4 server:/export rw\n"
     monkeypatch.setattr(engine, "require_local", partial(engine.require_local, mounts=mounts))
     monkeypatch.setattr(node_agent, "BACKENDS", ("podman", "process"))
-    said: list[str] = []
-    assert asyncio.run(node_agent.find_backends((), said.append)) == ("process",)
-    (line,) = said
+    lines: list[str] = []
+    assert asyncio.run(node_agent.find_backends((), lines.append)) == ("process",)
+    (line,) = lines
     assert "no sandboxes by podman" in line
     assert "on a disk that machines share" in line
     assert f"nfs4, over the network, mounted at {tmp_path}" in line
     with pytest.raises(SandboxRefused) as caught:
-        asyncio.run(node_agent.find_backends(("podman",), said.append))
+        asyncio.run(node_agent.find_backends(("podman",), lines.append))
     assert caught.value.kind == "graph_root"
 
 

@@ -69,10 +69,10 @@ def test_b_lives_and_is_ready_only_once_alive_answers(tmp_path: Path) -> None:
             seen = []
             async with httpx.AsyncClient(trust_env=False, verify=False) as plain:
                 while True:
-                    told = (await it.client.get(f"/runtime/{runtime_id}")).json()
-                    assert told["runtime_id"] == runtime_id
-                    seen.append(told["pod_status"])
-                    if told["pod_status"] == "ready":
+                    current = (await it.client.get(f"/runtime/{runtime_id}")).json()
+                    assert current["runtime_id"] == runtime_id
+                    seen.append(current["pod_status"])
+                    if current["pod_status"] == "ready":
                         break
                 assert (await plain.get(record["url"] + "/alive")).status_code == 200
                 assert seen[0] in ("pending", "running")
@@ -165,10 +165,10 @@ def test_c_lives_and_reads_lists_and_batches(tmp_path: Path) -> None:
             for name in names:
                 answer = await it.client.post("/start", json=start_body("c", session_id=name))
                 assert answer.status_code == 200
-                told = (await it.client.get(f"/sessions/{name}")).json()
-                assert told["status"] == "running"
+                record = (await it.client.get(f"/sessions/{name}")).json()
+                assert record["status"] == "running"
                 async with httpx.AsyncClient(trust_env=False, verify=False) as plain:
-                    assert (await plain.get(told["url"] + "/alive")).status_code == 200
+                    assert (await plain.get(record["url"] + "/alive")).status_code == 200
             ids = [("ids", names[0]), ("ids", "unknown"), ("ids", names[1])]
             batch = (await it.client.get("/sessions/batch", params=ids)).json()
             assert [one["session_id"] for one in batch] == names

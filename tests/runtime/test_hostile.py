@@ -144,8 +144,8 @@ def test_a_body_of_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> No
             for header, parts in ways.items():
                 # Where it still sent when the connection was closed, the answer may be lost with it.
                 with suppress(ConnectionResetError):
-                    told = await send_raw(it, b"POST /start HTTP/1.1\r\n" + header, parts)
-                    assert told.startswith(b"HTTP/1.1 413 ")
+                    reply = await send_raw(it, b"POST /start HTTP/1.1\r\n" + header, parts)
+                    assert reply.startswith(b"HTTP/1.1 413 ")
             after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
             assert after - before < 64 << 10
             assert (await it.client.get("/health")).status_code == 200
@@ -172,8 +172,8 @@ def test_a_body_that_comes_slowly_is_given_up_and_others_are_served(
                 for _ in range(20)
             ]
             assert (await it.start("S1"))["status"] == "starting"
-            for told in await asyncio.gather(*slow):
-                assert told.startswith(b"HTTP/1.1 408 ")
+            for reply in await asyncio.gather(*slow):
+                assert reply.startswith(b"HTTP/1.1 408 ")
 
     asyncio.run(main())
 
@@ -194,8 +194,10 @@ def test_connections_that_say_nothing_take_nothing_from_others(
                 writer.write(b"GET /list HTTP/1.1\r\n")
             assert (await it.start("S1"))["status"] == "starting"
             async with asyncio.timeout(20):
-                told = await asyncio.gather(*(reader.read() for reader, _ in silent), return_exceptions=True)
-            assert len(told) == number
+                replies = await asyncio.gather(
+                    *(reader.read() for reader, _ in silent), return_exceptions=True
+                )
+            assert len(replies) == number
             for _, writer in silent:
                 writer.close()
             assert (await it.start("S2"))["status"] == "starting"

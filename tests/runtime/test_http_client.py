@@ -95,12 +95,12 @@ def test_a_connection_that_is_to_close_is_not_kept() -> None:
 
 
 @pytest.mark.parametrize(
-    "said", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"]
+    "data", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"]
 )
-def test_what_is_no_whole_answer_is_an_error(said: bytes) -> None:
+def test_what_is_no_whole_answer_is_an_error(data: bytes) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        writer.write(said)
+        writer.write(data)
 
     async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
         with pytest.raises(RequestFailed):

@@ -44,8 +44,8 @@ def test_a_sandbox_is_started_used_and_stopped(backend: str) -> None:
             assert (await stranger.client.get("/health")).json() == {"status": "ok"}
         stopped = await orders.ask("DELETE", "/sandboxes/r1")
         assert stopped.json()["state"] == "stopped"
-        told = await orders.wait_for("r1", State.STOPPED)
-        assert told.timeline["first_command"] >= told.timeline["ready"]
+        report = await orders.wait_for("r1", State.STOPPED)
+        assert report.timeline["first_command"] >= report.timeline["ready"]
         with pytest.raises(ConnectionRefusedError):
             await asyncio.open_connection(*url.removeprefix("http://").split(":"))
 
@@ -129,8 +129,10 @@ def test_a_report_for_a_change_tells_of_what_changed() -> None:
         for name in ("a", "b"):
             await orders.start(name)
             await orders.wait_for(name, State.READY)
-        told = {one.runtime_id for report in orders.reports if not report.has_all for one in report.sandboxes}
-        assert told <= {"a", "b"}
+        changed = {
+            one.runtime_id for report in orders.reports if not report.has_all for one in report.sandboxes
+        }
+        assert changed <= {"a", "b"}
         num_before = len(orders.reports)
         await orders.ask("POST", "/sandboxes/b/pause")
         await orders.wait_for("b", State.PAUSED)
@@ -139,7 +141,7 @@ def test_a_report_for_a_change_tells_of_what_changed() -> None:
             await orders.has_news.wait()
         for report in orders.reports[num_before:]:
             assert {one.runtime_id for one in report.sandboxes} == ({"a", "b"} if report.has_all else {"b"})
-        # One that was not answered is told again, and whoever knows nothing is told all.
+        # An unanswered change is reported again, and a new controller gets all sandboxes.
         for is_silent, wants_all in ((True, False), (False, True)):
             orders.is_silent = is_silent
             orders.reply = NodeReply(wants_all=wants_all)

@@ -215,9 +215,9 @@ def test_what_a_network_refuses_is_told_to_the_owner() -> None:
         await orders.wait_for("r1", State.READY)
         async with owner_of(url) as owner:
             owner[1].write(pack({"id": 1, "op": "describe"}))
-            told = await hear(owner)
-            assert told["isolation"]["network"] == listed
-            start = {"id": 2, "op": "start", "argv": [*told["python_argv"], "-c", ASK], "wall_limit_s": 60}
+            facts = await hear(owner)
+            assert facts["isolation"]["network"] == listed
+            start = {"id": 2, "op": "start", "argv": [*facts["python_argv"], "-c", ASK], "wall_limit_s": 60}
             owner[1].write(pack({**start, "cwd": None, "env": {}}))
             assert (await hear(owner))["refused_call"]["target"] == "c.example:80"
 
@@ -256,20 +256,20 @@ async def kept_bytes(orders: Orders, *, is_any: bool) -> None:
 def test_only_who_has_its_key_has_a_snapshot_and_as_long_as_it_is_there() -> None:
     async def work(orders: Orders, url: str) -> None:
         async with owner_of(url) as owner:
-            told = await snapshot_at(owner)
+            snapshot = await snapshot_at(owner)
             await kept_bytes(orders, is_any=True)
             asking = {"connection": "upgrade", "upgrade": PROTOCOL}
-            async with httpx.AsyncClient(base_url=told["url"], trust_env=False) as client:
+            async with httpx.AsyncClient(base_url=snapshot["url"], trust_env=False) as client:
 
                 async def status(**headers: str) -> int:
                     return (await client.get(SNAPSHOT_PATH, headers={**asking, **headers})).status_code
 
-                key = {SANDBOX_KEY_HEADER: told["key"]}
+                key = {SANDBOX_KEY_HEADER: snapshot["key"]}
                 assert await status() == 401
                 assert await status(**{SANDBOX_KEY_HEADER: SESSION_KEY}) == 401
                 assert (await client.get(SNAPSHOT_PATH, headers=key)).status_code == 426
                 assert (await client.get("/sandboxes/r1", headers=key)).status_code == 401
-                async with owner_of(told["url"], SNAPSHOT_PATH, told["key"]):
+                async with owner_of(snapshot["url"], SNAPSHOT_PATH, snapshot["key"]):
                     assert await status(**key) == 409
                 await kept_bytes(orders, is_any=False)
                 assert await status(**key) == 401

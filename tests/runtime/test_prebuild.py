@@ -17,7 +17,7 @@ from strop.runtime.pulling import Images, is_transient, list_images, prebuild, s
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("output", "expected"),
     [
         ("received unexpected HTTP status: 503 Service Unavailable", True),
         ("invalid status code from registry 429 (Too Many Requests)", True),
@@ -28,8 +28,8 @@ from strop.runtime.pulling import Images, is_transient, list_images, prebuild, s
         ("unauthorized: authentication required", False),
     ],
 )
-def test_what_a_registry_may_say_otherwise_later(said: str, expected: bool) -> None:
-    assert is_transient(said) is expected
+def test_what_a_registry_may_say_otherwise_later(output: str, expected: bool) -> None:
+    assert is_transient(output) is expected
 
 
 class ScriptedImages(Images):
@@ -59,20 +59,20 @@ def test_images_are_listed_once_and_shared_out(tmp_path: Path) -> None:
     for shard in ("0/3", "4/3", "1", "a/b"):
         with pytest.raises(ConfigError, match="shard"):
             shard_of(names, shard)
-    for path, field, said in (
+    for path, field, error in (
         (lines, "other", "no image in field 'other' of row 1"),
         (tmp_path / "none.jsonl", "image", "cannot be read"),
     ):
-        with pytest.raises(ConfigError, match=said):
+        with pytest.raises(ConfigError, match=error):
             list_images(path, field)
 
 
 def test_what_is_done_is_left_alone_and_failures_are_tried_again(tmp_path: Path) -> None:
-    store, said = ScriptedImages(), list[str]()
+    store, lines = ScriptedImages(), list[str]()
     names = ["a:1", "b:1", "c:1"]
 
     def run() -> int:
-        return asyncio.run(prebuild(names, store, tmp_path, num_at_once=2, say=said.append))
+        return asyncio.run(prebuild(names, store, tmp_path, num_at_once=2, say=lines.append))
 
     assert run() == 1
     results = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
@@ -84,4 +84,4 @@ def test_what_is_done_is_left_alone_and_failures_are_tried_again(tmp_path: Path)
     store.missing.clear()
     assert run() == 0
     assert store.asked == [*names, "c:1"]
-    assert "a:1: done before" in said
+    assert "a:1: done before" in lines

@@ -61,8 +61,8 @@ def ask_plainly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     return write
 
 
-def fetch(images: Images, image: str, policy: str = "IfNotPresent", said: list[str] | None = None) -> str:
-    lines: list[str] = [] if said is None else said
+def fetch(images: Images, image: str, policy: str = "IfNotPresent", progress: list[str] | None = None) -> str:
+    lines: list[str] = [] if progress is None else progress
     return asyncio.run(images.fetch(image, policy, lines.append))
 
 
@@ -96,9 +96,9 @@ def test_an_image_is_pulled_once_as_its_policy_says(
     assert images.num_pulls == 2
     # Offline, what is here is used as it is.
     monkeypatch.setenv("STROP_OFFLINE", "1")
-    said: list[str] = []
-    assert fetch(images, pushed, "Always", said) == ids[0]
-    assert said == [f"offline: {pushed} is used as it is here"]
+    lines: list[str] = []
+    assert fetch(images, pushed, "Always", lines) == ids[0]
+    assert lines == [f"offline: {pushed} is used as it is here"]
 
 
 def test_what_a_registry_does_not_have_is_asked_for_once(
@@ -144,15 +144,15 @@ def test_a_registry_that_has_too_many_requests_is_asked_again(
     pushed: str, ask_plainly: Callable[..., None]
 ) -> None:
     host, _, rest = pushed.partition("/")
-    said: list[str] = []
+    progress: list[str] = []
     with relay_of(host, num_put_off=8) as busy:
         image = f"{busy.address}/{rest}"
         ask_plainly(image)
         try:
-            assert fetch(Images(max_tries=12, first_pause_s=0.05), image, said=said)
+            assert fetch(Images(max_tries=12, first_pause_s=0.05), image, progress=progress)
         finally:
             remove_images(image)
-    assert any("the registry puts" in line for line in said)
+    assert any("the registry puts" in line for line in progress)
 
 
 def test_an_image_for_another_processor_is_refused(tree: Path) -> None:

@@ -61,8 +61,8 @@ class Replay:
             is_exact = place.rpartition(".")[2] in _EXACT
             is_same = not is_exact or found in (recorded, _READY_SOONER.get(str(recorded)))
             return "" if is_same else f"{place}: {found!r} for {recorded!r}"
-        said = [self.differs(*pair, f"{place}.{key}") for key, pair in pairs.items()]
-        return next((one for one in said if one), "")
+        faults = [self.differs(*pair, f"{place}.{key}") for key, pair in pairs.items()]
+        return next((one for one in faults if one), "")
 
     async def send(self, exchange: dict[str, Any]) -> httpx.Response:
         """Send one request, with the headers that its client sent."""
@@ -78,23 +78,25 @@ class Replay:
 
     async def expect(self, exchange: dict[str, Any]) -> None:
         """Send a request until it is answered as it was; what changes something is sent once."""
-        said = ""
+        difference = ""
 
         async def is_so() -> bool:
-            nonlocal said
+            nonlocal difference
             answer = await self.send(exchange)
-            said = f"{answer.status_code} {answer.text}"
+            difference = f"{answer.status_code} {answer.text}"
             is_same = answer.status_code == exchange["status"]
             if is_same and exchange["answer"] is not None:
-                said = self.differs(exchange["answer"], answer.json())
-                is_same = not said
-            assert is_same or exchange["method"] == "GET", f"{exchange['method']} {exchange['url']}: {said}"
+                difference = self.differs(exchange["answer"], answer.json())
+                is_same = not difference
+            assert is_same or exchange["method"] == "GET", (
+                f"{exchange['method']} {exchange['url']}: {difference}"
+            )
             return bool(is_same)
 
         try:
             await until(is_so)
         except TimeoutError:
-            raise AssertionError(f"GET {exchange['url']}: {said}") from None
+            raise AssertionError(f"GET {exchange['url']}: {difference}") from None
 
 
 @pytest.mark.parametrize("name", ["remote-runtime", "remote-sandbox-service"])

@@ -75,9 +75,9 @@ def test_killed_and_started_again_it_has_its_port_and_sandboxes_their_addresses(
                         begun = time.monotonic()
                         assert again["url"] == serving["url"]
                         for before in (relayed, direct, paused, waiting):
-                            told = await look(before["session_id"])
+                            record = await look(before["session_id"])
                             for name in ("url", "session_api_key", "runtime_id"):
-                                assert told[name] == before[name]
+                                assert record[name] == before[name]
                         assert (await plain.get(relayed["url"] + "/health")).status_code == 200
                         assert (await plain.get(direct["url"] + "/health")).status_code == 200
                         assert (await plain.get(paused["url"] + "/health")).status_code == 503

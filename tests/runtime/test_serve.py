@@ -27,8 +27,8 @@ def served(tmp_path: Path) -> Iterator[tuple[ServiceDir, subprocess.Popen[bytes]
     require_system_part("bubblewrap", any(Path(path, "bwrap").exists() for path in os.get_exec_path()))
     folder = ServiceDir(tmp_path / "service")
     words = ["runtime", "serve", "--dir", str(folder.path), "--backend", "bubblewrap"]
-    with (tmp_path / "said").open("wb") as said:
-        child = subprocess.Popen([sys.executable, "-m", "strop.cli", *words], stdout=said, stderr=said)
+    with (tmp_path / "output").open("wb") as output:
+        child = subprocess.Popen([sys.executable, "-m", "strop.cli", *words], stdout=output, stderr=output)
     try:
         wait_for(folder.find, lambda found: found is not None or child.poll() is not None)
         yield folder, child
@@ -85,7 +85,7 @@ def test_killed_parts_live_again_and_an_end_leaves_nothing(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["job.nodes=2"], "job.nodes=2 without --on"),
         (["--dry-run"], "--dry-run without --on"),
@@ -100,14 +100,14 @@ def test_killed_parts_live_again_and_an_end_leaves_nothing(
 )
 def test_what_cannot_be_served_is_refused(
     words: list[str],
-    said: str,
+    message: str,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["runtime", "serve", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_service_for_a_block_that_does_not_begin_says_why() -> None:

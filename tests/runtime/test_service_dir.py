@@ -1,4 +1,4 @@
-"""A service's folder: who finds it, who may read its keys, and what is said where it is not there."""
+"""A service's folder: its address, the mode of its keys, and the error while there is no service."""
 
 from __future__ import annotations
 

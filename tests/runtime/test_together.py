@@ -28,9 +28,9 @@ def test_commands_run_behind_a_nodes_address_and_behind_a_held_one(tmp_path: Pat
                 late = await it.start("late", image="host")
                 await it.until_session("late", pod_status="ready")
                 for record in (early, late):
-                    told = await it.session(record["session_id"])
-                    assert told["url"] == record["url"]
-                    assert told["isolation"]["backend"] == "process"
+                    current = await it.session(record["session_id"])
+                    assert current["url"] == record["url"]
+                    assert current["isolation"]["backend"] == "process"
                     async with workspace_at(record["url"], key=record["session_api_key"]) as workspace:
                         assert await workspace.run("echo out; exit 3") == (3, "out\n", "")
                 paused = await it.post("/pause", early["runtime_id"])

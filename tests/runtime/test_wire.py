@@ -43,9 +43,9 @@ def session_in(state: State, kind: FailureKind | None = None) -> Session:
 
 
 def test_each_state_has_exactly_one_pair_of_words() -> None:
-    told = [(words, state) for words, states in TABLE.items() for state in states]
-    assert len({state for _, state in told}) == len(told)
-    assert {state: words_of(*state) for _, state in told} == {state: words for words, state in told}
+    pairs = [(words, state) for words, states in TABLE.items() for state in states]
+    assert len({state for _, state in pairs}) == len(pairs)
+    assert {state: words_of(*state) for _, state in pairs} == {state: words for words, state in pairs}
 
 
 def test_every_state_and_every_failure_has_words() -> None:
