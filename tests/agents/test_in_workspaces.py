@@ -137,7 +137,7 @@ def test_the_self_test_plays_the_workspaces_own_tools(tmp_path: Path, repository
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (["name=guess-number", "agent=env"], "are turns, and no workspace"),
+        (["name=guess-number", "agent=env"], "consist of turns and have no workspace"),
         (["name=research", "agent=a.py:solve"], "a function cannot be called there"),
         (["name=research", "agent=env", "sandbox=remote", "runtime.serve=here"], "the model is not reached"),
         (["name=research", "agent=env", 'mcp_servers=["x"]'], "with its own tools"),

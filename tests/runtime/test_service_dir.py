@@ -43,7 +43,7 @@ def test_clients_and_nodes_find_the_service_by_keys_of_their_own(tmp_path: Path)
 
 
 def test_an_address_that_a_killed_service_left_is_not_used(tmp_path: Path) -> None:
-    with pytest.raises(CheckRefused, match="no sandbox service has said in"):
+    with pytest.raises(CheckRefused, match="no sandbox service has written its address in"):
         serve_and(ServiceDir(tmp_path), is_listening=False)
 
 

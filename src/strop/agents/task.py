@@ -93,7 +93,7 @@ class AgentTask(TaskWrapper):
             return
         if not world.is_workspace:
             raise ConfigError(
-                f"{setting}: the attempts of {world.name} are turns, and no workspace",
+                f"{setting}: the attempts of {world.name} consist of turns and have no workspace",
                 allowed="a program for a task of one reply, or for an environment with a workspace",
                 next_step="remove task.agent",
             )

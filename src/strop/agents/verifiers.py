@@ -96,21 +96,21 @@ class VerifiersSpec(TaskSection):
     config: FreeTable = Field(
         default={},
         description="Further settings of verifiers' environment, passed on unchanged.",
-        json_schema_extra=expert("environments have settings of their own"),
+        json_schema_extra=expert("each environment has other settings"),
     )
     renderer: str | None = Field(
         default=None,
         min_length=1,
         description="The name or folder of a model whose prompts verifiers renders itself and sends as token"
         " ids. none = strop renders them.",
-        json_schema_extra=expert("a renderer of verifiers' own may be what a model was trained with"),
+        json_schema_extra=expert("a model may have been trained with verifiers' renderer"),
     )
     max_reward: float = Field(
         default=1.0,
         gt=0.0,
         le=10**6,
         description="Reward of a correct attempt: the weighted sum of the taskset's rewards.",
-        json_schema_extra=expert("tasksets have marks of their own"),
+        json_schema_extra=expert("each taskset has other marks"),
     )
     min_reward: float = Field(
         default=0.0,
@@ -132,7 +132,7 @@ _MOST_TASKS = 1000
 @built_in(
     "verifiers",
     VerifiersSpec,
-    "Any environment of the package verifiers, which gets an environment of its own.",
+    "Any environment of the package verifiers, which is installed in a separate environment.",
     rank=38,
 )
 class VerifiersTask:
@@ -143,7 +143,7 @@ class VerifiersTask:
     def __init__(self, spec: VerifiersSpec) -> None:
         if spec.agent is not None:
             raise ConfigError(
-                f"task.agent={spec.agent}: the environments of verifiers have agents of their own",
+                f"task.agent={spec.agent}: the environments of verifiers have their own agents",
                 allowed="task.agent_program",
                 next_step="remove task.agent",
             )
@@ -317,7 +317,7 @@ def to_outcome(episode: Mapping[str, Any], full_marks: float) -> Outcome:
     if not parts and errors:
         return Outcome(parts={"reward": None}, truncated=True)
     if not parts:
-        return Outcome.lost(FailureOwner.TASK, "no_reward", "no reward of the taskset was given")
+        return Outcome.lost(FailureOwner.TASK, "no_reward", "the taskset gave no reward")
     outcome = Outcome(
         parts=dict(sorted(parts.items())),
         metrics={name: float(value) for trace in traces for name, value in trace["metrics"].items()},

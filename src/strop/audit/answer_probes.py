@@ -325,7 +325,7 @@ async def probe_failure_paths(context: AuditContext) -> ProbeResult:
         if j.reward is not None and is_full(context, before) and not is_full(context, j)
     ]
     num = len(judged) + len(lacking)
-    detail = "scores given without what they rest on"
+    detail = "scores of examples without content, answer or a field"
     result = measured("failure_paths", float(len(wrong)), 0.0, (), num, detail)
     evidence = [Evidence.of(j.example.example_id, j.text, j.reward, name) for name, j in wrong]
     return replace(result, evidence=tuple(evidence[-MAX_EVIDENCE:]))

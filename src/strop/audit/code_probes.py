@@ -245,7 +245,7 @@ async def probe_stale_submission(context: AuditContext) -> ProbeResult:
             await context.judge_all([(target.example, before)])
             (judged,) = await context.judge_all([(target.example, reply)])
             findings.add(kind, judged, is_bad=bool(judged.reward))
-    return findings.result("replies paid for what was there before")
+    return findings.result("replies paid for earlier programs")
 
 
 async def probe_label_leak(context: AuditContext) -> ProbeResult:

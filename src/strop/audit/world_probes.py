@@ -41,7 +41,7 @@ _ATTACK_LIMIT_S = 10.0
 """Wall time limit of an attempt in a forked process; for several, up to `_MOST_LIMITS` times as much."""
 _MOST_LIMITS = 4
 _AT_ONCE = 2
-_NO_PROCESS = "this audit has no process of its own for the class; `strop audit` has"
+_NO_PROCESS = "this audit has no separate process for the class; `strop audit` has"
 Script = Sequence[str]
 """The replies of an attempt, one a turn."""
 

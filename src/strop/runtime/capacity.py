@@ -45,7 +45,7 @@ def measure_capacity() -> Slot:
     if left_bytes <= 0:
         raise ConfigError(
             f"this node may use {memory_bytes / (1 << 20):.0f} MiB of memory",
-            allowed=f"more than {RESERVED_BYTES >> 20} MiB, which the node agent keeps for itself",
+            allowed=f"more than the {RESERVED_BYTES >> 20} MiB that the node agent needs",
             next_step="give the job more memory",
         )
     return Slot(

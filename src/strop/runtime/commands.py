@@ -80,7 +80,7 @@ class _Text:
 
 
 class Command:
-    """A command and what it has written."""
+    """A command and its output."""
 
     def __init__(self, record: dict[str, Any]) -> None:
         self.record = record

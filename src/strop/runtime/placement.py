@@ -107,7 +107,7 @@ class Placement:
     async def take_back(self, session: Session) -> None:
         """Restore a sandbox that was alive when the previous controller ended: hold its port again."""
         if not session.url:
-            cause = "the controller ended before its address was told"
+            cause = "the controller ended before its client got an address"
             self._registry.end(session, State.FAILED, FailureKind.INFRA_LOST, cause)
             return
         if session.port:

@@ -66,7 +66,7 @@ class ServiceDir:
             check()
             if time.monotonic() > deadline:
                 raise CheckRefused(
-                    f"no sandbox service has said in {self.path} where it is, for {limit_s:.0f} s",
+                    f"no sandbox service has written its address in {self.path} for {limit_s:.0f} s",
                     allowed="a service that was started with this folder, on a disk that both see",
                     next_step="look at its log; on a cluster, at whether its job has begun",
                 )

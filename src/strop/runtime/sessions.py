@@ -77,7 +77,7 @@ class Sessions:
                 raise HttpError(409, f"session {request.session_id} has image {live.request.image}")
             if not (live.state is State.PAUSED and live.has_failed_to_resume):
                 return await self._attach(live)
-            self.registry.end(live, State.STOPPED, cause="it could not be resumed and was started anew")
+            self.registry.end(live, State.STOPPED, cause="it could not be resumed and was started again")
         if len(self.registry.alive) >= self.policy.max_alive:
             raise HttpError(429, f"{len(self.registry.alive)} sandboxes live here, as many as may")
         default, terms = self.policy.slot, request.sandbox
@@ -252,7 +252,7 @@ class Sessions:
             if session.state is State.PAUSED:
                 return
             if session.state is not State.READY:
-                raise HttpError(409, f"it is {session.state.value}; only what is ready can be paused")
+                raise HttpError(409, f"it is {session.state.value}; only a ready sandbox can be paused")
             report = await self._operate(session, "pause")
             self._take(session, report, State.PAUSED)
             session.has_failed_to_resume = False
