@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 
@@ -46,7 +46,7 @@ def with_client(
             await work(client, url, writers)
             await client.aclose()
             # The server's side ends with them.
-            await asyncio.gather(*(writer.wait_closed() for writer in writers))
+            await asyncio.gather(*(writer.wait_closed() for writer in writers), return_exceptions=True)
 
     asyncio.run(main())
 
@@ -117,5 +117,27 @@ def test_who_is_not_there_or_silent_is_an_error() -> None:
         for place, limit_s in ((url, 0.05), ("http://127.0.0.1:1", 10.0), ("https://127.0.0.1:1", 10.0)):
             with pytest.raises(RequestFailed):
                 await client.ask("GET", place, headers={}, limit_s=limit_s)
+
+    with_client(serve, work)
+
+
+def test_an_answer_without_end_is_cut_at_a_limit_and_not_held_in_memory() -> None:
+    """A server in a sandbox is asked by node agent and controller; its answer must not fill their memory."""
+    sent = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n")
+        with suppress(ConnectionError):
+            while sent < 1 << 26:
+                writer.write(b"10000\r\n" + bytes(1 << 16) + b"\r\n")
+                sent += 1 << 16
+                await writer.drain()
+
+    async def work(client: HttpClient, url: str, writers: list[asyncio.StreamWriter]) -> None:
+        with pytest.raises(RequestFailed, match="more than 100000 bytes"):
+            await client.ask("GET", f"{url}/", headers={}, limit_s=60.0, max_bytes=100_000)
+        assert sent < 1 << 25
 
     with_client(serve, work)

@@ -10,6 +10,7 @@ from dataclasses import asdict
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused, StropError, given_of
 from strop.runtime.contract import FailureKind, NodeOrder, SandboxReport, State
+from strop.runtime.http_client import PROBE_BYTES, HttpClient, RequestFailed
 from strop.runtime.making import Made, Starter
 from strop.runtime.planes import SandboxFailed, is_agent_server, lost_as_failure
 from strop.runtime.ports import PortRelay, Serve, Stream
@@ -180,20 +181,26 @@ class HeldSandbox:
 
     async def _wait_until_ready(self) -> None:
         """Return once the address answers its clients' probes. Raises: SandboxFailed if it takes too long."""
-        assert self._relay is not None
         deadline = time.monotonic() + _START_LIMIT_S
         wait_s = 0.02
         answer = "nothing"
+        client = HttpClient(max_connections=1)
         # Clients of other servers probe /alive only.
         for path in ("/alive", "/health") if is_agent_server(self.order.request) else ("/alive",):
             while True:
                 try:
-                    status = await _probe(self._relay.host, self._relay.port, path)
-                    if 200 <= status < 300:
+                    reply = await client.ask(
+                        "GET",
+                        self.url + path,
+                        headers={"connection": "close"},
+                        limit_s=_PROBE_LIMIT_S,
+                        max_bytes=PROBE_BYTES,
+                    )
+                    if reply.is_success:
                         break
-                    answer = f"{status}"
-                except OSError as error:
-                    answer = str(error) or type(error).__name__
+                    answer = f"{reply.status}"
+                except RequestFailed as error:
+                    answer = str(error)
                 if time.monotonic() > deadline:
                     raise SandboxFailed(
                         FailureKind.AGENT_ERROR,
@@ -251,22 +258,6 @@ class HeldSandbox:
     def _note_change(self) -> None:
         self._version += 1
         self._changed()
-
-
-async def _probe(host: str, port: int, path: str) -> int:
-    """Return the status of the answer to a GET. Raises: OSError."""
-    try:
-        async with asyncio.timeout(_PROBE_LIMIT_S):
-            reader, writer = await asyncio.open_connection(host, port)
-            try:
-                head = f"GET {path} HTTP/1.1\r\nhost: {host}:{port}\r\nconnection: close\r\n\r\n"
-                writer.write(head.encode())
-                line = await reader.readline()
-            finally:
-                writer.close()
-            return int(line.split()[1])
-    except (IndexError, ValueError) as error:
-        raise ConnectionError(f"no HTTP answer to GET {path}") from error
 
 
 async def _count_usage(sandbox: LocalSandbox) -> dict[str, float]:

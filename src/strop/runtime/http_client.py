@@ -18,6 +18,9 @@ from urllib.parse import urlsplit
 from strop.runtime.ports import Stream
 
 _CHUNK_BYTES = 1 << 16
+_MAX_REPLY_BYTES = 64 << 20
+PROBE_BYTES = 64 << 10
+"""Longest answer of a sandbox's server to a probe: any program may be that server."""
 _MAX_IDLE = 64
 """Idle connections kept for one server."""
 _MAX_IDLE_S = 30.0
@@ -62,10 +65,12 @@ class HttpClient:
         headers: Mapping[str, str],
         content: bytes | AsyncIterator[bytes] = b"",
         limit_s: float,
+        max_bytes: int = _MAX_REPLY_BYTES,
     ) -> Reply:
         """Send a request and return its answer. The limit does not count the wait for other requests.
 
-        It is sent again if the server has closed the kept connection meanwhile. Raises: RequestFailed.
+        It is sent again if the server has closed the kept connection meanwhile.
+        Raises: RequestFailed, also for a body of more than `max_bytes`.
         """
         parts = urlsplit(url)
         if parts.scheme != "http" or not parts.hostname:
@@ -76,16 +81,18 @@ class HttpClient:
         async with self._turn:
             try:
                 async with asyncio.timeout(limit_s):
-                    return await self._ask(server, head, content)
+                    return await self._ask(server, head, content, max_bytes)
             except (OSError, TimeoutError) as error:
                 raise RequestFailed(f"{type(error).__name__} {error}".rstrip()) from error
 
-    async def _ask(self, server: _Server, head: _Head, content: bytes | AsyncIterator[bytes]) -> Reply:
+    async def _ask(
+        self, server: _Server, head: _Head, content: bytes | AsyncIterator[bytes], max_bytes: int
+    ) -> Reply:
         while True:
             # A streamed body cannot be sent again, so it gets a new connection.
             kept = self._take_idle(server) if isinstance(content, bytes) else None
             stream = kept or await asyncio.open_connection(*server)
-            reply = await self._exchange(stream, server, head, content)
+            reply = await self._exchange(stream, server, head, content, max_bytes)
             if reply is not None:
                 return reply
             if kept is None:
@@ -122,6 +129,7 @@ class HttpClient:
         server: _Server,
         head: _Head,
         content: bytes | AsyncIterator[bytes],
+        max_bytes: int,
     ) -> Reply | None:
         """Send a request and read its answer; None if the connection ended before any of the answer came."""
         import h11
@@ -130,7 +138,7 @@ class HttpClient:
         is_kept = False
         try:
             await _send(protocol, stream[1], head, content)
-            reply = await _receive(protocol, stream[0])
+            reply = await _receive(protocol, stream[0], max_bytes)
             is_kept = protocol.our_state is h11.DONE and protocol.their_state is h11.DONE
         except (ConnectionResetError, BrokenPipeError):
             return None
@@ -172,10 +180,10 @@ async def _send(
     await writer.drain()
 
 
-async def _receive(protocol: Any, reader: asyncio.StreamReader) -> Reply | None:
+async def _receive(protocol: Any, reader: asyncio.StreamReader, max_bytes: int) -> Reply | None:
     import h11
 
-    status, parts = 0, list[bytes]()
+    status, body = 0, bytearray()
     has_any = False
     while True:
         event = protocol.next_event()
@@ -188,8 +196,10 @@ async def _receive(protocol: Any, reader: asyncio.StreamReader) -> Reply | None:
         elif isinstance(event, h11.Response):
             status = event.status_code
         elif isinstance(event, h11.Data):
-            parts.append(bytes(event.data))
+            body += event.data
+            if len(body) > max_bytes:
+                raise ConnectionError(f"an answer of more than {max_bytes} bytes")
         elif isinstance(event, h11.EndOfMessage):
-            return Reply(status=status, body=b"".join(parts))
+            return Reply(status=status, body=bytes(body))
         elif not isinstance(event, h11.InformationalResponse):
             raise ConnectionError("the connection ended within an answer")

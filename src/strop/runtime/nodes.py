@@ -12,7 +12,7 @@ from urllib.parse import quote, urlencode
 from pydantic import ValidationError
 
 from strop.runtime.contract import NODE_KEY_HEADER, NodeAnswer, NodeOrder, NodeReport, SandboxReport
-from strop.runtime.http_client import HttpClient, RequestFailed
+from strop.runtime.http_client import PROBE_BYTES, HttpClient, RequestFailed
 from strop.runtime.keys import KeyRing
 
 ORDER_LIMIT_S = 10.0
@@ -107,8 +107,13 @@ class NodeClient:
         for path in ("/health", "/alive"):
             try:
                 # Without the node key. Each server is probed once, so its connection is not kept.
-                headers = {"connection": "close"}
-                reply = await self._http.ask("GET", url + path, headers=headers, limit_s=_PROBE_LIMIT_S)
+                reply = await self._http.ask(
+                    "GET",
+                    url + path,
+                    headers={"connection": "close"},
+                    limit_s=_PROBE_LIMIT_S,
+                    max_bytes=PROBE_BYTES,
+                )
             except RequestFailed:
                 return False
             if reply.is_success:
