@@ -448,7 +448,7 @@ def test_an_end_that_was_not_seen_is_no_success(
     here.backend.ends_at = ""
     ended = run("cancel", job.job_id, "--grace", "0.1")
     assert ended.code == 1
-    assert "was told to end and has not been seen to" in ended.err
+    assert "was asked to end, and no end has been seen" in ended.err
     here.backend.is_silent = True
     ended = run("cancel", job.job_id)
     assert ended.code == 1

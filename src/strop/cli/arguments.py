@@ -60,7 +60,7 @@ TrainGpus = Annotated[int | None, typer.Option(min=1, max=4, help="GPUs for the 
 InferGpus = Annotated[int | None, typer.Option(min=1, max=7, help="GPUs for generation.")]
 EvalConfig = Annotated[
     str | None,
-    typer.Option(metavar="EVAL.toml", help="Evaluate checkpoints as they appear, as this file says."),
+    typer.Option(metavar="EVAL.toml", help="Evaluate checkpoints as they appear, with this file's settings."),
 ]
 SingleGpu = Annotated[bool, typer.Option("--single-gpu", help="Use one GPU for both learner and generation.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]

@@ -19,7 +19,7 @@ Clean = Annotated[
     bool,
     typer.Option(
         "--clean",
-        help="Only clean up what your dead runs left on this machine, and list it.",
+        help="Only remove the leftovers of your dead runs on this machine, and list them.",
     ),
 ]
 
@@ -112,7 +112,7 @@ sandbox_commands = typer.Typer(help="Sandboxes: where untrusted code runs.", no_
 
 @sandbox_commands.command("doctor")
 def diagnose(context: typer.Context, json: Json = False) -> None:
-    """Try every kind of sandbox on this machine: what it isolates, how quick it is, how to get more."""
+    """Try every kind of sandbox on this machine: its isolation, its speed, and how to improve them."""
     import asyncio
 
     from strop.sandbox.doctor import diagnose_sandboxes
@@ -156,7 +156,7 @@ def attack(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Attack the sandboxes of this machine; fails where one holds less than its record promises."""
+    """Attack the sandboxes of this machine; fails if one holds less than its record promises."""
     import asyncio
 
     from strop.runtime.serve import served_beside

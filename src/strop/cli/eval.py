@@ -94,7 +94,7 @@ class EvalOptions:
         list[str] | None,
         typer.Option(
             metavar="[NAME=]PLACE",
-            help="Stored result, folder of results, run or model that the table stands beside. Repeatable.",
+            help="Stored result, folder of results, run or model to compare with in the table. Repeatable.",
         ),
     ] = None
     harness: Annotated[
@@ -107,7 +107,7 @@ class EvalOptions:
         ),
     ] = None
     node: Annotated[str | None, typer.Option(hidden=True, help="K/N: which node of a job this is.")] = None
-    part: Annotated[str | None, typer.Option(hidden=True, help="K/N: ask this share alone.")] = None
+    part: Annotated[str | None, typer.Option(hidden=True, help="K/N: evaluate only this share.")] = None
     confirm_run_unsafe_code: Annotated[
         bool,
         typer.Option(

@@ -68,7 +68,7 @@ def status(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the job to end, as `strop submit --wait` does.")
     ] = False,
-    gpus: Annotated[bool, typer.Option("--gpus", help="Show what each GPU of running jobs does.")] = False,
+    gpus: Annotated[bool, typer.Option("--gpus", help="Show the state of each GPU of running jobs.")] = False,
     json: Json = False,
 ) -> None:
     """Show the status of jobs; without a name, of all your jobs that have not ended."""
@@ -129,7 +129,7 @@ def show_gpus(
         )
         return
     if not rows:
-        output.say("no running job has told what its GPUs do: it has none, or has not begun")
+        output.say("no running job has reported its GPUs: it has none, or has not begun")
         return
     columns = ("run", "node", "gpu", "role", "state", "computes", "memory", "newest trace", "seen")
     output.give_table(columns, [_row_of_gpu(status.ref.name, row) for status, row in rows])
@@ -214,7 +214,7 @@ def watch(
         ),
     ],
 ) -> None:
-    """Show a run that trains elsewhere, live, to its end and with its exit code. Ctrl-C leaves it alone."""
+    """Show a run on another machine live until it ends, with its exit code. Ctrl-C does not stop it."""
     from strop.view import TerminalObserver, open_progress
     from strop.view.watching import Watcher
     from strop.view.watching import watch as watch_run
@@ -283,7 +283,7 @@ def cancel(
         float, typer.Option(min=0, help="Seconds before remaining processes are killed.")
     ] = 120.0,
 ) -> None:
-    """Cancel a job: ask, wait, kill. Says which of these ended it."""
+    """Cancel a job by SIGTERM, then by SIGKILL after the grace. Prints which of them ended it."""
     output: Output = context.obj
     launcher, ref, trial = open_job(reference)
     outcome = launcher.cancel(ref, trial=trial, grace_s=grace)
@@ -293,7 +293,7 @@ def cancel(
         )
     if not outcome.ended_by:
         raise StoreError(
-            f"job {ref.job_id} was told to end and has not been seen to",
+            f"job {ref.job_id} was asked to end, and no end has been seen",
             allowed="an end that its record or its scheduler shows",
             next_step=f"ask again with `strop status {ref.job_id}`",
         )
@@ -308,7 +308,7 @@ def fetch(
         typer.Option(help="What to fetch: all, traces, checkpoints, latest, or the step of one checkpoint."),
     ] = "all",
     follow: Annotated[
-        bool, typer.Option("--follow", "-f", help="Fetch what appears until the job ends.")
+        bool, typer.Option("--follow", "-f", help="Fetch new files until the job ends.")
     ] = False,
 ) -> None:
     """Fetch a job's artifacts. Repeat the command to resume."""

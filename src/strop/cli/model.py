@@ -212,7 +212,7 @@ def list_store(
     ] = None,
     json: Json = False,
 ) -> None:
-    """List what a store holds: records, runs, and what another tool sent."""
+    """List the contents of a store: records, runs, and files of other tools."""
     from strop.store.contents import list_contents
 
     output: Output = context.obj

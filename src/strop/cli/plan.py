@@ -46,7 +46,7 @@ class PlanArguments:
     ] = False
     everything: Annotated[
         bool,
-        typer.Option("--all", help="Show everything: each setting, what it rests on, what would be sent."),
+        typer.Option("--all", help="Show everything: each setting and its source, and what would be sent."),
     ] = False
     json: Json = False
 

@@ -109,7 +109,7 @@ def compare(
         list[Path],
         typer.Argument(
             metavar="RUN RUN [RUN ...]",
-            help="Runs, or results of `strop eval`. The first is what the others are compared with.",
+            help="Runs, or results of `strop eval`. The others are compared with the first.",
         ),
     ],
     vary: Annotated[
@@ -171,7 +171,7 @@ def view(
     place: Place = "runs",
     address: Annotated[
         str,
-        typer.Option(metavar="HOST:PORT", help="Where the page listens; elsewhere than here with a token."),
+        typer.Option(metavar="HOST:PORT", help="Address of the page; any but the loopback needs a token."),
     ] = "127.0.0.1",
     notes: Annotated[bool, typer.Option("--notes", help="Let the page write a run's notes.md.")] = False,
 ) -> None:
@@ -269,7 +269,7 @@ def report(
 ) -> None:
     """Write the report of a run, finished or not, as one HTML file, and print its path.
 
-    It stands in the run's directory; of a job or a mirror, and of a comparison, here.
+    It is written to the run's directory; for a job, a mirror or a comparison, to the current folder.
     """
     from strop.record.run_dir import STATE_NAME
     from strop.view.report import write_report, write_report_of

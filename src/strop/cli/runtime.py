@@ -109,7 +109,7 @@ class ServeArguments:
         typer.Option(metavar="K/FIRST", help="This is node K of a job, and node FIRST has the controller."),
     ] = None
     disable_auth: Annotated[
-        bool, typer.Option("--disable-auth", help="Ask for no key; on the loopback address alone.")
+        bool, typer.Option("--disable-auth", help="Require no key; only on the loopback address.")
     ] = False
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="With --on: show everything; submit nothing.")
@@ -119,7 +119,7 @@ class ServeArguments:
 @runtime_commands.command("serve")
 @takes(ServeArguments)
 def serve(context: typer.Context, args: ServeArguments) -> None:
-    """Serve sandboxes until it is ended: a controller, and a node agent here or on each node of a job."""
+    """Serve sandboxes until a signal: a controller, and a node agent here or on each node of a job."""
     import asyncio
     import os
 
@@ -195,7 +195,7 @@ def run_node(context: typer.Context, args: NodeArguments) -> None:
 
 @runtime_commands.command("janitor")
 def clear_up(context: typer.Context, json: Json = False) -> None:
-    """End and remove what sandboxes of this machine have left whose agents were killed."""
+    """Remove the leftovers of sandboxes on this machine whose agents were killed."""
     from strop.sandbox.janitor import clear_abandoned
 
     output: Output = context.obj
@@ -216,7 +216,7 @@ def fetch_images(
     shard: Annotated[str, typer.Option(metavar="I/N", help="The part that this process fetches.")] = "1/1",
     at_once: Annotated[int, typer.Option(min=1, help="Pulls at once.")] = 2,
 ) -> None:
-    """Fetch the images of a data set to this node. Given again, it goes on where it stopped."""
+    """Fetch the images of a data set to this node. Repeat the command to resume."""
     import asyncio
     import shutil
 
@@ -243,14 +243,14 @@ def prove_conformance(
         list[str] | None,
         typer.Argument(
             metavar="[key=value ...]",
-            help="cases=1,17 of the matrix; image=NAME, what sandboxes are started from; and what single"
+            help="cases=1,17 of the matrix; image=NAME, the image of the sandboxes; and what single"
             " cases need: many, clients at once (17), slow_image (7), no_agent_image (10), oom_image (11),"
             " restart, a shell command that kills the service and starts it again (16), base_image (22).",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Ask a server all that OpenHands' clients ask, with the real client, and say what held."""
+    """Test a server with all requests of OpenHands' real client, and print the results."""
     from dataclasses import asdict
 
     from strop.runtime.conformance import read_options, run_conformance

@@ -424,7 +424,7 @@ def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> N
 
 
 def check() -> None:
-    """Check what would stop a job on a site, read-only: names, rights, images, disk space."""
+    """Check for obstacles to a job on a site, read-only: names, rights, images, disk space."""
 
 
 slurm_commands = typer.Typer(no_args_is_help=True, help="Other names of `strop submit --on slurm`.")

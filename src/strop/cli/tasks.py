@@ -172,7 +172,7 @@ def audit(
     context: typer.Context,
     task: Annotated[
         str,
-        typer.Argument(help="Task name; see `strop tasks ls`. all: every one whose files are here."),
+        typer.Argument(help="Task name; see `strop tasks ls`. all: every task whose files are here."),
     ],
     settings: Annotated[
         list[str] | None,
