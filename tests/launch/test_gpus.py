@@ -19,7 +19,7 @@ from strop.hardware.allocation import Allocation, RoleDevices
 from strop.hardware.gpus import Gpu, MigSlice, read_gpu_work
 from strop.hardware.leases import LEASE_VARIABLE
 from strop.hardware.visible_devices import parse_visible_devices
-from strop.launch.gpus import GpuWatch, read_gpu_rows
+from strop.launch.gpus import read_gpu_rows, watch_gpus
 from strop.record.files import DirectoryRecord
 from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.jobs import wait_for
@@ -74,7 +74,7 @@ def an_allocation() -> Allocation:
 
 
 def observe(attempt: Path, node: int = 0) -> None:
-    with GpuWatch(attempt, node, an_allocation(), LEASE, every_s=0.05):
+    with watch_gpus(attempt, node, an_allocation(), LEASE, every_s=0.05):
         wait_for((attempt / f"gpus-{node}.json").is_file)
 
 
@@ -100,7 +100,7 @@ def test_each_gpu_is_told_apart(attempt: Path, tool: Path, process: int) -> None
         ("GPU-mig", "idle", "train/train"),
     ]
     assert f"process {os.getpid()} (of " in rows[2].holders[0]
-    assert "no process to be seen" in rows[3].holders[0]
+    assert "no visible process" in rows[3].holders[0]
     assert rows[5].work_frac is None
     assert (rows[0].trace_age_s or 0.0) < 60.0
 
@@ -121,7 +121,7 @@ def test_the_newest_attempt_counts_and_what_is_old_is_unknown(attempt: Path, too
 
 
 def test_a_job_without_gpus_and_a_broken_tool_are_no_failure(attempt: Path, tool: Path) -> None:
-    with GpuWatch(attempt, 0, Allocation(roles={}), LEASE):
+    with watch_gpus(attempt, 0, Allocation(roles={}), LEASE):
         pass
     assert read_gpu_rows(DirectoryRecord(attempt.parents[1]), now=0.0) == []
     tool.mkdir()
@@ -152,4 +152,4 @@ def test_the_table_and_its_json(
     assert [one["state"] for one in json.loads(f"[{text}")] == ["busy", "held"]
     status.state.is_terminal = True
     show_gpus(Output(), [launcher], [status], is_json=False)  # type: ignore[list-item]
-    assert "no running job has told what its GPUs do" in capsys.readouterr().err
+    assert "no running job has reported its GPUs" in capsys.readouterr().err

@@ -153,6 +153,7 @@ def test_what_is_written_until_the_end_is_still_shown(tmp_path: Path) -> None:
 def test_a_slow_scheduler_is_asked_less_often(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = PlayedTime()
     monkeypatch.setattr("strop.launch.logs.time", clock)
+    monkeypatch.setattr("strop.launch.logs._POLL_S", 0.02)
     asked: list[float] = []
 
     def is_over() -> bool:
@@ -161,7 +162,7 @@ def test_a_slow_scheduler_is_asked_less_often(tmp_path: Path, monkeypatch: pytes
         return len(asked) == 2
 
     files = FileLogs(DirectoryRecord(tmp_path), LogFilter())
-    list(follow(files, is_over=is_over, poll_s=0.02))
+    list(follow(files, is_over=is_over))
     # Ten times the 0.15 s that an answer takes, instead of every second.
     assert 1.6 <= asked[1] - asked[0] < 1.7
 

@@ -220,11 +220,12 @@ def test_an_unfinished_merge_is_refused(tree: Path) -> None:
     assert take_snapshot(tree).diffstat == "as committed"
 
 
-def test_too_much_code_is_refused_with_the_five_largest(tree: Path) -> None:
+def test_too_much_code_is_refused_with_the_five_largest(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.launch.snapshot.MAX_CODE_BYTES", 1_000_000)
     for number in range(1, 8):
         (tree / f"big{number}.bin").write_bytes(b"x" * number * 100_000)
     with pytest.raises(ConfigError) as caught:
-        take_snapshot(tree, max_bytes=1_000_000)
+        take_snapshot(tree)
     told = str(caught.value)
     # 100 to 700 kB are 2.8 MB.
     assert "has 2.8 MB; the largest files are big7.bin (0.7 MB), big6.bin (0.6 MB)" in told

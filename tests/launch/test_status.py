@@ -7,6 +7,7 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -341,12 +342,13 @@ def test_a_damaged_directory_is_unknown_and_hides_no_other_one(world: World, nam
     assert status_to_json(found[bad.home])["attempt"] is None
 
 
-def test_what_has_lost_its_other_half_is_an_orphan(world: World) -> None:
+def test_what_has_lost_its_other_half_is_an_orphan(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     kept, lost, forgotten = world.submit(), world.submit("name=second"), world.submit("name=third")
     assert find_orphans([world.runs], world.environ) == []
     shutil.rmtree(lost.home)
     world.backend.answer(forgotten, None)
-    found = dict(find_orphans([world.runs], world.environ, now=NOW + 5400.0))
+    monkeypatch.setattr("strop.launch.status.time", SimpleNamespace(time=lambda: NOW + 5400.0))
+    found = dict(find_orphans([world.runs], world.environ))
     assert found["job fake-2 on local, submitted 1.5 h ago"] == f"its directory {lost.home} is not there"
     assert "the scheduler does not know it" in found[forgotten.home]
     assert kept.home not in found

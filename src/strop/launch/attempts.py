@@ -1,7 +1,7 @@
 """The attempts of a trial from its own record, and the meaning of exit codes.
 
-`verdict.json` is written by the supervisor above the agents. Where it is missing and every node has written
-its exit code, these are combined.
+The supervisor above the agents writes `verdict.json`. Without it the exit codes of the nodes are combined,
+once every node has written one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Evaluations as jobs of their own, and next to a training run: their files and their roles."""
+"""Evaluations, as separate jobs and next to a training run: their files and their roles."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,89 +62,73 @@ class GpuRow:
     """Age of the run's newest trace at that time; None if there was none, or on another node than 0."""
 
 
-class GpuWatch:
-    """Writes the state of the job's GPUs on this node during a `with` block; does nothing without GPUs."""
+@contextmanager
+def watch_gpus(
+    attempt_path: Path, node: int, allocation: Allocation, lease_id: str, *, every_s: float = WRITE_EVERY_S
+) -> Iterator[None]:
+    """Write the state of the job's GPUs on this node during a block; do nothing if it has none here."""
+    path, run_path = attempt_path / f"gpus-{node}.json", attempt_path.parent.parent
+    roles = {uuid: name for name, role in allocation.roles.items() for uuid in role.uuids}
+    is_done = threading.Event()
 
-    def __init__(
-        self,
-        attempt_path: Path,
-        node: int,
-        allocation: Allocation,
-        lease_id: str,
-        *,
-        every_s: float = WRITE_EVERY_S,
-    ) -> None:
-        self._path = attempt_path / f"gpus-{node}.json"
-        self._node, self._lease_id, self._every_s = node, lease_id, every_s
-        self._run_path = attempt_path.parent.parent
-        self._roles = {uuid: name for name, role in allocation.roles.items() for uuid in role.uuids}
-        self._is_done = threading.Event()
-        # nvidia-smi may hang for seconds, and the agent must react to signals.
-        self._thread = threading.Thread(target=self._write_all, name="strop-gpu-watch", daemon=True)
-
-    def __enter__(self) -> GpuWatch:
-        """Begin."""
-        if self._roles:
-            self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End without waiting for a running query."""
-        self._is_done.set()
-
-    def _write_all(self) -> None:
-        while not self._is_done.is_set():
+    def write_all() -> None:
+        while not is_done.is_set():
             users, work = read_gpu_users(), read_gpu_work()
+            rows = []
+            for gpu in read_gpus():
+                names = (gpu.uuid, *(part.uuid for part in gpu.slices))
+                if role := next((roles[uuid] for uuid in names if uuid in roles), None):
+                    of_gpu = [user for user in users if user.gpu_uuid in names]
+                    rows.append(_describe(gpu, role, of_gpu, work.get(gpu.uuid), lease_id))
             content = {
                 "at": time.time(),
-                "node": self._node,
+                "node": node,
                 "host": socket.gethostname(),
-                "traced_at": _newest_trace(self._run_path) if self._node == 0 else None,
-                "gpus": [
-                    self._describe(gpu, role, [user for user in users if user.gpu_uuid in _names(gpu)], work)
-                    for gpu in read_gpus()
-                    if (
-                        role := next((self._roles[uuid] for uuid in _names(gpu) if uuid in self._roles), None)
-                    )
-                ],
+                "traced_at": _newest_trace(run_path) if node == 0 else None,
+                "gpus": rows,
             }
             # A full disk is reported by writers that depend on it.
             with suppress(OSError, StoreError):
-                if not self._is_done.is_set():
-                    write_bytes_atomically(self._path, json.dumps(content).encode())
-            self._is_done.wait(self._every_s)
+                if not is_done.is_set():
+                    write_bytes_atomically(path, json.dumps(content).encode())
+            is_done.wait(every_s)
 
-    def _describe(
-        self, gpu: Gpu, role: str, users: list[GpuUser], work: Mapping[str, float]
-    ) -> dict[str, Any]:
-        foreign = [str(user) for user in users if user.lease_id != self._lease_id]
-        frac = work.get(gpu.uuid)
-        if foreign:
-            state = "held"
-        elif frac is not None and frac >= _BUSY_FRAC:
-            state = "busy"
-        elif users:
-            state = "waiting"
-        elif (gpu.used_bytes or 0) > _UNSEEN_BYTES:
-            state = "held"
-            foreign = ["memory that no process to be seen accounts for"]
-        else:
-            state = "idle"
-        return {
-            "index": gpu.index,
-            "uuid": gpu.uuid,
-            "name": gpu.name,
-            "role": role,
-            "state": state,
-            "work_frac": frac,
-            "used_bytes": gpu.used_bytes,
-            "memory_bytes": gpu.memory_bytes,
-            "holders": foreign,
-        }
+    if roles:
+        # nvidia-smi may hang for seconds, and the agent must react to signals.
+        threading.Thread(target=write_all, name="strop-gpu-watch", daemon=True).start()
+    try:
+        yield
+    finally:
+        # A running query is not waited for.
+        is_done.set()
 
 
-def _names(gpu: Gpu) -> tuple[str, ...]:
-    return (gpu.uuid, *(part.uuid for part in gpu.slices))
+def _describe(
+    gpu: Gpu, role: str, users: list[GpuUser], work_frac: float | None, lease_id: str
+) -> dict[str, Any]:
+    foreign = [str(user) for user in users if user.lease_id != lease_id]
+    if foreign:
+        state = "held"
+    elif work_frac is not None and work_frac >= _BUSY_FRAC:
+        state = "busy"
+    elif users:
+        state = "waiting"
+    elif (gpu.used_bytes or 0) > _UNSEEN_BYTES:
+        state = "held"
+        foreign = ["memory that no visible process accounts for"]
+    else:
+        state = "idle"
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "role": role,
+        "state": state,
+        "work_frac": work_frac,
+        "used_bytes": gpu.used_bytes,
+        "memory_bytes": gpu.memory_bytes,
+        "holders": foreign,
+    }
 
 
 def _newest_trace(run_path: Path) -> float | None:

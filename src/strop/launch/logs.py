@@ -16,7 +16,7 @@ from strop.errors import StoreError
 from strop.launch.job_dir import ATTEMPTS_FOLDER, JOB_FOLDER
 from strop.record.files import LogLine, LogSource, RecordFiles
 
-POLL_S = 0.2
+_POLL_S = 0.2
 _LOG = re.compile(rf"{ATTEMPTS_FOLDER}/(?P<attempt>[^/]+)/(?P<node>\d+)/(?P<role>[^/]+)\.log")
 _OF_SCHEDULER = re.compile(rf"{JOB_FOLDER}/(?P<attempt>[^/]+\.out|supervisor\.log)(?P<node>)(?P<role>)")
 SCHEDULER = "scheduler"
@@ -145,9 +145,7 @@ def number_of(attempt: str) -> int:
     return int(number) if number.isdigit() else -1
 
 
-def follow(
-    source: FileLogs | FilteredLogs, *, is_over: Callable[[], bool], poll_s: float = POLL_S
-) -> Iterator[LogLine]:
+def follow(source: FileLogs | FilteredLogs, *, is_over: Callable[[], bool]) -> Iterator[LogLine]:
     """Yield lines as they are written, until the job is over and the logs are read to their end."""
     ask_at, over = float("-inf"), False
     while not over:
@@ -159,7 +157,7 @@ def follow(
             # A scheduler that is slow to answer is queried less often, so that lines do not wait for it.
             ask_at = time.monotonic() + max(_ASK_EVERY_S, _ASK_SHARE * (time.monotonic() - began))
         if not over:
-            time.sleep(poll_s)
+            time.sleep(_POLL_S)
     yield from source.read_rest()
 
 

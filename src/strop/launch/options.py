@@ -90,7 +90,7 @@ class SiteOptions(Section):
         default=(),
         strict=False,
         description="Names of environment variables whose values are read when a job is submitted, kept in a"
-        " file that nobody else can read, and removed when it ends.",
+        " file that other users cannot read, and removed when it ends.",
     )
     hf_home: str | None = Field(default=None, min_length=1, description="Model cache, as HF_HOME.")
     store: str | None = Field(
@@ -109,7 +109,7 @@ class SiteOptions(Section):
     usd_per_gpu_hour: float | None = Field(
         default=None,
         ge=0.0,
-        description="Price, for plan, dry run and report. none = no price is said.",
+        description="Price, for plan, dry run and report. none = no price is shown.",
     )
 
     has_shared_disk: ClassVar[bool] = True

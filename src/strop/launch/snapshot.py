@@ -31,9 +31,7 @@ _UNFINISHED = ("MERGE_HEAD", "rebase-merge", "rebase-apply", "CHERRY_PICK_HEAD",
 _SKIPPED_FOLDERS = frozenset({"__pycache__", "node_modules", "venv", "build", "dist"})
 
 
-def take_snapshot(
-    project_path: Path, *, excluded: Iterable[Path] = (), max_bytes: int = MAX_CODE_BYTES
-) -> CodeSnapshot:
+def take_snapshot(project_path: Path, *, excluded: Iterable[Path] = ()) -> CodeSnapshot:
     """List and hash the code of a working tree. Packs and writes nothing.
 
     `excluded`: folders in it without code, such as the one for runs.
@@ -46,7 +44,7 @@ def take_snapshot(
     skipped = [path.resolve() for path in excluded]
     names = _list_git_files(root) if is_git else _list_all_files(root)
     files = tuple(sorted(name for name in names if _is_code(root, name, skipped)))
-    size_bytes = _measure(root, files, max_bytes)
+    size_bytes = _measure(root, files)
     commit, diffstat = None, "no git: every file is sent"
     if is_git:
         commit = _git(root, "rev-parse", "HEAD")
@@ -228,7 +226,7 @@ def _list_all_files(root: Path) -> Iterator[str]:
                 yield (Path(folder) / name).relative_to(root).as_posix()
 
 
-def _measure(root: Path, files: tuple[str, ...], max_bytes: int) -> int:
+def _measure(root: Path, files: tuple[str, ...]) -> int:
     """Return the total size in bytes. Raises: ConfigError naming the largest files if it is too large."""
     try:
         sizes = {name: os.lstat(os.path.join(root, name)).st_size for name in files}
@@ -239,12 +237,12 @@ def _measure(root: Path, files: tuple[str, ...], max_bytes: int) -> int:
             next_step="submit again",
         ) from error
     total = sum(sizes.values())
-    if total > max_bytes:
+    if total > MAX_CODE_BYTES:
         largest = sorted(sizes, key=lambda name: sizes[name], reverse=True)[:NUM_LARGEST_NAMED]
         shown = ", ".join(f"{name} ({sizes[name] / 1e6:.1f} MB)" for name in largest)
         raise ConfigError(
             f"the code in {root} has {total / 1e6:.1f} MB; the largest files are {shown}",
-            allowed=f"{max_bytes / 1e6:.1f} MB of files that git does not ignore",
+            allowed=f"{MAX_CODE_BYTES / 1e6:.1f} MB of files that git does not ignore",
             next_step="add data and models to .gitignore; `strop stage` brings them into a store",
         )
     return total

@@ -183,9 +183,7 @@ def status_to_json(status: JobStatus) -> dict[str, Any]:
     }
 
 
-def find_orphans(
-    roots: list[Path], environ: Mapping[str, str], *, now: float | None = None
-) -> list[tuple[str, str]]:
+def find_orphans(roots: list[Path], environ: Mapping[str, str]) -> list[tuple[str, str]]:
     """Return jobs whose directory is missing, and directories whose job no source knows, with the reasons.
 
     A scheduler that does not answer contributes none.
@@ -202,7 +200,7 @@ def find_orphans(
         for ref in tagged:
             if ref.job_id in known_names or (ref.home and has_plan(Path(ref.home))):
                 continue
-            age_h = max(0.0, (time.time() if now is None else now) - ref.submitted_at) / 3600.0
+            age_h = max(0.0, time.time() - ref.submitted_at) / 3600.0
             orphans.append(
                 (
                     f"job {ref.job_id} on {site}, submitted {age_h:.1f} h ago",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,7 @@ def prepare(
     install(folder, "podman", f"PATH=/usr/bin:/bin\n{text}")
     engine = Engine(kind="podman", program=str(folder / "podman"), version="4.3.1")
     started_at = time.time() - started_s_ago
-    start = {"engine": engine.to_json(), "container": "box", "started_at": started_at}
+    start = {"engine": asdict(engine), "container": "box", "started_at": started_at}
     write_container_file(job_path_of(plan.home), START_NAME, start)
     return plan
 

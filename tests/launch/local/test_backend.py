@@ -76,6 +76,6 @@ def test_a_supervisor_that_says_nothing_is_refused_and_ended(
     python.write_text(f"#!{sys.executable} -S\nimport time\ntime.sleep(600)\n")
     python.chmod(0o755)
     (project / "strop-sites.toml").write_text(f'[sites.desk]\nbackend = "local"\npython = "{python}"\n')
-    with pytest.raises(CheckRefused, match="did not start: it said nothing"):
+    with pytest.raises(CheckRefused, match="did not start: it printed nothing"):
         Launcher(LocalBackend()).submit(make_request(project, [saver()], site="desk"))
     wait_for(lambda: not is_running(str(python)))

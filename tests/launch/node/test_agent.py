@@ -207,7 +207,7 @@ def test_silence_ends_the_run_with_the_stacks_of_all_roles(
     assert agent.wait(LIMIT_S) == 1
     cause = node.end()["cause"]
     assert "nothing moved for" in cause
-    assert "train said last 'stage: waits'" in cause
+    assert "the last line of train is 'stage: waits'" in cause
     assert "waits_for_weights" in node.log("train")
     assert "serves" in node.log("engine")
 

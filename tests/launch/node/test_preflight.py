@@ -27,6 +27,6 @@ def test_a_node_that_is_to_end_waits_for_no_other_node(project: Path) -> None:
         job_path=project, trial_path=project, attempt="7-0", number=0, node=0, num_nodes=2, part="main"
     )
     began = time.monotonic()
-    with pytest.raises(Interrupted, match="told to end while it waited for node 0, 1"):
+    with pytest.raises(Interrupted, match="stopped while it waited for node 0, 1"):
         check_node(plan, task, Allocation(roles={}), "lease", lambda text: None, is_stopped=lambda: True)
     assert time.monotonic() - began < 60.0

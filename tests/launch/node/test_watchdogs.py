@@ -24,7 +24,7 @@ def test_a_first_node_that_never_gives_a_sign_is_not_waited_for_for_ever(
     monkeypatch.setattr("strop.launch.node.roles.FIRST_HEARTBEAT_LIMIT_S", 0.0)
     order = PeerWatch(task(tmp_path, 1), is_sidecar=False).check()
     assert order is not None
-    assert (order.exit_code, order.cause) == (1, "node 0 has given no sign of life for 0 s")
+    assert (order.exit_code, order.cause) == (1, "node 0 has sent no heartbeat for 0 s")
     # It gives the signs itself, and waits for none.
     assert PeerWatch(task(tmp_path, 0), is_sidecar=False).check() is None
 
@@ -41,4 +41,4 @@ def test_a_first_node_that_falls_silent_is_lost(tmp_path: Path, monkeypatch: pyt
     assert watch.check() is None
     order = watch.check()
     assert order is not None
-    assert order.cause.startswith("node 0 has given no sign of life")
+    assert order.cause.startswith("node 0 has sent no heartbeat")

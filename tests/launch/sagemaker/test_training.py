@@ -163,4 +163,4 @@ def test_a_store_that_is_away_leaves_the_state_that_is_here(
     spec_path.write_text('name = "a"\n[task]\nname = "arithmetic"\n[store]\nuri = "s3://strop-test/x"\n')
     found = restore_newest(tmp_path / "ckpt", tmp_path / "home", "job-1", reaches_store=True)
     assert found.step == 3
-    assert "the mirror was not asked" in found.reason
+    assert "the mirror was not read" in found.reason

@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -119,7 +120,7 @@ class ContainerBackend:
         devices = self._choose_devices(engine, plan)
         before = read_identity(job_path)
         details = {
-            "engine": engine.to_json(),
+            "engine": asdict(engine),
             "container": name,
             "image": image_name,
             "image_id": image_id,

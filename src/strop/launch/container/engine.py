@@ -23,7 +23,7 @@ import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from strop.errors import CheckRefused, StoreError
@@ -85,23 +85,11 @@ class Engine:
             next_step=f"try it by hand: {self.kind} ps --all",
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the engine as JSON values, for a job's record."""
-        return {
-            key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()
-        }
-
 
 def engine_from_json(values: Mapping[str, Any]) -> Engine:
-    """Return the engine that a job was started with."""
-    return Engine(
-        kind=values["kind"],
-        program=values["program"],
-        version=values["version"],
-        global_flags=tuple(values["global_flags"]),
-        run_flags=tuple(values["run_flags"]),
-        is_rootless=values["is_rootless"],
-    )
+    """Return the engine that a job was started with, from its fields in the job's record."""
+    flags = {name: tuple(values[name]) for name in ("global_flags", "run_flags")}
+    return Engine(**{**values, **flags})
 
 
 def locate_engine(preference: str = "auto") -> Engine:

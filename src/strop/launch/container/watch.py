@@ -308,15 +308,10 @@ def _parse_time(text: str | None) -> float:
     """Return an engine's time in Unix seconds; 0 for its zero time, meaning never."""
     if not text or text.startswith("0001-"):
         return 0.0
-    # Python reads microseconds, engines write nanoseconds.
-    head, _, tail = text.partition(".")
-    digits = "".join(character for character in tail[:9] if character.isdigit())
-    zone = tail.lstrip("0123456789") if tail else head[19:]
     try:
-        moment = datetime.fromisoformat(f"{head[:19]}.{digits[:6] or '0':0<6}{zone.replace('Z', '+00:00')}")
+        return datetime.fromisoformat(text).timestamp()
     except ValueError as error:
         raise StoreError(f"the engine's time {text!r} is not understood") from error
-    return moment.timestamp()
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -99,7 +99,7 @@ class LocalBackend:
         if read_identity(job_path) == before:
             words = (job_path / "supervisor.log").read_text(errors="replace")[-2000:]
             raise CheckRefused(
-                f"the supervisor of {plan.name} did not start: {words or 'it said nothing'}",
+                f"the supervisor of {plan.name} did not start: {words or 'it printed nothing'}",
                 allowed="an environment in which `python -m strop.cli --version` works",
                 next_step="mend the environment, then submit again",
             )

@@ -31,7 +31,7 @@ from strop.hardware.process import become_subreaper, reap_orphans
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.contract import JobPlan, RolePlan, is_place
 from strop.launch.environment import read_environment
-from strop.launch.gpus import GpuWatch
+from strop.launch.gpus import watch_gpus
 from strop.launch.job_dir import CODE_NAME, read_plan
 from strop.launch.node.environment import (
     NodeTask,
@@ -229,7 +229,7 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
     for role in roles:
         lease.record_process(role.child.pid)
     node.say(f"started {', '.join(f'{role.name} (process {role.child.pid})' for role in roles)}")
-    with GpuWatch(task.attempt_path, task.node, allocation, lease.lease.lease_id):
+    with watch_gpus(task.attempt_path, task.node, allocation, lease.lease.lease_id):
         return _watch(node, roles, stop)
 
 
@@ -280,7 +280,7 @@ def check_node(
         while missing := [node for node in range(num_nodes) if _host_of(task, node) is None]:
             shown = ", ".join(map(str, missing))
             if is_stopped():
-                raise Interrupted(f"told to end while it waited for node {shown}")
+                raise Interrupted(f"stopped while it waited for node {shown}")
             if time.monotonic() > deadline:
                 raise CheckRefused(
                     f"node {shown} of {num_nodes} has not begun within {ARRIVAL_LIMIT_S:.0f} s",

@@ -306,7 +306,7 @@ class PeerWatch:
         silent_s = time.monotonic() - since
         if silent_s < (FIRST_HEARTBEAT_LIMIT_S if last_heartbeat is None else MAX_SILENCE_S):
             return None
-        cause = f"node 0 has given no sign of life for {silent_s:.0f} s"
+        cause = f"node 0 has sent no heartbeat for {silent_s:.0f} s"
         return NodeEnd(exit_code=EXIT_FAILED, cause=cause, role="agent")
 
     def _write_heartbeats(self) -> None:
@@ -345,7 +345,7 @@ class StallWatch:
             return None
         if now - self._moved_at < self._limit_s:
             return None
-        last_lines = "; ".join(f"{path.stem} said last {tail(path, 1)!r}" for path in self._logs)
+        last_lines = "; ".join(f"the last line of {path.stem} is {tail(path, 1)!r}" for path in self._logs)
         cause = f"nothing moved for {now - self._moved_at:.0f} s: {last_lines}"
         return NodeEnd(exit_code=EXIT_FAILED, cause=cause, role="agent", is_stall=True)
 

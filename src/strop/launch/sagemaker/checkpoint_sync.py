@@ -149,7 +149,7 @@ def restore_newest(
     except StoreError as error:
         # The checkpoint directory is enough; the store may answer later.
         kept = restore_state(checkpoint_path, home)
-        return Restored(step=kept.step, reason=f"{kept.reason}; the mirror was not asked: {error}")
+        return Restored(step=kept.step, reason=f"{kept.reason}; the mirror was not read: {error}")
     return restore_state(checkpoint_path, home)
 
 

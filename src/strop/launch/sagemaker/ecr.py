@@ -78,7 +78,7 @@ def ensure_repository(clients: AwsClients, name: str) -> str:
 
 
 def find_repository(clients: AwsClients, name: str) -> str:
-    """Return the URI of a repository. Raises: RemoteMissing if there is none; RemoteDenied."""
+    """Return the URI of a repository. Raises: RemoteMissing; RemoteDenied."""
     reply = clients.call("ecr", "describe_repositories", resource=name, repositoryNames=[name])
     return str(reply["repositories"][0]["repositoryUri"])
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from traceback import print_exception
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from strop.errors import (
     EXIT_DONE,
@@ -50,7 +50,6 @@ from strop.launch.sagemaker.checkpoint_sync import (
     send_to_store,
 )
 from strop.launch.sagemaker.evaluation_files import ShareSender, restore_evaluation, take_share
-from strop.launch.sagemaker.node import StopFlag
 from strop.launch.sagemaker.opt_ml import (
     Hosts,
     OptMl,
@@ -72,6 +71,9 @@ from strop.launch.sagemaker.rendezvous import (
 from strop.launch.secrets import remove_secrets
 from strop.record.fence import ROLES_FOLDER, rendezvous_path
 from strop.store.policy import URI_VARIABLE
+
+if TYPE_CHECKING:
+    from strop.launch.sagemaker.node import StopFlag
 
 JOIN_LIMIT_S = 900.0
 RESERVE_S = 20.0
@@ -205,7 +207,7 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
             ]
             node, first = next(iter(decisive or rendezvous.causes), (start.hosts.node, cause))
             if not first and code == EXIT_INTERRUPTED:
-                first = "told to stop, and the newest state is kept"
+                first = "stopped, and the newest state is kept"
             text = describe_failure(code, host=start.hosts.names[node], cause=first, secrets=hidden)
             write_failure(start.tree.failure_path, text)
             if node != start.hosts.node and cause:
@@ -260,10 +262,8 @@ def _run_agent(
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
     host, place = start.hosts.current, f"{start.job['state_uri']}/{start.hosts.current}"
-    is_safe = _arrival_check(place) if _reaches_store(start) else None
-    sync = CheckpointSync(
-        start.home, start.tree.checkpoint_path, host, staging, is_safe=is_safe or (lambda name: True)
-    )
+    is_safe = _arrival_check(place) if _reaches_store(start) else lambda _name: True
+    sync = CheckpointSync(start.home, start.tree.checkpoint_path, host, staging, is_safe=is_safe)
     echo = LogEcho(task.log_path, hide=hidden)
     shares = ShareSender(start.home, start.attempt, rendezvous.send)
     is_sharing = start.plan["command"] == EVALUATION and not start.hosts.is_head

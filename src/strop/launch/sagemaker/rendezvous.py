@@ -272,7 +272,7 @@ def _gather(
                 for link in links.values():
                     link.close()
                 missing = [host for node, host in enumerate(hosts.names) if node and node not in links]
-                why = "they never came" if not is_stopped() else "a stop was asked for"
+                why = "they never came" if not is_stopped() else "a stop was requested"
                 raise _missing(missing, limit_s, why)
             with suppress(TimeoutError):
                 link, _ = server.accept()
@@ -319,7 +319,7 @@ def _connect(
                 return link
             link.close()
         if time.monotonic() > deadline or is_stopped():
-            raise _missing([hosts.head], limit_s, why or "a stop was asked for")
+            raise _missing([hosts.head], limit_s, why or "a stop was requested")
         time.sleep(_PAUSE_S)
 
 
@@ -329,7 +329,7 @@ def _introduce(
     """Answer the first host's challenge and wait for the start; return the failure, '' on success."""
     greeting = _read_line(link, min(deadline, time.monotonic() + _GREETING_LIMIT_S), is_stopped)
     if greeting is None:
-        return "the listener there said nothing"
+        return "the listener there sent nothing"
     challenge = secrets.token_hex(16)
     proof = prove(key, "host", hosts.current, str(greeting.get("challenge")))
     with suppress(OSError):

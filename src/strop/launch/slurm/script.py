@@ -95,7 +95,7 @@ def require_fit(plan: JobPlan) -> None:
     _require_one_line(f"job name {plan.name!r}", plan.name)
     if not plan.name.strip() or len(plan.name) > _MAX_NAME:
         raise _refusal(
-            f"job name {plan.name!r}", f"1 to {_MAX_NAME} characters, not all blank", "name it anew"
+            f"job name {plan.name!r}", f"1 to {_MAX_NAME} characters, not all blank", "choose another name"
         )
     if "\\" in plan.home or "\0" in plan.home:
         # A backslash in a log's path makes Slurm ignore all patterns; Slurm drops it too.
