@@ -1,8 +1,8 @@
-"""An evaluation by a file, shared by several processes: one for each GPU, on each node of a job.
+"""Evaluate a model as a file says, shared by processes: one for each group of GPUs, on each node of a job.
 
-A node's process starts one for each share of the work, with GPUs of its own, and waits for them. Replies meet
-in the evaluation's folder, which all nodes see; the first node's process then makes the results of what all
-of them kept. A share that was killed goes on where it stopped when the same command runs again.
+A node's process starts one child for each share of the examples, with separate GPUs, and waits for them. All
+replies are written to the evaluation's folder, which all nodes see; the process of the first node then makes
+the results. The same command run again continues a share that was killed.
 """
 
 from __future__ import annotations
@@ -38,40 +38,43 @@ from strop.run.evaluation import (
 )
 from strop.run.harness import evaluate_by_harness, read_harness_asking
 from strop.run.inference import OpenedModel, open_model
-from strop.spec import RunSpec, load_spec
+from strop.spec import RunSpec, StoreSpec
 from strop.spec.display import dotted, format_value
 from strop.spec.eval_file import EvalFile, read_eval_file
+from strop.spec.harness import HarnessSpec
+from strop.spec.reader import AnySection, load_section
 from strop.spec.train import EvalSpec
 from strop.store import follow_store
 
 _POLL_S = 0.5
 _OWN_OUTPUT = Path("/proc/self/fd/2")
-"""The processes of the shares speak where this one does."""
+"""The children's output goes to this process's stderr."""
 _REFUSALS = {EXIT_USAGE: ConfigError, EXIT_REFUSED: CheckRefused}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileEvaluation:
-    """An evaluation by a file, as it is asked for."""
+    """The arguments of an evaluation by a file."""
 
     path: Path
     model: str | None = None
-    """None: the one that the file names."""
+    """None: the model that the file names."""
     out_dir: Path | None = None
     may_run_code: bool = False
     num_workers: int | None = None
-    """Processes of this machine that share the work. None: one for each group of GPUs that it has."""
+    """Processes on this machine. None: one for each group of GPUs."""
     node: tuple[int, int] = (0, 1)
-    """Which node of how many this is."""
+    """Index of this node, and the number of nodes."""
     baselines: Sequence[str] = ()
-    """Beside those that the file names, as `read_baselines` takes them."""
+    """Further ones than the file's, as `read_baselines` takes them."""
     part: tuple[int, int] | None = None
-    """Which share of how many this process asks itself; None: all, by processes of its own if several."""
+    """Index of the share that this process evaluates, and the number of shares. None: it evaluates all, in
+    child processes if there are several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileResults:
-    """What came out of it; empty where another process makes the results."""
+    """Results of an evaluation by a file; empty in a process that evaluates a share only."""
 
     own: Sequence[EvalResult] = ()
     harness: Sequence[HarnessResult] = ()
@@ -82,8 +85,8 @@ class FileResults:
 def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileResults:
     """Evaluate a model as a file says, with all GPUs of this machine, and write a table of all scores.
 
-    Raises: ConfigError for a file that cannot be followed; CheckRefused and EngineError where a share ended
-        so; otherwise as `evaluate_here` and `evaluate_by_harness` do.
+    Raises: ConfigError for an invalid file; CheckRefused or EngineError if a share ended with one; otherwise
+        as `evaluate_here` and `evaluate_by_harness` do.
     """
     file = read_eval_file(asked.path, is_job=True)
     name = asked.model or file.model_uri
@@ -93,13 +96,13 @@ def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileR
             allowed="model.uri in the file, or a model before --config",
             next_step="name a run, a checkpoint, a folder or a hub id",
         )
-    # By the environment, so that workers and engines hear of it, lm-eval's too.
+    # In the environment: workers, engines and lm-eval inherit it.
     level = log_level_of(file.values.get(("output", "log_level")), "engine")
-    with follow_store(_read_section(file, "store").store), set_variables(level_variables(level)):
+    with follow_store(_read_section(file, "store", StoreSpec)), set_variables(level_variables(level)):
         log_from(level)
-        stored: Sequence[StoredBaseline] = ()
+        baselines: Sequence[StoredBaseline] = ()
         if asked.part is None and not asked.node[0]:
-            stored = read_file_baselines(file, asked.baselines, asked.out_dir)
+            baselines = read_file_baselines(file, asked.baselines, asked.out_dir)
         if asked.part is None:
             num_workers = _count_workers(file, asked, name)
             if num_workers * asked.node[1] > 1:
@@ -107,7 +110,7 @@ def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileR
                 if asked.node[0]:
                     return FileResults()
         model = open_model(name)
-        return _evaluate(file, asked, name, model, say, stored)
+        return _evaluate(file, asked, name, model, say, baselines)
 
 
 def read_file_baselines(
@@ -115,13 +118,13 @@ def read_file_baselines(
 ) -> list[StoredBaseline]:
     """Return the baselines that a file names, and further ones. Raises: like `read_baselines`."""
     counts: EvalSpec = file.counts
-    names = _read_section(file, "harness").harness.tasks if file.is_by_harness else file.tasks
+    names = _read_harness(file).tasks if file.is_by_harness else file.tasks
     words = [*counts.baselines, *further]
     return read_baselines(words, names, Split.HELD_OUT, by_harness=file.is_by_harness, out_dir=out_dir)
 
 
 def require_readable(file: EvalFile, *, may_run_code: bool) -> None:
-    """Refuse a file that no evaluation could follow, as far as it tells by itself.
+    """Refuse a file that is invalid for any model.
 
     Raises: ConfigError like `read_file_asking`, for settings of harness, and for code that was not confirmed.
     """
@@ -129,7 +132,7 @@ def require_readable(file: EvalFile, *, may_run_code: bool) -> None:
         for task in file.tasks:
             read_file_asking(file, None, task)
         return
-    tasks, words = _read_section(file, "harness").harness.tasks, _harness_words(file, None)
+    tasks, words = _read_harness(file).tasks, _harness_words(file, None)
     read_harness_asking(tasks, words, Split.HELD_OUT, _wish_of(file), may_run_code=may_run_code)
 
 
@@ -139,7 +142,7 @@ def _evaluate(
     name: str,
     model: OpenedModel,
     say: Callable[[str], None],
-    stored: Sequence[StoredBaseline],
+    baselines: Sequence[StoredBaseline],
 ) -> FileResults:
     part = asked.part or (0, 1)
     wish = replace(_wish_of(file), out_dir=asked.out_dir, part=part)
@@ -147,31 +150,35 @@ def _evaluate(
     harness: Sequence[HarnessResult] = ()
     run = read_run_of(model)
     if file.is_by_harness:
-        tasks, words = _read_section(file, "harness").harness.tasks, _harness_words(file, run)
+        tasks, words = _read_harness(file).tasks, _harness_words(file, run)
         harness = evaluate_by_harness(
             tasks, words, Split.HELD_OUT, model, wish, may_run_code=asked.may_run_code, say=say
         )
     else:
         askings = [read_file_asking(file, run, task) for task in file.tasks]
-        own = [one.result for one in evaluate_here(askings, model, wish, say=say)]
+        own = [stored.result for stored in evaluate_here(askings, model, wish, say=say)]
     if part != (0, 1):
         return FileResults()
     known = find_model_name(name) or (None if run is None else find_model_name(run.model.uri))
-    rows = list_rows([*own, *harness], known, stored)
+    rows = list_rows([*own, *harness], known, baselines)
     tables = write_tables(rows, asked.out_dir or EVALS_ROOT, f"{file.name}-step-{model.step:06d}")
     return FileResults(own=own, harness=harness, rows=rows, tables=tables)
 
 
-def _read_section(file: EvalFile, section: str) -> RunSpec:
-    """Return a spec of which one section is the file's, and nothing else is meant."""
-    given = {place: value for place, value in file.values.items() if place[0] == section}
-    words = [f"{dotted(place)}={format_value(value)}" for place, value in given.items()]
-    return load_spec(None, ["name=asked", "task.name=arithmetic", *words]).spec
+def _read_section(file: EvalFile, name: str, model: type[AnySection]) -> AnySection:
+    values = {place: value for place, value in file.values.items() if place[0] == name}
+    return load_section(
+        name, model, [f"{dotted(place)}={format_value(value)}" for place, value in values.items()]
+    )
+
+
+def _read_harness(file: EvalFile) -> HarnessSpec:
+    return _read_section(file, "harness", HarnessSpec)
 
 
 def _wish_of(file: EvalFile) -> EvalWish:
     counts: EvalSpec = file.counts
-    # lm-eval has no samples beside its greedy replies, unless someone asks for some: that is refused.
+    # lm-eval refuses samples, so the default number of samples is left out for it.
     has_samples = not file.is_by_harness or "num_samples" in counts.model_fields_set
     samples = counts.num_samples if has_samples else None
     return EvalWish(num_examples=counts.num_examples, num_samples=samples, name=file.name)
@@ -180,16 +187,18 @@ def _wish_of(file: EvalFile) -> EvalWish:
 def _harness_words(file: EvalFile, run: RunSpec | None) -> list[str]:
     """Return the words of `evaluate_by_harness`: settings of tasks begin with the task's name.
 
-    `run`: whose model it is.
+    `run`: the run that trained the model.
     """
-    found = {
+    values = {
         place: value for place, value in file.values.items() if place[0] not in {"store", "job", "output"}
     }
-    found.pop(("harness", "tasks"), None)
+    values.pop(("harness", "tasks"), None)
     if run is not None:
-        # In the number format that it is trained in; all else of asking is lm-eval's.
-        found.setdefault(("model", "dtype"), run.model.dtype)
-    words = [f"{dotted(place)}={format_value(value)}" for place, value in found.items() if place[0] != "task"]
+        # Evaluated in the number format of the training; lm-eval chooses all else.
+        values.setdefault(("model", "dtype"), run.model.dtype)
+    words = [
+        f"{dotted(place)}={format_value(value)}" for place, value in values.items() if place[0] != "task"
+    ]
     for task in file.tasks:
         own = [word for word in file.words_for(None, task) if word.startswith("task.")]
         words += [f"{task}.{word.removeprefix('task.')}" for word in own]
@@ -197,9 +206,9 @@ def _harness_words(file: EvalFile, run: RunSpec | None) -> list[str]:
 
 
 def _count_workers(file: EvalFile, asked: FileEvaluation, name: str) -> int:
-    """Return how many processes share a node's work."""
+    """Return the number of processes on this node."""
     if name.startswith(("http://", "https://")):
-        # The server has its own GPUs, and takes many requests at once.
+        # The server has its own GPUs, and batches requests.
         return asked.num_workers or 1
     num_gpus, per_copy = len(_list_devices()), _gpus_per_copy(file)
     if asked.num_workers is not None:
@@ -221,7 +230,7 @@ def _count_workers(file: EvalFile, asked: FileEvaluation, name: str) -> int:
 
 def _gpus_per_copy(file: EvalFile) -> int:
     if file.is_by_harness:
-        return _read_section(file, "harness").harness.tensor_parallel
+        return _read_harness(file).tensor_parallel
     return int(file.values.get(("engine", "tensor_parallel")) or 1)
 
 
@@ -236,9 +245,9 @@ def _list_devices() -> list[str]:
 def _share_out(
     file: EvalFile, asked: FileEvaluation, name: str, num_workers: int, say: Callable[[str], None]
 ) -> None:
-    """Run this node's shares, and on the first node wait until the others have run theirs.
+    """Run the shares of this node, and on the first node wait until the other nodes are done.
 
-    Raises: CheckRefused, ConfigError or EngineError where one of this node's ended so.
+    Raises: CheckRefused, ConfigError or EngineError if a share of this node ended with one.
     """
     node, num_nodes = asked.node
     num_parts = num_workers * num_nodes
@@ -254,9 +263,9 @@ def _share_out(
             words += ["--part", f"{node * num_workers + index}/{num_parts}"]
             words += [] if asked.out_dir is None else ["--out", str(asked.out_dir)]
             words += ["--confirm-run-unsafe-code"] if asked.may_run_code else []
-            mine = devices[index * per_copy : (index + 1) * per_copy]
-            variables = {**os.environ, **({VISIBLE_DEVICES: ",".join(mine)} if devices else {})}
-            # Nobody hands out what another does.
+            own = devices[index * per_copy : (index + 1) * per_copy]
+            variables = {**os.environ, **({VISIBLE_DEVICES: ",".join(own)} if devices else {})}
+            # Each child's pool has other GPUs.
             variables[SANDBOX_DEVICES] = ",".join(for_sandboxes[index::num_workers])
             child = spawn(words, _OWN_OUTPUT, variables)
             undo.callback(terminate, child, 5.0)
@@ -264,7 +273,7 @@ def _share_out(
         _wait_for(children, say)
     if num_nodes == 1:
         return
-    # Of this attempt: marks of one before say nothing of what is kept now.
+    # By attempt: the marks of an earlier attempt are stale.
     marks = (asked.out_dir or EVALS_ROOT) / ".shares" / os.environ.get(ATTEMPT_VARIABLE, "here")
     marks.mkdir(parents=True, exist_ok=True)
     write_bytes_atomically(marks / str(node), b"")
@@ -274,7 +283,7 @@ def _share_out(
 
 
 def _wait_for(children: Sequence[ChildProcess], say: Callable[[str], None]) -> None:
-    """Wait until all have ended well; the first that has not ends the others with it."""
+    """Wait until all have ended with 0. Raises: the refusal of the first that has not."""
     left = list(children)
     while left:
         for child in list(left):

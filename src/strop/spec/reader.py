@@ -10,13 +10,13 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from strop.errors import ConfigError, format_error
-from strop.spec.base import DEFAULT, SpecConflict
+from strop.spec.base import DEFAULT, Section, SpecConflict
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value, show_value
 from strop.spec.job import GPU_SPLIT
 from strop.spec.run import RunSpec
@@ -40,6 +40,8 @@ from strop.spec.sources import (
     read_sources,
     unknown_key,
 )
+
+AnySection = TypeVar("AnySection", bound=Section)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +67,23 @@ def load_spec(
     Raises: ConfigError naming file, line, value and what is allowed; one line per mistake.
     """
     return resolve_sources(read_sources(None if path is None else os.fspath(path), overrides), flags)
+
+
+def load_section(name: str, model: type[AnySection], words: Sequence[str]) -> AnySection:
+    """Read one section of a run file by itself, from `key=value` words about it.
+
+    Raises: ConfigError as `load_spec` does.
+    """
+    (leaves,) = read_sources(None, words)
+    try:
+        return model.model_validate({path[1]: leaf.value for path, leaf in leaves.items()})
+    except ValidationError as error:
+        origins = dict.fromkeys(map(dotted, leaves), OVERRIDE)
+        problems = [
+            _explain_error({**detail, "loc": (name, *detail["loc"])}, None, origins)
+            for detail in error.errors(include_url=False)
+        ]
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from error
 
 
 def resolve_sources(sources: Sequence[Leaves], flags: Sequence[Flag] = ()) -> ResolvedSpec:
