@@ -1,8 +1,7 @@
-"""Evaluating a model on this machine, and judging kept replies again.
+"""Evaluate a model on this machine, and judge kept replies again.
 
-Everything is checked before the model is loaded: the tasks' examples, the settings, and what is in the
-folders already. The same command again goes on where a killed one stopped; where nothing is left to
-generate, no model is loaded at all.
+Examples, settings and existing folders are checked before the model is loaded. The same command run again
+continues a killed evaluation; if every reply is kept, no model is loaded.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ EVALS_ROOT = Path("evals")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalWish:
-    """What is wanted of an evaluation, beside task and sampling; as in `EvalSettings`."""
+    """The options of an evaluation beside task and sampling; see `EvalSettings`."""
 
     num_examples: int | None = None
     num_samples: int | None = None
@@ -71,11 +70,11 @@ class EvalWish:
     out_dir: Path | None = None
     """Folder of the results. None: `EVALS_ROOT`."""
     canary: Path | None = None
-    """A result of this model that must come out again before anything is evaluated."""
+    """A stored result of this model that must be reproduced before anything is evaluated."""
     part: tuple[int, int] = (0, 1)
-    """Which share of the examples is asked here, and how many shares there are."""
+    """Index of the share of the examples to attempt, and the number of shares."""
     name: str | None = None
-    """Of the evaluation, where a file describes it: the names of its results begin with it and a dot."""
+    """Name of an evaluation by a file: the names of its results begin with it and a dot."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +87,7 @@ class StoredResult:
 
 @dataclass(kw_only=True, slots=True)
 class _Prepared:
-    """An evaluation that was checked and whose folder is held."""
+    """A checked evaluation, with its folder locked."""
 
     asking: Asking
     planned: PlannedEvaluation
@@ -98,7 +97,7 @@ class _Prepared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Canary:
-    """A baseline to repeat, and how it is asked."""
+    """A stored result to reproduce, and its settings."""
 
     asking: Asking
     planned: PlannedCanary
@@ -107,14 +106,12 @@ class _Canary:
 def evaluate_here(
     askings: Sequence[Asking], model: OpenedModel, wish: EvalWish, *, say: Callable[[str], None]
 ) -> list[StoredResult]:
-    """Evaluate a model on tasks, one after another; each result is written when it is there.
+    """Evaluate a model on tasks, one after another; each result is written as soon as it is known.
 
-    Of several parts each keeps the replies to its share, and returns nothing: once all are there, the same
-    call without parts makes the results of them. `say` gets a line for what is read from before and where
-    results are.
-    Raises: CheckRefused if examples called held-out were trained on, a folder holds another evaluation,
-        or the canary does not come out as it was; ConfigError for settings that a task or the model
-        cannot follow.
+    One of several parts keeps the replies to its share and returns no result; when all parts are done, the
+    same call without a part makes the results. `say` gets lines about kept replies and written results.
+    Raises: CheckRefused if held-out examples were trained on, a folder holds another evaluation, or the
+        canary is not reproduced; ConfigError for settings that a task or the model does not support.
     """
     with ExitStack() as held:
         prepared = _prepare(askings, model, wish, held)
@@ -123,7 +120,7 @@ def evaluate_here(
 
 
 def _prepare_canary(path: Path, askings: Sequence[Asking], model: OpenedModel) -> _Canary:
-    """Plan to repeat a result, with the settings kept beside it or those that are asked for now."""
+    """Plan to reproduce a result, with the settings kept beside it, else with those of this evaluation."""
     baseline = read_result(path)
     kept = path.with_suffix("")
     if list_shards(kept):
@@ -176,7 +173,7 @@ def _prepare(
         if wish.out_dir is not None:
             result_path = wish.out_dir / name
         else:
-            # In a folder that all evaluations share, the digest tells plans apart.
+            # The digest tells plans apart in the folder that all evaluations share.
             result_path = EVALS_ROOT / f"{name.removesuffix('.json')}-{planned.plan.digest[:8]}.json"
         if result_path.exists():
             refuse_other_plan(result_path, read_result(result_path), planned.plan)
@@ -189,9 +186,9 @@ def _prepare(
 
 
 def read_file_asking(file: EvalFile, run: RunSpec | None, task: str = "") -> Asking:
-    """Return how a model is asked by an evaluation's file about one of its tasks; the first by default.
+    """Return the settings of one task of an evaluation's file; the first task by default.
 
-    `run`: whose model it is.
+    `run`: the run that trained the model.
     Raises: ConfigError like `read_asking`, naming the file, and if the file is for another model.
     """
     if file.is_by_harness:
@@ -209,7 +206,7 @@ def read_file_asking(file: EvalFile, run: RunSpec | None, task: str = "") -> Ask
 
 
 def read_run_of(model: OpenedModel) -> RunSpec | None:
-    """Return the run that made a model, in the number format that it is trained in; None without a run."""
+    """Return the run that trained a model, in the number format of the training; None without a run."""
     if model.run_path is None:
         return None
     machine = describe_machine()
@@ -229,13 +226,13 @@ async def _evaluate(
     stored = []
     async with AsyncExitStack() as stack:
         engine = None
-        if part != (0, 1) or any(one.folder.num_kept < one.planned.plan.num_examples for one in prepared):
+        if part != (0, 1) or any(item.folder.num_kept < item.planned.plan.num_examples for item in prepared):
             engine, _ = await stack.enter_async_context(serve_model(prepared[0].asking.spec, model))
         tokenizer = Tokenizer.load(model.path)
         if canary is not None and engine is None:
             say("the canary is not asked: every reply is kept from before, and nothing is generated")
         elif canary is not None and engine is not None:
-            # Nothing is evaluated by an engine that does not repeat the baseline.
+            # An engine that does not reproduce the baseline evaluates nothing.
             task, expected = canary.planned.planned.task, canary.planned.baseline.greedy
             async with hold_judge(canary.asking.spec.task, task) as judge:
                 measured = await require_baseline(canary.planned, engine, tokenizer, judge=judge)
@@ -243,46 +240,47 @@ async def _evaluate(
                 f"the canary came out: greedy accuracy of {task.name} is {measured.estimate:.1%}, within"
                 f" {expected.low:.1%} to {expected.high:.1%}"
             )
-        for one in prepared:
-            result = await _attempt(one, engine, tokenizer, say, part)
+        for item in prepared:
+            result = await _attempt(item, engine, tokenizer, say, part)
             if result is not None:
-                write_result(result, one.result_path)
-                say(f"{one.planned.plan.full_name}: {one.result_path}")
-                stored.append(StoredResult(result=result, path=one.result_path))
+                write_result(result, item.result_path)
+                say(f"{item.planned.plan.full_name}: {item.result_path}")
+                stored.append(StoredResult(result=result, path=item.result_path))
     return stored
 
 
 async def _attempt(
-    one: _Prepared,
+    prepared: _Prepared,
     engine: Engine | None,
     tokenizer: Tokenizer,
     say: Callable[[str], None],
     part: tuple[int, int],
 ) -> EvalResult | None:
-    """Ask what is missing of one evaluation; return its result, None of a share."""
-    plan, num_kept = one.planned.plan, one.folder.num_kept
+    """Attempt the missing examples of one evaluation; return its result, None for a share."""
+    planned, folder = prepared.planned, prepared.folder
+    plan, num_kept = planned.plan, folder.num_kept
     if num_kept:
         say(
             f"{plan.full_name}: the replies to {num_kept} of {plan.num_examples} examples are kept"
-            f" from before in {one.folder.path}"
+            f" from before in {folder.path}"
         )
     tell = tell_progress(plan.full_name, plan.num_examples - num_kept, say)
-    async with hold_judge(one.asking.spec.task, one.planned.task) as judge:
+    async with hold_judge(prepared.asking.spec.task, planned.task) as judge:
         if part == (0, 1):
             return await run_evaluation(
-                one.planned, engine, tokenizer, judge=judge, folder=one.folder, on_example=tell
+                planned, engine, tokenizer, judge=judge, folder=folder, on_example=tell
             )
         assert engine is not None
         await attempt_share(
-            one.planned, engine, tokenizer, judge=judge, folder=one.folder, part=part, on_example=tell
+            planned, engine, tokenizer, judge=judge, folder=folder, part=part, on_example=tell
         )
     return None
 
 
 def tell_progress(name: str, num_left: int, say: Callable[[str], None]) -> Callable[[], None]:
-    """Return what is called after each example; now and then it says how many were asked by this process.
+    """Return a callback for each finished example, which reports the progress every `TELL_EVERY_S`.
 
-    Who follows a job's log sees that it goes on, and so does what ends a silent job.
+    The lines in a job's log also keep schedulers from ending it as stalled.
     """
     done, told_at = 0, time.monotonic()
 
@@ -298,25 +296,23 @@ def tell_progress(name: str, num_left: int, say: Callable[[str], None]) -> Calla
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRescored:
-    """Replies judged anew, and the file of the new result."""
+    """A result from judging kept replies again, and its file."""
 
     rescored: Rescored
     path: Path
 
 
 def find_kept(place: Path) -> list[Path]:
-    """Return the folders of replies that a path means: a result, a shard, or a folder around them.
+    """Return the folders of kept replies for a path: a result, a shard, or a folder that contains them.
 
     Raises: StoreError if there is none.
     """
+    candidates: list[Path] = []
     if place.is_file():
-        folder = place.with_suffix("") if place.suffix == ".json" else place.parent
-        folders = [folder] if list_shards(folder) else []
+        candidates = [place.with_suffix("") if place.suffix == ".json" else place.parent]
     elif place.is_dir():
         candidates = [place, *(path for path in place.rglob("*") if path.is_dir())]
-        folders = sorted(path for path in candidates if list_shards(path))
-    else:
-        folders = []
+    folders = sorted(path for path in candidates if list_shards(path))
     if not folders:
         raise StoreError(
             f"{place} holds no replies of an evaluation",
@@ -327,11 +323,11 @@ def find_kept(place: Path) -> list[Path]:
 
 
 def rescore_kept(folder: Path, words: Sequence[str]) -> StoredRescored:
-    """Judge the replies in a folder with the task that they answer, some of its settings changed.
+    """Judge the kept replies of a folder again by their task; `words` change some of its settings.
 
-    The result is written beside the old one, under a name with the new version of the task.
+    The result is written beside the old one; its name contains the new version of the task.
     Raises: StoreError if replies are missing; CorruptRecord if they are damaged; ConfigError for
-        settings that the task lacks; CheckRefused if the examples are not the task's any more.
+        settings that the task lacks; CheckRefused if the task no longer has these examples.
     """
     plan, rollouts = read_all_shards(folder)
     asking = read_kept_asking(folder, words)
@@ -350,20 +346,20 @@ def rescore_kept(folder: Path, words: Sequence[str]) -> StoredRescored:
 
 
 def read_kept_asking(folder: Path, words: Sequence[str] = ()) -> Asking:
-    """Return how the replies in a folder were asked for, some settings of the task changed.
+    """Return the settings that the replies of a folder were sampled with; `words` change some of the task's.
 
     Raises: CorruptRecord if the first shard is damaged; ConfigError for settings that the task lacks.
     """
     shard = list_shards(folder)[0]
     plan = read_plan(shard)
     settings = read_task_settings(shard)
-    # Of a task of the user's the settings say where it is; the plan has the name of its class.
+    # For a user's task the settings have its FILE.py:NAME; the plan has the name of its class only.
     name = str(settings.get("name", plan.task))
     changed = [word if word.startswith("task.") else f"task.{word}" for word in words]
     replaced = [parse_override(word)[0] for word in changed]
     kept = [
         f"{dotted(path)}={format_value(value)}"
         for path, value in walk_values(settings, ("task",))
-        if path != ("task", "name") and not any(path[: len(new)] == new for new in replaced)
+        if path != ("task", "name") and not any(path[: len(prefix)] == prefix for prefix in replaced)
     ]
     return read_asking(name, kept + changed, Split(plan.split))

@@ -1,8 +1,8 @@
-"""Asking a model: finding it, serving it, and looking at what it says.
+"""Find a model, serve it, and sample its replies.
 
-The model is a checkpoint or run of strop's, or anything that `strop.store.get_model` takes. It is served by
-the engine that `placement.kind` names, in this process or beside it, or by a server elsewhere. What a run
-trained on is read from the run itself, so that its training examples cannot be called held out (EVA-1).
+The model is a run or a checkpoint, or anything that `strop.store.get_model` takes. `placement.kind` says
+whether its engine is in this process or another one; a running server can be used too. The examples that a
+run trained on are read from the run itself, so that they cannot be evaluated as held out (EVA-1).
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from pydantic import ValidationError
-
 from strop.engine import Completion, GenerationRequest
 from strop.engine.openai import KEY_VARIABLE
 from strop.environments import RolloutPlan, choose_environment, run_rollout
@@ -35,7 +33,8 @@ from strop.record.run_dir import WEIGHTS_FACT
 from strop.rollout import Message, Rollout, Sampling, Split
 from strop.run.training import set_threads
 from strop.spec import RunSpec, SamplingSpec, load_spec
-from strop.spec.display import NULL_WORD, dotted
+from strop.spec.display import dotted
+from strop.spec.reader import load_section
 from strop.spec.sources import parse_override
 from strop.spec.task import TaskSection
 from strop.store import follow_store, get_model
@@ -48,9 +47,9 @@ if TYPE_CHECKING:
     from strop.engine.contract import Engine
 
 MAX_PROMPT_REPLY_TOKENS = 256
-"""For a prompt of the user's own, which has no task to limit its reply."""
+"""For a user's prompt, where no task limits the reply."""
 ASKING_SECTIONS = ("task", "sampling", "model", "engine", "placement")
-"""Parts of a run spec that say how a model is asked."""
+"""Sections of a run file that matter for sampling from a model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,31 +59,30 @@ class OpenedModel:
     path: Path
     digest: str
     step: int
-    """Steps behind it, as far as its place tells; 0 for a model from elsewhere."""
+    """Training steps of a checkpoint; 0 for another model."""
     run_path: Path | None
-    """The run that made it."""
+    """The run that trained it; None for another model."""
     url: str | None = None
-    """Of the server that speaks for it; None: strop serves the model itself."""
+    """The running server that has the model. None: strop serves it."""
     served_name: str = ""
-    """What that server may call it."""
+    """A name that the server may have for it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PromptReply:
-    """What a model said to a prompt of the user's own."""
+    """A model's reply to a user's prompt."""
 
     prompt: str
-    """As the model was asked."""
+    """Rendered, as the model read it."""
     completion: Completion
 
 
 def open_model(name: str) -> OpenedModel:
-    """Find or fetch a model by a run, a checkpoint, or whatever `get_model` takes.
+    """Find or fetch a model: a run, a checkpoint, or any name that `get_model` takes.
 
-    `http://host:port/v1#NAME` is a model that a server of OpenAI's completions speaks for; the tokenizer and
-    the sizes are those of NAME, as `get_model` takes it.
-    Raises: ConfigError if the name means nothing; StoreError or CorruptRecord if its bytes are
-        missing or damaged.
+    `http://host:port/v1#NAME` is a running server of OpenAI's completions API; tokenizer and sizes are those
+    of the model NAME, as `get_model` takes it.
+    Raises: ConfigError for an unknown name; StoreError or CorruptRecord if its bytes are missing or damaged.
     """
     if name.startswith(("http://", "https://")):
         return _open_served(name)
@@ -97,7 +95,7 @@ def open_model(name: str) -> OpenedModel:
     handle = get_model(str(checkpoint.model_path))
     return OpenedModel(
         path=handle.path,
-        # As the run's own evaluations name it; checkpoints of before that have the digest of their files.
+        # The digest that the run's evaluations record; checkpoints without the fact have that of their files.
         digest=str(manifest.facts.get(WEIGHTS_FACT, handle.digest)),
         step=checkpoint.step,
         run_path=checkpoint.run_path,
@@ -105,7 +103,7 @@ def open_model(name: str) -> OpenedModel:
 
 
 def _open_served(address: str) -> OpenedModel:
-    """Return a model that a server has, with the files of the name behind its #."""
+    """Return the model of a running server, with the files of the model named after #."""
     url, _, name = address.partition("#")
     if not name:
         raise ConfigError(
@@ -124,7 +122,7 @@ def _open_served(address: str) -> OpenedModel:
     tell(f"{url} speaks for {name}; strop cannot verify its weights")
     return OpenedModel(
         path=handle.path,
-        # Of the place that was asked: what weights it has is nothing that strop can prove.
+        # The digest of the address, because strop cannot see the server's weights.
         digest=hashlib.sha256(address.encode()).hexdigest(),
         step=0,
         run_path=None,
@@ -135,10 +133,10 @@ def _open_served(address: str) -> OpenedModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asking:
-    """How a model is asked. Wider than a run's own sampling, which must suit the trainer."""
+    """The settings of sampling from a model. Sampling has fewer limits than in a run that trains."""
 
     spec: RunSpec
-    """Task, seed, number format, prompt format and threads; nothing else of it is used."""
+    """Only task, seed, model, engine and placement are used."""
     sampling: Sampling
     split: Split
     dtype_reason: str
@@ -146,30 +144,23 @@ class Asking:
 
 
 def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
-    """Build what `evaluate_here` and `sample_task` take from `key=value` words.
+    """Read the settings for `evaluate_here` and `sample_task` from `key=value` words.
 
     A key without a dot is a setting of the task, except for `seed`; others are written in full:
     `sampling.temperature=0.6`, `model.prompt_format=base`.
-    Raises: ConfigError as for a run file, and for settings that play no part in asking.
+    Raises: ConfigError as for a run file, and for settings that do not matter for sampling.
     """
     settings = [_complete(word) for word in words]
     sampling = [word for word in settings if word.startswith("sampling.")]
-    # One prompt per step: the task need not be large enough to train on.
+    # One prompt per step, so that a task too small to train on is accepted.
     fixed = ["name=asked", f"task.name={task}", "train.prompts_per_step=1"]
     spec = load_spec(None, [*fixed, *(word for word in settings if word not in sampling)]).spec
     machine = describe_machine()
     spec, number_format = settle_format(
         spec, machine, compute_device(machine), calibration=read_calibration()
     )
-    # Without the limits that training sets on them.
-    values = {
-        path[-1]: None if value == NULL_WORD else value for path, value in map(parse_override, sampling)
-    }
-    try:
-        section = SamplingSpec.model_validate(values)
-    except ValidationError:
-        # The reader has the better words; whatever is wrong here is wrong for it too.
-        section = load_spec(None, [*fixed, *sampling]).spec.sampling
+    # Read by itself: without the limits that training sets on it.
+    section = load_section("sampling", SamplingSpec, sampling)
     return Asking(
         spec=spec,
         sampling=Sampling(**section.model_dump()),
@@ -179,27 +170,27 @@ def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
 
 
 def take_num(words: Sequence[str], default: int) -> tuple[int, list[str]]:
-    """Return what `num=N`, a number of examples, says, and the other words.
+    """Return the number of examples of a word `num=N`, and the other words.
 
-    Raises: ConfigError for another N.
+    Raises: ConfigError if N is no positive number.
     """
-    found = [word.removeprefix("num=") for word in words if word.startswith("num=")]
-    for text in found:
+    numbers = [word.removeprefix("num=") for word in words if word.startswith("num=")]
+    for text in numbers:
         if not text.isdecimal() or not int(text):
             raise ConfigError(
                 f"'num={text}' is no number of examples",
                 allowed="1 or more",
                 next_step="write for example num=32",
             )
-    return int(found[-1]) if found else default, [word for word in words if not word.startswith("num=")]
+    return int(numbers[-1]) if numbers else default, [word for word in words if not word.startswith("num=")]
 
 
 def read_askings(tasks: Sequence[str], words: Sequence[str], split: Split) -> list[Asking]:
-    """Build one asking for each of several tasks, which share everything but the task.
+    """Read the settings of several tasks, which differ in the task only.
 
-    Settings of a task are written `task_name.key=value`; with one task, the plain `key=value` of
-    `read_asking` too.
-    Raises: ConfigError like `read_asking`, for a task named twice, and for a setting of no named task.
+    A task's settings are written `task_name.key=value`; for a single task also `key=value` as for
+    `read_asking`.
+    Raises: ConfigError like `read_asking`, for a task named twice, and for a setting without its task.
     """
     if len(set(tasks)) < len(tasks):
         raise ConfigError(
@@ -208,13 +199,13 @@ def read_askings(tasks: Sequence[str], words: Sequence[str], split: Split) -> li
             next_step="evaluate the second one with a call of its own",
         )
     return [
-        read_asking(task, [mine for word in words if (mine := _pick(word, task, tasks)) is not None], split)
+        read_asking(task, [own for word in words if (own := _pick(word, task, tasks)) is not None], split)
         for task in tasks
     ]
 
 
 def _pick(word: str, task: str, tasks: Sequence[str]) -> str | None:
-    """Return a word as `read_asking` takes it for one of the tasks, or None if it is for another."""
+    """Return a word for one of the tasks as `read_asking` takes it; None for a word of another task."""
     path, _ = parse_override(word)
     if len(path) > 1 and path[0] in tasks:
         if path[0] != task:
@@ -231,7 +222,7 @@ def _pick(word: str, task: str, tasks: Sequence[str]) -> str | None:
 
 
 def read_prompt_asking(words: Sequence[str]) -> Asking:
-    """Build what `sample_prompt` takes. Without a task: of its settings only `max_reply_tokens` counts.
+    """Read the settings for `sample_prompt`. Of the task's settings only `max_reply_tokens` is allowed.
 
     Raises: ConfigError like `read_asking`.
     """
@@ -240,14 +231,14 @@ def read_prompt_asking(words: Sequence[str]) -> Asking:
             raise _ignored(
                 word, "max_reply_tokens, seed, and the sections sampling, model, engine, placement"
             )
-    # Any task that needs no data stands in; it is neither built nor asked.
+    # A placeholder task, which is never built.
     return read_asking("arithmetic", words, Split.TRAIN)
 
 
 def _complete(word: str) -> str:
-    """Return a word with its full key; refuse what would be ignored."""
+    """Return a word with its full key. Raises: ConfigError for one that would be ignored."""
     path, _ = parse_override(word)
-    # What is no section of a run spec is a table of the task's own, such as a mixture's parts.
+    # A key that is no section of a run file is a table of the task, such as the parts of a mixture.
     if len(path) == 1 or path[0] not in RunSpec.model_fields:
         return word if path == ("seed",) else f"task.{word}"
     if path[0] not in ASKING_SECTIONS or path == ("model", "uri"):
@@ -260,10 +251,10 @@ def _ignored(word: str, allowed: str) -> ConfigError:
 
 
 def read_trained_ids(run_path: Path | None) -> frozenset[str]:
-    """Return the ids that a run may have trained on, and the problems of these; empty without a run.
+    """Return the ids and problems of the examples that a run may have trained on; empty without a run.
 
-    Of a run that began with another version of its task, whose splits may have been others, also those that
-    its rollouts show.
+    The splits of another version of its task may have been different, so a run that began with one also
+    counts the examples of its rollouts.
     """
     if run_path is None:
         return frozenset()
@@ -281,7 +272,7 @@ def read_trained_ids(run_path: Path | None) -> frozenset[str]:
     for path in run.rollouts_files():
         for example in read_examples(path):
             names.add(example.example_id)
-            # A task that does not know the example any more cannot name its problem either.
+            # A task that no longer has the example cannot name its problem.
             with suppress(DataError):
                 names.add(problem_of(task, example) or example.example_id)
     return frozenset(names)
@@ -323,7 +314,7 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
 
 
 def sample_prompt(asking: Asking, model: OpenedModel, prompt: str) -> PromptReply:
-    """Ask a model something of the user's own; the task plays no part."""
+    """Return a model's reply to a user's prompt; no task is involved."""
     spec = asking.spec
     max_reply_tokens = spec.task.max_reply_tokens or MAX_PROMPT_REPLY_TOKENS
 
@@ -347,7 +338,7 @@ def sample_prompt(asking: Asking, model: OpenedModel, prompt: str) -> PromptRepl
 
 @asynccontextmanager
 async def hold_judge(section: TaskSection, task: Task) -> AsyncIterator[Judge]:
-    """Open the judge of the task that a section describes, and close it afterwards."""
+    """Open the judge of a task for the block."""
     judge = open_judge(task, task_builder(section))
     try:
         yield judge
@@ -357,7 +348,7 @@ async def hold_judge(section: TaskSection, task: Task) -> AsyncIterator[Judge]:
 
 @asynccontextmanager
 async def serve_model(spec: RunSpec, model: OpenedModel) -> AsyncIterator[tuple[Engine, Tokenizer]]:
-    """Load a model into the engine that the spec asks for, and close it afterwards."""
+    """Load a model into the engine that the spec names, for the block."""
     set_threads(spec.placement.threads)
     tokenizer, max_num_seqs = Tokenizer.load(model.path), spec.engine.max_num_seqs
     engine: Engine
