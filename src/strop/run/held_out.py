@@ -1,4 +1,4 @@
-"""A run's own evaluations on its held-out examples: each while it trains, and what changed in the end."""
+"""The evaluations of a run on its held-out examples while it trains, and the outcome of the training."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ class Evaluation:
             task=self.task,
             tokenizer=roles.tokenizer,
             settings=settings,
-            # What `strop eval` calls the model before, and the checkpoint of this step.
+            # The same digests as `strop eval` of the model, and of the checkpoint of this step.
             model_digest=self.model_digest if step == 0 else await roles.learner.weights_digest(),
             trained_ids=list_names(self.task, self.task.examples(Split.TRAIN)),
             max_positions=roles.learner.shape.max_positions,
         )
         path = self.run_dir.eval_path(self.task.name, step)
-        # Of an attempt that was killed: what it kept is not gone on with, it is asked in a moment.
+        # Replies kept by a killed attempt are sampled again: that is quick.
         shutil.rmtree(kept_at(path), ignore_errors=True)
         with ShardFolder(kept_at(path), planned.plan, spec.task.model_dump(mode="json")) as folder:
             result = await run_evaluation(
@@ -108,51 +108,56 @@ class Evaluation:
         )
 
     def _find_best(self, result: EvalResult) -> EvalResult | None:
-        """Return the best earlier evaluation of the run that this one may be compared with."""
-        found = map(read_result, self.run_dir.eval_path(self.task.name, 0).parent.glob("*.json"))
-        earlier = sorted((one for one in found if one.step < result.step), key=lambda one: one.step)
-        valid = [one for one in earlier if one.is_valid and one.protocol_digest == result.protocol_digest]
-        if not valid or not result.is_valid:
+        """Return the best earlier evaluation of the run with the same protocol; None without one."""
+        stored = map(read_result, self.run_dir.eval_path(self.task.name, 0).parent.glob("*.json"))
+        comparable = [
+            earlier
+            for earlier in sorted(stored, key=lambda stored: stored.step)
+            if earlier.step < result.step
+            and earlier.is_valid
+            and earlier.protocol_digest == result.protocol_digest
+        ]
+        if not comparable or not result.is_valid:
             return None
-        # The first of equals, which a rise of the reward has the longest way to go from.
-        return max(valid, key=lambda one: one.greedy.accuracy or 0.0)
+        # Of equals the earliest.
+        return max(comparable, key=lambda earlier: earlier.greedy.accuracy or 0.0)
 
 
 def kept_at(result_path: Path) -> Path:
-    """Return where the replies behind a result are kept: beside it, named like it."""
+    """Return the folder of a result's replies: beside it, with the same name."""
     return result_path.with_suffix("")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChangedExample:
-    """One example, and the greedy replies to it before and after."""
+    """An example, with its greedy replies before and after training."""
 
     question: str
-    """The last message that poses it."""
+    """The last message of the prompt."""
     before: str
     after: str
-    """The first 200 characters of the last reply; empty where there was none."""
+    """The first 200 characters of the last reply; empty without one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Changes:
-    """Examples that are solved in one evaluation and not in the other."""
+    """Examples that only one of two evaluations solved."""
 
     num_examples: int
     num_gained: int
     """Wrong before and right after."""
     num_lost: int
-    """The other way round."""
+    """Right before and wrong after."""
     examples: tuple[ChangedExample, ...]
-    """The first of those that were gained."""
+    """The first gained examples."""
 
 
 def find_changes(
     task: Task, before: EvalResult, after: EvalResult, folders: tuple[Path, Path], *, num_shown: int = 3
 ) -> Changes | None:
-    """Compare greedy verdicts of two evaluations example by example; None if they are not of the same ones.
+    """Compare the greedy verdicts of two evaluations example by example; None if the protocols differ.
 
-    `folders`: where each kept its replies. Without these nothing is shown of the examples.
+    `folders` are those of the kept replies; examples without kept replies are not shown.
     Raises: CorruptRecord if kept replies are damaged.
     """
     olds, news = before.greedy.by_example, after.greedy.by_example
@@ -179,32 +184,32 @@ def find_changes(
 
 
 def _read_replies(folder: Path, result: EvalResult, wanted: Sequence[str]) -> dict[str, tuple[Example, str]]:
-    """Return example and greedy reply of some examples, as far as they are kept."""
+    """Return the kept examples of some ids with their greedy replies."""
     from strop.record.rows import list_rows, read_row
 
-    found: dict[str, tuple[Example, str]] = {}
+    replies: dict[str, tuple[Example, str]] = {}
     per_example = 1 + (result.num_samples or 0)
     for path in list_shards(folder) if wanted else ():
         data = path.read_bytes()
         for row in list_rows(data, str(path)):
             if row.example_id in wanted and row.index % per_example == 0:
-                found[row.example_id] = (read_row(data, str(path), row.index).rollout.example, row.reply)
-    return found
+                replies[row.example_id] = (read_row(data, str(path), row.index).rollout.example, row.reply)
+    return replies
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainOutcome:
-    """How a run ended."""
+    """The outcome of a training."""
 
     run_path: Path
     before: EvalResult | None
     after: EvalResult | None
     changes: Changes | None = None
-    """What became of single examples; None without two evaluations that can be compared."""
+    """None without two evaluations that can be compared."""
 
 
 def read_outcome(run_dir: RunDir, task: Task, num_steps: int) -> TrainOutcome:
-    """Return what a run's evaluations say before its first step and after its last; an earlier attempt's too.
+    """Read a run's evaluations before the first step and after the last, in whichever attempt they were made.
 
     Raises: CorruptRecord if a result or its replies are damaged.
     """

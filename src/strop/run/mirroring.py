@@ -1,8 +1,8 @@
-"""A run's mirror, seen from the process that trains: on or off, begun, watched, and waited for at the end.
+"""The mirror of a run in a store: test the store, start and supervise the uploader, resume from a mirror.
 
-The uploader is a process of its own (`strop.record.mirror`), niced, with its own log; it dies with this
-one. Training never waits for it: what it has to say is read between steps, in microseconds, and becomes
-events. Only when training has ended is there a wait, and it is bounded.
+The uploader is a separate process (`strop.record.mirror`) with the lowest priority and its own log; it dies
+with this process. Training never waits for it: its notes are read between steps, in microseconds, and become
+events. Only after training there is a wait, with a limit.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
     from strop.train.observer import EvalSummary, Observer
 
 RESPAWN_AFTER_S = 30.0
-"""An uploader that died is started again, at most once in so long."""
+"""Shortest time between two starts of an uploader that died."""
 _POLL_S = 0.1
 LOG_NAME = "mirror.log"
 
 
 def probe_store(root: str, store: RecordStore | None = None) -> None:
-    """See that objects can be written, read, listed and removed where runs are mirrored to.
+    """Test that objects can be written, read, listed and removed below the root of a store.
 
-    Raises: CheckRefused naming the right that is missing, or saying that the store does not answer.
+    Raises: CheckRefused naming the missing permission, or if the store does not answer.
     """
     store = store or open_record_store(root, upload_settings(None))
     folder = join_uri(root, "checkpoints")
-    # Random: two runs that start at once do not take each other's away.
+    # A random name: two runs that start at once must not remove each other's object.
     place, content = join_uri(folder, f".probe-{secrets.token_hex(8)}"), b"strop"
     steps = (
         ("write", "s3:PutObject", lambda: store.objects.write(place, content)),
@@ -87,9 +87,9 @@ def probe_mirror(spec: StoreSpec) -> str | None:
 
 
 class Mirroring:
-    """An observer that forwards every call, and supervises the uploader meanwhile.
+    """An observer that forwards every call, and supervises the uploader between them.
 
-    Use it in `with`: leaving the block waits for what is still to be sent, within the limits.
+    Use it in `with`: leaving the block waits for the rest of the upload, within the limits.
     """
 
     def __init__(self, root: str | None, spec: StoreSpec, run_dir: RunDir, observer: Observer) -> None:
@@ -98,7 +98,7 @@ class Mirroring:
         self._run_dir = run_dir
         self._observer = observer
         self.uri = None if root is None else mirror_uri(root, spec.mirror_as or run_dir.path.name)
-        """Where the run is mirrored to; None: it is not."""
+        """Of the mirror; None: the run has none."""
         self._owner = secrets.token_hex(16)
         self._child: ChildProcess | None = None
         self._spawned_at = 0.0
@@ -108,14 +108,14 @@ class Mirroring:
         self._step = 0
 
     def __enter__(self) -> Mirroring:
-        """Begin nothing yet: an attempt has to exist first."""
+        """Start nothing yet: `begin` needs the attempt."""
         return self
 
     def begin(self) -> None:
-        """Claim the mirror for this attempt and start the uploader. Call it once the attempt has begun.
+        """Claim the mirror for this attempt and start the uploader. Call it after the attempt has begun.
 
-        Raises: CheckRefused if another run is mirrored there, or, for a run that has no checkpoint yet, if
-            the store cannot be claimed.
+        Raises: CheckRefused if another run is mirrored there; for a run without a checkpoint also if the
+            store does not answer.
         """
         if self.uri is None:
             return
@@ -134,7 +134,7 @@ class Mirroring:
                     allowed="a store that answers when a run begins",
                     next_step="start again when it does, or train without a mirror: store.mirror=false",
                 ) from error
-            # Training that has come this far is worth more than its mirror: the uploader tries again.
+            # A run with checkpoints goes on without its mirror; the uploader tries to claim it again.
             self._announce("upload_failed", f"{self.uri} could not be claimed: {error}", is_alarm=True)
             self._has_claimed = False
         self._spawn()
@@ -146,7 +146,7 @@ class Mirroring:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Let the uploader send the rest, wait within the limit, and end it."""
+        """Wait until the uploader has sent the rest, up to the limit; then end it."""
         if self._child is None:
             return
         is_hurried = isinstance(error, Interrupted) or (
@@ -160,7 +160,7 @@ class Mirroring:
             flush_path(self._run_dir.path).unlink(missing_ok=True)
 
     def poll(self) -> None:
-        """Announce what the uploader noted, and start it again if it died. Waits for nothing."""
+        """Announce the uploader's notes, and start it again if it died. Does not block."""
         if self._child is None:
             return
         self._read_notes()
@@ -181,7 +181,7 @@ class Mirroring:
         self._observer.on_start(run=run, first_step=first_step, num_steps=num_steps)
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """Pass on, and look after the uploader."""
+        """Pass on, and poll the uploader."""
         self._step = int(metrics["step"])
         self._observer.on_step(metrics)
         self.poll()
@@ -216,7 +216,7 @@ class Mirroring:
         self._spawned_at = time.monotonic()
 
     def _flush(self, limit_s: float) -> None:
-        """Wait until all is sent, the uploader gives up its place, or the time is over."""
+        """Wait until all is sent, another attempt has taken the mirror, or the time is over."""
         path, began_at = flush_path(self._run_dir.path), time.monotonic()
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -258,43 +258,44 @@ class Mirroring:
 def start_uploader(
     order: MirrorOrder, log_path: Path, variables: Mapping[str, str] = MappingProxyType({})
 ) -> ChildProcess:
-    """Start an uploader that leaves the processors to the trainer; `variables` are for it alone."""
-    # One thread for numeric libraries, should one be imported.
+    """Start an uploader that yields the processors to the trainer; `variables` are set for it only."""
+    # One thread for numeric libraries, if one is imported.
     env = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
     child = spawn([sys.executable, "-m", "strop.record.mirror", order.to_json()], log_path, env)
-    # Two cores whose threads wait for each other at every product lost 9 % of their time to an uploader of
-    # niceness 10 (16 MB/s), and 2 % to this one (7 MB/s). On a core that nobody uses it sends at full speed.
+    # A training on two cores lost 9 % of its time to an uploader of niceness 10 (16 MB/s), and 2 % to this
+    # one (7 MB/s). On an idle core it sends at full speed.
     step_back(child.pid, by=MAX_NICENESS)
-    with suppress(AttributeError, OSError):  # Linux alone: it never wakes up into the trainer's turn.
+    with suppress(AttributeError, OSError):  # On Linux: it does not preempt the trainer when it wakes up.
         os.sched_setscheduler(child.pid, os.SCHED_BATCH, os.sched_param(0))
     return child
 
 
 def limit_after_signal(spec: StoreSpec) -> float:
-    """Return how long the mirror may take after a signal: half of what a launcher gives at most.
+    """Return how long the mirror may take after a signal: at most half of the launcher's grace period.
 
-    The checkpoint is on the disk. Killed while it waits, the run would have failed; so it ends in good order.
+    The checkpoint is on the disk already. If the launcher killed the process during the wait, the run would
+    count as failed.
     """
-    given = os.environ.get(GRACE_VARIABLE)
-    return spec.stop_flush_limit_s if given is None else min(spec.stop_flush_limit_s, float(given) / 2)
+    grace_s = os.environ.get(GRACE_VARIABLE)
+    return spec.stop_flush_limit_s if grace_s is None else min(spec.stop_flush_limit_s, float(grace_s) / 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Continuation:
-    """A run that goes on from its mirror."""
+    """A run that is resumed from its mirror."""
 
     resolved: ResolvedSpec
     """With `output.dir` set to the restored directory."""
     run_path: Path
     detail: str
-    """What was done, for the user."""
+    """A message for the user: restored, or found here."""
 
 
 def continue_from(uri: str, resolved: ResolvedSpec) -> Continuation:
-    """Bring a run here from its mirror, unless it is here already, and return what trains on there.
+    """Restore a run from its mirror, unless its directory is here, and return the spec that resumes it.
 
-    Raises: CheckRefused if nothing is mirrored there, the mirror is of another spec, or the directory
-        here is behind the mirror; StoreErrors.
+    Raises: CheckRefused if no run is mirrored there, the mirror is of another spec, or the directory here is
+        behind the mirror; StoreErrors.
     """
     remote = find_remote_run(uri, settings=upload_settings(None))
     if remote is None or remote.step is None:
@@ -304,10 +305,10 @@ def continue_from(uri: str, resolved: ResolvedSpec) -> Continuation:
             allowed="the mirror of a run, as s3://bucket/prefix/checkpoints/NAME",
             next_step="correct the URI, or leave --from out to begin anew",
         )
-    mine, theirs = spec_digest(resolved.spec), remote.latest.run.spec_digest
-    if mine != theirs:
+    digest, remote_digest = spec_digest(resolved.spec), remote.latest.run.spec_digest
+    if digest != remote_digest:
         raise CheckRefused(
-            f"{uri} is a run of spec {theirs[:12]}, and this run file is {mine[:12]}",
+            f"{uri} is a run of spec {remote_digest[:12]}, and this run file is {digest[:12]}",
             allowed="the run file and overrides that the run was begun with",
             next_step=f"compare with {uri}/traces/spec.toml, which is the run's own",
         )
@@ -328,7 +329,7 @@ def continue_from(uri: str, resolved: ResolvedSpec) -> Continuation:
 
 
 def _mirror_there(spec: StoreSpec, uri: str) -> StoreSpec:
-    """Go on with the same mirror, whatever the directory is called here, if it is in the run's store."""
+    """Keep the name of the mirror if it is in the run's store: the directory here may have another name."""
     with follow_store(spec) as policy:
         prefix = None if policy.root is None else normalize_uri(mirror_uri(policy.root, ""))
     place = normalize_uri(uri)
@@ -338,7 +339,7 @@ def _mirror_there(spec: StoreSpec, uri: str) -> StoreSpec:
 
 
 def _compare_here(target: Path, remote: RemoteRun) -> str:
-    """Say that the run goes on from what is here.
+    """Return the message that the run is resumed from the directory here.
 
     Raises: CheckRefused if the mirror is ahead of it.
     """

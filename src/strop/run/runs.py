@@ -1,4 +1,4 @@
-"""The runs below a folder, and what several of them have in common."""
+"""List the runs below a folder, and compare several of them."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 
 class RunPhase(StrEnum):
-    """Where a run stands."""
+    """The state of a run."""
 
     FINISHED = "finished"
     RUNNING = "running"
     STOPPED = "stopped"
-    """Unfinished, and no process of this machine works in it: its command continues it."""
+    """Unfinished, without a process on this machine: the same command continues it."""
     DAMAGED = "damaged"
     """Its run.json cannot be read."""
 
@@ -43,13 +43,13 @@ class RunSummary:
     created_at: float | None = None
     """Unix seconds; None for a damaged run."""
     num_steps: int = 0
-    """Steps that are recorded."""
+    """Recorded steps."""
     last_accuracy: float | None = None
-    """Greedy, held out, of the last evaluation; None where there is none."""
+    """Greedy accuracy of the last evaluation on held-out examples; None without one."""
 
 
 def summarize_runs(root: Path) -> list[RunSummary]:
-    """Return the runs below a folder, newest first; a damaged one is listed as such.
+    """Return the runs below a folder, the newest first, damaged ones included.
 
     Raises: StoreError if the folder does not exist.
     """
@@ -60,16 +60,16 @@ def summarize_runs(root: Path) -> list[RunSummary]:
             next_step="name it: `strop ls ROOT`",
         )
     paths = [path.parent for path in root.glob(f"*/{STATE_NAME}") if ".partial-" not in path.parent.name]
-    found = []
+    summaries = []
     for path in sorted(paths):
         try:
             run = RunDir.open(path)
             steps = [int(line["step"]) for line in run.metrics.read()]
             results = read_results(path)
         except CorruptRecord:
-            found.append(RunSummary(path=path, phase=RunPhase.DAMAGED))
+            summaries.append(RunSummary(path=path, phase=RunPhase.DAMAGED))
             continue
-        found.append(
+        summaries.append(
             RunSummary(
                 path=path,
                 phase=RunPhase.FINISHED if run.is_finished else find_phase(path),
@@ -78,19 +78,19 @@ def summarize_runs(root: Path) -> list[RunSummary]:
                 last_accuracy=results[-1].greedy.accuracy if results else None,
             )
         )
-    return sorted(found, key=lambda run: run.created_at or 0.0, reverse=True)
+    return sorted(summaries, key=lambda run: run.created_at or 0.0, reverse=True)
 
 
 def find_phase(path: Path) -> RunPhase:
-    """Return where a run stands that has not finished, by the process that holds its lock."""
-    # Read, not tried: taking the lock for a moment could refuse the run's own start.
+    """Return the state of an unfinished run, by the process that holds its lock."""
+    # The holder is read from the file: an attempt to take the lock could make the run's start fail.
     holder = FileLock(path / LOCK_NAME).holder()
     is_here = holder is not None and holder.host == socket.gethostname()
     return RunPhase.RUNNING if holder and is_here and is_process_alive(holder.pid) else RunPhase.STOPPED
 
 
 def read_results(run_path: Path) -> list[EvalResult]:
-    """Return a run's own evaluations by step; not those that another file described (`NAME.TASK-step-...`).
+    """Return a run's own evaluations by step, without those by an evaluation's file (`NAME.TASK-step-...`).
 
     Raises: CorruptRecord if one is damaged.
     """
@@ -107,35 +107,35 @@ class Arm:
     """One side of a comparison: a run or a stored result, or runs that differ in their seed alone."""
 
     name: str
-    """Of its first run, the shortest that tells it from the others."""
+    """The shortest unambiguous name of its first run."""
     paths: tuple[Path, ...]
     results: tuple[EvalResult, ...]
-    """The last evaluation of each."""
+    """The last evaluation of each run."""
     values: Mapping[str, Any]
-    """Settings of the first run by dotted key, output left out; of a result what was evaluated, and how."""
+    """Settings of the first run by dotted key, without `output`; for a stored result its identity."""
 
     @property
     def seeds(self) -> list[int]:
-        """Training seeds of its runs; of a result the seed of its evaluation."""
+        """Training seeds of its runs; for a stored result the seed of the evaluation."""
         return [result.run_seed for result in self.results]
 
     @property
     def label(self) -> str:
-        """The name, with the number of seeds behind it where it is not one."""
+        """The name, followed by the number of seeds if there are several."""
         return self.name if len(self.results) == 1 else f"{self.name} ({len(self.results)} seeds)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ArmChange:
-    """An arm beside the baseline. Keys are 'greedy' and 'sampled', of a mixture's part 'LABEL: greedy'."""
+    """An arm and the baseline. Keys: 'greedy', 'sampled'; for a part of a mixture 'LABEL: greedy'."""
 
     arm: Arm
     change: Comparison
-    """On the same examples; what an example scored is the mean over the arm's seeds."""
+    """On the same examples; an example's score is the mean over the arm's seeds."""
     p_values: Mapping[str, float]
-    """Corrected by Holm for the number of arms that are compared with the baseline."""
+    """After Holm's correction for the number of arms compared with the baseline."""
     over_seeds: Mapping[str, Interval]
-    """Change of accuracy with an interval over seeds; there where both arms have two or more."""
+    """Change of accuracy with an interval over seeds; only if both arms have two or more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,28 +144,27 @@ class Setting:
 
     key: str
     values: tuple[Any, ...]
-    """One of each arm, the baseline's first; the word 'default' where it was not given."""
+    """One per arm, the baseline first; 'default' if it was not set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ManyComparison:
-    """Last evaluations beside that of the first run, and everything that was set otherwise."""
+    """The last evaluations compared with that of the first run, and all settings that differ."""
 
     baseline: Arm
     others: tuple[ArmChange, ...]
     settings: tuple[Setting, ...]
     notes: tuple[str, ...]
-    """What a reader should know before believing a number."""
+    """Caveats for the reader."""
 
 
 def compare_many(paths: Sequence[Path], *, declared: Sequence[str] | None = None) -> ManyComparison:
     """Compare the last evaluations of runs, or stored results, with that of the first, on the same examples.
 
-    Runs that differ in `seed` alone are one arm, where not all of them are. `declared`: the settings that
-    were varied on purpose. None: no claim is made of what caused a change.
-    Raises: ConfigError if there are fewer than two; StoreError or CorruptRecord if one has no evaluation that
-        can be read; CheckRefused if one is invalid, the protocols differ, or a setting differs that was not
-        declared.
+    Runs that differ only in `seed` form one arm, unless all of them do. `declared`: settings that were varied
+    on purpose. None: any setting may differ.
+    Raises: ConfigError for fewer than two paths; StoreError or CorruptRecord if one has no readable
+        evaluation; CheckRefused if one is invalid, the protocols differ, or an undeclared setting differs.
     """
     if len(paths) < 2:
         raise ConfigError(
@@ -177,18 +176,20 @@ def compare_many(paths: Sequence[Path], *, declared: Sequence[str] | None = None
     notes = [] if len(places) == len(paths) else ["a run that is named twice is compared once"]
     if len(places) == 1:
         places, notes = list(paths[:2]), ["a run is compared with itself"]
-    found = compare_arms([_read_arm(path, places) for path in places], declared=declared)
-    return replace(found, notes=(*notes, *found.notes))
+    comparison = compare_arms([_read_arm(path, places) for path in places], declared=declared)
+    return replace(comparison, notes=(*notes, *comparison.notes))
 
 
 def compare_arms(arms: Sequence[Arm], *, declared: Sequence[str] | None = None) -> ManyComparison:
     """Compare arms of one run each, at least two, as `compare_many`. Raises: CheckRefused like that."""
     first, *rest = _group_by_seed(arms)
     settings = _list_settings([first, *rest])
-    undeclared = [] if declared is None else [found for found in settings if found.key not in declared]
+    undeclared = [] if declared is None else [setting for setting in settings if setting.key not in declared]
     if declared is not None and undeclared:
-        # EVA-7: a change is not laid at one setting's door while others differ too.
-        shown = "; ".join(f"{found.key} {' and '.join(map(repr, found.values))}" for found in undeclared)
+        # EVA-7: a change is not attributed to one setting while others differ too.
+        shown = "; ".join(
+            f"{setting.key} {' and '.join(map(repr, setting.values))}" for setting in undeclared
+        )
         raise CheckRefused(
             f"{'the two' if len(rest) == 1 else 'they'} differ in more than {', '.join(declared)}: {shown}",
             allowed="a difference in the declared settings only",
@@ -229,13 +230,13 @@ def _read_arm(path: Path, places: Sequence[Path]) -> Arm:
 
 
 def list_values(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a run's settings by dotted key. Where it writes to is no difference between runs."""
-    found = {dotted(key): value for key, value in walk_values(spec)}
-    return {key: value for key, value in found.items() if not key.startswith("output.") and key != "name"}
+    """Return a run's settings by dotted key, without its name and its directory."""
+    values = {dotted(key): value for key, value in walk_values(spec)}
+    return {key: value for key, value in values.items() if not key.startswith("output.") and key != "name"}
 
 
 def _group_by_seed(arms: Sequence[Arm]) -> list[Arm]:
-    """Return runs of equal settings but for their seed as one arm; each alone where all of them are equal."""
+    """Join runs that differ only in their seed into one arm; if all do, each run stays an arm."""
     groups: list[list[Arm]] = []
     for arm in arms:
         same = next((group for group in groups if _without_seed(group[0]) == _without_seed(arm)), None)
@@ -260,15 +261,17 @@ def _without_seed(arm: Arm) -> dict[str, Any]:
 
 
 def _list_settings(arms: Sequence[Arm]) -> tuple[Setting, ...]:
-    """Return what is not the same in all arms. The seeds of an arm of several runs are no setting."""
+    """Return the settings that differ between arms, without the seed if an arm has several runs."""
     if len({arm.paths[0].is_file() for arm in arms}) > 1:
-        # A run beside a stored result: what they have in common is how they were evaluated.
+        # A run and a stored result have only the settings of the evaluation in common.
         arms = [replace(arm, values=arm.results[0].identity.model_dump(mode="json")) for arm in arms]
     keys = dict.fromkeys(key for arm in arms for key in arm.values)
     if any(len(arm.paths) > 1 for arm in arms):
         keys.pop("seed", None)
-    found = [Setting(key=key, values=tuple(arm.values.get(key, DEFAULT) for arm in arms)) for key in keys]
-    return tuple(one for one in found if any(value != one.values[0] for value in one.values))
+    settings = [Setting(key=key, values=tuple(arm.values.get(key, DEFAULT) for arm in arms)) for key in keys]
+    return tuple(
+        setting for setting in settings if any(value != setting.values[0] for value in setting.values)
+    )
 
 
 def _compare_arms(before: Arm, after: Arm) -> Comparison:
@@ -277,30 +280,33 @@ def _compare_arms(before: Arm, after: Arm) -> Comparison:
     try:
         return compare_seeds(before.results, after.results)
     except CheckRefused as error:
-        given, allowed, next_step = split_error(str(error))
-        told = f"{after.name} cannot be compared with {before.name}: {given}"
-        raise CheckRefused(told, allowed=allowed, next_step=next_step) from error
+        why, allowed, next_step = split_error(str(error))
+        raise CheckRefused(
+            f"{after.name} cannot be compared with {before.name}: {why}", allowed=allowed, next_step=next_step
+        ) from error
 
 
 def list_changes(change: Comparison) -> dict[str, Change]:
     """Return the changes of a comparison by the keys of `ArmChange`."""
-    named = {"": change, **{f"{label}: ": part for label, part in change.parts.items()}}
-    found = {
-        f"{label}{kind}": getattr(one, kind) for label, one in named.items() for kind in ("greedy", "sampled")
+    parts = {"": change, **{f"{label}: ": part for label, part in change.parts.items()}}
+    return {
+        f"{label}{kind}": part_change
+        for label, part in parts.items()
+        for kind in ("greedy", "sampled")
+        if (part_change := getattr(part, kind)) is not None
     }
-    return {key: one for key, one in found.items() if one is not None}
 
 
 def _correct(arms: Sequence[Arm], changes: Sequence[Comparison], first: Arm) -> Iterator[ArmChange]:
     from strop.evaluate import correct_by_holm
 
-    listed = [list_changes(change) for change in changes]
+    by_arm = [list_changes(change) for change in changes]
     corrected: list[dict[str, float]] = [{} for _ in changes]
-    for key in dict.fromkeys(key for one in listed for key in one):
-        places = [place for place, one in enumerate(listed) if key in one]
-        p_values = correct_by_holm([listed[place][key].p_value for place in places])
-        for place, p_value in zip(places, p_values, strict=True):
-            corrected[place][key] = p_value
+    for key in dict.fromkeys(key for of_arm in by_arm for key in of_arm):
+        indices = [index for index, of_arm in enumerate(by_arm) if key in of_arm]
+        p_values = correct_by_holm([by_arm[index][key].p_value for index in indices])
+        for index, p_value in zip(indices, p_values, strict=True):
+            corrected[index][key] = p_value
     for arm, change, p_values_of in zip(arms, changes, corrected, strict=True):
         yield ArmChange(arm=arm, change=change, p_values=p_values_of, over_seeds=_over_seeds(first, arm))
 
@@ -308,20 +314,22 @@ def _correct(arms: Sequence[Arm], changes: Sequence[Comparison], first: Arm) -> 
 def _over_seeds(before: Arm, after: Arm) -> dict[str, Interval]:
     from strop.evaluate import difference_over_seeds
 
-    found = {}
+    intervals = {}
     for kind in ("greedy", "sampled"):
-        scores = [[one.scores.get(kind) for one in arm.results] for arm in (before, after)]
-        shares = [[one.accuracy for one in side if one and one.accuracy is not None] for side in scores]
-        interval = difference_over_seeds(*shares)
+        scores = [[result.scores.get(kind) for result in arm.results] for arm in (before, after)]
+        accuracies = [
+            [score.accuracy for score in side if score and score.accuracy is not None] for side in scores
+        ]
+        interval = difference_over_seeds(*accuracies)
         if interval is not None:
-            found[kind] = interval
-    return found
+            intervals[kind] = interval
+    return intervals
 
 
 def _list_notes(arms: Sequence[Arm]) -> Iterator[str]:
     steps = {arm.name: sorted({result.step for result in arm.results}) for arm in arms}
-    if len({step for found in steps.values() for step in found}) > 1:
-        shown = ", ".join(f"{name} {' and '.join(map(str, found))}" for name, found in steps.items())
+    if len({step for of_arm in steps.values() for step in of_arm}) > 1:
+        shown = ", ".join(f"{name} {' and '.join(map(str, of_arm))}" for name, of_arm in steps.items())
         yield f"the last evaluations are of different steps: {shown}"
     if any(len(arm.paths) > 1 for arm in arms):
         shown = ", ".join(f"{arm.name} {' '.join(map(str, arm.seeds))}" for arm in arms)
