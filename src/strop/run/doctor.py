@@ -1,7 +1,7 @@
-"""Whether this machine is ready, and how fast it is: facts, disks, packages, GPUs, and who has them.
+"""Check whether this machine is ready, and measure it: facts, disks, packages, GPUs and their users.
 
-The speeds that are measured here, of the machine and of the run's own model, are kept in the user's cache and
-used by `plan` from then on.
+The measured speeds, of the machine and of a run's model on it, are kept in the user's cache, where `plan`
+reads them.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ EXTRAS = {
 }
 """Optional parts of strop and the packages that each needs."""
 WANTED_DISK_BYTES = 6_000_000_000
-"""What a run of the demo writes at most: three checkpoints of a 135M-parameter model."""
+"""The demo's run at most: three checkpoints of a 135M-parameter model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check:
-    """One thing that was looked at."""
+    """One check and its outcome."""
 
     name: str
     is_ok: bool
@@ -70,28 +70,28 @@ class Check:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceUse:
-    """A GPU or a MIG slice, and who has it."""
+    """A GPU or a MIG slice, and its users."""
 
     device: Device
     users: tuple[str, ...]
-    """Processes that compute on it, as far as they can be seen."""
+    """The visible processes that compute on it."""
     holder: str | None
-    """The living run that holds it."""
+    """The live run that has a lease on it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holding:
-    """A lease of this user, and what belongs to it."""
+    """A lease of this user, and its processes."""
 
     lease: Lease
     state: LeaseState
     processes: tuple[int, ...]
-    """Those that carry its id. Of a dead run they are leftovers."""
+    """Processes with the lease's id; leftovers if the run is dead."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Diagnosis:
-    """Everything that `strop doctor` found."""
+    """The report of `strop doctor`."""
 
     machine: Machine
     calibration: Calibration
@@ -99,17 +99,17 @@ class Diagnosis:
     devices: tuple[DeviceUse, ...]
     holdings: tuple[Holding, ...]
     strays: dict[int, str]
-    """Processes that carry the id of a lease that is not there, with that id. They are never ended."""
+    """Processes with the id of a lease that does not exist, with that id. They are never ended."""
     disks: tuple[Disk, ...]
     ports: tuple[ListeningPort, ...]
 
 
 def diagnose(runs_path: Path, *, cache_dir: Path | None = None, time_limit_s: float = 0.5) -> Diagnosis:
-    """Look at this machine and measure it, in at most about five times `time_limit_s`.
+    """Check this machine and measure it, in at most about five times `time_limit_s`.
 
     Raises: StoreError if the measurement cannot be written to the cache.
     """
-    # As a run would: a measurement with other threads would promise another speed.
+    # As many threads as a run has: the speed depends on it.
     set_threads(None)
     calibration = calibrate_machine(cache_dir=cache_dir, time_limit_s=time_limit_s)
     uri = ModelSpec().uri
@@ -141,7 +141,7 @@ def diagnose(runs_path: Path, *, cache_dir: Path | None = None, time_limit_s: fl
 
 
 def find_device_uses() -> tuple[DeviceUse, ...]:
-    """Say of each GPU and slice who computes on it, and which living run of this user holds it."""
+    """List each GPU and slice with the processes that use it and the live run of this user that holds it."""
     inventory = read_inventory()
     return tuple(
         DeviceUse(
@@ -154,7 +154,7 @@ def find_device_uses() -> tuple[DeviceUse, ...]:
 
 
 def find_holdings() -> tuple[Holding, ...]:
-    """Say of each lease of this user whether it holds, and what carries its id."""
+    """List each lease of this user with its state and its processes."""
     return tuple(
         Holding(lease=lease, state=state_of(lease), processes=tuple(find_processes(lease.lease_id)))
         for lease in find_leases()
@@ -180,32 +180,32 @@ def _check_extra(name: str) -> Check:
     return Check(name=f"extra {name}", is_ok=not missing, detail=detail)
 
 
-# Generation and learning with the run's own model, two sizes of each: their difference is the work, what is
-# left over is the overhead. Takes some ten seconds on two cores with 135M parameters, and imports torch.
+# Generation and learning with a run's model, in two sizes each: the difference of the timings is the time of
+# the work, the rest is overhead. It takes ten seconds on two cores with 135M parameters, and imports torch.
 PROMPT_TOKENS = 16
 REPLY_TOKENS = 24
 FEW_ROWS, MANY_ROWS = 8, 64
 NUM_TRIES = 1
-"""Tries of each size after one that warms up; the shortest counts."""
+"""Tries of each size after a warm-up; the shortest counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timings:
-    """Seconds of the four pieces of work."""
+    """Seconds of generation for few and many rows, and of a small and a large learning step."""
 
     few_rows_s: float
     many_rows_s: float
     small_step_s: float
     large_step_s: float
     num_small: int
-    """Positions of the smaller step, all but the prompts' scored."""
+    """Positions of the small step; all but those of prompts are scored."""
     num_large: int
 
 
 def measure_machine(
     spec: RunSpec, model_dir: Path, *, cache_dir: Path | None = None, time_limit_s: float = 0.5
 ) -> Efficiency:
-    """Measure this machine and its efficiency with a model, and remember both.
+    """Measure this machine and a model's efficiency on it, and write both to the cache.
 
     Raises: ConfigError if the model cannot be loaded; StoreError if the cache cannot be written.
     """
@@ -213,7 +213,7 @@ def measure_machine(
     spec, _ = settle_format(spec, describe_machine(), None)
     is_bf16 = spec.model.dtype == "bfloat16"
     size = read_model_size(model_dir)
-    found = derive_efficiency(
+    efficiency = derive_efficiency(
         time_work(spec, model_dir),
         size,
         dtype=spec.model.dtype,
@@ -223,8 +223,8 @@ def measure_machine(
         source=f"measured here with {spec.model.uri} in {spec.model.dtype},"
         f" {calibration.num_threads} threads",
     )
-    write_efficiency(found, cache_dir)
-    return found
+    write_efficiency(efficiency, cache_dir)
+    return efficiency
 
 
 def derive_efficiency(
@@ -237,9 +237,9 @@ def derive_efficiency(
     cpu_name: str | None,
     source: str,
 ) -> Efficiency:
-    """Turn timings into shares: the difference of two sizes is work, the rest overhead.
+    """Turn timings into shares of the machine's speed: a difference of sizes is work, the rest overhead.
 
-    A share is at most 1 and an overhead at least 0: timings of a busy machine may say otherwise.
+    Shares are capped at 1 and overheads at 0, because timings of a busy machine may exceed these bounds.
     """
     extra_rows = MANY_ROWS - FEW_ROWS
     decode = decode_flop(size, extra_rows * REPLY_TOKENS)
@@ -263,7 +263,7 @@ def derive_efficiency(
 
 
 def time_work(spec: RunSpec, model_dir: Path) -> Timings:
-    """Generate for few and many rows, and learn a quarter of a micro-batch and a full one."""
+    """Time generation of few and many rows, and steps of a quarter of a micro-batch and of a full one."""
     from strop.engine.native import NativeEngine
     from strop.policy.language_model import DTYPES, LanguageModel
     from strop.policy.learner import Learner
@@ -271,7 +271,7 @@ def time_work(spec: RunSpec, model_dir: Path) -> Timings:
 
     model = LanguageModel.load(model_dir, dtype=DTYPES[spec.model.dtype])
     engine = NativeEngine(model, Tokenizer.load(model_dir), max_num_seqs=MANY_ROWS)
-    # So small a rate that no weight moves: the measurement must not change what it measures.
+    # A learning rate so small that no weight changes.
     learner = Learner(model, OptimizerSpec(lr=1e-12))
     full = spec.train.micro_batch_tokens or DEFAULT_MICRO_BATCH_POSITIONS
     small = make_groups(max(full // 4 // (REPLY_TOKENS * 8), 1), model.shape.vocab_size)
@@ -290,7 +290,7 @@ def time_work(spec: RunSpec, model_dir: Path) -> Timings:
 
 
 def shortest_s(work: Callable[[], object], num_tries: int = NUM_TRIES) -> float:
-    """Return the shortest of several tries, after one that warms up."""
+    """Return the shortest time of several tries, after a warm-up."""
     work()
     tries = []
     for _ in range(num_tries):
@@ -301,7 +301,7 @@ def shortest_s(work: Callable[[], object], num_tries: int = NUM_TRIES) -> float:
 
 
 def make_groups(num_groups: int, vocab_size: int) -> list[PackedGroup]:
-    """Return groups of eight replies to one token each, so that nearly all positions are scored."""
+    """Return groups of eight replies to a prompt of one token, so that nearly all positions are scored."""
     from strop.policy.packing import PackedGroup, PackedReply
 
     rng = np.random.default_rng(0)

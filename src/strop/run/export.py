@@ -1,7 +1,7 @@
-"""A trained model taken out of its run, and loaded by the programs that will be given it.
+"""Export a trained model from its run, after a test that other programs load it.
 
-A copy counts only when transformers, and vLLM where it is installed, have loaded it and score a text alike.
-Each runs in a process of its own: its memory is free again afterwards.
+The export fails unless transformers and, where it is installed, vLLM load the copy and give a text the same
+log-probabilities. Each runs in a separate process, whose memory is free afterwards.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. Two and three make five, an
 MAX_IDS = 48
 MAX_DIFFERENCE_NATS = 0.02
 """Mean absolute difference of a token's log-probability, all in float32."""
-# Each writes the log-probabilities of all ids but the first. Not to its output, where vLLM talks.
+# Each writes the log-probabilities of all ids but the first to a file, because vLLM prints to stdout.
 _BY_TRANSFORMERS = """
 import json, sys
 import torch
@@ -58,10 +58,10 @@ if __name__ == "__main__":
 def export_checkpoint(
     source: Path, target: Path, *, load: Callable[[Path], Sequence[str]] | None = None
 ) -> tuple[Checkpoint, Sequence[str]]:
-    """Copy the model of a run's newest checkpoint, or of a given one, to a new directory.
+    """Copy the model of a checkpoint, or of a run's newest checkpoint, to a new directory.
 
-    The bytes are verified first; the copy appears complete or not at all. `load` proves that it loads, and
-    returns what it has to say; None: `prove_loading`.
+    The bytes are verified first; the copy appears complete or not at all. `load` tests that it loads, and
+    returns lines for the user; None: `prove_loading`.
     Raises: ConfigError if the source is no run and no checkpoint; CheckRefused if the target exists;
         CorruptRecord if the checkpoint is damaged or does not load; StoreError if the disk fails.
     """
@@ -82,26 +82,26 @@ def export_checkpoint(
     check_model_dir(checkpoint.model_path)
     facts = {"run": checkpoint.run_path.name, "step": checkpoint.step}
     with AtomicDirectory(target, facts=facts) as partial:
-        # With the adapters in it, where those were trained.
+        # Adapters included, if the run trained some.
         shutil.copytree(checkpoint.model_path, partial, copy_function=shutil.copyfile, dirs_exist_ok=True)
-        said = (load or prove_loading)(partial)
-    return checkpoint, said
+        lines = (load or prove_loading)(partial)
+    return checkpoint, lines
 
 
 def prove_loading(path: Path) -> Sequence[str]:
     """Load a model by transformers and, where it is installed, by vLLM; return a line for each.
 
-    Raises: CorruptRecord if one of them does not load it, or they do not score a text alike.
+    Raises: CorruptRecord if one of them does not load it, or their log-probabilities of a text differ.
     """
-    ids = [int(one) for one in Tokenizer.load(path).encode(TEXT)][:MAX_IDS]
-    expected = _score(Path(sys.executable), _BY_TRANSFORMERS, "transformers", path, ids)
-    said = [f"loaded by transformers: {len(ids)} tokens scored"]
+    ids = [int(token_id) for token_id in Tokenizer.load(path).encode(TEXT)][:MAX_IDS]
+    by_transformers = _score(Path(sys.executable), _BY_TRANSFORMERS, "transformers", path, ids)
+    line = f"loaded by transformers: {len(ids)} tokens scored"
     try:
         python = find_python(None)
     except ConfigError:
-        return [*said, "not loaded by vLLM, which is not installed here"]
-    found = _score(python, _BY_VLLM, "vLLM", path, ids)
-    differences = [abs(one - other) for one, other in zip(found, expected, strict=True)]
+        return [line, "not loaded by vLLM, which is not installed here"]
+    by_vllm = _score(python, _BY_VLLM, "vLLM", path, ids)
+    differences = [abs(ours - theirs) for ours, theirs in zip(by_vllm, by_transformers, strict=True)]
     mean = sum(differences) / len(differences)
     if not mean <= MAX_DIFFERENCE_NATS:
         raise CorruptRecord(
@@ -109,14 +109,14 @@ def prove_loading(path: Path) -> Sequence[str]:
             allowed=f"{MAX_DIFFERENCE_NATS} nats at most, in float32",
             next_step="keep the checkpoint, and name both versions when you report this",
         )
-    return [*said, f"loaded by vLLM: scores within {mean:.1g} nats of these"]
+    return [line, f"loaded by vLLM: scores within {mean:.1g} nats of these"]
 
 
 def _score(python: Path, script: str, name: str, path: Path, ids: Sequence[int]) -> list[float]:
-    """Return the log-probability of every id but the first, by a program of another process."""
+    """Return the log-probability of every id but the first, computed by a script in another process."""
     import torch
 
-    # On a CPU vLLM would take nine tenths of the machine's memory.
+    # On a CPU vLLM's default is nine tenths of the machine's memory.
     options = {} if torch.cuda.is_available() else {"kv_cache_memory_bytes": CPU_KV_CACHE_BYTES}
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     with tempfile.TemporaryDirectory(prefix="strop-export-") as folder:
@@ -125,12 +125,12 @@ def _score(python: Path, script: str, name: str, path: Path, ids: Sequence[int])
         done = subprocess.run(
             words, capture_output=True, text=True, errors="replace", env=variables, check=False
         )
-        found: list[float] = json.loads(written.read_bytes()) if written.is_file() else []
-    if done.returncode or len(found) != len(ids) - 1:
+        logprobs: list[float] = json.loads(written.read_bytes()) if written.is_file() else []
+    if done.returncode or len(logprobs) != len(ids) - 1:
         last = done.stderr.strip().splitlines()[-3:]
         raise CorruptRecord(
             f"{name} does not load {path} (exit code {done.returncode}): {' / '.join(last)}",
             allowed="a model that it loads as it stands",
             next_step="--no-load-test exports it all the same; the checkpoint is as it was",
         )
-    return found
+    return logprobs

@@ -1,7 +1,7 @@
-"""Training from Python: the run file is written, and `strop train` runs it in a process of its own.
+"""Train from Python: write the run file, and run `strop train` on it in a separate process.
 
-So it does not matter whether an event loop runs here already, as in a notebook; what the run takes of memory
-is free when it ends, and the same file goes to a cluster unchanged.
+So it also works under a running event loop, as in a notebook; the run's memory is free when it ends; and the
+same file can be submitted to a cluster.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _LOOK_EVERY_S = 0.2
 _SAVE_LIMIT_S = 600.0
-"""What an interrupted run may take to write its checkpoint."""
+"""Time for an interrupted run to write its checkpoint."""
 _ERRORS: Mapping[int, type[StropError]] = {
     EXIT_USAGE: ConfigError,
     EXIT_REFUSED: CheckRefused,
@@ -50,19 +50,19 @@ TaskWish: TypeAlias = str | Callable[..., Any] | Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run that has ended."""
+    """A finished run."""
 
     path: Path
-    """Its directory: checkpoints, rollouts, results, report.html."""
+    """Its directory, with checkpoints, rollouts, results, report.html."""
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """What was measured at each step, by name."""
+        """The metrics of each step, by name."""
         return [dict(line) for line in RunDir.open(self.path).metrics.read()]
 
     @property
     def results(self) -> list[EvalResult]:
-        """Its evaluations by step; the first one is of the model before training."""
+        """Its evaluations by step; the first is of the model before training."""
         from strop.run.runs import read_results
 
         return read_results(self.path)
@@ -79,12 +79,12 @@ def train(
 ) -> Run:
     """Train a model on a task, as `strop train` does, and show its progress.
 
-    `task`: the name of a task, a class of your own, or the table of a task, in which `source` may be a list
-    of rows and `reward` a function or several. `model`: a hub id, a folder, or a package. `sections`: further
+    `task`: the name of a task, your task class, or the table of a task, in which `source` may be a list of
+    rows and `reward` one function or several. `model`: a hub id, a folder, or a package. `sections`: further
     tables of a run file: `train={"steps": 40}, optimizer={"lr": 1e-5}, seed=1`. The same call again continues
-    a run that did not finish; `is_new` starts another one.
+    an unfinished run; `is_new` starts a new one.
 
-    Raises: ConfigError, CheckRefused or Interrupted as the command ends; StropError for everything else.
+    Raises: ConfigError, CheckRefused or Interrupted like the command; StropError for every other failure.
     """
     if is_importing():
         raise ConfigError(
@@ -93,21 +93,21 @@ def train(
             next_step="move the call there",
         )
     folder = Path(root).absolute()
-    asked = _read_task(task, folder)
-    tree = {"name": name, "model": {"uri": model}, "task": asked, "output": {"root": str(folder)}}
+    table = _make_table(task, folder)
+    tree = {"name": name, "model": {"uri": model}, "task": table, "output": {"root": str(folder)}}
     for section, value in sections.items():
-        known = tree.get(section)
-        tree[section] = {**known, **value} if isinstance(known, dict) else value
+        earlier = tree.get(section)
+        tree[section] = {**earlier, **value} if isinstance(earlier, dict) else value
     run_file = folder / f"{name}.toml"
     folder.mkdir(parents=True, exist_ok=True)
     write_bytes_atomically(run_file, "\n".join(_to_toml(tree)).encode() + b"\n")
-    # What is wrong with the settings is said here, before a process is started.
+    # Wrong settings are refused here, before a process is started.
     load_spec(run_file)
     return _run_to_end(run_file, folder / f"{name}.log", is_new=is_new)
 
 
-def _read_task(task: TaskWish, folder: Path) -> dict[str, Any]:
-    """Return the table of a task, with files in place of what only Python has."""
+def _make_table(task: TaskWish, folder: Path) -> dict[str, Any]:
+    """Return the table of a task for a run file: rows are written to a file, code becomes FILE.py:NAME."""
     if isinstance(task, str):
         return {"name": task}
     if not isinstance(task, Mapping):
@@ -130,16 +130,16 @@ def _read_task(task: TaskWish, folder: Path) -> dict[str, Any]:
         write_bytes_atomically(path, text)
         table["source"] = str(path)
     if reward is not None and not isinstance(reward, str):
-        several = reward if isinstance(reward, Sequence) else [reward]
-        table["reward"] = [one if isinstance(one, str) else _place_of(one) for one in several]
+        rewards = reward if isinstance(reward, Sequence) else [reward]
+        table["reward"] = [item if isinstance(item, str) else _place_of(item) for item in rewards]
     return table
 
 
-def _place_of(found: Callable[..., Any]) -> str:
-    """Return FILE.py:NAME of a class or a function. Raises: ConfigError if no file has it."""
-    name = getattr(found, "__qualname__", type(found).__name__)
+def _place_of(code: Callable[..., Any]) -> str:
+    """Return FILE.py:NAME of a class or a function. Raises: ConfigError if it is in no file."""
+    name = getattr(code, "__qualname__", type(code).__name__)
     try:
-        file = Path(inspect.getsourcefile(found) or "")
+        file = Path(inspect.getsourcefile(code) or "")
     except TypeError:
         file = Path()
     if file.suffix != ".py" or not file.is_file() or not name.isidentifier():
@@ -152,7 +152,7 @@ def _place_of(found: Callable[..., Any]) -> str:
 
 
 def _to_toml(tree: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a run file: values first, then a table for each section."""
+    """Yield the lines of a run file: first the values, then a table per section."""
     yield "# Written by strop.train; `strop train` runs it as well."
     tables = {key: value for key, value in tree.items() if isinstance(value, Mapping)}
     for key, value in tree.items():
@@ -166,40 +166,39 @@ def _to_toml(tree: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _run_to_end(run_file: Path, log_path: Path, *, is_new: bool) -> Run:
-    """Run the file in a process of its own, and pass on what it says."""
+    """Run the file in a separate process, and print its output."""
     log_path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "strop.cli", "train", str(run_file), *(["--new"] if is_new else [])]
     child = spawn(command, log_path)
-    said: list[str] = []
+    lines: list[str] = []
     try:
         for line in _follow(child, log_path):
-            said.append(line)
+            lines.append(line)
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
     finally:
         if child.poll() is None:
-            # Asked first: an interrupted run saves what it has.
+            # With time to save: an interrupted run writes a checkpoint.
             terminate(child, _SAVE_LIMIT_S)
-    refusals = [line.removeprefix(_REFUSAL_WORD) for line in said if line.startswith(_REFUSAL_WORD)]
+    refusals = [line.removeprefix(_REFUSAL_WORD) for line in lines if line.startswith(_REFUSAL_WORD)]
     code = child.poll()
     if code != EXIT_DONE:
         why = refusals[-1] if refusals else f"strop train ended with exit code {code}; {log_path} says more"
         raise _ERRORS.get(code or 0, StropError)(why)
-    path = next(line.removeprefix(_RUN_WORD) for line in said if line.startswith(_RUN_WORD))
+    path = next(line.removeprefix(_RUN_WORD) for line in lines if line.startswith(_RUN_WORD))
     return Run(path=Path(path))
 
 
 def _follow(child: ChildProcess, log_path: Path) -> Iterator[str]:
-    """Yield the whole lines of a log until its process has ended."""
+    """Yield the complete lines of a log until its process has ended."""
     with log_path.open(encoding="utf-8", errors="replace") as log:
-        begun = ""
+        rest = ""
         while True:
             has_ended = child.poll() is not None
-            begun += log.read()
-            *lines, begun = begun.split("\n")
+            *lines, rest = (rest + log.read()).split("\n")
             yield from lines
             if has_ended:
-                if begun:
-                    yield begun
+                if rest:
+                    yield rest
                 return
             time.sleep(_LOOK_EVERY_S)
