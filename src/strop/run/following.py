@@ -1,10 +1,8 @@
-"""Evaluating a run's checkpoints while it trains: the newest that has no result yet, then the last one.
+"""Evaluate a run's checkpoints while it trains: always the newest without a result, and the last one.
 
-Each is evaluated by a process of its own (`strop eval CHECKPOINT --config FILE`): its memory is free again
-afterwards, and its death concerns one checkpoint. A result is a file in the run's `eval/` that appears when
-it is complete; what has none counts as not evaluated, so that nothing else is remembered across lives.
-
-Checkpoints that the trainer prunes meanwhile are skipped with a notice.
+Each is evaluated in a separate process (`strop eval CHECKPOINT --config FILE`), whose memory is free
+afterwards and whose crash affects one checkpoint. The only state is on disk: a checkpoint is evaluated if it
+has a complete result in the run's `eval/`. Checkpoints that the trainer prunes are skipped with a notice.
 """
 
 from __future__ import annotations
@@ -35,22 +33,21 @@ from strop.store.policy import find_mirror_root
 from strop.store.uris import join_uri
 
 MAX_TRIES = 2
-"""How often one checkpoint is evaluated at most: a machine may fail once."""
+"""Most evaluations of one checkpoint: a machine may fail once."""
 _POLL_S = 0.5
 _REPORT_EVERY_S = 10.0
 _OWN_OUTPUT = Path("/proc/self/fd/1")
-"""A checkpoint's evaluation speaks into the log of the role that it belongs to."""
+"""The children's output goes to this role's log."""
 _REFUSALS = frozenset({EXIT_USAGE, EXIT_REFUSED})
 
 
 def choose_step(
     steps: Sequence[int], done: Collection[int], begun: Collection[int], *, is_finished: bool
 ) -> int | None:
-    """Return the checkpoint to evaluate now, or None: the newest that was begun, else the newest.
+    """Return the step of the checkpoint to evaluate next: the newest that was begun, else the newest.
 
-    `steps`: of complete checkpoints, in order. `done`: with a result, or given up. `begun`: half a result
-    is on the disk. `is_finished`: no step follows; then only the last one counts, for whose sake the job is
-    still there.
+    `steps`: complete checkpoints, in order. `done`: with a result, or given up. `begun`: with some replies on
+    the disk. `is_finished`: the run has ended; then only its last checkpoint is evaluated.
     """
     left = [step for step in steps if step not in done]
     if is_finished:
@@ -61,9 +58,8 @@ def choose_step(
 def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -> None:
     """Evaluate a run's checkpoints as they appear, until it is finished and its last one has a result.
 
-    Raises: ConfigError or CheckRefused where the file, the task or the run do not go together, before
-        anything is evaluated, or where the first evaluation of all is refused; StoreError if the last
-        checkpoint has no result at the end.
+    Raises: ConfigError or CheckRefused if the file does not fit the run, before anything is evaluated, or if
+        the first evaluation is refused; StoreError if the last checkpoint has no result at the end.
     """
     from strop.run.evaluation import read_file_asking
     from strop.run.inference import read_trained_ids
@@ -75,7 +71,7 @@ def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -
     while not (run_path / STATE_NAME).is_file():
         time.sleep(_POLL_S)
     spec = load_spec(run_path / "spec.toml").spec
-    # Refused at once: it would be refused at every checkpoint.
+    # Refused now, because it would be refused at every checkpoint.
     askings = [read_file_asking(file, spec, task) for task in file.tasks]
     with follow_store(spec.store):
         for asking in askings:
@@ -91,7 +87,7 @@ def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -
     )
     say(f"evaluation {file.name} follows {run_path}")
     while True:
-        # Asked before the checkpoints are: of a finished run none is missing then.
+        # Read before the checkpoints: those of a finished run are complete then.
         is_finished = RunDir.open(run_path).is_finished
         steps = RunDir.open(run_path).checkpoint_steps()
         done = {*follower.evaluated_steps(), *follower.given_up}
@@ -107,13 +103,13 @@ def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -
 
 @dataclass(kw_only=True, slots=True)
 class _Follower:
-    """What is known of a run's checkpoints while they are evaluated."""
+    """Evaluates single checkpoints, and knows which are done."""
 
     run_path: Path
     eval_path: Path
     name: str
     num_tasks: int
-    """A step with fewer results is not evaluated yet."""
+    """Results that a step has when it is evaluated."""
     spec: RunSpec
     say: Callable[[str], None]
     given_up: set[int] = field(default_factory=set)
@@ -121,8 +117,8 @@ class _Follower:
 
     def evaluated_steps(self) -> list[int]:
         """Return the steps with a result, in order."""
-        found = Counter(int(path.stem.rpartition("-")[2]) for path in self._results("*"))
-        return sorted(step for step, number in found.items() if number >= self.num_tasks)
+        counts = Counter(int(path.stem.rpartition("-")[2]) for path in self._results("*"))
+        return sorted(step for step, count in counts.items() if count >= self.num_tasks)
 
     def _results(self, step: str) -> list[Path]:
         paths = (self.run_path / "eval").glob(f"{self.name}.*-step-{step}.json")
@@ -130,13 +126,13 @@ class _Follower:
         return sorted(path for path in paths if is_of_file(path) and not path.name.startswith(tables))
 
     def begun_steps(self) -> set[int]:
-        """Return the steps whose evaluation began, in this life or with kept replies in one before."""
+        """Return the steps whose evaluation began, here or with kept replies in an earlier process."""
         folders = (self.run_path / "eval").glob(f"{self.name}.*-step-*")
         kept = {int(path.name.rpartition("-")[2]) for path in folders if path.is_dir()}
         return kept | set(self._tries)
 
     def evaluate(self, step: int) -> None:
-        """Evaluate one checkpoint in a process of its own, and say what became of it.
+        """Evaluate one checkpoint in a separate process, and report the outcome.
 
         Raises: CheckRefused if it is the first one and is refused.
         """
@@ -174,21 +170,21 @@ class _Follower:
             self.say(f"alarm: step {step}: the evaluation ended with {exit_code} and no result; {then}")
 
     def _wait(self, child: ChildProcess, step: int) -> int:
-        """Wait for a child; how far it is, is said now and then: silence would look like a standstill."""
+        """Wait for a child, and report its progress: a silent job looks stalled."""
         num_kept, looked_at = 0, time.monotonic()
         while (exit_code := child.wait(_POLL_S)) is None:
             if time.monotonic() - looked_at < _REPORT_EVERY_S:
                 continue
             looked_at = time.monotonic()
             folders = (self.run_path / "eval").glob(f"{self.name}.*-step-{step:06d}")
-            found = sum(len(list_shards(folder)) for folder in folders)
-            if found != num_kept:
-                num_kept = found
-                self.say(f"step {step}: the replies of {found} parts are kept")
+            num_shards = sum(len(list_shards(folder)) for folder in folders)
+            if num_shards != num_kept:
+                num_kept = num_shards
+                self.say(f"step {step}: the replies of {num_shards} parts are kept")
         return exit_code
 
     def _announce(self, step: int) -> None:
-        """Show a result, and send it to the run's mirror: after the trainer's end no other process does."""
+        """Report a result, and send it to the run's mirror: the uploader ends with the trainer."""
         paths = self._results(f"{step:06d}")
         for path in paths:
             result = read_result(path)
@@ -210,7 +206,7 @@ class _Follower:
                 self.say(f"alarm: the results of step {step} were not mirrored to {place}: {error}")
 
     def require_last(self, steps: Sequence[int]) -> None:
-        """Refuse to call it done without a result for the last checkpoint. Raises: StoreError."""
+        """Raises: StoreError if the last checkpoint has no result."""
         if not steps or steps[-1] not in self.evaluated_steps():
             last = f"step {steps[-1]}" if steps else "a checkpoint"
             raise StoreError(

@@ -1,11 +1,10 @@
-"""Sending everything that a run names to its store, so that the run finds it there from anywhere.
+"""Send the models and data of a run to its store, so that the run finds them from any machine.
 
-What is sent: the model, and those of the reference and the teacher; the files that the task reads (data,
-order, what a judge goes by); and what the run imitates or prefers. They are found as training would find
-them, but the hub is asked before the store: staging is how the store gets what it lacks. What a local path
-names is sent too, under its name and digest, and the answer says which URI names it on other machines. That
-copy is noted, per user, in the cache: a submission uses it where the path is not seen, and is refused once
-the files of the path have changed, because the copy is of other bytes.
+The models are those of the policy, the reference, the teacher and the judges; the data are the files that the
+task reads (examples, order, rubrics, calibration) and the offline data. They are located as in training, but
+the hub is asked before the store, because staging fills the store. Files of a local path are sent under its
+name and digest, and the result says which URI names them on other machines. The user's cache notes that copy:
+a submission uses it where the path is not visible, and is refused if the files have changed since.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from strop.spec.display import dotted, walk_values
 from strop.spec.eval_file import EvalFile, read_eval_file
 from strop.spec.judge import judge_sections, role_judges
 from strop.store import follow_store, get_model
-from strop.store.data_files import DataFile, collect_data_files, locate_named
+from strop.store.data_files import collect_data_files, locate_named
 from strop.store.model_files import MODEL_SUFFIXES
 from strop.store.models import HUB_PATTERN
 from strop.store.opening import open_record_store
@@ -41,13 +40,13 @@ from strop.tasks.rows.layout import is_path
 from strop.train.data.offline import find_offline_source, find_source
 
 SECTIONS = ("model", "reference", "teacher", "task", "sft", "dpo")
-"""Sections in which models and data are named."""
+"""Sections that name models and data."""
 _DIGEST_CHARACTERS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Staged:
-    """One thing that a run names, and its copy in the store."""
+    """A model or data set of a run, and its copy in the store."""
 
     kind: str
     """'model' or 'data'."""
@@ -60,17 +59,17 @@ class Staged:
     """SHA-256 over names and digests of the files."""
     num_moved: int
     moved_bytes: int
-    """What this call sent, or would send; 0 where all was there with the right digests."""
+    """Bytes that this call sent, or would send; 0 if the store had all files with these digests."""
     stands_for: str | None = None
-    """The copy's URI as a run file names it, where its own name does not lead there."""
+    """The URI to write into the run file; None if the run finds the copy by `name`."""
     advice: str | None = None
-    """What to write into the run file; None: nothing, the name leads there by itself."""
+    """The lines to write into the run file; None: no change is needed."""
 
 
 def stage_run(resolved: ResolvedSpec, *, is_check: bool = False, may_replace: bool = False) -> list[Staged]:
-    """Send what is missing; files whose digests are in the store already stay.
+    """Send the files that the store lacks, compared by digest.
 
-    `is_check` only looks. `may_replace` sends over complete records of other content.
+    `is_check`: send nothing. `may_replace`: replace complete records of other content.
     Raises: ConfigError if no store is configured; StoreError as the store does.
     """
     spec = resolved.spec
@@ -90,9 +89,18 @@ def stage_run(resolved: ResolvedSpec, *, is_check: bool = False, may_replace: bo
             may_replace=may_replace,
         )
         staged = [*_stage_models(spec, sender), *_stage_data(spec, sender)]
-        staged += _stage_evaluation(spec, sender, {one.name for one in staged})
+        if spec.job.eval_config is not None:
+            # The data of an evaluation beside the run.
+            names = {item.name for item in staged}
+            file = read_eval_file(spec.job.eval_config)
+            for item in _stage_data(read_file_asking(file, spec).spec, sender):
+                if item.name not in names:
+                    advice = None if item.advice is None else f"in {file.origin}: {item.advice}"
+                    staged.append(replace(item, advice=advice))
     if not is_check:
-        note_copies({one.name: one.stands_for for one in staged if one.stands_for is not None}, sender.files)
+        note_copies(
+            {item.name: item.stands_for for item in staged if item.stands_for is not None}, sender.files
+        )
     return staged
 
 
@@ -103,10 +111,10 @@ class _Sender:
     is_check: bool
     may_replace: bool
     files: dict[str, Mapping[str, Path]] = field(default_factory=dict)
-    """What was sent, by the name in the run file."""
+    """The files that were sent, by the name in the run file."""
 
     def send(self, kind: str, name: str, uri: str, paths: Mapping[str, Path]) -> Staged:
-        """Send files: a model as a record of its own, data as a part of the record that is there."""
+        """Send files: a model as a new record, data into the existing record."""
         self.files[name] = paths
         if self.is_check:
             sent = self.store.plan_put(paths, uri)
@@ -118,14 +126,14 @@ class _Sender:
                 replace=self.may_replace,
                 is_whole=kind == "model",
             )
-        mine = Manifest(files={file: sent.manifest.files[file] for file in paths})
-        return _describe(kind, name, uri, mine, num_moved=len(sent.moved), moved_bytes=sent.moved_bytes)
+        manifest = Manifest(files={file: sent.manifest.files[file] for file in paths})
+        return _describe(kind, name, uri, manifest, num_moved=len(sent.moved), moved_bytes=sent.moved_bytes)
 
     def check(self, kind: str, name: str, uri: str) -> Staged:
-        """Verify what is in a store and nowhere else that we may look."""
+        """Verify a model or data set that is in a store already."""
         store = open_record_store(uri)
         if kind == "model" and store.find_manifest(uri) is None:
-            # Of another tool: its listing is proven by fetching it.
+            # Another tool wrote it, without a manifest: fetching it verifies the listing.
             manifest = read_manifest(get_model(name).path)
             return _describe(kind, name, str(manifest.facts.get("uri", uri)), manifest)
         return _describe(kind, name, uri, store.verify(uri))
@@ -147,16 +155,16 @@ def _describe(
 
 
 def _stage_models(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
-    """Send the policy's model and those that take part beside it, each once."""
+    """Send the models of policy, reference, teacher and judges, each once."""
     settings: dict[str, list[str]] = {spec.model.uri: ["model.uri"]}
-    for role, named in spec.frozen_models.items():
-        if named is not None:
-            settings.setdefault(named, []).append(f"{role}.model")
+    for role, name in spec.frozen_models.items():
+        if name is not None:
+            settings.setdefault(name, []).append(f"{role}.model")
     for judge in role_judges(spec.task):
-        naming = settings.setdefault(judge.judge_model, [])
-        naming += [one for one in _list_settings(spec, judge.judge_model) if one not in naming]
-    for name, naming in settings.items():
-        yield _stage_model(name, naming, sender)
+        keys = settings.setdefault(judge.judge_model, [])
+        keys += [key for key in _list_settings(spec, judge.judge_model) if key not in keys]
+    for name, keys in settings.items():
+        yield _stage_model(name, keys, sender)
 
 
 def _stage_model(name: str, settings: Sequence[str], sender: _Sender) -> Staged:
@@ -190,34 +198,33 @@ def _stage_model(name: str, settings: Sequence[str], sender: _Sender) -> Staged:
 
 
 def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
-    """Read the data as training would, and send the files that this took."""
+    """Read the data as training does, and send the files that were read."""
     task = build_task(spec.task)
     with collect_data_files() as files:
         for split in Split:
             for example in task.examples(split)[:1]:
-                # Solved examples in front of a problem are read when it is posed.
+                # Few-shot examples are read when a prompt is rendered.
                 task.render(example)
         for judge in judge_sections(spec.task):
             read_rubric(judge.rubric)
             if judge.calibration is not None:
                 locate_named(judge.calibration)
-        given = find_offline_source(spec)
-        if given is not None:
-            find_source(given.source, setting=given.setting)
-    by_source: dict[str, list[DataFile]] = {}
+        offline = find_offline_source(spec)
+        if offline is not None:
+            find_source(offline.source, setting=offline.setting)
+    by_source: dict[str, dict[str, Path]] = {}
     for file in files:
-        by_source.setdefault(file.source, []).append(file)
-    for source, found in by_source.items():
-        paths = {file.name: file.path for file in found}
+        by_source.setdefault(file.source, {})[file.name] = file.path
+    for source, paths in by_source.items():
         if is_remote(source):
-            # It was fetched and verified a moment ago.
+            # Fetched and verified by the reading above.
             yield _describe("data", source, source, Manifest(files=describe_files(paths)))
         elif is_path(source):
             digest = Manifest(files=describe_files(paths)).digest
             path = Path(source).expanduser()
             place = sender.policy.dataset_uri(f"{path.stem}-{digest[:_DIGEST_CHARACTERS]}")
             assert place is not None
-            # Of a single file, the file itself is named: its rows are split otherwise than those of a folder.
+            # A single file is named itself, because rows of a folder are split differently.
             new_source = join_uri(place, path.name) if path.is_file() else place
             sent = sender.send("data", source, place, paths)
             advice = _advise(_list_settings(spec, source), new_source)
@@ -228,17 +235,6 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
             yield sender.send("data", source, place, paths)
 
 
-def _stage_evaluation(spec: RunSpec, sender: _Sender, known: set[str]) -> Iterator[Staged]:
-    """Send what the file of an evaluation beside the run reads and the run does not."""
-    if spec.job.eval_config is None:
-        return
-    file = read_eval_file(spec.job.eval_config)
-    for one in _stage_data(read_file_asking(file, spec).spec, sender):
-        if one.name not in known:
-            advice = None if one.advice is None else f"in {file.origin}: {one.advice}"
-            yield replace(one, advice=advice)
-
-
 def _list_settings(spec: RunSpec, source: str) -> list[str]:
     """Return the settings that name a source, for example task.parts.sums.source."""
     values = {section: spec.model_dump(mode="json")[section] for section in ("task", "sft", "dpo")}
@@ -246,12 +242,12 @@ def _list_settings(spec: RunSpec, source: str) -> list[str]:
 
 
 def _advise(settings: Sequence[str], uri: str) -> str:
-    """Return the lines of the run file that lead to a copy."""
+    """Return the lines for the run file that name a copy."""
     return "; ".join(f'{setting} = "{uri}"' for setting in settings)
 
 
 def note_copies(copies: Mapping[str, str], files: Mapping[str, Mapping[str, Path]]) -> None:
-    """Note the URI of each name's copy, and the files that it was made of. Earlier notes on others stay.
+    """Note the URI of each name's copy, and the files that were copied. Notes on other names stay.
 
     Raises: StoreError if the cache cannot be written.
     """
@@ -262,20 +258,20 @@ def note_copies(copies: Mapping[str, str], files: Mapping[str, Mapping[str, Path
         for name, uri in copies.items():
             notes[name] = {
                 "uri": uri,
-                "files": {str(one.absolute()): _mark(one) for one in files[name].values()},
+                "files": {str(file.absolute()): _mark(file) for file in files[name].values()},
             }
         write_bytes_atomically(path, json.dumps(notes, indent=1).encode())
 
 
 def use_copies(resolved: ResolvedSpec, evaluation: EvalFile | None) -> tuple[ResolvedSpec, EvalFile | None]:
-    """Put the copies in S3 in place of the paths that have one, with a notice for each.
+    """Replace local paths by their copies in S3, where there is one, with a notice for each.
 
     `evaluation`: the file of `job.eval_config`, whose data may be staged too.
     Raises: CheckRefused naming a path whose files have changed since it was staged.
     """
     notes, notices, origins = _read_notes(), list(resolved.notices), dict(resolved.origins)
     values = resolved.spec.model_dump(mode="json")
-    for path, name in walk_values({one: values[one] for one in SECTIONS}):
+    for path, name in walk_values({section: values[section] for section in SECTIONS}):
         if (uri := _find_copy(notes, dotted(path), name)) is not None:
             node = values
             for part in path[:-1]:
@@ -284,12 +280,12 @@ def use_copies(resolved: ResolvedSpec, evaluation: EvalFile | None) -> tuple[Res
             origins[dotted(path)] = f"staged copy of {name} ({origins.get(dotted(path), DEFAULT)})"
             notices.append(_say_used(dotted(path), uri, name))
     if evaluation is not None:
-        asked = dict(evaluation.values)
+        of_file = dict(evaluation.values)
         for path, name in evaluation.values.items():
             if (uri := _find_copy(notes, dotted(path), name)) is not None:
-                asked[path] = uri
+                of_file[path] = uri
                 notices.append(f"{evaluation.origin}: {_say_used(dotted(path), uri, name)}")
-        evaluation = replace(evaluation, values=asked)
+        evaluation = replace(evaluation, values=of_file)
     if len(notices) == len(resolved.notices):
         return resolved, evaluation
     spec = RunSpec.model_validate(values)
@@ -301,7 +297,7 @@ def _say_used(key: str, uri: str, name: str) -> str:
 
 
 def _find_copy(notes: Mapping[str, Any], key: str, name: object) -> str | None:
-    """Return the URI in S3 of a name's copy, None where it has none. Raises: CheckRefused."""
+    """Return the S3 URI of a name's copy; None without one. Raises: CheckRefused if its files changed."""
     note = notes.get(name) if isinstance(name, str) else None
     if note is None or not str(note["uri"]).startswith("s3://"):
         return None
@@ -328,9 +324,9 @@ def _read_notes() -> dict[str, Any]:
 
 
 def _mark(path: Path) -> list[int] | None:
-    """Return what changes when a file does; None where it is gone."""
+    """Return size and modification time of a file, by which a change is noticed; None without the file."""
     try:
-        found = path.stat()
+        stat = path.stat()
     except OSError:
         return None
-    return [found.st_size, found.st_mtime_ns]
+    return [stat.st_size, stat.st_mtime_ns]

@@ -1,6 +1,6 @@
-"""Tasks on this machine: auditing one or all, comparing judges with people, and a task to start from.
+"""Work on tasks: audit them, check judges against labels, write a new task, play a task as a person.
 
-A person can be in the model's place: an environment, or a task, is played in the terminal or by piped text.
+A task or an environment is played in the terminal or with piped text, with a person in the model's place.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from strop.tasks.traits import describe_counts
 from strop.tool_calls import write_call
 
 _GYM_SIZES = ("num_train=64", "num_held_out=8")
-"""Small: some data sets take a second for each example."""
+"""Few examples, because some data sets take a second for each."""
 _CALL = re.compile(r"/(?P<name>\w+)(?:\s+(?P<arguments>.*))?")
 _FENCE = "```"
 
 Read = Callable[[], str | None]
-"""Returns a line without its end; None where there is none any more."""
+"""Returns a line without its newline; None at the end of the input."""
 Tell = Callable[[str], None]
 
 
@@ -61,14 +61,14 @@ def read_task(name: str, words: Sequence[str]) -> TaskSpec:
 
 
 def read_seed(words: Sequence[str]) -> int:
-    """Return what `seed=N` says, or the default. Raises: ConfigError as for a run file."""
+    """Return N of a word `seed=N`, or the default. Raises: ConfigError as for a run file."""
     return read_asking("arithmetic", words, Split.TRAIN).spec.seed
 
 
 def read_audit(words: Sequence[str]) -> tuple[AuditSettings, list[str]]:
-    """Return what `seed=N` and `num=N`, the number of examples, say of an audit; and the other words.
+    """Return the settings of an audit from the words `seed=N` and `num=N`, and the other words.
 
-    Raises: ConfigError for a number that is none.
+    Raises: ConfigError for an invalid number.
     """
     num, rest = take_num(words, AuditSettings().num_examples)
     seeds = [word for word in rest if word.startswith("seed=")]
@@ -79,25 +79,25 @@ def read_audit(words: Sequence[str]) -> tuple[AuditSettings, list[str]]:
 def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | None]]:
     """Yield a label and the settings of every built-in task and reasoning-gym data set.
 
-    Settings are None for a task that reads files and was given none. `words` are settings with their
-    task's name, such as `gsm8k.source=folder`.
+    Settings are None for a task that needs files which no word names. `words` are settings with their task's
+    name, such as `gsm8k.source=folder`.
     Raises: ConfigError if reasoning-gym is not installed, or a word is for no task.
     """
-    own = {
+    words_of = {
         name: tuple(word.removeprefix(f"{name}.") for word in words if word.startswith(f"{name}."))
         for name in task_summaries()
     }
-    lost = [word for word in words if word.partition(".")[0] not in own]
-    if lost:
+    unknown = [word for word in words if word.partition(".")[0] not in words_of]
+    if unknown:
         raise ConfigError(
-            f"{lost[0]} does not say for which task it is",
-            allowed="TASK.key=value, where TASK is one of " + ", ".join(own),
+            f"{unknown[0]} does not say for which task it is",
+            allowed="TASK.key=value, where TASK is one of " + ", ".join(words_of),
             next_step="put the task's name before it",
         )
-    for name, mine in own.items():
+    for name, own in words_of.items():
         if name == "reasoning-gym":
             for dataset in list_datasets():
-                sized = (f"dataset={dataset}", *_GYM_SIZES, *mine)
+                sized = (f"dataset={dataset}", *_GYM_SIZES, *own)
                 yield f"{name}/{dataset}", read_task(name, sized)
         else:
             fields = BUILT_IN_TASKS.section(name).model_fields
@@ -106,28 +106,28 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
                 for key, field in fields.items()
                 if key != "name"
             )
-            has_files = any(word.startswith(("source=", "parts", "game=", "taskset=")) for word in mine)
-            yield name, read_task(name, mine) if has_files or has_examples else None
+            has_files = any(word.startswith(("source=", "parts", "game=", "taskset=")) for word in own)
+            yield name, read_task(name, own) if has_files or has_examples else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskCheck:
-    """What a task asks first, and what its verifier and its audit say."""
+    """A task's first prompt, the self-test of its verifier, and its audit."""
 
     task: str
     num_examples: Mapping[Split, int]
     asked: tuple[Message, ...]
     """The first training example's prompt."""
     gold: str | None
-    """A right reply to it, if one is known."""
+    """A correct reply to it, if one is known."""
     counts: str
-    """What reading the data left out; '' for nothing."""
+    """How many rows reading the data left out; '' for none."""
     findings: tuple[SelfTestFinding, ...]
     report: AuditReport
 
 
 def find_task_section(target: str, words: Sequence[str]) -> TaskSpec:
-    """Return the section of a task: that of a run file, or of a name such as my_task.py:Doubling.
+    """Return the section of a task named by a run file, or by a name such as my_task.py:Doubling.
 
     Raises: ConfigError as for a run file; SandboxRefused if its sandboxes are those of a run's service.
     """
@@ -140,7 +140,7 @@ def find_task_section(target: str, words: Sequence[str]) -> TaskSpec:
 
 
 def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:
-    """Read a task's examples, test its verifier with gold and nonsense, and audit it.
+    """Read a task's examples, test its verifier with gold replies and nonsense, and audit it.
 
     Raises: like `audit_here`.
     """
@@ -164,9 +164,9 @@ def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:
 
 
 def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = None) -> AuditReport:
-    """Audit a task, and keep the report where a run of this very task version looks for it.
+    """Audit a task, and write the report where runs with this version of the task look for it.
 
-    `out` is one more file to write it to.
+    `out` is a further file for it.
     Raises: ConfigError or DataError if the task cannot be built or has no examples; StoreError if a
         report cannot be written.
     """
@@ -174,7 +174,7 @@ def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = No
 
     async def attack() -> AuditReport:
         async with hold_judge(spec, task) as judge:
-            # Making problems may take longer than a probe may; that is no probe's time.
+            # Generating problems may take longer than the limit of a probe, so it is done before.
             for example in examples_to_attack(task)[:1]:
                 if not isinstance(judge, InlineJudge):
                     await judge.judge(example, "")
@@ -191,19 +191,19 @@ def check_judges_here(spec: RunSpec) -> list[JudgeReport]:
 
     Raises: ConfigError if the run has no judge with such a file; DataError for a malformed file.
     """
-    named = [
+    labelled = [
         (judge, judge.calibration) for judge in judge_sections(spec.task) if judge.calibration is not None
     ]
-    if not named:
+    if not labelled:
         raise ConfigError(
             f"a check of the judges of task {spec.task.name}, which names no labelled replies",
             allowed="a task llm-judge, or a part that is one, with task.calibration",
             next_step="name a file of labelled replies in task.calibration",
         )
-    return [asyncio.run(check_calibration(judge, file)) for judge, file in named]
+    return [asyncio.run(check_calibration(judge, file)) for judge, file in labelled]
 
 
-# A task to start from: rows, a reward function, its test, and a run file that trains as they stand.
+# A new task: rows, a reward function, its test, and a run file that trains without a change.
 
 _REWARD = '''"""What a reply is worth."""
 
@@ -257,8 +257,7 @@ _MAX_NAME = 40
 def write_new_task(name: str, folder: Path) -> list[Path]:
     """Write the files of a new task into a folder; return them.
 
-    Raises: ConfigError if the name is no name of a module, or a file is there already; StoreError if the disk
-        fails.
+    Raises: ConfigError if the name is no module name, or a file exists; StoreError if the disk fails.
     """
     if not name.isidentifier() or not name.isascii() or not name.strip("_") or len(name) > _MAX_NAME:
         raise ConfigError(
@@ -275,10 +274,10 @@ def write_new_task(name: str, folder: Path) -> list[Path]:
         f"test_{name}.py": _TEST.format(name=name),
         f"{name}.toml": _RUN.format(name=name, run=name.strip("_").lower().replace("_", "-")),
     }
-    there = [file for file in texts if (folder / file).exists()]
-    if there:
+    existing = [file for file in texts if (folder / file).exists()]
+    if existing:
         raise ConfigError(
-            f"{folder / there[0]} is there already",
+            f"{folder / existing[0]} is there already",
             allowed="a name whose files are all new",
             next_step="choose another name, or remove the file",
         )
@@ -294,11 +293,11 @@ def write_new_task(name: str, folder: Path) -> list[Path]:
 
 
 def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
-    """Play one held-out example: tell what the model would be told, read its replies, return the score.
+    """Play one held-out example: show what the model would read, read replies, return the score.
 
-    A reply is a line; a fenced block goes on to its end; `/NAME key=value` calls a tool. `seed` picks the
-    example, and its draws come from it. Where nothing is left to read, the attempt is scored as it stands.
-    Raises: ConfigError if a program conducts the attempts; as the task does.
+    A reply is a line, or a whole fenced block; `/NAME key=value` calls a tool. `seed` chooses the example
+    and seeds its environment. At the end of the input the attempt is scored.
+    Raises: ConfigError if the task has an agent; errors of the task.
     """
     if spec.agent is not None:
         raise ConfigError(
@@ -310,7 +309,7 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
     examples = task.examples(Split.HELD_OUT)
     example = examples[seed % len(examples)]
 
-    # What is printed in a sandbox, or by a guest, else nobody hears of.
+    # Show what an environment's code prints.
     keep_prints(sys.stderr)
 
     async def play() -> Outcome:
@@ -347,16 +346,17 @@ async def _converse(environment: Environment, opening: Sequence[Message], read: 
 
 
 def _read_reply(read: Read) -> str | None:
-    """Read a reply; lines behind an open fence belong to it, and a call becomes a fenced block."""
-    lines = [read()]
-    while lines[-1] is not None and sum(line.lstrip().startswith(_FENCE) for line in lines if line) % 2:
-        lines.append(read())
-    found = [line for line in lines if line is not None]
-    if not found:
+    """Read a reply up to the end of an open fence; a tool call becomes a fenced block."""
+    lines: list[str] = []
+    while not lines or sum(line.lstrip().startswith(_FENCE) for line in lines) % 2:
+        if (line := read()) is None:
+            break
+        lines.append(line)
+    if not lines:
         return None
-    call = _CALL.fullmatch(found[0])
+    call = _CALL.fullmatch(lines[0])
     if call is None:
-        return "\n".join(found)
+        return "\n".join(lines)
     name, words = call["name"], call["arguments"] or ""
     if words.lstrip().startswith("{"):
         return f'{_FENCE}tool\n{{"name": {json.dumps(name)}, "arguments": {words}}}\n{_FENCE}'
