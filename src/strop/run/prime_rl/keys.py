@@ -1,8 +1,8 @@
-"""What each key of PRIME-RL means here, and why a run file does without the others.
+"""The keys of PRIME-RL's configurations: which setting each becomes, and why the others have none.
 
-Keys are dotted paths with underscores, in a file for the whole run; those of a role's own file begin with the
-role. Several versions of PRIME-RL are covered, by their names for a thing. Sources: the configuration classes
-of its trainer, orchestrator, inference and SFT entry points, and its published example files.
+Keys are dotted paths with underscores, as in a file for the whole run; in a file for one role the role is put
+before them. The names of several versions of PRIME-RL are covered. Sources: the configuration classes of its
+trainer, orchestrator, inference and SFT entry points, and its published example files.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from strop.run.prime_rl.translation import Given, Translation, env_name, take_output_dir
+from strop.run.prime_rl.translation import Entry, Translation, env_name, take_output_dir
 from strop.spec.model import DEFAULT_TARGETS
 
-Rule = Callable[[Given, Translation], None]
-# What the keys of a role begin with.
+Rule = Callable[[Entry, Translation], None]
+# Prefixes of the keys of a role.
 ROLE = r"(trainer\.|orchestrator\.|inference\.)?"
 TRAINER = r"(trainer\.)?"
 ORCH = r"(orchestrator\.)?"
@@ -23,170 +23,153 @@ INFER = r"inference\."
 
 
 def _to(setting: str, allowed: Callable[[Any], bool] = lambda value: True, why: str = "") -> Rule:
-    """Return the rule of a key that is a setting by another name; values that it cannot have are noted."""
+    """Return the rule of a key that is a setting under another name; values not `allowed` are noted."""
 
-    def rule(given: Given, out: Translation) -> None:
-        if allowed(given.value):
-            out.set(setting, given.value, given.origin)
+    def rule(entry: Entry, out: Translation) -> None:
+        if allowed(entry.value):
+            out.set(setting, entry.value, entry.origin)
         else:
-            out.note(given, why or f"{setting} takes no such value")
+            out.note(entry, why or f"{setting} takes no such value")
 
     return rule
 
 
 def _keep(word: str) -> Rule:
-    """Return the rule of a number that a setting is made of together with others."""
+    """Return the rule of a number that is combined with others into a setting."""
 
-    def rule(given: Given, out: Translation) -> None:
-        out.numbers[word] = given.value
+    def rule(entry: Entry, out: Translation) -> None:
+        out.numbers[word] = entry.value
 
     return rule
 
 
-def _quiet(given: Given, out: Translation) -> None:
-    """Say nothing: strop does so anyway."""
+def _quiet(entry: Entry, out: Translation) -> None:
+    """Ignore the key: strop always behaves so."""
 
 
 def _only(value: Any, why: str) -> Rule:
-    """Return the rule of a key that only matters where it has another value than strop's own."""
+    """Return the rule of a key that strop has no setting for: another value than strop's is noted."""
 
-    def rule(given: Given, out: Translation) -> None:
-        if given.value != value:
-            out.note(given, why)
+    def rule(entry: Entry, out: Translation) -> None:
+        if entry.value != value:
+            out.note(entry, why)
 
     return rule
 
 
-def _name(given: Given, out: Translation) -> None:
-    out.names.append((str(given.value), given.origin))
+def _seq_len(entry: Entry, out: Translation) -> None:
+    """Set the trainer's tokens of a micro-batch, and the orchestrator's limit of a sample."""
+    if not entry.key.startswith("orchestrator"):
+        out.set("train.micro_batch_tokens", entry.value, entry.origin)
+    if not entry.key.startswith(("trainer", "data", "sft")):
+        out.settings.setdefault("engine.max_model_tokens", (entry.value, entry.origin))
 
 
-def _seq_len(given: Given, out: Translation) -> None:
-    """The trainer packs as many tokens into a micro-batch; the orchestrator cuts samples there."""
-    if not given.key.startswith("orchestrator"):
-        out.set("train.micro_batch_tokens", given.value, given.origin)
-    if not given.key.startswith(("trainer", "data", "sft")):
-        out.settings.setdefault("engine.max_model_tokens", (given.value, given.origin))
-
-
-def _broadcast(given: Given, out: Translation) -> None:
+def _broadcast(entry: Entry, out: Translation) -> None:
     names = {"nccl": "broadcast", "filesystem": "file"}
-    if given.value in names:
-        out.set("engine.transport", names[given.value], given.origin)
+    if entry.value in names:
+        out.set("engine.transport", names[entry.value], entry.origin)
     else:
-        out.note(given, "engine.transport is 'auto', 'file', 'broadcast' or 'store'")
+        out.note(entry, "engine.transport is 'auto', 'file', 'broadcast' or 'store'")
 
 
-def _optimizer(given: Given, out: Translation) -> None:
-    if given.value != "adamw":
-        out.note(given, "strop's optimizer is AdamW; its learning rate means another thing")
+def _betas(entry: Entry, out: Translation) -> None:
+    for index, value in enumerate(entry.value[:2], start=1):
+        out.set(f"optimizer.beta{index}", float(value), entry.origin)
 
 
-def _betas(given: Given, out: Translation) -> None:
-    for index, value in enumerate(given.value[:2], start=1):
-        out.set(f"optimizer.beta{index}", float(value), given.origin)
+def _targets(entry: Entry, out: Translation) -> None:
+    names = [name for name in entry.value if re.fullmatch(r"\w+", str(name)) and name != "experts"]
+    others = [name for name in entry.value if name not in names]
+    if others:
+        out.note(entry, f"lora.targets are names of layers, without {', '.join(map(str, others))}")
+    out.set("lora.targets", ",".join(names) or DEFAULT_TARGETS, entry.origin)
 
 
-def _targets(given: Given, out: Translation) -> None:
-    names = [one for one in given.value if re.fullmatch(r"\w+", str(one)) and one != "experts"]
-    left = [one for one in given.value if one not in names]
-    if left:
-        out.note(given, f"lora.targets are names of layers, without {', '.join(map(str, left))}")
-    out.set("lora.targets", ",".join(names) or DEFAULT_TARGETS, given.origin)
+def _checkpointing(entry: Entry, out: Translation) -> None:
+    out.set("train.activation_checkpointing", True, entry.origin)
+    if entry.value not in ({}, 1):
+        out.note(entry, "strop computes every layer again, or none")
 
 
-def _checkpointing(given: Given, out: Translation) -> None:
-    out.set("train.activation_checkpointing", True, given.origin)
-    if given.value not in ({}, 1):
-        out.note(given, "strop computes every layer again, or none")
-
-
-def _loss(given: Given, out: Translation) -> None:
-    named = {"default": "dppo", "ipo": "ipo_mask", "grpo": "grpo", "gspo": "gspo", "cispo": "cispo"}
-    if given.value in named:
-        out.set("algorithm.name", named[given.value], given.origin)
-    elif given.value == "sft":
-        out.note(given, "imitate what `strop eval` kept of that model: train.terms = 'sft'")
+def _loss(entry: Entry, out: Translation) -> None:
+    names = {"default": "dppo", "ipo": "ipo_mask", "grpo": "grpo", "gspo": "gspo", "cispo": "cispo"}
+    if entry.value in names:
+        out.set("algorithm.name", names[entry.value], entry.origin)
+    elif entry.value == "sft":
+        out.note(entry, "imitate what `strop eval` kept of that model: train.terms = 'sft'")
     else:
-        out.note(given, "a loss of your own is algorithm.name = 'FILE.py:NAME'")
+        out.note(entry, "a loss of your own is algorithm.name = 'FILE.py:NAME'")
 
 
-def _own_code(given: Given, out: Translation) -> None:
-    out.note(given, "write it as algorithm.name = 'FILE.py:NAME' (docs/tasks.md)")
+def _filtering(entry: Entry, out: Translation) -> None:
+    if entry.value:
+        out.set("algorithm.zero_variance", "resample", entry.origin)
 
 
-def _filtering(given: Given, out: Translation) -> None:
-    if given.value:
-        out.set("algorithm.zero_variance", "resample", given.origin)
-
-
-def _examples(given: Given, out: Translation) -> None:
-    out.set("eval.num_examples", given.value if given.value > 0 else None, given.origin)
-
-
-def _log_level(given: Given, out: Translation) -> None:
-    """Of the whole run, or of trainer and orchestrator, which are one process here."""
-    if given.value not in ("debug", "info", "warning", "error"):
-        out.note(given, "output.log_level is debug, info, warning or error")
+def _log_level(entry: Entry, out: Translation) -> None:
+    """Set the log level of the whole run, or of trainer and orchestrator, which are one process here."""
+    if entry.value not in ("debug", "info", "warning", "error"):
+        out.note(entry, "output.log_level is debug, info, warning or error")
         return
-    known = str(out.settings.get("output.log_level", ("", ""))[0]).split(",")
-    of_train = [one for one in known if one.startswith("train=")]
-    of_all = [one for one in known if one and "=" not in one]
-    if given.key.startswith(("trainer", "orchestrator")):
-        of_train = [f"train={given.value}"]
+    levels = str(out.settings.get("output.log_level", ("", ""))[0]).split(",")
+    of_train = [level for level in levels if level.startswith("train=")]
+    of_all = [level for level in levels if level and "=" not in level]
+    if entry.key.startswith(("trainer", "orchestrator")):
+        of_train = [f"train={entry.value}"]
     else:
-        of_all = [str(given.value)]
-    out.settings["output.log_level"] = (",".join([*of_all, *of_train]), given.origin)
+        of_all = [str(entry.value)]
+    out.settings["output.log_level"] = (",".join([*of_all, *of_train]), entry.origin)
 
 
-def _environments(given: Given, out: Translation) -> None:
-    tables = given.value if isinstance(given.value, list) else [given.value]
-    out.envs += [(table, given.origin) for table in tables]
+def _environments(entry: Entry, out: Translation) -> None:
+    tables = entry.value if isinstance(entry.value, list) else [entry.value]
+    out.envs += [(table, entry.origin) for table in tables]
 
 
-def _eval_environments(given: Given, out: Translation) -> None:
-    tables = [table for table in given.value if isinstance(table, dict)]
-    out.eval_envs += [(table, given.origin) for table in tables]
+def _eval_environments(entry: Entry, out: Translation) -> None:
+    tables = [table for table in entry.value if isinstance(table, dict)]
+    out.eval_envs += [(table, entry.origin) for table in tables]
     names = ", ".join(map(env_name, tables))
     out.note(
-        given,
+        entry,
         f"a run evaluates the held-out examples of its own task; {names} beside it is a file for"
         " --eval-config or `strop eval RUN --config`",
     )
 
 
 def _gpu_ids(word: str) -> Rule:
-    def rule(given: Given, out: Translation) -> None:
-        out.numbers[word] = len(given.value)
-        out.note(given, f"{len(given.value)} GPUs; which ones they are is left to the launcher")
+    def rule(entry: Entry, out: Translation) -> None:
+        out.numbers[word] = len(entry.value)
+        out.note(entry, f"{len(entry.value)} GPUs; which ones they are is left to the launcher")
 
     return rule
 
 
-def _site(given: Given, out: Translation) -> None:
-    out.note(given, f"write {given.key.rpartition('.')[2]} into the site's profile, strop-sites.toml")
+def _site(entry: Entry, out: Translation) -> None:
+    out.note(entry, f"write {entry.key.rpartition('.')[2]} into the site's profile, strop-sites.toml")
 
 
-def _sft_data(given: Given, out: Translation) -> None:
+def _sft_data(entry: Entry, out: Translation) -> None:
     out.is_sft = True
-    tables = given.value if isinstance(given.value, list) else [{"dataset": given.value}]
+    tables = entry.value if isinstance(entry.value, list) else [{"dataset": entry.value}]
     names = [str(table.get("dataset") or table.get("name")) for table in tables]
     if len(names) > 1:
-        out.note(given, f"sft.source is one file: write {', '.join(names[1:])} into it too")
+        out.note(entry, f"sft.source is one file: write {', '.join(names[1:])} into it too")
     if names[0].endswith((".jsonl", ".json", ".parquet", ".csv")):
-        out.set("sft.source", names[0], given.origin)
+        out.set("sft.source", names[0], entry.origin)
     else:
-        out.set("sft.source", f"./{names[0].rpartition('/')[2]}.jsonl", given.origin)
-        out.note(given, "sft.source takes a file: write the data set there as JSONL or Parquet")
+        out.set("sft.source", f"./{names[0].rpartition('/')[2]}.jsonl", entry.origin)
+        out.note(entry, "sft.source takes a file: write the data set there as JSONL or Parquet")
 
 
-def _loss_mask(given: Given, out: Translation) -> None:
-    if given.key.endswith("assistant") and given.value:
+def _loss_mask(entry: Entry, out: Translation) -> None:
+    if entry.key.endswith("assistant") and entry.value:
         return
-    if given.key.endswith("user") and given.value:
-        out.set("sft.train_on", "all", given.origin)
-    elif given.value:
-        out.note(given, "sft.train_on is 'assistant', 'last' or 'all'")
+    if entry.key.endswith("user") and entry.value:
+        out.set("sft.train_on", "all", entry.origin)
+    elif entry.value:
+        out.note(entry, "sft.train_on is 'assistant', 'last' or 'all'")
 
 
 RULES: Mapping[str, Rule] = {
@@ -202,11 +185,15 @@ RULES: Mapping[str, Rule] = {
     rf"{ROLE}ckpt\.keep_interval": _to("store.keep_every"),
     rf"{ROLE}weight_broadcast\.type": _broadcast,
     rf"{ROLE}output_dir": take_output_dir,
-    rf"{ROLE}(wandb\.name|slurm\.job_name)": _name,
+    rf"{ROLE}(wandb\.name|slurm\.job_name)": lambda entry, out: out.names.append(
+        (str(entry.value), entry.origin)
+    ),
     rf"{ROLE}log\.level": _log_level,
     rf"{ROLE}ckpt|inference|trainer|orchestrator|deployment\.type": _quiet,
     # Trainer.
-    rf"{TRAINER}optim\.type": _optimizer,
+    rf"{TRAINER}optim\.type": _only(
+        "adamw", "strop's optimizer is AdamW; its learning rate means another thing"
+    ),
     rf"{TRAINER}optim\.lr": _to("optimizer.lr"),
     rf"{TRAINER}optim\.weight_decay": _to("optimizer.weight_decay"),
     rf"{TRAINER}optim\.betas1": _to("optimizer.beta1"),
@@ -230,7 +217,6 @@ RULES: Mapping[str, Rule] = {
     rf"{TRAINER}loss\.kl_tau": _only(1e-3, "dppo holds the ratio near 1 with a weight of 0.001"),
     rf"{TRAINER}loss\.adv_tau": _only(1.0, "scale the learning rate instead"),
     rf"{TRAINER}loss\.teacher_tau": _only(0.0, "a teacher is train.terms = 'distill' with [teacher]"),
-    rf"{TRAINER}loss\.import_path|{ORCH}advantage\.import_path": _own_code,
     # Orchestrator.
     rf"{ORCH}batch_size": _keep("batch"),
     rf"{ORCH}(rollouts_per_example|rollouts_per_prompt|group_size)": _keep("group"),
@@ -239,11 +225,13 @@ RULES: Mapping[str, Rule] = {
     rf"{ORCH}(train\.)?sampling\.top_p": _only(1.0, "a run that trains samples from the whole vocabulary"),
     rf"{ORCH}(train\.)?sampling\.(repetition_penalty)": _only(1.0, "log-probabilities would be others"),
     rf"{ORCH}(train\.)?(env|environment|envs)": _environments,
-    rf"{ORCH}environment\.id": lambda given, out: out.envs.append(({"id": given.value}, given.origin)),
-    rf"{ORCH}(buffer|train)\.env_ratios": lambda given, out: setattr(out, "ratios", given.value or ()),
+    rf"{ORCH}environment\.id": lambda entry, out: out.envs.append(({"id": entry.value}, entry.origin)),
+    rf"{ORCH}(buffer|train)\.env_ratios": lambda entry, out: setattr(out, "ratios", entry.value or ()),
     rf"{ORCH}(buffer\.)?online_difficulty_filtering": _filtering,
     rf"{ORCH}eval\.interval": _to("eval.every"),
-    rf"{ORCH}eval\.(num_examples|select\.limit)": _examples,
+    rf"{ORCH}eval\.(num_examples|select\.limit)": lambda entry, out: out.set(
+        "eval.num_examples", entry.value if entry.value > 0 else None, entry.origin
+    ),
     rf"{ORCH}eval\.rollouts_per_example": _to("eval.num_samples"),
     rf"{ORCH}eval\.(env|source|environment)": _eval_environments,
     rf"{ORCH}verification\.enabled": _only(True, "strop judges every reply"),
@@ -269,14 +257,14 @@ RULES: Mapping[str, Rule] = {
     r"data\.batch_size": _to("sft.rows_per_step"),
     r"data\.loss_mask\.\w+": _loss_mask,
 }
-"""Pattern of a key to its meaning; the first that fits counts."""
+"""Rules by a pattern of their keys; the first that matches applies."""
 NEEDS_NO_EQUIVALENT = (
     r".*\.trust_remote_code",
     r".*\.(bench|dry_run|fake|fullgraph)",
     r"(bench|dry_run|clean_output_dir)",
     r".*\.(fsdp_cpu_offload|optim_cpu_offload|skip_\w+|enable_\w+)",
 )
-"""Keys that need no notice where they are false or 0: then they ask for nothing."""
+"""Keys that need no notice if they are false or 0."""
 _BY_ITSELF = "strop chooses it by itself"
 REASONS: Mapping[str, str] = {
     rf"{ROLE}wandb(\..*)?": "metrics and events are in the run's directory; for W&B set trackers.use",
@@ -289,6 +277,9 @@ REASONS: Mapping[str, str] = {
     rf"{ROLE}(rollout_transport|client)(\..*)?": "the run starts its engines and finds them by itself",
     rf"{ROLE}ckpt\.resume_step": "a run goes on from its newest checkpoint by itself; --from names another",
     rf"{ROLE}weight_broadcast\..*": _BY_ITSELF,
+    rf"{TRAINER}loss\.import_path|{ORCH}advantage\.import_path": (
+        "write it as algorithm.name = 'FILE.py:NAME' (docs/tasks.md)"
+    ),
     rf"{ORCH}(strict_async_level|max_off_policy_steps)": "train.max_staleness bounds how old weights may be",
     rf"{ORCH}(max_inflight_rollouts|oversampling_factor|max_concurrent|tasks_per_minute)": _BY_ITSELF,
     rf"{ORCH}token_batch_size": "a batch is counted in prompts and rollouts; give train.prompts_per_step",
@@ -304,4 +295,4 @@ REASONS: Mapping[str, str] = {
     r"clean_output_dir": "strop removes no run",
     rf"{ROLE}slurm\..*": "options of `strop submit`, or the site's profile",
 }
-"""Pattern of a key to why the run file does without it."""
+"""Why a run file has no such setting, by a pattern of the keys."""

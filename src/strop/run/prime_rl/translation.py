@@ -1,6 +1,6 @@
-"""A translation while it is made: settings with their origins, and what several keys say together.
+"""The translation of a configuration: settings with their origins, and settings made of several keys.
 
-Environments become a task, rollouts a step become prompts a step, and deployments become GPUs of a node.
+Environments become a task, rollouts per step become prompts per step, and deployments become GPUs of a node.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ DEFAULTS: Mapping[str, tuple[str, Any]] = {
     "optimizer.beta2": ("trainer.optim.betas2", 0.999),
     "model.uri": ("model.name", "Qwen/Qwen3-0.6B"),
 }
-"""PRIME-RL's defaults, where strop's are others, by setting: key and value."""
+"""PRIME-RL's defaults that differ from strop's, by setting: key and value."""
 _TASKS: Mapping[str, str] = {
     "math": "math",
     "hendrycks-math": "math",
@@ -43,7 +43,7 @@ _TASKS: Mapping[str, str] = {
     "rlvr-ifeval": "rlvr-ifeval",
     "mmlu": "mmlu",
 }
-"""Environment to the task of strop's that asks and judges alike."""
+"""strop's task with the same prompts and verifier, by environment."""
 _ENV_SETTINGS = {
     "num_train_examples": "num_train",
     "num_eval_examples": "num_held_out",
@@ -53,48 +53,48 @@ _ENV_SETTINGS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Given:
+class Entry:
     """One key of a configuration."""
 
     key: str
     value: Any
     origin: str
-    """Key and place as a person finds them: 'trainer.optim.lr, rl.toml:12'."""
+    """Key and place in the file: 'trainer.optim.lr, rl.toml:12'."""
 
 
 @dataclass(kw_only=True, slots=True)
 class Translation:
-    """The settings of the run file so far, each with its origin, and what found no place in it."""
+    """The settings of the run file so far, each with its origin, and notices about the other keys."""
 
     folder: Path
-    """Where the run file will be: relative paths start there."""
+    """The folder of the run file, to which its paths are relative."""
     task: str | None = None
-    """The task that stands for the environments."""
+    """The task to use instead of the environments."""
     settings: dict[str, tuple[Any, str]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     names: list[tuple[str, str]] = field(default_factory=list)
     """Names that the configuration gives the run, with their origins."""
     numbers: dict[str, float] = field(default_factory=dict)
-    """What several settings are made of, by a word for it."""
+    """Numbers that are combined into settings, by a short name."""
     envs: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
-    """Environments that are trained on, with their origins."""
+    """Environments to train on, with their origins."""
     eval_envs: list[tuple[Mapping[str, Any], str]] = field(default_factory=list)
     ratios: Sequence[float] = ()
     is_sft: bool = False
 
     def set(self, key: str, value: Any, origin: str) -> None:
-        """Set a setting; where one key of several gives another value, the later one counts and is named."""
+        """Set a setting. If an earlier key set another value, the later one wins, with a notice."""
         if key in self.settings and self.settings[key][0] != value:
             old, other = self.settings[key]
             self.notices.append(f"{key}: {show_value(value)} ({origin}) over {show_value(old)} ({other})")
         self.settings[key] = (value, origin)
 
-    def note(self, given: Given, why: str) -> None:
-        """Name a key that is not in the run file."""
-        self.notices.append(f"{given.origin} = {show_value(given.value)}: {why}")
+    def note(self, entry: Entry, why: str) -> None:
+        """Add a notice about a key that is not in the run file."""
+        self.notices.append(f"{entry.origin} = {show_value(entry.value)}: {why}")
 
     def finish(self) -> None:
-        """Put together what is made of several keys, and add PRIME-RL's defaults that differ from strop's."""
+        """Add the settings made of several keys, and PRIME-RL's defaults that differ from strop's."""
         _finish_task(self)
         _finish_batch(self)
         _finish_gpus(self)
@@ -122,52 +122,52 @@ class Translation:
 
 
 def env_name(env: Mapping[str, Any]) -> str:
-    """Return what an environment is called, whichever version of the configuration names it."""
+    """Return the name of an environment, in any version of the configuration."""
     taskset = env.get("taskset") or env.get("env", {}).get("taskset") or {}
     name = str(env.get("id") or taskset.get("id") or env.get("name") or "")
     plain = name.rpartition("/")[2].partition("@")[0].replace("_", "-").lower()
     return re.sub(r"-v\d+$", "", plain)
 
 
-def take_output_dir(given: Given, out: Translation) -> None:
-    """Set the run's directory, as a path from the run file."""
-    path = os.path.relpath(os.path.abspath(str(given.value)), out.folder)
-    out.set("output.dir", path if os.path.isabs(path) else f"./{path}", given.origin)
+def take_output_dir(entry: Entry, out: Translation) -> None:
+    """Set the run's directory, as a path relative to the run file."""
+    path = os.path.relpath(os.path.abspath(str(entry.value)), out.folder)
+    out.set("output.dir", path if os.path.isabs(path) else f"./{path}", entry.origin)
 
 
 def take_settings(out: Translation, words: Sequence[str]) -> dict[str, Any]:
-    """Let words `key=value` win over the configuration, the GPUs of a node as one group.
+    """Apply `key=value` words, which win over the configuration; those about GPUs replace all its GPUs.
 
-    Return the settings that hold as they are, whatever the configuration says. Raises: ConfigError for a word
-        that is none, and for GPUs of the other kind of run.
+    Returns the settings to copy into the run file unchanged.
+    Raises: ConfigError for an invalid word, and for GPU settings of the other kind of run.
     """
-    given = {dotted(path): value for path, value in map(parse_override, join_words(words))}
+    values = {dotted(path): value for path, value in map(parse_override, join_words(words))}
     foreign = ("job.train_gpus", "job.infer_gpus", "job.single_gpu") if out.is_sft else ("job.gpus",)
-    if wrong := [key for key in foreign if key in given]:
+    if wrong := [key for key in foreign if key in values]:
         kind, allowed = ("SFT", "job.gpus") if out.is_sft else ("RL", "job.train_gpus, job.infer_gpus, ...")
         raise ConfigError(
             f"{wrong[0]} for a configuration of {kind}", allowed=allowed, next_step="set these instead"
         )
-    out.task = given.pop("task.name", None)
-    gpus = {key: given.pop(f"job.{key}") for key in GPU_SPLIT if f"job.{key}" in given}
+    out.task = values.pop("task.name", None)
+    gpus = {key: values.pop(f"job.{key}") for key in GPU_SPLIT if f"job.{key}" in values}
     if wrong := [f"job.{key}={show_value(value)}" for key, value in gpus.items() if type(value) is str]:
         raise ConfigError(f"{wrong[0]} is no number", allowed="a whole number", next_step="correct it")
     if gpus:
         for word in ("train_gpus", "infer_gpus", "single_gpu", "train_nodes", "infer_nodes"):
             out.numbers.pop(word, None)
         out.numbers |= {"train_gpus" if key == "gpus" else key: value for key, value in gpus.items()}
-    if "name" in given:
-        out.names.insert(0, (str(given.pop("name")), OVERRIDE))
-    if "output.dir" in given:
+    if "name" in values:
+        out.names.insert(0, (str(values.pop("name")), OVERRIDE))
+    if "output.dir" in values:
         out.settings.pop("output.dir", None)
-        take_output_dir(Given(key="output_dir", value=given.pop("output.dir"), origin=OVERRIDE), out)
-    return given
+        take_output_dir(Entry(key="output_dir", value=values.pop("output.dir"), origin=OVERRIDE), out)
+    return values
 
 
 def _finish_task(out: Translation) -> None:
-    """Write the task of the environments: one, or a mixture of several.
+    """Set the task: that of the environment, or a mixture for several environments.
 
-    Raises: ConfigError naming an environment that has none.
+    Raises: ConfigError naming an environment without a task.
     """
     if out.task is not None:
         out.set("task.name", out.task, OVERRIDE)
@@ -175,7 +175,7 @@ def _finish_task(out: Translation) -> None:
             out.notices.append(f"{origin} = {env_name(env)!r}: {out.task} stands for it")
         return
     if out.is_sft and not out.envs:
-        # What is imitated has no task; what is evaluated beside it has one.
+        # SFT data have no task; an evaluation beside them has one.
         out.envs = out.eval_envs[:1]
     unknown = [env_name(env) or "none" for env, _ in out.envs if env_name(env) not in _TASKS]
     if unknown or not out.envs:
@@ -222,7 +222,7 @@ def _write_env(out: Translation, env: Mapping[str, Any], origin: str, table: str
 
 
 def _write_rows(out: Translation, arguments: dict[str, Any], origin: str, table: str) -> None:
-    """Write a data set of one's own for mathematics, and take what says so out of the arguments."""
+    """Set a task of rows for the user's mathematics data, and remove its keys from the arguments."""
     column = arguments.pop("question_key", "question")
     settings = {
         "source": arguments.pop("dataset_name"),
@@ -238,7 +238,7 @@ def _write_rows(out: Translation, arguments: dict[str, Any], origin: str, table:
 
 
 def _finish_batch(out: Translation) -> None:
-    """Turn rollouts a step and rollouts an example into prompts a step."""
+    """Set group size and prompts per step from rollouts per step and rollouts per example."""
     if out.is_sft:
         out.set("train.terms", "sft", "data")
         return
@@ -253,7 +253,7 @@ def _finish_batch(out: Translation) -> None:
 
 
 def _finish_gpus(out: Translation) -> None:
-    """Share out the GPUs of a node, and say how many nodes there are."""
+    """Set the GPUs of each role on a node, and the number of nodes."""
     numbers = out.numbers
     if out.is_sft:
         if numbers.get("infer_gpus"):
