@@ -72,11 +72,11 @@ def test_a_function_trains_where_an_event_loop_runs_already(
 
 
 def test_what_a_notebook_has_goes_into_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = from_python._read_task(task_of(own_function(tmp_path, monkeypatch)), tmp_path)
+    asked = from_python._make_table(task_of(own_function(tmp_path, monkeypatch)), tmp_path)
     assert asked["reward"] == [f"{tmp_path / 'own_reward_of_a_test.py'}:score"]
     rows = [json.loads(line) for line in Path(asked["source"]).read_text().splitlines()]
     assert rows[3] == {"q": "What follows 3?", "a": "4"}
-    assert from_python._read_task("arithmetic", tmp_path) == {"name": "arithmetic"}
+    assert from_python._make_table("arithmetic", tmp_path) == {"name": "arithmetic"}
 
 
 def test_it_is_called_whether_its_room_was_imported_or_not() -> None:
