@@ -132,8 +132,8 @@ def require_readable(file: EvalFile, *, may_run_code: bool) -> None:
         for task in file.tasks:
             read_file_asking(file, None, task)
         return
-    tasks, words = _read_harness(file).tasks, _harness_words(file, None)
-    read_harness_asking(tasks, words, Split.HELD_OUT, _wish_of(file), may_run_code=may_run_code)
+    harness, words = _read_harness(file), _harness_words(file, None)
+    read_harness_asking(harness.tasks, words, Split.HELD_OUT, _wish_of(file), may_run_code=may_run_code)
 
 
 def _evaluate(
