@@ -20,6 +20,7 @@ ROLE = r"(trainer\.|orchestrator\.|inference\.)?"
 TRAINER = r"(trainer\.)?"
 ORCH = r"(orchestrator\.)?"
 INFER = r"inference\."
+_ADAMW = "strop's optimizer is AdamW; its learning rate means another thing"
 
 
 def _to(setting: str, allowed: Callable[[Any], bool] = lambda value: True, why: str = "") -> Rule:
@@ -55,6 +56,10 @@ def _only(value: Any, why: str) -> Rule:
             out.note(entry, why)
 
     return rule
+
+
+def _name(entry: Entry, out: Translation) -> None:
+    out.names.append((str(entry.value), entry.origin))
 
 
 def _seq_len(entry: Entry, out: Translation) -> None:
@@ -105,6 +110,10 @@ def _loss(entry: Entry, out: Translation) -> None:
 def _filtering(entry: Entry, out: Translation) -> None:
     if entry.value:
         out.set("algorithm.zero_variance", "resample", entry.origin)
+
+
+def _examples(entry: Entry, out: Translation) -> None:
+    out.set("eval.num_examples", entry.value if entry.value > 0 else None, entry.origin)
 
 
 def _log_level(entry: Entry, out: Translation) -> None:
@@ -185,15 +194,11 @@ RULES: Mapping[str, Rule] = {
     rf"{ROLE}ckpt\.keep_interval": _to("store.keep_every"),
     rf"{ROLE}weight_broadcast\.type": _broadcast,
     rf"{ROLE}output_dir": take_output_dir,
-    rf"{ROLE}(wandb\.name|slurm\.job_name)": lambda entry, out: out.names.append(
-        (str(entry.value), entry.origin)
-    ),
+    rf"{ROLE}(wandb\.name|slurm\.job_name)": _name,
     rf"{ROLE}log\.level": _log_level,
     rf"{ROLE}ckpt|inference|trainer|orchestrator|deployment\.type": _quiet,
     # Trainer.
-    rf"{TRAINER}optim\.type": _only(
-        "adamw", "strop's optimizer is AdamW; its learning rate means another thing"
-    ),
+    rf"{TRAINER}optim\.type": _only("adamw", _ADAMW),
     rf"{TRAINER}optim\.lr": _to("optimizer.lr"),
     rf"{TRAINER}optim\.weight_decay": _to("optimizer.weight_decay"),
     rf"{TRAINER}optim\.betas1": _to("optimizer.beta1"),
@@ -229,9 +234,7 @@ RULES: Mapping[str, Rule] = {
     rf"{ORCH}(buffer|train)\.env_ratios": lambda entry, out: setattr(out, "ratios", entry.value or ()),
     rf"{ORCH}(buffer\.)?online_difficulty_filtering": _filtering,
     rf"{ORCH}eval\.interval": _to("eval.every"),
-    rf"{ORCH}eval\.(num_examples|select\.limit)": lambda entry, out: out.set(
-        "eval.num_examples", entry.value if entry.value > 0 else None, entry.origin
-    ),
+    rf"{ORCH}eval\.(num_examples|select\.limit)": _examples,
     rf"{ORCH}eval\.rollouts_per_example": _to("eval.num_samples"),
     rf"{ORCH}eval\.(env|source|environment)": _eval_environments,
     rf"{ORCH}verification\.enabled": _only(True, "strop judges every reply"),
