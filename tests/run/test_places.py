@@ -16,7 +16,7 @@ from strop.record import RunDir
 from strop.rollout import Split
 from strop.run.export import export_checkpoint as export_model
 from strop.run.export import prove_loading
-from strop.run.inference import read_asking
+from strop.run.inference import read_setup
 from strop.run.runs import RunPhase, summarize_runs
 from strop.spec import load_spec
 from strop.store.models import SUBSTITUTES, converted_path, get_model
@@ -184,17 +184,17 @@ def test_phases_of_runs(tmp_path: Path) -> None:
 
 
 def test_words_of_asking() -> None:
-    asking = read_asking(
+    setup = read_setup(
         "arithmetic", ["max_value=5", "task.num_held_out=5", "seed=3", "model.dtype=float32"], Split.TRAIN
     )
-    assert asking.spec.task.num_held_out == 5
-    assert (asking.spec.seed, asking.spec.model.dtype) == (3, "float32")
-    cut = read_asking("arithmetic", ["sampling.top_p=0.9", "sampling.top_k=none"], Split.TRAIN)
+    assert setup.spec.task.num_held_out == 5
+    assert (setup.spec.seed, setup.spec.model.dtype) == (3, "float32")
+    cut = read_setup("arithmetic", ["sampling.top_p=0.9", "sampling.top_k=none"], Split.TRAIN)
     assert (cut.sampling.top_p, cut.sampling.top_k, cut.sampling.temperature) == (0.9, None, 1.0)
     for word in ("train.steps=3", "model.uri=x", "output.root=x"):
         with pytest.raises(ConfigError, match="plays no part"):
-            read_asking("arithmetic", [word], Split.TRAIN)
+            read_setup("arithmetic", [word], Split.TRAIN)
     with pytest.raises(ConfigError, match=r"sampling.temperature='hot'"):
-        read_asking("arithmetic", ["sampling.temperature=hot"], Split.TRAIN)
+        read_setup("arithmetic", ["sampling.temperature=hot"], Split.TRAIN)
     with pytest.raises(ConfigError, match="contradict"):
-        read_asking("arithmetic", ["name=gsm8k"], Split.TRAIN)
+        read_setup("arithmetic", ["name=gsm8k"], Split.TRAIN)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError
-from strop.run.evaluation import read_file_asking
+from strop.run.evaluation import read_file_setup
 from strop.spec import RunSpec, load_spec
 from strop.spec.eval_file import is_of_file, read_eval_file
 
@@ -33,14 +33,14 @@ def write(folder: Path, text: str = EVAL_TEXT, name: str = "held-out.toml") -> P
 
 def test_what_the_file_does_not_say_of_the_model_is_as_in_the_run(tmp_path: Path) -> None:
     file = read_eval_file(write(tmp_path))
-    asking = read_file_asking(file, a_run("model.prompt_format=base", "model.dtype=float32"))
-    assert (asking.spec.model.prompt_format, asking.spec.model.dtype) == ("base", "float32")
-    assert (asking.spec.task.name, asking.spec.seed, asking.split.value) == ("arithmetic", 3, "held_out")
+    setup = read_file_setup(file, a_run("model.prompt_format=base", "model.dtype=float32"))
+    assert (setup.spec.model.prompt_format, setup.spec.model.dtype) == ("base", "float32")
+    assert (setup.spec.task.name, setup.spec.seed, setup.split.value) == ("arithmetic", 3, "held_out")
     # A run file may not cut the distribution; an evaluation may.
-    assert (asking.sampling.temperature, asking.sampling.top_p) == (0.6, 0.95)
+    assert (setup.sampling.temperature, setup.sampling.top_p) == (0.6, 0.95)
     assert (file.name, file.counts.num_examples, file.counts.num_samples) == ("held-out", 10, None)
     own = read_eval_file(write(tmp_path, EVAL_TEXT + 'model.dtype = "bfloat16"\n'))
-    assert read_file_asking(own, a_run("model.dtype=float32")).spec.model.dtype == "bfloat16"
+    assert read_file_setup(own, a_run("model.dtype=float32")).spec.model.dtype == "bfloat16"
 
 
 def test_the_text_that_travels_says_the_same_from_any_folder(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_the_text_that_travels_says_the_same_from_any_folder(tmp_path: Path) -> 
         str(tmp_path / "Small"),
     )
     assert again.to_text() == file.to_text()
-    assert read_file_asking(again, a_run()) == read_file_asking(file, a_run())
+    assert read_file_setup(again, a_run()) == read_file_setup(file, a_run())
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_the_text_that_travels_says_the_same_from_any_folder(tmp_path: Path) -> 
 def test_what_cannot_work_is_refused_with_the_file_named(tmp_path: Path, text: str, message: str) -> None:
     path = write(tmp_path, text)
     with pytest.raises(ConfigError) as caught:
-        read_file_asking(read_eval_file(path), a_run())
+        read_file_setup(read_eval_file(path), a_run())
     assert message in str(caught.value)
     assert "held-out.toml" in str(caught.value)
 
@@ -95,7 +95,7 @@ def test_a_missing_file_is_refused(tmp_path: Path) -> None:
 
 def test_the_same_model_by_a_path_is_the_same_model(tmp_path: Path) -> None:
     file = read_eval_file(write(tmp_path, 'task.name = "arithmetic"\nmodel.uri = "/models/Small"\n'))
-    assert read_file_asking(file, a_run()).spec.task.name == "arithmetic"
+    assert read_file_setup(file, a_run()).spec.task.name == "arithmetic"
 
 
 @pytest.mark.parametrize(

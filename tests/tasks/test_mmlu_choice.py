@@ -11,13 +11,13 @@ import pytest
 
 from strop.audit import AuditSettings, Verdict, run_audit
 from strop.errors import ConfigError, DataError
-from strop.plan.known import require_trainable_here
 from strop.rollout import Split, make_example
 from strop.spec import load_spec
 from strop.tasks import Task, build_task, choices_of, self_test
 from strop.tasks.blend import BlendSpec
 from strop.tasks.mixture import MixtureSpec
 from strop.tasks.mmlu import MmluChoiceSpec, MmluSpec
+from strop.tasks.traits import require_written
 from strop.train.batch import schedule_examples
 
 LETTERS = ("A", "B", "C", "D")
@@ -110,7 +110,7 @@ def test_training_is_refused(folder: Path) -> None:
         with pytest.raises(ConfigError, match=message):
             schedule_examples(asked, task)
     with pytest.raises(ConfigError, match=message):
-        require_trainable_here(task)
+        require_written(task)
     assert task.examples(Split.TRAIN) == ()
 
 
@@ -130,4 +130,4 @@ def test_in_another_task_the_letters_stay_and_training_is_refused(kind: str, fol
     # An order file names training examples, and there are none.
     refusal = DataError if kind == "curriculum" else ConfigError
     with pytest.raises(refusal, match=r"are no training examples|whose replies are chosen"):
-        require_trainable_here(task)
+        require_written(task)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from strop.evaluate.stored import StoredBaseline
     from strop.evaluate.table import ScoreRow
     from strop.rollout import Split
-    from strop.run.evaluation import EvalWish, StoredRescored
+    from strop.run.evaluation import EvalRequest, StoredRescored
 
 CHANGES_SHOWN = 20
 COLUMNS = (
@@ -125,7 +125,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     from strop.rollout import Split
     from strop.run.baselines import read_baselines
     from strop.run.evaluation import evaluate_here
-    from strop.run.inference import open_model, read_askings
+    from strop.run.inference import open_model, read_setups
 
     output: Output = context.obj
     if options.config is not None:
@@ -151,10 +151,10 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     if options.harness is not None:
         show_harness(output, options, tasks, split, stored)
         return
-    askings = read_askings(tasks, options.settings or (), split)
-    wish = _read_wish(options)
+    setups = read_setups(tasks, options.settings or (), split)
+    request = _read_request(options)
     opened = open_model(options.model)
-    results = [stored.result for stored in evaluate_here(askings, opened, wish, say=output.say)]
+    results = [stored.result for stored in evaluate_here(setups, opened, request, say=output.say)]
     show_results(output, results, is_json=options.json)
     for result in results:
         say_references(output, options.model or "", result)
@@ -275,14 +275,14 @@ def show_harness(
     assert options.model is not None
     if options.harness != "lm-eval":
         raise typer.BadParameter(f"--harness takes lm-eval, not {options.harness}")
-    wish, words = _read_wish(options), options.settings or ()
+    request, words = _read_request(options), options.settings or ()
     opened = open_model(options.model)
     results = evaluate_by_harness(
         tasks,
         words,
         split,
         opened,
-        wish,
+        request,
         may_run_code=options.confirm_run_unsafe_code,
         say=output.say,
     )
@@ -329,10 +329,10 @@ def say_references(output: Output, model: str, result: EvalResult | HarnessResul
         output.say(f"published scores are compared with `strop eval {model} --harness lm-eval --task {task}`")
 
 
-def _read_wish(options: EvalOptions) -> EvalWish:
-    from strop.run.evaluation import EvalWish
+def _read_request(options: EvalOptions) -> EvalRequest:
+    from strop.run.evaluation import EvalRequest
 
-    return EvalWish(
+    return EvalRequest(
         num_examples=options.num_examples,
         num_samples=options.num_samples,
         pass_at=read_counts(options.pass_at),

@@ -99,8 +99,8 @@ def sample(
     from strop.rollout import Split
     from strop.run.inference import (
         open_model,
-        read_asking,
-        read_prompt_asking,
+        read_prompt_setup,
+        read_setup,
         sample_prompt,
         sample_task,
         take_num,
@@ -109,10 +109,10 @@ def sample(
 
     output: Output = context.obj
     num, words = take_num(settings or (), 4) if prompt is None else (1, settings or [])
-    asking = read_prompt_asking(words) if task is None else read_asking(task, words, Split(split))
+    setup = read_prompt_setup(words) if task is None else read_setup(task, words, Split(split))
     opened = open_model(model)
     if prompt is not None:
-        sampled = sample_prompt(asking, opened, prompt)
+        sampled = sample_prompt(setup, opened, prompt)
         samples = [
             {
                 "prompt": sampled.prompt,
@@ -121,7 +121,7 @@ def sample(
             }
         ]
     else:
-        rollouts = sample_task(asking, opened, num)
+        rollouts = sample_task(setup, opened, num)
         if causes := find_causes(find_failures(rollout.outcome for rollout in rollouts)):
             output.say(f"strop: {sum_up(causes, len(rollouts))}")
         samples = [describe_rollout(rollout) for rollout in rollouts]

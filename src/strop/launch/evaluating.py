@@ -105,10 +105,10 @@ def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:
     path = specs[0].job.eval_config
     if path is None:
         return None
-    from strop.run.evaluation import read_file_asking
+    from strop.run.evaluation import read_file_setup
 
     file = read_eval_file(path)
     for spec in specs:
         for task in file.tasks or ("",):
-            read_file_asking(file, spec, task)
+            read_file_setup(file, spec, task)
     return file

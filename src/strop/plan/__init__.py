@@ -1,7 +1,7 @@
-"""What a run would take: its roles, memory, disk, time and price, and the prompt of the model. No torch.
+"""Plan a run before it starts: roles, memory, disk, time, price, and the rendered prompt. No torch.
 
-`planning.make_plan` says all of it before anything happens; `plan` has its parts as data, and the site of a
-job. `known` finds what this disk says, `roles` and `speeds` who runs on which device and how fast;
-`rollouts` and `estimate` say how long. Nothing is fetched or written.
+`planning.make_plan` makes a `plan.Plan`, for this machine or the site of a job. `known` reads what this disk
+has of model and data, `roles` counts processes and their memory, `speeds` are those of the hardware;
+`rollouts` and `estimate` compute the time. Nothing is fetched or written.
 Not here: composing the run (run), the hardware and limits of a site (launch).
 """

@@ -1,11 +1,10 @@
-"""How long a run will take, from sizes and speeds; and what its checkpoints take on disk. No torch.
+"""Estimate how long a run takes, from sizes and speeds; and the disk space of its checkpoints. No torch.
 
-An estimate multiplies what is known (FLOP, bytes) by what is measured (`strop doctor`, `strop plan
---measure`) and by a few shares that are unknown before the run. Those are assumptions; each is listed
-with its value.
+An estimate combines known amounts (FLOP, bytes), measured speeds (`strop doctor`, `strop plan --measure`) and
+a few shares that are unknown before the run. These are assumptions; each is listed with its value.
 
-A step's period follows from its stages: one after the other where every step waits for the newest
-weights or the roles share a device; else the longer of generating and learning hides the other one.
+The period of a step follows from its stages: they run one after the other if every step waits for the newest
+weights or the roles share a device; else the longer of generation and learning hides the shorter.
 """
 
 from __future__ import annotations
@@ -47,33 +46,33 @@ from strop.policy.footprint import (
 from strop.spec import RunSpec
 
 IMBALANCE = 1.05
-"""The rank with the most work has so many times the mean, after balancing."""
+"""Work of the busiest rank over the mean, after balancing."""
 HASHED_BYTES_PER_S = 0.75e9
-"""SHA-256 with the processor's own instructions, once on either side: half of 1.5 GB/s."""
+"""SHA-256 with the processor's SHA instructions, on both sides: half of 1.5 GB/s."""
 DIGEST_PASSES = 10
-"""How often a digest on the device goes through memory for each byte: words, places, factors, products."""
+"""Passes of a digest on the device through memory, for each byte: words, places, factors, products."""
 _MIN_GAIN_FRAC = 0.05
-"""A change that saves less of a step is no relief."""
+"""Smallest share of a step that a relief must save."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Relief:
-    """A change of the run file that would shorten the step most."""
+    """The change of the run file that shortens a step most."""
 
     setting: str
-    """As words of the command line, `key=value`."""
+    """Words of the command line, `key=value`."""
     step_s: float
-    """Seconds of a step with it."""
+    """Seconds of a step with this setting."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeEstimate:
-    """How long a run takes, and what takes longest."""
+    """The time of a run, and its bottleneck."""
 
     step_parts: tuple[Part, ...]
-    """Seconds that each stage of one step works, whether or not another one hides it."""
+    """Seconds of each stage of one step, also of stages that others hide."""
     step_s: float
-    """From one step to the next."""
+    """Seconds from one step to the next."""
     eval_s: float
     """Seconds of one evaluation."""
     total_s: float
@@ -85,33 +84,33 @@ class TimeEstimate:
     bottleneck: str
     bottleneck_role: str
     relief: Relief | None
-    """None: no setting that strop knows would help."""
+    """None: no tried setting helps enough."""
     speeds: Speeds
 
 
 def list_disk_parts(spec: RunSpec, size: ModelSize, *, is_mirrored: bool) -> tuple[Part, ...]:
-    """Return what checkpoints take: those that are kept, the one being written, the one being sent.
+    """Return the disk space of checkpoints: those that are kept, one being written, one being mirrored.
 
-    The mirror holds a checkpoint by hard links while it is sent, so that one that is pruned meanwhile stays.
+    The mirror keeps a checkpoint by hard links while it is sent, even if the run prunes it.
     """
-    one = float(checkpoint_bytes(size, spec.model.dtype, count_trained(size, spec.lora)))
+    each = float(checkpoint_bytes(size, spec.model.dtype, count_trained(size, spec.lora)))
     num_kept = spec.train.keep_checkpoints
-    kept = Part(name=f"{num_kept} checkpoints and one being written", amount=(num_kept + 1) * one)
-    return (kept, Part(name="one held while it is mirrored", amount=one)) if is_mirrored else (kept,)
+    kept = Part(name=f"{num_kept} checkpoints and one being written", amount=(num_kept + 1) * each)
+    return (kept, Part(name="one held while it is mirrored", amount=each)) if is_mirrored else (kept,)
 
 
 def signal_frac(spec: RunSpec) -> float:
-    """Return the share of sampled groups that is forwarded; a teacher has something to say of every one."""
+    """Return the share of sampled groups that is trained on; with a teacher all groups are."""
     return 1.0 if spec.has_teacher else SIGNAL_FRAC
 
 
 def list_assumptions(spec: RunSpec, max_reply_tokens: int, speeds: Speeds) -> tuple[Assumption, ...]:
-    """Return the shares that the time estimate rests on, of the run and of the hardware."""
-    known = speeds.efficiency
+    """Return the assumptions of the time estimate, about the run and the hardware."""
+    efficiency = speeds.efficiency
     shares = [
-        Assumption(name=name, value=getattr(known, name), why=what)
-        for name, what in (
-            ("learn_frac", f"share of the speed that learning reaches; {known.source}"),
+        Assumption(name=name, value=getattr(efficiency, name), why=why)
+        for name, why in (
+            ("learn_frac", f"share of the speed that learning reaches; {efficiency.source}"),
             ("decode_frac", "the same of prefill and decoding"),
             ("decode_layer_s", "seconds that a layer adds to every decode step"),
             ("update_frac", "share of the copy speed that the optimizer reaches"),
@@ -134,10 +133,10 @@ def list_assumptions(spec: RunSpec, max_reply_tokens: int, speeds: Speeds) -> tu
 
 
 def estimate_time(work: Work, speeds: Speeds) -> TimeEstimate:
-    """Estimate one step and the whole run, loading and checkpoints left out."""
-    found = _estimate_once(work, speeds)
+    """Estimate one step and the whole run, without loading and checkpoints."""
+    estimate = _estimate_once(work, speeds)
     layout = work.layout or count_roles(work.spec, is_processor=speeds.is_processor)
-    # Settings that move work to more devices or let stages overlap.
+    # Try settings that move work to more devices or let stages overlap.
     tried: dict[str, Work] = {}
     if not layout.is_shared:
         gpus = work.spec.job.gpu_roles
@@ -149,20 +148,20 @@ def estimate_time(work: Work, speeds: Speeds) -> TimeEstimate:
         }
         for field_name, setting in names.items():
             number = 2 * getattr(layout, field_name)
-            # Several of a role are actors on Ray.
+            # Several processes of a role need Ray.
             needed = "" if work.spec.layout.kind == "ray" else "placement.kind=ray "
             word = setting if "=" in setting else f"{needed}{setting}={number}"
             tried[word] = replace(work, layout=replace(layout, **{field_name: number}))
-        wanted = work.spec.train.sync_every
-        if work.spec.train.has_rl and work.spec.train.max_staleness < wanted:
-            train = work.spec.train.model_copy(update={"max_staleness": wanted})
+        staleness = work.spec.train.sync_every
+        if work.spec.train.has_rl and work.spec.train.max_staleness < staleness:
+            train = work.spec.train.model_copy(update={"max_staleness": staleness})
             stale = work.spec.model_copy(update={"train": train})
-            tried[f"train.max_staleness={wanted}"] = replace(work, spec=stale)
+            tried[f"train.max_staleness={staleness}"] = replace(work, spec=stale)
     step_s = {setting: _estimate_once(other, speeds).step_s for setting, other in tried.items()}
     best = min(step_s, key=lambda setting: step_s[setting], default=None)
-    if best is None or step_s[best] > (1.0 - _MIN_GAIN_FRAC) * found.step_s:
-        return found
-    return replace(found, relief=Relief(setting=best, step_s=step_s[best]))
+    if best is None or step_s[best] > (1.0 - _MIN_GAIN_FRAC) * estimate.step_s:
+        return estimate
+    return replace(estimate, relief=Relief(setting=best, step_s=step_s[best]))
 
 
 def step_period_s(
@@ -170,9 +169,9 @@ def step_period_s(
 ) -> float:
     """Return seconds from one step to the next.
 
-    With k = sync_every: where no step may be stale, its stages follow each other. At a staleness of
-    k - 1 only the k steps between two publications overlap, max + min / k; from k on, all do. Source:
-    reference table of steady states (simulated with constant times), confirmed by `benchmarks/simulation.py`.
+    With k = sync_every: at staleness 0 the stages run one after the other; below k only the k steps between
+    two publications overlap, max + min / k; from k on, all steps do. Source: reference table of steady states
+    (simulated with constant times), confirmed by `benchmarks/simulation.py`.
     """
     generate_s = seconds.get("generate", 0.0) + seconds.get("verify", 0.0)
     learn_s = seconds.get("learn", 0.0)
@@ -192,15 +191,15 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
     num_rollouts: float = num_prompts * train.group_size
     prompt_tokens = num_prompts * work.prompt_tokens_mean
     generating_s, limit = generate_s(work, speeds, layout, num_rollouts * work.new_frac, prompt_tokens)
-    # From here on of the mean step: not every one samples.
+    # From here on for the mean step: some steps have no rollouts.
     num_rollouts, prompt_tokens = num_rollouts * work.sampling_frac, prompt_tokens * work.sampling_frac
     reply_tokens = num_rollouts * work.reply_tokens * work.new_frac
-    # A family whose sequences are computed by themselves reads a prompt once for each reply.
+    # A model family that cannot share prompts reads a prompt once for each reply.
     reads = 1 if work.size.alone_because is None else train.group_size
-    # What was shared is read again, once, before what followed it.
+    # Shared turns are read again, once, before the turns that follow them.
     read_again = num_rollouts * work.reply_tokens * work.shared_frac / train.branches
-    positions = work.signal_frac * (reads * prompt_tokens + reply_tokens + read_again) + work.given_tokens
-    scored = work.signal_frac * reply_tokens + work.given_scored
+    positions = work.signal_frac * (reads * prompt_tokens + reply_tokens + read_again) + work.offline_tokens
+    scored = work.signal_frac * reply_tokens + work.offline_scored
     seconds = {
         "generate": work.sampling_frac * generating_s,
         "verify": judge_s(work, speeds, layout, num_rollouts),
@@ -219,7 +218,7 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
         step_s=step_s,
         eval_s=eval_s,
         total_s=step_s * train.steps + eval_s * work.num_evals,
-        scored_tokens_per_s=(reply_tokens + work.given_scored) / step_s,
+        scored_tokens_per_s=(reply_tokens + work.offline_scored) / step_s,
         num_reply_tokens=reply_tokens,
         num_positions=positions * train.epochs,
         bottleneck=bottleneck,
@@ -230,7 +229,7 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
 
 
 def _name_bottleneck(seconds: Mapping[str, float], eval_step_s: float, limit: str) -> tuple[str, str]:
-    """Return what takes longest, with its cause, and the role that does it."""
+    """Return the slowest stage with its bound, and its role."""
     shares = {f"{name} (every step)": amount for name, amount in seconds.items()}
     shares["evaluate"] = eval_step_s
     slowest = max(shares, key=lambda name: shares[name])
@@ -248,29 +247,29 @@ def _name_bottleneck(seconds: Mapping[str, float], eval_step_s: float, limit: st
 def learn_s(work: Work, speeds: Speeds, layout: RoleCounts, positions: float, scored: float) -> float:
     """Return seconds of forward, backward, gathering shards, and the optimizer.
 
-    Units: `positions` and `scored` are those of one way through the batch.
+    `positions` and `scored` are those of one pass through the batch.
     """
-    size, spec, known = work.size, work.spec, speeds.efficiency
+    size, spec, efficiency = work.size, work.spec, speeds.efficiency
     num_devices = 1 if speeds.is_processor else layout.num_learners
     context = work.prompt_tokens_mean + work.reply_tokens / 2
     adapters = count_trained(size, spec.lora)
-    # Frozen weights have no gradient: two thirds of forward and backward are left.
+    # Frozen weights need no gradient: two thirds of the FLOP of forward and backward remain.
     share = 1.0 if adapters is None else 2 / 3
     flop = share * learn_flop(size, positions, scored) + 3.0 * attention_flop(size, positions * context)
     if recomputes(spec, size, layout, speeds.memory_bytes, work.frozen):
         flop += prefill_flop(size, positions)
     flop = spec.train.epochs * flop + _scoring_flop(work, positions, scored)
     imbalance = IMBALANCE if layout.num_learners > 1 else 1.0
-    compute_s = imbalance * flop / (speeds.gflops * 1e9 * known.learn_frac * num_devices)
+    compute_s = imbalance * flop / (speeds.gflops * 1e9 * efficiency.learn_frac * num_devices)
     state = state_bytes(size, spec.model.dtype, adapters) / num_devices
     num_updates = spec.train.steps_per_batch
-    update_s = num_updates * state / (speeds.copy_gb_per_s * 1e9 * known.update_frac)
+    update_s = num_updates * state / (speeds.copy_gb_per_s * 1e9 * efficiency.update_frac)
     if layout.num_learners == 1:
         return compute_s + update_s
     budget = position_budget(spec, size, layout, speeds.memory_bytes)
     per_update = positions / spec.train.mini_batches
     num_micro_batches = num_updates * max(-(-per_update // (budget * layout.num_learners)), 1.0)
-    # Each micro-batch gathers the copies twice and scatters fp32 gradients once; what a rank sends of it.
+    # Each micro-batch gathers the copies twice and scatters fp32 gradients once; a rank sends its share.
     num_trained = size.num_params if adapters is None else adapters
     moved = 2 * COPY_BYTES[spec.model.dtype] * size.num_params + 4 * num_trained
     sent = moved * (layout.num_learners - 1) / layout.num_learners
@@ -278,32 +277,31 @@ def learn_s(work: Work, speeds: Speeds, layout: RoleCounts, positions: float, sc
 
 
 def _scoring_flop(work: Work, positions: float, scored: float) -> float:
-    """Return the FLOP of one forward of every model that each batch is shown without being learned from.
+    """Return the FLOP of the forward passes that only score a batch, in every step.
 
-    The policy is one of them where ratios start from weights that optimizer steps leave behind.
-
-    Pairs are scored by their reference once, before the first step.
+    They are those of reference and teacher, and of the policy if ratios start from the weights before the
+    first optimizer step on a batch. The reference of pairs scores once, before the first step.
     """
     spec, context = work.spec, work.prompt_tokens_mean + work.reply_tokens / 2
     sizes = frozen_sizes(spec, work.size, work.frozen)
-    asked = [one for role, one in sizes.items() if role == "teacher" or spec.needs_reference]
+    scoring = [size for role, size in sizes.items() if role == "teacher" or spec.needs_reference]
     if spec.has_teacher and spec.teacher.source == "current":
-        asked.append(work.size)
+        scoring.append(work.size)
     if spec.scores_start:
-        asked.append(work.size)
+        scoring.append(work.size)
     return sum(
-        prefill_flop(one, positions)
-        + 2.0 * one.head_params * scored
-        + attention_flop(one, positions * context)
-        for one in asked
+        prefill_flop(size, positions)
+        + 2.0 * size.head_params * scored
+        + attention_flop(size, positions * context)
+        for size in scoring
     )
 
 
 def sync_s(work: Work, speeds: Speeds, layout: RoleCounts) -> float:
-    """Return seconds of one publication: nothing in one process.
+    """Return seconds of one publication of weights; 0 in one process.
 
-    Between GPUs of the job each engine is sent a copy, which both sides sum up; else the copies are written,
-    hashed and read.
+    Between GPUs of the job each engine is sent a copy, with a digest on both sides; else the copies are
+    written, hashed and read.
     """
     if work.spec.layout.kind == "inline" or not work.spec.train.has_rl:
         return 0.0
@@ -314,7 +312,7 @@ def sync_s(work: Work, speeds: Speeds, layout: RoleCounts) -> float:
     is_whole = adapters is None and engine.transport in ("auto", "broadcast")
     if is_whole and work.spec.layout.has_gpus and not speeds.is_processor:
         num_receivers = layout.num_engines * (engine.tensor_parallel or 1)
-        # Of several ranks each gathers what the others have, once for the digest and once to send.
+        # Each of several ranks gathers the others' shards, once for the digest and once to send.
         gathered = 2 * num_bytes * (layout.num_learners - 1) / layout.num_learners
         summed = 2 * DIGEST_PASSES * num_bytes / (speeds.copy_gb_per_s * 1e9)
         return (gathered + num_receivers * num_bytes) / link + summed

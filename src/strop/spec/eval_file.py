@@ -80,7 +80,7 @@ class EvalFile:
         return "".join(f"{dotted(path)} = {format_value(value)}\n" for path, value in lines.items())
 
     def words_for(self, run: RunSpec | None, task: str = "") -> list[str]:
-        """Return the `key=value` words of asking a model about one of the tasks, as `read_asking` takes them.
+        """Return the `key=value` words of asking a model about one of the tasks, as `read_setup` takes them.
 
         `run`: whose model it is; what the file leaves open of the model is as it was trained there. `task`
         empty: the only one.
@@ -118,7 +118,7 @@ def read_eval_file(
 ) -> EvalFile:
     """Read an evaluation's run file with everything that it extends. `is_job`: it may ask for a job.
 
-    Values are not judged here: `words_for` and `read_asking` do.
+    Values are not judged here: `words_for` and `read_setup` do.
     Raises: ConfigError if there is no such file, it names no task, or it sets what plays no part.
     """
     shown = show_path(os.fspath(path))

@@ -19,7 +19,7 @@ from strop.evaluate.harness.run import (
     write_task_files,
 )
 from strop.rollout import Example, Split
-from strop.run.inference import read_asking
+from strop.run.inference import read_setup
 from strop.spec import TaskSpec
 from strop.tasks import build_task
 from tests.evaluate.harness.harness_replies import (
@@ -44,7 +44,7 @@ def make_spec(name: str, data: Mapping[str, Path], **settings: str) -> TaskSpec:
     if protocol.runs_code:
         words.append(f"task.min_isolation={best_level()}")
     words += [f"task.{key}={value}" for key, value in settings.items()]
-    spec = read_asking(protocol.own_task, words, Split.HELD_OUT).spec.task
+    spec = read_setup(protocol.own_task, words, Split.HELD_OUT).spec.task
     return spec.model_copy(update=dict(protocol.own_settings))
 
 

@@ -20,7 +20,7 @@ import pytest
 from strop.cli import main
 from strop.engine import Completion, GenerationRequest
 from strop.rollout import Example, FinishReason, Sampling, Split
-from strop.run.inference import open_model, read_asking, serve_model
+from strop.run.inference import open_model, read_setup, serve_model
 from strop.tasks import build_task
 from tests.evaluate.harness.harness_world import make_spec
 
@@ -109,11 +109,11 @@ def test_p3_few_examples_are_not_compared_with_the_published_score(generated: Ge
 
 def test_p3_our_engine_gives_the_same_replies_and_verdicts(generated: Generated) -> None:
     words = [f"source={generated.data['gsm8k']}", "model.dtype=float32", "placement.threads=1"]
-    asking = read_asking("gsm8k", words, Split.HELD_OUT)
+    setup = read_setup("gsm8k", words, Split.HELD_OUT)
     said = {row["arguments"]["gen_args_0"]["arg_0"]: row["resps"][0][0] for row in generated.samples}
 
     async def ask(prompts: Sequence[str]) -> list[Completion]:
-        async with serve_model(asking.spec, open_model(str(generated.model))) as (engine, tokenizer):
+        async with serve_model(setup.spec, open_model(str(generated.model))) as (engine, tokenizer):
             requests = [
                 GenerationRequest(
                     prompt_ids=tokenizer.encode(prompt),
