@@ -1,11 +1,11 @@
-"""What this machine has, and what runs on it because of us.
+"""This machine's resources, and strop's processes on it.
 
-`describe_machine` reads CPUs, memory and GPUs; `calibrate_machine` measures, `read_calibration` reads.
-`read_gpus` lists GPUs and MIG slices, `parse_visible_devices` says which of them a process sees, `share_out`
-divides them among roles. `take_lease` holds them for a run, `clear_leftovers` ends what dead runs left.
-`peak_rss_bytes`, `free_memory_bytes`, `require_free_disk` and others say what is used and what is left.
-`spawn` and `terminate` run child processes that end with their parent and leave nothing behind.
-Not here: placing roles on devices (cluster), untrusted code (sandbox).
+`describe_machine` reads CPUs, memory and GPUs; `calibrate_machine` measures speeds, `read_calibration` reads
+them. `read_gpus` lists GPUs and MIG slices, `parse_visible_devices` returns those that a process sees,
+`share_out` divides them among roles. `take_lease` reserves them for a run, `clear_leftovers` cleans up after
+dead runs. `peak_rss_bytes`, `free_memory_bytes`, `require_free_disk` and others report usage and free space.
+`spawn` and `terminate` run child processes that end with their parent and leave nothing behind. Not here:
+placement of roles on devices (cluster), untrusted code (sandbox).
 """
 
 from strop.hardware.calibrate import Calibration, calibrate_machine, read_calibration

@@ -1,7 +1,7 @@
-"""Accelerators that a run can be planned for without having one: a table, or a file of one's own.
+"""Accelerators for planning a run without having one: a table, or a user's file.
 
-Peaks are those of dense products; a product of a real program reaches a share of them (`efficiency`).
-The link is what one device sends in one direction to its neighbours in the same machine.
+Peaks are for dense matrix products; a real program reaches a fraction of them (`calibrate.Efficiency`).
+The link is the bandwidth of one device to its neighbours in the same machine, in one direction.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from strop.spec.base import Section
 
 
 class Accelerator(Section):
-    """What a plan needs to know of a device."""
+    """The properties of a device that a plan needs."""
 
     name: str = Field(min_length=1, description="How it is called.")
     bf16_tflops: float = Field(gt=0.0, description="Peak of dense bfloat16 products, 1e12 operations per s.")
@@ -35,7 +35,7 @@ class Accelerator(Section):
 
     @property
     def memory_bytes(self) -> int:
-        """Its memory."""
+        """The memory in bytes."""
         return int(self.memory_gb * 1e9)
 
 
@@ -58,7 +58,7 @@ def _device(
     )
 
 
-# Of a link, half of the total that data sheets print: they add both directions.
+# For links, half of the data sheet's total, which adds both directions.
 ACCELERATORS = (
     _device("h200", (989.0, 67.0), (141.0, 4800.0), 450.0, "NVIDIA H200 data sheet, SXM"),
     _device("h100", (989.0, 67.0), (80.0, 3350.0), 450.0, "NVIDIA H100 data sheet, SXM"),
@@ -82,22 +82,23 @@ _NAMES_OF_DRIVER = (
         ("NVIDIA A10G", "a10g"),
     ),
 )
-"""How nvidia-smi names them; the first that a name begins with, 'NVIDIA ' left out, or is."""
+"""From names of nvidia-smi. The first match counts: a full name with 'NVIDIA ', or a prefix without it."""
 
 
-def find_accelerator(given: str, *, setting: str = "--hardware") -> Accelerator:
-    """Return the accelerator of a name in the table, or of a TOML file. `setting`: what named it.
+def find_accelerator(text: str, *, setting: str = "--hardware") -> Accelerator:
+    """Return the accelerator with a name in the table, or described in a TOML file.
 
+    `setting`: the setting with this value, for messages.
     Raises: ConfigError if there is no such name and no such file, or the file does not describe one.
     """
     by_name = {device.name: device for device in ACCELERATORS}
     known = ", ".join(by_name)
-    if given.lower() in by_name:
-        return by_name[given.lower()]
-    path = Path(given)
+    if text.lower() in by_name:
+        return by_name[text.lower()]
+    path = Path(text)
     if not path.is_file():
         raise ConfigError(
-            f"{setting} {given} is no accelerator that strop knows, and no file",
+            f"{setting} {text} is no accelerator that strop knows, and no file",
             allowed=f"{known}, or a TOML file that describes one",
             next_step="name one of these, or write its numbers into a file",
         )
@@ -117,7 +118,7 @@ def find_accelerator(given: str, *, setting: str = "--hardware") -> Accelerator:
 
 
 def match_gpu(driver_name: str) -> Accelerator | None:
-    """Return the accelerator that nvidia-smi calls so; None for one that is not in the table."""
+    """Return the accelerator with a name of nvidia-smi; None if it is not in the table."""
     bare = driver_name.removeprefix("NVIDIA ").removeprefix("GeForce ")
     for beginning, name in _NAMES_OF_DRIVER:
         wanted = beginning.removeprefix("NVIDIA ")
@@ -127,9 +128,9 @@ def match_gpu(driver_name: str) -> Accelerator | None:
 
 
 def match_gpu_type(name: str) -> Accelerator | None:
-    """Return the accelerator that a scheduler calls so, as h100 or nvidia_a100-sxm4-80gb; None for another.
+    """Return the accelerator with a scheduler's name, such as h100 or nvidia_a100-sxm4-80gb.
 
-    A slice of a GPU, and a name that two of the table could have (a100), is none.
+    None for an unknown or ambiguous name (a100), and for a slice of a GPU.
     """
     words = name.lower().replace("_", "-").removeprefix("nvidia-").removeprefix("tesla-")
     by_name = {device.name: device for device in ACCELERATORS}

@@ -1,8 +1,8 @@
-"""Which GPUs each role of a run gets: of those that its job was given, or of those that are free here.
+"""The allocation of GPUs to the roles of a run: from those of its job, or from the free ones of this machine.
 
-The caller names the roles, mostly learner, engine and environments; a role that wants no GPU sees none.
-Inside a job the list in CUDA_VISIBLE_DEVICES is cut in its order. On a machine where it is not set, those
-GPUs are taken that no living run holds and no process computes on, the emptiest first.
+The caller names the roles, mostly learner, engine and environments; a role without GPUs sees none. Inside a
+job the list in CUDA_VISIBLE_DEVICES is divided in its order. If it is not set, the GPUs are chosen that no
+living run holds and no process uses, the emptiest first.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from strop.spec.layout import DeviceShare
 
 DEVICE_ORDER = "CUDA_DEVICE_ORDER"
 PCI_BUS_ID = "PCI_BUS_ID"
-"""The order that nvidia-smi counts in. CUDA's own default puts the fastest first."""
+"""nvidia-smi's order. CUDA's default puts the fastest GPU first."""
 _NUM_TRIES = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleDevices:
-    """What one role sees."""
+    """The devices of one role."""
 
     visible: VisibleDevices
     uuids: tuple[str, ...]
-    """Of GPUs or slices; empty where nvidia-smi does not tell them."""
+    """UUIDs of GPUs or slices; empty if nvidia-smi does not list them."""
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What its environment needs; of a role without GPUs too, which would see all of them else."""
+        """Its environment variables; a role without GPUs needs them too, or it would see all GPUs."""
         return {VISIBLE_DEVICES: self.visible.text or "", DEVICE_ORDER: PCI_BUS_ID}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Allocation:
-    """Which role has which GPUs."""
+    """The GPUs of each role."""
 
     roles: Mapping[str, RoleDevices]
     inherited: str | None = None
-    """CUDA_VISIBLE_DEVICES as it was before; None where it was not set."""
+    """The previous value of CUDA_VISIBLE_DEVICES; None if it was not set."""
     notices: tuple[str, ...] = ()
 
     @property
     def uuids(self) -> tuple[str, ...]:
-        """All of them, as a lease names them."""
+        """All UUIDs, as a lease lists them."""
         return tuple(uuid for role in self.roles.values() for uuid in role.uuids)
 
     def record(self) -> dict[str, object]:
-        """Return what a start record keeps: UUIDs, since an index means another GPU elsewhere."""
+        """Return the entry of a start record: UUIDs, since an index means another GPU elsewhere."""
         return {
             "inherited": self.inherited,
             "roles": {
@@ -75,33 +75,33 @@ class Allocation:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuRequest:
-    """How many GPUs each role wants, and what it was given to take them from."""
+    """The number of GPUs of each role, and the GPUs to choose from."""
 
     wanted: Mapping[str, int]
-    """Role to number, in the order in which they are served."""
+    """From role to number, in the order of allocation."""
     inherited: str | None = None
-    """CUDA_VISIBLE_DEVICES; None where it is not set."""
+    """CUDA_VISIBLE_DEVICES; None if it is not set."""
     is_granted: bool = False
-    """Whether a scheduler was asked for these GPUs: then it must name them."""
+    """Whether a scheduler was asked for these GPUs, so that it must list them."""
     need_bytes: Mapping[str, int] = field(default_factory=dict)
-    """What a role needs free on each of its GPUs; a role that is not here asks for no amount."""
+    """Free memory that a role needs on each of its GPUs; a missing role has no requirement."""
     own_lease_id: str | None = None
-    """Whose processes are not strangers."""
+    """The lease of the caller's own processes."""
 
 
 def allocate_gpus(request: GpuRequest, inventory: Inventory) -> Allocation:
     """Divide GPUs among roles.
 
-    Raises: CheckRefused if there are too few, if the variable is missing in a job that asked for GPUs, if a
-        role is to have several slices, or slices and whole GPUs are mixed, naming who is in the way where
-        they are chosen here; ConfigError if the variable cannot be read, or names no GPU of this machine.
+    Raises: CheckRefused if there are too few, naming their users where they are chosen here, if the variable
+        is missing in a job that asked for GPUs, if a role would get several slices, or slices and whole GPUs
+        are mixed; ConfigError if the variable is malformed, or names no GPU of this machine.
     """
     total = sum(request.wanted.values())
-    given = parse_visible_devices(request.inherited)
+    visible = parse_visible_devices(request.inherited)
     if total == 0:
         roles = {name: _nothing() for name in request.wanted}
         return Allocation(roles=roles, inherited=request.inherited)
-    if given.form is DeviceForm.UNSET:
+    if visible.form is DeviceForm.UNSET:
         if request.is_granted:
             raise CheckRefused(
                 f"{count_gpus(total)} asked for, and {VISIBLE_DEVICES} is not set in this job, so that"
@@ -110,22 +110,22 @@ def allocate_gpus(request: GpuRequest, inventory: Inventory) -> Allocation:
                 next_step="see that the job asks its scheduler for GPUs, and that nothing unsets it",
             )
         return _take_free(request, inventory)
-    shares = share_out(given, request.wanted)
-    used = given.ids[:total]
-    by_id = {entry: _resolve(entry, given.form, inventory) for entry in used}
-    # One GPU may be given by two names: a UUID and its beginning.
+    shares = share_out(visible, request.wanted)
+    used = visible.ids[:total]
+    by_id = {entry: _resolve(entry, visible.form, inventory) for entry in used}
+    # A GPU may be listed under two names: a UUID and its beginning.
     uuids = [uuid for uuid in by_id.values() if uuid is not None]
     if len(set(uuids)) < len(uuids):
         raise ConfigError(
-            f"{VISIBLE_DEVICES}={given.text} names one GPU twice",
+            f"{VISIBLE_DEVICES}={visible.text} names one GPU twice",
             allowed="each GPU once",
             next_step="correct the variable",
         )
     notices = []
-    if len(given.ids) > total:
+    if len(visible.ids) > total:
         notices.append(
-            f"{count_gpus(len(given.ids))} visible and {total} asked for: the first are used, "
-            f"{', '.join(used)}, and {', '.join(given.ids[total:])} stay unused"
+            f"{count_gpus(len(visible.ids))} visible and {total} asked for: the first are used, "
+            f"{', '.join(used)}, and {', '.join(visible.ids[total:])} stay unused"
         )
     roles = {
         name: RoleDevices(
@@ -140,9 +140,9 @@ def allocate_gpus(request: GpuRequest, inventory: Inventory) -> Allocation:
 def lease_gpus(
     run: str, attempt: str, request: GpuRequest, *, folder: Path | None = None
 ) -> tuple[HeldLease, Allocation]:
-    """Divide GPUs among roles and hold them for a run.
+    """Divide GPUs among roles and take a lease on them.
 
-    Where another run takes one in between, it is chosen anew, of what is left.
+    If another run takes one in between, the choice is repeated.
     Raises: as `allocate_gpus` and `take_lease` do.
     """
     num_left = _NUM_TRIES
@@ -157,20 +157,20 @@ def lease_gpus(
 
 
 def take_devices(role: str, share: DeviceShare, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables by which a role sees its GPUs alone; ids stay words, slices' UUIDs too.
+    """Return the variables that show a role only its GPUs.
 
     Raises: CheckRefused naming the role if its node shows fewer.
     """
     name = PART_DEVICES.get(share.part, VISIBLE_DEVICES)
     if name not in environ:
-        # A node that only generates shows these GPUs and no others.
+        # A node that only generates shows only these GPUs.
         name = VISIBLE_DEVICES
-    given = parse_visible_devices(environ.get(name))
-    chosen = given.ids[share.first : share.first + share.count]
+    visible = parse_visible_devices(environ.get(name))
+    chosen = visible.ids[share.first : share.first + share.count]
     if len(chosen) < share.count:
         raise CheckRefused(
             f"role {role} is to have GPU {share.first} to {share.first + share.count - 1} of its node,"
-            f" and {name} there names {len(given.ids)}: {given.text or 'none'}",
+            f" and {name} there names {len(visible.ids)}: {visible.text or 'none'}",
             allowed="as many GPUs on every node as the run file asks for",
             next_step="ask the scheduler for as many as the job section says",
         )
@@ -182,7 +182,7 @@ def _nothing() -> RoleDevices:
 
 
 def _resolve(entry: str, form: DeviceForm, inventory: Inventory) -> str | None:
-    """Return the UUID that an entry names; None where nvidia-smi tells of no GPU at all."""
+    """Return the UUID of an entry; None if nvidia-smi lists no GPU at all."""
     gpus = inventory.report.gpus
     if not gpus:
         return None
@@ -195,47 +195,47 @@ def _resolve(entry: str, form: DeviceForm, inventory: Inventory) -> str | None:
                 allowed=f"the UUID of one of its slices ({listed}), or a GPU that is whole",
                 next_step="put a slice's UUID into the variable, or ask for a whole GPU",
             )
-    found = [device.uuid for device in inventory.devices if _is_named(device, entry, form)]
-    if not found and any(gpu.has_mig and entry.startswith(f"MIG-{gpu.uuid}/") for gpu in gpus):
-        # The old spelling of a slice, which newer drivers take and do not list.
+    matches = [device.uuid for device in inventory.devices if _is_named(device, entry, form)]
+    if not matches and any(gpu.has_mig and entry.startswith(f"MIG-{gpu.uuid}/") for gpu in gpus):
+        # The old spelling of a slice, which newer drivers accept but do not list.
         return entry
-    if len(found) != 1:
+    if len(matches) != 1:
         listed = ", ".join(device.uuid for device in inventory.devices)
-        said = "several GPUs" if found else "no GPU of this machine"
+        what = "several GPUs" if matches else "no GPU of this machine"
         raise ConfigError(
-            f"{VISIBLE_DEVICES} names {entry}, which is {said}: CUDA drops it and all that follow",
+            f"{VISIBLE_DEVICES} names {entry}, which is {what}: CUDA drops it and all that follow",
             allowed=f"indices below {len(gpus)}, or one of {listed}",
             next_step="correct the variable",
         )
-    return found[0]
+    return matches[0]
 
 
 def _is_named(device: Device, entry: str, form: DeviceForm) -> bool:
     if form is DeviceForm.INDEX:
         return not device.is_slice and device.gpu.index == entry
     if form is DeviceForm.GPU_UUID:
-        # CUDA takes the beginning of a UUID too, where it is the only such.
+        # CUDA also accepts an unambiguous beginning of a UUID.
         return not device.is_slice and device.uuid.startswith(entry)
     return device.is_slice and device.uuid.startswith(entry)
 
 
 def _take_free(request: GpuRequest, inventory: Inventory) -> Allocation:
-    """Choose among the GPUs of a machine that has no scheduler."""
+    """Choose among the GPUs of a machine without a scheduler."""
     total = sum(request.wanted.values())
     whole = [device for device in inventory.devices if not device.is_slice]
     slices = [device for device in inventory.devices if device.is_slice]
     refusals = []
-    # Whole ones first. Never both: NCCL connects no slices, and a slice's memory is another.
+    # Whole GPUs first, and never both: NCCL connects no slices, and their memory differs.
     for candidates in filter(None, (whole, slices)):
         chosen, reasons = _fill(request, candidates, inventory)
         if chosen is not None:
             return Allocation(roles=chosen)
         refusals += reasons
     kinds = f"{len(whole)} whole GPUs and {len(slices)} MIG slices" if slices else f"{len(whole)} GPUs"
-    said = f"{inventory.report.probe}: {inventory.report.complaint}".rstrip(": ")
-    found = f"this machine has {kinds}" if inventory.devices else f"nvidia-smi shows none ({said})"
+    complaint = f"{inventory.report.probe}: {inventory.report.complaint}".rstrip(": ")
+    present = f"this machine has {kinds}" if inventory.devices else f"nvidia-smi shows none ({complaint})"
     raise CheckRefused(
-        "; ".join([f"{count_gpus(total)} asked for and {found}", *refusals]),
+        "; ".join([f"{count_gpus(total)} asked for and {present}", *refusals]),
         allowed="as many free GPUs as the roles ask for, all whole or all slices, one slice for a role",
         next_step="wait, end those processes yourself, or ask for fewer GPUs",
     )
@@ -244,34 +244,36 @@ def _take_free(request: GpuRequest, inventory: Inventory) -> Allocation:
 def _fill(
     request: GpuRequest, candidates: Sequence[Device], inventory: Inventory
 ) -> tuple[dict[str, RoleDevices] | None, list[str]]:
-    """Give the emptiest devices to the roles that need most; return None and the reasons if some lack."""
+    """Give the emptiest devices to the roles that need most; if some lack devices, return None and why."""
     reasons, free = [], []
     for device in candidates:
-        found = list(check_device(device, inventory, own_lease_id=request.own_lease_id))
-        reasons += [finding.given for finding in found]
-        free += [] if found else [device]
+        problems = list(check_device(device, inventory, own_lease_id=request.own_lease_id))
+        reasons += [finding.given for finding in problems]
+        free += [] if problems else [device]
     together = [number for name, number in request.wanted.items() if not is_one_by_one(name)]
     if candidates[0].is_slice and max(together, default=0) > 1:
         return None, [*reasons, "a role sees one MIG slice at most"]
     if len(free) < sum(request.wanted.values()):
         return None, reasons
-    # By whole GiB: a few bytes more or less shall not shuffle GPUs that are equally empty.
+    # By whole GiB, so that a few bytes do not reorder equally empty GPUs.
     free.sort(key=lambda device: -((device.room_bytes or 0) >> 30))
     chosen: dict[str, list[Device]] = {}
     too_full = []
     for name in sorted(request.wanted, key=lambda name: -request.need_bytes.get(name, 0)):
-        mine, free = free[: request.wanted[name]], free[request.wanted[name] :]
-        for device in mine:
+        taken, free = free[: request.wanted[name]], free[request.wanted[name] :]
+        for device in taken:
             room = check_room(device, request.need_bytes.get(name, 0))
-            too_full += [f"{name} on {one.given}" for one in room if one.severity is Severity.ERROR]
-        chosen[name] = sorted(mine, key=candidates.index)
+            too_full += [
+                f"{name} on {problem.given}" for problem in room if problem.severity is Severity.ERROR
+            ]
+        chosen[name] = sorted(taken, key=candidates.index)
     if too_full:
         return None, [*reasons, *too_full]
     return {name: _name(chosen[name]) for name in request.wanted}, []
 
 
 def _name(devices: Sequence[Device]) -> RoleDevices:
-    """Name whole GPUs by index, which every program reads, and slices by UUID, which is all they have."""
+    """Name whole GPUs by index, which every program accepts, and slices by UUID, their only name."""
     if not devices:
         return _nothing()
     uuids = tuple(device.uuid for device in devices)

@@ -1,4 +1,4 @@
-"""The time in which something is under way, however much of it at once."""
+"""The total time during which at least one operation runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from contextlib import contextmanager
 Interval = tuple[float, float]
 """Begin and end on a clock, in seconds."""
 MAX_INTERVALS = 4096
-"""That are kept until they are taken; beyond it those with the smallest pauses between them are joined."""
+"""Limit of stored intervals; beyond it those with the smallest pauses between them are joined."""
 
 
 class BusyClock:
-    """Adds up the time between the first that begins and the last that ends.
+    """Measure the time during which at least one operation runs.
 
-    Work that overlaps and waits for its turn has durations that add up to anything.
+    The durations of overlapping and queued operations cannot be added up.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -43,31 +43,31 @@ class BusyClock:
                 self.add((self._taken_at, now))
 
     def add(self, interval: Interval) -> None:
-        """Note that something was under way elsewhere, for `take_intervals` alone."""
+        """Add the interval of an operation elsewhere, for `take_intervals` only."""
         self._ended.append(interval)
         if len(self._ended) >= MAX_INTERVALS:
             self._ended = join_intervals(self._ended, MAX_INTERVALS // 2)
 
     def take_s(self) -> float:
-        """Return the time (seconds) that has ended since this was last asked for, and start anew."""
+        """Return the busy seconds completed since the last call, and reset."""
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
     def take_intervals(self, most: int) -> list[Interval]:
-        """Return when something was under way since this was last asked for, up to now, and start anew.
+        """Return the busy intervals since the last call, up to now, and reset.
 
-        Of more than `most` intervals, those with the smallest pauses between them are joined.
+        If there are more than `most`, those with the smallest pauses between them are joined.
         """
-        found, self._ended = self._ended, []
+        intervals, self._ended = self._ended, []
         if self._num_running:
             now = self._clock()
-            found.append((self._taken_at, now))
+            intervals.append((self._taken_at, now))
             self._taken_at = now
-        return join_intervals(found, most)
+        return join_intervals(intervals, most)
 
 
 def join_intervals(intervals: Iterable[Interval], most: int) -> list[Interval]:
-    """Return the time that is in any of some intervals, as `most` at most, in order."""
+    """Return the union of intervals, in order, as at most `most` intervals."""
     joined: list[Interval] = []
     for begin, end in sorted(intervals):
         if joined and begin <= joined[-1][1]:

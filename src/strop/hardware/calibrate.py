@@ -1,6 +1,6 @@
-"""How fast this machine multiplies and copies: measured once, kept in the cache, read by the planner.
+"""The speed of this machine's matrix products and copies: measured once, cached, read by the planner.
 
-Reading needs no torch. A measurement counts for the CPU and thread count it was taken with.
+Reading needs no torch. A measurement is valid for the CPU and thread count of its run.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from strop.hardware.machine import describe_machine
-from strop.io.atomic import explain_write_failure, write_bytes_atomically
+from strop.io.atomic import make_directory, write_bytes_atomically
 from strop.io.variables import user_cache_dir
 
 Action = Callable[[], object]
 CALIBRATION_NAME = "hardware.json"
 SMALLEST_GEMM, GEMM_SIZE = 128, 2048
-"""Rows and columns of the products that are timed. Emulated bfloat16 takes half a minute for the last."""
+"""Rows and columns of the timed products. Emulated bfloat16 takes half a minute for the largest."""
 COPY_BYTES = 256 << 20
 
 
@@ -45,7 +46,7 @@ def calibrate_machine(
     copy_bytes: int = COPY_BYTES,
     time_limit_s: float = 0.5,
 ) -> Calibration:
-    """Measure and remember. Takes at most about five times `time_limit_s` and torch's import.
+    """Measure, and write the result to the cache. Takes about five times `time_limit_s`, plus torch's import.
 
     Raises: StoreError if the result cannot be written to the cache.
     """
@@ -62,29 +63,17 @@ def calibrate_machine(
         gemm_bf16_gflops=measure_gemm("bfloat16", time_limit_s, largest=gemm_size) / 1e9,
         copy_gb_per_s=copy_bytes / _best_s(lambda: target.copy_(source), time_limit_s) / 1e9,
     )
-    parent = cache_dir or user_cache_dir()
-    try:
-        parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise explain_write_failure(error, parent / CALIBRATION_NAME) from error
-    write_bytes_atomically(parent / CALIBRATION_NAME, json.dumps(asdict(result), indent=1).encode())
+    _write_measured(result, cache_dir, CALIBRATION_NAME)
     return result
 
 
 def read_calibration(cache_dir: Path | None = None) -> Calibration | None:
-    """Return what was measured on this CPU before, or None. Without torch."""
-    path = (cache_dir or user_cache_dir()) / CALIBRATION_NAME
-    try:
-        found = Calibration(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        # Not measured, or by another version of strop: the same to a planner.
-        return None
-    # A cache on a shared home directory may come from another machine.
-    return found if found.cpu_name == describe_machine().cpu_name else None
+    """Return the cached calibration of this CPU, or None. Without torch."""
+    return _read_measured(Calibration, cache_dir, CALIBRATION_NAME)
 
 
 def measure_gemm(dtype: str, time_limit_s: float, *, largest: int = GEMM_SIZE) -> float:
-    """Return the operations per second of a square product; takes at most about twice the limit."""
+    """Return the operations per second of a square product. Takes at most about twice the limit."""
     import torch
 
     def prepare(size: int) -> Action:
@@ -104,8 +93,8 @@ def best_rate(
 ) -> float:
     """Return the operations per second of the largest square product that the time allows.
 
-    `prepare` returns what multiplies matrices of a size. Sizes double from `SMALLEST_GEMM` to `largest`
-    for as long as a product of the next one, made twice, would fit into what is left of the limit.
+    `prepare` returns a function that multiplies matrices of a size. Sizes double from `SMALLEST_GEMM` to
+    `largest` as long as two products of the next size would fit into the rest of the limit.
     """
     ends_at = clock() + time_limit_s
     size = min(SMALLEST_GEMM, largest)
@@ -113,13 +102,13 @@ def best_rate(
         multiply = prepare(size)
         seconds = _best_s(multiply, 0.0, clock)
         if size * 2 > largest or clock() + 2 * 8 * seconds > ends_at:
-            # Not only what was left of the limit: of many tries, one is undisturbed.
+            # The full limit again, because one of many tries is undisturbed.
             return 2.0 * size**3 / min(seconds, _best_s(multiply, time_limit_s, clock))
         size *= 2
 
 
 def _best_s(action: Action, time_limit_s: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Return the shortest of several tries; at least one after a first that warms up."""
+    """Return the shortest duration of several tries: at least one, after a warm-up."""
     action()
     best, ends_at = float("inf"), clock() + time_limit_s
     while True:
@@ -131,7 +120,7 @@ def _best_s(action: Action, time_limit_s: float, clock: Callable[[], float] = ti
             return best
 
 
-# Shares of those speeds that generation and learning reach. They depend on the program and not on the model's
+# Fractions of those speeds that generation and learning reach. They depend on the program, not on the model's
 # size; `strop plan --measure` measures them, and the defaults below name their measurement.
 
 EFFICIENCY_NAME = "efficiency.json"
@@ -139,22 +128,22 @@ EFFICIENCY_NAME = "efficiency.json"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """What real work reaches of the speeds of one large product and one large copy."""
+    """Fractions of the speeds of a large product and a large copy that real programs reach."""
 
     learn_frac: float
-    """Of the product's rate, in forward and backward passes."""
+    """Fraction of the product's rate in forward and backward passes."""
     decode_frac: float
-    """Of the product's rate, in prefill and decoding of many rows."""
+    """Fraction of the product's rate in prefill and in decoding many rows."""
     decode_layer_s: float
-    """Seconds that every layer adds to every decode step, however few its rows."""
+    """Seconds that every layer adds to every decode step, independent of the number of rows."""
     update_frac: float
-    """Of the copy's rate, in the optimizer's pass over masters, moments, gradients and copies."""
+    """Fraction of the copy's rate in the optimizer's pass over masters, moments, gradients and copies."""
     cpu_name: str | None
-    """Where it was measured; None for an accelerator."""
+    """The measured CPU; None for an accelerator."""
     source: str
-    """The measurement, in words."""
+    """A description of the measurement."""
     is_measured: bool = False
-    """Whether it was measured on the machine that is planned for."""
+    """Whether it was measured on the planned machine."""
 
 
 CPU_EFFICIENCY = Efficiency(
@@ -166,7 +155,7 @@ CPU_EFFICIENCY = Efficiency(
     source="SmolLM2-135M in bfloat16 on two AMD EPYC cores with 425 GFLOP/s, fitted to the steps in"
     " benchmarks/results/grpo-*-2026-11-21 and generate-*-2026-11-21",
 )
-"""Of processors."""
+"""Default for processors."""
 GPU_EFFICIENCY = Efficiency(
     learn_frac=0.3,
     decode_frac=0.5,
@@ -176,30 +165,37 @@ GPU_EFFICIENCY = Efficiency(
     source="not measured by strop: published shares of peak of small dense models on H100 and H200 (prime-rl:"
     " 0.11 to 0.36 in learning), ten kernels of 4 us per layer and decode step",
 )
-"""Of accelerators."""
+"""Default for accelerators."""
 
 
 def read_efficiency(cache_dir: Path | None = None) -> Efficiency | None:
-    """Return what was measured on this processor before, or None. Without torch."""
-    path = (cache_dir or user_cache_dir()) / EFFICIENCY_NAME
-    try:
-        found = Efficiency(**json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError):
-        # Not measured, or by another version of strop: the same to a planner.
-        return None
-    # A cache on a shared home directory may come from another machine.
-    return found if found.cpu_name == describe_machine().cpu_name else None
+    """Return the cached measurement of this CPU, or None. Without torch."""
+    return _read_measured(Efficiency, cache_dir, EFFICIENCY_NAME)
 
 
-def write_efficiency(found: Efficiency, cache_dir: Path | None = None) -> Path:
-    """Remember a measurement; return the file.
+def write_efficiency(measured: Efficiency, cache_dir: Path | None = None) -> Path:
+    """Write a measurement to the cache; return the file.
 
     Raises: StoreError if the cache cannot be written.
     """
-    path = (cache_dir or user_cache_dir()) / EFFICIENCY_NAME
+    return _write_measured(measured, cache_dir, EFFICIENCY_NAME)
+
+
+Measured = TypeVar("Measured", Calibration, Efficiency)
+
+
+def _read_measured(kind: type[Measured], cache_dir: Path | None, name: str) -> Measured | None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise explain_write_failure(error, path) from error
-    write_bytes_atomically(path, json.dumps(asdict(found), indent=1).encode())
+        measured = kind(**json.loads(((cache_dir or user_cache_dir()) / name).read_bytes()))
+    except (OSError, ValueError, TypeError):
+        # Not measured, or written by another version of strop, which is the same to a planner.
+        return None
+    # A cache on a shared home directory may come from another machine.
+    return measured if measured.cpu_name == describe_machine().cpu_name else None
+
+
+def _write_measured(measured: Calibration | Efficiency, cache_dir: Path | None, name: str) -> Path:
+    path = (cache_dir or user_cache_dir()) / name
+    make_directory(path.parent)
+    write_bytes_atomically(path, json.dumps(asdict(measured), indent=1).encode())
     return path

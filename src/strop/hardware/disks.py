@@ -1,7 +1,7 @@
-"""The disks below given places: room, and what kind of file system it is.
+"""Free space and file system type of disks.
 
-A network file system is reported and never refused: runs live on one at most sites. What differs there is
-that its clock is the server's, that locks may be missing and that small writes are slow.
+A network file system is reported and never refused, because most sites keep runs on one. There the clock is
+the server's, locks may be missing and small writes are slow.
 """
 
 from __future__ import annotations
@@ -22,35 +22,35 @@ NETWORK_KINDS = frozenset(
         *("sshfs", "s3fs", "juicefs", "goofys", "gcsfuse", "rclone"),
     )
 )
-"""Of mount's type, without the prefix of file systems in user space."""
+"""File system types without the prefix of FUSE."""
 _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disk:
-    """What a place is on."""
+    """The disk of a path."""
 
     path: str
     mount: str
-    """Where its file system is mounted; empty where the system does not tell."""
+    """Mount point; empty if unknown."""
     kind: str
-    """For example ext4 or lustre; empty where the system does not tell."""
+    """File system type, for example ext4 or lustre; empty if unknown."""
     is_network: bool
     total_bytes: int
     free_bytes: int
-    """For this user."""
+    """Free space for this user."""
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Format it as one line."""
         kind = f"{self.kind or 'unknown file system'}{', over the network' if self.is_network else ''}"
         room = f"{self.free_bytes / 1e9:.1f} of {self.total_bytes / 1e9:.1f} GB free"
         return f"{self.path}: {room} ({kind}, mounted at {self.mount or '?'})"
 
 
 def describe_disk(path: Path, *, mounts: str | None = None) -> Disk:
-    """Look at the disk of a place, which need not exist yet.
+    """Describe the disk of a path, which need not exist yet.
 
-    `mounts` is the text of /proc/self/mountinfo; None reads it.
+    `mounts`: the text of /proc/self/mountinfo; None reads it.
     """
     existing = nearest_existing(path.resolve())
     usage = shutil.disk_usage(existing)
@@ -72,20 +72,20 @@ def describe_disk(path: Path, *, mounts: str | None = None) -> Disk:
 
 
 def free_disk_bytes(path: Path) -> int:
-    """Return what this user can still write under `path`, which need not exist yet."""
+    """Return this user's free space under `path`, which need not exist yet."""
     return shutil.disk_usage(nearest_existing(path)).free
 
 
 def require_writable(path: Path, purpose: str) -> None:
-    """Refuse a place that cannot be written, before anything is done for it. Nothing is left there.
+    """Refuse a path that cannot be written. Leaves nothing there.
 
-    `path` need not exist; then the directory counts in which it would be made.
+    If `path` does not exist, its nearest existing parent is checked.
 
-    Raises: CheckRefused naming the place and what the system says.
+    Raises: CheckRefused naming the path and the system's error.
     """
     existing = nearest_existing(path)
     try:
-        # Asked by writing: root passes every permission, and no permission tells of a read-only disk.
+        # Checked by writing: root passes every permission, and permissions do not show a read-only disk.
         tempfile.TemporaryFile(dir=existing).close()
     except OSError as error:
         raise CheckRefused(
@@ -96,7 +96,7 @@ def require_writable(path: Path, purpose: str) -> None:
 
 
 def require_free_disk(path: Path, needed_bytes: int, purpose: str) -> None:
-    """Refuse to start what the disk cannot hold.
+    """Refuse a disk with too little free space.
 
     Raises: CheckRefused with both numbers if less than `needed_bytes` is free under `path`.
     """
@@ -110,7 +110,7 @@ def require_free_disk(path: Path, needed_bytes: int, purpose: str) -> None:
 
 
 def _find_mount(path: Path, mounts: str) -> tuple[str, str]:
-    """Return the mount point and the type that hold for a path; see proc_pid_mountinfo(5)."""
+    """Return the mount point and the file system type of a path; see proc_pid_mountinfo(5)."""
     best = ("", "")
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
@@ -118,7 +118,7 @@ def _find_mount(path: Path, mounts: str) -> tuple[str, str]:
         if len(fields) < 5 or not kinds:
             continue
         mount = _ESCAPE.sub(lambda match: chr(int(match[1], 8)), fields[4])
-        # The last of equals: it was mounted over the others.
+        # Of equal mount points the last one counts: it was mounted over the others.
         if path.is_relative_to(mount) and len(mount) >= len(best[0]):
             best = (mount, kinds[0])
     return best

@@ -1,4 +1,4 @@
-"""What a check of a machine found, in the three parts of every message, and with a word for programs."""
+"""Findings of a check: the three parts of every message, and a code for programs."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Severity(StrEnum):
     """The run would fail, or harm another one; it is not started."""
     WARNING = "warning"
     UNKNOWN = "unknown"
-    """It could not be looked at: not a success."""
+    """The check was not possible, which is no success."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One thing that is not as it must be, or could not be looked at."""
+    """A problem, or a check that was not possible."""
 
     code: str
     """A short fixed word, for example `free_memory`."""
@@ -33,7 +33,7 @@ class Finding:
     severity: Severity = Severity.ERROR
 
     def __str__(self) -> str:
-        """Say it in one sentence, with its place."""
+        """Format it as one message, with its place."""
         place = f"{self.where}: " if self.where else ""
         return format_error(f"{place}{self.given}", allowed=self.allowed, next_step=self.next_step)
 
@@ -41,10 +41,10 @@ class Finding:
 def find_refusal(
     code: str, error: StropError, *, where: str = "", severity: Severity = Severity.ERROR
 ) -> Finding:
-    """Return an error of strop as a finding; its message has the three parts already."""
-    given, allowed, next_step = split_error(str(error))
+    """Make a finding from an error of strop, whose message has the three parts already."""
+    problem, allowed, next_step = split_error(str(error))
     return Finding(
-        code=code, given=given, allowed=allowed, next_step=next_step, where=where, severity=severity
+        code=code, given=problem, allowed=allowed, next_step=next_step, where=where, severity=severity
     )
 
 
@@ -53,8 +53,8 @@ def require_none(findings: Iterable[Finding]) -> list[Finding]:
 
     Raises: CheckRefused naming all that do, each with its code.
     """
-    found = list(findings)
-    errors = [finding for finding in found if finding.severity is Severity.ERROR]
+    all_findings = list(findings)
+    errors = [finding for finding in all_findings if finding.severity is Severity.ERROR]
     if errors:
         raise CheckRefused("\n".join(f"{finding.code}: {finding}" for finding in errors))
-    return found
+    return all_findings

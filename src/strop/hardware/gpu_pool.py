@@ -1,8 +1,7 @@
-"""The GPUs that a process hands out one by one: to the attempts whose sandboxes compute on them.
+"""A pool of GPUs for attempts whose sandboxes compute on them.
 
-Who asks first is served first; nobody passes, so that an attempt that needs two GPUs is not starved by
-those that need one. A GPU that several share is given to as many as its share says. Usable from several
-event loops.
+Requests are served strictly in order, so an attempt that needs two GPUs is not starved by those that need
+one. Fractional requests share a GPU. Usable from several event loops.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from strop.hardware.visible_devices import SANDBOX_DEVICES, count_gpus
 
 
 def share_of(num_gpus: float) -> Fraction:
-    """Return what an attempt takes: whole GPUs, or of one the part that lets so many share it."""
+    """Return the share of an attempt: whole GPUs, or 1/n of a GPU that n attempts share."""
     return Fraction(int(num_gpus)) if num_gpus >= 1 else Fraction(1, math.floor(1 / num_gpus + 1e-9))
 
 
 @dataclass(kw_only=True, slots=True)
 class GpuLease:
-    """GPUs that an attempt has until it gives them back: by `release`, or by leaving its `with` block."""
+    """The GPUs of an attempt, until `release` or the end of its `with` block."""
 
     pool: GpuPool
     share: Fraction
@@ -37,19 +36,19 @@ class GpuLease:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What is told of an attempt; nothing where it asked for no GPU."""
+        """Metrics of the attempt; none without GPUs."""
         return {"gpu_wait_s": self.waited_s} if self.share else {}
 
     def __enter__(self) -> Self:
-        """Begin the block."""
+        """Return the lease."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Give them back."""
+        """Release it."""
         self.release()
 
     def release(self) -> None:
-        """Give them back. May be called twice."""
+        """Return the GPUs to the pool. May be called twice."""
         names, self.names = self.names, ()
         self.pool.give_back(names, self.share)
 
@@ -63,7 +62,7 @@ class _Waiter:
 
 
 class GpuPool:
-    """GPUs or MIG slices, and who waits for one."""
+    """GPUs or MIG slices, and the queue of waiting requests."""
 
     def __init__(self, names: Sequence[str], *, has_slices: bool = False) -> None:
         """`names` are as in CUDA_VISIBLE_DEVICES."""
@@ -74,11 +73,11 @@ class GpuPool:
 
     @property
     def num_waiting(self) -> int:
-        """How many wait now."""
+        """Number of waiting requests."""
         return len(self._waiting)
 
     def require(self, num_gpus: float) -> None:
-        """Refuse what would never be free. Raises: CheckRefused."""
+        """Refuse a request that can never be served. Raises: CheckRefused."""
         needed = math.ceil(num_gpus)
         if needed > len(self._free):
             raise CheckRefused(
@@ -96,7 +95,7 @@ class GpuPool:
             )
 
     async def lease(self, num_gpus: float, *, limit_s: float) -> GpuLease:
-        """Return GPUs once they are free; those who asked before come first.
+        """Return GPUs once they are free; earlier requests come first.
 
         Raises: CheckRefused as `require` does; TimeoutError after `limit_s`.
         """
@@ -112,21 +111,18 @@ class GpuPool:
                 is_served = await waiter.is_served.wait()
         finally:
             if not is_served:
-                self._give_up(waiter)
+                with self._lock:
+                    if waiter in self._waiting:
+                        self._waiting.remove(waiter)
+                    # It may have been served just now, or have blocked smaller requests behind it.
+                    self._put_back(waiter.names, waiter.share)
         waited_s = time.monotonic() - began_at
         return GpuLease(pool=self, share=waiter.share, names=waiter.names, waited_s=waited_s)
 
     def give_back(self, names: Sequence[str], share: Fraction) -> None:
-        """Take back what was handed out, and serve those who wait."""
+        """Return GPUs to the pool, and serve waiting requests."""
         with self._lock:
             self._put_back(names, share)
-
-    def _give_up(self, waiter: _Waiter) -> None:
-        with self._lock:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
-            # Served while it gave up; or it stood before others who need less.
-            self._put_back(waiter.names, waiter.share)
 
     def _put_back(self, names: Sequence[str], share: Fraction) -> None:
         for name in names:
@@ -140,7 +136,7 @@ class GpuPool:
             waiter.loop.call_soon_threadsafe(waiter.is_served.set)
 
     def _take(self, share: Fraction) -> tuple[str, ...]:
-        """Return GPUs with so much free, the emptiest first, now taken; none where there are too few."""
+        """Take a share of the emptiest GPUs and return them; none if there are too few."""
         part = min(share, Fraction(1))
         fitting = [name for name, free in self._free.items() if free >= part]
         chosen = sorted(fitting, key=lambda name: -self._free[name])[: math.ceil(share)]

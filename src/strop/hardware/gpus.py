@@ -1,8 +1,8 @@
 """GPUs, their MIG slices and the processes on them, as nvidia-smi reports them.
 
-Ids stay strings: an index, a GPU's UUID and a slice's UUID are all names, and none is ever a number. What
-cannot be read is None or missing, never a plausible guess. Where there is no nvidia-smi, or it fails, there
-are no GPUs. Text is parsed instead of a call of NVML, so that a program can stand in for it in tests.
+Ids stay strings: an index, a GPU's UUID and a slice's UUID are all names. Unreadable values are None or
+missing, never a plausible guess. If nvidia-smi is missing or fails, there are no GPUs. Its text is parsed
+instead of calling NVML, so that a fake program can replace it in tests.
 """
 
 from __future__ import annotations
@@ -31,47 +31,47 @@ _USER_FIELDS = ("gpu_uuid", "pid", "used_memory")
 _GPU_LINE = re.compile(r"GPU (?P<index>\S+): .*\(UUID: (?P<uuid>[^)]+)\)\s*")
 _SLICE_LINE = re.compile(r"\s+MIG (?P<profile>\S+)\s+Device\s+(?P<index>\S+): \(UUID: (?P<uuid>[^)]+)\)\s*")
 _PROFILE_GIGABYTES = re.compile(r"\.(\d+)gb")
-"""A profile such as `1g.10gb` or `1g.10gb+me` names its memory, a little more than a program can have."""
+"""A profile such as `1g.10gb` or `1g.10gb+me` names its memory, a little more than a program can use."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MigSlice:
-    """A part of a GPU that a program sees as a whole one. A program sees one at most."""
+    """A part of a GPU that a program sees as a whole one. A program sees at most one."""
 
     uuid: str
     profile: str
     """Compute and memory, for example `1g.10gb`."""
     index: str = field(default="", compare=False)
-    """Its place among those of its GPU."""
+    """Its position among the slices of its GPU."""
 
     @property
     def memory_bytes(self) -> int | None:
-        """What its profile names; nvidia-smi tells the memory of the whole GPU only."""
+        """The memory in the profile's name; nvidia-smi only reports that of the whole GPU."""
         match = _PROFILE_GIGABYTES.search(self.profile)
         return int(match[1]) * 10**9 if match else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """One GPU as nvidia-smi names it."""
+    """A GPU as reported by nvidia-smi."""
 
     index: str
-    """Its place in the order of PCI addresses."""
+    """Its position in the order of PCI addresses."""
     uuid: str
     name: str
     memory_bytes: int | None
     free_memory_bytes: int | None = None
-    """Of the whole GPU, also where it is divided into slices."""
+    """Free memory of the whole GPU, also if it is divided into slices."""
     has_mig: bool = False
-    """Whether it is divided: then only its slices can be used."""
+    """Whether it is divided into slices, and only these can be used."""
     slices: tuple[MigSlice, ...] = ()
     driver_version: str | None = None
     compute_capability: float | None = None
-    """What its instructions are, for example 8.0 of an A100; None where it is not reported."""
+    """For example 8.0 of an A100; None if it is not reported."""
 
     @property
     def used_bytes(self) -> int | None:
-        """What programs and the driver hold of it; None where that is not reported."""
+        """Memory used by programs and the driver; None if it is not reported."""
         if self.memory_bytes is None or self.free_memory_bytes is None:
             return None
         return self.memory_bytes - self.free_memory_bytes
@@ -83,13 +83,13 @@ class GpuUser:
 
     gpu_uuid: str
     pid: int
-    """In the process-id namespace of the driver, which inside a container is another than ours."""
+    """In the pid namespace of the driver, which differs from that of a container."""
     memory_bytes: int | None
     user: str | None
     command: str | None
-    """Both None where this machine does not show the process."""
+    """Both None if the process is not visible here."""
     lease_id: str | None = None
-    """Of the run that it belongs to, if it is one of ours."""
+    """The lease of the strop run that it belongs to, if any."""
 
     def __str__(self) -> str:
         """Name it for a message."""
@@ -104,7 +104,7 @@ class Probe(StrEnum):
 
     ANSWERED = "answered"
     MISSING = "missing"
-    """There is no such program here."""
+    """The program is not installed."""
     FAILED = "failed"
     """It ended with an error, or not in time."""
 
@@ -116,12 +116,12 @@ class Answer:
     probe: Probe
     lines: tuple[str, ...] = ()
     complaint: str = ""
-    """Its own words where it failed."""
+    """Its error message if it failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuReport:
-    """The GPUs, and whether the answer can be trusted to be all."""
+    """The GPUs, and how nvidia-smi answered."""
 
     gpus: tuple[Gpu, ...]
     probe: Probe
@@ -129,12 +129,12 @@ class GpuReport:
 
 
 def read_gpus() -> tuple[Gpu, ...]:
-    """Ask nvidia-smi for the GPUs, in the order of PCI addresses, with their slices."""
+    """Return the GPUs with their slices, in the order of PCI addresses. Runs nvidia-smi."""
     return report_gpus().gpus
 
 
 def report_gpus() -> GpuReport:
-    """Do as `read_gpus`, and tell a machine without GPUs from one whose driver is broken."""
+    """Like `read_gpus`, but distinguish a machine without GPUs from one with a broken driver."""
     answer = ask_nvidia_smi(f"--query-gpu={','.join(_GPU_FIELDS)}", "--format=csv,noheader,nounits")
     gpus = [gpu for line in answer.lines if (gpu := parse_gpu_line(line)) is not None]
     if any(gpu.has_mig for gpu in gpus):
@@ -144,45 +144,44 @@ def report_gpus() -> GpuReport:
 
 
 def read_gpu_work() -> dict[str, float]:
-    """Ask nvidia-smi in which share of the last second or so each GPU computed, by its UUID; [0, 1].
+    """Return the utilization of each GPU over about the last second, in [0, 1], by UUID. Runs nvidia-smi.
 
-    Divided ones do not tell, and are missing.
+    GPUs that are divided into slices are missing, since they do not report it.
     """
-    found = {}
+    utilization = {}
     for line in ask_nvidia_smi("--query-gpu=uuid,utilization.gpu", "--format=csv,noheader,nounits").lines:
         uuid, _, percent = (part.strip() for part in line.partition(","))
         if percent.isdigit():
-            found[uuid] = int(percent) / 100.0
-    return found
+            utilization[uuid] = int(percent) / 100.0
+    return utilization
 
 
 def read_gpu_users() -> tuple[GpuUser, ...]:
-    """Ask nvidia-smi which processes compute. In a container the answer may be empty, or name strangers."""
-    question = f"--query-compute-apps={','.join(_USER_FIELDS)}"
-    found = []
-    for line in ask_nvidia_smi(question, "--format=csv,noheader,nounits").lines:
+    """Return the computing processes. In a container there may be none, or ids of another namespace."""
+    query = f"--query-compute-apps={','.join(_USER_FIELDS)}"
+    users = []
+    for line in ask_nvidia_smi(query, "--format=csv,noheader,nounits").lines:
         parts = [part.strip() for part in line.split(",")]
         if len(parts) == len(_USER_FIELDS) and parts[1].isdigit():
             uuid, pid, used = parts[0], int(parts[1]), parts[2]
             user, command = describe_process(pid)
-            memory_bytes, lease_id = _read_mebibytes(used), read_lease_id(pid)
-            found.append(
+            users.append(
                 GpuUser(
                     gpu_uuid=uuid,
                     pid=pid,
-                    memory_bytes=memory_bytes,
+                    memory_bytes=_read_mebibytes(used),
                     user=user,
                     command=command,
-                    lease_id=lease_id,
+                    lease_id=read_lease_id(pid),
                 )
             )
-    return tuple(found)
+    return tuple(users)
 
 
 def parse_gpu_line(line: str) -> Gpu | None:
-    """Read `index, uuid, name, MiB, MiB, MIG mode, driver, capability`; None if the line has another form.
+    """Parse `index, uuid, name, MiB, MiB, MIG mode, driver, capability`; None for another format.
 
-    '[N/A]' memory is unknown, and a GPU that knows no MIG says '[N/A]' too.
+    '[N/A]' is unknown memory; it is also the MIG mode of a GPU without MIG.
     """
     parts = [part.strip() for part in line.split(",")]
     if len(parts) < len(_GPU_FIELDS):
@@ -201,16 +200,16 @@ def parse_gpu_line(line: str) -> Gpu | None:
 
 
 def parse_slices(lines: Sequence[str]) -> dict[str, tuple[MigSlice, ...]]:
-    """Read what `nvidia-smi -L` lists; return the slices of each GPU that has some, by its UUID."""
-    found: dict[str, tuple[MigSlice, ...]] = {}
+    """Parse the output of `nvidia-smi -L`; return the slices of each divided GPU, by its UUID."""
+    slices: dict[str, tuple[MigSlice, ...]] = {}
     gpu_uuid = ""
     for line in lines:
         if gpu := _GPU_LINE.fullmatch(line):
             gpu_uuid = gpu["uuid"]
         elif part := _SLICE_LINE.fullmatch(line):
-            mine = MigSlice(uuid=part["uuid"], profile=part["profile"], index=part["index"])
-            found[gpu_uuid] = (*found.get(gpu_uuid, ()), mine)
-    return found
+            mig_slice = MigSlice(uuid=part["uuid"], profile=part["profile"], index=part["index"])
+            slices[gpu_uuid] = (*slices.get(gpu_uuid, ()), mig_slice)
+    return slices
 
 
 def _read_mebibytes(text: str) -> int | None:
@@ -218,7 +217,7 @@ def _read_mebibytes(text: str) -> int | None:
 
 
 def ask_nvidia_smi(*words: str) -> Answer:
-    """Put one question to nvidia-smi, and wait ten seconds at most."""
+    """Run nvidia-smi for at most ten seconds."""
     program = shutil.which(NVIDIA_SMI)
     if program is None:
         return Answer(probe=Probe.MISSING)
@@ -236,7 +235,7 @@ def ask_nvidia_smi(*words: str) -> Answer:
         output, errors = process.communicate(timeout=NVIDIA_SMI_LIMIT_S)
     except subprocess.TimeoutExpired as error:
         process.kill()
-        # Not without a limit, as `subprocess.run` does: one that hangs in the driver does not even die.
+        # With a limit, unlike `subprocess.run`: a process that hangs in the driver does not even die.
         with suppress(subprocess.TimeoutExpired):
             process.wait(_DEATH_LIMIT_S)
         for pipe in (process.stdout, process.stderr):
@@ -244,15 +243,15 @@ def ask_nvidia_smi(*words: str) -> Answer:
                 pipe.close()
         return Answer(probe=Probe.FAILED, complaint=str(error))
     if process.returncode != 0:
-        said = " ".join((errors or output).split()) or f"exit code {process.returncode}"
-        return Answer(probe=Probe.FAILED, complaint=said)
+        complaint = " ".join((errors or output).split()) or f"exit code {process.returncode}"
+        return Answer(probe=Probe.FAILED, complaint=complaint)
     return Answer(probe=Probe.ANSWERED, lines=tuple(output.splitlines()))
 
 
 # Whether the driver runs what torch was built for, without importing torch.
 
 OLDEST_DRIVER = {11: (450, 80), 12: (525, 60), 13: (580, 0)}
-"""Major version of CUDA to the first driver branch that runs it on Linux.
+"""From a major version of CUDA to the first driver branch that runs it on Linux.
 
 Source: CUDA Toolkit release notes, 'Minimum Required Driver Version for CUDA Minor Version Compatibility'.
 """
@@ -263,16 +262,16 @@ _ASSIGNMENT = r"^{name}(?:\s*:[^=]+)?\s*=\s*(?:'([^']*)'|None)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchBuild:
-    """What torch says of itself in its file version.py."""
+    """The contents of torch's version.py."""
 
     version: str
     cuda: str | None
-    """For example `12.6`; None if it was built without."""
+    """For example `12.6`; None for a build without CUDA."""
     hip: str | None = None
 
 
 def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
-    """Return how torch was built, None if there is none. `folder` is its package; None finds it."""
+    """Return torch's build; None if torch is not installed. `folder`: its package; None finds it."""
     if folder is None:
         spec = find_spec("torch")
         if spec is None or spec.origin is None:
@@ -282,15 +281,15 @@ def read_torch_build(folder: Path | None = None) -> TorchBuild | None:
         text = (folder / "version.py").read_text()
     except OSError:
         return None
-    found: dict[str, str | None] = {}
+    values: dict[str, str | None] = {}
     for name in ("__version__", "cuda", "hip"):
         match = re.search(_ASSIGNMENT.format(name=name), text, re.MULTILINE)
-        found[name] = match[1] if match else None
-    return TorchBuild(version=found["__version__"] or "unknown", cuda=found["cuda"], hip=found["hip"])
+        values[name] = match[1] if match else None
+    return TorchBuild(version=values["__version__"] or "unknown", cuda=values["cuda"], hip=values["hip"])
 
 
 def explain_misfit(build: TorchBuild, driver_version: str | None) -> str | None:
-    """Say why a driver does not run what torch was built for; None if it does, or if that is unknown."""
+    """Explain why a driver cannot run torch's CUDA version; None if it can, or if that is unknown."""
     if build.cuda is None or driver_version is None:
         return None
     major = int(build.cuda.split(".")[0])
@@ -303,5 +302,5 @@ def explain_misfit(build: TorchBuild, driver_version: str | None) -> str | None:
 
 
 def has_compat_package(root: Path = Path("/usr/local")) -> bool:
-    """Whether the libraries are installed that lift the driver's limit."""
+    """Whether NVIDIA's forward-compatibility package is installed."""
     return any(root.glob(_COMPAT_GLOB))

@@ -1,9 +1,8 @@
-"""The identity of a process, which outlasts the reuse of its number; its user and its command line.
+"""The identity of a process, safe against reuse of its id; its user and its command line.
 
-A process number alone identifies nothing: it is reused, and in a container it is another process's. A
-process is the same if the machine has not booted since, the number is of the same pid namespace, and the
-process began in the same clock tick after the boot. psutil's start time is not used for this: it is Unix
-time and changes when the clock is set. Linux only.
+A process id alone is not enough: it is reused, and means another process in a container. Two identities are
+the same process if boot, pid namespace, id and start (in clock ticks after the boot) are equal. psutil's
+start time is not used, because it is Unix time and changes when the clock is set. Linux only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class ProcessIdentity:
     """Clock ticks after the boot; field 22 of proc_pid_stat(5)."""
     boot_id: str
     pid_namespace: str
-    """The namespace of the number; containers have their own."""
+    """The namespace of `pid`; containers have their own."""
 
     @property
     def is_of_this_boot(self) -> bool:
@@ -37,15 +36,15 @@ class ProcessIdentity:
 
     @property
     def is_seen_here(self) -> bool:
-        """Whether its number means that process here, if it means any."""
+        """Whether `pid`, if it exists, is that process here."""
         return self.is_of_this_boot and self.pid_namespace == read_pid_namespace()
 
     def is_alive(self) -> bool:
-        """Whether this very process can be seen, and has not ended."""
+        """Whether this process is visible and has not ended."""
         return self.is_seen_here and read_start_ticks(self.pid) == self.start_ticks
 
     def send(self, number: signal.Signals) -> bool:
-        """Send this very process a signal; return whether it was there to get it."""
+        """Send this process a signal; return whether it still existed."""
         return self.is_seen_here and send_signal(self.pid, self.start_ticks, number)
 
 
@@ -61,19 +60,19 @@ def identify(pid: int | None = None) -> ProcessIdentity | None:
 
 
 def identify_self() -> ProcessIdentity:
-    """Return the identity of this process. Raises: StoreError where the system does not tell."""
-    found = identify()
-    if found is None:
+    """Return the identity of this process. Raises: StoreError if /proc is missing."""
+    identity = identify()
+    if identity is None:
         raise StoreError(
             "/proc/self/stat does not say when this process began",
             allowed="Linux with /proc",
             next_step="mount /proc in this container",
         )
-    return found
+    return identity
 
 
 def send_signal(pid: int, start_ticks: int, number: signal.Signals) -> bool:
-    """Signal a process if it began then. Held by a descriptor, it cannot become another in between."""
+    """Signal a process if its start matches; a pidfd rules out that the id is reused in between."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
@@ -90,7 +89,7 @@ def send_signal(pid: int, start_ticks: int, number: signal.Signals) -> bool:
 
 
 def find_user_name() -> str:
-    """Return this user's name, or the number where the machine has no name, as in many containers."""
+    """Return this user's name, or the user id if the machine has no name for it, as in many containers."""
     try:
         return getpass.getuser()
     except (OSError, KeyError):
@@ -98,7 +97,7 @@ def find_user_name() -> str:
 
 
 def describe_process(pid: int) -> tuple[str | None, str | None]:
-    """Return the user of a process and its command line; None each where the system does not show it."""
+    """Return a process's user and command line; each None if the system does not show it."""
     import psutil
 
     user: str | None = None
@@ -128,17 +127,17 @@ def read_pid_namespace() -> str:
 
 
 def read_start_ticks(pid: int) -> int | None:
-    """Return when a process began, in clock ticks after the boot; None if it has ended or is not seen."""
-    found = read_parent_and_start(pid)
-    return None if found is None else found[1]
+    """Return a process's start in clock ticks after the boot; None if it has ended or is not visible."""
+    stat = read_parent_and_start(pid)
+    return None if stat is None else stat[1]
 
 
 def read_parent_and_start(pid: int) -> tuple[int, int] | None:
-    """Return a process's parent and when it began; None if it has ended or is not seen."""
+    """Return a process's parent and start; None if it has ended or is not visible."""
     try:
-        # The program's name in field 2 may hold spaces and brackets, so count from its end.
+        # The program's name in field 2 may contain spaces and brackets, so count from its end.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        # A zombie has ended: its number is only kept for its parent.
+        # A zombie has ended: its id is only kept for its parent.
         return None if fields[0] in "ZX" else (int(fields[1]), int(fields[19]))
     except (OSError, LookupError, ValueError):
         return None

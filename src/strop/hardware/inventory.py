@@ -1,4 +1,4 @@
-"""The devices of this machine and their users, read once; and whether a device has room for a role."""
+"""The devices of this machine with their users, read once; and the checks whether a device fits a role."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from strop.hardware.leases import Lease, find_living
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """What a process can be given: a whole GPU, or one slice of a divided one."""
+    """The unit of allocation: a whole GPU, or one slice of a divided one."""
 
     uuid: str
     gpu: Gpu
     is_slice: bool
     memory_bytes: int | None
-    """All that a process on it can have."""
+    """Total memory for processes on it."""
     free_memory_bytes: int | None
-    """None where it is not reported; for a slice it never is."""
+    """None if it is not reported, as always for a slice."""
 
     @property
     def room_bytes(self) -> int | None:
-        """What a role can be promised: what is free, or all of a slice, which has one user."""
+        """Memory available to a role: the free memory, or all of a slice, which has one user."""
         return self.memory_bytes if self.is_slice else self.free_memory_bytes
 
     def __str__(self) -> str:
@@ -36,7 +36,7 @@ class Device:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inventory:
-    """The GPUs of this machine, who computes on them, and the living leases of this user."""
+    """The GPUs of this machine, the processes on them, and the living leases of this user."""
 
     report: GpuReport
     users: tuple[GpuUser, ...] = ()
@@ -44,12 +44,12 @@ class Inventory:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """What can be given, in the order of PCI addresses. Of a divided GPU these are its slices."""
-        found: list[Device] = []
+        """The devices in the order of PCI addresses. A divided GPU is represented by its slices."""
+        devices: list[Device] = []
         for gpu in self.report.gpus:
             # nvidia-smi never reports the free memory of a slice.
             parts = [(part.uuid, part.memory_bytes) for part in gpu.slices]
-            found += [
+            devices += [
                 Device(
                     uuid=uuid,
                     gpu=gpu,
@@ -59,10 +59,10 @@ class Inventory:
                 )
                 for uuid, memory_bytes in (parts if gpu.has_mig else [(gpu.uuid, gpu.memory_bytes)])
             ]
-        return tuple(found)
+        return tuple(devices)
 
     def users_of(self, device: Device, own_lease_id: str | None = None) -> tuple[GpuUser, ...]:
-        """Return the processes on a device that are not of the lease."""
+        """Return the processes on a device that do not belong to the lease."""
         return tuple(
             user
             for user in self.users
@@ -76,23 +76,23 @@ class Inventory:
 
 
 def read_inventory(folder: Path | None = None) -> Inventory:
-    """Ask nvidia-smi and read the leases. Takes as long as nvidia-smi, twice or three times."""
+    """Run nvidia-smi, two or three times, and read the leases."""
     report = report_gpus()
     users = read_gpu_users() if report.probe is Probe.ANSWERED else ()
     return Inventory(report=report, users=users, leases=tuple(find_living(folder)))
 
 
-# Whether a device has room for a role. Nothing is ended to make room: memory that no visible process uses
-# (another container's, or one that hangs in the driver) is named as that and never freed by force.
+# Checks whether a device has room for a role. No process is ended to make room: memory without a visible
+# process (of another container, or of one that hangs in the driver) is reported and never freed by force.
 
 _IDLE_BYTES = 2 << 30
-"""What a driver may keep of an idle GPU; a measured H100 keeps about 0.6 GiB."""
+"""Memory that a driver may use on an idle GPU; a measured H100 uses about 0.6 GiB."""
 
 
 def check_device(
     device: Device, inventory: Inventory, *, need_bytes: int | None = None, own_lease_id: str | None = None
 ) -> Iterator[Finding]:
-    """Yield why a device cannot be given: held, used, or too full. `need_bytes` None asks for no amount."""
+    """Yield why a device is not available: held, used, or too full. `need_bytes` None: no memory check."""
     holder = inventory.lease_on(device.uuid, own_lease_id)
     if holder is not None:
         yield Finding(
@@ -104,11 +104,11 @@ def check_device(
         )
         return
     users = inventory.users_of(device, own_lease_id)
-    named = "; ".join(map(str, users))
     if users:
+        names = "; ".join(map(str, users))
         yield Finding(
             code="foreign_process",
-            given=f"{device} is used by {named}; {_say_room(device, need_bytes)}",
+            given=f"{device} is used by {names}; {_describe_room(device, need_bytes)}",
             allowed="a GPU without other users; strop ends no process that it did not start",
             next_step="end that process yourself, or choose other GPUs with CUDA_VISIBLE_DEVICES",
             where=device.uuid,
@@ -118,7 +118,7 @@ def check_device(
 
 
 def check_room(device: Device, need_bytes: int) -> Iterator[Finding]:
-    """Yield why a role that needs so much does not fit on a device, or that this is unknown."""
+    """Yield why a device has too little memory, or that its memory is unknown."""
     room_bytes = device.room_bytes
     if room_bytes is None:
         yield Finding(
@@ -138,14 +138,14 @@ def check_room(device: Device, need_bytes: int) -> Iterator[Finding]:
         )
         yield Finding(
             code="free_memory",
-            given=f"{device}: {_say_room(device, need_bytes)}{hidden}",
+            given=f"{device}: {_describe_room(device, need_bytes)}{hidden}",
             allowed="a GPU with that much memory free now",
             next_step="wait, choose another GPU, or ask for less: a smaller model or a smaller engine share",
             where=device.uuid,
         )
 
 
-def _say_room(device: Device, need_bytes: int | None) -> str:
+def _describe_room(device: Device, need_bytes: int | None) -> str:
     total = "an unknown total" if device.memory_bytes is None else _gib(device.memory_bytes)
     free = "" if device.free_memory_bytes is None else f"{_gib(device.free_memory_bytes)} free of "
     need = "" if need_bytes is None else f", {_gib(need_bytes)} needed"

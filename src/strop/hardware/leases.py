@@ -1,13 +1,12 @@
-"""Which run uses which GPUs, ports and temporary directories of this machine.
+"""Leases: which run uses which GPUs, ports and temporary directories of this machine.
 
-A run takes a *lease*: a file of this user on this machine that says what it holds and which process
-owns it. A lease is valid as long as that very process is alive (`identity`). There is no heartbeat and no
-clock, so a stopped clock or a suspended machine ends nothing. `leftovers` clears up after dead runs.
+A *lease* is a file of this user on this machine that lists the resources of a run and the process that owns
+it. It is valid as long as that process is alive (`identity`). There is no heartbeat and no clock, so a
+stopped clock or a suspended machine ends no lease. `leftovers` cleans up after dead runs.
 
-Covered: numbers of processes that were used again, reboots, clocks that jump, a kill at any moment,
-containers that share the folder of leases. Not covered: other machines, each of which has its own leases;
-other users, whose leases cannot be read; a system that removes old files below /tmp, for runs that are
-older than it allows.
+Covered: reused process ids, reboots, clocks that jump, a kill at any moment, containers that share the folder
+of leases. Not covered: other machines, each of which has its own leases; other users, whose leases cannot be
+read; a system that removes old files below /tmp, for runs older than that.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.io.lock import FileLock
 
 LEASE_VARIABLE = "STROP_LEASE"
-"""In the environment of every process of a run: the id of its lease."""
+"""Holds the id of a run's lease in the environment of all its processes."""
 FOLDER_VARIABLE = "STROP_RUNTIME_DIR"
-"""Where leases are, if not below /tmp."""
+"""Overrides the parent folder of leases, which is below /tmp."""
 MARKER_NAME = ".strop-lease"
-"""In every temporary directory of a run: a file that holds the id of its lease."""
+"""A file with the id of the lease, in every temporary directory of a run."""
 LOCK_NAME = "lock"
 
 
@@ -47,32 +46,32 @@ class LeaseState(StrEnum):
     DEAD = "dead"
     """Its holder has ended, or the machine has booted since."""
     ELSEWHERE = "elsewhere"
-    """Of another machine, or of a container that seems to have ended. Nothing is done with it."""
+    """It belongs to another machine, or to a container that seems to have ended; it is left alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """What one attempt of a run holds on this machine."""
+    """The resources of one attempt of a run on this machine."""
 
     lease_id: str
     run: str
     attempt: str
     host: str
     holder: ProcessIdentity
-    """The process that owns the lease: the lease ends with it."""
+    """The process that owns the lease; the lease ends with it."""
     taken_at: float
-    """Unix seconds, for people to read; nothing is decided by it."""
+    """Unix seconds, for people only."""
     gpus: tuple[str, ...] = ()
     """UUIDs of GPUs or of slices."""
     ports: tuple[int, ...] = ()
     directories: tuple[str, ...] = ()
     """Absolute paths of temporary directories, each with the marker."""
     processes: tuple[ProcessIdentity, ...] = ()
-    """Those that it started and named; all others are known by their environment."""
+    """Recorded child processes; all others are found by their environment."""
 
     @property
     def is_alive(self) -> bool:
-        """Whether its holder can be seen and runs."""
+        """Whether its holder is visible and runs."""
         return self.holder.is_alive()
 
     def __str__(self) -> str:
@@ -81,39 +80,39 @@ class Lease:
 
 
 def leases_dir() -> Path:
-    """Return where this user's leases of this machine are: below STROP_RUNTIME_DIR, else below /tmp.
+    """Return the folder of this user's leases on this machine: below STROP_RUNTIME_DIR, else below /tmp.
 
-    Not below XDG_RUNTIME_DIR, which a logout removes under a run that goes on, and which the steps of
-    schedulers lack; and not below TMPDIR, which is another one for each job, and for each role.
+    Not below XDG_RUNTIME_DIR, which a logout removes while a run goes on, and which steps of schedulers lack;
+    and not below TMPDIR, which differs for each job and role.
     """
-    named = os.environ.get(FOLDER_VARIABLE)
-    return (Path(named) if named else Path(f"/tmp/strop-{os.getuid()}")) / "leases"
+    override = os.environ.get(FOLDER_VARIABLE)
+    return (Path(override) if override else Path(f"/tmp/strop-{os.getuid()}")) / "leases"
 
 
 class HeldLease:
-    """A lease of this process; in `with`, given back at the end."""
+    """A lease of this process; a `with` block releases it at the end."""
 
     def __init__(self, lease: Lease, folder: Path) -> None:
         self.lease = lease
         self.is_kept = False
-        """Whether `release` leaves it behind: for what belongs to it and could not be ended."""
+        """Whether `release` keeps the file, because some processes of the lease could not be ended."""
         self._folder = folder
-        # Shows that the holder is alive to processes in other pid namespaces.
+        # Held so that processes in other pid namespaces see that the holder is alive.
         self._lock = FileLock(lock_path_of(lease, folder))
 
     @property
     def variables(self) -> Mapping[str, str]:
-        """What the environment of every process of the run needs."""
+        """Variables for the environment of every process of the run."""
         return {LEASE_VARIABLE: self.lease.lease_id}
 
     def make_directory(self, parent: Path | None = None) -> Path:
-        """Make a private temporary directory that goes with the lease; by default below TMPDIR.
+        """Make a private temporary directory that is removed with the lease; by default below TMPDIR.
 
         Raises: StoreError if it cannot be made.
         """
         place = (parent or Path(tempfile.gettempdir())).absolute()
         path = place / f"strop-{self.lease.lease_id}-{secrets.token_hex(4)}"
-        # Noted first: a kill in between leaves a note without a directory, and no directory without a note.
+        # Recorded first: a kill in between leaves a record without a directory, never the reverse.
         self._write(replace(self.lease, directories=(*self.lease.directories, str(path))))
         try:
             path.mkdir(mode=0o700)
@@ -123,24 +122,24 @@ class HeldLease:
         return path
 
     def record_process(self, pid: int) -> None:
-        """Note a child by its number and start, so that it is found even if it clears its environment."""
-        found = identify(pid)
-        if found is not None:
-            self._write(replace(self.lease, processes=(*self.lease.processes, found)))
+        """Record a child by its identity, so that it is found even if it clears its environment."""
+        child = identify(pid)
+        if child is not None:
+            self._write(replace(self.lease, processes=(*self.lease.processes, child)))
 
     def record_port(self, port: int) -> None:
-        """Note a port that the run listens on."""
+        """Record a port that the run listens on."""
         self._write(replace(self.lease, ports=(*self.lease.ports, port)))
 
     def release(self) -> None:
-        """Remove the directories and the lease. Processes that still run are left to their parent."""
+        """Remove the directories and the lease. Running processes are left to their parent."""
         if not self.is_kept:
             remove_directories(self.lease)
             forget_lease(self.lease, self._folder)
         self._lock.release()
 
     def take(self) -> None:
-        """Write the lease down. Raises: StoreError if that fails."""
+        """Write the lease. Raises: StoreError if that fails."""
         self._lock.acquire()
         self._write(self.lease)
 
@@ -150,11 +149,11 @@ class HeldLease:
         self.lease = lease
 
     def __enter__(self) -> HeldLease:
-        """Hold it."""
+        """Return the lease."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give it back."""
+        """Release it."""
         self.release()
 
 
@@ -166,10 +165,10 @@ def take_lease(
     ports: Sequence[int] = (),
     folder: Path | None = None,
 ) -> HeldLease:
-    """Take what a run needs of this machine, if no other living run of this user has it.
+    """Take a lease, unless another living run of this user holds one of the GPUs or ports.
 
-    Raises: CheckRefused naming the run that has a GPU or port; StoreError if the folder of leases is not
-        this user's own, or cannot be written.
+    Raises: CheckRefused naming the run that holds a GPU or port; StoreError if the folder of leases does not
+        belong to this user alone, or cannot be written.
     """
     place = open_folder(folder or leases_dir())
     lease = Lease(
@@ -197,20 +196,20 @@ def take_lease(
 
 
 def find_leases(folder: Path | None = None) -> list[Lease]:
-    """Return this user's leases on this machine, of living and of dead runs."""
+    """Return this user's leases on this machine, of living and dead runs."""
     place = folder or leases_dir()
     return [lease for path in sorted(place.glob("*.json")) if (lease := _read(path)) is not None]
 
 
 def find_living(folder: Path | None = None) -> list[Lease]:
-    """Return the leases that hold, those of containers that share the folder too."""
+    """Return the leases of living runs, including those in containers that share the folder."""
     return [lease for lease in find_leases(folder) if state_of(lease, folder) is LeaseState.ALIVE]
 
 
 def find_inherited() -> Lease | None:
-    """Return the living lease that this process was started under; None if there is none."""
-    carried = os.environ.get(LEASE_VARIABLE)
-    return next((lease for lease in find_living() if lease.lease_id == carried), None)
+    """Return the living lease in this process's environment; None if there is none."""
+    lease_id = os.environ.get(LEASE_VARIABLE)
+    return next((lease for lease in find_living() if lease.lease_id == lease_id), None)
 
 
 def state_of(lease: Lease, folder: Path | None = None) -> LeaseState:
@@ -219,7 +218,7 @@ def state_of(lease: Lease, folder: Path | None = None) -> LeaseState:
         return LeaseState.ALIVE if lease.is_alive else LeaseState.DEAD
     if not lease.holder.is_of_this_boot:
         return LeaseState.DEAD if lease.host == socket.gethostname() else LeaseState.ELSEWHERE
-    # A process of another namespace: its number says nothing here, its lock does.
+    # The holder is in another pid namespace: its number means nothing here, but its lock does.
     path = lock_path_of(lease, folder or leases_dir())
     if not path.exists():
         return LeaseState.ELSEWHERE
@@ -230,10 +229,7 @@ def state_of(lease: Lease, folder: Path | None = None) -> LeaseState:
 
 
 def remove_directories(lease: Lease) -> tuple[str, ...]:
-    """Remove the directories of a lease that carry its id, and no other directory of that name.
-
-    Returns those that were removed.
-    """
+    """Remove and return the directories of a lease whose marker has its id."""
     removed = []
     for name in lease.directories:
         marker = Path(name) / MARKER_NAME
@@ -251,9 +247,9 @@ def forget_lease(lease: Lease, folder: Path) -> None:
 
 
 def open_folder(folder: Path) -> Path:
-    """Make the folder of leases, for this user alone.
+    """Make the folder of leases, private to this user.
 
-    Raises: StoreError if other users could write there: below /tmp, any user may have made it first.
+    Raises: StoreError if other users could write there: below /tmp, any user may have created it first.
     """
     try:
         folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -273,7 +269,7 @@ def open_folder(folder: Path) -> Path:
 
 
 def path_of(lease: Lease, folder: Path) -> Path:
-    """Return where a lease is written."""
+    """Return the file of a lease."""
     return folder / f"{lease.lease_id}.json"
 
 
@@ -283,7 +279,7 @@ def lock_path_of(lease: Lease, folder: Path) -> Path:
 
 
 def _read(path: Path) -> Lease | None:
-    """Return a lease; None where the file has gone, or is of another form: then nothing is done with it."""
+    """Read a lease; None if the file is gone or has another format, which leaves it alone."""
     try:
         values: dict[str, Any] = json.loads(path.read_bytes())
         lists = {name: tuple(values[name]) for name in ("gpus", "ports", "directories")}

@@ -1,12 +1,12 @@
-"""Finds what dead runs left on this machine by their leases, and ends exactly that.
+"""Find the processes and directories of dead runs by their leases, and end exactly these.
 
-A process belongs to a run if it carries the id of the lease in its environment, if the lease names it by
-number and start, or if one of these started it. Directories carry the id in a marker file. Nothing is ever
-ended by its name, its command line or what it uses; what carries no id of ours is not touched.
+A process belongs to a run if its environment has the id of the lease, if the lease records its identity, or
+if it descends from such a process. Directories have the id in a marker file. Nothing is ever ended by its
+name, its command line or the resources it uses.
 
-Covered: descendants in sessions and groups of their own, processes that start others while they are ended,
-numbers that were used again. Not covered: a process that cleared its environment and whose parents have
-ended, unless the lease names it.
+Covered: descendants in new sessions and groups, processes that start others while they are ended, reused
+process ids. Not covered: a process that cleared its environment and whose parents have ended, unless the
+lease records it.
 """
 
 from __future__ import annotations
@@ -44,29 +44,29 @@ _POLL_S = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cleared:
-    """What a dead run had left, and what was done about it."""
+    """The leftovers of a dead run, and their fate."""
 
     lease: Lease
     ended: tuple[int, ...]
     """Processes that were ended."""
     removed: tuple[str, ...]
-    """Directories."""
+    """Directories that were removed."""
     surviving: tuple[int, ...] = ()
-    """Processes that did not end; the lease is kept then."""
+    """Processes that did not end; the lease is then kept."""
 
     def __str__(self) -> str:
         """Describe it in one line."""
         parts = [f"run {self.lease.run}, attempt {self.lease.attempt}, had ended without clearing up"]
-        parts += [f"{name} {_count(found)}" for name, found in (("ended", self.ended),) if found]
+        parts += [f"ended {_count(self.ended)}"] if self.ended else []
         parts += [f"removed {', '.join(self.removed)}"] if self.removed else []
         parts += [f"{_count(self.surviving)} did not end"] if self.surviving else []
         return "; ".join(parts)
 
 
 def clear_leftovers(folder: Path | None = None) -> list[Cleared]:
-    """End what dead runs of this user left on this machine. Living runs and strangers are not touched.
+    """Clean up after this user's dead runs on this machine. Living runs and other processes are not touched.
 
-    Raises: StoreError if the folder of leases is not this user's own.
+    Raises: StoreError if the folder of leases does not belong to this user alone.
     """
     place = folder or leases_dir()
     if not place.is_dir():
@@ -80,7 +80,7 @@ def clear_leftovers(folder: Path | None = None) -> list[Cleared]:
             if state is not LeaseState.DEAD:
                 continue
             ended, surviving = end_processes(lease, living=living)
-            # What still runs may still write there.
+            # A surviving process may still write there.
             removed = () if surviving else remove_directories(lease)
             if not surviving:
                 forget_lease(lease, place)
@@ -89,68 +89,68 @@ def clear_leftovers(folder: Path | None = None) -> list[Cleared]:
 
 
 def find_processes(lease_id: str) -> list[int]:
-    """Return the processes of this user that carry the id of a lease."""
+    """Return this user's processes with the id of a lease."""
     return [pid for pid in _list_pids() if read_lease_id(pid) == lease_id]
 
 
 def find_strays() -> dict[int, str]:
-    """Return processes that carry the id of a lease that is not there, with that id.
+    """Return the processes whose environment has the id of a missing lease, with that id.
 
     For people to look at: their lease may be in a folder that this process cannot see.
     """
-    known = {lease.lease_id for lease in find_leases()}
-    found = {pid: read_lease_id(pid) for pid in _list_pids()}
-    return {pid: lease_id for pid, lease_id in found.items() if lease_id and lease_id not in known}
+    lease_ids = {lease.lease_id for lease in find_leases()}
+    by_pid = {pid: read_lease_id(pid) for pid in _list_pids()}
+    return {pid: lease_id for pid, lease_id in by_pid.items() if lease_id and lease_id not in lease_ids}
 
 
 def read_lease_id(pid: int) -> str | None:
-    """Return the id of the lease that a process carries; None if there is none, or it cannot be read."""
+    """Return the lease id in a process's environment; None if there is none, or it cannot be read."""
     try:
-        # Of a zombie it is empty; of another user's process it cannot be read.
+        # Empty for a zombie; not readable for another user's process.
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return None
     prefix = f"{LEASE_VARIABLE}=".encode()
-    carried = [entry.removeprefix(prefix) for entry in variables if entry.startswith(prefix)]
-    return carried[0].decode(errors="replace") if carried else None
+    values = [entry.removeprefix(prefix) for entry in variables if entry.startswith(prefix)]
+    return values[0].decode(errors="replace") if values else None
 
 
 def end_processes(lease: Lease, *, living: Sequence[Lease] = ()) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Kill all that belong to a lease, those that they start meanwhile too; return ended and surviving.
+    """Kill all processes of a lease, including those that they start meanwhile; return ended and surviving.
 
-    `living` are leases of other runs: neither their holders nor what these started or were started by is
-    touched, though it may carry the id of the run in whose shell it was started.
+    `living`: leases of other runs. Their holders, with descendants and ancestors, are spared, even if their
+    environment has this lease's id because they were started from this run's shell.
     """
     if not lease.holder.is_seen_here:
         return (), ()
     deadline = time.monotonic() + _END_LIMIT_S
     stopped = _stop_all(lease, living, deadline)
     ended = {pid for pid, start_ticks in stopped.items() if send_signal(pid, start_ticks, signal.SIGKILL)}
-    while (found := _find_belonging(lease, living)) and time.monotonic() < deadline:
-        ended |= {pid for pid, start_ticks in found.items() if send_signal(pid, start_ticks, signal.SIGKILL)}
+    while (left := _find_belonging(lease, living)) and time.monotonic() < deadline:
+        ended |= {pid for pid, start_ticks in left.items() if send_signal(pid, start_ticks, signal.SIGKILL)}
         time.sleep(_POLL_S)
-    return tuple(sorted(ended - set(found))), tuple(sorted(found))
+    return tuple(sorted(ended - set(left))), tuple(sorted(left))
 
 
 def _stop_all(lease: Lease, living: Sequence[Lease], deadline: float) -> dict[int, int]:
-    """Stop all that belong to a lease before any is killed; return them by number, with their starts.
+    """Stop all processes of a lease before any is killed; return their ids and starts.
 
-    A child that cleared its environment is known by its parent, as long as that is there. And what is
-    stopped starts nothing any more.
+    A child that cleared its environment is found only as long as its parent exists, and a stopped process
+    starts no others.
     """
     stopped: dict[int, int] = {}
     new_at = time.monotonic()
     while True:
         looked_at = time.monotonic()
-        found = _find_belonging(lease, living)
-        new = {pid: start_ticks for pid, start_ticks in found.items() if stopped.get(pid) != start_ticks}
+        processes = _find_belonging(lease, living)
+        new = {pid: start_ticks for pid, start_ticks in processes.items() if stopped.get(pid) != start_ticks}
         for pid, start_ticks in new.items():
             send_signal(pid, start_ticks, signal.SIGSTOP)
         stopped |= new
         if new:
             new_at = time.monotonic()
-        # A process that has just been forked shows its environment once it has become its program. A look
-        # that begins so late counts, and not the time alone: a busy machine may let it pass between two.
+        # A forked process shows its new environment only after exec. So one search must begin this long after
+        # the last new process; elapsed time alone is not enough on a busy machine.
         elif looked_at - new_at >= _SETTLE_S:
             return stopped
         if time.monotonic() >= deadline:
@@ -159,27 +159,26 @@ def _stop_all(lease: Lease, living: Sequence[Lease], deadline: float) -> dict[in
 
 
 def _find_belonging(lease: Lease, living: Sequence[Lease]) -> dict[int, int]:
-    """Return all processes of a lease, by number, with their starts."""
-    table = {pid: found for pid in _list_pids() if (found := read_parent_and_start(pid)) is not None}
-    named = {process.pid for process in lease.processes if process.is_alive()}
-    carrying = {pid for pid in table if pid in named or read_lease_id(pid) == lease.lease_id}
-    holders = {one.holder.pid for one in living if one.is_alive}
-    # This process may have been started by what it clears up after, and so may a living run: their parents,
-    # the parents of these and so on are spared too.
+    """Return the ids of all processes of a lease, with their starts."""
+    table = {pid: stat for pid in _list_pids() if (stat := read_parent_and_start(pid)) is not None}
+    recorded = {process.pid for process in lease.processes if process.is_alive()}
+    marked = {pid for pid in table if pid in recorded or read_lease_id(pid) == lease.lease_id}
+    holders = {other.holder.pid for other in living if other.is_alive}
+    # This process, or a living run, may have been started by the dead run: their ancestors are spared too.
     spared = _add_children(holders, table)
     for pid in (os.getpid(), *holders):
         while pid in table:
             spared.add(pid)
             pid = table[pid][0]
-    return {pid: table[pid][1] for pid in _add_children(carrying, table) - spared if pid in table}
+    return {pid: table[pid][1] for pid in _add_children(marked, table) - spared if pid in table}
 
 
 def _add_children(pids: set[int], table: Mapping[int, tuple[int, int]]) -> set[int]:
-    """Return processes, what they started, and so on."""
-    found = set(pids)
-    while more := {pid for pid, (parent, _) in table.items() if parent in found} - found:
-        found |= more
-    return found
+    """Return processes and their descendants."""
+    family = set(pids)
+    while more := {pid for pid, (parent, _) in table.items() if parent in family} - family:
+        family |= more
+    return family
 
 
 def _list_pids() -> Iterator[int]:
@@ -192,20 +191,20 @@ def _count(pids: tuple[int, ...]) -> str:
     return f"{noun} {', '.join(map(str, pids))}"
 
 
-# Private directories of processes: sockets, logs, weights in memory. Beside each lies a lock that its owner
-# holds; whoever finds the lock free may remove both.
+# Private directories of processes: sockets, logs, weights in memory. Beside each is a lock file that its
+# owner holds; if the lock is free, both may be removed.
 
 PREFIX = "ray-"
-"""Of directories of Ray nodes, whose paths must be short."""
+"""Prefix of directories of Ray nodes, whose paths must be short."""
 MEMORY_PREFIX = "strop-"
-"""Of directories in shared memory that belong to no Ray node."""
+"""Prefix of other directories in shared memory."""
 SHARED_MEMORY = Path("/dev/shm")
 _LOCK = ".lock"
 
 
 @contextmanager
 def own_dir(path: Path) -> Iterator[None]:
-    """Make the directory, hold its lock, and remove both; first remove what dead keepers left beside it.
+    """Make a directory, hold its lock, and remove both; first remove directories of dead owners beside it.
 
     Raises: StoreError if it cannot be made.
     """
@@ -225,7 +224,7 @@ def own_dir(path: Path) -> Iterator[None]:
 
 
 def remove_dead(parent: Path) -> list[Path]:
-    """Remove directories of this user whose owner is gone; return them."""
+    """Remove and return this user's directories whose owner is gone."""
     removed = []
     lock_paths = [path for prefix in (PREFIX, MEMORY_PREFIX) for path in parent.glob(f"{prefix}*{_LOCK}")]
     for lock_path in sorted(lock_paths):
@@ -243,5 +242,5 @@ def remove_dead(parent: Path) -> list[Path]:
 
 
 def clear_shared_memory() -> list[Path]:
-    """Remove what killed owners left in this machine's memory, weights for example; return it."""
+    """Remove and return the directories of killed owners in shared memory, weights for example."""
     return remove_dead(SHARED_MEMORY)

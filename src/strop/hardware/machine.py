@@ -1,7 +1,7 @@
-"""What this machine has, read from the system without torch.
+"""The facts of this machine, read from the system without torch.
 
-What cannot be read is None or empty, never a plausible guess. Tried on Linux; elsewhere only the
-portable facts are filled.
+Unreadable facts are None or empty, never a plausible guess. Tried on Linux; elsewhere only the portable facts
+are filled.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ class Machine:
     python: str
     cpu_name: str | None
     num_physical_cores: int
-    """Cores that this process may use, two hyper-threads of one core counted once.
+    """Physical cores that this process may use.
 
-    At most as many as its container has CPU time for: more threads than that wait for each other.
+    Bounded by the container's CPU quota, since more threads than that would wait for each other.
     """
     num_logical_cpus: int
     """Logical CPUs that this process may use."""
     memory_bytes: int | None
-    """Installed, or the limit of this container if that is lower."""
+    """Installed memory, or the limit of this container if that is lower."""
     free_memory_bytes: int | None
-    """What programs can get now without swapping, and within the limit of this container."""
+    """Memory available now without swapping, within the limit of this container."""
     load_average: float | None
     """Runnable processes over the last minute."""
     cpu_flags: tuple[str, ...]
-    """What decides how fast it multiplies, as Linux names it: those of `INSTRUCTIONS` that may be used."""
+    """The usable instruction sets among `INSTRUCTIONS`, by Linux' names."""
     gpus: tuple[Gpu, ...]
 
     @property
@@ -50,19 +50,19 @@ class Machine:
 
 
 BF16_INSTRUCTIONS = ("avx512_bf16", "amx_bf16", "bf16")
-"""Of x86 the first two, of ARM the last."""
+"""The first two are of x86, the last of ARM."""
 INSTRUCTIONS = ("avx2", "fma", "avx512f", "asimd", "amx_tile", *BF16_INSTRUCTIONS)
 _TORCH_NAMES = {"fma": "fma3", "avx512f": "avx512_f"}
 """Where `torch.cpu.get_capabilities` has another name than Linux."""
 _ONEDNN_LIMITS = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-# Of oneDNN's documentation, "CPU Dispatcher Control": the values below AVX512_CORE_BF16.
+# The values below AVX512_CORE_BF16 in oneDNN's documentation, "CPU Dispatcher Control".
 _WITHOUT_BF16 = frozenset(
     {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 )
 
 
 def describe_machine() -> Machine:
-    """Read the facts of this machine. Takes a few milliseconds, plus nvidia-smi where there is one."""
+    """Read the facts of this machine. Takes a few milliseconds, plus nvidia-smi if it exists."""
     cpus = _read_cpus()
     is_limited = hasattr(os, "sched_getaffinity")
     allowed = set(os.sched_getaffinity(0)) if is_limited else set(range(os.cpu_count() or 1))
@@ -71,15 +71,15 @@ def describe_machine() -> Machine:
         for cpu in cpus
         if "core id" in cpu and "physical id" in cpu and int(cpu.get("processor", -1)) in allowed
     }
-    # ARM and some virtual machines name no cores: then each logical CPU counts as one.
+    # ARM and some virtual machines list no cores: then each logical CPU counts as one.
     num_cores, quota = len(cores) or len(allowed), read_cpu_quota()
     names = cpus[0].get("flags", cpus[0].get("Features", "")) if cpus else ""
     limit_bytes, _ = read_cgroup_memory()
-    # Left out is what oneDNN may not use by its settings, and what PyTorch does not find if it is loaded.
-    # An emulator shows the flags of the machine below it; PyTorch asks the processor itself.
+    # Exclude instructions that oneDNN's settings forbid, and those that a loaded PyTorch does not find: an
+    # emulator shows the flags of the machine below it, but PyTorch asks the processor itself.
     torch = sys.modules.get("torch")
-    found = torch.cpu.get_capabilities() if torch is not None else {}
-    forbidden = {flag for flag in INSTRUCTIONS if not found.get(_TORCH_NAMES.get(flag, flag), True)}
+    capabilities = torch.cpu.get_capabilities() if torch is not None else {}
+    forbidden = {flag for flag in INSTRUCTIONS if not capabilities.get(_TORCH_NAMES.get(flag, flag), True)}
     if any(os.environ.get(name, "").upper() in _WITHOUT_BF16 for name in _ONEDNN_LIMITS):
         forbidden |= set(BF16_INSTRUCTIONS)
     usable = frozenset(names.split()) - forbidden
@@ -101,14 +101,14 @@ def describe_machine() -> Machine:
 
 
 def free_memory_bytes() -> int | None:
-    """Return what programs can get now without swapping, here and in this container; None if unknown."""
+    """Return the memory available now without swapping, in this container; None if unknown."""
     _, container_bytes = read_cgroup_memory()
-    known = (_read_memory("available"), container_bytes)
-    return min((size for size in known if size is not None), default=None)
+    sizes = (_read_memory("available"), container_bytes)
+    return min((size for size in sizes if size is not None), default=None)
 
 
 def rss_bytes() -> int | None:
-    """Return the resident memory of this process, or None where it cannot be read."""
+    """Return the resident memory of this process; None if it cannot be read."""
     return _read_status("VmRSS")
 
 
@@ -123,9 +123,9 @@ def peak_rss_bytes() -> int:
 
 
 def reset_peak_rss() -> bool:
-    """Start measuring the peak anew; False where the system cannot."""
+    """Reset the peak; False if the system cannot."""
     try:
-        # 5 resets the high-water mark (proc(5)); it touches nothing else of the process.
+        # 5 resets only the high-water mark (proc(5)).
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
         return False
@@ -163,32 +163,32 @@ def _read_status(name: str) -> int | None:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")), None)
 
 
-# Limits of this process's control groups: those of a container or of a scheduler's job. The limits of every
-# group above hold as well, and the tightest counts. Inside a container a process's group is mostly shown as
-# the root. Version 2 has memory.max, memory.current and cpu.max; see cgroups(7) for version 1.
+# Limits of this process's control groups: those of a container or of a scheduler's job. The limits of all
+# parent groups apply as well, and the tightest counts. Inside a container a process's group usually appears
+# as the root. Version 2 has memory.max, memory.current and cpu.max; see cgroups(7) for version 1.
 
 GROUPS = Path("/sys/fs/cgroup")
 
 
 def group_dirs(controller: str, *, root: Path = GROUPS, membership: str | None = None) -> list[Path]:
-    """Return where the groups that hold for this process may be, its own before those above.
+    """Return the possible directories of the groups that apply to this process, the innermost first.
 
-    `membership` is the text of /proc/self/cgroup; without one, only the roots are left.
+    `membership`: the text of /proc/self/cgroup; if it is empty, only the roots are left.
     """
     text = _read(Path("/proc/self/cgroup")) if membership is None else membership
-    found = []
+    dirs: list[Path] = []
     for line in text.splitlines():
         _, names, inside = [*line.split(":", 2), "", ""][:3]
         if names and controller not in names.split(","):
             continue
         top = root / controller if names else root
         own = top / inside.strip("/")
-        found += [path for path in (own, *own.parents) if path.is_relative_to(top)]
-    return list(dict.fromkeys([*found, root, root / controller]))
+        dirs += [path for path in (own, *own.parents) if path.is_relative_to(top)]
+    return list(dict.fromkeys([*dirs, root, root / controller]))
 
 
 def read_cgroup_memory(dirs: Sequence[Path] | None = None) -> tuple[int | None, int | None]:
-    """Return the memory limit (bytes) of this process and what is left of it, None each where unknown."""
+    """Return the memory limit of this process and the rest below it, in bytes; each None if unknown."""
     limits, left = [], []
     for path in group_dirs("memory") if dirs is None else dirs:
         for limit_name, used_name in (
@@ -200,7 +200,7 @@ def read_cgroup_memory(dirs: Sequence[Path] | None = None) -> tuple[int | None, 
                 continue
             limits.append(limit_bytes)
             if used_bytes is not None:
-                # Files read lately count as used, and are dropped before anything fails.
+                # Cached files count as used, but are dropped before an allocation fails.
                 lines = _read(path / "memory.stat").splitlines()
                 cached = [int(line.split()[1]) for line in lines if line.startswith("inactive_file ")]
                 reclaimable_bytes = cached[0] if cached else 0
@@ -209,10 +209,10 @@ def read_cgroup_memory(dirs: Sequence[Path] | None = None) -> tuple[int | None, 
 
 
 def read_cpu_quota(dirs: Sequence[Path] | None = None) -> float | None:
-    """Return how many CPUs' worth of time this process may use, or None if there is no such limit."""
+    """Return this process's CPU quota as a number of CPUs; None if there is no limit."""
     quotas = []
     for path in group_dirs("cpu") if dirs is None else dirs:
-        # Version 2 writes 'QUOTA PERIOD' in one file, with 'max' for none; version 1 has -1 for none.
+        # Version 2 has 'QUOTA PERIOD' in one file, with 'max' for no limit; version 1 has -1 for no limit.
         version_2 = _read(path / "cpu.max").split()
         version_1 = [_read(path / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         quotas += [
@@ -224,7 +224,7 @@ def read_cpu_quota(dirs: Sequence[Path] | None = None) -> float | None:
 
 
 def _read_number(path: Path) -> int | None:
-    """Read a file of one number. "max" is how groups of version 2 say that there is no limit."""
+    """Read a file with one number; None for "max", version 2's word for no limit."""
     text = _read(path).strip()
     return int(text) if text.isdigit() else None
 

@@ -1,8 +1,8 @@
-"""Which number format a run computes in where its file leaves that open, and what the other one costs.
+"""The choice of a run's number format for `model.dtype = "auto"`, and the cost of the other format.
 
 bfloat16 where the hardware multiplies it: processors with avx512_bf16, AMX or ARM's bf16, GPUs of compute
-capability 8.0 and above. Elsewhere float32: there bfloat16 is emulated, an order of magnitude slower. Masters
-and moments are float32 either way.
+capability 8.0 and above. Elsewhere float32, because bfloat16 is emulated there, an order of magnitude slower.
+Masters and moments are always float32.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ from strop.spec.run import RunSpec
 
 AUTO = "auto"
 DTYPE_FACT, REASON_FACT = "dtype", "dtype_reason"
-"""What run.json says of a run's number format: a resumed run keeps its own."""
+"""Keys of run.json; a resumed run keeps its number format."""
 _BF16_CAPABILITY = 8.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberFormat:
-    """A number format and why it is that one."""
+    """A number format and the reason for it."""
 
     dtype: Literal["bfloat16", "float32"]
     reason: str
-    """For people, behind the format: 'the processor has no instructions for bfloat16'."""
+    """For messages, for example 'the processor has no instructions for bfloat16'."""
     cost: str | None = None
-    """What it costs that the format was asked for on hardware without it."""
+    """The cost of a requested format on hardware without it."""
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Format it as one line."""
         return f"{self.dtype}: {self.reason}" + (f"; {self.cost}" if self.cost else "")
 
 
 def choose_format(
-    asked: str, machine: Machine, device: Gpu | Accelerator | None, calibration: Calibration | None = None
+    requested: str, machine: Machine, device: Gpu | Accelerator | None, calibration: Calibration | None = None
 ) -> NumberFormat:
     """Return the format for `model.dtype` on a device; None is the machine's processor.
 
-    `calibration` is what was measured of the processor, if anything was.
+    `calibration`: the processor's measured speeds, if there are any.
     """
-    is_fast, why = _look_at(machine, device)
-    if asked == AUTO:
+    is_fast, why = _has_fast_bf16(machine, device)
+    if requested == AUTO:
         return NumberFormat(dtype="bfloat16" if is_fast else "float32", reason=why)
-    dtype: Literal["bfloat16", "float32"] = "bfloat16" if asked == "bfloat16" else "float32"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16" if requested == "bfloat16" else "float32"
     cost = None
     if dtype == "bfloat16" and not is_fast:
         slowdown = "expect products to take many times as long; `strop doctor` measures"
@@ -70,19 +70,19 @@ def settle_format(
     calibration: Calibration | None = None,
     facts: Mapping[str, object] | None = None,
 ) -> tuple[RunSpec, NumberFormat]:
-    """Return the spec with a number format in place of 'auto', and why it is that one.
+    """Return the spec with a number format in place of 'auto', and the format with its reason.
 
-    `facts` are those of the run that goes on, if one does: it keeps its format wherever it goes on.
+    `facts`: those of a resumed run, which keeps its format on every machine.
     """
     kept = (facts or {}).get(DTYPE_FACT)
-    found = choose_format(str(kept or spec.model.dtype), machine, device, calibration)
+    chosen = choose_format(str(kept or spec.model.dtype), machine, device, calibration)
     if kept is not None and spec.model.dtype == AUTO:
-        found = NumberFormat(dtype=found.dtype, reason="the run began with it", cost=found.cost)
-    return spec.model_copy(update={"model": spec.model.model_copy(update={"dtype": found.dtype})}), found
+        chosen = NumberFormat(dtype=chosen.dtype, reason="the run began with it", cost=chosen.cost)
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"dtype": chosen.dtype})}), chosen
 
 
-def _look_at(machine: Machine, device: Gpu | Accelerator | None) -> tuple[bool, str]:
-    """Return whether bfloat16 is fast there, and the fact that decides it."""
+def _has_fast_bf16(machine: Machine, device: Gpu | Accelerator | None) -> tuple[bool, str]:
+    """Return whether bfloat16 is fast on a device, and the fact that decides it."""
     if isinstance(device, Accelerator):
         is_fast = device.bf16_tflops > device.fp32_tflops
         return is_fast, f"{device.name} is {'faster' if is_fast else 'not faster'} in bfloat16"
@@ -91,16 +91,16 @@ def _look_at(machine: Machine, device: Gpu | Accelerator | None) -> tuple[bool, 
         if capability is None or capability >= _BF16_CAPABILITY:
             return True, f"{device.name} multiplies bfloat16"
         return False, f"{device.name} (compute capability {capability}) has no instructions for bfloat16"
-    found = [flag for flag in BF16_INSTRUCTIONS if flag in machine.cpu_flags]
-    if found:
-        return True, f"the processor has {found[0]}"
+    instructions = [flag for flag in BF16_INSTRUCTIONS if flag in machine.cpu_flags]
+    if instructions:
+        return True, f"the processor has {instructions[0]}"
     return False, "the processor has no instructions for bfloat16"
 
 
 def compute_device(machine: Machine) -> Gpu | None:
     """Return the GPU that PyTorch computes on in this process; None for the processor.
 
-    PyTorch is asked where it is loaded. Else the installed build and what the driver shows decide.
+    If PyTorch is loaded, it decides; otherwise the installed build and the driver do.
     """
     torch = sys.modules.get("torch")
     if torch is not None:
@@ -108,7 +108,7 @@ def compute_device(machine: Machine) -> Gpu | None:
             return None
         if machine.gpus:
             return machine.gpus[0]
-        # Only where the driver does not answer: PyTorch takes memory of the GPU to tell.
+        # Only if nvidia-smi does not answer, since this call takes GPU memory.
         major, minor = torch.cuda.get_device_capability()
         return Gpu(
             index="0",

@@ -1,10 +1,10 @@
-"""Ports that stay ours from their choice to their use.
+"""Ports that stay reserved from their choice to their use.
 
-A port is chosen by binding it, to a number that the system picks, and the socket is kept until the program
-that listens has it: by inheriting the descriptor, or because it binds by itself and publishes what it got.
-A port that is looked up and closed again may be taken by the next program that asks. Where a program accepts
-only a number, `start_on_port` retries with another one and reports it.
-Loopback is the default: an address of the network lets other users of it connect.
+A port is chosen by binding it, to a number that the system picks, and the socket is held until the listening
+program has it: the program inherits the descriptor, or binds a port itself and publishes it. A port that is
+chosen and closed again may be taken by another program. For a program that accepts only a number,
+`start_on_port` retries with another one and reports it.
+Loopback is the default, because other users of the network can connect to its addresses.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from strop.io.atomic import write_bytes_atomically
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
-"""Asks for the IPv4 address of an interface; netdevice(7)."""
+"""Get the IPv4 address of an interface; netdevice(7)."""
 _NUM_TRIES = 5
 _UNROUTED = ("192.0.2.1", 9)
-"""Of a network that is for documents only (RFC 5737). Connecting a datagram socket sends nothing."""
+"""An address reserved for documentation (RFC 5737). Connecting a datagram socket sends nothing."""
 Started = TypeVar("Started")
 
 
 class HeldPort:
-    """A bound socket, kept until it is handed over; in `with`, closed at the end."""
+    """A bound socket, held until a program takes it over; a `with` block closes it at the end."""
 
     def __init__(self, bound: socket.socket) -> None:
         self._socket = bound
@@ -42,23 +42,23 @@ class HeldPort:
 
     @property
     def address(self) -> str:
-        """Host and port, as others reach it."""
+        """Host and port for clients."""
         return f"{self.host}:{self.port}"
 
     def fileno(self) -> int:
-        """Return the descriptor, for `pass_fds` of the program that is to listen on it."""
+        """Return the descriptor, for `pass_fds` of the listening program."""
         return self._socket.fileno()
 
     def detach(self) -> int:
-        """Hand the descriptor over for good: from here on its new owner closes it."""
+        """Return the descriptor; the caller closes it from now on."""
         return self._socket.detach()
 
     def close(self) -> None:
-        """Give the port back, or let go of it once another process has it."""
+        """Free the port, or close this process's copy once another process has it."""
         self._socket.close()
 
     def __enter__(self) -> HeldPort:
-        """Hold it."""
+        """Return the port."""
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,7 +73,7 @@ class ListeningPort:
     host: str
     port: int
     pid: int | None
-    """None where the process is another user's, or in another container."""
+    """None for a process of another user or in another container."""
 
     def __str__(self) -> str:
         """Name it for a message."""
@@ -84,16 +84,16 @@ class ListeningPort:
 
 
 def hold_port(host: str = LOOPBACK, port: int = 0) -> HeldPort:
-    """Bind a port and keep it; 0 lets the system pick one that is free.
+    """Bind and hold a port; 0 lets the system pick a free one.
 
-    Raises: CheckRefused naming who has a port that was asked for, or an address that is not ours.
+    Raises: CheckRefused naming the process that has the port, or an address of another machine.
     """
     bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         bound.bind((host, port))
     except OSError as error:
         bound.close()
-        others = [found for found in read_listening_ports() if found.port == port]
+        others = [listening for listening in read_listening_ports() if listening.port == port]
         by = f", taken by {others[0]}" if others else ""
         raise CheckRefused(
             f"{host}:{port} cannot be bound ({error.strerror}){by}",
@@ -106,11 +106,11 @@ def hold_port(host: str = LOOPBACK, port: int = 0) -> HeldPort:
 def start_on_port(
     start: Callable[[int], Started | None], *, host: str = LOOPBACK, on_retry: Callable[[str], None]
 ) -> Started:
-    """Start a program that takes nothing but a number, with a number that was free a moment ago.
+    """Start a program that accepts only a port number, with one that was free a moment ago.
 
-    `start` returns None if the program found its port taken: then another one is tried, and `on_retry` is
-    called. Only for programs that can neither inherit a socket nor report what they bound.
-    Raises: CheckRefused if that goes on.
+    `start` returns None if the program found its port taken; then `on_retry` is called and another port is
+    tried. Only for programs that can neither inherit a socket nor report their port.
+    Raises: CheckRefused after five tries.
     """
     for number in range(1, _NUM_TRIES + 1):
         with hold_port(host) as held:
@@ -127,10 +127,10 @@ def start_on_port(
 
 
 def find_host_address(num_nodes: int, interface: str | None = None) -> str:
-    """Return the address to listen on: loopback for one node, the one that other nodes reach for several.
+    """Return the address to listen on: loopback for one node, for several an address that other nodes reach.
 
-    `interface` names the network between nodes, as GLOO_SOCKET_IFNAME does; without it the host's own name
-    decides, then the way that packets to elsewhere would take.
+    `interface` names the network between nodes, as GLOO_SOCKET_IFNAME does; without it the host's name
+    decides, then the default route.
     Raises: CheckRefused if there is no such interface, or no address but loopback.
     """
     if num_nodes <= 1:
@@ -138,10 +138,10 @@ def find_host_address(num_nodes: int, interface: str | None = None) -> str:
     if interface is not None:
         return _read_interface(interface)
     try:
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
-        found = []
-    candidates = [*(str(entry[4][0]) for entry in found), *_find_route()]
+        resolved = []
+    candidates = [*(str(entry[4][0]) for entry in resolved), *_find_route()]
     outside = [address for address in candidates if not address.startswith("127.")]
     if outside:
         return outside[0]
@@ -153,7 +153,7 @@ def find_host_address(num_nodes: int, interface: str | None = None) -> str:
 
 
 def find_interface(peer: str) -> str | None:
-    """Return this node's interface on the way to another address; None where none has a way."""
+    """Return this node's interface on the route to an address; None if there is no route."""
     for address in _find_route((peer, _UNROUTED[1])):
         for _, name in socket.if_nameindex():
             with suppress(CheckRefused):
@@ -163,19 +163,19 @@ def find_interface(peer: str) -> str | None:
 
 
 def read_listening_ports() -> list[ListeningPort]:
-    """Return the TCP ports that are listened on in this network namespace, none where nothing tells."""
+    """Return the listening TCP ports of this network namespace; none if the system does not list them."""
     import psutil
 
     try:
         sockets = psutil.net_connections(kind="tcp")
     except (psutil.Error, OSError, RuntimeError):
         return []
-    found = [
-        ListeningPort(host=one.laddr.ip, port=one.laddr.port, pid=one.pid)
-        for one in sockets
-        if one.status == psutil.CONN_LISTEN
+    ports = [
+        ListeningPort(host=entry.laddr.ip, port=entry.laddr.port, pid=entry.pid)
+        for entry in sockets
+        if entry.status == psutil.CONN_LISTEN
     ]
-    return sorted(found, key=lambda one: (one.port, one.host))
+    return sorted(ports, key=lambda listening: (listening.port, listening.host))
 
 
 def _read_interface(name: str) -> str:
@@ -194,7 +194,7 @@ def _read_interface(name: str) -> str:
 
 
 def _find_route(to: tuple[str, int] = _UNROUTED) -> list[str]:
-    """Return the address that packets to an address would carry as theirs. None is sent."""
+    """Return the source address of packets to an address. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
             asking.connect(to)
@@ -204,7 +204,7 @@ def _find_route(to: tuple[str, int] = _UNROUTED) -> list[str]:
 
 
 # Addresses of an attempt's programs, for its other nodes: `ports.json` in the attempt's directory, with the
-# attempt's number. A late reader of an earlier attempt is refused instead of being sent to strangers.
+# attempt's number. A late reader of an earlier attempt is refused instead of connecting to a newer one.
 
 PORTS_NAME = "ports.json"
 _POLL_S = 0.05
@@ -212,43 +212,53 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """What one attempt listens on."""
+    """The published addresses of an attempt."""
 
     attempt: int
     """Its number, which grows with each attempt."""
     node: str
-    """The node that published it."""
+    """The node that published them."""
     addresses: Mapping[str, str]
-    """Name to host:port."""
+    """From name to host:port."""
 
 
 def publish_ports(
     attempt_path: Path, attempt: int, addresses: Mapping[str, str], *, node: str, name: str = PORTS_NAME
 ) -> Path:
-    """Publish where an attempt listens, as one file that appears whole; return the file.
+    """Publish the addresses of an attempt as one atomic file; return the file.
 
-    Several publishers take a `name` each. Raises: StoreError if a later attempt has published there already,
+    Several publishers use one `name` each. Raises: StoreError if a later attempt has published there already,
     or the file cannot be written.
     """
+    read_ports(attempt_path, attempt, name=name)
     path = attempt_path / name
-    there = _read(path)
-    if there is not None and there.attempt > attempt:
-        raise _stale(path, attempt, there)
     content = {"attempt": attempt, "node": node, "addresses": dict(addresses)}
     write_bytes_atomically(path, json.dumps(content, indent=1).encode())
     return path
 
 
 def read_ports(attempt_path: Path, attempt: int, *, name: str = PORTS_NAME) -> Published | None:
-    """Return where an attempt listens; None while it has not published that.
+    """Return the addresses of an attempt; None while they are not published, or the file has another format.
 
     Raises: StoreError if a later attempt has begun.
     """
     path = attempt_path / name
-    there = _read(path)
-    if there is not None and there.attempt > attempt:
-        raise _stale(path, attempt, there)
-    return there if there is not None and there.attempt == attempt else None
+    try:
+        content = json.loads(path.read_bytes())
+        latest = Published(
+            attempt=int(content["attempt"]),
+            node=str(content["node"]),
+            addresses={str(key): str(value) for key, value in content["addresses"].items()},
+        )
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    if latest.attempt > attempt:
+        raise StoreError(
+            f"this is attempt {attempt}, and {path} is of attempt {latest.attempt}, by node {latest.node}",
+            allowed="the newest attempt: one that was replaced must not talk to its successor",
+            next_step="nothing; the newer attempt goes on, and this one ends here",
+        )
+    return latest if latest.attempt == attempt else None
 
 
 def wait_for_ports(
@@ -260,16 +270,16 @@ def wait_for_ports(
     wait_limit_s: float,
     name: str = PORTS_NAME,
 ) -> Published:
-    """Wait until an attempt has published certain names.
+    """Wait until an attempt has published the wanted names.
 
-    Raises: StoreError naming the node that was to publish them and has not, or if a later attempt has begun.
+    Raises: StoreError naming the node that should have published them, or if a later attempt has begun.
     """
     deadline = time.monotonic() + wait_limit_s
     while True:
-        found = read_ports(attempt_path, attempt, name=name)
-        missing = [one for one in wanted if found is None or one not in found.addresses]
-        if found is not None and not missing:
-            return found
+        published = read_ports(attempt_path, attempt, name=name)
+        missing = [key for key in wanted if published is None or key not in published.addresses]
+        if published is not None and not missing:
+            return published
         if time.monotonic() >= deadline:
             raise StoreError(
                 f"node {node} has not said within {wait_limit_s:g} s where {', '.join(missing)} of"
@@ -280,38 +290,17 @@ def wait_for_ports(
         time.sleep(_POLL_S)
 
 
-def _read(path: Path) -> Published | None:
-    """Return what a file says; None where there is none, or what it says has another form."""
-    try:
-        content = json.loads(path.read_bytes())
-        return Published(
-            attempt=int(content["attempt"]),
-            node=str(content["node"]),
-            addresses={str(key): str(value) for key, value in content["addresses"].items()},
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-
-
-def _stale(path: Path, attempt: int, there: Published) -> StoreError:
-    return StoreError(
-        f"this is attempt {attempt}, and {path} is of attempt {there.attempt}, by node {there.node}",
-        allowed="the newest attempt: one that was replaced must not talk to its successor",
-        next_step="nothing; the newer attempt goes on, and this one ends here",
-    )
-
-
 # Environment variables that a node's agent sets for the roles that it starts.
 
 NODE_VARIABLE = "STROP_NODE"
-"""Which node of its attempt a role is on, from 0."""
+"""The index of a role's node, from 0."""
 NUM_NODES_VARIABLE = "STROP_NUM_NODES"
 ADDRESS_VARIABLE = "STROP_NODE_ADDRESS"
-"""Of node 0, as the other nodes reach it."""
+"""The address of node 0 for the other nodes."""
 NAMES_VARIABLE = "STROP_JOB_NAMES"
-"""Names of the job's variables and secrets, with commas: every process of the run must have them."""
+"""Comma-separated names of the job's variables and secrets, which every process of the run must have."""
 
 
 def count_nodes(environ: Mapping[str, str]) -> int:
-    """Return how many nodes this process's job has; 1 outside of one."""
+    """Return the number of nodes of this process's job; 1 outside of a job."""
     return int(environ.get(NUM_NODES_VARIABLE, "1"))

@@ -1,13 +1,12 @@
 """Child processes that leave nothing behind.
 
-A child gets a process group of its own, writes to its log from the first byte, and is killed by the
-kernel when the process that spawned it dies, kill -9 included. Tried on Linux 5 and 6.
+A child gets its own process group, writes to its log from the first byte, and is killed by the kernel when
+its parent dies, kill -9 included. Tried on Linux 5 and 6.
 
-Covered: death of the parent at any moment; descendants of the child that stay in its process group,
-whenever the child ends or is ended; process ids that were reused (a child is reaped only after its group).
-Not covered: descendants that make a session of their own; descendants of the child after a kill -9
-of the parent, if they outlive the child; systems other than Linux, where the death of the parent
-goes unnoticed.
+Covered: death of the parent at any moment; descendants in the child's process group, whenever the child ends
+or is ended; reused process ids (a child is reaped only after its group). Not covered: descendants that start
+a new session; descendants of the child after a kill -9 of the parent, if they outlive the child; systems
+other than Linux, where the death of the parent goes unnoticed.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from strop.io.atomic import explain_write_failure
 _POLL_S = 0.01
 TAIL_BYTES = 1 << 16
 # Runs in the child before the program: ignore the signals that announce an end (Slurm sends them to every
-# process of a step, and the default is to die; the parent handles them), ask for death with the parent, check
-# that the parent has not died in between, become the program. A stub, because code between fork and exec in a
+# process of a step, and the default is to die; the parent handles them), set the parent-death signal, check
+# that the parent has not died in between, exec the program. A stub, because code between fork and exec in a
 # threaded process (preexec_fn) can deadlock. 1 is PR_SET_PDEATHSIG.
 _STUB = """
 import os, signal, sys
@@ -53,10 +52,10 @@ os.execv(sys.argv[2], sys.argv[3:])
 
 @dataclass(eq=False, kw_only=True)
 class ChildProcess:
-    """A process that this process started. It is ended by `terminate` or with its parent."""
+    """A child process. It is ended by `terminate` or with its parent."""
 
     pid: int
-    """Also the id of its process group."""
+    """Process id, and id of its process group."""
     args: tuple[str, ...]
     log_path: Path
     _popen: subprocess.Popen[bytes]
@@ -65,12 +64,12 @@ class ChildProcess:
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal, or None while it runs.
 
-        When the child has ended, what is left of its process group is killed.
+        When the child has ended, the rest of its process group is killed.
         """
         with self._lock:
-            # WNOWAIT: a child that has ended stays a zombie until `wait` below; its group id is not reused.
-            question = os.WEXITED | os.WNOHANG | os.WNOWAIT
-            if self._popen.returncode is None and os.waitid(os.P_PID, self.pid, question) is not None:
+            # WNOWAIT keeps an ended child as a zombie until `wait` below, so its group id is not reused.
+            options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+            if self._popen.returncode is None and os.waitid(os.P_PID, self.pid, options) is not None:
                 _signal_group(self.pid, signal.SIGKILL)
                 self._popen.wait()
             return self._popen.returncode
@@ -88,9 +87,9 @@ class ChildProcess:
 
 
 def tied_argv(program: str, args: Sequence[str]) -> list[str]:
-    """Return the command that becomes a program and is killed with the thread that starts it.
+    """Return a command that execs a program and is killed with the thread that starts it.
 
-    `program`: its path; `args` begin with the name that it is called by.
+    `program`: its path; `args`: its argv, name included.
     """
     return [sys.executable, "-I", "-S", "-c", _STUB, str(os.getpid()), program, *args]
 
@@ -103,12 +102,12 @@ def spawn(
     cwd: Path | None = None,
     pass_fds: Sequence[int] = (),
 ) -> ChildProcess:
-    """Start a program with its output appended to `log_path`. `env` None passes this environment on.
+    """Start a program with its output appended to `log_path`. `env` None: this process's environment.
 
-    `pass_fds` are descriptors that it inherits under their numbers, a held port for example.
+    `pass_fds`: descriptors that it inherits under their numbers, a held port for example.
 
-    May be called from any thread: the kernel ties the child to the thread that starts it, so all
-    children are started by one thread that lives as long as this process.
+    May be called from any thread: the kernel ties the child to the thread that starts it, so one thread,
+    which runs as long as this process, starts all children.
 
     Raises: CheckRefused if there is no such program; StoreError if the log cannot be opened.
     """
@@ -145,9 +144,9 @@ def spawn(
 
 
 def terminate(child: ChildProcess, grace_s: float) -> int:
-    """End a child and its process group: ask, wait `grace_s`, then kill. Return its exit code.
+    """End a child and its process group: SIGTERM, after `grace_s` SIGKILL. Return its exit code.
 
-    A child that has ended already is left alone: its process id may belong to another by now.
+    A child that has ended is not signalled, because its process id may have been reused.
 
     Raises: StoreError if the kernel does not end it, for example in a blocked write to a dead disk.
     """
@@ -169,7 +168,7 @@ def terminate(child: ChildProcess, grace_s: float) -> int:
 
 
 def tail(path: Path, num_lines: int = 20) -> str:
-    """Return the last lines of a text file, at most 64 KiB of it; empty if there is no such file."""
+    """Return the last lines of a text file, at most 64 KiB; empty if the file is missing."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -182,7 +181,7 @@ def tail(path: Path, num_lines: int = 20) -> str:
 
 @cache
 def _starter(own_pid: int) -> ThreadPoolExecutor:
-    # By process id: a forked copy of this process inherits the object but not its thread.
+    # Keyed by process id, because a fork inherits the object but not its thread.
     return ThreadPoolExecutor(max_workers=1, thread_name_prefix="strop-spawn")
 
 
@@ -194,8 +193,8 @@ def _signal_group(pid: int, number: signal.Signals) -> None:
         return
 
 
-# Runs in a child: a grandchild in a session of its own becomes the program. It is no child of this process,
-# so it need not be waited for. Its number comes back on the descriptor named first.
+# Runs in a child: a grandchild in a new session execs the program. It is no child of this process, so it need
+# not be reaped. Its process id is written to the descriptor in the first argument.
 _DETACHING_STUB = """
 import os, sys
 number = os.fork()
@@ -212,9 +211,8 @@ def start_detached(
 ) -> ProcessIdentity | None:
     """Start a program that outlives this process and its terminal; None if it has ended already.
 
-    Its output is appended to `log_path`.
-
-    `args[0]` is a path. Raises: CheckRefused if it cannot be started; StoreError if the log cannot be opened.
+    Its output is appended to `log_path`; `args[0]` is a path.
+    Raises: CheckRefused if it cannot be started; StoreError if the log cannot be opened.
     """
     reader, writer = os.pipe()
     try:
@@ -247,33 +245,33 @@ _PR_SET_CHILD_SUBREAPER = 36  # From <linux/prctl.h>.
 
 
 def become_subreaper() -> None:
-    """Become the parent of every descendant whose own parent dies. Linux only; elsewhere nothing is done.
+    """Become the parent of all orphaned descendants. Linux only; elsewhere it does nothing.
 
-    For a process that is responsible for others. Process 1 of a container must reap them itself.
+    Process 1 of a container must reap them itself.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def reap_orphans(own_pids: Collection[int]) -> int:
-    """Reap adopted children that have ended; return how many.
+    """Reap adopted children that have ended; return their number.
 
-    `own_pids`: children that other code of this process waits for, whose exit codes are left to it.
+    `own_pids`: children that other code of this process reaps.
     """
     num_reaped = 0
     for pid in _children():
         if pid not in own_pids:
-            # Waits for nothing: of a child that runs the answer is 0.
+            # WNOHANG: 0 for a running child.
             with suppress(ChildProcessError):
                 num_reaped += os.waitpid(pid, os.WNOHANG)[0] == pid
     return num_reaped
 
 
 def show_stacks_of_children(limit_s: float) -> list[int]:
-    """Let every Python child write the stacks of its threads to its standard error, and end; return them.
+    """Let all Python children write the stacks of their threads to standard error and end; return them.
 
-    SIGABRT does that where PYTHONFAULTHANDLER is set, or `faulthandler.enable` was called. What was stopped
-    is continued first. Waits until they have ended, at most `limit_s`.
+    SIGABRT does that where PYTHONFAULTHANDLER is set, or `faulthandler.enable` was called. Stopped children
+    are continued first. Waits until they have ended, at most `limit_s`.
     """
     running = [child for pid in _children() if (child := identify(pid)) is not None]
     for number in (signal.SIGCONT, signal.SIGABRT):
@@ -286,27 +284,27 @@ def show_stacks_of_children(limit_s: float) -> list[int]:
 
 
 def end_descendants(limit_s: float) -> list[int]:
-    """Kill everything that this process started and that they started; return what is left after `limit_s`.
+    """Kill all descendants of this process; return those that are left after `limit_s`.
 
-    For a process that has adopted orphans: then processes whose parents have ended are among them.
+    In a subreaper this includes orphans.
     """
     deadline = time.monotonic() + limit_s
-    while (found := _list_descendants()) and time.monotonic() < deadline:
-        for pid in found:
+    while (descendants := _list_descendants()) and time.monotonic() < deadline:
+        for pid in descendants:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         reap_orphans(())
         time.sleep(0.02)
-    return found
+    return descendants
 
 
 def _list_descendants() -> list[int]:
-    """Return all descendants; a number cannot be used again as long as its parent has not reaped it."""
-    found, new = [], list(_children())
+    """Return all descendants; an id is not reused before its parent has reaped it."""
+    descendants, new = [], list(_children())
     while new:
-        found += new
+        descendants += new
         new = [child for pid in new for child in _children(pid)]
-    return found
+    return descendants
 
 
 def _children(of: int | str = "self") -> Iterator[int]:
@@ -320,23 +318,23 @@ _PROC = Path("/proc")
 
 
 def step_back(pid: int, *, by: int) -> bool:
-    """Give the process group that `pid` leads a lower priority than ours, and its session if it leads one.
+    """Lower the priority of the process group that `pid` leads, and of its session if it leads one.
 
-    A process's niceness counts only within its session where sessions share first: see sched(7), 'The
-    autogroup feature'. Return False if nothing was done because Linux wants to be asked less often.
+    With autogroups, niceness counts only within a session: see sched(7), 'The autogroup feature'. Return
+    False if nothing was done because Linux limits the rate of changes.
     """
     try:
         if os.getsid(pid) == pid:
-            # A text such as '/autogroup-12 nice 0'. It is empty for a session in no group of its own, as in a
-            # container; the share of such a session is the usual one.
+            # A text such as '/autogroup-12 nice 0'. It is empty for a session without an autogroup, as in a
+            # container; such a session has the default share.
             words = (_PROC / "self/autogroup").read_text().split()
             own = int(words[-1]) if words else 0
             (_PROC / str(pid) / "autogroup").write_text(str(min(own + by, MAX_NICENESS)))
     except BlockingIOError:
-        return False  # Ten a second are allowed.
+        return False  # Linux allows ten changes a second.
     except (OSError, ValueError):
-        pass  # Not this system.
-    # Some container kernels know no priority of a group.
+        pass  # This system has no autogroups.
+    # Some container kernels have no priority of a group.
     with suppress(OSError):
         os.setpriority(os.PRIO_PGRP, pid, min(os.getpriority(os.PRIO_PROCESS, 0) + by, MAX_NICENESS))
     return True

@@ -1,15 +1,15 @@
 """Settings of the C library and of OpenMP, for processes that compute on the CPU.
 
-Freed memory is kept. A training step frees and takes the same gigabyte of activations again and again; by
-default glibc gives it back to the kernel in between, which then zeroes every page anew: hundreds of thousands
-of page faults per step. Kept memory stays part of this process; its peak does not grow.
+Freed memory is kept. A training step frees and allocates the same gigabyte of activations again and again; by
+default glibc returns it to the kernel in between, which zeroes every page again: hundreds of thousands of
+page faults per step. Kept memory stays part of this process; its peak does not grow.
 
-Waiting threads spin for a bounded time. A thread of OpenMP that has done its share spins until its partner
-has; where the partner waits for a core that another program has, spinning keeps that core from it. GNU's
-OpenMP counts turns of a loop around the instruction PAUSE, 300,000 by default. A turn takes 24 ns on an AMD
-EPYC (Zen 3) and 60 ns on an Intel Xeon, so that is 7 or 18 ms, many times the length of most parallel loops.
-Here a turn is timed, and the count set that takes `SPIN_S`. A decode step of 64 rows in float32 by AVX2 on
-two cores, by that of 300,000 turns alone; beside one busy loop its share is 2:
+Waiting threads spin for a bounded time. An OpenMP thread that has finished its share spins until the others
+have; if one of them waits for a core, spinning withholds that core. GNU's OpenMP counts turns of a loop
+around the instruction PAUSE, 300,000 by default. A turn takes 24 ns on an AMD EPYC (Zen 3) and 60 ns on an
+Intel Xeon, so that is 7 or 18 ms, many times the length of most parallel loops. Here a turn is timed, and the
+count is set to last `SPIN_S`. The table shows the time of a decode step of 64 rows in float32 by AVX2 on two
+cores, relative to 300,000 turns alone; beside one busy loop its fair share would be 2:
 
     spinning, us            60    97   240   480   600   960  1,200  3,000
     Xeon, alone           1.06        1.02        0.97         0.96   1.00
@@ -17,10 +17,9 @@ two cores, by that of 300,000 turns alone; beside one busy loop its share is 2:
     EPYC, alone                 1.13  1.09  1.03        1.06
     EPYC, beside a loop         2.08  2.45  2.95        3.86
 
-Alone, medians of six to ten steps differ by 2 or 3 % by themselves. `benchmarks/busy.py` measures a step of
-training.
+Alone, medians of six to ten steps vary by 2 or 3 %. `benchmarks/busy.py` measures a training step.
 
-Covered: Linux with glibc, and GNU's OpenMP on x86, which PyTorch's builds bring. Elsewhere nothing changes.
+Covered: Linux with glibc, and GNU's OpenMP on x86, which PyTorch's builds contain. Elsewhere nothing changes.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ from functools import partial
 from typing import TypeVar
 
 GNU_SPIN_COUNT = 300_000
-"""What GNU's OpenMP takes where neither GOMP_SPINCOUNT nor OMP_WAIT_POLICY is set (libgomp, env.c)."""
+"""GNU OpenMP's default if neither GOMP_SPINCOUNT nor OMP_WAIT_POLICY is set (libgomp, env.c)."""
 SPIN_S = 300e-6
-"""How long a thread that waits spins before it sleeps."""
+"""How long a waiting thread spins before it sleeps."""
 _UNTIMED_TURN_S = 60e-9
-"""The longest that was seen: spinning stays bounded where a turn cannot be timed."""
+"""The longest measured turn, assumed where a turn cannot be timed."""
 _TIMED_TURNS, _TIMINGS = 1000, 5
 _TURNS = bytes.fromhex("f390 48ffcf 75f9 c3")
 """x86-64: `1: pause; dec rdi; jnz 1b; ret`, a function of the number of turns."""
@@ -53,20 +52,20 @@ _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER_BYTES = 2**31 - 1
 _MAX_MMAP_THRESHOLD_BYTES = 32 * 2**20
-"""glibc accepts no larger one: blocks above it always come from the kernel."""
+"""glibc's maximum: larger blocks always come from the kernel."""
 
 
 def spin_count() -> int:
-    """Return how many turns of GNU's waiting loop take `SPIN_S` on x86; elsewhere OpenMP's own number."""
+    """Return the number of turns of GNU's waiting loop that take `SPIN_S` on x86; elsewhere GNU's default."""
     return max(1, round(SPIN_S / _time_turn())) if platform.machine() == "x86_64" else GNU_SPIN_COUNT
 
 
 def _time_turn() -> float:
-    """Return the seconds of a turn on x86, the shortest of a few: others may have the core meanwhile."""
+    """Return the seconds of a turn on x86: the shortest of a few, since other programs may use the core."""
     try:
         page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
     except OSError:
-        # A system that executes nothing that was written.
+        # A system that forbids executable memory.
         return _UNTIMED_TURN_S
     page.write(_TURNS)
     take_turns = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
@@ -75,9 +74,9 @@ def _time_turn() -> float:
 
 
 def tune_process() -> None:
-    """Bound spinning, keep freed heap memory, let PyTorch ask for huge pages. Before torch is imported.
+    """Bound spinning, keep freed heap memory, let PyTorch use huge pages. Call it before importing torch.
 
-    Child processes inherit the variables. What the user has set stays.
+    Child processes inherit the variables. The user's own values stay.
     """
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}.isdisjoint(os.environ):
         os.environ["GOMP_SPINCOUNT"] = str(spin_count())
@@ -92,10 +91,10 @@ def tune_process() -> None:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import large modules without Python's cyclic garbage collector, which never walks over them later.
+    """Import large modules with the cyclic garbage collector off, and freeze their objects.
 
-    Nothing of a module is garbage, and torch and transformers make a million objects. Walks over them were
-    1.1 of 4.9 s of processor time of their import, and another 0.7 s at the interpreter's end (AMD EPYC).
+    Modules are no garbage, and torch and transformers create a million objects. Collections took 1.1 of 4.9 s
+    of CPU time of their import, and another 0.7 s at the interpreter's end (AMD EPYC).
     """
     num_before, was_enabled = len(sys.modules), gc.isenabled()
     gc.disable()
@@ -104,7 +103,7 @@ def importing() -> Iterator[None]:
     finally:
         if len(sys.modules) > num_before:
             gc.freeze()
-            # Whoever thaws them meanwhile does not see the end.
+            # Once, and again at exit, in case something unfreezes them meanwhile.
             atexit.unregister(gc.freeze)
             atexit.register(gc.freeze)
         if was_enabled:
@@ -115,18 +114,18 @@ Answer = TypeVar("Answer")
 
 
 async def compute_in_thread(work: Callable[[], Answer]) -> Answer:
-    """Run work that computes with torch in a thread of its own, which ends with the work.
+    """Run work that computes with torch in a new thread, which ends with the work.
 
-    Each thread that computes keeps its OpenMP threads for as long as it lives. While all of these together
-    outnumber the cores, GNU's OpenMP spins for less than 3 us, whatever is set above. A pool's thread that
-    had hashed tensors made every later step 7 to 9 % longer (AMD EPYC, Zen 4, two cores, bfloat16).
+    Each computing thread keeps its OpenMP threads until it ends. While these outnumber the cores, GNU's
+    OpenMP spins for less than 3 us, whatever is set above. A pool thread that had hashed tensors made every
+    later step 7 to 9 % longer (AMD EPYC, Zen 4, two cores, bfloat16).
     """
-    # Here: commands that compute nothing load no event loop.
+    # Imported here, because commands that compute nothing need no event loop.
     import asyncio
 
     executor = ThreadPoolExecutor(1, thread_name_prefix="strop-compute")
     try:
         return await asyncio.get_running_loop().run_in_executor(executor, copy_context().run, work)
     finally:
-        # Not waited for: a caller that is cancelled goes on, and the thread ends after its work.
+        # Without waiting, so that a cancelled caller goes on; the thread ends after its work.
         executor.shutdown(wait=False)

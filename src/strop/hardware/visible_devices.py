@@ -1,8 +1,8 @@
-"""Which GPUs a process may use, as CUDA_VISIBLE_DEVICES says it, and sharing them out among roles.
+"""Parse CUDA_VISIBLE_DEVICES, and divide the visible GPUs among roles.
 
 The variable has five forms: unset, where CUDA sees every GPU; empty or a word for none; indices, whose
 meaning depends on CUDA_DEVICE_ORDER; UUIDs of GPUs; UUIDs of MIG slices, in a new and an old spelling.
-An entry is a name and never a number. Source: CUDA C Programming Guide, 'CUDA Environment Variables', and
+An entry is a name, never a number. Source: CUDA C Programming Guide, 'CUDA Environment Variables', and
 the MIG User Guide, 'Device Enumeration'.
 """
 
@@ -24,19 +24,19 @@ PART_DEVICES = {
     "env": ENV_DEVICES,
     "sandbox": SANDBOX_DEVICES,
 }
-"""Part of a run to the variable with its devices, set for the process that starts these roles. A learner sees
-its own in CUDA_VISIBLE_DEVICES."""
+"""From a part of a run to the variable with its devices, set for the process that starts these roles. A
+learner's devices are in CUDA_VISIBLE_DEVICES."""
 _NONE_WORDS = {"", "-1", "NoDevFiles"}
-"""Schedulers write the last one where a job has no GPU."""
+"""Schedulers write the last one for a job without GPUs."""
 
 
 class DeviceForm(StrEnum):
-    """How devices are named."""
+    """The form of device names."""
 
     UNSET = "unset"
-    """Not at all: CUDA sees every GPU."""
+    """The variable is not set: CUDA sees every GPU."""
     NONE = "none"
-    """There is none to see."""
+    """No device is visible."""
     INDEX = "index"
     GPU_UUID = "UUID of a GPU"
     MIG_UUID = "UUID of a MIG slice"
@@ -59,15 +59,15 @@ class VisibleDevices:
 
     @property
     def text(self) -> str | None:
-        """The variable's value; None where it must not be set."""
+        """The variable's value; None if it must not be set."""
         return None if self.form is DeviceForm.UNSET else ",".join(self.ids)
 
 
 def parse_visible_devices(text: str | None, variable: str = VISIBLE_DEVICES) -> VisibleDevices:
-    """Read a variable's value; None where it is not set.
+    """Parse a variable's value; None if it is not set.
 
-    Raises: ConfigError for an entry of no known form, for mixed forms, and for an entry that stands twice:
-        CUDA would leave out what follows without a word.
+    Raises: ConfigError for an entry of unknown form, for mixed forms, and for a repeated entry: CUDA would
+        silently drop the rest.
     """
     if text is None:
         return VisibleDevices(form=DeviceForm.UNSET)
@@ -94,7 +94,7 @@ def parse_visible_devices(text: str | None, variable: str = VISIBLE_DEVICES) -> 
 
 
 def part_variables(shares: Mapping[str, VisibleDevices]) -> dict[str, str]:
-    """Return the variables of a process whose learner, engine, judges and environments have these devices."""
+    """Return the variables of a process for the devices of its learner, engine, judges and environments."""
     own = shares.get("train") or shares.get("infer")
     # A learner's process must not see its engine's devices, unless both share them.
     variables = {VISIBLE_DEVICES: (own.text if own else None) or ""}
@@ -103,11 +103,11 @@ def part_variables(shares: Mapping[str, VisibleDevices]) -> dict[str, str]:
 
 
 def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, VisibleDevices]:
-    """Give each role as many of the visible devices as it wants, in the order of `wanted`.
+    """Give each role its number of the visible devices, in the order of `wanted`.
 
-    Devices beyond the sum stay unused: the request counts, not what a node happens to show.
-    Raises: CheckRefused if there are fewer, or if slices are to work together in one role: a process sees
-        one slice at most, and NCCL does not connect them.
+    Devices beyond the sum stay unused.
+    Raises: CheckRefused if there are fewer, or if one role would use several slices together: a process sees
+        at most one slice, and NCCL does not connect them.
     """
     total = sum(wanted.values())
     by_role = ", ".join(f"{role} {number}" for role, number in wanted.items())
@@ -133,22 +133,21 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
 
 
 def is_one_by_one(role: str) -> bool:
-    """Whether the GPUs of a role's part are handed on one by one, and so may be several slices."""
+    """Whether the GPUs of a role's part are used one by one, and so may be several slices."""
     return role.rpartition("/")[2].rpartition(" ")[2] == "sandbox"
 
 
 def remap_slices(assigned: Sequence[str], listed: Sequence[str]) -> dict[str, str]:
-    """Return the ordinal of each assigned slice, for programs that read the variable as numbers.
+    """Return the ordinal of each assigned slice, for programs that parse the variable as numbers.
 
-    `listed` is what the process can see in all: only where these are the assigned ones, and no others, is
-    ordinal 0 surely ours.
-    Raises: CheckRefused otherwise.
+    `listed`: all slices that the process sees.
+    Raises: CheckRefused unless these are the assigned ones; otherwise an ordinal might mean another slice.
     """
-    strange = sorted(set(listed) - set(assigned))
-    if strange or len(listed) != len(assigned):
+    foreign = sorted(set(listed) - set(assigned))
+    if foreign or len(listed) != len(assigned):
         raise CheckRefused(
             f"{len(assigned)} MIG slices are assigned and {len(listed)} can be seen"
-            + (f", {', '.join(strange)} among them" if strange else ""),
+            + (f", {', '.join(foreign)} among them" if foreign else ""),
             allowed="ordinals in place of UUIDs where a process can see its own slices alone",
             next_step="start one process for each slice, with its UUID in CUDA_VISIBLE_DEVICES",
         )
@@ -156,7 +155,7 @@ def remap_slices(assigned: Sequence[str], listed: Sequence[str]) -> dict[str, st
 
 
 def count_gpus(number: int) -> str:
-    """Return a number of GPUs with its verb, for a message."""
+    """Format a number of GPUs with its verb, for a message."""
     return "1 GPU is" if number == 1 else f"{number} GPUs are"
 
 

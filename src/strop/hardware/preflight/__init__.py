@@ -1,9 +1,9 @@
-"""Whether this node can do what a run asks of it, looked at before anything is started.
+"""Check that this node meets the requirements of a run, before anything is started.
 
-Level a reads (under a second), b multiplies on each GPU (about ten), c reduces over all nodes, d asks the
-site's own tools. `run_preflight` returns what is wrong; `require_ready` refuses with 76, or with 75 where
-only another node is at fault, so that exactly the bad ones are excluded. The checks themselves can be
-tried without a GPU: `PreflightRequest.device`.
+Level a reads (under a second), b multiplies on each GPU (about ten), c reduces over all nodes, d runs the
+site's own tools. `run_preflight` returns the problems; `require_ready` refuses with exit code 76, or with 75
+if only another node is at fault, so that exactly the bad nodes are excluded. The checks can be tried without
+a GPU: `PreflightRequest.device`.
 """
 
 from strop.hardware.findings import Finding, Severity

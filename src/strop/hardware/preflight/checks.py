@@ -1,7 +1,4 @@
-"""The levels of a preflight, one after the other: what is read, computed, reduced, and asked of the site.
-
-Level c, over several nodes, is in `collective`.
-"""
+"""The levels of a preflight. Level c, over several nodes, is in `collective`."""
 
 from __future__ import annotations
 
@@ -36,14 +33,14 @@ from strop.hardware.preflight.request import FOLDER_NAME, Level, PreflightReques
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.io.atomic import nearest_existing
 
-# Level a: what can be read of a node in under a second.
+# Level a: readings of a node that take under a second.
 
 MAX_SKEW_S = 30.0
-"""Clocks that differ by more make the order of records wrong, and soon signatures invalid."""
+"""A larger difference between clocks breaks the order of records, and soon the validity of signatures."""
 
 
 def check_readings(request: PreflightRequest) -> list[Finding]:
-    """Compare what a run needs with what the system says it has."""
+    """Compare a run's requirements with the system's readings."""
     findings = [*_check_place(request), *_check_memory(request), *_check_interfaces(request)]
     if request.num_gpus:
         inventory = read_inventory()
@@ -61,10 +58,10 @@ def check_readings(request: PreflightRequest) -> list[Finding]:
 def check_driver(
     report: GpuReport, build: TorchBuild | None, *, needs_cuda: bool, has_compat: bool = False
 ) -> Iterator[Finding]:
-    """Say whether the driver answers, and runs what torch was built for.
+    """Check that the driver answers, and supports torch's CUDA version.
 
-    `needs_cuda`: whether torch has to compute on them. `has_compat`: libraries are installed that may
-    lift the driver's limit.
+    `needs_cuda`: whether torch must compute on the GPUs. `has_compat`: whether NVIDIA's forward-compatibility
+    package is installed.
     """
     if report.probe is Probe.MISSING:
         yield Finding(
@@ -108,7 +105,7 @@ def _check_devices(request: PreflightRequest, inventory: Inventory) -> Iterator[
     for name, role in request.allocation.roles.items():
         for uuid in role.uuids:
             device = devices.get(uuid)
-            # The old spelling of a slice is never listed.
+            # nvidia-smi does not list the old spelling of a slice.
             if device is None and not uuid.startswith("MIG-GPU-"):
                 yield Finding(
                     code="gpu_missing",
@@ -175,7 +172,7 @@ def _check_clock(request: PreflightRequest) -> Iterator[Finding]:
 
 
 def _ask_clock(path: Path) -> float | None:
-    """Return what the file system calls now; on a network that is its server's clock."""
+    """Return the current time of the file system; on a network disk that is its server's clock."""
     try:
         with tempfile.TemporaryFile(dir=nearest_existing(path)) as file:
             file.write(b"now")
@@ -201,9 +198,9 @@ def _check_memory(request: PreflightRequest) -> Iterator[Finding]:
 def _check_interfaces(request: PreflightRequest) -> Iterator[Finding]:
     present = [name for _, name in socket.if_nameindex()]
     for variable, value in request.interfaces.items():
-        # '=' and '^' are NCCL's ways to say 'exactly' and 'all but'; several are prefixes to try.
+        # NCCL's syntax: '=' means exactly, '^' means all but; otherwise the names are prefixes.
         names = [] if value.startswith("^") else [name.lstrip("=") for name in value.split(",") if name]
-        if names and not any(found.startswith(name) for name in names for found in present):
+        if names and not any(interface.startswith(name) for name in names for interface in present):
             yield Finding(
                 code="interface",
                 given=f"{variable}={value} names no network interface of this node",
@@ -213,36 +210,37 @@ def _check_interfaces(request: PreflightRequest) -> Iterator[Finding]:
             )
 
 
-# Level b: whether each GPU multiplies, and gives back what was copied to it.
+# Level b: whether each GPU multiplies correctly, and copies data unchanged.
 
 CHECKSUM = 32_212_178_127
-"""What `gpu_probe` prints if all is well: the weighted sum of its product."""
+"""The expected output of `gpu_probe`: the weighted sum of its product."""
 PROBE_LIMIT_S = 60.0
-"""Importing torch from a cold network disk takes most of it."""
+"""Mostly for importing torch from a cold network disk."""
 
 
 def check_compute(request: PreflightRequest, *, limit_s: float = PROBE_LIMIT_S) -> list[Finding]:
-    """Let every GPU of the allocation compute at once, each in a process that sees it alone.
+    """Let all GPUs of the allocation compute at the same time, each in a process that sees only this GPU.
 
-    A process that sees one device works with slices too, of which it could not use a second.
+    This also works with slices, since a process can use only one.
     """
     if request.allocation is None or not request.num_gpus:
         return []
-    # UUIDs, or what the variable calls a device where they are unknown, and the variables that show it alone.
-    named = [
+    # Each device's UUID, or its entry in the variable if that is unknown, and the variables that show only
+    # it.
+    devices = [
         (role.uuids[number] if role.uuids else entry, {**role.variables, VISIBLE_DEVICES: entry})
         for role in request.allocation.roles.values()
         for number, entry in enumerate(role.visible.ids)
     ]
     probes = []
-    for number, (_, variables) in enumerate(named):
+    for number, (_, variables) in enumerate(devices):
         words = ["--device", request.device]
         log_path = request.run_path / FOLDER_NAME / f"{request.node}-gpu-{number}.log"
         probes.append(start_probe(f"{__package__}.gpu_probe", words, log_path, variables))
     answers = await_probes(probes, limit_s)
     return [
         finding
-        for (uuid, _), answer in zip(named, answers, strict=True)
+        for (uuid, _), answer in zip(devices, answers, strict=True)
         for finding in _judge(uuid, answer, limit_s)
     ]
 
@@ -250,10 +248,10 @@ def check_compute(request: PreflightRequest, *, limit_s: float = PROBE_LIMIT_S) 
 def _judge(uuid: str, answer: dict[str, Any] | None, limit_s: float) -> Iterator[Finding]:
     next_step = "exclude this node and tell its administrators"
     if answer is None or "error" in answer:
-        said = f"it did not answer within {limit_s:g} s" if answer is None else answer["error"]
+        error = f"it did not answer within {limit_s:g} s" if answer is None else answer["error"]
         yield Finding(
             code="gpu_compute",
-            given=f"a small product could not be computed: {said}",
+            given=f"a small product could not be computed: {error}",
             allowed="a GPU that computes",
             next_step=next_step,
             where=uuid,
@@ -277,13 +275,13 @@ def _judge(uuid: str, answer: dict[str, Any] | None, limit_s: float) -> Iterator
 
 
 # Level d: the site's own tools and the driver's counters. Most machines lack them, and most users may not
-# read the kernel's messages; the answer is then unknown, neither good nor bad.
+# read the kernel's messages; the result is then unknown.
 
 DIAG_LIMIT_S = 180.0
 _DMESG_LIMIT_S = 10.0
 _ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
 HARDWARE_XIDS = frozenset({48, 64, 74, 79, 92, 95, 119, 120, 140})
-"""Errors of the GPU, its memory or its links. Others are mostly of programs.
+"""Errors of the GPU, its memory or its links. Most others are errors of programs.
 
 Source: NVIDIA, 'XID Errors', table of XID events: uncorrected memory errors (48, 64, 92, 95, 140), NVLink
 (74), fallen off the bus (79), time-outs of its system processor (119, 120).
@@ -293,13 +291,16 @@ _NEXT_STEP = "exclude this node and tell its administrators"
 
 
 def check_site_tools(request: PreflightRequest) -> list[Finding]:
-    """Ask dcgmi, the memory-error counters and the kernel's messages."""
+    """Check dcgmi, the memory-error counters and the kernel's messages."""
     if not request.num_gpus:
         return []
     severity = Severity.ERROR if request.is_strict else Severity.WARNING
     uuids = () if request.allocation is None else request.allocation.uuids
-    found = [*_ask_dcgmi(request.node), *_count_memory_errors(uuids), *_read_xids(request.node)]
-    return [one if one.severity is Severity.UNKNOWN else replace(one, severity=severity) for one in found]
+    findings = [*_ask_dcgmi(request.node), *_count_memory_errors(uuids), *_read_xids(request.node)]
+    return [
+        finding if finding.severity is Severity.UNKNOWN else replace(finding, severity=severity)
+        for finding in findings
+    ]
 
 
 def _ask_dcgmi(node: str) -> Iterator[Finding]:
@@ -310,10 +311,10 @@ def _ask_dcgmi(node: str) -> Iterator[Finding]:
         return
     failed = [" ".join(line.strip(" |").split()) for line in done.stdout.splitlines() if "Fail" in line]
     if done.returncode != 0 or failed:
-        said = "; ".join(failed) or " ".join(done.stderr.split()) or f"exit code {done.returncode}"
+        error = "; ".join(failed) or " ".join(done.stderr.split()) or f"exit code {done.returncode}"
         yield Finding(
             code="dcgmi",
-            given=f"dcgmi diag -r 1 fails: {said}",
+            given=f"dcgmi diag -r 1 fails: {error}",
             allowed="a node that passes its diagnosis",
             next_step=_NEXT_STEP,
             where=node,
@@ -328,7 +329,7 @@ def _count_memory_errors(uuids: tuple[str, ...]) -> Iterator[Finding]:
         return
     for line in answer.lines:
         uuid, _, count = (part.strip() for part in line.partition(","))
-        # GPUs without such memory say '[N/A]'.
+        # GPUs without such memory report '[N/A]'.
         if uuid in uuids and count.isdigit() and int(count) > 0:
             yield Finding(
                 code="ecc",
@@ -346,12 +347,12 @@ def _read_xids(node: str) -> Iterator[Finding]:
         yield _unknown("xid", f"the kernel's messages cannot be read: {why}", node)
         return
     events = [(match["address"], int(match["number"])) for match in _XID_LINE.finditer(done.stdout)]
-    seen = sorted({event for event in events if event[1] in HARDWARE_XIDS})
-    if seen:
-        named = ", ".join(f"XID {number} of PCI {address}" for address, number in seen)
+    faults = sorted({event for event in events if event[1] in HARDWARE_XIDS})
+    if faults:
+        listing = ", ".join(f"XID {number} of PCI {address}" for address, number in faults)
         yield Finding(
             code="xid",
-            given=f"the kernel has reported {named} since its start",
+            given=f"the kernel has reported {listing} since its start",
             allowed="no errors of the hardware",
             next_step=_NEXT_STEP,
             where=node,
@@ -359,7 +360,7 @@ def _read_xids(node: str) -> Iterator[Finding]:
 
 
 def _run(words: list[str], limit_s: float) -> subprocess.CompletedProcess[str] | str:
-    """Run a program of the site; return what it said, or why it said nothing."""
+    """Run a program of the site; return the completed process, or why there is none."""
     if shutil.which(words[0]) is None:
         return f"there is no {words[0]} here"
     try:
@@ -370,10 +371,10 @@ def _run(words: list[str], limit_s: float) -> subprocess.CompletedProcess[str] |
         return str(error)
 
 
-def _unknown(code: str, given: str, where: str) -> Finding:
+def _unknown(code: str, problem: str, where: str) -> Finding:
     return Finding(
         code=code,
-        given=given,
+        given=problem,
         allowed="a site whose users may ask",
         next_step="nothing; it is not known whether anything is wrong",
         where=where,
@@ -390,7 +391,7 @@ _LEVELS = {
 
 
 def run_preflight(request: PreflightRequest) -> list[Finding]:
-    """Look at a node, level by level; the first level with an error is the last one that is tried."""
+    """Check a node, level by level, up to the first level with an error."""
     findings: list[Finding] = []
     for level, check in _LEVELS.items():
         if level not in request.levels:
@@ -402,14 +403,14 @@ def run_preflight(request: PreflightRequest) -> list[Finding]:
 
 
 def require_ready(request: PreflightRequest) -> list[Finding]:
-    """Return what is worth knowing of a node that can start.
+    """Run the preflight; return the findings that do not forbid a start.
 
-    Raises: CheckRefused (exit code 76) naming everything that forbids it, each with its code; Interrupted
-        (75) if only other nodes are at fault: this one need not be excluded, and the job can start again.
+    Raises: CheckRefused (exit code 76) naming all errors, each with its code; Interrupted (75) if only other
+        nodes are at fault: this one need not be excluded, and the job can start again.
     """
-    found = run_preflight(request)
-    errors = [finding for finding in found if finding.severity is Severity.ERROR]
+    findings = run_preflight(request)
+    errors = [finding for finding in findings if finding.severity is Severity.ERROR]
     others = set() if request.group is None else {*request.group.names} - {request.group.name}
     if errors and all(finding.where in others for finding in errors):
         raise Interrupted("\n".join(f"{finding.code}: {finding}" for finding in errors))
-    return require_none(found)
+    return require_none(findings)

@@ -1,4 +1,4 @@
-"""Level c: whether the nodes of a run reach each other, and compute together at a sensible speed."""
+"""Level c: whether the nodes of a run reach each other, and compute together fast enough."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PORTS_NAME = "preflight-ports.json"
 _RENDEZVOUS = "rendezvous"
 _START_S = 60.0
-"""What importing torch may take more, on the slowest node."""
+"""Additional time for importing torch on the slowest node."""
 _EXCLUDE = "exclude that node and tell its administrators"
 
 
 def check_collective(request: PreflightRequest) -> list[Finding]:
-    """Sum a known tensor over all nodes. Every node calls this; the first one keeps the rendezvous."""
+    """Sum a known tensor over all nodes. Every node calls this; the first one serves the rendezvous."""
     group = request.group
     if group is None or len(group.names) < 2:
         return []
@@ -47,7 +47,7 @@ def check_collective(request: PreflightRequest) -> list[Finding]:
 
 
 def _take_part(request: PreflightRequest, group: NodeGroup) -> dict[str, Any] | None:
-    """Run this node's program; return what it said."""
+    """Run this node's probe; return its answer."""
     held: HeldPort | None = None
     if group.index == 0:
         held = hold_port(find_host_address(len(group.names), group.interface))
@@ -75,7 +75,7 @@ def _take_part(request: PreflightRequest, group: NodeGroup) -> dict[str, Any] | 
 def _run_probe(
     request: PreflightRequest, group: NodeGroup, address: str, held: HeldPort | None
 ) -> dict[str, Any] | None:
-    # This node's first device alone, if it has one.
+    # Only this node's first device, if it has one.
     roles = () if request.allocation is None else request.allocation.roles.values()
     first = (role for role in roles if role.visible.ids)
     shown = next(({**role.variables, VISIBLE_DEVICES: role.visible.ids[0]} for role in first), {})
@@ -84,7 +84,7 @@ def _run_probe(
     if held is not None:
         words += ["--descriptor", str(held.fileno())]
     variables = dict(shown)
-    # Left alone, gloo takes the address that the host's name has, which on many nodes is loopback.
+    # By default gloo uses the address of the host's name, which is loopback on many nodes.
     interface = group.interface or find_interface(address.rpartition(":")[0])
     if interface is not None:
         variables |= {
@@ -102,20 +102,20 @@ def _run_probe(
 
 
 def judge_collective(group: NodeGroup, answer: dict[str, Any] | None) -> Iterator[Finding]:
-    """Turn what a node's program said into findings that name nodes."""
+    """Turn a probe's answer into findings that name nodes."""
     first = group.names[0]
     if answer is None:
         yield _blame(group.name, "node_stuck", f"{group.name} did not answer at all", "a node that computes")
     elif answer.get("missing"):
-        # To blame is each node that did not come as far as the others.
-        said = {
+        # The nodes that are behind the others are at fault.
+        stages = {
             "come": ("node_missing", "has not come to the rendezvous"),
             "start": ("node_stuck", "came, and has not started"),
             "join": ("node_stuck", "has not joined the others"),
             "sum": ("node_stuck", "has not finished the sum"),
             "pair": ("node_stuck", "has not finished its exchange with the first node"),
         }
-        code, what = said[answer["stage"]]
+        code, what = stages[answer["stage"]]
         cause = f" ({answer['error']})" if "error" in answer else f" within {answer['limit_s']:g} s"
         for name in answer["missing"]:
             yield _blame(name, code, f"node {name} {what}{cause}", "all nodes, at every stage")
@@ -133,14 +133,14 @@ def judge_collective(group: NodeGroup, answer: dict[str, Any] | None) -> Iterato
     elif "error" in answer:
         yield _blame(group.name, "collective", f"on {group.name}: {answer['error']}", "a sum without errors")
     elif not answer["is_exact"]:
-        given = f"the sum over {len(group.names)} nodes is wrong on {group.name}"
-        yield _blame(group.name, "collective", given, "the sum of known numbers, which is exact in float32")
+        problem = f"the sum over {len(group.names)} nodes is wrong on {group.name}"
+        yield _blame(group.name, "collective", problem, "the sum of known numbers, which is exact in float32")
     else:
         yield from _name_slow(group, answer["pairs"])
 
 
 def _name_slow(group: NodeGroup, pairs: Mapping[str, float]) -> Iterator[Finding]:
-    """Blame each node that is slow with the first one; where all of several are, the first one."""
+    """Blame each node whose exchange with the first one is slow; if all of several are, the first one."""
     first = group.names[0]
     slow = {name: speed for name, speed in pairs.items() if speed < group.min_bytes_per_s}
     is_first = len(pairs) > 1 and len(slow) == len(pairs)
@@ -153,5 +153,5 @@ def _name_slow(group: NodeGroup, pairs: Mapping[str, float]) -> Iterator[Finding
         )
 
 
-def _blame(node: str, code: str, given: str, allowed: str) -> Finding:
-    return Finding(code=code, given=given, allowed=allowed, next_step=_EXCLUDE, where=node)
+def _blame(node: str, code: str, problem: str, allowed: str) -> Finding:
+    return Finding(code=code, given=problem, allowed=allowed, next_step=_EXCLUDE, where=node)

@@ -1,11 +1,11 @@
-"""A sum over all nodes with a known result, as a program of its own, one on each node.
+"""A program that runs on each node, and computes a sum over all nodes with a known result.
 
     python -P -m strop.hardware.preflight.collective_probe --names '["n0", "n1"]' --rank 1 --address HOST:PORT
 
 The nodes announce their progress at a rendezvous, a TCPStore of the first node: *come* (reached it), *start*,
-*join* (reached each other), *sum*, *pair* (exchanged a block with the first node alone). They also send
-heartbeats there. When time is up or a connection breaks, the first node decides which nodes are missing, and
-all report the same. A stuck sum cannot be cancelled, so a thread watches it and ends the process. Each prints
+*join* (reached each other), *sum*, *pair* (exchanged a block with the first node only). They also send
+heartbeats there. At a time-out or a broken connection the first node decides which nodes are missing, and all
+report its verdict. A stuck sum cannot be cancelled, so a thread watches it and ends the process. Each prints
 one line of JSON.
 """
 
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 STAGES = ("come", "start", "join", "sum", "pair")
 _BYTES = {"cpu": 1 << 23, "cuda": 1 << 27}
-"""Of the tensor that is summed, and of the block that a pair exchanges."""
+"""Size of the tensor for the sum, and of the block for the exchange in pairs."""
 _POLL_S = 0.02
 _BEAT_S = 0.2
 _SILENT_S = 1.0
-"""A process that gives no sign of life for so long has ended, or was stopped."""
+"""A process without a heartbeat for this long has ended or was stopped."""
 _FAREWELL_S = 3.0
 _VERDICT_S = 10.0
 
 
 class Rendezvous:
-    """What every node has announced, and the first node's verdict."""
+    """The announcements of all nodes, and the first node's verdict."""
 
     def __init__(self, watch: TCPStore, names: list[str], rank: int) -> None:
         self._watch = watch
@@ -51,11 +51,11 @@ class Rendezvous:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def announce(self, stage: str) -> None:
-        """Say that this node has come so far."""
+        """Announce that this node has reached a stage."""
         self._watch.set(f"{stage}/{self._rank}", "1")
 
     def find_missing(self, stage: str, limit_s: float = 0.0) -> list[str]:
-        """Return the nodes that have not come so far within the limit, or until there is a verdict."""
+        """Wait for all nodes to reach a stage; return those missing at the limit or at a verdict."""
         deadline = time.monotonic() + limit_s
         while True:
             missing = [
@@ -66,7 +66,7 @@ class Rendezvous:
             time.sleep(_POLL_S)
 
     def conclude(self, answer: Mapping[str, Any], exit_code: int) -> None:
-        """Print the answer and end the process, whatever else it is stuck in. The first caller wins."""
+        """Print the answer and end the process, even if another thread is stuck. The first caller wins."""
         self._ending.acquire()
         tell(answer)
         try:
@@ -82,24 +82,24 @@ class Rendezvous:
         finally:
             os._exit(exit_code)
 
-    def judge(self, said: Mapping[str, Any]) -> None:
-        """End with the missing nodes, which the first node decides and the others ask it for."""
+    def judge(self, cause: Mapping[str, Any]) -> None:
+        """End with the missing nodes: the first node determines them, the others wait for its verdict."""
         try:
-            answer = self.find_late(said) if self._rank == 0 else self._await_verdict(_VERDICT_S)
+            answer = self.find_late(cause) if self._rank == 0 else self._await_verdict(_VERDICT_S)
         except RuntimeError as error:
             answer = {"stage": "lost", "error": _first_line(error)}
         self.conclude(answer or {"stage": "lost", "error": f"no verdict within {_VERDICT_S:g} s"}, 1)
 
-    def find_late(self, said: Mapping[str, Any]) -> dict[str, Any]:
-        """Return which nodes are the cause, as far as their announcements and signs of life tell."""
-        stage = next((one for one in STAGES if self.find_missing(one)), STAGES[-1])
+    def find_late(self, cause: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the nodes at fault, according to their announcements and heartbeats."""
+        stage = next((stage for stage in STAGES if self.find_missing(stage)), STAGES[-1])
         late = self.find_missing(stage)
         before = self._read_beats()
         time.sleep(_SILENT_S)
         after = self._read_beats()
-        # Who waits for a dead one is as late as that, and lives.
+        # A node that waits for a dead one is just as late, but has a heartbeat.
         silent = [name for name in late if before[name] == after[name]]
-        return {"stage": stage, "missing": silent or late, **said}
+        return {"stage": stage, "missing": silent or late, **cause}
 
     def _read_beats(self) -> dict[str, bytes | None]:
         keys = {name: f"beat/{rank}" for rank, name in enumerate(self._names)}
@@ -117,7 +117,7 @@ class Rendezvous:
         return verdict
 
     def _beat(self) -> None:
-        """Give signs of life, and end with the first node's verdict as soon as there is one."""
+        """Send heartbeats, and end as soon as there is a verdict of the first node."""
         for number in itertools.count():
             try:
                 self._watch.set(f"beat/{self._rank}", str(number))
@@ -139,16 +139,16 @@ def main() -> int:
     parser.add_argument("--descriptor", type=int, default=None)
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
     parser.add_argument("--wait-limit-s", type=float, required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        rendezvous, store = _open_rendezvous(given)
+        rendezvous, store = _open_rendezvous(options)
     except (RuntimeError, OSError) as error:
         tell({"stage": "reach", "error": _first_line(error)})
         return 1
-    limit_s = given.wait_limit_s
+    limit_s = options.wait_limit_s
     late = {"limit_s": limit_s}
-    # The others wait for longer: it is the first node that judges.
-    patience_s = limit_s if given.rank == 0 else limit_s + _VERDICT_S
+    # The others wait longer, because the first node judges.
+    patience_s = limit_s if options.rank == 0 else limit_s + _VERDICT_S
     try:
         rendezvous.announce("come")
         if rendezvous.find_missing("come", patience_s):
@@ -160,7 +160,7 @@ def main() -> int:
     timer.start()
     rendezvous.announce("start")
     try:
-        answer = _compute(given, rendezvous, store)
+        answer = _compute(options, rendezvous, store)
     except RuntimeError as error:
         rendezvous.judge({"error": _first_line(error)})
     timer.cancel()
@@ -168,13 +168,13 @@ def main() -> int:
     return 0
 
 
-def _open_rendezvous(given: argparse.Namespace) -> tuple[Rendezvous, TCPStore]:
-    """Open the rendezvous, or reach it. Raises: RuntimeError if it cannot be reached in time."""
+def _open_rendezvous(options: argparse.Namespace) -> tuple[Rendezvous, TCPStore]:
+    """Open the rendezvous, or connect to it. Raises: RuntimeError if it cannot be reached in time."""
     with importing():
         from torch.distributed import TCPStore  # type: ignore[attr-defined]  # not marked as exported
 
-    host, _, port = given.address.rpartition(":")
-    limit = timedelta(seconds=given.wait_limit_s)
+    host, _, port = options.address.rpartition(":")
+    limit = timedelta(seconds=options.wait_limit_s)
 
     def connect(descriptor: int | None) -> TCPStore:
         return TCPStore(
@@ -186,65 +186,65 @@ def _open_rendezvous(given: argparse.Namespace) -> tuple[Rendezvous, TCPStore]:
             master_listen_fd=descriptor,
         )
 
-    store = connect(given.descriptor)
-    # A connection of its own: a store answers one question at a time, also where one waits.
-    return Rendezvous(connect(None), given.names, given.rank), store
+    store = connect(options.descriptor)
+    # A second connection, because a blocking request occupies the first one.
+    return Rendezvous(connect(None), options.names, options.rank), store
 
 
 def _first_line(error: RuntimeError | OSError) -> str:
     return str(error).partition("\n")[0]
 
 
-def _compute(given: argparse.Namespace, rendezvous: Rendezvous, store: TCPStore) -> dict[str, Any]:
+def _compute(options: argparse.Namespace, rendezvous: Rendezvous, store: TCPStore) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
     from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # not marked as exported
 
     dist.init_process_group(
-        "nccl" if given.device == "cuda" else "gloo",
+        "nccl" if options.device == "cuda" else "gloo",
         store=PrefixStore("sum", store),
-        rank=given.rank,
-        world_size=len(given.names),
-        timeout=timedelta(seconds=given.wait_limit_s),
+        rank=options.rank,
+        world_size=len(options.names),
+        timeout=timedelta(seconds=options.wait_limit_s),
     )
-    device = torch.device("cuda", 0) if given.device == "cuda" else torch.device("cpu")
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     warm = torch.ones(8, device=device)
     dist.all_reduce(warm)
     rendezvous.announce("join")
-    numbers = torch.arange(_BYTES[given.device] // 4, device=device, dtype=torch.float32) % 1000
-    mine = numbers * (given.rank + 1)
+    numbers = torch.arange(_BYTES[options.device] // 4, device=device, dtype=torch.float32) % 1000
+    mine = numbers * (options.rank + 1)
     began = time.monotonic()
     dist.all_reduce(mine)
-    # Exact in float32: at most 999 times the sum of the ranks.
-    is_exact = bool(torch.equal(mine.cpu(), (numbers * sum(range(1, len(given.names) + 1))).cpu()))
+    # Exact in float32, since values are at most 999 times the sum of the ranks.
+    is_exact = bool(torch.equal(mine.cpu(), (numbers * sum(range(1, len(options.names) + 1))).cpu()))
     sum_s = time.monotonic() - began
     rendezvous.announce("sum")
-    pairs = _exchange(given, numbers)
+    pairs = _exchange(options, numbers)
     rendezvous.announce("pair")
-    # All judge by the same speeds, so that the slow node knows itself.
-    if given.rank == 0:
+    # All nodes judge by the same speeds, so that the slow node also blames itself.
+    if options.rank == 0:
         store.set("pairs", json.dumps(pairs))
     pairs = json.loads(store.get("pairs"))
     return {"is_exact": is_exact, "sum_s": sum_s, "pairs": pairs}
 
 
-def _exchange(given: argparse.Namespace, block: torch.Tensor) -> dict[str, float]:
+def _exchange(options: argparse.Namespace, block: torch.Tensor) -> dict[str, float]:
     """Send a block from the first node to each other one and back; return bytes per second by name.
 
-    One pair after the other, so that a slow one shows as what it is: a sum is as slow for all.
+    One pair after the other, to identify a slow node: in a sum all nodes are equally slow.
     """
     import torch
     import torch.distributed as dist
 
     speeds = {}
     back = torch.empty_like(block)
-    for rank, name in enumerate(given.names):
+    for rank, name in enumerate(options.names):
         if rank == 0:
             continue
-        if given.rank == rank:
+        if options.rank == rank:
             dist.recv(back, 0)
             dist.send(back, 0)
-        if given.rank == 0:
+        if options.rank == 0:
             began = time.monotonic()
             dist.send(block, rank)
             dist.recv(back, rank)

@@ -1,4 +1,4 @@
-"""A product with a known sum on one device, as a program of its own.
+"""A program that computes a product with a known sum on one device.
 
     python -P -m strop.hardware.preflight.gpu_probe --device cuda
 
@@ -23,14 +23,14 @@ def main() -> int:
     """Compute, copy, print; return the exit code."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=("cuda", "cpu"), required=True)
-    given = parser.parse_args()
+    options = parser.parse_args()
     with importing():
         import torch
 
-    if given.device == "cuda" and not torch.cuda.is_available():
+    if options.device == "cuda" and not torch.cuda.is_available():
         tell({"error": f"torch {torch.__version__} sees no GPU"})
         return 1
-    device = torch.device(given.device, 0) if given.device == "cuda" else torch.device("cpu")
+    device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
     numbers = torch.arange(SIZE)
     left = (3 * numbers[:, None] + 5 * numbers[None, :]) % 7
     right = (2 * numbers[:, None] + 7 * numbers[None, :]) % 5

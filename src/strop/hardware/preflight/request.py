@@ -1,4 +1,4 @@
-"""What a preflight is asked to look at."""
+"""The request of a preflight, and its probe programs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from strop.hardware.visible_devices import is_one_by_one
 
 
 class Level(StrEnum):
-    """How much is tried. Each level takes those before it for granted."""
+    """The kind of checks. Each level assumes that the earlier ones passed."""
 
     READ = "a"
-    """Counts, memory, processes, disk, clock: nothing is computed. Under a second."""
+    """Counts, memory, processes, disk, clock, without computing. Under a second."""
     COMPUTE = "b"
     """A product with a known sum on each GPU, and copies there and back. About ten seconds."""
     COLLECT = "c"
-    """A sum over all nodes with a known result and a least speed. About thirty seconds."""
+    """A sum over all nodes with a known result and a minimum speed. About thirty seconds."""
     SITE = "d"
     """The site's own diagnosis and error counters."""
 
@@ -36,77 +36,77 @@ class NodeGroup:
     """The nodes that compute together."""
 
     names: tuple[str, ...]
-    """Of all nodes, in their order; the first one keeps the rendezvous."""
+    """Names of all nodes, in their order; the first one serves the rendezvous."""
     index: int
-    """Which of them this is."""
+    """The index of this node."""
     attempt_path: Path
-    """Directory of the attempt, which all nodes see."""
+    """Directory of the attempt, visible to all nodes."""
     attempt: int
-    """Its number."""
+    """Number of the attempt."""
     interface: str | None = None
     """Network interface between the nodes; None finds it."""
     min_bytes_per_s: float = 50e6
-    """Of payload that a node must exchange with the first one: half of what 1 Gbit/s carries."""
+    """Minimum payload rate of a node to the first one: half of 1 Gbit/s' capacity."""
     wait_limit_s: float = 60.0
-    """For all nodes to come together, and again for their sum."""
+    """Limit until all nodes have met, and again until their sum is complete."""
 
     @property
     def name(self) -> str:
-        """This node's."""
+        """This node's name."""
         return self.names[self.index]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreflightRequest:
-    """What one node of a run needs."""
+    """The requirements of one node of a run."""
 
     run_path: Path
-    """Where it will write; logs of probes go below it."""
+    """The run's directory; logs of probes go below it."""
     allocation: Allocation | None = None
     """Its GPUs; None if it needs none."""
     levels: tuple[Level, ...] = (Level.READ,)
     node: str = field(default_factory=socket.gethostname)
     gpu_need_bytes: Mapping[str, int] = field(default_factory=dict)
-    """What a role needs free on each of its GPUs."""
+    """Free memory that a role needs on each of its GPUs."""
     disk_need_bytes: int = 0
     memory_need_bytes: int = 0
-    """Of the machine's memory."""
+    """Required free memory of the machine."""
     device: str = "cuda"
-    """Where probes compute. `cpu`: to try the checks themselves where torch was built without CUDA."""
+    """Device of the probes. `cpu` tries the checks themselves with a torch without CUDA."""
     own_lease_id: str | None = None
-    """Whose processes are not strangers."""
+    """The lease of the run's own processes."""
     reference_at: float | None = None
-    """What another node's clock says now (Unix seconds); None compares with the file system alone."""
+    """Current time of another node's clock (Unix seconds); None only compares with the file system."""
     interfaces: Mapping[str, str] = field(default_factory=dict)
     """Variables that name network interfaces, for example GLOO_SOCKET_IFNAME."""
     group: NodeGroup | None = None
-    """None: the run has one node, and there is nothing to collect."""
+    """None for a run on one node, which skips level c."""
     is_strict: bool = False
-    """Whether what the site's tools find forbids a start, and is not a warning."""
+    """Whether findings of the site's tools are errors instead of warnings."""
 
     @property
     def num_gpus(self) -> int:
-        """How many GPUs it has been given."""
+        """Number of allocated GPUs."""
         if self.allocation is None:
             return 0
         return sum(len(role.visible.ids) for role in self.allocation.roles.values())
 
     @property
     def computing(self) -> list[RoleDevices]:
-        """What the run's own processes compute on; other GPUs are for programs in sandboxes."""
+        """Devices of the run's own processes; other GPUs are for programs in sandboxes."""
         roles = {} if self.allocation is None else self.allocation.roles
         return [role for name, role in roles.items() if not is_one_by_one(name)]
 
 
-# Programs that a preflight starts; each prints one line of JSON last.
+# Probes are programs of a preflight; the last line of their output is JSON.
 
 FOLDER_NAME = "preflight"
-"""Of the logs of probes, below the run's directory."""
+"""Folder of the probes' logs, below the run's directory."""
 _POLL_S = 0.05
 
 
 def tell(answer: Mapping[str, Any]) -> None:
-    """Print the answer, in the probe itself."""
+    """Print a probe's answer."""
     sys.stdout.write(f"{json.dumps(answer)}\n")
     sys.stdout.flush()
 
@@ -119,15 +119,15 @@ def start_probe(
     *,
     pass_fds: Sequence[int] = (),
 ) -> ChildProcess:
-    """Start a module as a program with one compute thread; its log begins anew."""
+    """Run a module as a program with one compute thread and an empty log."""
     log_path.unlink(missing_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
-    # -P: a file in the current directory never stands in for one of strop's modules.
+    # -P: a file in the current directory must not shadow strop's modules.
     return spawn([sys.executable, "-P", "-m", module, *words], log_path, env, pass_fds=pass_fds)
 
 
 def await_probes(probes: Sequence[ChildProcess], limit_s: float) -> list[dict[str, Any] | None]:
-    """Return the answer of each probe; None for one without an answer within the limit, which is killed."""
+    """Return the answer of each probe; None for one that exceeded the limit and was killed."""
     deadline = time.monotonic() + limit_s
     while any(probe.poll() is None for probe in probes) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
