@@ -34,31 +34,29 @@ _MAX_ERROR_CHARS = 600
 _ENV = {"PATH": "/usr/bin:/bin", "LC_ALL": "C"}
 
 
-class Copying:
-    """A running copy of a layer, in a fork: the supervisor does not block."""
+def start_copy(
+    path: str,
+    place: Place,
+    ground: Ground,
+    selector: selectors.BaseSelector,
+    on_end: Callable[[dict[str, Any]], None],
+) -> None:
+    """Copy a place's files into a new layer, in a fork; pass the reply to `on_end`.
 
-    def __init__(
-        self,
-        path: str,
-        place: Place,
-        ground: Ground,
-        selector: selectors.BaseSelector,
-        on_end: Callable[[dict[str, Any]], None],
-    ) -> None:
-        """Raises: OSError if the host gives no process."""
-        self._selector = selector
-        self._on_end = on_end
-        self._answer, theirs = socket.socketpair()
-        with theirs:
-            if os.fork() == 0:
-                _copy_and_exit(path, place, ground, theirs)
-        selector.register(self._answer, selectors.EVENT_READ, self._on_answer)
+    Raises: OSError if the host gives no process.
+    """
+    answer, theirs = socket.socketpair()
+    with theirs:
+        if os.fork() == 0:
+            _copy_and_exit(path, place, ground, theirs)
 
-    def _on_answer(self) -> None:
-        self._selector.unregister(self._answer)
-        with self._answer:
-            reply = self._answer.recv(1 << 16)
-        self._on_end(json.loads(reply) if reply else {"failed": "io", "why": "the copy ended without a word"})
+    def on_answer() -> None:
+        selector.unregister(answer)
+        with answer:
+            reply = answer.recv(1 << 16)
+        on_end(json.loads(reply) if reply else {"failed": "io", "why": "the copy ended without a word"})
+
+    selector.register(answer, selectors.EVENT_READ, on_answer)
 
 
 def _copy_and_exit(path: str, place: Place, ground: Ground, answer: socket.socket) -> NoReturn:

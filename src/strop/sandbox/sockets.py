@@ -54,37 +54,30 @@ _MESSAGE_BYTES = 4096
 _LISTEN_LIMIT_S = 20
 
 
-class Connecting:
-    """One connection that is being opened."""
+def start_connect(request_id: int, address: int | str, supervisor: Supervisor) -> None:
+    """Open a connection inside, in a fork, and answer the request.
 
-    def __init__(self, request_id: int, address: int | str, supervisor: Supervisor) -> None:
-        """Raises: OSError if the host gives no process."""
-        self._request_id = request_id
-        self._address = address
-        self._supervisor = supervisor
-        self._answer, theirs = socket.socketpair()
-        with theirs:
-            if os.fork() == 0:
-                _connect_and_exit(supervisor.place, address, theirs)
-        supervisor.selector.register(self._answer, selectors.EVENT_READ, self._on_answer)
+    Raises: OSError if the host gives no process.
+    """
+    answer, theirs = socket.socketpair()
+    with theirs:
+        if os.fork() == 0:
+            _connect_and_exit(supervisor.place, address, theirs)
 
-    def _on_answer(self) -> None:
-        self._supervisor.selector.unregister(self._answer)
-        self._supervisor.on_connected()
-        with self._answer:
-            message, descriptors = receive_descriptors(self._answer, _MESSAGE_BYTES, 1)
+    def on_answer() -> None:
+        supervisor.selector.unregister(answer)
+        supervisor.on_connected()
+        with answer:
+            message, descriptors = receive_descriptors(answer, _MESSAGE_BYTES, 1)
         if descriptors:
-            self._supervisor.send({"id": self._request_id}, descriptor=descriptors[0])
+            supervisor.send({"id": request_id}, descriptor=descriptors[0])
             return
         number, _, why = message.decode(errors="replace").partition(" ")
         kind = _KINDS.get(int(number or errno.EIO), "io")
-        self._supervisor.send(
-            {
-                "id": self._request_id,
-                "failed": kind,
-                "why": f"no connection to {self._address!r}: {why or kind}",
-            }
-        )
+        why = f"no connection to {address!r}: {why or kind}"
+        supervisor.send({"id": request_id, "failed": kind, "why": why})
+
+    supervisor.selector.register(answer, selectors.EVENT_READ, on_answer)
 
 
 def _connect_and_exit(place: Place, address: int | str, answer: socket.socket) -> NoReturn:

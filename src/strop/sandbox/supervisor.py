@@ -25,12 +25,12 @@ from strop.sandbox.contract import KIB, FrozenBy, IsolationLevel
 from strop.sandbox.family import cpu_s, find_grandchildren, memory_bytes, signal_descendants
 from strop.sandbox.freezer import Freezer
 from strop.sandbox.job import DETACH_S, STUCK_S, Job
-from strop.sandbox.layers import PREFIX, Copying, remove_layer
+from strop.sandbox.layers import PREFIX, remove_layer, start_copy
 from strop.sandbox.place import Ground, LoadedPython, Place, clean_env
 from strop.sandbox.program import Request
 from strop.sandbox.runner import ASK, KILL, Started, as_record, measure_tree, start_command
 from strop.sandbox.shell import Shell
-from strop.sandbox.sockets import Connecting, Egress
+from strop.sandbox.sockets import Egress, start_connect
 
 _NAMESPACE_KILL_S = 0.05
 _MAX_CONNECTING = 64
@@ -253,7 +253,7 @@ class Supervisor:
         if self._num_connecting >= _MAX_CONNECTING:
             self.send({"id": header["id"], "failed": "busy", "why": f"{_MAX_CONNECTING} connections wait"})
             return
-        Connecting(header["id"], header["address"], self)
+        start_connect(header["id"], header["address"], self)
         self._num_connecting += 1
 
     def on_connected(self) -> None:
@@ -280,7 +280,7 @@ class Supervisor:
                 self._obey(header, body)
 
         try:
-            Copying(path, self.place, self._ground, self.selector, end)
+            start_copy(path, self.place, self._ground, self.selector, end)
         except OSError as error:
             end({"failed": "io", "why": str(error)})
 
