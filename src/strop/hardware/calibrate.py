@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from strop.hardware.machine import describe_machine
-from strop.io.atomic import make_directory, write_bytes_atomically
+from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.io.variables import user_cache_dir
 
 Action = Callable[[], object]
@@ -196,6 +196,9 @@ def _read_measured(kind: type[Measured], cache_dir: Path | None, name: str) -> M
 
 def _write_measured(measured: Calibration | Efficiency, cache_dir: Path | None, name: str) -> Path:
     path = (cache_dir or user_cache_dir()) / name
-    make_directory(path.parent)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_write_failure(error, path) from error
     write_bytes_atomically(path, json.dumps(asdict(measured), indent=1).encode())
     return path

@@ -127,10 +127,6 @@ class HeldLease:
         if child is not None:
             self._write(replace(self.lease, processes=(*self.lease.processes, child)))
 
-    def record_port(self, port: int) -> None:
-        """Record a port that the run listens on."""
-        self._write(replace(self.lease, ports=(*self.lease.ports, port)))
-
     def release(self) -> None:
         """Remove the directories and the lease. Running processes are left to their parent."""
         if not self.is_kept:
