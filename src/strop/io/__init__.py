@@ -1,10 +1,10 @@
-"""How bytes reach a disk safely: complete or absent, locked, and found again after a kill.
+"""Atomic files and directories, locks, and the addresses of a run's servers.
 
-`write_bytes_atomically` and `AtomicDirectory` show a reader all of a file or nothing; `remove_leftovers`
-clears what killed writers left unfinished. `FileLock` dies with its process and names its holder.
-`user_cache_dir` is where strop keeps what it can make again. `strop.io.endpoints` hands the servers of a run,
-with their keys, to the processes that ask them.
-Not here: other places than this disk (store), the layout of a run (record).
+With `write_bytes_atomically` and `AtomicDirectory` a reader finds everything or nothing; `remove_leftovers`
+removes unfinished files of killed writers. `FileLock` ends with its process and names its holder.
+`user_cache_dir` is the folder for data that can be recomputed. `strop.io.endpoints` passes the addresses and
+keys of a run's servers to their clients.
+Not here: storage other than this disk (store), the layout of a run (record).
 """
 
 from strop.io.atomic import (

@@ -1,8 +1,8 @@
 """Writes that are complete or absent, and directories that prove their own completeness.
 
-A file is written aside, fsynced and moved into place. A directory is filled aside, every part is
-fsynced, a manifest named COMPLETE with sizes and digests is written last, and one rename publishes
-it. A kill at any moment leaves the old state, the new state, or a `.partial-` leftover that nothing
+A file is written under a temporary name, fsynced and renamed. A directory is filled under a temporary name,
+every part is fsynced, a manifest named COMPLETE with sizes and digests is written last, and one rename
+publishes it. A kill at any moment leaves the old state, the new state, or a `.partial-` leftover that nothing
 reads (`strop.io.leftovers` removes those).
 
 Covered: kill at any point, power loss after return, full disk, flipped or missing bytes.
@@ -32,7 +32,7 @@ from strop.io.leftovers import partial_path_of
 
 MANIFEST_NAME = "COMPLETE"
 MANIFEST_FORMAT = 1
-# Torch and safetensors report a full disk as text or not at all, so the free space has a vote too.
+# Torch and safetensors report a full disk as text or not at all, so the free space is checked too.
 FULL_BELOW_BYTES = 1 << 20
 FULL_DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT})
 
@@ -41,12 +41,12 @@ FileOpener = Callable[[Path], BinaryIO]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FileRecord:
-    """What a manifest promises about one file."""
+    """A manifest's record of one file."""
 
     size_bytes: int
     sha256: str
     mtime_ns: int
-    """Modification time when it was sealed; lets a repeated check skip unchanged files."""
+    """Modification time at sealing; a repeated check may skip unchanged files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +65,7 @@ class Manifest:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all files together."""
+        """Total size of all files."""
         return sum(record.size_bytes for record in self.files.values())
 
     @property
@@ -84,7 +84,7 @@ class Manifest:
 
 
 def digest_of_files(sha256_by_name: Mapping[str, str]) -> str:
-    """Return one SHA-256 for a set of named file digests, whatever their order."""
+    """Return one SHA-256 for a set of named file digests, independent of their order."""
     lines = [f"{sha256_by_name[name]}  {name}\n" for name in sorted(sha256_by_name)]
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -92,7 +92,7 @@ def digest_of_files(sha256_by_name: Mapping[str, str]) -> str:
 def write_bytes_atomically(path: Path, data: bytes, *, open_file: FileOpener | None = None) -> None:
     """Write a file so that a reader finds the old bytes or all of the new ones.
 
-    `open_file` opens the file aside for writing: with other rights, or on a disk that a test lets fail.
+    `open_file` opens the temporary file: with other permissions, or on a disk that a test lets fail.
 
     Raises: StoreError if the bytes cannot be written; the old file stays and nothing else is left.
     """
@@ -115,7 +115,7 @@ class AtomicDirectory:
     """Fill a directory that appears under its name complete, or not at all.
 
     Use: `with AtomicDirectory(target) as partial: (partial / "x").write_bytes(...)`. Leaving the
-    block seals and publishes; an exception inside removes everything and passes on, as StoreError
+    block seals and publishes; an exception inside removes everything and is re-raised, as StoreError
     if the disk was the cause.
     """
 
@@ -124,12 +124,12 @@ class AtomicDirectory:
         self.manifest: Manifest | None = None
         """Set once the directory is published."""
         self.facts = dict(facts or {})
-        """What the manifest says beside the files; may be added to until the directory is published."""
+        """Further contents of the manifest; may be extended until the directory is published."""
         self._replace = replace
         self._partial_path = partial_path_of(path)
 
     def __enter__(self) -> Path:
-        """Create the directory aside and return it.
+        """Create the temporary directory and return it.
 
         Raises: StoreError if the target exists and may not be replaced, or cannot be created.
         """
@@ -156,7 +156,7 @@ class AtomicDirectory:
         except OSError as failure:
             raise explain_write_failure(failure, self.path) from failure
         finally:
-            # Asked before the clean-up, which makes room again.
+            # Checked before the clean-up, which frees space again.
             is_full = isinstance(error, Exception) and is_disk_full(error, self.path.parent)
             shutil.rmtree(self._partial_path, ignore_errors=True)
         if is_full and isinstance(error, Exception) and not isinstance(error, StoreError):
@@ -168,9 +168,9 @@ def seal_directory(
 ) -> Manifest:
     """Make every file of a directory durable and write its manifest last.
 
-    `known_sha256` are digests by name that the caller has just computed; those files are not read.
+    `known_sha256`: digests by name that the caller has just computed; these files are not read.
 
-    Raises: StoreError if it holds a link or another thing that is not a plain file; OSError as is.
+    Raises: StoreError for a link or another file that is not regular; OSError as is.
     """
     names = []
     for entry in sorted(path.rglob("*")):
@@ -199,14 +199,14 @@ def seal_directory(
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a directory carries its completeness marker. Reads no file; see `verify_directory`."""
+    """Whether a directory has its completeness marker. Reads no file; see `verify_directory`."""
     return (path / MANIFEST_NAME).is_file()
 
 
 def read_manifest(path: Path, *, remedy: str | None = None) -> Manifest:
     """Read the manifest of a complete directory without checking the files.
 
-    `remedy` is what to do about a damaged one; None: remove it, or fetch it again.
+    `remedy`: the advice for a damaged one; None: remove it, or fetch it again.
 
     Raises: StoreError if there is none; CorruptRecord if it cannot be read.
     """
@@ -223,9 +223,9 @@ def read_manifest(path: Path, *, remedy: str | None = None) -> Manifest:
 
 
 def parse_manifest(data: bytes, place: str, remedy: str | None = None) -> Manifest:
-    """Read the content of a COMPLETE file; `place` is where it came from, for messages.
+    """Parse the content of a COMPLETE file; `place` is its path, for messages.
 
-    Raises: CorruptRecord if it is no manifest, or promises a file outside its own directory.
+    Raises: CorruptRecord if it is no manifest, or lists a file outside its own directory.
     """
     remedy = remedy or _remedy(place.rpartition("/")[0])
     try:
@@ -237,7 +237,7 @@ def parse_manifest(data: bytes, place: str, remedy: str | None = None) -> Manife
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _corrupt(place, f"is not a manifest ({error})", "the JSON that strop wrote", remedy) from error
     for name in manifest.files:
-        # It may come from a store that others write to: a name must not lead out of the directory.
+        # Others may write to its store, so a name must not lead out of the directory.
         if not is_inner_name(name):
             raise _corrupt(place, f"promises {name!r}", "names of files below the directory", remedy)
     return manifest
@@ -252,8 +252,8 @@ def is_inner_name(name: str) -> bool:
 def verify_directory(path: Path, *, can_trust_mtime: bool = False, remedy: str | None = None) -> Manifest:
     """Compare every file of a directory with its manifest and return the manifest.
 
-    With `can_trust_mtime`, a file whose size and modification time are the sealed ones is not read.
-    `remedy` is what to do about a damaged directory; None: remove it, or fetch it again.
+    With `can_trust_mtime`, a file with its sealed size and modification time is not read.
+    `remedy`: the advice for a damaged directory; None: remove it, or fetch it again.
 
     Raises: StoreError if the directory is incomplete; CorruptRecord naming the first bad file.
     """
@@ -262,13 +262,13 @@ def verify_directory(path: Path, *, can_trust_mtime: bool = False, remedy: str |
     names_to_read = []
     for name, record in sorted(manifest.files.items()):
         try:
-            found = (path / name).stat()
+            info = (path / name).stat()
         except OSError as error:
             raise _unread(path / name, error, remedy) from error
-        if found.st_size != record.size_bytes:
+        if info.st_size != record.size_bytes:
             allowed = f"{record.size_bytes}, as its manifest promises"
-            raise _corrupt(path / name, f"has {found.st_size} bytes", allowed, remedy)
-        if not (can_trust_mtime and found.st_mtime_ns == record.mtime_ns):
+            raise _corrupt(path / name, f"has {info.st_size} bytes", allowed, remedy)
+        if not (can_trust_mtime and info.st_mtime_ns == record.mtime_ns):
             names_to_read.append(name)
     for name, sha256 in hash_files(path, names_to_read, remedy=remedy).items():
         promised = manifest.files[name].sha256
@@ -279,9 +279,9 @@ def verify_directory(path: Path, *, can_trust_mtime: bool = False, remedy: str |
 
 
 def remove_directory(path: Path) -> None:
-    """Remove a directory so that a kill in between leaves no torn record under its name.
+    """Remove a directory so that a kill in between leaves no incomplete one under its name.
 
-    Raises: StoreError if it cannot be moved aside.
+    Raises: StoreError if it cannot be renamed.
     """
     aside_path = partial_path_of(path)
     try:
@@ -292,7 +292,7 @@ def remove_directory(path: Path) -> None:
 
 
 def hash_files(directory: Path, names: list[str], *, remedy: str | None = None) -> dict[str, str]:
-    """Return the SHA-256 of files by name; hashing releases the interpreter lock, so two at a time.
+    """Return the SHA-256 of files by name, two at a time, since hashing releases the interpreter lock.
 
     Raises: CorruptRecord if one cannot be read.
     """
@@ -303,7 +303,7 @@ def hash_files(directory: Path, names: list[str], *, remedy: str | None = None) 
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory with its parents, where it is not there. Raises: StoreError if it cannot be made."""
+    """Make a directory with its parents if it is missing. Raises: StoreError if it cannot be made."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -329,7 +329,7 @@ def is_disk_full(error: Exception, directory: Path) -> bool:
 
 
 def nearest_existing(path: Path) -> Path:
-    """Return a place that exists: the path itself, or the folder in which it would be made."""
+    """Return the path if it exists, else its nearest existing parent."""
     absolute = path.absolute()
     return next(place for place in (absolute, *absolute.parents) if place.exists())
 
@@ -364,12 +364,12 @@ def _unread(path: Path, error: OSError, remedy: str) -> CorruptRecord:
     return _corrupt(path, f"cannot be read ({error.strerror})", "every file its manifest promises", remedy)
 
 
-def _corrupt(place: Path | str, found: str, allowed: str, remedy: str) -> CorruptRecord:
-    return CorruptRecord(f"{place} {found}", allowed=allowed, next_step=remedy)
+def _corrupt(place: Path | str, fault: str, allowed: str, remedy: str) -> CorruptRecord:
+    return CorruptRecord(f"{place} {fault}", allowed=allowed, next_step=remedy)
 
 
 def _remedy(directory: Path | str) -> str:
-    """Say what to do about a damaged directory: all of it is one record, so all of it goes."""
+    """Return the advice for a damaged directory, which is one record and is removed as a whole."""
     return f"use another complete record and remove {directory}, or fetch it again"
 
 
@@ -407,18 +407,14 @@ def _exchange(first_path: Path, second_path: Path) -> bool:
     return bool(renameat2(_AT_FDCWD, first, _AT_FDCWD, second, _RENAME_EXCHANGE) == 0)
 
 
-# Walking a directory that others write to: what goes away meanwhile is left out, never an error.
-
-
 def walk_files(root: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield every file below a directory with its status, in order of their paths; missing ones are left out.
+    """Yield every file below a directory with its status, sorted by path; skip files removed meanwhile.
 
-    Others may write there meanwhile.
-
-    `Path.rglob` of Python 3.11 and 3.12 ends with FileNotFoundError where a directory is removed under it.
+    Not `Path.rglob`, which in Python 3.11 and 3.12 raises FileNotFoundError if a directory is removed
+    meanwhile.
     """
     for path in sorted(Path(parent) / name for parent, _, names in os.walk(root) for name in names):
         with suppress(OSError):
-            found = path.stat()
-            if S_ISREG(found.st_mode):
-                yield path, found
+            info = path.stat()
+            if S_ISREG(info.st_mode):
+                yield path, info

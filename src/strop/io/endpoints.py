@@ -1,9 +1,9 @@
-"""Servers that a run has started, handed by name to every process that asks them: an address and a key.
+"""Addresses and keys of a run's servers, by name, for all processes that use them.
 
-The process that started a server hands it over; the processes that it starts itself find it by a variable
-that they inherit, which names a directory of files that this user alone may read. A process on another
-machine is sent what `list_endpoints` returns, over a connection that is secured, and hands it over there.
-A key stands in no variable, argument, log or record.
+The process that started a server writes its endpoint; its child processes find it through an inherited
+variable that names a directory of files readable only by this user. A process on another machine receives the
+result of `list_endpoints` over a secured connection, and writes it there. A key is never in a variable, an
+argument, a log or a record.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 ENDPOINTS_VARIABLE = "STROP_ENDPOINTS"
-"""Directory of the files."""
+"""Holds the directory of the files."""
 RUNTIME = "runtime"
 """The name of the sandbox service."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """A server, and the key without which it answers nothing."""
+    """The address of a server, and the key that it requires."""
 
     url: str
     key: str = field(repr=False)
 
 
 def hand_over(folder: Path, endpoints: Mapping[str, Endpoint]) -> None:
-    """Let this process, and all that it starts from here on, find servers by their names.
+    """Let this process and its future children find servers by their names.
 
-    All servers of a run are handed over in one folder, which is created.
+    All servers of a run share one folder, which is created.
     Raises: OSError if it cannot be written.
     """
     for name, endpoint in endpoints.items():
@@ -45,7 +45,7 @@ def write_endpoint(folder: Path, name: str, endpoint: Endpoint) -> None:
 
     Raises: OSError if it cannot be written.
     """
-    # Whole or not at all: others may be waiting for it, on a disk that nodes share.
+    # Atomically, because other nodes may be waiting for the file on a shared disk.
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f".{_path_of(folder, name).name}.{os.getpid()}"
     partial.unlink(missing_ok=True)
@@ -54,16 +54,16 @@ def write_endpoint(folder: Path, name: str, endpoint: Endpoint) -> None:
 
 
 def read_endpoint(folder: Path, name: str) -> Endpoint | None:
-    """Return a server that was written there; None where there is none, or nobody may read it."""
+    """Read a server's endpoint; None if it is missing or not readable."""
     try:
-        found = json.loads(_path_of(folder, name).read_text())
-        return Endpoint(url=found["url"], key=found["key"])
+        content = json.loads(_path_of(folder, name).read_text())
+        return Endpoint(url=content["url"], key=content["key"])
     except (OSError, ValueError, TypeError, LookupError):
         return None
 
 
 def withdraw(folder: Path, names: Iterable[str]) -> None:
-    """Remove servers that were handed over. May be called for names that never were, and twice."""
+    """Remove the endpoints of servers. Missing ones are ignored."""
     for name in names:
         _path_of(folder, name).unlink(missing_ok=True)
     is_ours = os.environ.get(ENDPOINTS_VARIABLE) == str(folder.absolute())
@@ -72,20 +72,20 @@ def withdraw(folder: Path, names: Iterable[str]) -> None:
 
 
 def list_endpoints() -> dict[str, Endpoint]:
-    """Return the servers that this process can find, keys included, to hand them over on another machine."""
+    """Return all endpoints that this process can find, keys included, to write them on another machine."""
     folder = os.environ.get(ENDPOINTS_VARIABLE)
-    found = [json.loads(path.read_text()) for path in Path(folder).glob("endpoint-*.json")] if folder else []
-    return {one["name"]: Endpoint(url=one["url"], key=one["key"]) for one in found}
+    rows = [json.loads(path.read_text()) for path in Path(folder).glob("endpoint-*.json")] if folder else []
+    return {row["name"]: Endpoint(url=row["url"], key=row["key"]) for row in rows}
 
 
 def find_endpoint(name: str) -> Endpoint | None:
-    """Return a server by its name, None where none of this name was handed over to this process."""
+    """Return a server by its name; None if this process has none of this name."""
     folder = os.environ.get(ENDPOINTS_VARIABLE)
     return read_endpoint(Path(folder), name) if folder else None
 
 
 def write_secret(path: Path, text: str) -> None:
-    """Write a file that is not there yet, readable by this user alone at any moment. Raises: OSError."""
+    """Create a file that is never readable by other users. Raises: OSError, also if the file exists."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as file:

@@ -1,7 +1,7 @@
 """Names of unfinished files, and the removal of those whose writer is gone.
 
-An unfinished `x` is called `x.partial-<pid>-<host tag><random>`. The host tag names the machine and its
-process-id namespace, because on a shared disk or from another container a process id means nothing.
+An unfinished `x` is named `x.partial-<pid>-<host tag><random>`. The host tag identifies the machine and its
+pid namespace, because a process id means nothing on another machine or in another container.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 
 LEFTOVER_PATTERN = re.compile(r"\.partial-(?P<pid>\d+)-(?P<host_tag>[0-9a-f]{6})[0-9a-f]{8}(?P<old>-old)?$")
-# A writer on another machine cannot be asked; no single write stays untouched for a day.
+# A writer on another machine cannot be checked, but no single write stays untouched for a day.
 FOREIGN_AGE_S = 86_400.0
 # Boot time and file times come from clocks that may differ by a tick or a correction.
 CLOCK_SLACK_S = 2.0
@@ -30,10 +30,10 @@ def partial_path_of(path: Path) -> Path:
 
 
 def remove_leftovers(parent: Path, *, now: float | None = None) -> list[Path]:
-    """Remove what writers that are gone left unfinished directly under `parent`; return what went.
+    """Remove and return unfinished files of dead writers directly under `parent`.
 
-    Gone means: the process id is free on this machine, or was taken by a process that started after
-    the leftover was last touched; or, for another machine's writer, untouched for a day.
+    A writer is dead if its process id is unused on this machine, or belongs to a process that started after
+    the last change of the file; a writer on another machine is dead if the file was not changed for a day.
     """
     instant = time.time() if now is None else now
     removed = []
@@ -55,7 +55,7 @@ def remove_leftovers(parent: Path, *, now: float | None = None) -> list[Path]:
 
 
 def is_process_alive(pid: int) -> bool:
-    """Whether a process id is in use on this machine, by anyone."""
+    """Whether a process id is in use on this machine, by any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -66,13 +66,13 @@ def is_process_alive(pid: int) -> bool:
 
 
 def process_started_at(pid: int) -> float | None:
-    """Return when a process started (Unix seconds), or None if it is gone or the system does not tell."""
+    """Return a process's start in Unix seconds; None if it is gone or the system does not show it."""
     import psutil
 
     try:
         return float(psutil.Process(pid).create_time())
     except (psutil.Error, OSError, RuntimeError, LookupError, ValueError):
-        # Some containers show the files of /proc empty, or with other lines.
+        # In some containers the files of /proc are empty or have other lines.
         return None
 
 

@@ -1,6 +1,6 @@
-"""A lock that one process holds, that names its holder, and that dies with the process.
+"""A lock that one process holds, that names its holder, and that ends with the process.
 
-`flock` on a file that is never removed: the kernel releases it at any death, kill -9 included, and
+`flock` on a file that is never removed: the kernel releases it when the process dies, kill -9 included, and
 removing the file would let two processes lock two files of one name.
 Not covered: processes forked (not spawned) while the lock is held inherit it.
 The package filelock is not used: in its release 3.18 a waiting process truncates the file and erases the name
@@ -26,7 +26,7 @@ _POLL_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LockHolder:
-    """The holder of a lock, as it wrote itself down."""
+    """The holder of a lock, as recorded in the lock file."""
 
     pid: int
     host: str
@@ -101,13 +101,13 @@ class FileLock:
             time.sleep(_POLL_S)
 
     def release(self) -> None:
-        """Give the lock back; without effect if it is not held."""
+        """Release the lock; no-op if it is not held."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
     def holder(self) -> LockHolder | None:
-        """Return the process that wrote itself into the lock file last, or None if that cannot be read."""
+        """Return the last recorded holder; None if the lock file cannot be read."""
         try:
             content = json.loads(self.path.read_bytes())
             return LockHolder(pid=content["pid"], host=content["host"], since=content["since"])
@@ -120,5 +120,5 @@ class FileLock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         self.release()

@@ -1,4 +1,4 @@
-"""Whether third-party tools find their own API key. The key itself is never read."""
+"""Check whether third-party tools find their API key. The key itself is never read."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ _WANDB_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 
 
 def has_wandb_key(environ: Mapping[str, str], *, sees_home: bool = True) -> bool:
-    """Whether wandb would find a key with these variables, or needs none; else it asks a person.
+    """Whether wandb would find a key with these variables, or needs none; otherwise it would prompt.
 
-    `sees_home`: whether the login that `wandb login` has left here is there, too.
+    `sees_home`: whether the login of `wandb login` on this machine is also available there.
     """
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True

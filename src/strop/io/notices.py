@@ -1,7 +1,7 @@
-"""Notices for the user, from deep in a read to the listener of the context.
+"""Notices for the user, from deep inside a read to the listener of the context.
 
-A model that another source stands in for, or a bucket that another tool filled, is found deep in a read that
-returns a path. A command listens for all that it does; a run, which keeps its notices as events, for itself.
+A read that returns a path may have to report a model from a substitute source, or a bucket that another tool
+filled. A command listens to everything that it does; a run records the notices as its events.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _listener: ContextVar[Listener | None] = ContextVar("listener of notices", defau
 
 
 def tell(notice: str) -> None:
-    """Give a notice to the listener of this context; without one, log it as a warning."""
+    """Pass a notice to the listener of this context; without one, log it as a warning."""
     listener = _listener.get()
     if listener is None:
         logging.getLogger(__name__).warning(notice)
@@ -26,15 +26,15 @@ def tell(notice: str) -> None:
 
 @contextmanager
 def listen(listener: Listener) -> Iterator[None]:
-    """Hand every notice of the block to a listener, once each; a listener of a block around it hears none."""
-    heard: set[str] = set()
+    """Pass every distinct notice of the block to a listener, instead of to that of an enclosing block."""
+    passed: set[str] = set()
 
-    def hear(notice: str) -> None:
-        if notice not in heard:
-            heard.add(notice)
+    def pass_once(notice: str) -> None:
+        if notice not in passed:
+            passed.add(notice)
             listener(notice)
 
-    token = _listener.set(hear)
+    token = _listener.set(pass_once)
     try:
         yield
     finally:

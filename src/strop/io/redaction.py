@@ -15,7 +15,7 @@ _SECRET_NAME = re.compile(
     r"(?:^|_)(?:API_?KEY|ACCESS_KEY_ID|KEY|TOKEN|SECRETS?|PASSWORD|PASSWD|PASSPHRASE|CREDENTIALS?|PAT)$",
     re.IGNORECASE,
 )
-# Below this, replacing every occurrence would spoil the text and hide nothing worth hiding.
+# Shorter values occur by chance: replacing them would spoil the text and hide nothing.
 _MIN_REDACTED_LENGTH = 4
 
 
@@ -25,17 +25,16 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def redact(text: str, values: Iterable[str]) -> str:
-    """Replace every given value in a text, also in the forms of JSON, a shell and a URL.
+    """Replace all values in a text, also as escaped by JSON, a shell or a URL.
 
-    A value over several lines is replaced line by line too. Values under 4 characters stay: they occur by
-    chance.
+    The lines of a multi-line value are replaced too. Values under 4 characters stay.
     """
     forms: set[str] = set()
     for value in values:
-        for one in {value, *(value.splitlines() if "\n" in value else ())}:
-            forms |= {one, repr(one)[1:-1], shlex.quote(one), urllib.parse.quote(one, safe="")}
-            forms |= {json.dumps(one, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)}
-    # The longest first, so that no part of a longer one remains.
+        for part in {value, *(value.splitlines() if "\n" in value else ())}:
+            forms |= {part, repr(part)[1:-1], shlex.quote(part), urllib.parse.quote(part, safe="")}
+            forms |= {json.dumps(part, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False)}
+    # The longest first, so that no part of a longer form remains.
     for form in sorted(forms, key=len, reverse=True):
         if len(form) >= _MIN_REDACTED_LENGTH:
             text = text.replace(form, REDACTED)
