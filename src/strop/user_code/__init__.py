@@ -1,9 +1,9 @@
-"""What is in the code that a user names in a run file, and how is it loaded?
+"""Inspection and loading of the code that a run file names.
 
-`CodeRef` names a class or a function: `my_task.py:Doubling` of a file, or one that an installed package
-announces. `inspect_code` looks at it in a process of its own, which is killed at a limit; `load_code` brings
-it into this process; `hash_sources` is what versions of tasks cover of it.
-Not here: what a task or a reward is (`tasks`), and where they run (`tasks.judging`).
+`CodeRef` names a class or a function: `my_task.py:Doubling` in a file, or an entry point of an installed
+package. `inspect_function` and `inspect_task` inspect it in a separate process with a time limit; `load_code`
+imports it into this process; `hash_sources` is its part of a task's version.
+Not here: the contracts of tasks and rewards (`tasks`), and the processes that run them (`tasks.judging`).
 """
 
 from strop.user_code.inspection import (

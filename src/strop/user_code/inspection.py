@@ -1,7 +1,7 @@
-"""Looking at user code without running it here: in a process of its own, killed at a limit.
+"""Inspect user code in a separate process with a time limit.
 
-Planning on a login node learns what a file holds; neither an endless loop in it nor what it prints or forks
-reaches the planner.
+Planning on a login node can inspect a file, while an endless loop in it, its output and its forks do not
+affect the planner.
 """
 
 from __future__ import annotations
@@ -25,41 +25,41 @@ from strop.user_code.reference import CodeRef
 from strop.user_code.sources import hash_sources
 
 IMPORT_LIMIT_S = 60.0
-"""Wall time that importing the user's module may take; what it imports may be PyTorch, on a busy machine."""
+"""Limit of importing the user's module, which may import PyTorch on a busy machine."""
 _LOOK_EVERY_S = 0.01
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectedFunction:
-    """A function of the user's, as its signature says."""
+    """The signature of a user's function."""
 
     parameters: tuple[str, ...]
-    """Those that can be given by name."""
+    """Parameters that can be passed by name."""
     required: frozenset[str]
     takes_others: bool
-    """Whether it takes any further name, as `**columns`."""
+    """Whether it accepts further names, as `**columns`."""
     line: int | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InspectedTask:
-    """A task class of the user's, and what its settings class makes of some settings."""
+    """A user's task class, and its validation of some settings."""
 
     meaning: str
     """Its docstring."""
     schema: Mapping[str, Any]
-    """Of the settings, as JSON Schema; empty where it takes none."""
+    """JSON Schema of the settings; empty if it has none."""
     values: Mapping[str, Any]
-    """All settings, completed by their defaults; empty where there are mistakes."""
+    """All settings, completed with defaults; empty if there are mistakes."""
     mistakes: tuple[tuple[str, str], ...]
-    """Dotted setting, and what is wrong with it; '' where there is no such setting."""
+    """Dotted setting and its error; '' for an unknown setting."""
     line: int | None
     path: Path
-    """The file that the class is in."""
+    """The file of the class."""
     is_environment: bool
-    """Whether its attempts may have several turns: it has `reset`."""
+    """Whether its attempts may have several turns, that is, it has `reset`."""
     has_sandbox: bool
-    """Whether each attempt has a sandbox: it has `sandbox_for`."""
+    """Whether each attempt has a sandbox, that is, it has `sandbox_for`."""
 
 
 def inspect_function(ref: CodeRef) -> InspectedFunction:
@@ -67,51 +67,51 @@ def inspect_function(ref: CodeRef) -> InspectedFunction:
 
     Raises: ConfigError if the file is missing, cannot be imported, does not end, or has no such function.
     """
-    found = _look(ref, "function")
-    if found["unnamed"]:
-        raise _refuse(ref, f"takes {', '.join(found['unnamed'])} by position alone", "parameters with names")
+    answer = _inspect(ref, "function")
+    if answer["unnamed"]:
+        raise _refuse(ref, f"takes {', '.join(answer['unnamed'])} by position alone", "parameters with names")
     return InspectedFunction(
-        parameters=tuple(found["parameters"]),
-        required=frozenset(found["required"]),
-        takes_others=found["takes_others"],
-        line=found["line"],
+        parameters=tuple(answer["parameters"]),
+        required=frozenset(answer["required"]),
+        takes_others=answer["takes_others"],
+        line=answer["line"],
     )
 
 
 def inspect_import(ref: CodeRef) -> None:
-    """Import the module in a process of its own, to see that it ends. Raises: ConfigError as above."""
-    _look(ref, "object")
+    """Import the module in a separate process, to check that it ends. Raises: like `inspect_function`."""
+    _inspect(ref, "object")
 
 
 def inspect_task(ref: CodeRef, settings: Mapping[str, Any]) -> InspectedTask:
-    """Return what a task class is, and its settings completed.
+    """Inspect a task class, and validate and complete its settings.
 
     Raises: ConfigError like `inspect_function`.
     """
-    found = _look(ref, "task", settings)
+    answer = _inspect(ref, "task", settings)
     return InspectedTask(
-        meaning=found["meaning"],
-        schema=found["schema"],
-        values=found["values"],
-        mistakes=tuple((name, text) for name, text in found["mistakes"]),
-        line=found["line"],
-        path=Path(found["path"]),
-        is_environment=found["is_environment"],
-        has_sandbox=found["has_sandbox"],
+        meaning=answer["meaning"],
+        schema=answer["schema"],
+        values=answer["values"],
+        mistakes=tuple((name, text) for name, text in answer["mistakes"]),
+        line=answer["line"],
+        path=Path(answer["path"]),
+        is_environment=answer["is_environment"],
+        has_sandbox=answer["has_sandbox"],
     )
 
 
-def _look(ref: CodeRef, kind: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def _inspect(ref: CodeRef, kind: str, settings: Mapping[str, Any] | None = None) -> dict[str, Any]:
     order = {"kind": kind, "settings": settings or {}}
-    found = run_apart(probe.__name__, ref, order, limit_s=IMPORT_LIMIT_S, doing="imported")
-    if "fault" in found:
-        line = f" (line {found['line']})" if found.get("line") else ""
+    answer = run_apart(probe.__name__, ref, order, limit_s=IMPORT_LIMIT_S, doing="imported")
+    if "fault" in answer:
+        line = f" (line {answer['line']})" if answer.get("line") else ""
         allowed = "a function"
         if kind == "task":
             methods = ", ".join(probe.TASK_METHODS)
             allowed = f"a class with {methods}; an environment with {', '.join(probe.ENVIRONMENT_METHODS)}"
-        raise _refuse(ref, found["fault"] + line, allowed)
-    return found
+        raise _refuse(ref, answer["fault"] + line, allowed)
+    return answer
 
 
 def run_apart(
@@ -123,11 +123,11 @@ def run_apart(
     doing: str,
     digest: str | None = None,
 ) -> dict[str, Any]:
-    """Have a process do something with user code; return its answer.
+    """Run a module that uses user code in a separate process; return its answer.
 
-    `module` is run as `python -m MODULE FD`: it reads the order with `ref` in it from standard input, and
-    writes a table as JSON to the file. `doing` says in a message what was not done in time, `digest` which
-    code it must be; otherwise it is what the file holds now.
+    `module` is run as `python -m MODULE FD`: it reads the order, with `ref`, from standard input, and writes
+    a JSON object to the descriptor. `doing`: the verb of a message at the time limit. `digest`: the expected
+    version of the code; None: the file's current content.
 
     Raises: ConfigError if the file is missing or edited, the process ends without an answer or refuses.
     """
@@ -137,15 +137,15 @@ def run_apart(
         digest = digest or hash_sources(ref.path)
     whole = {**order, "ref": {"place": ref.place, "name": ref.name}, "digest": digest}
     text = json.dumps(whole, sort_keys=True)
-    found: dict[str, Any] = json.loads(_ask(module, text, limit_s, doing))
-    if "refused" in found:
-        raise ConfigError(found["refused"])
-    return found
+    answer: dict[str, Any] = json.loads(_run_cached(module, text, limit_s, doing))
+    if "refused" in answer:
+        raise ConfigError(answer["refused"])
+    return answer
 
 
 @lru_cache(maxsize=64)
-def _ask(module: str, order: str, limit_s: float, doing: str) -> str:
-    """Ask a process. The order has the digest of the code, so that an edited file is looked at again."""
+def _run_cached(module: str, order: str, limit_s: float, doing: str) -> str:
+    """Run a process for an order. Its digest of the code makes the cache miss for an edited file."""
     ref = CodeRef(**json.loads(order)["ref"])
     with tempfile.TemporaryFile() as question, tempfile.TemporaryFile() as answers:
         question.write(order.encode())
@@ -159,7 +159,7 @@ def _ask(module: str, order: str, limit_s: float, doing: str) -> str:
             start_new_session=True,
         )
         is_late = not _has_ended(process.pid, limit_s)
-        # Before it is waited for, so that its group is its own still: what it forked goes with it.
+        # Before reaping, while the group id cannot be reused; this also kills its forks.
         os.killpg(process.pid, signal.SIGKILL)
         code = process.wait()
         answers.seek(0)
@@ -173,7 +173,7 @@ def _ask(module: str, order: str, limit_s: float, doing: str) -> str:
 
 
 def _has_ended(pid: int, limit_s: float) -> bool:
-    """Wait for a child's end; it stays to be waited for."""
+    """Wait for a child's end, without reaping it."""
     ends_at = time.monotonic() + limit_s
     while time.monotonic() < ends_at:
         if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG) is not None:

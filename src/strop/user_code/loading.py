@@ -1,4 +1,4 @@
-"""Bringing user code into this process, and saying which line of it failed."""
+"""Load user code into this process, and locate the line that failed."""
 
 from __future__ import annotations
 
@@ -22,24 +22,23 @@ _importing: ContextVar[bool] = ContextVar("a file of the user's is being importe
 
 
 def is_importing() -> bool:
-    """Whether this code runs because a file of the user's is being imported."""
+    """Whether this code runs during the import of a user's file."""
     return _importing.get()
 
 
 def load_code(ref: CodeRef, digest: str | None = None) -> Any:
     """Import the module of a class or function, once, and return the object.
 
-    `digest` is that of a file as it was inspected: a process that has loaded it keeps it, even if the file
-    changes. The folder of a file comes last on the path: what stands beside the file can be imported, and
-    hides nothing that is installed.
+    `digest`: that of the inspected file; a process that has loaded it keeps it, even if the file changes. The
+    file's folder is appended to the path, so modules beside it can be imported but hide no installed ones.
 
-    Raises: ConfigError naming file and line if the module cannot be imported, has no such name, or is not
-        the one of `digest`.
+    Raises: ConfigError naming file and line if the module cannot be imported, has no such name, or does not
+        match `digest`.
     """
     if ref.is_file and digest is not None and _module_name(ref.path, digest) not in sys.modules:
         with blaming(ref, "be read"):
-            found = hash_sources(ref.path)
-        if found != digest:
+            current = hash_sources(ref.path)
+        if current != digest:
             raise edited([str(ref.path)])
     with blaming(ref, "be imported"):
         module = _import_file(ref, digest) if ref.is_file else importlib.import_module(ref.place)
@@ -55,7 +54,7 @@ def load_code(ref: CodeRef, digest: str | None = None) -> Any:
 
 
 def edited(paths: Sequence[str]) -> ConfigError:
-    """Return the refusal of code that is not what this run or judge began with."""
+    """Make the error for code that was changed since this run or judge began."""
     return ConfigError(
         f"{', '.join(paths)} was edited since it was looked at: replies would be judged in two ways",
         allowed="the code that this began with",
@@ -65,7 +64,7 @@ def edited(paths: Sequence[str]) -> ConfigError:
 
 @contextmanager
 def blaming(ref: CodeRef, doing: str) -> Iterator[None]:
-    """Run code of the user's; whatever it raises is one refusal with the file and line that it comes from.
+    """Turn any exception of user code in the block into one error with file and line.
 
     Raises: ConfigError: REF cannot DOING.
     """
@@ -80,22 +79,22 @@ def blaming(ref: CodeRef, doing: str) -> Iterator[None]:
 
 
 def _blame(error: Exception, ref: CodeRef) -> str:
-    """Return an error in one line with the file and line of the user's code that it comes from."""
+    """Format an error as one line with its file and line in the user's code."""
     if isinstance(error, SyntaxError) and error.filename:
-        # Nothing of the file has run: no frame is in it.
+        # The file has not run, so no frame is in it.
         return f"{type(error).__name__}: {error.msg} ({os.path.basename(error.filename)}:{error.lineno})"
     line = describe_error(error)
-    mine = {str(file) for file in list_sources(ref.path)} if ref.is_file else set()
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in mine]
+    sources = {str(file) for file in list_sources(ref.path)} if ref.is_file else set()
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in sources]
     if not frames:
         return line
-    # Where strop refused what the user's code asked of it, that code's line is the one to mend.
-    said = line.removesuffix(f" ({find_place(line)})")
-    return f"{said} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
+    # If strop raised the error, the user's line that called strop is the one to mend.
+    message = line.removesuffix(f" ({find_place(line)})")
+    return f"{message} ({os.path.basename(frames[-1].filename)}:{frames[-1].lineno})"
 
 
 def _module_name(path: Path, digest: str) -> str:
-    # By content: a notebook that edits the file gets what it wrote.
+    # By content, so that a notebook that edits the file gets the new version.
     return f"strop_user_{path.stem}_{digest[:12]}"
 
 
@@ -107,16 +106,16 @@ def _import_file(ref: CodeRef, digest: str | None) -> ModuleType:
     name = _module_name(path, digest or hash_sources(path))
     if name in sys.modules:
         return sys.modules[name]
-    found = importlib.util.spec_from_file_location(name, path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    # Before it runs: dataclasses and pickles look their module up.
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # Registered before it runs, because dataclasses and pickle look their module up.
     sys.modules[name] = module
     is_whole = False
     token = _importing.set(True)
     try:
-        found.loader.exec_module(module)
+        spec.loader.exec_module(module)
         is_whole = True
     finally:
         _importing.reset(token)

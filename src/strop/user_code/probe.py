@@ -1,7 +1,7 @@
-"""The process that looks at user code: `python -m strop.user_code.probe FD`.
+"""The process that inspects user code: `python -m strop.user_code.probe FD`.
 
 It reads one order from standard input, imports the code, and writes one JSON answer to a file descriptor.
-What the code prints is discarded; the parent ends this process and all that it forked.
+The code's output is discarded; the parent ends this process and its forks.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from strop.user_code.loading import load_code
 from strop.user_code.reference import CodeRef
 
 MAX_BYTES = 1 << 34
-"""Memory that looking at code, and making examples, may take. Of data: libraries reserve addresses freely."""
+"""Limit of RLIMIT_DATA for inspecting code and making examples; not of addresses, which libraries reserve."""
 TASK_METHODS = ("examples", "render", "verify")
 ENVIRONMENT_METHODS = ("examples", "reset", "score")
 
 
 class Shape(StrEnum):
-    """What a class was written for."""
+    """The interface that a class implements."""
 
     TASK = "task"
     ENVIRONMENT = "environment"
-    """strop's own form: `examples`, `reset(example, seed)`, `step` or tools, `score`."""
+    """strop's own: `examples`, `reset(example, seed)`, `step` or tools, `score`."""
     GYMNASIUM = "gymnasium"
-    """`reset(seed=...)` and `step(action)`, which returns five things."""
+    """`reset(seed=...)` and `step(action)`, which returns five values."""
     TRL = "trl"
-    """`reset(**row)`, tools, and `get_reward`: what TRL takes as `environment_factory`."""
+    """`reset(**row)`, tools, and `get_reward`, as TRL's `environment_factory`."""
 
 
 def main(descriptor: int) -> None:
-    """Answer one order: what the code is, or why it cannot be used."""
-    answer_order(descriptor, _look)
+    """Answer one order with a description of the code, or an error."""
+    answer_order(descriptor, _inspect)
 
 
 def answer_order(descriptor: int, work: Callable[[Any, Mapping[str, Any]], dict[str, Any]]) -> None:
-    """Read an order, load the code in it, and write what `work` makes of both, or why there is nothing."""
+    """Read an order, load its code, and write the result of `work` on both, or the error."""
     order = json.load(sys.stdin)
     _, hard_bytes = resource.getrlimit(resource.RLIMIT_DATA)
     bound = MAX_BYTES if hard_bytes == resource.RLIM_INFINITY else min(MAX_BYTES, hard_bytes)
@@ -55,42 +55,42 @@ def answer_order(descriptor: int, work: Callable[[Any, Mapping[str, Any]], dict[
         answer = {"refused": str(error)}
     with os.fdopen(descriptor, "w") as file:
         json.dump(answer, file)
-    # Threads and exit handlers of the user's have nothing to say any more.
+    # Skip the user's threads and exit handlers.
     os._exit(0)
 
 
-def _look(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
+def _inspect(loaded: Any, order: Mapping[str, Any]) -> dict[str, Any]:
     if order["kind"] == "object":
         return {}
-    return _look_at_task(found, order["settings"]) if order["kind"] == "task" else _look_at_function(found)
+    return _inspect_task(loaded, order["settings"]) if order["kind"] == "task" else _inspect_function(loaded)
 
 
-def _look_at_function(found: Any) -> dict[str, Any]:
-    if not callable(found) or inspect.isclass(found):
-        return {"fault": f"is {_kind_of(found)}, not a function"}
-    parameters = inspect.signature(found).parameters.values()
-    named = [one for one in parameters if one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)]
+def _inspect_function(loaded: Any) -> dict[str, Any]:
+    if not callable(loaded) or inspect.isclass(loaded):
+        return {"fault": f"is {_kind_of(loaded)}, not a function"}
+    parameters = inspect.signature(loaded).parameters.values()
+    by_name = [each for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
     return {
-        "parameters": [one.name for one in named],
-        "required": [one.name for one in named if one.default is one.empty],
-        "unnamed": [one.name for one in parameters if one.kind == one.POSITIONAL_ONLY],
-        "takes_others": any(one.kind == one.VAR_KEYWORD for one in parameters),
-        "line": _line_of(found),
+        "parameters": [parameter.name for parameter in by_name],
+        "required": [parameter.name for parameter in by_name if parameter.default is parameter.empty],
+        "unnamed": [each.name for each in parameters if each.kind == each.POSITIONAL_ONLY],
+        "takes_others": any(each.kind == each.VAR_KEYWORD for each in parameters),
+        "line": _line_of(loaded),
     }
 
 
-def _look_at_task(found: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
-    if not inspect.isclass(found):
-        return {"fault": f"is {_kind_of(found)}, not a class"}
-    line = _line_of(found)
-    shape = shape_of(found)
-    missing = [name for name in _WANTED[shape] if not callable(getattr(found, name, None))]
+def _inspect_task(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
+    if not inspect.isclass(loaded):
+        return {"fault": f"is {_kind_of(loaded)}, not a class"}
+    line = _line_of(loaded)
+    shape = shape_of(loaded)
+    missing = [name for name in _REQUIRED[shape] if not callable(getattr(loaded, name, None))]
     if missing:
         return {"fault": f"has no {' and no '.join(missing)}", "line": line}
-    answer: dict[str, Any] = {"line": line, "meaning": inspect.getdoc(found) or ""}
-    answer |= {"path": inspect.getfile(found), "is_environment": shape is not Shape.TASK}
-    answer["has_sandbox"] = callable(getattr(found, "sandbox_for", None))
-    kind = settings_class(found)
+    answer: dict[str, Any] = {"line": line, "meaning": inspect.getdoc(loaded) or ""}
+    answer |= {"path": inspect.getfile(loaded), "is_environment": shape is not Shape.TASK}
+    answer["has_sandbox"] = callable(getattr(loaded, "sandbox_for", None))
+    kind = settings_class(loaded)
     if kind is None:
         return {**answer, "schema": {}, "values": {}, "mistakes": [[name, ""] for name in settings]}
     from pydantic import TypeAdapter, ValidationError
@@ -100,15 +100,15 @@ def _look_at_task(found: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     names = answer["schema"].get("properties", {})
     mistakes = [[name, ""] for name in settings if name not in names]
     try:
-        # As JSON, so that a dataclass may be strict: '8' is not 8 here either.
+        # From JSON and strict, so that '8' is not accepted as 8.
         value = adapter.validate_json(json.dumps(settings), strict=True)
     except ValidationError as error:
-        mistakes += [[".".join(map(str, one["loc"])), one["msg"]] for one in error.errors()]
+        mistakes += [[".".join(map(str, item["loc"])), item["msg"]] for item in error.errors()]
         return {**answer, "values": {}, "mistakes": mistakes}
     return {**answer, "values": adapter.dump_python(value, mode="json"), "mistakes": mistakes}
 
 
-_WANTED = {
+_REQUIRED = {
     Shape.TASK: TASK_METHODS,
     Shape.ENVIRONMENT: ENVIRONMENT_METHODS,
     Shape.GYMNASIUM: (),
@@ -116,43 +116,43 @@ _WANTED = {
 }
 
 
-def shape_of(found: type) -> Shape:
-    """Return what a class was written for, as its methods say."""
-    reset = getattr(found, "reset", None)
+def shape_of(cls: type) -> Shape:
+    """Return the interface that a class implements, by its methods."""
+    reset = getattr(cls, "reset", None)
     if not callable(reset):
         return Shape.TASK
     parameters = list(inspect.signature(reset).parameters.values())[1:]
-    names = {one.name for one in parameters}
+    names = {parameter.name for parameter in parameters}
     if "example" in names:
         return Shape.ENVIRONMENT
-    is_row_whole = any(one.kind is one.VAR_KEYWORD for one in parameters)
-    if {"seed"} <= names <= {"seed", "options"} and callable(getattr(found, "step", None)):
+    takes_row = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    if {"seed"} <= names <= {"seed", "options"} and callable(getattr(cls, "step", None)):
         return Shape.GYMNASIUM
-    is_trl = is_row_whole or callable(getattr(found, "get_reward", None))
+    is_trl = takes_row or callable(getattr(cls, "get_reward", None))
     return Shape.TRL if is_trl else Shape.ENVIRONMENT
 
 
-def settings_class(found: type) -> type | None:
-    """Return the class of the settings that a task's `__init__` takes; None where it takes none.
+def settings_class(cls: type) -> type | None:
+    """Return the class of the settings that a task's `__init__` takes; None if it takes none.
 
-    A class that was written for others is made without arguments.
+    Classes for Gymnasium or TRL are made without arguments.
     """
-    if shape_of(found) in (Shape.GYMNASIUM, Shape.TRL):
+    if shape_of(cls) in (Shape.GYMNASIUM, Shape.TRL):
         return None
-    parameters = list(inspect.signature(found).parameters)
+    parameters = list(inspect.signature(cls).parameters)
     if not parameters:
         return None
-    kind = typing.get_type_hints(found.__init__).get(parameters[0])  # type: ignore[misc]
+    kind = typing.get_type_hints(cls.__init__).get(parameters[0])  # type: ignore[misc]
     return kind if isinstance(kind, type) else None
 
 
-def _kind_of(found: Any) -> str:
-    return "a class" if inspect.isclass(found) else f"a {type(found).__name__}"
+def _kind_of(loaded: Any) -> str:
+    return "a class" if inspect.isclass(loaded) else f"a {type(loaded).__name__}"
 
 
-def _line_of(found: Any) -> int | None:
+def _line_of(loaded: Any) -> int | None:
     try:
-        return inspect.getsourcelines(found)[1]
+        return inspect.getsourcelines(loaded)[1]
     except (OSError, TypeError):
         return None
 

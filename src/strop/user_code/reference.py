@@ -1,4 +1,4 @@
-"""Names of user code in run files: `FILE.py:NAME`, or what an installed package announces."""
+"""Names of user code in run files: `FILE.py:NAME`, or an entry point of an installed package."""
 
 from __future__ import annotations
 
@@ -14,25 +14,22 @@ from strop.errors import ConfigError
 
 _IN_FILE = re.compile(r"(?P<place>.+\.py):(?P<name>[A-Za-z_]\w*)")
 MOVED_VARIABLE = "STROP_MOVED_CODE"
-"""In a job: `FROM:TO`, the project's folder where it was submitted and where its snapshot lies here."""
+"""`FROM:TO` in a job: the project's folder at submission, and its snapshot on this machine."""
 TASKS_GROUP = "strop.tasks"
 ALGORITHMS_GROUP = "strop.algorithms"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CodeRef:
-    """A class or a function of the user's."""
+    """A reference to a user's class or function."""
 
     place: str
-    """An absolute path of a file, or the dotted name of a module of an installed package."""
+    """The absolute path of a file, or the dotted name of a module in an installed package."""
     name: str
 
     @classmethod
     def parse(cls, text: str) -> CodeRef:
-        """Read `FILE.py:NAME`.
-
-        Raises: ConfigError if it has another form.
-        """
+        """Parse `FILE.py:NAME`. Raises: ConfigError for another format."""
         match = _IN_FILE.fullmatch(text)
         if match is None:
             raise ConfigError(
@@ -44,26 +41,26 @@ class CodeRef:
 
     @property
     def is_file(self) -> bool:
-        """Whether it is in a file of its own, rather than in an installed package."""
+        """Whether it is in a single file, not in an installed package."""
         return self.place.endswith(".py")
 
     @property
     def path(self) -> Path:
-        """Where the file is on this machine."""
+        """The file's path on this machine."""
         return find_moved(Path(self.place))
 
     @property
     def is_here(self) -> bool:
-        """Whether it can be looked at on this machine."""
+        """Whether it can be inspected on this machine."""
         return not self.is_file or self.path.is_file()
 
     def __str__(self) -> str:
-        """Return it as messages name it: the file without its folders."""
+        """Format it for messages: the file without its folders."""
         return f"{os.path.basename(self.place)}:{self.name}"
 
 
 def find_moved(path: Path) -> Path:
-    """Return where a file of the project is: in a job, in the copy that was submitted, if it is there."""
+    """Return the path of a project's file: in a job that in the submitted snapshot, if it exists there."""
     came_from, _, moved_to = os.environ.get(MOVED_VARIABLE, "").partition(":")
     if not came_from or not path.is_relative_to(came_from):
         return path
@@ -72,20 +69,20 @@ def find_moved(path: Path) -> Path:
 
 
 def is_code(text: str) -> bool:
-    """Whether a text of a run file names code in a file."""
+    """Whether a text in a run file names code in a file."""
     return _IN_FILE.fullmatch(text) is not None
 
 
 @cache
 def announced(group: str) -> Mapping[str, CodeRef]:
-    """Return what the installed packages announce in an entry point group, by name.
+    """Return the entry points of the installed packages in a group, by name.
 
-    Raises: ConfigError if two of them announce the same name.
+    Raises: ConfigError if two packages have the same name.
     """
-    found: dict[str, CodeRef] = {}
+    refs: dict[str, CodeRef] = {}
     for point in entry_points(group=group):
         ref = CodeRef(place=point.module, name=point.attr)
-        other = found.setdefault(point.name, ref)
+        other = refs.setdefault(point.name, ref)
         if other != ref:
             raise ConfigError(
                 f"two installed packages announce {point.name!r} in {group}: {other.place}:{other.name}"
@@ -93,11 +90,11 @@ def announced(group: str) -> Mapping[str, CodeRef]:
                 allowed="one package for each name",
                 next_step="uninstall one of them, or name the class by its file",
             )
-    return found
+    return refs
 
 
 def find_task(name: str) -> CodeRef | None:
-    """Return the code of a task of the user's or of an installed package; None for another name.
+    """Return the code of a task in a user's file or an installed package; None for another name.
 
     Raises: ConfigError like `announced`.
     """
@@ -105,7 +102,7 @@ def find_task(name: str) -> CodeRef | None:
 
 
 def find_algorithm(name: str) -> CodeRef | None:
-    """Return the code of an algorithm of the user's or of an installed package; None for another name.
+    """Return the code of an algorithm in a user's file or an installed package; None for another name.
 
     Raises: ConfigError like `announced`.
     """

@@ -1,7 +1,7 @@
-"""The files that user code consists of: its own, and what it imports from beside itself.
+"""The source files of user code: its own file, and the files beside and below it that it imports.
 
-Found by reading the import statements, wherever they stand: nothing is run, and an import inside a function
-counts. What is installed has a version of its own and does not count.
+They are found by parsing all import statements, also those inside functions, without running them. Installed
+packages have their own versions and do not count.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 def list_sources(path: Path) -> tuple[Path, ...]:
     """Return a file and all files beside and below it that it imports, sorted."""
     root = root_of(path)
-    found: dict[Path, None] = {}
+    sources: set[Path] = set()
     waiting = [path]
     while waiting:
         file = waiting.pop()
-        if file in found:
+        if file in sources:
             continue
-        found[file] = None
-        waiting += [near for name in _imported(file, root) for near in _files_of(root, name)]
-    return tuple(sorted(found))
+        sources.add(file)
+        waiting += [source for name in _imported(file, root) for source in _files_of(root, name)]
+    return tuple(sorted(sources))
 
 
 def hash_sources(path: Path) -> str:
-    """Return a hash over the contents of all its files. Raises: OSError if one cannot be read."""
+    """Return a hash over the contents of all source files. Raises: OSError if one cannot be read."""
     root = root_of(path)
     whole = hashlib.sha256()
     for file in list_sources(path):
@@ -37,7 +37,7 @@ def hash_sources(path: Path) -> str:
 
 
 def root_of(path: Path) -> Path:
-    """Return the folder that imports start from: above all packages that the file is in."""
+    """Return the folder from which imports start: above all packages of the file."""
     folder = path.parent
     while (folder / "__init__.py").is_file():
         folder = folder.parent
@@ -62,7 +62,7 @@ def _imported(file: Path, root: Path) -> Iterator[tuple[str, ...]]:
 
 
 def _files_of(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
-    """Yield the files that importing a module runs: those of the packages above it, and its own."""
+    """Yield the files that importing a module runs: those of its parent packages, and its own."""
     for length in range(1, len(name) + 1):
         place = root.joinpath(*name[:length])
         candidates = (place / "__init__.py", place.with_name(f"{place.name}.py"))
