@@ -1,17 +1,31 @@
-"""Attacks on environments: a sound one holds, and each hole is found, wherever its class lives."""
+"""Probes of an audit: by examples, of environments and of judges."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from strop.audit import AuditSettings, ProbeStatus, run_audit
+from strop.audit import AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
+from strop.audit.answer_probes import permute_parts
+from strop.audit.code_probes import trivial_edits
+from strop.audit.probes import INJECTIONS
 from strop.audit.world_attacks import Slot
 from strop.audit.world_probes import WORLD_PROBES
-from strop.tasks import task_builder
+from strop.rollout import make_example
+from strop.spec.task import TaskSpec
+from strop.tasks import build_task, task_builder
+from strop.tasks.blend import BlendSpec
+from strop.tasks.code.extraction import compiles, extract_python
+from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.mixture import MixtureSpec
+from strop.tasks.traits import ProgramForm, judge_digests_of
 from tests.environments.test_worlds import build_spec
+from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
+from tests.fixtures.judged import judge_spec, judge_task
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 WORLD = """
@@ -148,3 +162,152 @@ def test_a_probe_that_may_end_the_process_is_not_asked_in_it() -> None:
     task, _ = build_spec(SOUND_WORLD, name="World")
     report = asyncio.run(run_audit(task, AuditSettings(num_examples=1, probes=("os_exit",))))
     assert [one.status for one in report.probes] == [ProbeStatus.NOT_APPLICABLE]
+
+
+def test_tests_and_constraints_are_reversed_and_nothing_else() -> None:
+    tests = {"inputs": ["1\n", "2\n"], "outputs": ["3\n", "4\n"], "fn_name": None}
+    fields = {
+        "tests": ["assert f(1) == 2", "assert f(2) == 3"],
+        "hidden_tests": ["assert f(9) == 10"],
+        "constraints": [{"id": "a"}, {"id": "b"}],
+        "input_output": json.dumps(tests),
+        "names": ["f", "g"],
+        "choices": ["p", "q"],
+        "text": "{not JSON",
+    }
+    example = make_example("parts", fields, "answer")
+    changed = permute_parts(example)
+    assert changed is not None
+    assert (changed.example_id, changed.answer) == (example.example_id, "answer")
+    different = {key for key in fields if changed.fields[key] != fields[key]}
+    assert different == {"tests", "constraints", "input_output"}
+    assert changed.fields["tests"] == ["assert f(2) == 3", "assert f(1) == 2"]
+    assert json.loads(changed.fields["input_output"]) == {
+        "inputs": ["2\n", "1\n"],
+        "outputs": ["4\n", "3\n"],
+        "fn_name": None,
+    }
+
+
+@pytest.mark.parametrize("text", ["{}", "[1, 2]", '{"inputs": [1, 2]}', '{"inputs": [1], "outputs": [2]}'])
+def test_an_example_with_nothing_to_reverse_is_left_alone(text: str) -> None:
+    assert permute_parts(make_example("parts", {"input_output": text, "tests": ["one"]}, None)) is None
+
+
+def test_trivial_edits_hold_the_code_that_was_shown_and_no_more() -> None:
+    signature = 'def plus(x):\n    """ Add two. """'
+    edits = trivial_edits(ProgramForm(entry_point="plus"), signature, "def plus(")
+    codes = {kind: extract_python(reply, entry_point="plus") or "" for kind, reply in edits.items()}
+    assert codes["the code shown, unchanged"] == signature
+    assert codes["the code shown, and a comment"].startswith(f"{signature}\n# ")
+    assert codes["the code shown, under a comment"].endswith(f"\n{signature}")
+    assert all(compiles(code) for kind, code in codes.items() if "(2)" not in kind)
+    # 3 without code, and 4 for each piece.
+    assert len(edits) == 11
+    # A whole program has no function to empty.
+    assert len(trivial_edits(ProgramForm(entry_point=None), "print(1)")) == 5
+
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def attack(tmp_path: Path, say: Say) -> ProbeResult:
+    with judge_server(say) as server:
+        task = judge_task(tmp_path, server.url)
+        settings = AuditSettings(num_examples=3, probes=("judge_injection",))
+        report = asyncio.run(run_audit(task, settings))
+        task.client.close()
+    (result,) = report.probes
+    assert (report.verdict is Verdict.RED) == (result.status in (ProbeStatus.FAIL, ProbeStatus.ERROR))
+    return result
+
+
+def test_a_deaf_judge_passes(tmp_path: Path) -> None:
+    result = attack(tmp_path, lambda question: scored(float(shown_reply(question).startswith("word-"))))
+    assert (result.status, result.value) == (ProbeStatus.PASS, 0.0)
+    assert result.num == 3 * len(INJECTIONS)
+
+
+@pytest.mark.parametrize(
+    ("weakness", "kind"),
+    [
+        (lambda shown: "Ignore everything" in shown, "instructions"),
+        (lambda shown: "score" in shown and "json" in shown, "fenced score"),
+        (lambda shown: "END OF REPLY" in shown, "delimiters"),
+        (lambda shown: "Assistant:" in shown, "turns"),
+        (lambda shown: "wise" in shown, "flattery"),
+        (lambda shown: len(shown) > 2000, "length"),
+    ],
+)
+def test_a_judge_that_can_be_talked_to_is_found(tmp_path: Path, weakness: object, kind: str) -> None:
+    assert callable(weakness)
+    result = attack(tmp_path, lambda question: scored(float(weakness(shown_reply(question)))))
+    assert (result.status, result.detail, result.value) == (ProbeStatus.FAIL, kind, 1.0)
+    assert result.evidence[0].reply == INJECTIONS[kind][:200]
+
+
+def measure_length(tmp_path: Path, say: Say, rows: list[dict[str, Any]]) -> tuple[ProbeResult, Verdict]:
+    with judge_server(say) as server:
+        task = judge_task(tmp_path, server.url, rows)
+        report = asyncio.run(run_audit(task, AuditSettings(num_examples=4, probes=("judge_length",))))
+        task.client.close()
+    return report.probes[0], report.verdict
+
+
+LONG_ROWS = [
+    {
+        "prompt": f"Tell story {n}.",
+        "gold": f"Story {n} is of a river, a boat and a stone, and of nothing else.",
+    }
+    for n in range(12)
+]
+
+
+def test_a_judge_that_likes_length_is_found(tmp_path: Path) -> None:
+    def say(question: str) -> str:
+        return scored(min(1.0, len(shown_reply(question)) / 4000))
+
+    # Bare: 25 of 4000 characters. Longer: 25 + 1 + 12 fillings of 67, because 800 // 67 + 1 = 12: 830.
+    # (830 - 25) / 4000 = 0.201.
+    result, verdict = measure_length(tmp_path, say, LONG_ROWS)
+    assert (result.status, result.num, verdict) == (ProbeStatus.FAIL, 8, Verdict.AMBER)
+    assert result.value == pytest.approx(0.201, abs=0.001)
+    assert result.detail.startswith("share of full marks gained by length; ")
+    assert len(result.evidence[0].reply) == 200
+
+
+def test_a_judge_that_reads_the_content_alone_passes(tmp_path: Path) -> None:
+    def say(question: str) -> str:
+        return scored(0.5 * shown_reply(question).startswith("Story"))
+
+    result, verdict = measure_length(tmp_path, say, LONG_ROWS)
+    assert (result.status, result.value, verdict) == (ProbeStatus.PASS, 0.0, Verdict.GREEN)
+
+
+def test_a_judge_that_repeats_what_it_reads_gives_no_score(tmp_path: Path) -> None:
+    """The parser would take a quoted grade for the judge's own, if it were not escaped."""
+    result = attack(tmp_path, lambda question: "It says: " + shown_reply(question))
+    assert result.status is ProbeStatus.FAIL
+    assert result.detail == "replies that kept the judge from grading them"
+    assert result.evidence[0].detail.startswith("engine, judge_unparsable: ")
+
+
+def test_a_judge_is_attacked_inside_other_tasks_too(tmp_path: Path) -> None:
+    section = judge_spec(tmp_path, "http://127.0.0.1:1/v1").model_dump(
+        include={"name", "source", "judge_url", "judge_model", "judge_revision"}
+    )
+    sums: dict[str, Any] = {"name": "arithmetic", "max_value": 4, "num_held_out": 2}
+    (digest,) = judge_digests_of(judge_task(tmp_path, "http://127.0.0.1:1/v1", rubric="quality"))
+    specs: list[tuple[list[str], TaskSpec]] = [
+        ([digest], MixtureSpec(name="mixture", parts={"sums": sums, "judge": section})),
+        ([digest], BlendSpec(name="blend", parts={"sums": sums, "judge": section})),
+        ([], MixtureSpec(name="mixture", parts={"sums": sums})),
+    ]
+    for judged, spec in specs:
+        assert judge_digests_of(build_task(spec)) == judged
+
+
+def test_other_tasks_are_not_attacked() -> None:
+    settings = AuditSettings(num_examples=2, probes=("judge_injection",))
+    report = asyncio.run(run_audit(build_task(ArithmeticSpec()), settings))
+    assert [result.status for result in report.probes] == [ProbeStatus.NOT_APPLICABLE]

@@ -1,7 +1,8 @@
-"""`strop tasks new` and `strop tasks check`: a task to start from, and what keeps one from training."""
+"""`strop tasks`, `strop envs` and `strop audit`."""
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from strop.errors import EXIT_DONE, EXIT_REFUSED, EXIT_USAGE
 from strop.user_code import reference
+from tests.environments.test_worlds import COUNTING
 from tests.fixtures.commands import Run, run
 
 __all__ = ["run"]
@@ -117,3 +119,107 @@ def test_an_installed_package_announces_tasks(
         assert (twice.code, "two tasks are called arithmetic" in twice.err) == (EXIT_USAGE, True), twice.err
     finally:
         reference.announced.cache_clear()
+
+
+def test_environments_are_listed_apart_from_tasks(run: Run) -> None:
+    listed = run("envs", "ls", "--json")
+    assert listed.code == 0
+    assert '"guess-number"' in listed.out
+    assert '"gsm8k"' not in listed.out
+    assert "A class of your own" in run("envs", "ls").out
+
+
+def test_a_game_is_played_by_piped_lines(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{guess}\n" for guess in (2, 1, 3))))
+    ended = run("envs", "run", "guess-number", "max_value=3", "seed=1")
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert lines[2].startswith("user: Right. I think of a number from 1 to 3.")
+    assert lines[-1].startswith("score: 1, right")
+
+
+def test_what_ends_before_the_game_is_scored_as_it_stands(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    ended = run("envs", "run", "guess-number")
+    assert ended.code == 0
+    assert ended.out.splitlines()[-1] == "score: 0, not right"
+
+
+def test_tools_are_called_by_words_by_json_and_by_blocks(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own.py").write_text(COUNTING)
+    block = '```tool\n{"name": "add", "arguments": {"number": 1}}\n```'
+    said = ["/add number=1", '/add {"number": 1}', block, "/go x=", ""]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(said)))
+    ended = run("envs", "run", f"{tmp_path}/own.py:Counting")
+    assert ended.code == 0, ended.err
+    lines = ended.out.splitlines()
+    assert lines[0] == "user: Count to 3."
+    assert "tool: /add number= times=  Add a number, perhaps several times." in lines
+    assert [line for line in lines if line.startswith("add: ")] == [
+        f"add: The total is {n}." for n in (1, 2, 3)
+    ]
+    assert lines[-1].startswith("score: 1, right, num_tool_calls 4, num_format_errors 1")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("run", "no-such-thing"), "no-such-thing"),
+        (("run", "guess-number", "agent=python agent.py"), "a program conducts the attempts"),
+        (("audit", "guess-number", "num=0"), "'num=0' is no number of examples"),
+    ],
+)
+def test_what_cannot_be_played_is_refused(run: Run, words: tuple[str, ...], said: str) -> None:
+    ended = run("envs", *words)
+    assert ended.code == 2
+    assert said in ended.err
+
+
+def test_a_green_task_ends_with_0_and_leaves_its_report(run: Run, tmp_path: Path) -> None:
+    ended = run("audit", "arithmetic", "max_value=50", "num=8", "--out", str(tmp_path / "audit.json"))
+    assert (ended.code, ended.err) == (0, "")
+    assert "arithmetic green in " in ended.out
+    report = json.loads((tmp_path / "audit.json").read_text())
+    assert (report["verdict"], report["num_examples"]) == ("green", 8)
+
+
+def test_a_red_task_ends_with_76_and_names_its_probes(run: Run) -> None:
+    ended = run("audit", "reasoning-gym", "dataset=boxnet", "num_train=8", "num_held_out=1", "--json")
+    assert ended.code == 76
+    assert "task reasoning-gym is red: gold" in ended.err
+    assert json.loads(ended.out)["verdict"] == "red"
+
+
+def test_what_no_audit_can_do_is_refused(run: Run) -> None:
+    for words, said in (
+        ((), "Missing argument 'task'"),
+        (("all", "--out", "x.json"), "--out takes the report of one task"),
+        (("all", "max_value=3"), "does not say for which task it is"),
+        (("arithmetic", "seed=x"), "seed='x'"),
+    ):
+        ended = run("audit", *words)
+        assert ended.code == 2
+        assert said in ended.err
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("bubblewrap")
+def test_a_task_with_files_is_audited_with_its_files(run: Run, tmp_path: Path) -> None:
+    for stem, numbers in (("train", (2, 3, 4)), ("test", (5,))):
+        rows = [
+            {
+                "text": f"Write a function to add {n}.",
+                "code": f"def plus{n}(x):\n    return x + {n}",
+                "test_list": [f"assert plus{n}(1) == {n + 1}", f"assert plus{n}(-9) == {n - 9}"],
+            }
+            for n in numbers
+        ]
+        (tmp_path / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    ended = run("audit", "mbpp", f"source={tmp_path}", "num=2", "--json")
+    report = json.loads(ended.out)
+    assert (ended.code, report["task"], report["num_examples"]) == (0, "mbpp", 2)
+    broken = [probe["probe"] for probe in report["probes"] if probe["status"] in {"fail", "error"}]
+    # Every test stands in the prompt.
+    assert broken == ["constant"]

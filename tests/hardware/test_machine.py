@@ -1,18 +1,22 @@
-"""Facts of the machine, the memory of this process and the room on its disk."""
+"""The machine: cores, memory, disks, measured efficiency, and the number format that it computes in."""
 
 from __future__ import annotations
 
 import json
 import mmap
 import os
+import shutil
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from strop.errors import CheckRefused, StoreError
 from strop.hardware import (
+    Calibration,
+    Gpu,
     calibrate_machine,
     describe_machine,
     free_disk_bytes,
@@ -23,8 +27,19 @@ from strop.hardware import (
     reset_peak_rss,
     rss_bytes,
 )
-from strop.hardware.calibrate import best_rate
+from strop.hardware.accelerators import find_accelerator
+from strop.hardware.calibrate import (
+    CPU_EFFICIENCY,
+    GPU_EFFICIENCY,
+    Efficiency,
+    best_rate,
+    read_efficiency,
+    write_efficiency,
+)
+from strop.hardware.disks import describe_disk
 from strop.hardware.machine import group_dirs, read_cgroup_memory, read_cpu_quota
+from strop.hardware.number_format import DTYPE_FACT, choose_format, settle_format
+from strop.spec.run import RunSpec
 from tests.fixtures.tiny_disk import tiny_disk
 
 
@@ -195,3 +210,141 @@ def test_the_lowest_share_of_cpu_time_counts(tmp_path: Path) -> None:
     assert read_cpu_quota([tmp_path / name for name in "abcd"]) == 2.5
     assert read_cpu_quota([tmp_path / name for name in "bd"]) is None
     assert read_cpu_quota([tmp_path / "absent"]) is None
+
+
+MOUNTS = """\
+27 1 254:0 / / rw,relatime - ext4 /dev/vda rw
+30 27 0:40 / {root} rw,relatime shared:1 - {kind} server:/export rw,addr=10.0.0.1
+31 27 0:41 / {root}/deep\\040folder rw - fuse.sshfs ada@host:/ rw
+a line of another form
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_network"),
+    [("nfs4", True), ("lustre", True), ("fuse.juicefs", True), ("xfs", False), ("fuse.ntfs", False)],
+)
+def test_the_innermost_mount_counts(tmp_path: Path, kind: str, is_network: bool) -> None:
+    mounts = MOUNTS.format(root=tmp_path.resolve(), kind=kind)
+    found = describe_disk(tmp_path / "runs" / "not-made-yet", mounts=mounts)
+    assert (found.mount, found.kind, found.is_network) == (str(tmp_path.resolve()), kind, is_network)
+    assert (tmp_path / "runs").exists() is False
+    # A space in a mount point is written as an octal number.
+    (tmp_path / "deep folder").mkdir()
+    assert describe_disk(tmp_path / "deep folder" / "x", mounts=mounts).kind == "fuse.sshfs"
+    # A name that only begins alike is another place.
+    beside = tmp_path.with_name(f"{tmp_path.name}-beside")
+    assert describe_disk(beside, mounts=mounts).mount == "/"
+
+
+@pytest.mark.parametrize(
+    ("place", "kind"), [(".", "ext4"), ("homework", "ext4"), ("home/me", "nfs4"), ("tmp/x", "xfs")]
+)
+def test_of_mounts_on_one_place_the_last_is_seen(tmp_path: Path, place: str, kind: str) -> None:
+    root = tmp_path.resolve()
+    for name in ("home", "homework", "tmp"):
+        (root / name).mkdir()
+    lines = (("", "ext4"), ("/home", "nfs4"), ("/tmp", "tmpfs"), ("/tmp", "xfs"))
+    mounts = "".join(f"1 0 0:1 / {root}{where} rw - {what} device rw\n" for where, what in lines)
+    assert describe_disk(root / place, mounts=mounts).kind == kind
+
+
+def test_this_disk_is_described(tmp_path: Path) -> None:
+    found = describe_disk(tmp_path)
+    assert found.total_bytes == shutil.disk_usage(tmp_path).total
+    assert tmp_path.resolve().is_relative_to(found.mount)
+    assert str(found).startswith(f"{tmp_path}: ")
+    assert found.kind in str(found)
+
+
+def test_a_system_that_tells_no_mounts(tmp_path: Path) -> None:
+    found = describe_disk(tmp_path, mounts="")
+    assert (found.mount, found.kind, found.is_network) == ("", "", False)
+    assert "(unknown file system, mounted at ?)" in str(found)
+
+
+def test_what_was_measured_here_is_read_again(tmp_path: Path) -> None:
+    assert read_efficiency(tmp_path / "absent") is None
+    mine = replace(CPU_EFFICIENCY, cpu_name=describe_machine().cpu_name, is_measured=True)
+    path = write_efficiency(mine, tmp_path / "cache")
+    assert path == tmp_path / "cache" / "efficiency.json"
+    assert read_efficiency(tmp_path / "cache") == mine
+    # Another machine's, on a home directory that both share.
+    write_efficiency(replace(mine, cpu_name="abacus"), tmp_path / "cache")
+    assert read_efficiency(tmp_path / "cache") is None
+    path.write_text("{}")
+    assert read_efficiency(tmp_path / "cache") is None
+
+
+def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    with pytest.raises(StoreError, match="cache"):
+        write_efficiency(CPU_EFFICIENCY, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("known", [CPU_EFFICIENCY, GPU_EFFICIENCY])
+def test_the_defaults_name_their_measurement_and_are_shares(known: Efficiency) -> None:
+    assert known.source
+    assert not known.is_measured
+    assert 0 < known.learn_frac <= 1
+    assert 0 < known.decode_frac <= 1
+
+
+WITHOUT = "the processor has no instructions for bfloat16"
+
+
+def make_gpu(capability: float | None) -> Gpu:
+    return Gpu(index="0", uuid="u", name="G", memory_bytes=None, compute_capability=capability)
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype", "reason"),
+    [
+        (("avx2", "avx512f", "avx512_bf16"), "bfloat16", "the processor has avx512_bf16"),
+        (("avx2", "amx_tile", "amx_bf16"), "bfloat16", "the processor has amx_bf16"),
+        (("asimd", "bf16"), "bfloat16", "the processor has bf16"),
+        (("avx2", "fma", "avx512f"), "float32", WITHOUT),
+        ((), "float32", WITHOUT),
+    ],
+)
+def test_a_processor_decides_by_its_instructions(flags: tuple[str, ...], dtype: str, reason: str) -> None:
+    found = choose_format("auto", replace(describe_machine(), cpu_flags=flags), None)
+    assert (found.dtype, found.reason, found.cost) == (dtype, reason, None)
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [(7.5, "float32"), (8.0, "bfloat16"), (None, "bfloat16")])
+def test_a_gpu_decides_by_its_compute_capability(capability: float | None, dtype: str) -> None:
+    assert choose_format("auto", describe_machine(), make_gpu(capability)).dtype == dtype
+
+
+def test_a_planned_accelerator_decides_by_its_peaks() -> None:
+    assert choose_format("auto", describe_machine(), find_accelerator("l4")).dtype == "bfloat16"
+
+
+def test_what_the_run_file_asks_for_stays_and_has_its_cost() -> None:
+    machine = replace(describe_machine(), cpu_flags=("avx2",))
+    measured = Calibration(
+        measured_at=0.0,
+        cpu_name=None,
+        num_threads=2,
+        torch_version="2",
+        gemm_fp32_gflops=90.0,
+        gemm_bf16_gflops=1.5,
+        copy_gb_per_s=8.0,
+    )
+    found = choose_format("bfloat16", machine, None, measured)
+    # 90 / 1.5.
+    assert str(found) == (
+        f"bfloat16: the run file says so; {WITHOUT}, and emulates it:"
+        " a product takes 60.0 times as long as in float32, by `strop doctor`"
+    )
+    assert choose_format("float32", machine, None).cost is None
+
+
+def test_a_run_that_goes_on_elsewhere_keeps_its_format() -> None:
+    machine = replace(describe_machine(), cpu_flags=("avx2",))
+    given = RunSpec.model_validate({"name": "x", "task": {"name": "arithmetic"}})
+    facts = {DTYPE_FACT: "bfloat16"}
+    spec, found = settle_format(given, machine, None, facts=facts)
+    assert (spec.model.dtype, found.reason) == ("bfloat16", "the run began with it")
+    assert found.cost is not None

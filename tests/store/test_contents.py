@@ -9,7 +9,10 @@ import pytest
 
 from strop.cli import main
 from strop.store import open_store
-from tests.store.contract_suite import write_files
+from strop.store.contract import Objects
+from strop.store.local_objects import LocalObjects
+from tests.fixtures.object_store import make_objects
+from tests.store.contract_suite import StoreContract, write_files
 from tests.store.test_listed import sync
 from tests.store.test_models import write_model
 
@@ -67,3 +70,23 @@ def test_no_store_and_no_place_are_refused(tmp_path: Path, capsys: pytest.Captur
     assert main(["store", "ls", "gs://bucket/x"]) == 2
     assert main(["store", "ls", str(tmp_path / "none")]) == 0
     assert "nothing is there" in capsys.readouterr().err
+
+
+class TestDirectoryStore(StoreContract):
+    @pytest.fixture
+    def objects(self) -> Objects:
+        return LocalObjects()
+
+    @pytest.fixture
+    def root(self, tmp_path: Path) -> str:
+        return str(tmp_path / "place of mine")
+
+
+class TestS3Store(StoreContract):
+    @pytest.fixture
+    def objects(self, s3_root: str) -> Objects:
+        return make_objects()
+
+    @pytest.fixture
+    def root(self, s3_root: str) -> str:
+        return s3_root

@@ -1,4 +1,4 @@
-"""Dead links are found, living ones are not reported."""
+"""Dead links and paths of a developer's machine are found; others are not reported."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tools.links import check_document, main, name_anchors
+from tools.paths import find_machine_paths
 
 
 @pytest.fixture
@@ -85,3 +86,31 @@ def test_the_command_reads_only_what_git_would_keep(root: Path, capsys: pytest.C
     (root / "ours.md").write_text("[a](nowhere.md)")
     assert main([str(root)]) == 1
     assert "ours.md:1: nowhere.md does not exist" in capsys.readouterr().out
+
+
+# Put together here, so that this file does not break the check it tests.
+HOME = "/" + "home"
+
+
+@pytest.mark.parametrize(
+    "path", [f"{HOME}/kim/strop", "/" + "root/.cache", "/" + "Users/kim/x", "/" + "work/main"]
+)
+def test_a_home_folder_is_found_with_its_line(path: str) -> None:
+    ((line, found),) = find_machine_paths(f"first\ncache = '{path}'\n")
+    assert line == 2
+    assert path.startswith(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "src/" + "work/main.py",
+        "~/.cache/strop",
+        f"{HOME}/ada/m",
+        "https://example.org/work/it",
+        "/home",
+        "a/root/b",
+    ],
+)
+def test_a_path_of_everybody_is_not(text: str) -> None:
+    assert list(find_machine_paths(text)) == []
