@@ -284,13 +284,13 @@ def _describe(uri: str, files: Files) -> str:
 
 def _not_proven(uri: str, missing: list[str], files: Files) -> RemoteMissing:
     shown = ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-    given = (
+    cause = (
         f"{uri} is no complete record and cannot be proven whole: {shown} missing"
         if files
         else f"{uri} is not in the store"
     )
     return RemoteMissing(
-        given,
+        cause,
         allowed="a record that was sent whole, whose COMPLETE came last; or a directory whose listing names"
         " all that belongs to it",
         next_step="send what is missing, for example with `aws s3 sync`, or all with `strop stage RUN.toml`",

@@ -178,13 +178,13 @@ def _refuse_uri(uri: str, path: Path) -> ConfigError:
             f"model {uri!r} is a file", allowed=ALLOWED_FORMS, next_step="give the directory that holds it"
         )
     looks_local = uri.startswith((".", "/", "~")) or uri.count("/") > 1
-    given = (
+    cause = (
         f"model directory {path} does not exist"
         if looks_local
         else f"model {uri!r} is not a name strop knows"
     )
     return ConfigError(
-        given,
+        cause,
         allowed=ALLOWED_FORMS,
         next_step="check the spelling; give an existing directory, or a hub id with its organisation",
     )

@@ -1,7 +1,7 @@
 """Which source of models and data is asked first, for this process and every process it starts.
 
-The choice lives in two environment variables, because tasks are built again in worker processes
-that never see the run file: STROP_STORE_URI, the root of the store, and STROP_STORE_ORDER.
+The choice is in two environment variables, because tasks are built again in worker processes that never see
+the run file: STROP_STORE_URI, the root of the store, and STROP_STORE_ORDER.
 `follow_store` sets them from a run file for the length of a block.
 """
 

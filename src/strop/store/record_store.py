@@ -298,13 +298,13 @@ class RecordStore:
 
     def _not_there(self, uri: str) -> RemoteMissing:
         has_objects = next(iter(self.objects.list(uri)), None) is not None
-        given = (
+        cause = (
             f"{uri} is no complete record: it has objects and no {MANIFEST_NAME}"
             if has_objects
             else f"{uri} is not in the store, or not with its promised size and content"
         )
         return RemoteMissing(
-            given,
+            cause,
             allowed=f"a record that was sent whole, whose {MANIFEST_NAME} came last, or a single object",
             next_step="send it, or go on sending it, with `strop stage RUN.toml`",
         )
