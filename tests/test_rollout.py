@@ -25,6 +25,7 @@ from strop.rollout import (
     Turn,
     make_example,
 )
+from tests.fixtures.builders import rollout_of
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -49,13 +50,8 @@ def heard(num_tokens: int) -> Turn:
 
 
 def rollout(*turns: Turn) -> Rollout:
-    return Rollout(
-        example=make_example("arithmetic", {"a": 1, "b": 2}, "3"),
-        step=0,
-        sample_index=0,
-        turns=turns,
-        outcome=Outcome(parts={"correct": 1.0}),
-        sampling=Sampling(),
+    return rollout_of(
+        make_example("arithmetic", {"a": 1, "b": 2}, "3"), turns, Outcome(parts={"correct": 1.0})
     )
 
 

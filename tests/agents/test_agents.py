@@ -17,15 +17,16 @@ import pytest
 
 from strop.agents import Face
 from strop.engine import Completion, GenerationRequest
-from strop.environments import PromptCache, RolloutPlan, choose_environment, run_rollout
+from strop.environments import PromptCache, choose_environment, run_rollout
 from strop.environments.recording import CallsUsedUp, Recorder
 from strop.errors import ConfigError, EngineError
-from strop.rollout import RESTART, FailureOwner, FinishReason, Message, Rollout, Sampling, Split, Turn
+from strop.rollout import RESTART, FailureOwner, FinishReason, Message, Rollout, Split, Turn
 from strop.spec.reader import load_spec
 from strop.tasks import build_task
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.environments.test_worlds import TEMPLATES, call, tokenizer_of
+from tests.fixtures.builders import plan_for, request_for
 
 LOOK = {
     "type": "function",
@@ -47,13 +48,7 @@ class Asked:
         self.recorder = Recorder(PromptCache(tokenizer, "auto"), self.sample, **bounds)
 
     async def sample(self, prompt_ids: Any, num_tokens: int, stream: int) -> Completion:
-        request = GenerationRequest(
-            prompt_ids=prompt_ids,
-            seed=stream,
-            sampling=Sampling(),
-            max_tokens=num_tokens,
-            stop_token_ids=frozenset({260}),
-        )
+        request = request_for(prompt_ids, max_tokens=num_tokens, seed=stream, stops={260})
         return await self.engine.generate(request)
 
     def let(self, work: Callable[[openai.AsyncOpenAI], Any]) -> Any:
@@ -398,15 +393,7 @@ def attempt(
     spec = load_spec(None, ["name=x", "task.name=arithmetic", f"task.agent={json.dumps(agent)}", *words]).spec
     task = build_task(spec.task)
     assert task.version != build_task(spec.task.model_copy(update={"agent": None})).version
-    plan = RolloutPlan(
-        example=task.examples(Split.TRAIN)[0],
-        step=0,
-        sample_index=0,
-        run_seed=0,
-        sampling=Sampling(),
-        max_reply_tokens=400,
-        max_positions=max_positions,
-    )
+    plan = plan_for(task.examples(Split.TRAIN)[0], max_reply_tokens=400, max_positions=max_positions)
     tokenizer = tokenizer_of(tmp_path, form)
     engine = DummyEngine(tokenizer, script)
     return asyncio.run(run_rollout(choose_environment(task)(), engine, tokenizer, plan))

@@ -16,17 +16,18 @@ import pytest
 from strop.agents.face import lease_face
 from strop.agents.verifiers import VerifiersSpec, environment_of, to_outcome
 from strop.engine import Completion
-from strop.environments import RolloutPlan, choose_environment, run_rollout
+from strop.environments import choose_environment, run_rollout
 from strop.environments.extending import PromptCache
 from strop.environments.guests import guest as guests
 from strop.environments.recording import Recorder
 from strop.errors import ConfigError
-from strop.rollout import RESTART, Rollout, Sampling, Split
+from strop.rollout import RESTART, Rollout, Split
 from strop.tasks import Task, build_task
 from strop.tasks.contract import TURN
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.conftest import require_system_part
+from tests.fixtures.builders import plan_for
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 TASKSET = """
@@ -115,15 +116,7 @@ def taskset(folder: Path, name: str, **settings: Any) -> Task:
 
 
 def attempt(task: Task, tokenizer: Tokenizer, *replies: str) -> Rollout:
-    plan = RolloutPlan(
-        example=task.examples(Split.TRAIN)[0],
-        step=0,
-        sample_index=0,
-        run_seed=0,
-        sampling=Sampling(),
-        max_reply_tokens=64,
-        max_positions=4096,
-    )
+    plan = plan_for(task.examples(Split.TRAIN)[0], max_reply_tokens=64, max_positions=4096)
     engine = DummyEngine(tokenizer, list(replies))
     return asyncio.run(run_rollout(choose_environment(task)(), engine, tokenizer, plan))
 

@@ -11,10 +11,11 @@ import pytest
 from strop.algorithm import assign_credit, build_algorithm
 from strop.algorithm.advantages import center, compare_turns
 from strop.errors import ConfigError
-from strop.rollout import Example, FinishReason, Group, Outcome, Rollout, Sampling, Turn
+from strop.rollout import Example, Group, Outcome, Rollout, Sampling, Turn
 from strop.spec.algorithm import AlgorithmSpec
 from strop.train.batch import build_batch
 from strop.train.measure import measure_batch
+from tests.fixtures.builders import rollout_of, spoken_turn
 from tests.fixtures.tiny_run import tiny_spec
 
 REWARDS = [1.0, 0.4, None, 0.5]
@@ -52,21 +53,12 @@ def played(index: int, num_tokens: list[int], reward: float | None, earned: list
         ids = np.arange(number, dtype=np.int32)
         turns += [
             Turn(role="prompt", text="", token_ids=np.zeros(2, np.int32)),
-            Turn(
-                role="assistant",
-                text="",
-                token_ids=ids,
-                logprobs=np.full(number, -1.0, np.float32),
-                policy_version=0,
-                finish_reason=FinishReason.EOS,
-            ),
+            spoken_turn("", ids),
         ]
     outcome = Outcome(parts={"reward": reward}, turn_rewards=tuple(earned))
     example = Example(task="game", example_id="1", fields={}, answer=None)
     sampling = Sampling(temperature=1.0)
-    return Rollout(
-        example=example, step=0, sample_index=index, turns=tuple(turns), outcome=outcome, sampling=sampling
-    )
+    return rollout_of(example, turns, outcome, sample_index=index, sampling=sampling)
 
 
 @pytest.mark.parametrize("is_restarted", [False, True])

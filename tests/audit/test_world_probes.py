@@ -28,6 +28,7 @@ from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import judge_spec, judge_task
 from tests.fixtures.sandboxes import needs_bubblewrap
 
+pytestmark = pytest.mark.usefixtures("own_cache")
 WORLD = """
 import subprocess
 from pathlib import Path
@@ -206,9 +207,6 @@ def test_trivial_edits_hold_the_code_that_was_shown_and_no_more() -> None:
     assert len(edits) == 11
     # A whole program has no function to empty.
     assert len(trivial_edits(ProgramForm(entry_point=None), "print(1)")) == 5
-
-
-pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def attack(tmp_path: Path, say: Say) -> ProbeResult:

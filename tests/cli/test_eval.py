@@ -55,19 +55,6 @@ def test_several_tasks_give_one_table_and_one_file_each(run: Run, folder: Path, 
             ("--task", "arithmetic,reverse-text", "--write-order", "o.jsonl"),
             "--write-order takes one task of",
         ),
-    ],
-)
-def test_usage_that_cannot_work_is_refused(
-    run: Run, folder: Path, tiny_model_dir: Path, words: tuple[str, ...], message: str
-) -> None:
-    ended = run("eval", tiny_model_dir, *ASK, *words)
-    assert (ended.code, ended.out) == (2, "")
-    assert message in " ".join(ended.err.replace("│", " ").split())
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
         (("--harness", "helm", "--task", "gsm8k"), "--harness takes lm-eval, not helm"),
         (("--harness", "lm-eval", "--task", "gsm8k,gsm8k"), "a task is named twice in gsm8k,gsm8k"),
         (("--harness", "lm-eval", "--task", "gsm8k", "--samples", "2"), "lm-eval with samples, pass@k,"),
@@ -78,7 +65,7 @@ def test_usage_that_cannot_work_is_refused(
         (("--harness", "lm-eval", "--task", "humaneval"), "Allowed: such a task with --confirm-run-unsafe"),
     ],
 )
-def test_what_the_harness_does_not_take_is_refused(
+def test_usage_that_cannot_work_is_refused(
     run: Run, folder: Path, tiny_model_dir: Path, words: tuple[str, ...], message: str
 ) -> None:
     ended = run("eval", tiny_model_dir, *ASK, *words)

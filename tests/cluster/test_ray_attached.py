@@ -21,12 +21,11 @@ import pytest
 from strop.cluster import ModelSource
 from strop.cluster.contract import build_placement
 from strop.cluster.ray.attached import AttachedCluster
-from strop.engine.contract import GenerationRequest
 from strop.errors import CheckRefused
 from strop.hardware.ports import LOOPBACK, hold_port
 from strop.hardware.process import spawn, terminate
-from strop.rollout import Sampling
 from strop.spec.layout import settle_layout
+from tests.fixtures.builders import request_for
 from tests.fixtures.ray_traces import needs_ray
 from tests.fixtures.tiny_run import tiny_spec
 
@@ -110,13 +109,7 @@ def attach_and_generate(address: str, model_dir: Path, folder: Path) -> tuple[di
         try:
             roles = await placement.start()
             meanwhile = await asyncio.to_thread(_ask, address)
-            request = GenerationRequest(
-                prompt_ids=np.array([1, 2, 3], dtype=np.int32),
-                seed=1,
-                sampling=Sampling(),
-                max_tokens=4,
-                stop_token_ids=frozenset(),
-            )
+            request = request_for(np.array([1, 2, 3], dtype=np.int32), max_tokens=4, seed=1)
             reply = await roles.engine.generate(request)
             return meanwhile, len(reply.token_ids)
         finally:

@@ -22,8 +22,9 @@ from strop.cluster.servers import JudgeRoles
 from strop.environments import RolloutPlan
 from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE, find_interface
 from strop.io.endpoints import ENDPOINTS_VARIABLE
-from strop.rollout import Group, Sampling, Split
+from strop.rollout import Group, Split
 from strop.spec.layout import RAY_NODE_MODULE
+from tests.fixtures.builders import plan_for
 from tests.fixtures.judged import JudgedSpell, judge_spec
 from tests.fixtures.ray_traces import needs_ray
 from tests.fixtures.spell import SpellTask
@@ -88,16 +89,6 @@ async def attempt(run_path: Path) -> list[Group]:
 
 def make_plans() -> list[list[RolloutPlan]]:
     return [
-        [
-            RolloutPlan(
-                example=example,
-                step=0,
-                sample_index=index,
-                run_seed=0,
-                sampling=Sampling(),
-                max_reply_tokens=4,
-            )
-            for index in range(2)
-        ]
+        [plan_for(example, max_reply_tokens=4, sample_index=index) for index in range(2)]
         for example in SpellTask().examples(Split.TRAIN)[:2]
     ]

@@ -9,9 +9,9 @@ import pytest
 
 from strop.cluster import ModelSource
 from strop.cluster.ray.placement import RayPlacement
-from strop.environments import RolloutPlan
-from strop.rollout import Group, Sampling, Split
+from strop.rollout import Group, Split
 from strop.tasks import build_task
+from tests.fixtures.builders import plan_for
 from tests.fixtures.ray_traces import needs_ray
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.tiny_model import tiny_model
@@ -73,17 +73,7 @@ async def attempt(run_path: Path, parts: dict[str, dict[str, str]]) -> list[Grou
         roles = await placement.start()
         assert roles.run_group is not None
         plans = [
-            [
-                RolloutPlan(
-                    example=example,
-                    step=0,
-                    sample_index=index,
-                    run_seed=0,
-                    sampling=Sampling(),
-                    max_reply_tokens=4,
-                )
-                for index in range(2)
-            ]
+            [plan_for(example, max_reply_tokens=4, sample_index=index) for index in range(2)]
             for example in chosen
         ]
         groups = list(await asyncio.gather(*map(roles.run_group, plans)))

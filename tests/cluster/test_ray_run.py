@@ -24,14 +24,14 @@ from strop.cluster import ModelSource, Roles
 from strop.cluster.contract import build_placement, with_frozen
 from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.placement import RayPlacement
-from strop.engine.contract import GenerationRequest, WeightTransport
+from strop.engine.contract import WeightTransport
 from strop.engine.router import ReplicaCause, ReplicaEvent, Router
 from strop.errors import CorruptRecord, EngineError, EngineLost
 from strop.policy.publication import THREAD_NAME
 from strop.record import RunDir
-from strop.rollout import Sampling
 from strop.spec import RunSpec
 from strop.train.loop import TrainInput, TrainLoop
+from tests.fixtures.builders import request_for
 from tests.fixtures.ray_traces import files_of_nodes, is_alive, needs_ray
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
@@ -192,13 +192,7 @@ def find_engine(scene: Scene, name: str) -> int:
 
 def test_prc_5_a_killed_engine_is_survived_and_the_last_one_ends_every_wait(scene: Scene) -> None:
     pids = [find_engine(scene, f"engine-{index}") for index in range(2)]
-    request = GenerationRequest(
-        prompt_ids=np.arange(1, 5, dtype=np.int32),
-        seed=1,
-        sampling=Sampling(),
-        max_tokens=4,
-        stop_token_ids=frozenset(),
-    )
+    request = request_for(np.arange(1, 5, dtype=np.int32), max_tokens=4, seed=1)
     events: list[ReplicaEvent] = []
 
     async def survive() -> None:

@@ -17,8 +17,9 @@ import pytest
 
 from strop.engine import Completion, Engine, GenerationRequest, ReplyScore, WeightTransport, WeightUpdate
 from strop.errors import EngineError, WeightMismatch
-from strop.rollout import FinishReason, Sampling
+from strop.rollout import FinishReason
 from strop.tokenizer import Tokenizer
+from tests.fixtures.builders import request_for
 
 Result = TypeVar("Result")
 
@@ -72,12 +73,8 @@ class EngineContract:
 
     @pytest.fixture
     def request_(self, tokenizer: Tokenizer) -> GenerationRequest:
-        return GenerationRequest(
-            prompt_ids=tokenizer.encode("1 + 2 ="),
-            seed=11,
-            sampling=Sampling(),
-            max_tokens=12,
-            stop_token_ids=tokenizer.stop_token_ids,
+        return request_for(
+            tokenizer.encode("1 + 2 ="), max_tokens=12, seed=11, stops=tokenizer.stop_token_ids
         )
 
     def test_reply_is_well_formed(self, engine: Engine, request_: GenerationRequest) -> None:

@@ -10,7 +10,8 @@ import numpy as np
 
 from strop.engine import Completion, GenerationRequest, ReplyScore, WeightReceipt, WeightUpdate
 from strop.engine.router import ReplicaCause, ReplicaEvent, Router, RouterLimits
-from strop.rollout import FinishReason, IntArray, Sampling
+from strop.rollout import FinishReason, IntArray
+from tests.fixtures.builders import request_for
 
 Result = TypeVar("Result")
 
@@ -76,12 +77,8 @@ class HeldEngine:
 
 def ask(seed: int, prompt: Sequence[int] = (), *, max_tokens: int = 10) -> GenerationRequest:
     """Build a request; without a prompt it has one of its own."""
-    return GenerationRequest(
-        prompt_ids=np.array(prompt or [1000 + seed], np.int32),
-        seed=seed,
-        sampling=Sampling(),
-        max_tokens=max_tokens,
-        stop_token_ids=frozenset({0}),
+    return request_for(
+        np.array(prompt or [1000 + seed], np.int32), max_tokens=max_tokens, seed=seed, stops={0}
     )
 
 

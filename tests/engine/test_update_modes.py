@@ -25,6 +25,7 @@ from strop.policy.weights import own_tensors, publish_tensors
 from strop.rollout import VersionSegment
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask
+from tests.fixtures.builders import request_for
 
 NUM_TOKENS = 24
 CHANGED_AFTER = 10
@@ -55,13 +56,7 @@ def update(tiny_model_dir: Path, tmp_path: Path) -> WeightUpdate:
 def request_of(tokenizer: Tokenizer, seed: int = 0) -> GenerationRequest:
     """Ask for a reply that only its limit ends."""
     asked = ask(tokenizer, seed=seed, max_tokens=NUM_TOKENS)
-    return GenerationRequest(
-        prompt_ids=asked.prompt_ids,
-        seed=seed,
-        sampling=asked.sampling,
-        max_tokens=NUM_TOKENS,
-        stop_token_ids=frozenset(),
-    )
+    return request_for(asked.prompt_ids, max_tokens=NUM_TOKENS, seed=seed, sampling=asked.sampling)
 
 
 async def change_in_between(

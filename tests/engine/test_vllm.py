@@ -45,6 +45,7 @@ from tests.conftest import require_system_part
 from tests.engine.contract_suite import EngineContract
 from tests.engine.requests import ask
 from tests.engine.test_remote import Closing, tampered
+from tests.fixtures.builders import request_for
 from tests.fixtures.engine_server import RunningServer
 from tests.fixtures.faulty_vllm import FAULT_FILE
 from tests.fixtures.ray_traces import descendants, is_alive, wait_until
@@ -146,13 +147,7 @@ def long_prompt() -> IntArray:
 
 
 def long_request(max_tokens: int = 480) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_ids=np.arange(1, 9, dtype=np.int32),
-        seed=3,
-        sampling=Sampling(),
-        max_tokens=max_tokens,
-        stop_token_ids=frozenset(),
-    )
+    return request_for(np.arange(1, 9, dtype=np.int32), max_tokens=max_tokens, seed=3)
 
 
 class TestVllmEngine(EngineContract):

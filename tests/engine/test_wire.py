@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.engine import Completion, GenerationRequest
+from strop.engine import Completion
 from strop.engine.wire import (
     ErrorForm,
     GenerateAnswer,
@@ -26,6 +26,7 @@ from strop.errors import ConfigError, DataError, EngineError, StropError, Weight
 from strop.rollout import FinishReason, Sampling, VersionSegment
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask, mixed_requests
+from tests.fixtures.builders import request_for
 
 ids = st.lists(st.integers(0, 2**31 - 1), max_size=20).map(lambda values: np.array(values, np.int32))
 
@@ -98,12 +99,12 @@ def test_a_token_takes_at_most_seventeen_bytes() -> None:
     random = np.random.default_rng(0)
     prompts = [random.integers(0, 150_000, 60).astype(np.int32) for _ in range(8)]
     requests = [
-        GenerationRequest(
-            prompt_ids=prompt,
-            seed=int(random.integers(0, 2**63)),
-            sampling=Sampling(temperature=0.7),
+        request_for(
+            prompt,
             max_tokens=32,
-            stop_token_ids=frozenset({151_643, 151_645}),
+            seed=int(random.integers(0, 2**63)),
+            stops={151643, 151645},
+            sampling=Sampling(temperature=0.7),
             stop_strings=("\n\nQuestion:",),
         )
         for prompt in prompts

@@ -12,17 +12,18 @@ from typing import Any
 import pytest
 
 from strop.engine import GenerationRequest
-from strop.environments import Environment, RolloutPlan, choose_environment, run_group
+from strop.environments import Environment, choose_environment, run_group
 from strop.environments.groups import NUM_REFILLS
 from strop.environments.guess_number import GuessNumber, GuessNumberSpec
 from strop.environments.worlds import BuiltInWorld
 from strop.errors import ConfigError, SandboxLost
-from strop.rollout import Branch, FailureOwner, Group, Rollout, Sampling, Split
+from strop.rollout import Branch, FailureOwner, Group, Rollout, Split
 from strop.tasks import Task, build_task
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.environments.test_workspace import EDIT, Repair, make
 from tests.environments.test_worlds import call, tokenizer_of
+from tests.fixtures.builders import plan_for
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 Say = Callable[[GenerationRequest], str | ScriptedReply]
@@ -40,13 +41,11 @@ def grow(
 ) -> tuple[Group, DummyEngine]:
     example = task.examples(Split.TRAIN)[0]
     plans = [
-        RolloutPlan(
-            example=example,
-            step=0,
+        plan_for(
+            example,
+            max_reply_tokens=2000,
             sample_index=index,
             run_seed=3,
-            sampling=Sampling(temperature=1.0),
-            max_reply_tokens=2000,
             num_branches=branches,
             num_shared_turns=shared_turns,
         )

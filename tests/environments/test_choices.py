@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 
 from strop.engine.native import NativeEngine
-from strop.environments import RolloutPlan, SingleTurn, run_rollout
+from strop.environments import SingleTurn, run_rollout
 from strop.environments.choices import choose, encode_choices
 from strop.errors import DataError
 from strop.policy.language_model import DTYPES, LanguageModel
@@ -24,6 +24,7 @@ from strop.tasks import PromptFormat, Task, build_task
 from strop.tasks.mmlu import MmluChoiceSpec
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
+from tests.fixtures.builders import plan_for
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 ROW = {"question": "Which is odd?", "subject": "law", "choices": ["2", "4", "5", "6"], "answer": 2}
@@ -49,13 +50,12 @@ def attempt(
     prompt_format: PromptFormat = PromptFormat.BASE,
     max_positions: int | None = None,
 ) -> Rollout:
-    plan = RolloutPlan(
-        example=task.examples(Split.HELD_OUT)[0],
+    plan = plan_for(
+        task.examples(Split.HELD_OUT)[0],
+        max_reply_tokens=task.limits.max_reply_tokens,
         step=3,
-        sample_index=0,
         run_seed=9,
         sampling=Sampling(temperature=0.7),
-        max_reply_tokens=task.limits.max_reply_tokens,
         max_positions=max_positions,
         prompt_format=prompt_format,
     )

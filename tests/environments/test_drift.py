@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 
 from strop.engine import GenerationRequest
-from strop.environments import Environment, RolloutPlan, run_rollout
+from strop.environments import Environment, run_rollout
 from strop.environments.contract import Action, StepResult
-from strop.rollout import RESTART, Example, Message, Outcome, Sampling, make_example
+from strop.rollout import RESTART, Example, Message, Outcome, make_example
 from strop.tasks.prompt import pose_messages
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.environments.test_worlds import TEMPLATES, call, tokenizer_of
+from tests.fixtures.builders import plan_for
 
 NUM_DIALOGUES = 100
 """The benchmark `environments` has a thousand for each tokenizer."""
@@ -93,9 +94,7 @@ def talk(draw: random.Random, form: str, tokenizer: Tokenizer) -> int:
         for _ in range(Talk.max_turns)
     ]
     engine = DummyEngine(tokenizer, replies)
-    plan = RolloutPlan(
-        example=EXAMPLE, step=0, sample_index=0, run_seed=0, sampling=Sampling(), max_reply_tokens=4000
-    )
+    plan = plan_for(EXAMPLE, max_reply_tokens=4000)
     make: Callable[[], Environment] = lambda: Talk(draw)  # noqa: E731
     rollout = asyncio.run(run_rollout(make(), engine, tokenizer, plan))
     assert rollout.outcome.reward == 1.0, rollout.outcome

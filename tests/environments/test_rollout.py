@@ -46,6 +46,7 @@ from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer
 from strop.train.measure import measure_rollouts
+from tests.fixtures.builders import plan_for
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.fixtures.tool_templates import HERMES
 
@@ -64,13 +65,13 @@ def base_tokenizer(tmp_path: Path) -> Tokenizer:
 
 
 def plan(sample_index: int = 0, *, max_reply_tokens: int = 32, example: Example = SUM) -> RolloutPlan:
-    return RolloutPlan(
-        example=example,
-        step=5,
+    return plan_for(
+        example,
+        max_reply_tokens=max_reply_tokens,
         sample_index=sample_index,
+        step=5,
         run_seed=9,
         sampling=Sampling(temperature=0.8),
-        max_reply_tokens=max_reply_tokens,
     )
 
 

@@ -14,12 +14,13 @@ import pytest
 
 from strop.environments import RolloutPlan, choose_environment, run_rollout
 from strop.errors import ConfigError
-from strop.rollout import RESTART, FailureOwner, Rollout, Sampling, Split
+from strop.rollout import RESTART, FailureOwner, Rollout, Split
 from strop.spec.reader import load_spec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, self_test
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
+from tests.fixtures.builders import plan_for
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.fixtures.tool_templates import HERMES, MISTRAL, ONE_CALL
 
@@ -113,14 +114,7 @@ def tokenizer_of(tmp_path: Path, form: str = "fence") -> Tokenizer:
 
 def plan_of(task: Task, *, max_reply_tokens: int = 400, run_seed: int = 0) -> RolloutPlan:
     """Plan an attempt at the first training example."""
-    return RolloutPlan(
-        example=task.examples(Split.TRAIN)[0],
-        step=0,
-        sample_index=0,
-        run_seed=run_seed,
-        sampling=Sampling(),
-        max_reply_tokens=max_reply_tokens,
-    )
+    return plan_for(task.examples(Split.TRAIN)[0], max_reply_tokens=max_reply_tokens, run_seed=run_seed)
 
 
 def attempt(task: Task, tokenizer: Tokenizer, replies: list[str], **planned: Any) -> Rollout:

@@ -15,7 +15,7 @@ from strop.cluster import Roles
 from strop.cluster.local import LocalLearner, SharedPublisher
 from strop.engine import Completion, Engine, GenerationRequest, ReplyScore, WeightReceipt, WeightUpdate
 from strop.engine.native import NativeEngine
-from strop.environments import RolloutPlan, SingleTurn, run_group
+from strop.environments import SingleTurn, run_group
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.scoring import score_reply
@@ -24,6 +24,7 @@ from strop.spec.run import RunSpec
 from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
 from strop.train.gate_checks import GateInput
+from tests.fixtures.builders import plan_for
 
 Tamper = Callable[[GenerationRequest, Completion], Completion]
 
@@ -103,13 +104,11 @@ def sample_groups(gate: GateInput, *, num_groups: int = 3, reply_limit: int = 12
                 gate.roles.engine,
                 gate.roles.tokenizer,
                 [
-                    RolloutPlan(
-                        example=example,
-                        step=0,
-                        sample_index=index,
-                        run_seed=0,
-                        sampling=Sampling(**gate.spec.sampling.model_dump()),
+                    plan_for(
+                        example,
                         max_reply_tokens=reply_limit,
+                        sample_index=index,
+                        sampling=Sampling(**gate.spec.sampling.model_dump()),
                     )
                     for index in range(4)
                 ],

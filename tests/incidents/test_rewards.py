@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.environments import Action, Environment, RolloutPlan, SingleTurn, run_group
+from strop.environments import Action, Environment, SingleTurn, run_group
 from strop.errors import CheckRefused, RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import (
@@ -22,7 +22,6 @@ from strop.rollout import (
     Group,
     Message,
     Outcome,
-    Sampling,
     Split,
     make_example,
 )
@@ -34,6 +33,7 @@ from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
 from strop.testing.dummy_engine import DummyEngine
 from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer
+from tests.fixtures.builders import plan_for
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
@@ -58,12 +58,7 @@ def attempt(
     make_environment: Callable[[], Environment], replies: Sequence[str], model_dir: Path, *, num_rollouts: int
 ) -> Group:
     tokenizer = Tokenizer.load(tiny_tokenizer(model_dir))
-    plans = [
-        RolloutPlan(
-            example=SUM, step=0, sample_index=index, run_seed=0, sampling=Sampling(), max_reply_tokens=64
-        )
-        for index in range(num_rollouts)
-    ]
+    plans = [plan_for(SUM, max_reply_tokens=64, sample_index=index) for index in range(num_rollouts)]
     return asyncio.run(run_group(make_environment, DummyEngine(tokenizer, replies), tokenizer, plans))
 
 
@@ -175,15 +170,7 @@ def test_rew_3_an_invented_follow_up_question_is_not_judged() -> None:
 def test_rew_3_stops_of_the_task_end_the_reply(tmp_path: Path) -> None:
     """Incident: only some of the markers that a model writes were stops."""
     tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path))
-    plan = RolloutPlan(
-        example=WORD_PROBLEMS[0],
-        step=0,
-        sample_index=0,
-        run_seed=0,
-        sampling=Sampling(),
-        max_reply_tokens=64,
-        prompt_format="base",
-    )
+    plan = plan_for(WORD_PROBLEMS[0], max_reply_tokens=64, prompt_format="base")
     engine = DummyEngine(tokenizer, ["18 Question: 2+3?"])
     group = asyncio.run(run_group(partial(SingleTurn, gsm8k()), engine, tokenizer, [plan]))
     (rollout,) = group.rollouts
@@ -279,9 +266,7 @@ def test_rew_10_a_data_set_that_gives_an_impossible_score_is_masked(
     example = task.examples(Split.TRAIN)[0]
     monkeypatch.setattr(ChainSumDataset, "score_answer", lambda self, answer, entry: 2.39)
     replies = DummyEngine(Tokenizer.load(tiny_tokenizer(tmp_path)), ["1"])
-    plan = RolloutPlan(
-        example=example, step=0, sample_index=0, run_seed=0, sampling=Sampling(), max_reply_tokens=64
-    )
+    plan = plan_for(example, max_reply_tokens=64)
     world = partial(SingleTurn, task)
     (rollout,) = asyncio.run(run_group(world, replies, Tokenizer.load(tmp_path), [plan])).rollouts
     assert rollout.outcome.reward is None

@@ -14,7 +14,7 @@ import torch
 
 from strop.algorithm import ALGORITHMS
 from strop.engine import Completion, Engine, GenerationRequest
-from strop.environments import Action, RolloutPlan, SingleTurn, run_group, run_rollout
+from strop.environments import Action, SingleTurn, run_group, run_rollout
 from strop.errors import ConfigError, DataError
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
 from strop.policy.scoring import score_reply
@@ -25,7 +25,6 @@ from strop.rollout import (
     Message,
     Outcome,
     Rollout,
-    Sampling,
     Split,
     Turn,
     make_example,
@@ -41,6 +40,7 @@ from strop.train.gate import check_terminator
 from strop.train.measure import measure_rollouts
 from strop.train.step import pack_demonstrations
 from strop.train.watch.tripwires import find_alarms
+from tests.fixtures.builders import plan_for
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.incidents.faulty_engines import TamperedEngine, build_gate
@@ -76,9 +76,7 @@ def test_tok_3_prompt_is_one_decision_and_shown_byte_for_byte(tmp_path: Path) ->
         shown, prompt_ids = render_prompt(tokenizer, task.render(example), "auto")
         assert shown == text
         engine = DummyEngine(tokenizer, ["1"])
-        plan = RolloutPlan(
-            example=example, step=0, sample_index=0, run_seed=0, sampling=Sampling(), max_reply_tokens=4
-        )
+        plan = plan_for(example, max_reply_tokens=4)
         asyncio.run(run_group(partial(SingleTurn, task), engine, tokenizer, [plan]))
         assert engine.requests[0].prompt_ids.tolist() == prompt_ids.tolist()
 
@@ -106,13 +104,8 @@ class Question:
 def attempt(engine: Engine, tokenizer: Tokenizer, num_rollouts: int, task: Question | None = None) -> Group:
     task = task or Question()
     plans = [
-        RolloutPlan(
-            example=task.examples(Split.TRAIN)[0],
-            step=0,
-            sample_index=index,
-            run_seed=0,
-            sampling=Sampling(),
-            max_reply_tokens=task.limits.max_reply_tokens,
+        plan_for(
+            task.examples(Split.TRAIN)[0], max_reply_tokens=task.limits.max_reply_tokens, sample_index=index
         )
         for index in range(num_rollouts)
     ]
@@ -405,14 +398,7 @@ def talk(tokenizer: Tokenizer, engine: Engine) -> Rollout:
         return Outcome(parts={"correct": float(actions[-1].text == "yes")})
 
     world = ScriptedEnvironment(questions[0], questions[1:], judge, stop_strings=("\nQ:",))
-    plan = RolloutPlan(
-        example=Question().examples(Split.TRAIN)[0],
-        step=0,
-        sample_index=0,
-        run_seed=0,
-        sampling=Sampling(),
-        max_reply_tokens=16,
-    )
+    plan = plan_for(Question().examples(Split.TRAIN)[0], max_reply_tokens=16)
     return asyncio.run(run_rollout(world, engine, tokenizer, plan))
 
 

@@ -19,12 +19,13 @@ from strop.plan.plan import Plan
 from strop.plan.planning import make_plan, plan_work, predict_run
 from strop.plan.rollouts import SIGNAL_FRAC
 from strop.record.rollouts import write_rollouts
-from strop.rollout import FinishReason, Outcome, Rollout, Sampling, Split, Turn
+from strop.rollout import Outcome, Split, Turn
 from strop.spec import load_spec
 from strop.tasks import build_task, render_prompt
 from strop.tokenizer import Tokenizer
 from strop.train.data.offline import read_framing, read_pairs
 from strop.train.data.preferences import pack_pairs
+from tests.fixtures.builders import rollout_of, spoken_turn
 from tests.fixtures.families import family_model
 from tests.fixtures.tiny_run import new_run
 
@@ -299,20 +300,10 @@ def write_pairs(root: Path, model_dir: Path, num_pairs: int) -> Path:
         asked, prompt_ids = render_prompt(tokenizer, task.render(example), "auto")
         for reward, length in ((1.0, 2), (0.0, 8)):
             ids = np.append(np.full(length, 5, np.int32), np.int32(tokenizer.eos_id))
-            said = Turn(
-                role="assistant",
-                text=tokenizer.decode(ids[:-1]),
-                token_ids=ids,
-                logprobs=np.full(len(ids), -1.0, np.float32),
-                finish_reason=FinishReason.EOS,
-            )
+            said = spoken_turn(tokenizer.decode(ids[:-1]), ids)
             turns = (Turn(role="prompt", text=asked, token_ids=prompt_ids), said)
             outcome = Outcome(parts={"right": reward})
-            rollouts.append(
-                Rollout(
-                    example=example, step=0, sample_index=0, turns=turns, outcome=outcome, sampling=Sampling()
-                )
-            )
+            rollouts.append(rollout_of(example, turns, outcome))
     run = new_run(root)
     write_rollouts(run.rollouts_path(1), rollouts)
     run.release()

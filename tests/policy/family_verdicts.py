@@ -19,15 +19,15 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from strop.engine import GenerationRequest
 from strop.engine.native import NativeEngine
 from strop.errors import ConfigError, split_error
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.packing import PackedGroup
-from strop.rollout import IntArray, Sampling
+from strop.rollout import IntArray
 from strop.spec.train import OptimizerSpec
 from strop.tokenizer import Tokenizer
+from tests.fixtures.builders import request_for
 from tests.fixtures.families import FAMILIES, NOT_BUILT, family_model
 from tests.policy.worlds import Gradients, World, reinforce
 
@@ -153,13 +153,7 @@ def generate(
     """
     tokenizer = Tokenizer.load(model_dir)
     requests = [
-        GenerationRequest(
-            prompt_ids=group.prompt_ids,
-            seed=seed,
-            sampling=Sampling(),
-            max_tokens=8,
-            stop_token_ids=tokenizer.stop_token_ids,
-        )
+        request_for(group.prompt_ids, max_tokens=8, seed=seed, stops=tokenizer.stop_token_ids)
         for group in groups
         for seed in range(2)
     ]

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from strop.engine.contract import GenerationRequest
 from strop.engine.native import NativeEngine
 from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.policy.footprint import checkpoint_bytes, count_trained, read_model_size, state_bytes
@@ -22,10 +21,10 @@ from strop.policy.learner import Learner
 from strop.policy.lora import ADAPTER_FILES, PEFT_PREFIX, write_adapter
 from strop.policy.packing import PackedGroup
 from strop.policy.weights import weights_digest
-from strop.rollout import Sampling
 from strop.spec.model import LoraSpec
 from strop.spec.train import OptimizerSpec
 from strop.tokenizer import Tokenizer
+from tests.fixtures.builders import request_for
 from tests.fixtures.kernels import HAS_KERNELS
 from tests.policy.worlds import World, make_model, reinforce, relative_error
 
@@ -174,9 +173,7 @@ def test_the_engine_beside_the_learner_samples_with_the_adapters(tmp_path: Path,
     learner = train(build(path, dtype=dtype), 5)
     engine = NativeEngine(learner.model, Tokenizer.load(path))
     group = groups()[0]
-    request = GenerationRequest(
-        prompt_ids=group.prompt_ids, seed=1, sampling=Sampling(), max_tokens=8, stop_token_ids=frozenset()
-    )
+    request = request_for(group.prompt_ids, max_tokens=8, seed=1)
     reply = asyncio.run(engine.generate(request))
     own, of_base = (
         asyncio.run(other.score(group.prompt_ids, reply.token_ids, 1.0)).logprobs

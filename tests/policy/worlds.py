@@ -15,8 +15,9 @@ from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup, PackedReply
-from strop.rollout import Example, Group, IntArray, Outcome, Rollout, Sampling, Turn, make_example
+from strop.rollout import Example, Group, IntArray, Outcome, Rollout, Turn, make_example
 from strop.spec.train import OptimizerSpec
+from tests.fixtures.builders import rollout_of
 from tests.fixtures.tiny_model import VOCAB_SIZE, tiny_model
 
 REPLY_LIMIT = 12
@@ -69,13 +70,11 @@ class World:
             self.spoken(length) if place % 2 == 0 else self.told(self.ids(length))
             for place, length in enumerate(lengths)
         ]
-        return Rollout(
-            example=example,
-            step=0,
+        return rollout_of(
+            example,
+            (self.told(prompt), *turns),
+            Outcome(parts={"score": reward}, truncated=is_cut),
             sample_index=index,
-            turns=(self.told(prompt), *turns),
-            outcome=Outcome(parts={"score": reward}, truncated=is_cut),
-            sampling=Sampling(),
         )
 
     def packed(

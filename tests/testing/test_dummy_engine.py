@@ -8,10 +8,11 @@ import pytest
 
 from strop.engine import Engine, GenerationRequest, WeightTransport, WeightUpdate
 from strop.errors import EngineError
-from strop.rollout import FinishReason, Sampling
+from strop.rollout import FinishReason
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract, assert_well_formed, run
+from tests.fixtures.builders import request_for
 
 
 class TestDummyEngine(EngineContract):
@@ -36,12 +37,11 @@ class TestEngineThatFindsOtherWeights(TestDummyEngine):
 def ask(
     tokenizer: Tokenizer, *, max_tokens: int = 4, stop_strings: tuple[str, ...] = ()
 ) -> GenerationRequest:
-    return GenerationRequest(
-        prompt_ids=tokenizer.encode("Say it"),
-        seed=1,
-        sampling=Sampling(),
+    return request_for(
+        tokenizer.encode("Say it"),
         max_tokens=max_tokens,
-        stop_token_ids=tokenizer.stop_token_ids,
+        seed=1,
+        stops=tokenizer.stop_token_ids,
         stop_strings=stop_strings,
     )
 

@@ -9,11 +9,12 @@ import pytest
 
 from strop.algorithm import build_algorithm
 from strop.policy.optimizer import StepReport, Total
-from strop.rollout import FailureOwner, FinishReason, Group, Outcome, Rollout, Sampling, Turn, make_example
+from strop.rollout import FailureOwner, Group, Outcome, Rollout, Turn, make_example
 from strop.spec import AlgorithmSpec
 from strop.train.batch import build_batch, pack_reply
 from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
 from strop.train.step import Update
+from tests.fixtures.builders import rollout_of, spoken_turn
 
 EXAMPLE = make_example("toy", {"n": 1}, "1")
 
@@ -23,14 +24,7 @@ def ids(*values: int) -> np.ndarray:
 
 
 def said(token_ids: np.ndarray, logprob: float = -0.5) -> Turn:
-    return Turn(
-        role="assistant",
-        text="",
-        token_ids=token_ids,
-        logprobs=np.full(len(token_ids), logprob, dtype=np.float32),
-        policy_version=0,
-        finish_reason=FinishReason.EOS,
-    )
+    return spoken_turn("", token_ids, logprob=logprob)
 
 
 def prompt(*values: int) -> Turn:
@@ -38,15 +32,7 @@ def prompt(*values: int) -> Turn:
 
 
 def rollout(outcome: Outcome, *turns: Turn, index: int = 0) -> Rollout:
-    return Rollout(
-        example=EXAMPLE,
-        step=0,
-        sample_index=index,
-        turns=turns,
-        outcome=outcome,
-        sampling=Sampling(),
-        seconds={"generate": 1.0, "verify": 0.25},
-    )
+    return rollout_of(EXAMPLE, turns, outcome, sample_index=index, seconds={"generate": 1.0, "verify": 0.25})
 
 
 def scored(reward: float) -> Outcome:

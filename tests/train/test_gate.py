@@ -28,22 +28,8 @@ from strop.train.gate_checks import GateCheck, GateInput, check_room
 from strop.train.watch.process import LOW_DISK_FACTOR
 from tests.fixtures.places import line_of
 from tests.fixtures.spell import SpellTask
-from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
+from tests.fixtures.tiny_run import GATE_CHECKS, Composition, new_run, tiny_spec
 from tests.incidents.faulty_engines import build_gate
-
-CHECKS = [
-    "prompt",
-    "tokenizer",
-    "tensors",
-    "weights",
-    "verifier",
-    "audit",
-    "schedule",
-    "overlap",
-    "room",
-    "terminator",
-    "parity",
-]
 
 
 def refuse(
@@ -106,7 +92,7 @@ def test_a_healthy_run_passes_every_check(tmp_path: Path, tiny_model_dir: Path) 
             await placement.stop()
 
     checks = asyncio.run(look())
-    assert [check.name for check in checks] == CHECKS
+    assert [check.name for check in checks] == GATE_CHECKS
     # A random model and one answer for all are what is wrong here, both accepted with a reason.
     assert [check.name for check in checks if not check.is_passed] == ["weights", "audit"]
     # The prompt as the model gets it, byte for byte, and all that ends a reply.
@@ -233,7 +219,7 @@ def test_every_cause_is_shown_at_once(tmp_path: Path, tiny_model_dir: Path) -> N
         pass
 
     error = refuse(tmp_path, tiny_model_dir, task=Broken(), spec=tiny_spec(train={"accept": None}))
-    causes = [name for name in CHECKS if f"{name}: " in str(error)]
+    causes = [name for name in GATE_CHECKS if f"{name}: " in str(error)]
     assert causes == ["weights", "verifier", "audit", "overlap"]
 
 

@@ -13,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from strop.errors import EngineError, RunStopped
-from strop.rollout import Example, FinishReason, Group, Outcome, Rollout, Sampling, Split, Turn, make_example
+from strop.rollout import Example, Group, Outcome, Split, make_example
 from strop.train.generation import (
     Batch,
     BufferLimits,
@@ -22,6 +22,7 @@ from strop.train.generation import (
     measure_discarded,
     plan_attempts,
 )
+from tests.fixtures.builders import rollout_of, spoken_turn
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import tiny_spec
 
@@ -31,24 +32,9 @@ def example_of(number: int) -> Example:
 
 
 def group_of(number: int, version: int, reward: float = 1.0) -> Group:
-    reply = Turn(
-        role="assistant",
-        text="x",
-        token_ids=np.array([7], np.int32),
-        logprobs=np.array([-0.5], np.float32),
-        policy_version=version,
-        finish_reason=FinishReason.EOS,
-    )
+    reply = spoken_turn("x", [7], logprob=-0.5, version=version)
     rollouts = tuple(
-        Rollout(
-            example=example_of(number),
-            step=0,
-            sample_index=index,
-            turns=(reply,),
-            outcome=Outcome(parts={"right": reward * index}),
-            sampling=Sampling(),
-            seconds={},
-        )
+        rollout_of(example_of(number), (reply,), Outcome(parts={"right": reward * index}), sample_index=index)
         for index in range(2)
     )
     return Group(example=example_of(number), rollouts=rollouts)

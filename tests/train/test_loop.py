@@ -23,7 +23,15 @@ from strop.spec import RunSpec
 from strop.train import EvalSummary
 from strop.train.watch.process import DiskWatch
 from tests.fixtures.spell import SpellTask
-from tests.fixtures.tiny_run import Composition, learner_of, new_run, read_curve, summary, tiny_spec
+from tests.fixtures.tiny_run import (
+    GATE_CHECKS,
+    Composition,
+    learner_of,
+    new_run,
+    read_curve,
+    summary,
+    tiny_spec,
+)
 
 METRICS = {
     "failed_frac",
@@ -88,19 +96,7 @@ def test_a_healthy_run_records_every_step_and_raises_no_alarm(tmp_path: Path, ti
         assert sum(parts) == pytest.approx(2 * line["seconds_step"], rel=1e-6)
         assert line["drift_mean_nats"] < 1e-5
     assert made.notes.causes("tripwire") == []
-    assert made.notes.causes("gate") == [
-        "prompt",
-        "tokenizer",
-        "tensors",
-        "weights",
-        "verifier",
-        "audit",
-        "schedule",
-        "overlap",
-        "room",
-        "terminator",
-        "parity",
-    ]
+    assert made.notes.causes("gate") == GATE_CHECKS
     assert [event.cause for event in made.run_dir.events.read()] == [
         event.cause for event in made.notes.events
     ]

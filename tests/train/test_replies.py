@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.record import Event, EventKind
-from strop.rollout import FinishReason, Group, Outcome, Rollout, Sampling, Turn, make_example
+from strop.rollout import Group, Outcome, Turn, make_example
 from strop.train.measure import measure_replies, prompt_dependence, runs_on, with_samples
+from tests.fixtures.builders import rollout_of, spoken_turn
 
 PROMPT = "<|start|>user\nWhat is 6 times 3?<|end|>\n<|start|>assistant\n"
 BACKWARDS = "<|start|>user\nWrite this text backwards, letter by letter: fox<|end|>\n"
@@ -72,23 +73,14 @@ def test_a_long_reply_is_searched_in_time_that_grows_with_it() -> None:
 def group(prompt: str, *replies: str, right: str = "never") -> Group:
     example = make_example("toy", {"prompt": prompt}, right)
     rollouts = tuple(
-        Rollout(
-            example=example,
-            step=0,
-            sample_index=index,
-            turns=(
+        rollout_of(
+            example,
+            (
                 Turn(role="prompt", text=prompt, token_ids=np.array([1], dtype=np.int32)),
-                Turn(
-                    role="assistant",
-                    text=reply,
-                    token_ids=np.array([index], dtype=np.int32),
-                    logprobs=np.array([-1.0], dtype=np.float32),
-                    policy_version=0,
-                    finish_reason=FinishReason.EOS,
-                ),
+                spoken_turn(reply, [index]),
             ),
-            outcome=Outcome(parts={"x": 0.0}, is_correct=reply == right),
-            sampling=Sampling(),
+            Outcome(parts={"x": 0.0}, is_correct=reply == right),
+            sample_index=index,
         )
         for index, reply in enumerate(replies)
     )

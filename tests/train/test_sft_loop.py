@@ -25,7 +25,7 @@ from strop.train.measure import measure_update
 from strop.train.step import Update
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.spell import GOLD, NUM_TRAIN, SpellTask
-from tests.fixtures.tiny_run import Composition, learner_of, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import GATE_CHECKS, Composition, learner_of, new_run, read_curve, tiny_spec
 
 TERMS = ("sft", "rl+sft")
 OF_TERMS = {"loss_rl", "loss_sft", "grad_norm_rl", "grad_norm_sft", "grad_cosine"}
@@ -65,22 +65,7 @@ def test_a_run_of_demonstrations_learns_them(tmp_path: Path, tiny_model_dir: Pat
         assert line["scored_tokens_per_s"] == pytest.approx(16 / line["seconds_step"])
     assert list((made.run_dir.path / "rollouts").iterdir()) == []
     assert made.notes.causes("tripwire") == []
-    assert made.notes.causes("gate") == [
-        *(
-            "prompt",
-            "tokenizer",
-            "tensors",
-            "weights",
-            "verifier",
-            "audit",
-            "schedule",
-            "overlap",
-            "room",
-            "demonstrations",
-            "terminator",
-            "parity",
-        )
-    ]
+    assert made.notes.causes("gate") == [*GATE_CHECKS[:-2], "demonstrations", *GATE_CHECKS[-2:]]
     (check,) = [event for event in made.notes.events if event.cause == "demonstrations"]
     # 12 steps of 4 rows are 4 passes over 12.
     assert check.detail.startswith(f"12 demonstrations from {tmp_path / 'rows.jsonl'}, seen 4 times")

@@ -21,7 +21,6 @@ from strop.rollout import (
     Message,
     Outcome,
     Rollout,
-    Sampling,
     Split,
     Turn,
     make_example,
@@ -41,6 +40,7 @@ from strop.train.data.offline import (
     read_framing,
 )
 from strop.train.data.sft_sources import read_run_demonstrations, refuse_held_out
+from tests.fixtures.builders import rollout_of
 from tests.fixtures.demonstrations import make_framing, read, spell, write_rows
 from tests.fixtures.saved_data import save_split, save_splits
 from tests.fixtures.spell import SpellTask
@@ -313,9 +313,7 @@ def roll(
     turns = [Turn(role="prompt", text=asked, token_ids=prompt_ids)]
     turns.append(Turn(role="assistant", text=text, token_ids=said_ids, logprobs=logprobs, finish_reason=end))
     scored = Outcome(parts={"spelled": reward}, truncated=end is FinishReason.LENGTH, **outcome)
-    return Rollout(
-        example=example, step=step, sample_index=0, turns=tuple(turns), outcome=scored, sampling=Sampling()
-    )
+    return rollout_of(example, turns, scored, step=step)
 
 
 def write_run(root: Path, *steps: Sequence[Rollout]) -> Path:

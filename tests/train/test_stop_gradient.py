@@ -19,7 +19,7 @@ import torch
 
 from strop.algorithm import ALGORITHMS
 from strop.engine import Completion, GenerationRequest
-from strop.environments import RolloutPlan, SingleTurn, run_group
+from strop.environments import SingleTurn, run_group
 from strop.policy.packing import PackedBatch
 from strop.rollout import (
     Example,
@@ -28,7 +28,6 @@ from strop.rollout import (
     Message,
     Outcome,
     Rollout,
-    Sampling,
     Split,
     make_example,
 )
@@ -36,6 +35,7 @@ from strop.tasks import TaskLimits
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
+from tests.fixtures.builders import plan_for
 from tests.incidents.faulty_engines import TamperedEngine
 
 MAX_TOKENS = 4
@@ -122,14 +122,7 @@ def rollouts(tokenizer: Tokenizer, table: Table) -> list[Rollout]:
 
     said = [ScriptedReply(text=reply.removesuffix("."), ends=reply.endswith(".")) for reply in all_replies()]
     plans = [
-        RolloutPlan(
-            example=task.examples(Split.TRAIN)[0],
-            step=0,
-            sample_index=index,
-            run_seed=0,
-            sampling=Sampling(),
-            max_reply_tokens=MAX_TOKENS,
-        )
+        plan_for(task.examples(Split.TRAIN)[0], max_reply_tokens=MAX_TOKENS, sample_index=index)
         for index in range(len(said))
     ]
     engine = TamperedEngine(DummyEngine(tokenizer, said), tamper=fill)

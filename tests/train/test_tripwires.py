@@ -12,7 +12,7 @@ import torch
 from strop.cluster import Roles
 from strop.errors import RunStopped
 from strop.io import verify_directory
-from strop.rollout import Example, FinishReason, Group, Outcome, Rollout, Sampling, Turn, make_example
+from strop.rollout import Example, Group, Outcome, Rollout, Turn, make_example
 from strop.spec import TripwireSpec
 from strop.tasks.contract import TaskLimits, within_bounds
 from strop.train.measure import measure_time
@@ -22,6 +22,7 @@ from strop.train.watch.tripwires import (
     find_impossible,
     find_impossible_rollouts,
 )
+from tests.fixtures.builders import rollout_of, spoken_turn
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, Notes, learner_of, new_run, read_curve, tiny_spec
 
@@ -258,21 +259,11 @@ LIMITS = TaskLimits(max_reply_tokens=8)
 
 
 def rollout(number: int, parts: dict[str, float | None], logprob: float = -1.0) -> Rollout:
-    reply = Turn(
-        role="assistant",
-        text="7",
-        token_ids=np.array([7], dtype=np.int32),
-        logprobs=np.array([logprob], dtype=np.float32),
-        policy_version=0,
-        finish_reason=FinishReason.EOS,
-    )
-    return Rollout(
-        example=make_example("toy", {"n": number}, "7"),
-        step=0,
-        sample_index=0,
-        turns=(Turn(role="prompt", text="?", token_ids=np.array([1], dtype=np.int32)), reply),
-        outcome=within_bounds(Outcome(parts=parts), LIMITS),
-        sampling=Sampling(),
+    reply = spoken_turn("7", [7], logprob=logprob)
+    return rollout_of(
+        make_example("toy", {"n": number}, "7"),
+        (Turn(role="prompt", text="?", token_ids=np.array([1], dtype=np.int32)), reply),
+        within_bounds(Outcome(parts=parts), LIMITS),
     )
 
 

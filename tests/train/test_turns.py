@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from strop.environments import RolloutPlan, run_rollout
+from strop.environments import run_rollout
 from strop.environments.worlds import BuiltInWorld
 from strop.record.rollouts import read_rollouts
-from strop.rollout import Example, FailureOwner, Outcome, Sampling, Split
+from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.spec.task import EnvironmentSection
 from strop.tasks import TaskLimits, build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
@@ -20,6 +20,7 @@ from strop.tasks.traits import attempt_tokens_of
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
+from tests.fixtures.builders import plan_for
 from tests.fixtures.spell import GOLD, STOPS
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 
@@ -100,14 +101,7 @@ def test_a_run_gives_credit_to_single_turns(tmp_path: Path, tiny_model_dir: Path
 
 def test_rewards_of_other_turns_than_those_of_the_attempt_are_no_score(tiny_model_dir: Path) -> None:
     task = BuiltInWorld(LettersSpec(), Miscounting)
-    plan = RolloutPlan(
-        example=task.examples(Split.TRAIN)[0],
-        step=0,
-        sample_index=0,
-        run_seed=0,
-        sampling=Sampling(temperature=1.0),
-        max_reply_tokens=4,
-    )
+    plan = plan_for(task.examples(Split.TRAIN)[0], max_reply_tokens=4)
     tokenizer = Tokenizer.load(tiny_model_dir)
     engine = DummyEngine(tokenizer, ["A", "B", "C"])
     found = asyncio.run(run_rollout(task.world.make_environment(), engine, tokenizer, plan))

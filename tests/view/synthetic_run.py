@@ -12,8 +12,9 @@ import numpy as np
 from strop.evaluate import EvalResult, Validity, result_name, write_result
 from strop.record import Event, EventKind, RunDir
 from strop.record.rollouts import write_rollouts
-from strop.rollout import FailureOwner, FinishReason, Outcome, Rollout, Sampling, Turn, make_example
+from strop.rollout import FailureOwner, Outcome, Rollout, Sampling, Turn, make_example
 from strop.testing import records
+from tests.fixtures.builders import spoken_turn
 
 NUM_STEPS = 40
 NUM_EXAMPLES = 200
@@ -101,14 +102,7 @@ def make_rollouts(step: int, replies: list[str], *, prompt: str = "What is 5 + 7
             sample_index=index,
             turns=(
                 Turn(role="user", text=prompt, token_ids=np.arange(9, dtype=np.int32)),
-                Turn(
-                    role="assistant",
-                    text=reply,
-                    token_ids=np.arange(4, dtype=np.int32),
-                    logprobs=np.full(4, -0.3, dtype=np.float32),
-                    policy_version=step,
-                    finish_reason=FinishReason.EOS,
-                ),
+                spoken_turn(reply, range(4), logprob=-0.3, version=step),
             ),
             outcome=Outcome(parts={"correct": float("12" in reply)}, is_correct="12" in reply),
             sampling=Sampling(),

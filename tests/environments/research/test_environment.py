@@ -29,8 +29,6 @@ from strop.rollout import (
     FinishReason,
     Group,
     Outcome,
-    Rollout,
-    Sampling,
     Split,
     make_example,
 )
@@ -42,6 +40,7 @@ from strop.train.measure import measure_rollouts
 from strop.train.watch.tripwires import find_alarms
 from tests.environments.research.test_tasks import score_of
 from tests.environments.test_worlds import call, tokenizer_of
+from tests.fixtures.builders import rollout_of
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 PROCESS = {"sandbox": "process", "min_isolation": "rlimit"}
@@ -370,13 +369,11 @@ def test_what_is_better_where_it_was_tried_is_an_alarm() -> None:
     example = example_of("glyphs")
     gaps = [0.4, 0.3, None]
     rollouts = tuple(
-        Rollout(
-            example=example,
-            step=0,
+        rollout_of(
+            example,
+            (),
+            Outcome(parts={"progress": 0.1}, metrics={} if gap is None else {"dev_gap": gap}),
             sample_index=index,
-            turns=(),
-            outcome=Outcome(parts={"progress": 0.1}, metrics={} if gap is None else {"dev_gap": gap}),
-            sampling=Sampling(),
         )
         for index, gap in enumerate(gaps)
     )

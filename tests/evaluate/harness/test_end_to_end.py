@@ -18,11 +18,12 @@ from typing import Any
 import pytest
 
 from strop.cli import main
-from strop.engine import Completion, GenerationRequest
+from strop.engine import Completion
 from strop.rollout import Example, FinishReason, Sampling, Split
 from strop.run.inference import open_model, read_setup, serve_model
 from strop.tasks import build_task
 from tests.evaluate.harness.harness_world import make_spec
+from tests.fixtures.builders import request_for
 
 pytestmark = pytest.mark.slow
 PAIRS = ((3, 4), (5, 2), (10, 6), (7, 7))
@@ -115,12 +116,12 @@ def test_p3_our_engine_gives_the_same_replies_and_verdicts(generated: Generated)
     async def ask(prompts: Sequence[str]) -> list[Completion]:
         async with serve_model(setup.spec, open_model(str(generated.model))) as (engine, tokenizer):
             requests = [
-                GenerationRequest(
-                    prompt_ids=tokenizer.encode(prompt),
-                    seed=0,
-                    sampling=Sampling(temperature=0.0),
+                request_for(
+                    tokenizer.encode(prompt),
                     max_tokens=generated.result["max_reply_tokens"],
-                    stop_token_ids=tokenizer.stop_token_ids,
+                    seed=0,
+                    stops=tokenizer.stop_token_ids,
+                    sampling=Sampling(temperature=0.0),
                     stop_strings=tuple(generated.result["stops"]),
                 )
                 for prompt in prompts

@@ -23,24 +23,17 @@ import numpy as np
 from strop.cluster import ModelSource, Roles
 from strop.cluster.ray.placement import RayPlacement
 from strop.cluster.ray.runtime import read_nodes
-from strop.engine.contract import GenerationRequest
 from strop.engine.router import ReplicaEvent, Router
 from strop.errors import StropError
 from strop.record import RunDir
-from strop.rollout import Sampling
 from strop.store import get_model
 from strop.train.loop import TrainInput, TrainLoop
+from tests.fixtures.builders import request_for
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import Notes, tiny_spec
 
-REQUEST = GenerationRequest(
-    prompt_ids=np.arange(3, 9, dtype=np.int32),
-    seed=7,
-    sampling=Sampling(),
-    max_tokens=4,
-    stop_token_ids=frozenset(),
-)
+REQUEST = request_for(np.arange(3, 9, dtype=np.int32), max_tokens=4, seed=7)
 
 
 async def act(run_path: Path, model_uri: str) -> None:

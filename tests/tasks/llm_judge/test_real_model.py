@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from strop.engine import GenerationRequest
 from strop.rollout import FailureOwner, Message, Sampling, Split
 from strop.tasks.prompt import render_prompt
 from strop.tokenizer import Tokenizer
+from tests.fixtures.builders import request_for
 from tests.fixtures.engine_server import RunningServer, engine_server
 from tests.fixtures.judge_server import judge_server
 from tests.fixtures.judged import judge_task
@@ -22,12 +22,12 @@ async def ask(server: RunningServer, tokenizer: Tokenizer, question: str) -> str
     _, prompt_ids = render_prompt(tokenizer, [Message(role="user", content=question)], "auto")
     engine = server.connect()
     try:
-        request = GenerationRequest(
-            prompt_ids=prompt_ids,
-            seed=0,
-            sampling=Sampling(temperature=0.0),
+        request = request_for(
+            prompt_ids,
             max_tokens=32,
-            stop_token_ids=tokenizer.stop_token_ids,
+            seed=0,
+            stops=tokenizer.stop_token_ids,
+            sampling=Sampling(temperature=0.0),
         )
         return (await engine.generate(request)).text
     finally:
