@@ -372,7 +372,7 @@ def _kill_while(judging: asyncio.Task[list[Judged]], marker: str) -> int:
     """Kill the sandboxes of the marked program until it is judged; return how often. Runs in a thread."""
     num_killed, until = 0, time.monotonic() + _FIND_LIMIT_S
     while not judging.done() and time.monotonic() < until:
-        # All of them: one program may be several processes, of which the first may be gone.
+        # Kill all: a program may be several processes, of which the first may be gone.
         killed = [kill_sandbox_of(pid) for pid in find_processes(marker)]
         num_killed += True in killed
         time.sleep(_LOOK_EVERY_S)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -32,8 +32,6 @@ from strop.audit.report import ProbeResult, ProbeStatus
 from strop.rollout import Example
 from strop.tasks.contract import is_within
 from strop.tasks.traits import judge_digests_of, limits_of
-
-Probe = Callable[[AuditContext], Awaitable[ProbeResult]]
 
 _COINCIDENCE_FRAC = 0.01
 """Share of wrong replies that are right by coincidence, such as a number of the question."""

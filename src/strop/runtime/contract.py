@@ -90,7 +90,7 @@ class Slot(_Message):
 
 
 class SnapshotTerms(_Message):
-    """The snapshot that a sandbox begins with."""
+    """The snapshot that a sandbox starts from."""
 
     node_id: str
     """Where the snapshot is: the only node that can make the sandbox."""

@@ -45,7 +45,7 @@ class Reply:
 
     @property
     def is_success(self) -> bool:
-        """Whether it is one of 200 to 299."""
+        """Whether the status is from 200 to 299."""
         return 200 <= self.status < 300
 
 

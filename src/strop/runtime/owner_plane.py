@@ -74,7 +74,7 @@ class OwnerPlane:
         )
 
     async def dial(self) -> Stream | Serve:
-        """Serve it here."""
+        """Return the function that serves the next connection here."""
         return self._serve
 
     async def wait_ended(self) -> SandboxFailed:
@@ -89,7 +89,7 @@ class OwnerPlane:
             lost.cancel()
 
     def log_tail(self) -> str:
-        """Return nothing: no server runs inside."""
+        """Return an empty text: no server runs inside."""
         return ""
 
     async def close(self, why: str) -> None:

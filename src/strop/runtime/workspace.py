@@ -375,7 +375,10 @@ class Repository:
         return sorted(changes, key=lambda change: change["path"])
 
     async def diff(self, path: str, ref: str = "", commit: str = "") -> dict[str, str | None]:
-        """Return a file before and after, whole. Raises: HttpError 400 if it is too large or in neither."""
+        """Return a file's whole text before and after.
+
+        Raises: HttpError 400 if it is too large, or missing in both.
+        """
         folder, name = str(PurePosixPath(path).parent), PurePosixPath(path).name
         base = await self._find_base(folder, f"{commit}^" if commit else ref)
         if base is None:
