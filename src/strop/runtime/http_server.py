@@ -127,7 +127,15 @@ async def serve_connection(
                 answer = json_answer({"detail": str(error)}, error.error_status_hint)
             is_over = protocol.their_state is not h11.DONE
             has_body = request is None or request.method != "HEAD"
-            writer.write(_render(protocol, answer, is_over=is_over, has_body=has_body))
+            headers = {
+                "content-type": answer.content_type,
+                "content-length": str(len(answer.body)),
+                **answer.headers,
+                **({"connection": "close"} if is_over else {}),
+            }
+            head = h11.Response(status_code=answer.status, headers=list(headers.items()))
+            events = (head, h11.Data(data=answer.body if has_body else b""), h11.EndOfMessage())
+            writer.write(b"".join(protocol.send(event) for event in events))
             await writer.drain()
             if is_over or protocol.our_state is not h11.DONE:
                 await _discard(reader, writer)
@@ -201,20 +209,6 @@ async def _read_request(
         headers=headers,
         body=b"".join(parts),
     )
-
-
-def _render(protocol: Any, answer: Answer, *, is_over: bool, has_body: bool) -> bytes:
-    import h11
-
-    headers = {
-        "content-type": answer.content_type,
-        "content-length": str(len(answer.body)),
-        **answer.headers,
-        **({"connection": "close"} if is_over else {}),
-    }
-    head = h11.Response(status_code=answer.status, headers=list(headers.items()))
-    events = (head, h11.Data(data=answer.body if has_body else b""), h11.EndOfMessage())
-    return b"".join(protocol.send(event) for event in events)
 
 
 async def _discard(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

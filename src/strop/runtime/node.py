@@ -390,15 +390,17 @@ async def _read_options(options: NodeOptions, say: Callable[[str], None]) -> Nod
             allowed="a URL as the controller says it, http://HOST:PORT",
             next_step="give it with http:// and its port",
         )
-    make = MakeSettings(
-        backends=await find_backends(options.backends, say),
-        network=options.network,
-        warm=_parse_warm(options.warm),
-    )
+    warm = {}
+    for word in options.warm:
+        image, _, number = word.rpartition("=")
+        if not image or not number.isdecimal():
+            raise ConfigError(f"--warm {word}", allowed="IMAGE=N, such as host=8", next_step="give it so")
+        warm[image] = int(number)
+    backends = await find_backends(options.backends, say)
     return NodeSettings(
         controller=options.controller.rstrip("/"),
         key=read_key(options.key_file),
-        make=make,
+        make=MakeSettings(backends=backends, network=options.network, warm=warm),
         data_plane=DataPlane(options.data_plane),
         host=options.host,
     )
@@ -433,13 +435,3 @@ async def _try_backend(name: str) -> None:
             # It was killed from outside, which says nothing about the backend.
             if not num_left:
                 raise
-
-
-def _parse_warm(words: tuple[str, ...]) -> Mapping[str, int]:
-    warm = {}
-    for word in words:
-        image, _, number = word.rpartition("=")
-        if not image or not number.isdecimal():
-            raise ConfigError(f"--warm {word}", allowed="IMAGE=N, such as host=8", next_step="give it so")
-        warm[image] = int(number)
-    return warm

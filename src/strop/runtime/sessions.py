@@ -76,7 +76,13 @@ class Sessions:
             if live.request.image != request.image:
                 raise HttpError(409, f"session {request.session_id} has image {live.request.image}")
             if not (live.state is State.PAUSED and live.has_failed_to_resume):
-                return await self._attach(live)
+                live.asked_at = time.monotonic()
+                await live.announced.wait()
+                if not live.url:
+                    raise HttpError(503, live.cause)
+                if live.state is State.PAUSED:
+                    self.registry.spawn(_ignore_refusal(self._resume(live)))
+                return live
             self.registry.end(live, State.STOPPED, cause="it could not be resumed and was started again")
         if len(self.registry.alive) >= self.policy.max_alive:
             raise HttpError(429, f"{len(self.registry.alive)} sandboxes live here, as many as may")
@@ -208,15 +214,6 @@ class Sessions:
         for session in list(self.registry.alive.values()):
             await self.placement.take_back(session)
         self._restored_at = time.monotonic()
-
-    async def _attach(self, session: Session) -> Session:
-        session.asked_at = time.monotonic()
-        await session.announced.wait()
-        if not session.url:
-            raise HttpError(503, session.cause)
-        if session.state is State.PAUSED:
-            self.registry.spawn(_ignore_refusal(self._resume(session)))
-        return session
 
     def _find_impossible(self, session: Session) -> _Ending | None:
         """Return the ending of a sandbox that can never be made, None if a node may yet make it."""

@@ -124,6 +124,10 @@ def make_record(
     events = list(session.events)
     if place is not None:
         events.insert(0, f"waits for a slot: {place[0]} of {place[1]}")
+    pod_logs = session.log_tail[-POD_LOG_CHARS:]
+    if not session.is_alive:
+        kind = f"[{session.failure_kind.value}] " if session.failure_kind else ""
+        pod_logs = "\n".join(filter(None, (f"{kind}{session.cause}", pod_logs)))
     waiting = {"name": "sandbox", "state": session.state.value, "message": events[0] if events else ""}
     return {
         "runtime_id": session.runtime_id,
@@ -137,7 +141,7 @@ def make_record(
         "restart_reasons": [],
         "container_statuses": [waiting] if session.is_beginning else [],
         "events": events,
-        "pod_logs": _make_pod_logs(session),
+        "pod_logs": pod_logs,
         "work_hosts": {},
         "failure_kind": session.failure_kind.value if session.failure_kind else None,
         "cause": session.cause,
@@ -150,14 +154,6 @@ def make_record(
         "last_termination_reason": session.cause,
         "last_termination_exit_code": session.exit_code,
     }
-
-
-def _make_pod_logs(session: Session) -> str:
-    """Return the cause of the end, then the last lines of the sandbox's log."""
-    if session.is_alive:
-        return session.log_tail[-POD_LOG_CHARS:]
-    kind = f"[{session.failure_kind.value}] " if session.failure_kind else ""
-    return "\n".join(part for part in (f"{kind}{session.cause}", session.log_tail[-POD_LOG_CHARS:]) if part)
 
 
 def _read_command(value: object) -> list[str]:
