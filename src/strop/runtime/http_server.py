@@ -22,6 +22,8 @@ from urllib.parse import parse_qs, unquote
 
 from pydantic import BaseModel, ValidationError
 
+from strop.runtime.ports import Serve
+
 _CHUNK_BYTES = 1 << 18
 _IDLE_LIMIT_S = 120.0
 _BODY_LIMIT_S = 300.0
@@ -70,7 +72,7 @@ class Upgrade:
     """An answer that hands the connection to `serve`. The client waits for it before it sends more."""
 
     protocol: str
-    serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+    serve: Serve
 
 
 class HttpError(Exception):
