@@ -167,11 +167,11 @@ def test_a_model_scores_all_choices_in_one_forward_as_one_by_one(
         return feed(token_ids, *rest)  # type: ignore[arg-type]
 
     model.trunk = count  # type: ignore[method-assign, assignment]
-    chosen = asyncio.run(choose(NativeEngine(model, tokenizer), encoded))
+    completion, nats = asyncio.run(choose(NativeEngine(model, tokenizer), encoded))
     # The prompt once, and each choice without its last token, which predicts nothing.
     assert num_fed == [len(encoded.context_ids) + sum(len(reply) - 1 for reply in encoded.replies)]
     alone = [score_reply(model, encoded.context_ids, reply, 1.0) for reply in encoded.replies]
-    assert chosen.nats == pytest.approx([float(scores.sum()) for scores in alone], abs=1e-4)
-    best = int(np.argmax(chosen.nats))
-    assert chosen.text == encoded.texts[best]
-    assert chosen.token_ids.tolist() == encoded.replies[best].tolist()
+    assert nats == pytest.approx([float(scores.sum()) for scores in alone], abs=1e-4)
+    best = int(np.argmax(nats))
+    assert completion.text == encoded.texts[best]
+    assert completion.token_ids.tolist() == encoded.replies[best].tolist()

@@ -314,24 +314,32 @@ def test_other_weights_end_the_run(tokenizer: Tokenizer) -> None:
     assert environment.num_closes == 1
 
 
-def test_cancellation_passes_and_closes(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("max_attempt_s", [None, 60.0])
+def test_cancellation_ends_the_request_and_closes(tokenizer: Tokenizer, max_attempt_s: float | None) -> None:
+    ended = []
+
     class SilentEngine(DummyEngine):
         async def generate(self, request: GenerationRequest) -> Completion:
-            await asyncio.Event().wait()
-            raise AssertionError("an event that nobody sets was set")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.append(asyncio.current_task().cancelling())  # type: ignore[union-attr]
+            raise AssertionError("the event is never set")
 
     environment = asking("a?")
+    environment.max_attempt_s = max_attempt_s  # type: ignore[attr-defined]
 
     async def act() -> None:
         rollout = asyncio.ensure_future(
             run_rollout(environment, SilentEngine(tokenizer, []), tokenizer, plan())
         )
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.01)
         rollout.cancel()
-        await rollout
+        with pytest.raises(asyncio.CancelledError):
+            await rollout
+        assert ended == [1]
 
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(act())
+    asyncio.run(act())
     assert environment.num_closes == 1
 
 

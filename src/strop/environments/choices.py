@@ -1,11 +1,11 @@
-"""Choosing among given replies by their likelihood: what is scored, and which one it is.
+"""Choose one of several fixed replies by likelihood.
 
-The reply is the choice whose log-probability, summed over its tokens, is the highest; of equal ones the
-first. Nothing is sampled, so temperature and seed play no part, and nothing ends or cuts the reply.
+The reply is the choice with the highest log-probability, summed over its tokens; the first of equals.
+Nothing is sampled, so temperature and seed play no part, and nothing ends or cuts the reply.
 
-Prompt and choice are encoded together and divided where their ids part, as lm-eval 0.4.13 does it. In plain
-text a space stands between them, in a chat nothing. Where a choice joins the last tokens of the prompt,
-lm-eval scores ids that no text has; here the prompt gives these tokens up to every choice.
+Prompt and choice are encoded together and split where their ids diverge, as lm-eval 0.4.13 does it. In plain
+text a space stands between them, in a chat nothing. Where a choice merges with the last tokens of the prompt,
+lm-eval scores ids that no text encodes to; here these tokens move from the prompt to every choice.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from strop.engine import Engine, ReplyScore
+from strop.engine import Completion, Engine
 from strop.errors import DataError
-from strop.rollout import IntArray
+from strop.rollout import FinishReason, IntArray
 from strop.tasks.prompt import PromptFormat
 from strop.tokenizer import Tokenizer
 
@@ -28,12 +28,11 @@ _SCORED_AT = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedChoices:
-    """The choices of one prompt, as the engine is asked to score them."""
+    """The choices of one prompt as the engine scores them."""
 
     context_ids: IntArray
-    """What stands before each: the prompt, but for tokens that a choice would join."""
+    """The prompt, without the tokens that a choice would merge with."""
     replies: tuple[IntArray, ...]
-
     texts: tuple[str, ...]
 
     @property
@@ -42,23 +41,13 @@ class EncodedChoices:
         return max(map(len, self.replies))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Choice:
-    """What the policy chose."""
-
-    text: str
-    token_ids: IntArray
-    score: ReplyScore
-    nats: tuple[float, ...]
-    """Log-probability of every choice, summed over its tokens."""
-
 
 def encode_choices(
     tokenizer: Tokenizer, prompt: str, choices: Sequence[str], prompt_format: PromptFormat
 ) -> EncodedChoices:
     """Encode a prompt with each choice behind it; `prompt_format` is resolved.
 
-    Raises: DataError if there is one choice only, or one is empty or begins another.
+    Raises: DataError if there is only one choice, or one is empty or a prefix of another.
     """
     before = " " if prompt_format is PromptFormat.BASE else ""
     whole = [tokenizer.encode(prompt + before + choice) for choice in choices]
@@ -66,8 +55,8 @@ def encode_choices(
     num_context = min(_count_shared(prompt_ids, ids) for ids in whole)
     replies = tuple(ids[num_context:] for ids in whole)
     is_apart = all(
-        _count_shared(one, other) < len(one)
-        for index, one in enumerate(replies)
+        _count_shared(reply, other) < len(reply)
+        for index, reply in enumerate(replies)
         for place, other in enumerate(replies)
         if place != index
     )
@@ -81,8 +70,8 @@ def encode_choices(
     return EncodedChoices(context_ids=prompt_ids[:num_context], replies=replies, texts=tuple(choices))
 
 
-async def choose(engine: Engine, encoded: EncodedChoices) -> Choice:
-    """Have every choice scored at once, and take the likeliest.
+async def choose(engine: Engine, encoded: EncodedChoices) -> tuple[Completion, tuple[float, ...]]:
+    """Score all choices concurrently; return the likeliest and the summed log-probability of each.
 
     Raises: as the engine does.
     """
@@ -91,11 +80,18 @@ async def choose(engine: Engine, encoded: EncodedChoices) -> Choice:
     )
     nats = tuple(float(score.logprobs.sum(dtype=np.float64)) for score in scores)
     index = int(np.argmax(nats))
-    return Choice(text=encoded.texts[index], token_ids=encoded.replies[index], score=scores[index], nats=nats)
+    completion = Completion(
+        token_ids=encoded.replies[index],
+        logprobs=scores[index].logprobs,
+        text=encoded.texts[index],
+        finish_reason=FinishReason.CHOSEN,
+        policy_version=scores[index].policy_version,
+    )
+    return completion, nats
 
 
 def _count_shared(left: IntArray, right: IntArray) -> int:
-    """Return how many ids two sequences have in common from the first."""
+    """Return the length of the common prefix of two sequences."""
     length = min(len(left), len(right))
     differing = np.flatnonzero(left[:length] != right[:length])
     return int(differing[0]) if len(differing) else length

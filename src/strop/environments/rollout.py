@@ -1,9 +1,7 @@
 """The one rollout path: reset, reply, step, ..., score, for one turn or many.
 
-Failures on the way are attributed to an owner: the engine, the task and its world, or whom the world
-names. None ever becomes a reward of 0.
-
-Left out on purpose: what is attempted again, which is the group's decision (`groups`).
+A failure is attributed to an owner: the engine, the task with its world, or the owner that the world names.
+None ever becomes a reward of 0. Retries are not decided here but by the group (`groups`).
 """
 
 from __future__ import annotations
@@ -50,11 +48,11 @@ _WORLD_TURN = -1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolloutPlan:
-    """One attempt that is wanted."""
+    """The settings of one attempt."""
 
     example: Example
     step: int
-    """Steps completed now."""
+    """Training steps completed so far."""
     sample_index: int
     """Position inside the group, from 0."""
     run_seed: int
@@ -62,33 +60,33 @@ class RolloutPlan:
     max_reply_tokens: int
     """Tokens per reply, terminator included."""
     max_positions: int | None = None
-    """Tokens that the model can look at; a prompt without room for a whole reply is not attempted."""
+    """The model's context length; a prompt without room for a whole reply is not attempted."""
     prompt_format: PromptFormat | str = PromptFormat.AUTO
     num_branches: int = 1
-    """Plans of a group, one behind the other, that share their first turns; 1: none do."""
+    """How many consecutive plans of a group share their first turns; 1: none do."""
     num_shared_turns: int = 1
-    """Replies that they share at least."""
+    """Least number of replies that they share."""
 
     def has_room_behind(self, num_prompt_tokens: int, num_reply_tokens: int) -> bool:
-        """Whether a whole reply fits behind a prompt."""
+        """Whether a whole reply fits into the context behind a prompt."""
         return self.max_positions is None or num_prompt_tokens + num_reply_tokens <= self.max_positions
 
 
 class Stop(StrEnum):
-    """Why an attempt that is scored ended."""
+    """Why a scored attempt ended."""
 
     DONE = "done"
     TURNS = "turns"
     TOKENS = "tokens"
-    """A reply was cut, or all replies together used up their tokens."""
+    """A reply was cut, or the replies used up the attempt's tokens."""
     CONTEXT = "context"
-    """The model has no room for another reply."""
+    """The context has no room for another reply."""
     TIME = "time"
 
 
 @dataclass(kw_only=True, slots=True)
 class Attempt:
-    """A rollout under way."""
+    """A running rollout."""
 
     environment: Environment
     engine: Engine
@@ -99,40 +97,40 @@ class Attempt:
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "verify": 0.0})
     started_at: float = 0.0
     choice_nats: dict[str, float] = field(default_factory=dict)
-    """Log-probability of each reply that could be chosen, by the name of its metric."""
+    """Log-probability of each choice, by the name of its metric."""
     stage_owner: FailureOwner = FailureOwner.TASK
-    """Whose code runs now, hence who owns a failure that names no owner."""
+    """Owner of the code that runs now, and so of a failure that names no owner."""
     history: list[Message] = field(default_factory=list)
     context_ids: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
-    """What the policy is asked with next."""
+    """Prompt ids of the next request."""
     actions: list[Action] = field(default_factory=list)
-    """What the policy has said, and the world has taken."""
-    told: list[tuple[Message, ...]] = field(default_factory=list)
-    """The opening, and what the world answered each time."""
+    """The policy's replies that the world has taken."""
+    world_messages: list[tuple[Message, ...]] = field(default_factory=list)
+    """The opening, then the world's answer to each reply."""
     branch: Branch | None = None
 
     @property
     def world_seed(self) -> int:
-        """What the world draws from; one for all attempts of a group."""
+        """The world's seed, the same for all attempts of a group."""
         plan = self.plan
         return stream_seed(plan.run_seed, plan.example.example_id, plan.step, 0, _WORLD_TURN)
 
     async def run(self, until: int | None = None) -> Outcome | None:
-        """Walk to the score, from reset or from where it stands.
+        """Play from reset, or from the current turn, to the score.
 
-        None: `until` replies were said, and it has not ended.
+        Return None if `until` replies were made and the attempt has not ended.
         """
         if not self.turns:
             if getattr(self.environment, "max_attempt_s", None) is not None:
                 self.started_at = self.clock()
             self.history = list(await self.environment.reset(self.plan.example, self.world_seed))
             self.started_at += getattr(self.environment, "waited_s", 0.0)
-            self.told = [tuple(self.history)]
-        ended = await self._converse(until)
-        return await self._score(ended) if isinstance(ended, Stop) else ended
+            self.world_messages = [tuple(self.history)]
+        end = await self._converse(until)
+        return await self._score(end) if isinstance(end, Stop) else end
 
     async def _converse(self, until: int | None) -> Outcome | Stop | None:
-        """Let the policy and the world take turns; return why they ended, or why there is no score."""
+        """Let the policy and the world take turns; return why they stopped, or the outcome of a failure."""
         environment = self.environment
         if (act := getattr(environment, "act", None)) is not None:
             return await self._let_act(act)
@@ -140,11 +138,11 @@ class Attempt:
         if not self.turns:
             text, self.context_ids = self.prompts.render(tuple(self.history))
             self.turns.append(Turn(role="prompt", text=text, token_ids=self.context_ids))
-        end = environment.max_turns if until is None else min(until, environment.max_turns)
-        for turn_index in range(len(self.actions), end):
+        last_turn = environment.max_turns if until is None else min(until, environment.max_turns)
+        for turn_index in range(len(self.actions), last_turn):
             choices = self._encode_choices()
-            if (ended := self._find_end(choices, turn_index)) is not None:
-                return ended
+            if (end := self._find_end(choices, turn_index)) is not None:
+                return end
             if choices is None:
                 completion = await self._generate(turn_index)
             else:
@@ -158,18 +156,18 @@ class Attempt:
                 Action(text=completion.text, finish_reason=completion.finish_reason, spoken=spoken)
             )
             result = await environment.step(self.actions[-1])
-            self.told.append(result.messages)
+            self.world_messages.append(result.messages)
             if result.done or completion.finish_reason is FinishReason.LENGTH:
                 return Stop.DONE if result.done else Stop.TOKENS
             if turn_index + 1 < environment.max_turns:
-                said = Message(role="assistant", content=completion.text)
+                reply = Message(role="assistant", content=completion.text)
                 if spoken is not None and spoken.calls and self.prompts.call_format is not CallFormat.FENCE:
-                    said = replace(said, content=spoken.content, tool_calls=spoken.calls)
-                self._continue(said, result.messages)
-        return Stop.TURNS if end == environment.max_turns else None
+                    reply = replace(reply, content=spoken.content, tool_calls=spoken.calls)
+                self._continue(reply, result.messages)
+        return Stop.TURNS if last_turn == environment.max_turns else None
 
     def fork(self, plan: RolloutPlan) -> Attempt:
-        """Return one that stands where this one does, with a plan of its own; its world is to be set."""
+        """Return a copy at the same turn under another plan; the caller sets its environment."""
         of = self.plan.sample_index
         return replace(
             self,
@@ -177,7 +175,7 @@ class Attempt:
             turns=list(self.turns),
             history=list(self.history),
             actions=list(self.actions),
-            told=list(self.told),
+            world_messages=list(self.world_messages),
             seconds=dict(self.seconds) if plan.sample_index == of else dict.fromkeys(self.seconds, 0.0),
             branch=Branch(of=of, num_turns=len(self.turns)),
         )
@@ -197,7 +195,7 @@ class Attempt:
         if caught.failure is not None:
             outcome = Outcome(parts={}, failure=caught.failure)
         if closing.failure is not None:
-            # The score was given before and stands; the leak must be seen all the same.
+            # The score was made before and stands; the leak must be seen all the same.
             outcome = replace(outcome, metrics={**outcome.metrics, "close_failed": 1.0})
         plan = self.plan
         return Rollout(
@@ -212,7 +210,7 @@ class Attempt:
         )
 
     def _find_end(self, choices: EncodedChoices | None, turn_index: int) -> Outcome | Stop | None:
-        """Say why the policy is not asked any more; None where it is."""
+        """Return why there is no further reply, or None if there is one."""
         plan, num_context = self.plan, len(self.context_ids)
         num_reply_tokens = plan.max_reply_tokens if choices is None else choices.num_reply_tokens
         if not plan.has_room_behind(num_context, num_reply_tokens):
@@ -232,42 +230,48 @@ class Attempt:
         """Return the tokens and the seconds that the attempt has left."""
         max_tokens = getattr(self.environment, "max_attempt_tokens", None)
         max_s = getattr(self.environment, "max_attempt_s", None)
-        num_said = sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
-        left_tokens = math.inf if max_tokens is None else max_tokens - num_said
+        num_sampled = sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
+        left_tokens = math.inf if max_tokens is None else max_tokens - num_sampled
         return left_tokens, math.inf if max_s is None else max_s - (self.clock() - self.started_at)
 
-    def _continue(self, said: Message, new_messages: Sequence[Message]) -> None:
-        """Add the turn that answers the last reply, and make the conversation that much longer.
+    def _continue(self, reply: Message, new_messages: Sequence[Message]) -> None:
+        """Append the last reply and the world's answer to the conversation.
 
-        Its ids are never rendered again, only extended. Where it cannot be shown that this gives what the
-        model would be asked, they are given up and rendered anew: a new sample begins (`prefix_break`).
+        Its ids are extended and never rendered again. Where the extension cannot be shown to equal the model's
+        own prompt, the whole conversation is rendered and a new sample begins (`prefix_break`).
         """
-        reply, tokenizer = self.turns[-1], self.prompts.tokenizer
-        assert reply.finish_reason is not None
+        turn, tokenizer = self.turns[-1], self.prompts.tokenizer
+        assert turn.finish_reason is not None
         extension = encode_next_messages(
             tokenizer,
             self.prompts.prompt_format,
             self.history,
             new_messages,
-            reply.finish_reason,
-            said.tool_calls,
+            turn.finish_reason,
+            reply.tool_calls,
         )
-        self.history += [said, *new_messages]
-        if extension is not None and reads_as(tokenizer, reply):
+        self.history += [reply, *new_messages]
+        if extension is not None and reads_as(tokenizer, turn):
             text, new_ids = extension
             self.turns.append(Turn(role="prompt", text=text, token_ids=new_ids))
-            self.context_ids = np.concatenate([self.context_ids, reply.token_ids, new_ids])
+            self.context_ids = np.concatenate([self.context_ids, turn.token_ids, new_ids])
         else:
             text, self.context_ids = self.prompts.render(tuple(self.history))
             self.turns.append(Turn(role=RESTART, text=text, token_ids=self.context_ids))
 
     async def _generate(self, turn_index: int) -> Completion | None:
-        """Sample a reply; None if it was not done in the time that is left."""
-        plan = self.plan
+        """Sample a reply; return None if it is not complete in the time that is left."""
         left_tokens, left_s = self._left()
-        num_tokens = int(min(plan.max_reply_tokens, left_tokens))
+        num_tokens = int(min(self.plan.max_reply_tokens, left_tokens))
         self.stage_owner = FailureOwner.ENGINE
-        completion = await _in_time(self._sample(self.context_ids, num_tokens, turn_index), left_s)
+        completion: Completion | None = None
+        try:
+            async with asyncio.timeout(None if left_s == math.inf else left_s) as limit:
+                completion = await self._sample(self.context_ids, num_tokens, turn_index)
+        except TimeoutError:
+            # A time-out of the engine's own is a failure.
+            if not limit.expired():
+                raise
         if completion is not None:
             # A reply whose parts do not fit together is the engine's failure too.
             self.turns.append(spoken_turn(completion))
@@ -292,13 +296,12 @@ class Attempt:
         completion = await self.engine.generate(request)
         self.seconds["generate"] += self.clock() - started_at
         if completion.logprobs is None:
-            # The turn would count as not sampled.
+            # Without them the turn would count as not sampled.
             raise EngineError("the engine returned a reply without log-probabilities; the rollout is masked")
         return completion
 
     async def _let_act(self, act: Callable[[Recorder], Awaitable[None]]) -> Outcome | Stop:
-        """Have a program ask the model as it likes; what it was told and said are the turns."""
-        plan = self.plan
+        """Let a program call the model as it likes; the recorded calls become the turns."""
         failures: list[Failure] = []
 
         async def sample(prompt_ids: IntArray, num_tokens: int, stream: int) -> Completion:
@@ -308,15 +311,15 @@ class Attempt:
                     raise EngineError("the engine gave up on the reply")
                 return completion
             assert caught.failure is not None
-            # The program may well go on without this reply; the attempt is lost all the same.
+            # The program may go on without this reply; the attempt is lost all the same.
             failures.append(caught.failure)
             raise EngineError(caught.failure.detail)
 
         recorder = Recorder(
             self.prompts,
             sample,
-            max_reply_tokens=plan.max_reply_tokens,
-            max_positions=plan.max_positions,
+            max_reply_tokens=self.plan.max_reply_tokens,
+            max_positions=self.plan.max_positions,
             max_tokens=getattr(self.environment, "max_attempt_tokens", None),
         )
         try:
@@ -328,7 +331,7 @@ class Attempt:
         refusal = recorder.refusal
         if caught.failure is not None and (refusal is None or not recorder.num_calls):
             failures.append(caught.failure)
-        # What failed in the engine, whatever the program made of it.
+        # An engine failure counts however the program handled it.
         if failures:
             return Outcome(parts={}, failure=failures[0])
         if not recorder.num_calls:
@@ -339,31 +342,24 @@ class Attempt:
         return Stop.TIME if recorder.is_late else Stop.DONE
 
     def _encode_choices(self) -> EncodedChoices | None:
-        """Return the replies to choose from, or None where the policy writes."""
+        """Return the replies to choose from, or None if the policy writes its reply."""
         choices: tuple[str, ...] = getattr(self.environment, "choices", ())
         if not choices:
             return None
         prompt = self.turns[-1]
         earlier_ids = self.context_ids[: len(self.context_ids) - len(prompt.token_ids)]
-        found = encode_choices(self.prompts.tokenizer, prompt.text, choices, self.prompts.prompt_format)
-        self.turns[-1] = replace(prompt, token_ids=found.context_ids)
-        return replace(found, context_ids=np.concatenate([earlier_ids, found.context_ids]))
+        encoded = encode_choices(self.prompts.tokenizer, prompt.text, choices, self.prompts.prompt_format)
+        self.turns[-1] = replace(prompt, token_ids=encoded.context_ids)
+        return replace(encoded, context_ids=np.concatenate([earlier_ids, encoded.context_ids]))
 
     async def _choose(self, choices: EncodedChoices) -> Completion:
-        """Take the likeliest of the given replies as what the policy said."""
+        """Take the likeliest choice as the policy's reply."""
         self.stage_owner = FailureOwner.ENGINE
         started_at = self.clock()
-        chosen = await choose(self.engine, choices)
+        completion, nats = await choose(self.engine, choices)
         self.seconds["generate"] += self.clock() - started_at
-        completion = Completion(
-            token_ids=chosen.token_ids,
-            logprobs=chosen.score.logprobs,
-            text=chosen.text,
-            finish_reason=FinishReason.CHOSEN,
-            policy_version=chosen.score.policy_version,
-        )
         self.turns.append(spoken_turn(completion))
-        self.choice_nats = {f"choice_{index}_nats": nats for index, nats in enumerate(chosen.nats)}
+        self.choice_nats = {f"choice_{index}_nats": value for index, value in enumerate(nats)}
         self.stage_owner = FailureOwner.TASK
         return completion
 
@@ -371,10 +367,10 @@ class Attempt:
         started_at = self.clock()
         outcome = await self.environment.score()
         self.seconds["verify"] += self.clock() - started_at
-        given, num_replies = outcome.turn_rewards, sum(turn.is_sampled for turn in self.turns)
-        if given and (len(given) != num_replies or not all(map(math.isfinite, given))):
+        rewards, num_replies = outcome.turn_rewards, sum(turn.is_sampled for turn in self.turns)
+        if rewards and (len(rewards) != num_replies or not all(map(math.isfinite, rewards))):
             raise DataError(
-                f"score gave the turns' rewards {given!s:.80} in an attempt of {num_replies} replies",
+                f"score gave the turns' rewards {rewards!s:.80} in an attempt of {num_replies} replies",
                 allowed="Outcome.turn_rewards with one finite number for each reply, or none",
                 next_step="correct score",
             )
@@ -388,18 +384,6 @@ class Attempt:
         return replace(outcome, truncated=outcome.truncated or is_cut)
 
 
-async def _in_time(completion: Awaitable[Completion], left_s: float) -> Completion | None:
-    """Wait for a reply, and give it up at the end of the time; an engine's own time-out is its failure."""
-    if left_s == math.inf:
-        return await completion
-    waiting = asyncio.ensure_future(completion)
-    done, _ = await asyncio.wait([waiting], timeout=left_s)
-    if done:
-        return waiting.result()
-    waiting.cancel()
-    await asyncio.gather(waiting, return_exceptions=True)
-    return None
-
 
 async def run_rollout(
     environment: Environment,
@@ -412,13 +396,13 @@ async def run_rollout(
 ) -> Rollout:
     """Attempt one example once, and close the environment.
 
-    A failure of the engine, the task or its world gives a rollout without a score; its turns up to
-    there are kept. A chosen reply is recorded as greedy: nothing was drawn.
+    A failure of the engine, the task or its world gives a rollout without a score; the turns up to the
+    failure are kept. A chosen reply is recorded as greedy: nothing was drawn.
 
-    The turns alternate: 'prompt' with the ids that were added, 'assistant' with the
-    ids that were sampled, those of a stop string among them; all joined are what the engine saw and said.
-    A `RESTART` in place of a prompt holds everything anew, and what stands before it was not seen with
-    what follows (`Rollout.samples`).
+    The turns alternate between 'prompt', with the ids that were added, and 'assistant', with the ids that were
+    sampled, those of a stop string included; joined, they are the engine's input and output.
+    A `RESTART` in place of a prompt holds the whole conversation; the turns before it were no context of
+    those behind it (`Rollout.samples`).
     Units: `clock` counts seconds.
     Raises: WeightMismatch, ConfigError and cancellation, which concern the whole run.
     """
