@@ -1,13 +1,13 @@
-"""The world that the model acts in: asked, answered, stepped and scored through one rollout path.
+"""The environments that the model acts in, and the one rollout path: reset, step and score.
 
-`run_rollout` walks one attempt from reset to score, `run_group` all attempts at one example, again where
-the machine or the engine failed. A single-turn
-task is an environment with one step (`SingleTurn`); `choose_environment` alone decides which one a run has.
+`run_rollout` plays one attempt from reset to score; `run_group` plays all attempts at one example, and
+repeats those that the machine or the engine failed. A single-turn task is an environment with one step
+(`SingleTurn`); `choose_environment` alone picks a run's environment.
 An author writes a plain class with `reset`, `step` or tools, and `score` (`worlds`): `Done` ends an attempt,
-`ToolError` tells the model what cannot be done; attempts of a `Workspace` have a sandbox.
+`ToolError` reports an error to the model; attempts of a `Workspace` have a sandbox.
 Engine ids are extended, never rendered again; where that fails, a new sample begins. Failures become outcomes
-without a score, and an environment can say who owns one (`AttemptFailed`).
-Not here: how a problem is judged (`tasks`), and what is trained on (`train`).
+without a score, and an environment can name a failure's owner (`AttemptFailed`).
+Not here: the judging of replies (`tasks`), and training (`train`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from strop.environments.workspace import Workspace
     from strop.tasks.failures import AttemptFailed
 else:
-    # What an author imports is a class and an error, in processes that are started often.
+    # Lazy: authors import a class and an error, in processes that are started often.
     __getattr__ = bring_when_asked(
         __name__,
         {

@@ -41,7 +41,6 @@ class EncodedChoices:
         return max(map(len, self.replies))
 
 
-
 def encode_choices(
     tokenizer: Tokenizer, prompt: str, choices: Sequence[str], prompt_format: PromptFormat
 ) -> EncodedChoices:

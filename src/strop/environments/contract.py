@@ -1,4 +1,4 @@
-"""The seam to worlds: one environment object is one attempt, built, run once and closed."""
+"""The interface of environments: one object is one attempt, built, run once and closed."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from strop.rollout import Example, FinishReason, Message, Outcome, Split
 from strop.tool_calls import Spoken
 
 PROFILE_AREA = "profile_area"
-"""Metric of an attempt at a suite of tasks whose best scores are known: what it adds, from 0 to 1, to the
-area under the suite's performance profile. Evaluations take the mean over tasks."""
+"""Metric of an attempt at a suite of tasks with known best scores: its contribution, from 0 to 1, to the area
+under the suite's performance profile. Evaluations take the mean over tasks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """What the policy said in one turn."""
+    """The policy's reply of one turn."""
 
     text: str
     """Ends before its terminator or stop string."""
     finish_reason: FinishReason
     """EOS, STOP_STRING, LENGTH or CHOSEN; an aborted reply never becomes an action."""
     spoken: Spoken | None = None
-    """The reply taken apart, where the opening named tools."""
+    """The parsed reply, if the opening named tools."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a step or a tool of an author's environment returns to end the attempt."""
+    """A step or a tool of an author's environment returns this to end the attempt."""
 
     text: str = ""
-    """Why it ended, for people: the model does not see it."""
+    """The reason, for people: the model does not see it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """What the world answered."""
+    """The world's answer to one reply."""
 
     messages: tuple[Message, ...]
     """Shown to the policy before its next turn; empty when done."""
@@ -50,15 +50,15 @@ Other = TypeVar("Other")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kept(Generic[Made]):
-    """Where an attempt, or what it is made on, stands; others may go on from there."""
+    """A snapshot of an attempt, or of the object below it."""
 
     restore: Callable[[], Awaitable[Made]]
-    """Returns one that stands there, as often as it is called: equal replies are told the same."""
+    """Returns a new copy in that state at each call; equal replies get equal answers."""
     close: Callable[[], Awaitable[None]]
-    """Releases what is held. May be called twice."""
+    """Releases the snapshot. May be called twice."""
 
     def then(self, wrap: Callable[[Made], Other]) -> Kept[Other]:
-        """Return the same of something that is made on what is restored."""
+        """Return a snapshot that wraps each restored object."""
 
         async def restore() -> Other:
             return wrap(await self.restore())
@@ -67,34 +67,33 @@ class Kept(Generic[Made]):
 
 
 def numbers_of(split: Split, *, num_train: int, num_held_out: int) -> range:
-    """Return the numbers of a split's examples, where examples are numbers: those held out come first."""
+    """Return the numbers of a split's examples, if examples are numbers: the held-out ones come first."""
     return range(num_held_out) if split is Split.HELD_OUT else range(num_held_out, num_held_out + num_train)
 
 
 class Environment(Protocol):
-    """One attempt at one example. Every random draw comes from the seed that `reset` was given.
+    """One attempt at one example. Every random draw comes from the seed of `reset`.
 
-    An exception leaves the rollout without a score. `AttemptFailed` says whose failure it is, for example
-    `AttemptFailed(FailureOwner.INFRA, "disk_full", "no room for the workspace")`; an error of the sandbox is
-    the machine's; any other is the task's. `score` may return an outcome that holds a failure instead.
+    An exception leaves the rollout without a score. `AttemptFailed` names the failure's owner, for example
+    `AttemptFailed(FailureOwner.INFRA, "disk_full", "no room for the workspace")`; a sandbox error is owned by
+    the machine, any other by the task. `score` may return an outcome that holds a failure instead.
 
-    Optional members, asked for with `getattr`:
+    Optional members, read with `getattr`:
 
     base_stop_strings: texts that end a reply to a prompt in plain text, beside `stop_strings`.
-    choices: replies among which the policy chooses instead of writing one, since `reset`; () where it writes.
-    max_attempt_tokens: tokens that the policy may say in all its turns; then the attempt is scored. None: no
-        bound.
-    max_attempt_s: wall time from `reset` on, in seconds, with the same end; a reply that is not done by then
-        is given up. None: no bound. What `reset` waited for a place, `waited_s`, does not count.
-    snapshot: awaited, a `Kept` environment, from which others go on; or None where that is not possible yet.
-        None in its place: the attempt is played again for others.
-    act: takes a `Recorder`, and lets a program conduct the attempt, asking the model as often as it likes,
-        until the program ends; `step` is never called; `score` judges what it made. Raises: AttemptFailed.
+    choices: replies among which the policy chooses, since `reset`; () if the policy writes its reply.
+    max_attempt_tokens: tokens of all the policy's turns together; then the attempt is scored. None: no bound.
+    max_attempt_s: wall time since `reset`, in seconds, with the same end; an unfinished reply is dropped.
+        None: no bound. The time that `reset` waited for a slot, `waited_s`, does not count.
+    snapshot: a coroutine function that returns a `Kept` environment, or None if none is possible yet.
+        If the member itself is None, the attempt is replayed for its branches.
+    act: a coroutine function that takes a `Recorder` and lets a program conduct the attempt, which calls the
+        model as often as it likes; `step` is never called; `score` judges the result. Raises: AttemptFailed.
     """
 
     @property
     def max_turns(self) -> int:
-        """Turns that the policy has at most: K turns mean K replies, K steps, then the score."""
+        """Largest number of turns: K turns mean K replies, K steps, then the score."""
         ...
 
     @property
@@ -107,14 +106,14 @@ class Environment(Protocol):
         ...
 
     async def step(self, action: Action) -> StepResult:
-        """Take one reply. Called for every reply, the last one before a limit included.
+        """Take one reply. Called for every reply, including the last one before a limit.
 
         Raises: DataError before `reset` or after the attempt is done.
         """
         ...
 
     async def score(self) -> Outcome:
-        """Judge the attempt; works without any step and after a limit, then giving the floor.
+        """Judge the attempt; works without any step, and after a limit, then giving the floor.
 
         Raises: DataError before `reset`.
         """

@@ -1,10 +1,10 @@
-"""How a conversation goes on: its opening as ids, and the ids between a reply and the next one.
+"""Token ids of a growing conversation: its opening, and the ids between a reply and the next one.
 
-What the engine sampled stays as it is, and only new text is encoded: rendering a reply again can give other
-ids than were sampled (TOK-5). The chat template is asked only for the text between a reply and the next one,
-with a stand-in for the reply, and it must write the stand-in right behind the prompt that the reply answered.
-The reply's ids must read as its text. Where either fails, the caller renders everything anew, and a new
-training sample begins there.
+Sampled ids are never changed, and only new text is encoded: rendering a reply again can give other ids than
+were sampled (TOK-5). The chat template renders only the text between a reply and the next one, with a
+stand-in for the reply, and must write the stand-in right behind the prompt that the reply answered.
+The reply's ids must decode to its text. If either fails, the caller renders the whole conversation again, and
+a new training sample begins there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PromptCache:
 
     @property
     def call_format(self) -> CallFormat:
-        """How the model writes that it calls a tool."""
+        """The model's syntax of tool calls."""
         return call_format_of(self.tokenizer, self.prompt_format)
 
     def render(self, messages: tuple[Message, ...]) -> tuple[str, IntArray]:
@@ -51,11 +51,11 @@ class PromptCache:
 
 
 def reads_as(tokenizer: Tokenizer, reply: Turn) -> bool:
-    """Whether a reply's ids are its text, before the terminator or the stop string that ended it."""
+    """Whether a reply's ids decode to its text, up to the terminator or the stop string that ended it."""
     is_ended = reply.finish_reason is FinishReason.EOS
-    said = tokenizer.decode(reply.token_ids[:-1] if is_ended else reply.token_ids)
+    decoded = tokenizer.decode(reply.token_ids[:-1] if is_ended else reply.token_ids)
     is_stopped = reply.finish_reason is FinishReason.STOP_STRING
-    return said.startswith(reply.text) if is_stopped else said == reply.text
+    return decoded.startswith(reply.text) if is_stopped else decoded == reply.text
 
 
 def encode_next_messages(
@@ -66,12 +66,11 @@ def encode_next_messages(
     finish_reason: FinishReason,
     calls: tuple[ToolCall, ...] = (),
 ) -> tuple[str, IntArray] | None:
-    """Return text and ids that stand between the last reply and the next one.
+    """Return text and ids between the last reply and the next one.
 
-    `history` holds all messages up to the last reply, which is not among them; `calls` are those of the reply
-    that `new_messages` answer; `prompt_format` is resolved. A terminator that the policy sampled is not
-    repeated. None if the template writes the history differently once a reply follows, so that the ids cannot
-    be extended.
+    `history` holds all messages before the last reply; `calls` are the tool calls of that reply;
+    `prompt_format` is resolved. A terminator that the policy sampled is not repeated. None if the template
+    renders the history differently once a reply follows, so that the ids cannot be extended.
     """
     if prompt_format is PromptFormat.BASE:
         spelled = spell_tools((*history, *new_messages))[len(history) :]
@@ -83,7 +82,7 @@ def encode_next_messages(
     full, _ = render_prompt(tokenizer, (*history, stand_in, *new_messages), prompt_format)
     terminator = tokenizer.token_text(tokenizer.eos_id)
     if calls:
-        # Between the stand-in and its terminator the template writes the calls, in whichever way.
+        # Between the stand-in and its terminator the template writes the calls in its own syntax.
         spoken = tokenizer.render(whole[: len(history) + 1], tools=tools, is_reply_next=False)
         end = spoken.rfind(terminator)
         if end < len(before) or not spoken.startswith(before) or not full.startswith(spoken[:end]):
@@ -101,7 +100,7 @@ def encode_next_messages(
 
 
 def spoken_turn(completion: Completion) -> Turn:
-    """Return a reply as the turn that it is."""
+    """Return a completion as a turn."""
     return Turn(
         role="assistant",
         text=completion.text,
@@ -114,15 +113,15 @@ def spoken_turn(completion: Completion) -> Turn:
 
 
 def take_apart(prompts: PromptCache, completion: Completion, tools: tuple[str, ...], turn: int) -> Spoken:
-    """Read thinking, prose and calls of a reply, whose marks may be special tokens.
+    """Parse thinking, prose and calls of a reply, whose marks may be special tokens.
 
-    `tools` are functions in the form of OpenAI's chat API, as JSON; `turn` is in the ids of calls.
+    `tools` are functions in the form of OpenAI's chat API, as JSON; the ids of calls contain `turn`.
     """
     text, ids = completion.text, completion.token_ids
     if tools and completion.finish_reason is not FinishReason.STOP_STRING:
         is_ended = completion.finish_reason is FinishReason.EOS
         text = prompts.tokenizer.decode(ids[:-1] if is_ended else ids, with_special=True)
     functions = [json.loads(tool)["function"] for tool in tools]
-    schemas = {one["name"]: one.get("parameters") or {} for one in functions}
+    schemas = {function["name"]: function.get("parameters") or {} for function in functions}
     spoken = read_reply(text, prompts.call_format, schemas)
     return replace(spoken, calls=name_calls(spoken.calls, turn))

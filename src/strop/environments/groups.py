@@ -1,11 +1,11 @@
 """The attempts at one example, which are compared with each other.
 
-What the machine or the engine failed at is attempted again, with the same seeds: the attempt is then what it
-would have been. What the task or its world failed at would fail again.
+An attempt that the machine or the engine failed is repeated with the same seeds, and is then what it would
+have been. A failure of the task or its world would only happen again.
 
-Attempts may share their first turns: these are played once, and each goes on from a copy of the world, with
-what was told and said as exact ids. A world that cannot be copied is played again, with the same seed and the
-same replies, and must tell the same.
+Attempts may share their first turns: these are played once, and each attempt goes on from a copy of the
+world, with the exact ids so far. A world that cannot be copied is replayed with the same seed and the same
+replies, and must answer the same.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from strop.tasks.failures import AttemptFailed
 from strop.tokenizer import Tokenizer
 
 MAX_REFILLS = 2
-"""How often an attempt is made again at most."""
+"""Largest number of repetitions of an attempt."""
 NUM_REFILLS = "num_refills"
-"""Metric of an attempt that was made again: how often."""
+"""Metric of a repeated attempt: the number of repetitions."""
 _PAUSE_S = 0.1
-"""Before an attempt is made again for the first time; twice as long before the second."""
+"""Pause before the first repetition; the second waits twice as long."""
 _REFILLED = (FailureOwner.INFRA, FailureOwner.ENGINE)
 Result = TypeVar("Result")
 
@@ -42,11 +42,11 @@ async def run_group(
     tokenizer: Tokenizer,
     plans: Sequence[RolloutPlan],
 ) -> Group:
-    """Attempt one example several times at once; the prompt is rendered and encoded once.
+    """Attempt one example several times concurrently; the prompt is rendered and encoded once.
 
-    The rollouts stand in the order of the plans. For a task: `choose_environment(task)`.
-    Raises: DataError if there is no plan or the plans differ in example or prompt format; else
-        like `run_rollout`, after the other rollouts were cancelled. ConfigError if no turns can be shared.
+    The rollouts are in the order of the plans. For a task, `make_environment` is `choose_environment(task)`.
+    Raises: DataError if there is no plan or the plans differ in example or prompt format; ConfigError if no
+        turns can be shared; else like `run_rollout`, after the other rollouts were cancelled.
     """
     if len({(plan.example.example_id, str(plan.prompt_format)) for plan in plans}) != 1:
         num_examples = len({plan.example.example_id for plan in plans})
@@ -55,9 +55,9 @@ async def run_group(
         )
     prompts = PromptCache(tokenizer, plans[0].prompt_format)
     trees = _Trees(make_environment, engine, prompts)
-    number = plans[0].num_branches
-    grown = [trees.grow(plans[start : start + number]) for start in range(0, len(plans), number)]
-    rollouts = [rollout for tree in await _run_all(grown) for rollout in tree]
+    size = plans[0].num_branches
+    growing = [trees.grow(plans[start : start + size]) for start in range(0, len(plans), size)]
+    rollouts = [rollout for tree in await _run_all(growing) for rollout in tree]
     return Group(example=plans[0].example, rollouts=tuple(rollouts))
 
 
@@ -69,9 +69,9 @@ async def run_groups(
     *,
     on_group: Callable[[], None] | None = None,
 ) -> list[Group]:
-    """Attempt several examples at once, each several times; groups stand in the order of the plans.
+    """Attempt several examples concurrently, each several times; groups are in the order of the plans.
 
-    `on_group` is called whenever a group is done, so that a watcher sees long stages move.
+    `on_group` is called after each group, so that a watcher sees progress in long stages.
     Raises: like `run_group`, after every other group was cancelled.
     """
 
@@ -85,7 +85,7 @@ async def run_groups(
 
 
 class _Trees:
-    """Makes attempts, alone or from turns that they share."""
+    """Runs attempts, alone or in trees that share their first turns."""
 
     def __init__(
         self, make_environment: Callable[[], Environment], engine: Engine, prompts: PromptCache
@@ -95,21 +95,31 @@ class _Trees:
         self._prompts = prompts
 
     async def grow(self, plans: Sequence[RolloutPlan]) -> list[Rollout]:
-        """Play what attempts share with the first plan's streams, and have every plan go on from there.
+        """Play the shared turns with the first plan's random streams; every plan goes on from there.
 
-        Where that attempt ends before, the other plans are attempts of their own.
+        If the shared attempt ends before it branches, the other plans are attempted from the start.
         """
         first, *others = plans
         if not others:
             return [await _refill(partial(self._attempt, first))]
-        kept: list[tuple[Attempt, Kept[Environment]]] = []
-        rollout = await _refill(partial(self._play_shared, first, kept))
-        if not kept:
+        trunks: list[tuple[Attempt, Kept[Environment]]] = []
+        rollout = await _refill(partial(self._play_shared, first, trunks))
+        if not trunks:
             alone = [_refill(partial(self._attempt, plan)) for plan in others]
             return [rollout, *await _run_all(alone)]
-        ((shared, snapshot),) = kept
+        ((shared, snapshot),) = trunks
+
+        async def go_on(plan: RolloutPlan) -> Rollout:
+            attempt = shared.fork(plan)
+
+            async def walk() -> Outcome | None:
+                attempt.environment = await snapshot.restore()
+                return await attempt.run()
+
+            return await attempt.conclude(walk())
+
         try:
-            return await _run_all([_refill(partial(self._go_on, shared, snapshot, plan)) for plan in plans])
+            return await _run_all([_refill(partial(go_on, plan)) for plan in plans])
         finally:
             await snapshot.close()
 
@@ -117,28 +127,25 @@ class _Trees:
         attempt = self._begin(plan)
         return await attempt.conclude(attempt.run())
 
-    async def _play_shared(self, plan: RolloutPlan, kept: list[tuple[Attempt, Kept[Environment]]]) -> Rollout:
-        """Walk to the first place behind the shared turns that can be kept, or to the end."""
+    async def _play_shared(
+        self, plan: RolloutPlan, trunks: list[tuple[Attempt, Kept[Environment]]]
+    ) -> Rollout:
+        """Play to the first turn behind the shared ones where a snapshot is possible, or to the end."""
         attempt = self._begin(plan)
 
         async def walk() -> Outcome | None:
             _require_branching(attempt)
             until = plan.num_shared_turns
             while (outcome := await attempt.run(until)) is None:
-                if (snapshot := await _take_snapshot(attempt, self._make_environment)) is not None:
-                    kept.append((attempt, snapshot))
+                take = getattr(attempt.environment, "snapshot", None)
+                snapshot: Kept[Environment] | None = (
+                    _replay(attempt, self._make_environment) if take is None else await take()
+                )
+                if snapshot is not None:
+                    trunks.append((attempt, snapshot))
                     return None
                 until += 1
             return outcome
-
-        return await attempt.conclude(walk())
-
-    async def _go_on(self, shared: Attempt, snapshot: Kept[Environment], plan: RolloutPlan) -> Rollout:
-        attempt = shared.fork(plan)
-
-        async def walk() -> Outcome | None:
-            attempt.environment = await snapshot.restore()
-            return await attempt.run()
 
         return await attempt.conclude(walk())
 
@@ -149,7 +156,7 @@ class _Trees:
 
 
 def _require_branching(attempt: Attempt) -> None:
-    """Refuse attempts that no others can go on from. Raises: ConfigError."""
+    """Refuse attempts that cannot branch. Raises: ConfigError."""
     environment, plan = attempt.environment, attempt.plan
     is_conducted = getattr(environment, "act", None) is not None
     if is_conducted or environment.max_turns <= plan.num_shared_turns:
@@ -165,19 +172,10 @@ def _require_branching(attempt: Attempt) -> None:
         )
 
 
-async def _take_snapshot(
-    attempt: Attempt, make_environment: Callable[[], Environment]
-) -> Kept[Environment] | None:
-    """Keep where an attempt's world stands; None where that is not possible yet."""
-    take = getattr(attempt.environment, "snapshot", None)
-    kept: Kept[Environment] | None = _play_again(attempt, make_environment) if take is None else await take()
-    return kept
-
-
-def _play_again(attempt: Attempt, make_environment: Callable[[], Environment]) -> Kept[Environment]:
-    """Keep what was said and told up to now, to come to the same place by it."""
+def _replay(attempt: Attempt, make_environment: Callable[[], Environment]) -> Kept[Environment]:
+    """Return a snapshot that is restored by replaying the actions so far in a fresh world."""
     example, seed = attempt.plan.example, attempt.world_seed
-    actions, expected = tuple(attempt.actions), tuple(attempt.told)
+    actions, expected = tuple(attempt.actions), tuple(attempt.world_messages)
 
     async def restore() -> Environment:
         environment = make_environment()
@@ -195,28 +193,27 @@ def _play_again(attempt: Attempt, make_environment: Callable[[], Environment]) -
     return Kept(restore, close)
 
 
-def _require_equal(number: int, told: tuple[Message, ...], expected: tuple[Message, ...]) -> None:
-    """Refuse a world that says anything else when it is played again. Raises: AttemptFailed, the task's."""
-    if tuple(told) != expected:
-        detail = f"after {number} equal replies the world says {told!r:.200}, and said {expected!r:.200}"
+def _require_equal(number: int, messages: tuple[Message, ...], expected: tuple[Message, ...]) -> None:
+    """Refuse a world that answers differently when it is replayed. Raises: AttemptFailed (of the task)."""
+    if tuple(messages) != expected:
+        detail = f"after {number} equal replies the world says {messages!r:.200}, and said {expected!r:.200}"
         raise AttemptFailed(FailureOwner.TASK, "snapshot_mismatch", detail)
 
 
 async def _run_all(works: Sequence[Coroutine[Any, Any, Result]]) -> list[Result]:
-    """Do all at once. Raises: what the first of them raises, after the others were cancelled."""
-    running = [asyncio.ensure_future(work) for work in works]
+    """Run the coroutines concurrently. If one raises, cancel the others and re-raise."""
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
-        return await asyncio.gather(*running)
+        return await asyncio.gather(*tasks)
     finally:
-        # Where one ended the run, the others must not go on behind it. Not a task group: it would wrap the
-        # one exception that ended the run in a group.
-        for one in running:
-            one.cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        # Not a task group: it would wrap the one exception that ends the run in a group.
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _refill(attempt: Callable[[], Awaitable[Rollout]]) -> Rollout:
-    """Make an attempt, and again what the machine or the engine took from it; the last one counts."""
+    """Make an attempt, and repeat it while the machine or the engine fails; the last one counts."""
     num_refills = 0
     while True:
         rollout = await attempt()

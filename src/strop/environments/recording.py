@@ -1,9 +1,9 @@
-"""What a program that asks the model has seen and said: exact ids of every call, as the turns of a rollout.
+"""Record the model calls of a program with exact token ids, as the turns of a rollout.
 
 A program sends the whole conversation with each call. A call whose messages begin with those of an earlier
-one and its reply goes on behind the ids that were sampled then; they are matched by value, for clients write
-JSON anew and leave thinking out. Any other call begins a sample of its own: a new conversation, an edited
-history, a branch. No sampled token is trained twice, and a reply that no client received not at all.
+call and its reply continues the ids sampled then; messages are compared by value, because clients rewrite
+JSON and drop thinking. Any other call begins a new sample: a new conversation, an edited history, a branch.
+No sampled token is trained twice, and a reply that no client received not at all.
 """
 
 from __future__ import annotations
@@ -30,39 +30,39 @@ _SEED_BITS = 31
 
 
 class CallTooLong(Exception):
-    """A call for which the model has no room."""
+    """The prompt of a call leaves no room in the context."""
 
 
 class CallsUsedUp(Exception):
-    """A call beyond the tokens that an attempt may have."""
+    """The attempt's token budget is used up."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Call:
-    """One call, answered."""
+    """One answered call."""
 
     messages: tuple[Message, ...]
-    """All that the program sent, but for the tools and what the model thought."""
+    """The program's messages, without tools and thinking."""
     said: Message
-    """The reply, as history."""
+    """The reply, as a message of the history."""
     spoken: Spoken
     prompt: Turn
-    """What was added behind the parent's reply; everything where there is no parent."""
+    """The text behind the parent's reply; without a parent, the whole prompt."""
     prompt_ids: IntArray
-    """Everything that the model was asked with."""
+    """The whole prompt."""
     reply: Turn
     parent: Call | None
     is_delivered: bool = True
-    """Whether the client was there to get the reply."""
+    """Whether the client received the reply."""
     children: list[Call] = field(default_factory=list)
 
 
 Sample = Callable[[IntArray, int, int], Awaitable[Completion]]
-"""(prompt ids, tokens at most, name of the random stream) -> reply."""
+"""(prompt ids, largest number of tokens, id of the random stream) -> reply."""
 
 
 class Recorder:
-    """Asks the model for one rollout's program. Calls may overlap."""
+    """Calls the model for one rollout's program, and records the calls. Calls may overlap."""
 
     def __init__(
         self,
@@ -73,27 +73,27 @@ class Recorder:
         max_positions: int | None,
         max_tokens: int | None = None,
     ) -> None:
-        """`max_tokens`: sampled in all calls together."""
+        """`max_tokens`: the budget of sampled tokens of all calls together."""
         self._prompts = prompts
         self._sample = sample
         self._max_reply_tokens = max_reply_tokens
         self.max_positions = max_positions
-        """Tokens that the model can look at; None: unknown."""
+        """The model's context length; None: unknown."""
         self._max_tokens = max_tokens
         self._calls: list[Call] = []
         self._by_history: dict[tuple[Any, ...], Call] = {}
-        """Each call by the values of its messages with the reply behind them."""
+        """Each call by the keys of its messages and its reply."""
         self._times_asked: Counter[bytes] = Counter()
         self._num_asked = 0
-        self._num_said = 0
-        self._num_set_aside = 0
-        self._given_back = asyncio.Condition()
+        self._num_sampled = 0
+        self._num_reserved = 0
+        self._released = asyncio.Condition()
         self.refusal: CallTooLong | CallsUsedUp | None = None
-        """Why the newest call was refused: the policy has used up its room. None where it was not."""
+        """Why the newest call was refused; None if it was not."""
         self.is_sealed = False
-        """Whether the attempt is over, so that no call is answered any more."""
+        """Whether the attempt is over; then no call is answered."""
         self.is_late = False
-        """Whether the program was ended at its time."""
+        """Whether the program was stopped at its time limit."""
 
     @property
     def num_calls(self) -> int:
@@ -102,7 +102,7 @@ class Recorder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The model's."""
+        """The model's tokenizer."""
         return self._prompts.tokenizer
 
     async def ask(
@@ -115,16 +115,16 @@ class Recorder:
     ) -> Call:
         """Sample a reply to a conversation.
 
-        `tools` are functions in the form of OpenAI's chat API, as JSON. `is_one_call`: of the calls of tools
-        in a reply the program gets the first alone; the ids stay as they are.
-        Raises: CallTooLong, CallsUsedUp; ConfigError if the model cannot be asked so; EngineError.
+        `tools` are functions in the form of OpenAI's chat API, as JSON. `is_one_call`: the program gets only
+        the first tool call of a reply; the ids stay unchanged.
+        Raises: CallTooLong, CallsUsedUp; ConfigError if the template cannot render the messages; EngineError.
         """
         posed = _pose(messages, tools)
         parent, prompt, prompt_ids = self._continue(posed, tools)
         completion = await self._complete(prompt_ids, max_tokens)
         spoken = take_apart(self._prompts, completion, tools, self._num_asked)
         if completion.finish_reason is FinishReason.LENGTH:
-            # A reply that was cut has no calls: what looks whole may have gone on.
+            # A reply that was cut has no calls: one that looks complete may have gone on.
             spoken = replace(spoken, calls=())
         if is_one_call:
             spoken = replace(spoken, calls=spoken.calls[:1])
@@ -143,16 +143,16 @@ class Recorder:
     async def ask_ids(self, prompt_ids: IntArray, max_tokens: int | None = None) -> Call:
         """Sample a reply to a prompt that the program rendered.
 
-        One that begins with an earlier prompt and its reply goes on from these.
+        A prompt that begins with an earlier prompt and its reply continues that call.
         Raises: as `ask`.
         """
         wholes = [(call, np.concatenate([call.prompt_ids, call.reply.token_ids])) for call in self._calls]
-        known = [
+        parents = [
             (call, len(whole))
             for call, whole in wholes
             if len(whole) < len(prompt_ids) and np.array_equal(whole, prompt_ids[: len(whole)])
         ]
-        parent, length = max(known, key=lambda one: one[1], default=(None, 0))
+        parent, length = max(parents, key=lambda pair: pair[1], default=(None, 0))
         new_ids = prompt_ids[length:]
         text = self._prompts.tokenizer.decode(new_ids, with_special=True)
         completion = await self._complete(prompt_ids, max_tokens)
@@ -170,7 +170,7 @@ class Recorder:
 
     async def _complete(self, prompt_ids: IntArray, max_tokens: int | None) -> Completion:
         """Sample a reply. Raises: as `ask`."""
-        wanted = await self._take_room(len(prompt_ids), max_tokens)
+        num_tokens = await self._reserve(len(prompt_ids), max_tokens)
         self._num_asked += 1
         digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest()
         stream = hashlib.blake2b(
@@ -179,12 +179,12 @@ class Recorder:
         self._times_asked[digest] += 1
         try:
             seed = int.from_bytes(stream, "little") % 2**_SEED_BITS
-            completion = await self._sample(prompt_ids, wanted, seed)
-            self._num_said += len(completion.token_ids)
+            completion = await self._sample(prompt_ids, num_tokens, seed)
+            self._num_sampled += len(completion.token_ids)
         finally:
-            async with self._given_back:
-                self._num_set_aside -= wanted
-                self._given_back.notify_all()
+            async with self._released:
+                self._num_reserved -= num_tokens
+                self._released.notify_all()
         return completion
 
     def _keep(self, call: Call) -> Call:
@@ -194,7 +194,7 @@ class Recorder:
         return call
 
     def turns(self) -> tuple[Turn, ...]:
-        """Return everything as the turns of a rollout: one conversation behind the other, by first call."""
+        """Return all calls as the turns of a rollout, one conversation after the other, by first call."""
         turns: list[Turn] = []
         kept = [call for call in self._calls if call.is_delivered or call.children]
         is_placed: set[int] = set()
@@ -204,19 +204,19 @@ class Recorder:
                 is_placed.add(id(call))
                 prompt = replace(call.prompt, role="prompt" if call is not first or not turns else RESTART)
                 if call is first and call.parent is not None:
-                    # A branch: what it shares with the others is context here.
+                    # A branch: the shared prefix is context here.
                     text = self._prompts.tokenizer.decode(call.prompt_ids, with_special=True)
                     prompt = replace(prompt, text=text, token_ids=call.prompt_ids)
                 turns += [prompt, call.reply]
                 call = next((child for child in call.children if child in kept), None)
         return tuple(turns)
 
-    async def _take_room(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
-        """Return how many tokens a reply may have, and set them aside; others under way may be waited for.
+    async def _reserve(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
+        """Reserve the tokens of a reply and return their number; waits for running calls to release some.
 
         Raises: CallTooLong, CallsUsedUp.
         """
-        wanted = min(max_tokens or self._max_reply_tokens, self._max_reply_tokens)
+        num_tokens = min(max_tokens or self._max_reply_tokens, self._max_reply_tokens)
         if self.max_positions is not None:
             room = self.max_positions - num_prompt_tokens
             if room < 1:
@@ -225,29 +225,29 @@ class Recorder:
                     f" have {num_prompt_tokens}"
                 )
                 raise self.refusal
-            wanted = min(wanted, room)
+            num_tokens = min(num_tokens, room)
         if self._max_tokens is not None:
-            async with self._given_back:
-                await self._given_back.wait_for(
-                    lambda: not self._num_set_aside or self._count_left() >= wanted
+            async with self._released:
+                await self._released.wait_for(
+                    lambda: not self._num_reserved or self._count_left() >= num_tokens
                 )
-            wanted = min(wanted, self._count_left())
-            if wanted < 1:
+            num_tokens = min(num_tokens, self._count_left())
+            if num_tokens < 1:
                 self.refusal = CallsUsedUp(f"the attempt has had its {self._max_tokens} tokens")
                 raise self.refusal
-        self._num_set_aside += wanted
+        self._num_reserved += num_tokens
         self.refusal = None
-        return wanted
+        return num_tokens
 
     def _count_left(self) -> int:
-        """Return how many tokens are neither sampled nor set aside, of those that an attempt may have."""
+        """Return how many tokens of the attempt's budget are neither sampled nor reserved."""
         assert self._max_tokens is not None
-        return self._max_tokens - self._num_said - self._num_set_aside
+        return self._max_tokens - self._num_sampled - self._num_reserved
 
     def _continue(
         self, messages: tuple[Message, ...], tools: tuple[str, ...]
     ) -> tuple[Call | None, Turn, IntArray]:
-        """Return the call that this one goes on from, what is new, and the ids of everything."""
+        """Return the parent call, the new prompt text, and the ids of the whole prompt."""
         keys, bare = tuple(map(_key, messages)), _without_reasoning(messages)
         for length in range(len(keys) - 1, 0, -1):
             parent = self._by_history.get((tools, *keys[:length]))
@@ -258,7 +258,7 @@ class Recorder:
         try:
             text, ids = self._prompts.render(messages)
         except ConfigError:
-            # Clients send back what the model thought; many templates have no place for it.
+            # Clients send back the model's thinking; many templates cannot render it.
             text, ids = self._prompts.render(bare)
         return None, Turn(role=RESTART, text=text, token_ids=ids), ids
 
@@ -274,7 +274,7 @@ class Recorder:
 
 
 def _pose(messages: Sequence[Message], tools: tuple[str, ...]) -> tuple[Message, ...]:
-    """Return messages of which the first that is a user's, or else the first, says which tools there are."""
+    """Add the tools to the first user message, or to the first message if there is none."""
     if not tools:
         return tuple(messages)
     places = [index for index, message in enumerate(messages) if message.role == "user"]
@@ -291,7 +291,7 @@ def _without_reasoning(messages: tuple[Message, ...]) -> tuple[Message, ...]:
 
 
 def _key(message: Message) -> tuple[Any, ...]:
-    """Return what of a message must be equal for the next call to go on from it."""
+    """Return the parts of a message that must be equal for a later call to continue from it."""
     calls = tuple(
         (call.name, json.dumps(json.loads(call.arguments), sort_keys=True)) for call in message.tool_calls
     )

@@ -237,8 +237,8 @@ class Attempt:
     def _continue(self, reply: Message, new_messages: Sequence[Message]) -> None:
         """Append the last reply and the world's answer to the conversation.
 
-        Its ids are extended and never rendered again. Where the extension cannot be shown to equal the model's
-        own prompt, the whole conversation is rendered and a new sample begins (`prefix_break`).
+        Its ids are extended and never rendered again. Where the extension cannot be shown to equal the
+        rendered prompt, the whole conversation is rendered and a new sample begins (`prefix_break`).
         """
         turn, tokenizer = self.turns[-1], self.prompts.tokenizer
         assert turn.finish_reason is not None
@@ -384,7 +384,6 @@ class Attempt:
         return replace(outcome, truncated=outcome.truncated or is_cut)
 
 
-
 async def run_rollout(
     environment: Environment,
     engine: Engine,
@@ -399,8 +398,8 @@ async def run_rollout(
     A failure of the engine, the task or its world gives a rollout without a score; the turns up to the
     failure are kept. A chosen reply is recorded as greedy: nothing was drawn.
 
-    The turns alternate between 'prompt', with the ids that were added, and 'assistant', with the ids that were
-    sampled, those of a stop string included; joined, they are the engine's input and output.
+    The turns alternate between 'prompt', with the ids that were added, and 'assistant', with the sampled ids,
+    those of a stop string included; joined, they are the engine's input and output.
     A `RESTART` in place of a prompt holds the whole conversation; the turns before it were no context of
     those behind it (`Rollout.samples`).
     Units: `clock` counts seconds.

@@ -1,4 +1,4 @@
-"""A task whose attempt is one reply, as a world of one turn; and which world a task has."""
+"""The environment of single-turn tasks, and the choice of a task's environment."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SingleTurn:
         self.choices: tuple[str, ...] = ()
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Pose the example; the seed has nothing to decide here."""
+        """Pose the example; the seed has no effect here."""
         self._example = example
         self._reply = None
         limits = limits_of(self._task, example)
@@ -38,7 +38,7 @@ class SingleTurn:
         return self._task.render(example)
 
     async def step(self, action: Action) -> StepResult:
-        """Keep the reply; the attempt is over."""
+        """Keep the reply, and end the attempt."""
         if self._example is None or self._reply is not None:
             when = "before reset" if self._example is None else "after its end"
             raise DataError(f"{self._task.name}: step called {when}")
@@ -46,23 +46,20 @@ class SingleTurn:
         return StepResult(messages=(), done=True)
 
     async def score(self) -> Outcome:
-        """Have the reply judged; a score that the task cannot give is a failure of the task's."""
+        """Judge the reply; a score outside the task's limits is the task's failure."""
         if self._example is None:
             raise DataError(f"{self._task.name}: score called before reset")
         outcome = await self._judge.judge(self._example, "" if self._reply is None else self._reply.text)
         return within_bounds(outcome, limits_of(self._task, self._example))
 
     async def close(self) -> None:
-        """Hold nothing, release nothing."""
+        """Do nothing: there is nothing to release."""
 
 
 def choose_environment(task: Task, judge: Judge | None = None) -> Callable[[], Environment]:
-    """Return what makes an attempt at an example of a task: in its own world, or one reply and its judgement.
+    """Return a factory of the task's environment: its own world, or `SingleTurn`.
 
     Without a judge, replies are judged in this process.
     """
     world = world_of(task)
-    make_environment: Callable[[], Environment] = (
-        partial(SingleTurn, task, judge) if world is None else partial(world.make_environment, judge)
-    )
-    return make_environment
+    return partial(SingleTurn, task, judge) if world is None else partial(world.make_environment, judge)
