@@ -1,6 +1,6 @@
-"""The process in which an environment of the user's is looked at: `python -m strop.environments.looking FD`.
+"""The process that inspects a user's environment: `python -m strop.environments.looking FD`.
 
-It answers as `tasks.user.posing` does, and says what the class shows of itself.
+It answers like `tasks.user.posing`, and adds the class's `facts` (`read_facts`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from strop.user_code.probe import answer_order
 def main(descriptor: int) -> None:
     """Answer one order: the settings, as the class completed them."""
 
-    def look(found: Any, order: Mapping[str, Any]) -> dict[str, Any]:
-        return {**pose(found, order), "facts": read_facts(make_task(found, order["values"]))}
+    def look(kind: Any, order: Mapping[str, Any]) -> dict[str, Any]:
+        return {**pose(kind, order), "facts": read_facts(make_task(kind, order["values"]))}
 
     answer_order(descriptor, look)
 

@@ -1,7 +1,7 @@
-"""The object of an author's class that an attempt is made on, and what its class shows from outside.
+"""The object of an author's class behind one attempt, and the facts of its class.
 
-`WorldObject` is what an attempt asks of it, wherever it lives: `ObjectHere` in this process, the process
-inside a sandbox among them; `sandboxed` in a sandbox.
+`WorldObject` is the interface of an attempt to it: `ObjectHere` holds the object in this process (also inside
+a sandbox), `SandboxedObject` asks a process in a sandbox.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from strop.rollout import Example, Message, Outcome, ToolCall
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ObjectLimits:
-    """What one request to an object may take, and may give."""
+    """Limits of one request to an object."""
 
     tool_limit_s: float
     max_observation_chars: int
 
 
 class WorldObject(Protocol):
-    """One attempt, as its author's class plays it. Whatever the class raises is the task's failure."""
+    """One attempt, as its author's class plays it. An exception of the class is the task's failure."""
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Make the object, and have it open the attempt."""
+        """Make the object, and open the attempt."""
         ...
 
     async def step(self, text: str) -> tuple[tuple[Message, ...], bool]:
-        """Return what the policy is told, and whether the attempt is over."""
+        """Return the messages to the policy, and whether the attempt is over."""
         ...
 
     async def call(self, call: ToolCall) -> tuple[str, bool]:
@@ -44,11 +44,11 @@ class WorldObject(Protocol):
         ...
 
     async def score(self) -> Outcome:
-        """Have the attempt scored."""
+        """Score the attempt."""
         ...
 
     async def close(self) -> None:
-        """Release what it holds. May be called twice, and before `reset`."""
+        """Release its resources. May be called twice, and before `reset`."""
         ...
 
 
@@ -65,7 +65,7 @@ class ObjectHere:
         self._heard: Heard | None = None
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Make a new object, and have it open the attempt."""
+        """Make a new object, and open the attempt."""
         if are_prints_kept():
             self._heard = Heard(f"{example.task} {example.example_id} seed {seed}")
         with hearing(self._heard):
@@ -73,7 +73,7 @@ class ObjectHere:
             return to_messages(await _finished(self._own.reset(example, seed)))
 
     async def step(self, text: str) -> tuple[tuple[Message, ...], bool]:
-        """Give a reply to the object."""
+        """Pass a reply to the object."""
         with hearing(self._heard):
             returned = await _finished(self._own.step(text))
         is_over = isinstance(returned, Done)
@@ -83,26 +83,26 @@ class ObjectHere:
         return (Message(role="user", content=cut_text(shown, self._limits.max_observation_chars)),), is_over
 
     async def call(self, call: ToolCall) -> tuple[str, bool]:
-        """Call a tool; what it returns is a text within the budget."""
+        """Call a tool; its result is a text within the budget."""
         limits = self._limits
         with hearing(self._heard):
             return await call_tool(
                 self._own,
                 _tools_of(type(self._own)),
                 call,
-                # A workspace ends by itself what takes too long.
+                # A workspace ends slow commands itself.
                 limit_s=limits.tool_limit_s + getattr(self._own, "spare_limit_s", 0.0),
                 max_chars=limits.max_observation_chars,
             )
 
     async def score(self) -> Outcome:
-        """Have the object score the attempt."""
+        """Score the attempt."""
         with hearing(self._heard):
             return self._to_outcome(await _finished(self._own.score()))
 
     @property
     def snapshot(self) -> Callable[[], Awaitable[Kept[ObjectHere] | None]] | None:
-        """What keeps where a workspace stands. None for any other object: what it shares is unknown."""
+        """Takes a snapshot of a workspace. None for other objects: their shared state is unknown."""
         # Private, as public methods are tools.
         take = getattr(self._own, "_snapshot", None)
         return None if take is None else partial(self._keep, take)
@@ -117,7 +117,7 @@ class ObjectHere:
         return other
 
     async def close(self) -> None:
-        """Close the object, where it has `close`."""
+        """Close the object, if it has `close`."""
         own, self._own = self._own, None
         try:
             if own is not None and callable(getattr(own, "close", None)):
@@ -133,7 +133,7 @@ _tools_of: Callable[[type], dict[str, Tool]] = cache(find_tools)
 
 
 def read_facts(own: Any) -> dict[str, Any]:
-    """Return what a class shows of itself, as JSON: the schemas of its `tools`, `has_step`, `max_turns`.
+    """Return the facts of a class as JSON values: the schemas of its `tools`, `has_step`, `max_turns`.
 
     Raises: ConfigError like `find_tools`.
     """
@@ -149,21 +149,21 @@ async def _finished(returned: Any) -> Any:
     return await returned if inspect.isawaitable(returned) else returned
 
 
-def to_messages(asked: Any) -> tuple[Message, ...]:
-    """Return an author's words as messages. Raises: DataError for another form."""
-    parts = [asked] if isinstance(asked, str | Message) else [*(asked or ())]
-    found = [
-        Message(role="user", content=one)
-        if isinstance(one, str)
-        else one
-        if isinstance(one, Message)
-        else Message.from_json(one)
-        for one in parts
+def to_messages(returned: Any) -> tuple[Message, ...]:
+    """Convert an author's text or messages to messages. Raises: DataError for anything else."""
+    parts = [returned] if isinstance(returned, str | Message) else [*(returned or ())]
+    messages = [
+        Message(role="user", content=part)
+        if isinstance(part, str)
+        else part
+        if isinstance(part, Message)
+        else Message.from_json(part)
+        for part in parts
     ]
-    if not found:
+    if not messages:
         raise DataError(
-            f"an environment says {asked!r:.80}",
+            f"an environment says {returned!r:.80}",
             allowed="a text, or messages with role and content",
             next_step="correct its reset or step",
         )
-    return tuple(found)
+    return tuple(messages)

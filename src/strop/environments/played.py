@@ -1,4 +1,4 @@
-"""One attempt at an example of a `WorldTask`: its turns and its tools, counted; and where it stands."""
+"""One attempt at an example of a `WorldTask`: its turns, its tool calls and its snapshots."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class PlayedWorld:
-    """One attempt, on an object of an author's class."""
+    """One attempt on an object of an author's class."""
 
     def __init__(self, task: WorldTask) -> None:
         self._task = task
@@ -40,27 +40,27 @@ class PlayedWorld:
         self._lease = NO_GPUS
         self._num_turns = 0
         self._is_over = False
-        """Whether the world ended the attempt by itself."""
-        self._has_said = False
+        """Whether the world ended the attempt."""
+        self._has_replied = False
         self._num_bad_replies = 0
-        """In a row, up to now."""
+        """Consecutive ones up to now."""
         self._counts = dict.fromkeys(("num_tool_calls", "num_format_errors", "num_tool_errors"), 0.0)
 
     @property
     def waited_s(self) -> float:
-        """How long it waited for GPUs before it began."""
+        """Seconds that `reset` waited for GPUs."""
         return self._lease.waited_s
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Make a new object, and have it open the attempt, once there are GPUs for it.
+        """Wait for GPUs if there are any to lease, make a new object, and open the attempt.
 
-        Raises: DataError if the example is not whole; as `lease_gpus` does.
+        Raises: DataError if the example is incomplete; as `lease_gpus` does.
         """
         require_whole(self._task.name, example)
         await self.close()
         self._lease = await lease_gpus(self._section)
         self._object = self._task.make_attempt(self._lease.names)
-        self._num_turns, self._is_over, self._has_said = 0, False, False
+        self._num_turns, self._is_over, self._has_replied = 0, False, False
         return self._task.pose(await self._object.reset(example, seed), example)
 
     async def step(self, action: Action) -> StepResult:
@@ -68,7 +68,7 @@ class PlayedWorld:
         if self._object is None or self._is_over or self._num_turns == self.max_turns:
             raise DataError(f"{self._task.name}: step before reset, or after the attempt's end")
         self._num_turns += 1
-        self._has_said |= bool(action.text.strip())
+        self._has_replied |= bool(action.text.strip())
         if self._task.tools:
             messages = await self._act(self._object, action)
         else:
@@ -77,7 +77,7 @@ class PlayedWorld:
         return StepResult(messages=() if is_done else messages, done=is_done)
 
     async def score(self) -> Outcome:
-        """Have the object score the attempt. Raises: DataError before `reset`."""
+        """Score the attempt. Raises: DataError before `reset`."""
         if self._object is None:
             raise DataError(f"{self._task.name}: score before reset")
         outcome = await self._object.score()
@@ -85,7 +85,7 @@ class PlayedWorld:
         if self._task.tools:
             metrics |= self._counts
             if outcome.format_ok is None:
-                is_formed = self._has_said and not self._counts["num_format_errors"]
+                is_formed = self._has_replied and not self._counts["num_format_errors"]
                 outcome = replace(outcome, format_ok=is_formed)
         if not self._is_over and self._num_turns == self.max_turns:
             metrics["out_of_turns"] = 1.0
@@ -93,7 +93,7 @@ class PlayedWorld:
 
     @property
     def snapshot(self) -> Callable[[], Awaitable[Kept[PlayedWorld] | None]] | None:
-        """What keeps where the attempt stands; see `Environment`. None: its object cannot be copied."""
+        """Takes a snapshot of the attempt; see `Environment`. None: its object cannot be copied."""
         take = getattr(self._object, "snapshot", None)
         return None if take is None else partial(self._keep, take)
 
@@ -103,30 +103,30 @@ class PlayedWorld:
         kept = await take()
         return None if kept is None else kept.then(self._copy(None)._copy)
 
-    def _copy(self, made: WorldObject | None) -> PlayedWorld:
-        """Return an attempt that stands where this one does, on an object that does so too."""
+    def _copy(self, world: WorldObject | None) -> PlayedWorld:
+        """Return a copy of the attempt on another object."""
         other = copy.copy(self)
-        other._object, other._counts = made, dict(self._counts)
+        other._object, other._counts = world, dict(self._counts)
         return other
 
     async def close(self) -> None:
-        """Close the object, and give its GPUs back, whatever becomes of it."""
-        made, self._object = self._object, None
+        """Close the object, and release its GPUs in any case."""
+        world, self._object = self._object, None
         with self._lease:
-            if made is not None:
-                await made.close()
+            if world is not None:
+                await world.close()
 
-    async def _act(self, made: WorldObject, action: Action) -> tuple[Message, ...]:
-        """Make the calls of a reply, and tell of those that were written wrongly."""
+    async def _act(self, world: WorldObject, action: Action) -> tuple[Message, ...]:
+        """Execute the calls of a reply, and report malformed ones."""
         spoken = action.spoken
         if spoken is None:
-            functions = {name: json.loads(one)["function"] for name, one in self._task.tools.items()}
-            schemas = {name: one["parameters"] for name, one in functions.items()}
+            functions = {name: json.loads(tool)["function"] for name, tool in self._task.tools.items()}
+            schemas = {name: function["parameters"] for name, function in functions.items()}
             spoken = read_reply(action.text, CallFormat.FENCE, schemas)
         messages, num_wrong = [], len(spoken.mistakes)
         for call in spoken.calls:
             if not self._is_over:
-                text, is_wrong = await self._call(made, call)
+                text, is_wrong = await self._call(world, call)
                 num_wrong += is_wrong
                 messages.append(Message(role="tool", content=text, tool_call_id=call.call_id, name=call.name))
         messages += [Message(role="user", content=mistake) for mistake in spoken.mistakes]
@@ -139,15 +139,15 @@ class PlayedWorld:
         if not self._task.has_step:
             self._is_over = True
             return ()
-        told, self._is_over = await made.step(spoken.content)
-        return told
+        answer, self._is_over = await world.step(spoken.content)
+        return answer
 
-    async def _call(self, made: WorldObject, call: ToolCall) -> tuple[str, bool]:
-        """Make one call; return what the model is told, and whether the call was written wrongly."""
+    async def _call(self, world: WorldObject, call: ToolCall) -> tuple[str, bool]:
+        """Execute one call; return the text for the model, and whether the call was malformed."""
         self._counts["num_tool_calls"] += 1
         max_chars = self._section.max_observation_chars
         try:
-            text, self._is_over = await made.call(call)
+            text, self._is_over = await world.call(call)
         except CallRefused as error:
             return cut_text(f"error: {error}", max_chars), True
         except ToolError as error:

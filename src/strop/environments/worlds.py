@@ -5,13 +5,13 @@
 
         def examples(self, split): ...               # tables of fields, as a task's
         def reset(self, example, seed): ...          # the opening: a text, or messages
-        def step(self, text): ...                    # what the policy is told next, or `Done()`
+        def step(self, text): ...                    # the next message to the policy, or `Done()`
         def score(self): ...                         # a number, true or false, None, a table of them
 
-Its other public methods are tools: typed, with a docstring, called by the model in the form of its family.
+Its other public methods are tools: typed, with a docstring, called by the model in its family's syntax.
 With tools, `step` may be absent: then a reply without a call ends the attempt. Any method may be a coroutine.
-The class of the user's file is loaded where rollouts run; its examples are made in a process of their own, as
-those of a task.
+The class of a user's file is loaded in the rollout process; its examples are made in a separate process, like
+a task's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from strop.tasks.version import fit_limits, hash_version
 
 
 class WorldTask:
-    """A class with `reset`, as a task whose attempts have turns; subclasses say how it is had."""
+    """A class with `reset` as a task whose attempts have turns; subclasses load the class."""
 
     name: str
     section: EnvironmentSection
@@ -57,11 +57,11 @@ class WorldTask:
         raise NotImplementedError
 
     is_apart = False
-    """Whether its class lives in sandboxes."""
+    """Whether its class runs in sandboxes."""
 
     @property
     def file(self) -> Path:
-        """The file that its class is in."""
+        """The file that defines the class."""
         raise NotImplementedError
 
     def make_own(self) -> Any:
@@ -69,11 +69,11 @@ class WorldTask:
         raise NotImplementedError
 
     def to_outcome(self, found: Any) -> Outcome:
-        """Return what `score` said as an outcome. Raises: TypeError or ValueError as `to_parts`."""
+        """Convert the result of `score` to an outcome. Raises: TypeError or ValueError as `to_parts`."""
         raise NotImplementedError
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Return how the class opened an example for `OPENING_SEED`."""
+        """Return the opening of an example for `OPENING_SEED`."""
         raise NotImplementedError
 
     @property
@@ -82,34 +82,34 @@ class WorldTask:
         return self
 
     def make_environment(self, judge: Judge | None = None) -> PlayedWorld:
-        """Make one attempt; the class judges it by itself. Raises: CheckRefused like `require_gpus`."""
+        """Make one attempt; the class judges it, not `judge`. Raises: CheckRefused like `require_gpus`."""
         require_gpus(self.section)
         return PlayedWorld(self)
 
     def make_attempt(self, gpus: tuple[str, ...]) -> WorldObject:
-        """Return what one attempt is made on, whose sandboxes see GPUs, with the servers of the run file."""
-        made, servers = self.make_object(gpus), self.section.mcp_servers
+        """Return the object of one attempt, whose sandboxes see `gpus`, with the run file's MCP servers."""
+        inner, servers = self.make_object(gpus), self.section.mcp_servers
         owners = {name: server for name, (server, _) in self.served_tools.items()}
-        return ServedObject(made, owners, servers, self.object_limits) if servers else made
+        return ServedObject(inner, owners, servers, self.object_limits) if servers else inner
 
     def make_object(self, gpus: tuple[str, ...] = ()) -> WorldObject:
-        """Return the class's part of an attempt."""
+        """Return the object of one attempt without the MCP servers."""
         return ObjectHere(partial(self.make_placed, gpus), self.to_outcome, self.object_limits)
 
     @property
     def object_limits(self) -> ObjectLimits:
-        """What one request to an object may take, and may give."""
+        """Limits of one request to an object."""
         return ObjectLimits(
             tool_limit_s=self.section.tool_limit_s, max_observation_chars=self.section.max_observation_chars
         )
 
     @property
     def is_workspace(self) -> bool:
-        """Whether its attempts have sandboxes to work in: its class is a `Workspace`."""
+        """Whether its class is a `Workspace`, whose attempts have sandboxes."""
         raise NotImplementedError
 
     def make_placed(self, gpus: tuple[str, ...]) -> Any:
-        """Make an object of the class that knows where the run file wants its sandboxes."""
+        """Make an object of the class with the run file's sandbox settings."""
         own = self.make_own()
         if isinstance(own, Workspace):
             own.place = Place.of(self.section, self.section.tool_limit_s, gpus)
@@ -117,12 +117,12 @@ class WorldTask:
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the class shows of itself; see `read_facts`. Raises: ConfigError like it."""
+        """The class's tools, `has_step` and `max_turns`; see `read_facts`. Raises: ConfigError like it."""
         raise NotImplementedError
 
     @property
     def has_step(self) -> bool:
-        """Whether it takes replies that call no tool."""
+        """Whether it accepts replies without a tool call."""
         return bool(self.facts["has_step"])
 
     @cached_property
@@ -146,30 +146,30 @@ class WorldTask:
 
     @cached_property
     def max_turns(self) -> int:
-        """Replies of an attempt. Raises: ConfigError if neither the run file nor the class says."""
+        """Largest number of replies. Raises: ConfigError if neither the run file nor the class has it."""
         own = self.facts["max_turns"]
-        found = own if self.section.max_turns is None else self.section.max_turns
-        if not isinstance(found, int) or found < 1:
+        max_turns = own if self.section.max_turns is None else self.section.max_turns
+        if not isinstance(max_turns, int) or max_turns < 1:
             raise ConfigError(
                 f"the environment {self.name} does not say how many turns an attempt has",
                 allowed="max_turns of the class, or environment.max_turns, 1 or more",
                 next_step="set one of them",
             )
-        return found
+        return max_turns
 
-    def pose(self, asked: Sequence[Message], example: Example) -> tuple[Message, ...]:
-        """Return an opening with the run's system message, its tools, and whether to think."""
-        posed = pose_messages(asked, self.section.thinking, tuple(self.tools.values()))
+    def pose(self, opening: Sequence[Message], example: Example) -> tuple[Message, ...]:
+        """Add the run's system message, the tools and the thinking setting to an opening."""
+        posed = pose_messages(opening, self.section.thinking, tuple(self.tools.values()))
         return with_system(posed, self.section.system_prompt, example)
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Play an attempt of which the replies are the text's: see `play`."""
+        """Play an attempt with the replies in `text`: see `play`."""
         return asyncio.run(self.play(example, text))
 
     async def play(self, example: Example, text: str) -> Outcome:
-        """Play an attempt without a model: the replies stand in the text, with `TURN` between them.
+        """Play an attempt without a model: `text` holds the replies, with `TURN` between them.
 
-        The last is said again until the attempt is over; calls are written as fenced blocks.
+        The last one is repeated until the attempt is over; calls are written as fenced blocks.
         """
         environment = self.make_environment()
         try:
@@ -178,16 +178,16 @@ class WorldTask:
             await environment.close()
 
     async def converse(
-        self, environment: PlayedWorld, example: Example, replies: Sequence[str], told: list[str]
+        self, environment: PlayedWorld, example: Example, replies: Sequence[str], texts: list[str]
     ) -> Outcome:
-        """Play an attempt with given replies, the last one again and again; keep what the world tells.
+        """Play an attempt with fixed replies, repeating the last one; append the world's answers to `texts`.
 
-        Raises: as the environment does; ConfigError for another opening than an earlier process saw.
+        Raises: as the environment does; ConfigError if an earlier process saw another opening.
         """
-        # Before, and in a thread: it may open an attempt too, and wait for room that attempts here hold.
+        # Before `reset`, and in a thread: it may open an attempt too, and wait for slots that attempts hold.
         posed = await asyncio.to_thread(self.render, example)
         opening = await environment.reset(example, OPENING_SEED)
-        first, second = ([one.to_json() for one in messages] for messages in (posed, opening))
+        first, second = ([message.to_json() for message in messages] for messages in (posed, opening))
         if first != second:
             raise ConfigError(
                 f"{self.name} opens {dict(example.fields)!r:.80} for the same seed with {first!r:.200},"
@@ -198,19 +198,19 @@ class WorldTask:
         for turn in range(environment.max_turns):
             reply = replies[min(turn, len(replies) - 1)]
             result = await environment.step(Action(text=reply, finish_reason=FinishReason.EOS))
-            told += [message.text for message in result.messages]
+            texts += [message.text for message in result.messages]
             if result.done:
                 break
         return await environment.score()
 
     def attempt_tokens(self, limits: TaskLimits) -> int:
-        """Return how many tokens the policy may say in all turns together."""
+        """Return the token limit of all turns together."""
         in_turns = self.max_turns * limits.max_reply_tokens
         return min(in_turns, self.section.max_attempt_tokens or in_turns)
 
 
 class BuiltInWorld(WorldTask):
-    """An environment of strop's own, made from its section."""
+    """A built-in environment, made from its section."""
 
     def __init__(self, section: EnvironmentSection, kind: Any) -> None:
         self.section = section
@@ -228,7 +228,7 @@ class BuiltInWorld(WorldTask):
 
     @cached_property
     def version(self) -> str:
-        """Hash over settings, limits, what the class says of its version, and its data where it has some."""
+        """Hash over settings, limits, the class's own version, and its data if it has any."""
         own, section = self._specimen, self.section
         limits, digest = fit_limits(own.limits, section), getattr(own, "data_digest", "")
         version = hash_version(self.name, own.version, "world-1", limits, section, digest)
@@ -245,16 +245,16 @@ class BuiltInWorld(WorldTask):
 
     @cached_property
     def facts(self) -> Mapping[str, Any]:
-        """What the class shows of itself."""
+        """The class's tools, `has_step` and `max_turns`."""
         return read_facts(self._specimen)
 
     @property
     def file(self) -> Path:
-        """The file that its class is in."""
+        """The file that defines the class."""
         return Path(inspect.getfile(type(self._specimen)))
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return what the class makes for a split."""
+        """Return the class's examples of a split."""
         if split not in self._examples:
             rows = self._specimen.examples(split)
             self._examples[split] = tuple(
@@ -265,39 +265,46 @@ class BuiltInWorld(WorldTask):
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the opening of an example."""
         own = self.make_own()
-        asked = opening_of(own)(example, OPENING_SEED)
-        if inspect.isawaitable(asked):
+        opening = opening_of(own)(example, OPENING_SEED)
+        if inspect.isawaitable(opening):
+
+            async def open_and_close(opening: Awaitable[Any]) -> Any:
+                try:
+                    return await opening
+                finally:
+                    await own.close()
+
             # In a thread: an event loop may be running here.
             with ThreadPoolExecutor(1) as thread:
-                asked = thread.submit(asyncio.run, _open(own, asked)).result()
-        return self.pose(to_messages(asked), example)
+                opening = thread.submit(asyncio.run, open_and_close(opening)).result()
+        return self.pose(to_messages(opening), example)
 
     def problem_of(self, example: Example) -> str:
-        """Return the example's id: an opening seldom says all of a problem."""
+        """Return the example's id: an opening seldom states the whole problem."""
         return example.example_id
 
     def part_of(self, example: Example) -> str | None:
-        """Return the task of a suite that an example belongs to; None where there is one task."""
+        """Return the task of a suite that an example belongs to; None without a suite."""
         find = getattr(self._specimen, "part_of", None)
         return None if find is None else str(find(example))
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return attempts that deserve full marks, their replies with `TURN` between them."""
+        """Return attempts that earn full marks, their replies joined with `TURN`."""
         return tuple(TURN.join(replies) for replies in self._specimen.gold_replies(example))
 
     def to_outcome(self, found: Any) -> Outcome:
-        """Return what `score` said as an outcome."""
+        """Convert the result of `score` to an outcome."""
         return as_outcome(found, self.name, self._limits.max_reward)
 
 
 class OwnWorld(WorldTask, OwnTask):
-    """An environment of the user's."""
+    """A user's environment."""
 
     poser = looking.__name__
     section: UserEnvironmentSpec
 
     def __init__(self, spec: UserEnvironmentSpec) -> None:
-        """Inspect the class; it is not loaded. Raises: ConfigError like `OwnTask`."""
+        """Inspect the class without loading it. Raises: ConfigError like `OwnTask`."""
         OwnTask.__init__(self, spec)
         self.section = spec
 
@@ -308,19 +315,19 @@ class OwnWorld(WorldTask, OwnTask):
 
     @cached_property
     def version(self) -> str:
-        """As `OwnTask.version`, and over what the run says of how a model is asked."""
+        """As `OwnTask.version`, and over the run's prompting settings."""
         version = self.own_version()
         return hash_prompting(version, self.section) if self.section.prompting else version
 
     def problem_of(self, example: Example) -> str:
-        """Return the class's name for the problem, or the example's id: an opening seldom says all of it."""
+        """Return the class's name of the problem, or the example's id."""
         return OwnTask.problem_of(self, example) or example.example_id
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What the class shows of itself, as a process of its own saw it."""
-        found: Mapping[str, Any] = self._posed["facts"]
-        return found
+        """The class's tools, `has_step` and `max_turns`, as read in another process (`looking`)."""
+        facts: Mapping[str, Any] = self._posed["facts"]
+        return facts
 
     @cached_property
     def _sandboxed(self) -> SandboxedClass:
@@ -341,30 +348,22 @@ class OwnWorld(WorldTask, OwnTask):
         return self._inspected.has_sandbox
 
     def make_object(self, gpus: tuple[str, ...] = ()) -> WorldObject:
-        """Return what one attempt is made on: in this process, or in a sandbox."""
+        """Return the object of one attempt, in this process or in a sandbox."""
         return SandboxedObject(self._sandboxed, gpus) if self.is_apart else super().make_object(gpus)
 
     @property
     def is_apart(self) -> bool:  # type: ignore[override]
-        """Whether its class lives in sandboxes."""
+        """Whether its class runs in sandboxes."""
         return self.section.lane == "sandbox"
 
     @property
     def file(self) -> Path:
-        """The file that its class is in."""
+        """The file that defines the class."""
         return self._inspected.path
 
     make_own = OwnTask.make_own
     to_outcome = OwnTask.to_outcome
 
     def render(self, example: Example) -> tuple[Message, ...]:
-        """Return how the class opened an example when it was asked for its examples."""
+        """Return the opening that the class made together with its examples."""
         return self.pose(OwnTask.render(self, example), example)
-
-
-async def _open(own: Any, opening: Awaitable[Any]) -> Any:
-    """Return how an object opens an attempt, of which nothing more is wanted."""
-    try:
-        return await opening
-    finally:
-        await own.close()
