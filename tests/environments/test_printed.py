@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.environments import choose_environment, run_rollout
-from strop.environments.printed import END_BYTES, Heard, forget_prints, keep_prints
+from strop.environments.printed import END_BYTES, CapturedOutput, forget_prints, keep_prints
 from strop.rollout import Rollout
 from strop.testing.dummy_engine import DummyEngine
 from tests.environments.test_worlds import build, plan_of, tokenizer_of
@@ -89,10 +89,10 @@ def test_words_of_attempts_side_by_side_are_told_apart(
 
 def test_an_attempt_keeps_beginning_and_end(kept: Path) -> None:
     keep_prints(kept)
-    heard = Heard("it")
+    captured = CapturedOutput("it")
     for number in range(100_000):
-        heard.add("stdout", b"%d\n" % number)
-    heard.tell()
+        captured.add("stdout", b"%d\n" % number)
+    captured.log()
     text = kept.read_text()
     assert len(text) < 2 * END_BYTES + 200
     assert "bytes left out in the middle):\n0\n1\n" in text

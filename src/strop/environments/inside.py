@@ -1,8 +1,7 @@
-"""What plays an author's class inside a sandbox: it answers requests over one connection until that ends.
+"""The process that runs an author's class inside a sandbox, and answers requests over one connection.
 
-Standard output and error are the author's. `main` runs in a fork of an interpreter that has imported this
-module; the class itself is imported anew for each attempt, from copies of its sources that only this sandbox
-has.
+Standard output and error belong to the author. `main` runs in a fork of an interpreter that has imported this
+module; the class itself is imported for each attempt, from copies of its sources in this sandbox.
 """
 
 from __future__ import annotations
@@ -28,22 +27,22 @@ from strop.tasks.user.rewards import as_outcome
 from strop.user_code import CodeRef, load_code
 
 SOCKET = ".strop-world"
-"""Where it waits for its connection, in the private directory."""
+"""The listening socket, in the private directory."""
 READY = b"+"
-"""Written to standard output before anything of the author's runs."""
+"""Written to standard output before any code of the author runs."""
 _SOURCES = "sources"
 _CHUNK_BYTES = 1 << 18
 
 
 def main() -> None:
-    """Wait for the connection, and answer what comes over it."""
+    """Wait for the connection, and serve it."""
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(SOCKET)
         listener.listen(1)
         os.write(1, READY)
         connection, _ = listener.accept()
-    # One connection is all there is.
+    # There is no second connection.
     os.unlink(SOCKET)
     connection.setblocking(False)
     asyncio.run(_serve(connection))
@@ -51,28 +50,26 @@ def main() -> None:
 
 async def _serve(connection: socket.socket) -> None:
     loop, buffer = asyncio.get_running_loop(), bytearray()
-    made: ObjectHere | None = None
+    world: ObjectHere | None = None
     while data := await loop.sock_recv(connection, _CHUNK_BYTES):
         buffer += data
         for request, _ in unpack(buffer):
             reply: dict[str, Any] = {}
             if request["op"] == "open":
-                made, reply = _open(request)
-            elif made is not None:
-                reply = await _answer(made, request)
+                world, reply = _open(request)
+            elif world is not None:
+                reply = await _answer(world, request)
             sys.stdout.flush()
-            await loop.sock_sendall(connection, _pack({**reply, "nonce": request["nonce"]}))
-
-
-def _pack(reply: dict[str, Any]) -> bytes:
-    try:
-        return pack(reply)
-    except CorruptRecord as error:
-        return pack({"failed": [FailureOwner.TASK, "too_large", str(error)], "nonce": reply["nonce"]})
+            nonce = {"nonce": request["nonce"]}
+            try:
+                packed = pack(reply | nonce)
+            except CorruptRecord as error:
+                packed = pack({"failed": [FailureOwner.TASK, "too_large", str(error)], **nonce})
+            await loop.sock_sendall(connection, packed)
 
 
 def _open(order: Mapping[str, Any]) -> tuple[ObjectHere | None, dict[str, Any]]:
-    """Import the class; no object is made."""
+    """Import the class, without making an object yet."""
     place = order["place"]
     for name, text in order["sources"].items():
         path = Path(_SOURCES, name)
@@ -81,48 +78,44 @@ def _open(order: Mapping[str, Any]) -> tuple[ObjectHere | None, dict[str, Any]]:
     if order["sources"]:
         place = str(Path(_SOURCES, place).absolute())
     try:
-        found = load_code(CodeRef(place=place, name=order["name"]), order["digest"])
+        kind = load_code(CodeRef(place=place, name=order["name"]), order["digest"])
     except ConfigError as error:
         return None, {"config": str(error)}
     limits = ObjectLimits(**order["limits"])
     to_outcome = partial(as_outcome, where=order["where"], full_marks=order["full_marks"])
-    return ObjectHere(partial(make_task, found, order["values"]), to_outcome, limits), {}
+    return ObjectHere(partial(make_task, kind, order["values"]), to_outcome, limits), {}
 
 
-async def _answer(made: ObjectHere, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Do what is asked; what the author's code raises is an answer."""
+async def _answer(world: ObjectHere, request: Mapping[str, Any]) -> dict[str, Any]:
+    """Execute a request; an exception of the author's code becomes an answer."""
     try:
         with catch_failure(FailureOwner.TASK) as caught:
-            return await _do(made, request)
+            return await _execute(world, request)
     except ConfigError as error:
         return {"config": str(error)}
     assert caught.failure is not None
     return {"failed": [caught.failure.owner, caught.failure.kind, caught.failure.detail]}
 
 
-async def _do(made: ObjectHere, request: Mapping[str, Any]) -> dict[str, Any]:
+async def _execute(world: ObjectHere, request: Mapping[str, Any]) -> dict[str, Any]:
+    reply: dict[str, Any] = {}
     match request["op"]:
         case "reset":
-            messages = await made.reset(Example(**request["example"]), request["seed"])
-            found: dict[str, Any] = {"messages": [message.to_json() for message in messages]}
+            messages = await world.reset(Example(**request["example"]), request["seed"])
+            reply = {"messages": [message.to_json() for message in messages]}
         case "step":
-            messages, is_over = await made.step(request["text"])
-            found = {"messages": [message.to_json() for message in messages], "is_over": is_over}
+            messages, is_over = await world.step(request["text"])
+            reply = {"messages": [message.to_json() for message in messages], "is_over": is_over}
         case "call":
-            found = await _call(made, ToolCall(**request["call"]))
+            try:
+                text, is_over = await world.call(ToolCall(**request["call"]))
+                reply = {"text": text, "is_over": is_over}
+            except CallRefused as error:
+                reply = {"refused": str(error)}
+            except ToolError as error:
+                reply = {"told": str(error)}
         case "score":
-            found = {"outcome": outcome_to_json(await made.score())}
+            reply = {"outcome": outcome_to_json(await world.score())}
         case _:
-            await made.close()
-            found = {}
-    return found
-
-
-async def _call(made: ObjectHere, call: ToolCall) -> dict[str, Any]:
-    try:
-        text, is_over = await made.call(call)
-    except CallRefused as error:
-        return {"refused": str(error)}
-    except ToolError as error:
-        return {"told": str(error)}
-    return {"text": text, "is_over": is_over}
+            await world.close()
+    return reply

@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import Any, Protocol
 
 from strop.environments.contract import Done, Kept
-from strop.environments.printed import Heard, are_prints_kept, hearing
+from strop.environments.printed import CapturedOutput, are_prints_kept, capturing
 from strop.environments.tools import Tool, call_tool, cut_text, find_tools, to_text
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, ToolCall
@@ -62,19 +62,19 @@ class ObjectHere:
         self._to_outcome = to_outcome
         self._limits = limits
         self._own: Any = None
-        self._heard: Heard | None = None
+        self._captured: CapturedOutput | None = None
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Make a new object, and open the attempt."""
         if are_prints_kept():
-            self._heard = Heard(f"{example.task} {example.example_id} seed {seed}")
-        with hearing(self._heard):
+            self._captured = CapturedOutput(f"{example.task} {example.example_id} seed {seed}")
+        with capturing(self._captured):
             self._own = self._make_own()
             return to_messages(await _finished(self._own.reset(example, seed)))
 
     async def step(self, text: str) -> tuple[tuple[Message, ...], bool]:
         """Pass a reply to the object."""
-        with hearing(self._heard):
+        with capturing(self._captured):
             returned = await _finished(self._own.step(text))
         is_over = isinstance(returned, Done)
         if isinstance(returned, Message | list | tuple):
@@ -85,7 +85,7 @@ class ObjectHere:
     async def call(self, call: ToolCall) -> tuple[str, bool]:
         """Call a tool; its result is a text within the budget."""
         limits = self._limits
-        with hearing(self._heard):
+        with capturing(self._captured):
             return await call_tool(
                 self._own,
                 _tools_of(type(self._own)),
@@ -97,7 +97,7 @@ class ObjectHere:
 
     async def score(self) -> Outcome:
         """Score the attempt."""
-        with hearing(self._heard):
+        with capturing(self._captured):
             return self._to_outcome(await _finished(self._own.score()))
 
     @property
@@ -113,7 +113,7 @@ class ObjectHere:
 
     def _copy(self, own: Any) -> ObjectHere:
         other = copy.copy(self)
-        other._own, other._heard = own, copy.deepcopy(self._heard)
+        other._own, other._captured = own, copy.deepcopy(self._captured)
         return other
 
     async def close(self) -> None:
@@ -121,12 +121,12 @@ class ObjectHere:
         own, self._own = self._own, None
         try:
             if own is not None and callable(getattr(own, "close", None)):
-                with hearing(self._heard):
+                with capturing(self._captured):
                     await _finished(own.close())
         finally:
-            heard, self._heard = self._heard, None
-            if heard is not None:
-                heard.tell()
+            captured, self._captured = self._captured, None
+            if captured is not None:
+                captured.log()
 
 
 _tools_of: Callable[[type], dict[str, Tool]] = cache(find_tools)

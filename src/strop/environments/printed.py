@@ -1,8 +1,8 @@
-"""What environments print: one file for people, written an attempt at a time; the model never sees it.
+"""The log of environments' printed output, written attempt by attempt for people; the model never sees it.
 
-A run says where (`keep_prints`). In the process of the rollouts `hearing` separates the output of concurrent
-attempts, by a context variable; what a sandbox or a guest's process prints is written by the code that reads
-it (`tell`). Child processes and libraries in C bypass all this and write to the run's own log.
+A run names the file (`keep_prints`). In the rollout process `capturing` separates the output of concurrent
+attempts, by a context variable; the output of a sandbox or of a guest's process is logged by the code that
+reads it (`log_output`). Child processes and C libraries bypass all this and write to the run's own log.
 """
 
 from __future__ import annotations
@@ -19,58 +19,59 @@ from typing import IO, Any
 from strop.sandbox.contract import KIB, MIB
 
 END_BYTES = 8 * KIB
-"""Kept of the beginning, and of the end, of what an attempt writes into each stream."""
+"""Bytes of the beginning, and of the end, of each stream that are kept for an attempt."""
 STREAMS = ("stdout", "stderr")
 _MAX_LOG_BYTES = 8 * MIB
 _printed = logging.getLogger("strop.environments.printed")
 
 
-class Heard:
-    """What one attempt has printed: beginning and end of each stream."""
+class CapturedOutput:
+    """The printed output of one attempt: beginning and end of each stream."""
 
     def __init__(self, about: str) -> None:
-        """`about` says which attempt it is, in the log."""
+        """`about` names the attempt in the log."""
         self._about = about
         self._heads = dict.fromkeys(STREAMS, b"")
         self._tails = dict.fromkeys(STREAMS, b"")
         self._omitted = dict.fromkeys(STREAMS, 0)
 
     def add(self, stream: str, data: bytes) -> None:
-        """Add output; its beginning and its end are kept."""
+        """Add output of a stream."""
         room = END_BYTES - len(self._heads[stream])
         self._heads[stream] += data[:room]
         tail = self._tails[stream] + data[room:]
         self._tails[stream] = tail[-END_BYTES:]
         self._omitted[stream] += len(tail) - len(self._tails[stream])
 
-    def tell(self) -> None:
-        """Write to the log what was kept."""
+    def log(self) -> None:
+        """Write the kept output to the log."""
         for stream in STREAMS:
-            tell(self._about, stream, self._heads[stream] + self._tails[stream], self._omitted[stream])
+            data = self._heads[stream] + self._tails[stream]
+            log_output(self._about, stream, data, self._omitted[stream])
 
 
-def tell(about: str, stream: str, data: bytes, num_omitted: int = 0) -> None:
+def log_output(about: str, stream: str, data: bytes, num_omitted: int = 0) -> None:
     """Write the output of a stream to the log; `num_omitted` bytes of its middle were left out."""
     if data:
         note = f" ({num_omitted} bytes left out in the middle)" if num_omitted else ""
         _printed.info("%s %s%s:\n%s", about, stream, note, data.decode(errors="replace").rstrip())
 
 
-_hearing: ContextVar[Heard | None] = ContextVar("hearing", default=None)
+_current: ContextVar[CapturedOutput | None] = ContextVar("captured_output", default=None)
 
 
 @contextmanager
-def hearing(heard: Heard | None) -> Iterator[None]:
-    """Collect what is printed in a block, and in the tasks and threads that it starts and waits for."""
-    token = _hearing.set(heard)
+def capturing(captured: CapturedOutput | None) -> Iterator[None]:
+    """Capture the output of a block, and of the tasks and threads that it starts and waits for."""
+    token = _current.set(captured)
     try:
         yield
     finally:
-        _hearing.reset(token)
+        _current.reset(token)
 
 
 class _Stream:
-    """A stream of this process; within `hearing`, its output goes to that attempt."""
+    """A stream of this process; within `capturing`, its output goes to that attempt."""
 
     def __init__(self, name: str, behind: IO[str]) -> None:
         self.name = name
@@ -78,10 +79,10 @@ class _Stream:
 
     def write(self, text: str) -> int:
         """Write a text."""
-        heard = _hearing.get()
-        if heard is None:
+        captured = _current.get()
+        if captured is None:
             return self.behind.write(text)
-        heard.add(self.name, text.encode(errors="replace"))
+        captured.add(self.name, text.encode(errors="replace"))
         return len(text)
 
     def writelines(self, lines: Any) -> None:
@@ -94,9 +95,9 @@ class _Stream:
 
 
 def keep_prints(where: Path | IO[str]) -> None:
-    """Keep what code of environments prints, from now on, of each attempt at its end.
+    """Log the printed output of each attempt at its end, from now on.
 
-    A file holds `_MAX_LOG_BYTES` at most; the one before it is kept beside.
+    A file holds `_MAX_LOG_BYTES` at most; the previous one is kept as a backup.
     """
     forget_prints()
     handler: logging.Handler

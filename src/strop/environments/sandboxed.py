@@ -1,8 +1,8 @@
-"""An author's object in a sandbox of its own: one for each attempt, spoken to over a connection.
+"""An author's object in a sandbox: one sandbox for each attempt, reached over a socket.
 
-The sandbox shows this Python with its installed packages, and copies of the sources that the class is made
-of; no other file of this host, and no network. The interpreter inside is a fork of one that has imported
-strop. Whatever the class does to that process is a failure of the attempt, never a score.
+The sandbox contains this Python with its installed packages, and copies of the class's sources; no other file
+of this host, and no network. The interpreter inside is a fork of one that has imported strop. If the class
+breaks that process, the attempt fails and has no score.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 
 from strop.environments.inside import READY, SOCKET
 from strop.environments.objects import ObjectLimits
-from strop.environments.printed import END_BYTES, tell
+from strop.environments.printed import END_BYTES, log_output
 from strop.environments.tools import CallRefused, ToolError
 from strop.errors import ConfigError, CorruptRecord, SandboxLost, SandboxRefused
 from strop.rollout import Example, FailureOwner, Message, Outcome, ToolCall
@@ -35,43 +35,43 @@ from strop.user_code import CodeRef
 from strop.user_code.sources import list_sources, root_of
 
 MAX_AT_ONCE = 256
-"""Sandboxes of one process; further attempts wait for one."""
+"""Largest number of sandboxes of one process; further attempts wait."""
 LIMITS = Limits(
     memory_bytes=4096 * MIB,
-    # Libraries reserve addresses freely.
+    # Libraries reserve much address space.
     has_address_limit=False,
     max_open_files=256,
     output_head_bytes=END_BYTES,
     output_tail_bytes=END_BYTES,
 )
 _INSIDE = "strop.environments.inside"
-"""What runs inside; a service makes sandboxes for no other program of strop's own."""
+"""The module that runs inside; the sandbox service accepts no other module of strop."""
 _START_LIMIT_S = 60.0
 _CLOSE_LIMIT_S = 5.0
 _GRACE_S = 0.5
-"""A tool that waits for something is told inside that its time is up."""
+"""Added to a tool's limit, so that a waiting tool is timed out inside first."""
 _CHUNK_BYTES = 1 << 18
-_MAX_TOLD_CHARS = 2000
+_MAX_STDERR_CHARS = 2000
 _ENDS: Mapping[ExecKind, tuple[str, str]] = {
     ExecKind.OOM: ("out_of_memory", "took more memory than its sandbox has"),
     ExecKind.OUTPUT_FLOOD: ("output_flood", f"printed more than {LIMITS.flood_bytes >> 20} MiB"),
     ExecKind.OVER_LIMIT: ("over_limit", "started too many processes, or wrote too much"),
     ExecKind.FROM_INSIDE: ("sandbox_killed", "ended its sandbox from inside"),
 }
-"""How an object's process may end, by what its sandbox says of it."""
+"""Failure kind and description of a process that its sandbox ended."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxedClass:
-    """A class that is imported in sandboxes, as it was when this was made."""
+    """A class that is imported in sandboxes, with a copy of its sources."""
 
     backend: str
-    """'auto', or a name of `strop.sandbox`."""
+    """'auto', or a backend of `strop.sandbox`."""
     min_level: IsolationLevel
     order: Mapping[str, Any]
-    """What the process inside is told first."""
+    """The first request to the process inside."""
     mounts: tuple[str, ...]
-    """Folders that it imports from, beside its sources and the installed packages."""
+    """Further import folders, beside its sources and the installed packages."""
 
     @classmethod
     def read(
@@ -90,8 +90,8 @@ class SandboxedClass:
         if ref.is_file:
             root = root_of(ref.path)
             texts = {
-                str(one.relative_to(root)): one.read_bytes().decode("utf-8", "surrogateescape")
-                for one in list_sources(ref.path)
+                str(path.relative_to(root)): path.read_bytes().decode("utf-8", "surrogateescape")
+                for path in list_sources(ref.path)
             }
             order |= {"place": str(ref.path.relative_to(root)), "sources": texts, "digest": digest}
         elif not any(file.is_relative_to(folder) for folder in package_folders()):
@@ -106,93 +106,94 @@ class SandboxedClass:
 
 
 class SandboxedObject:
-    """One attempt, on an object in a sandbox; see `WorldObject`. Usable from one event loop.
+    """One attempt on an object in a sandbox; see `WorldObject`. Usable from one event loop.
 
-    Beside what the class raises, `reset` raises: ConfigError if the class cannot be imported inside;
-    SandboxRefused if this host makes no such sandbox.
+    Beside the class's own errors, `reset` raises: ConfigError if the class cannot be imported inside;
+    SandboxRefused if this host offers no such sandbox.
     """
 
-    def __init__(self, made_of: SandboxedClass, gpus: tuple[str, ...] = ()) -> None:
-        self._made_of = made_of
+    def __init__(self, kind: SandboxedClass, gpus: tuple[str, ...] = ()) -> None:
+        self._kind = kind
         self._gpus = gpus
-        self._limits = ObjectLimits(**made_of.order["limits"])
+        self._limits = ObjectLimits(**kind.order["limits"])
         self._sandbox: ServedSandbox | None = None
         self._job: ServedJob | None = None
         self._connection: socket.socket | None = None
         self._buffer = bytearray()
-        self._places = asyncio.Semaphore()
-        self._has_place = False
+        self._slots = asyncio.Semaphore()
+        self._has_slot = False
         self._about = ""
-        """The attempt, in the log."""
+        """Names the attempt in the log."""
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Start the sandbox, and have the object open the attempt."""
+        """Start the sandbox, and open the attempt."""
         self._about = f"{example.task} {example.example_id} seed {seed}"
         await self._start()
         values = {"task": example.task, "example_id": example.example_id, "answer": example.answer}
-        found = await self._ask("reset", example={**values, "fields": dict(example.fields)}, seed=seed)
-        return tuple(map(Message.from_json, found["messages"]))
+        answer = await self._ask("reset", example={**values, "fields": dict(example.fields)}, seed=seed)
+        return tuple(map(Message.from_json, answer["messages"]))
 
     async def step(self, text: str) -> tuple[tuple[Message, ...], bool]:
-        """Give a reply to the object."""
-        found = await self._ask("step", text=text)
-        return tuple(map(Message.from_json, found["messages"])), bool(found["is_over"])
+        """Pass a reply to the object."""
+        answer = await self._ask("step", text=text)
+        return tuple(map(Message.from_json, answer["messages"])), bool(answer["is_over"])
 
     async def call(self, call: ToolCall) -> tuple[str, bool]:
         """Call a tool. Raises: as `call_tool`."""
-        found = await self._ask("call", call=asdict(call))
-        if "refused" in found:
-            raise CallRefused(found["refused"])
-        if "told" in found:
-            raise ToolError(found["told"])
-        return str(found["text"]), bool(found["is_over"])
+        answer = await self._ask("call", call=asdict(call))
+        if "refused" in answer:
+            raise CallRefused(answer["refused"])
+        if "told" in answer:
+            raise ToolError(answer["told"])
+        return str(answer["text"]), bool(answer["is_over"])
 
     async def score(self) -> Outcome:
-        """Have the object score the attempt."""
-        found = await self._ask("score")
-        return outcome_from_json(found["outcome"])
+        """Score the attempt."""
+        answer = await self._ask("score")
+        return outcome_from_json(answer["outcome"])
 
     async def close(self) -> None:
-        """Let the object close, and end its sandbox."""
+        """Close the object, and end its sandbox."""
         try:
             if self._connection is not None and self._job is not None:
                 async with asyncio.timeout(_CLOSE_LIMIT_S):
                     await self._ask("close")
         except (AttemptFailed, TimeoutError, SandboxLost):
-            # It has been scored, or has no score.
+            # The attempt is already scored or failed.
             pass
         finally:
             await self._end()
 
     async def _start(self) -> None:
-        self._places = _places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_AT_ONCE))
-        await self._places.acquire()
-        self._has_place = True
-        backend = await choose_backend(self._made_of.backend, self._made_of.min_level)
-        mounts = tuple(Mount(host_path=path, inside_path=path) for path in self._made_of.mounts)
-        level = self._made_of.min_level
+        self._slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(MAX_AT_ONCE))
+        await self._slots.acquire()
+        self._has_slot = True
+        backend = await choose_backend(self._kind.backend, self._kind.min_level)
+        mounts = tuple(Mount(host_path=path, inside_path=path) for path in self._kind.mounts)
+        level = self._kind.min_level
         spec = SandboxSpec(limits=LIMITS, mounts=mounts, gpus=self._gpus, min_level=level)
         self._sandbox = sandbox = await backend.create_prepared(spec, _INSIDE)
         self._job = await sandbox.start_main()
         async with asyncio.timeout(_START_LIMIT_S):
-            said = await self._job.read()
-        if said is None or not said.stdout.startswith(READY):
-            told = "" if said is None else said.stderr.decode(errors="replace").strip()[-_MAX_TOLD_CHARS:]
+            output = await self._job.read()
+        if output is None or not output.stdout.startswith(READY):
+            stderr = "" if output is None else output.stderr.decode(errors="replace").strip()
             raise SandboxRefused(
-                f"strop cannot be imported in a {sandbox.isolation.backend} sandbox: {told or 'no word'}",
+                f"strop cannot be imported in a {sandbox.isolation.backend} sandbox:"
+                f" {stderr[-_MAX_STDERR_CHARS:] or 'no word'}",
                 allowed="a Python that programs inside can run, with the packages that strop needs",
                 next_step="look at `strop sandbox doctor`, or set task.lane=process",
                 kind="interpreter",
             )
         self._connection = await sandbox.connect(f"{sandbox.scratch}/{SOCKET}")
         self._connection.setblocking(False)
-        await self._ask("open", limit_s=_START_LIMIT_S, **self._made_of.order)
+        await self._ask("open", limit_s=_START_LIMIT_S, **self._kind.order)
 
     async def _ask(self, operation: str, *, limit_s: float | None = None, **request: Any) -> dict[str, Any]:
-        """Return the answer to a request.
+        """Send a request and return its answer.
 
-        Raises: AttemptFailed as the class failed, or if it is not done in time or its process has ended;
-        SandboxLost if the machine lost it; ConfigError.
+        Raises: AttemptFailed if the class fails, is not done in time, or its process has ended; SandboxLost
+        if the machine lost the sandbox; ConfigError.
         """
         limit_s = self._limits.tool_limit_s if limit_s is None else limit_s
         nonce = secrets.token_hex(16)
@@ -200,8 +201,8 @@ class SandboxedObject:
             async with asyncio.timeout(limit_s + _GRACE_S):
                 reply = await self._exchange(pack({"op": operation, "nonce": nonce, **request}))
         except TimeoutError as error:
-            what = f"tool {request['call']['name']}" if operation == "call" else operation
-            detail = f"the {what} was not done after {limit_s:g} s; its process was ended"
+            name = f"tool {request['call']['name']}" if operation == "call" else operation
+            detail = f"the {name} was not done after {limit_s:g} s; its process was ended"
             raise _fail(f"{'tool' if operation == 'call' else operation}_timeout", detail) from error
         except CorruptRecord as error:
             raise _fail("forged", f"no answer of strop's came out of the sandbox: {error}") from error
@@ -221,36 +222,36 @@ class SandboxedObject:
         return reply
 
     async def _exchange(self, request: bytes) -> dict[str, Any] | None:
-        """Send a request; return what comes back, None at the connection's end."""
+        """Send a request; return the answer, or None if the connection has ended."""
         if self._connection is None:
             return None
         loop = asyncio.get_running_loop()
         await loop.sock_sendall(self._connection, request)
-        while not (found := list(unpack(self._buffer, max_body_bytes=0))):
+        while not (answers := list(unpack(self._buffer, max_body_bytes=0))):
             data = await loop.sock_recv(self._connection, _CHUNK_BYTES)
             if not data:
                 return None
             self._buffer += data
-        # A second one would answer a request that was not made.
-        return found[0][0] if len(found) == 1 else {}
+        # A second answer belongs to no request.
+        return answers[0][0] if len(answers) == 1 else {}
 
     async def _explain(self, operation: str) -> AttemptFailed:
-        """Return why the object's process answers nothing any more. Raises: SandboxLost for the machine's."""
-        kind, what = "disconnected", "closed the connection to strop"
+        """Return why the object's process no longer answers. Raises: SandboxLost if the machine lost it."""
+        kind, end = "disconnected", "closed the connection to strop"
         try:
             if self._job is not None:
                 async with asyncio.timeout(_CLOSE_LIMIT_S):
-                    kind, what = _describe_end(await self._job.wait())
+                    kind, end = _describe_end(await self._job.wait())
         except TimeoutError:
             pass
         except SandboxLost as error:
             if error.kind != ExecKind.FROM_INSIDE:
                 raise
-            kind, what = _ENDS[ExecKind.FROM_INSIDE]
-        return _fail(kind, f"the process of the environment {what}, at {operation}")
+            kind, end = _ENDS[ExecKind.FROM_INSIDE]
+        return _fail(kind, f"the process of the environment {end}, at {operation}")
 
     async def _end(self) -> None:
-        """End the sandbox, and keep what was printed in it."""
+        """End the sandbox, and log its output."""
         connection, self._connection = self._connection, None
         job, self._job = self._job, None
         sandbox, self._sandbox = self._sandbox, None
@@ -260,21 +261,19 @@ class SandboxedObject:
             with suppress(SandboxLost, TimeoutError):
                 async with asyncio.timeout(_CLOSE_LIMIT_S):
                     if job is not None:
-                        self._log(await job.stop())
+                        result = await job.stop()
+                        printed = result.stdout.removeprefix(READY)
+                        log_output(self._about, "stdout", printed, result.stdout_omitted)
+                        log_output(self._about, "stderr", result.stderr, result.stderr_omitted)
             if sandbox is not None:
                 await sandbox.stop()
         finally:
-            if self._has_place:
-                self._has_place = False
-                self._places.release()
-
-    def _log(self, result: ExecResult) -> None:
-        """Write down what was printed: beginning and end of each stream."""
-        tell(self._about, "stdout", result.stdout.removeprefix(READY), result.stdout_omitted)
-        tell(self._about, "stderr", result.stderr, result.stderr_omitted)
+            if self._has_slot:
+                self._has_slot = False
+                self._slots.release()
 
 
-_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 def _fail(kind: str, detail: str) -> AttemptFailed:
@@ -282,7 +281,7 @@ def _fail(kind: str, detail: str) -> AttemptFailed:
 
 
 def _describe_end(result: ExecResult) -> tuple[str, str]:
-    """Return a word and a sentence for how a process ended."""
+    """Return the failure kind and a description of a process's end."""
     if result.kind in _ENDS:
         return _ENDS[result.kind]
     if result.signal is not None:

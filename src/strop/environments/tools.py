@@ -1,8 +1,8 @@
-"""Tools: plain typed methods of an environment, their schemas, and one call of one of them.
+"""Tools: plain typed methods of an environment, their schemas, and their calls.
 
-What a tool returns becomes text within a budget of characters. A call that the model has written wrongly, an
-unknown tool or arguments of another type, is told to the model and counted; so is what a tool raises as
-`ToolError`. Whatever else it raises is a fault of the tool's, and the attempt has no score.
+A tool's result becomes text within a budget of characters. A malformed call (an unknown tool, or arguments of
+another type) and a `ToolError` are reported to the model and counted. Any other exception is a fault of the
+tool, and the attempt has no score.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ RESERVED = frozenset(
         *("opening", "sandbox_for", "grader_for", "prepare", "grade", "run_program"),
     }
 )
-"""Methods of an environment that are no tools."""
+"""Public methods of an environment that are no tools."""
 
 
 class ToolError(Exception):
-    """Raised by a tool that cannot do what was asked: the model is told, and the attempt goes on."""
+    """A tool raises this to report an error to the model; the attempt goes on."""
 
 
 class CallRefused(Exception):
-    """Raised for a call that the model has written wrongly; the message is for the model."""
+    """Raised for a malformed call; the message is for the model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,29 +55,34 @@ class Tool:
     parameters: Mapping[str, Any]
     """The JSON Schema of its arguments."""
     check: TypeAdapter[Any]
-    """Of the arguments: a model with a field for each."""
+    """A pydantic model with a field for each argument."""
 
     def read_arguments(self, call: ToolCall) -> dict[str, Any]:
-        """Return the arguments of a call. Raises: CallRefused for others than the tool takes."""
+        """Return the arguments of a call. Raises: CallRefused if they do not fit the tool."""
         try:
-            # Not strict: models write 3 as "3", and mean it.
+            # Not strict: models write 3 as "3".
             checked = self.check.validate_json(call.arguments)
         except ValidationError as error:
             faults = "; ".join(
-                f"{'.'.join(map(str, one['loc'])) or 'arguments'}: {one['msg']}" for one in error.errors()
+                f"{'.'.join(map(str, fault['loc'])) or 'arguments'}: {fault['msg']}"
+                for fault in error.errors()
             )
             raise CallRefused(f"{self.name} was called with wrong arguments: {faults}") from error
         return {name: getattr(checked, name) for name in type(checked).model_fields}
 
 
 def find_tools(kind: type) -> dict[str, Tool]:
-    """Return the tools of an environment's class: its public methods without another meaning.
+    """Return the tools of an environment's class: its public methods that are not `RESERVED`.
 
-    Raises: ConfigError if one has a parameter without a type, or takes what JSON has no form for.
+    Raises: ConfigError if one has a parameter without a type, or of a type that JSON cannot express.
     """
     names = [name for name in dir(kind) if not name.startswith("_") and name not in RESERVED]
-    found = {name: inspect.getattr_static(kind, name) for name in names}
-    return {name: _read_method(kind, name, one) for name, one in found.items() if inspect.isfunction(one)}
+    members = {name: inspect.getattr_static(kind, name) for name in names}
+    return {
+        name: _read_method(kind, name, member)
+        for name, member in members.items()
+        if inspect.isfunction(member)
+    }
 
 
 def _read_method(kind: type, name: str, method: Callable[..., Any]) -> Tool:
@@ -101,8 +106,8 @@ def _read_method(kind: type, name: str, method: Callable[..., Any]) -> Tool:
     except (PydanticSchemaGenerationError, PydanticUserError) as error:
         raise _refuse(f"{where} takes what JSON has no form for", "texts, numbers, lists, tables") from error
     schema.pop("title", None)
-    for one in schema.get("properties", {}).values():
-        one.pop("title", None)
+    for parameter_schema in schema.get("properties", {}).values():
+        parameter_schema.pop("title", None)
     function = {
         "name": name,
         "description": inspect.getdoc(method) or "",
@@ -112,9 +117,9 @@ def _read_method(kind: type, name: str, method: Callable[..., Any]) -> Tool:
     return Tool(name=name, schema=text, parameters=schema, check=TypeAdapter(model))
 
 
-def _refuse(what: str, allowed: str) -> ConfigError:
+def _refuse(problem: str, allowed: str) -> ConfigError:
     return ConfigError(
-        what,
+        problem,
         allowed=f"a tool with {allowed}",
         next_step="correct it, or begin its name with _ if it is no tool",
     )
@@ -123,10 +128,10 @@ def _refuse(what: str, allowed: str) -> ConfigError:
 async def call_tool(
     owner: Any, tools: Mapping[str, Tool], call: ToolCall, *, limit_s: float, max_chars: int
 ) -> tuple[str, bool]:
-    """Call a tool of `owner`; return what the model is shown, and whether the attempt is over.
+    """Call a tool of `owner`; return the text for the model, and whether the attempt is over.
 
-    Raises: CallRefused for a wrong call; ToolError; AttemptFailed if it is not done in time or returns what
-        is no text; whatever else it raises.
+    Raises: CallRefused for a malformed call; ToolError; AttemptFailed if it is not done in time or its result
+        has no text form; any other exception of the tool.
     """
     tool = tools.get(call.name)
     if tool is None:
@@ -147,12 +152,12 @@ async def call_tool(
 
 
 def to_text(returned: Any, name: str) -> str:
-    """Return what a tool or a step returned as text; binary data as a note of its size.
+    """Convert the result of a tool or a step to text; binary data becomes a note of its size.
 
-    Raises: AttemptFailed for what has no form as text.
+    Raises: AttemptFailed if it has no text form.
     """
     if isinstance(returned, str):
-        # A lone surrogate is no character, and no tokenizer takes it.
+        # No tokenizer accepts a lone surrogate.
         return returned.encode("utf-8", "replace").decode("utf-8")
     if isinstance(returned, bytes | bytearray | memoryview):
         return f"({len(returned)} bytes of binary data)"
@@ -166,19 +171,19 @@ def to_text(returned: Any, name: str) -> str:
 
 
 def read_objects(text: str) -> Iterator[dict[str, Any]]:
-    """Yield the JSON objects in a text, one behind the other; what is no JSON is passed over."""
+    """Yield the JSON objects in a text in order; skip everything else."""
     place, decoder = 0, json.JSONDecoder()
     while (start := text.find("{", place)) >= 0:
         try:
-            found, place = decoder.raw_decode(text, start)
+            value, place = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
             place = start + 1
             continue
-        yield found
+        yield value
 
 
 def cut_text(text: str, max_chars: int) -> str:
-    """Return a text within a budget: its beginning and its end, with a note of what is missing between."""
+    """Shorten a text to a budget: keep its beginning and its end, with a note of the omission between."""
     if len(text) <= max_chars:
         return text
     note = f"\n[... {len(text) - max_chars} characters left out ...]\n"

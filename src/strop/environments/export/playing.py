@@ -1,7 +1,7 @@
-"""strop's side of an exported environment: `python -m strop.environments.export.playing`, asked as a guest.
+"""strop's side of an exported environment: `python -m strop.environments.export.playing`, served as a guest.
 
-Attempts begin by the seed of the self-test, so that one example is one task, with one opening. A reply comes
-as a server of OpenAI's protocol gives it: a text and the calls that it read, or with calls still in the text.
+Attempts use the seed of the self-test, so that one example is one task, with one opening. A reply arrives as
+an OpenAI-compatible server returns it: a text and parsed calls, or a text with calls still in it.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from functools import wraps
+from typing import Any, ParamSpec
 
 from pydantic import TypeAdapter
 
@@ -29,6 +30,17 @@ from strop.tasks.prompt import tools_of
 from strop.tasks.user.posing import OPENING_SEED
 from strop.tool_calls import CallFormat, Spoken, read_reply
 
+P = ParamSpec("P")
+
+_JSON = TypeAdapter(dict[str, Any])
+_MARKS = (
+    ("<function=", CallFormat.QWEN_XML),
+    ("<tool_call>", CallFormat.HERMES),
+    ("[TOOL_CALLS]", CallFormat.MISTRAL),
+    ("<|python_tag|>", CallFormat.LLAMA),
+)
+"""Marks of calls that the server left in the text."""
+
 
 @dataclass(kw_only=True, slots=True)
 class _Attempt:
@@ -42,6 +54,21 @@ class _Attempt:
         """Whether its time is used up; see `Environment`."""
         limit_s: float | None = getattr(self.environment, "max_attempt_s", None)
         return limit_s is not None and time.monotonic() - self.started_at >= limit_s
+
+
+def _attributed(
+    work: Callable[P, Awaitable[dict[str, Any]]],
+) -> Callable[P, Awaitable[dict[str, Any]]]:
+    """Return, in place of an exception, the failure that leaves the attempt without a score."""
+
+    @wraps(work)
+    async def attribute(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
+        with catch_failure(FailureOwner.TASK) as caught:
+            return await work(*args, **kwargs)
+        assert caught.failure is not None
+        return {"failure": asdict(caught.failure)}
+
+    return attribute
 
 
 class Guest:
@@ -60,95 +87,87 @@ class Guest:
         self._numbers = itertools.count()
 
     async def start(self) -> None:
-        """Start what judges replies."""
+        """Start the judge."""
         judge = open_judge(self._task, task_builder(self._spec))
         self._make_environment = choose_environment(self._task, judge)
 
     async def tasks(self, split: str) -> list[dict[str, Any]]:
         """Return all examples of a split, as data of verifiers' tasks."""
-        # In a thread: most tasks read their data now.
-        return await asyncio.to_thread(self._list, split)
 
+        def pose(index: int, example: Example) -> dict[str, Any]:
+            messages = self._task.render(example)
+            first, *rest = messages
+            system = first.text if first.role == "system" and rest else None
+            prompt = messages if system is None else rest
+            is_text = len(prompt) == 1 and prompt[0].role == "user"
+            return {
+                "id": example.example_id,
+                "name": self._task.name,
+                "system_prompt": system,
+                "prompt": prompt[0].text if is_text else [message.to_json() for message in prompt],
+                "tools": [_JSON.validate_json(schema) for schema in tools_of(messages)],
+                "split": split,
+                "example": index,
+            }
+
+        # In a thread: most tasks read their data now.
+        return await asyncio.to_thread(
+            lambda: [pose(*pair) for pair in enumerate(self._task.examples(Split(split)))]
+        )
+
+    @_attributed
     async def open(self, split: str, example: int) -> dict[str, Any]:
         """Begin an attempt; return its number."""
-        return await _attributed(self._open(self._task.examples(Split(split))[example]))
-
-    async def step(self, number: int, text: str, calls: Sequence[Any], is_cut: bool) -> dict[str, Any]:
-        """Take a reply; return what the model is told, and whether the attempt is over."""
-        return await _attributed(_step(self._attempts[number], text, calls, is_cut))
-
-    async def score(self, number: int) -> dict[str, Any]:
-        """Have the attempt scored as it stands."""
-        return await _attributed(_score(self._attempts[number]))
-
-    async def close(self, number: int) -> dict[str, Any]:
-        """Release what the attempt holds."""
-        attempt = self._attempts.pop(number)
-        return await _attributed(_close(attempt))
-
-    def _list(self, split: str) -> list[dict[str, Any]]:
-        examples = self._task.examples(Split(split))
-        return [{**self._pose(one), "split": split, "example": index} for index, one in enumerate(examples)]
-
-    def _pose(self, example: Example) -> dict[str, Any]:
-        messages = self._task.render(example)
-        first, *rest = messages
-        system = first.text if first.role == "system" and rest else None
-        asked = messages if system is None else rest
-        is_text = len(asked) == 1 and asked[0].role == "user"
-        return {
-            "id": example.example_id,
-            "name": self._task.name,
-            "system_prompt": system,
-            "prompt": asked[0].text if is_text else [one.to_json() for one in asked],
-            "tools": [_JSON.validate_json(schema) for schema in tools_of(messages)],
-        }
-
-    async def _open(self, example: Example) -> dict[str, Any]:
         environment = self._make_environment()
         async with AsyncExitStack() as stack:
             stack.push_async_callback(environment.close)
-            messages = await environment.reset(example, OPENING_SEED)
-            # It is closed when it is asked to be.
+            messages = await environment.reset(self._task.examples(Split(split))[example], OPENING_SEED)
+            # From now on `close` closes it.
             stack.pop_all()
         number = next(self._numbers)
         functions = [_JSON.validate_json(schema)["function"] for schema in tools_of(messages)]
-        tools = {one["name"]: one["parameters"] for one in functions}
+        tools = {function["name"]: function["parameters"] for function in functions}
         self._attempts[number] = _Attempt(environment=environment, tools=tools)
         return {"number": number}
 
+    @_attributed
+    async def step(self, number: int, text: str, calls: Sequence[Any], is_cut: bool) -> dict[str, Any]:
+        """Take a reply; return the messages to the model, and whether the attempt is over."""
+        attempt = self._attempts[number]
+        stops = [place for stop in attempt.environment.stop_strings if (place := text.find(stop)) >= 0]
+        reply = text[: min(stops)] if stops else text
+        reason = FinishReason.STOP_STRING if stops else FinishReason.LENGTH if is_cut else FinishReason.EOS
+        spoken, unread = _take_apart(reply, calls, attempt.tools)
+        result = await attempt.environment.step(Action(text=reply, finish_reason=reason, spoken=spoken))
+        is_done = result.done or reason is FinishReason.LENGTH or attempt.is_late
+        messages = [message if calls else _as_user(message) for message in result.messages]
+        # A server wants an answer to each call's id, also to a call that could not be read.
+        first = len(messages) - len(unread)
+        for place, call_id in enumerate(unread, first):
+            if not is_done:
+                messages[place] = replace(messages[place], role="tool", tool_call_id=call_id)
+        return {"messages": [message.to_json() for message in messages], "is_done": is_done}
 
-_JSON = TypeAdapter(dict[str, Any])
+    @_attributed
+    async def score(self, number: int) -> dict[str, Any]:
+        """Score the attempt in its current state."""
+        outcome = await self._attempts[number].environment.score()
+        if outcome.failure is not None:
+            return {"failure": asdict(outcome.failure)}
+        correct = {} if outcome.is_correct is None else {"is_correct": float(outcome.is_correct)}
+        return {"parts": dict(outcome.parts), "metrics": {**outcome.metrics, **correct}}
 
-
-async def _attributed(doing: Awaitable[dict[str, Any]]) -> dict[str, Any]:
-    """Return what is found, or the failure that leaves the attempt without a score."""
-    with catch_failure(FailureOwner.TASK) as caught:
-        return await doing
-    assert caught.failure is not None
-    return {"failure": asdict(caught.failure)}
-
-
-async def _step(attempt: _Attempt, text: str, calls: Sequence[Any], is_cut: bool) -> dict[str, Any]:
-    stops = [place for one in attempt.environment.stop_strings if (place := text.find(one)) >= 0]
-    said = text[: min(stops)] if stops else text
-    reason = FinishReason.STOP_STRING if stops else FinishReason.LENGTH if is_cut else FinishReason.EOS
-    spoken, unread = _take_apart(said, calls, attempt.tools)
-    result = await attempt.environment.step(Action(text=said, finish_reason=reason, spoken=spoken))
-    is_done = result.done or reason is FinishReason.LENGTH or attempt.is_late
-    messages = [one if calls else _as_user(one) for one in result.messages]
-    # To a server each call is answered by its id, also one that could not be read.
-    first = len(messages) - len(unread)
-    for place, call_id in enumerate(unread, first):
-        if not is_done:
-            messages[place] = replace(messages[place], role="tool", tool_call_id=call_id)
-    return {"messages": [one.to_json() for one in messages], "is_done": is_done}
+    @_attributed
+    async def close(self, number: int) -> dict[str, Any]:
+        """Close the attempt."""
+        await self._attempts.pop(number).environment.close()
+        return {}
 
 
 def _take_apart(
     text: str, calls: Sequence[Any], tools: dict[str, Any]
 ) -> tuple[Spoken | None, tuple[str, ...]]:
-    """Return a reply taken apart, and the ids of calls that are none; no reply where it is read as fences."""
+    """Return the parsed reply, or None if the environment parses it, and the ids of unreadable calls."""
     if not tools:
         return None, ()
     if not calls:
@@ -164,33 +183,11 @@ def _take_apart(
     return Spoken(content=text.strip(), calls=tuple(read), mistakes=tuple(mistakes)), tuple(unread)
 
 
-_MARKS = (
-    ("<function=", CallFormat.QWEN_XML),
-    ("<tool_call>", CallFormat.HERMES),
-    ("[TOOL_CALLS]", CallFormat.MISTRAL),
-    ("<|python_tag|>", CallFormat.LLAMA),
-)
-"""Of calls that the server left in the text."""
-
-
 def _as_user(message: Message) -> Message:
-    """Return a tool's reply to a call that no server read as the user's words."""
+    """Convert a tool's reply to a user message, if the server did not parse the call."""
     if message.role != "tool":
         return message
     return Message(role="user", content=f"{message.name} returned:\n{message.text}")
-
-
-async def _score(attempt: _Attempt) -> dict[str, Any]:
-    outcome = await attempt.environment.score()
-    if outcome.failure is not None:
-        return {"failure": asdict(outcome.failure)}
-    right = {} if outcome.is_correct is None else {"is_correct": float(outcome.is_correct)}
-    return {"parts": dict(outcome.parts), "metrics": {**outcome.metrics, **right}}
-
-
-async def _close(attempt: _Attempt) -> dict[str, Any]:
-    await attempt.environment.close()
-    return {}
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""An environment of strop's as a taskset of verifiers v1, with the environment and the harness that play it.
+"""A strop environment as a taskset of verifiers v1, with the environment and the harness that play it.
 
-strop runs in a process of its own Python (`python` of the taskset), where its packages are; one process
-plays all attempts. verifiers converses with the model, in the model's own form of tool calls. Tried with
-verifiers 0.4.0.
+strop runs in a separate process under its own Python (`python` of the taskset); one process plays all
+attempts. verifiers converses with the model, in the model's own syntax of tool calls. Tried with verifiers
+0.4.0.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ _MODULE = "strop.environments.export.playing"
 
 
 class Player:
-    """The process that plays; it ends with this one. May be asked from any thread and event loop."""
+    """The process that plays; it ends with this one. Usable from any thread and event loop."""
 
     def __init__(self, python: str) -> None:
         section = dict(_EXPORTED["section"])
         if _EXPORTED["source"]:
             section["name"] = f"{_HERE / _EXPORTED['source']}:{_EXPORTED['class']}"
         folder = _EXPORTED["folder"]
-        self._asked: dict[int, Future[Any]] = {0: Future()}
+        self._pending: dict[int, Future[Any]] = {0: Future()}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         try:
-            # Apart from the terminal's signals: this process says when it ends.
+            # In another session, out of reach of the terminal's signals: this process ends it.
             self._process = subprocess.Popen(
                 [python, "-P", "-m", _MODULE],
                 stdin=subprocess.PIPE,
@@ -53,39 +53,39 @@ class Player:
                 f"strop cannot be started by {python}: {error}; name a Python that has strop:"
                 " --env.taskset.python"
             ) from error
-        threading.Thread(target=self._hear, daemon=True).start()
+        threading.Thread(target=self._read_answers, daemon=True).start()
         self._write({"section": section, "version": _EXPORTED["version"]})
-        self._asked[0].result()
+        self._pending[0].result()
 
-    def ask(self, do: str, **given: Any) -> Any:
-        """Have it do something, and wait. Raises: RuntimeError with what it raised."""
-        return self._send(do, given)[1].result()
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Call a method of the process and wait. Raises: RuntimeError with its error."""
+        return self._send(do, arguments)[1].result()
 
-    async def do(self, do: str, **given: Any) -> Any:
-        """Have it do something; where this is cancelled, so is that.
+    async def do(self, do: str, **arguments: Any) -> Any:
+        """Call a method of the process; a cancellation is passed on to it.
 
-        Raises: RuntimeError with what it raised; SandboxError or TaskError where the attempt has no score.
+        Raises: RuntimeError with its error; SandboxError or TaskError if the attempt has no score.
         """
-        number, asked = self._send(do, given)
+        number, future = self._send(do, arguments)
         try:
-            found = await asyncio.wrap_future(asked)
+            answer = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             self._write({"id": 0, "do": "cancel", "other": number})
             raise
-        failure = found.get("failure")
+        failure = answer.get("failure")
         if failure is not None:
             kind = TaskError if failure["owner"] == "task" else SandboxError
             raise kind(f"{failure['kind']}: {failure['detail']}")
-        return found
+        return answer
 
-    def _send(self, do: str, given: dict[str, Any]) -> tuple[int, Future[Any]]:
-        number, found = next(self._numbers), Future[Any]()
+    def _send(self, do: str, arguments: dict[str, Any]) -> tuple[int, Future[Any]]:
+        number, future = next(self._numbers), Future[Any]()
         with self._lock:
             if self._process.stdout is None or self._process.stdout.closed:
                 raise RuntimeError("strop's process has ended")
-            self._asked[number] = found
-        self._write({**given, "id": number, "do": do})
-        return number, found
+            self._pending[number] = future
+        self._write({**arguments, "id": number, "do": do})
+        return number, future
 
     def _write(self, line: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -94,29 +94,31 @@ class Player:
                 self._process.stdin.write(json.dumps(line).encode() + b"\n")
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                # It has ended: `_hear` fails every request that still waits.
+                # It has ended: `_read_answers` fails every pending request.
                 return
 
-    def _hear(self) -> None:
+    def _read_answers(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             answer = json.loads(line)
             with self._lock:
-                asked = self._asked.pop(answer["id"], None)
-            if asked is None or not asked.set_running_or_notify_cancel():
+                future = self._pending.pop(answer["id"], None)
+            if future is None or not future.set_running_or_notify_cancel():
                 continue
             if "error" in answer:
-                asked.set_exception(RuntimeError(f"{answer['kind']}: {answer['error']}"))
+                future.set_exception(RuntimeError(f"{answer['kind']}: {answer['error']}"))
             else:
-                asked.set_result(answer["found"])
+                future.set_result(answer["found"])
         with self._lock:
             self._process.stdout.close()
-            left = [*self._asked.values()]
-            self._asked.clear()
+            left = [*self._pending.values()]
+            self._pending.clear()
         code = self._process.wait()
-        for asked in left:
-            if asked.set_running_or_notify_cancel():
-                asked.set_exception(RuntimeError(f"strop's process has ended with {code}; it says why above"))
+        for future in left:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(
+                    RuntimeError(f"strop's process has ended with {code}; it says why above")
+                )
 
 
 _starting = threading.Lock()
@@ -124,13 +126,13 @@ _start = cache(Player)
 
 
 def player_of(python: str) -> Player:
-    """Return the process of a Python, started where there is none."""
+    """Return the process of a Python; start one if there is none."""
     with _starting:
         return _start(python)
 
 
 class StropData(vf.TaskData):  # type: ignore[misc]
-    """One example, and the tools that it is attempted with."""
+    """One example and its tools."""
 
     split: str
     example: int
@@ -138,7 +140,7 @@ class StropData(vf.TaskData):  # type: ignore[misc]
 
 
 class StropConfig(vf.TasksetConfig):  # type: ignore[misc]
-    """Which examples, and who plays them."""
+    """The split, and the Python that plays."""
 
     split: Literal["train", "held_out"] = "train"
     python: str = _EXPORTED["python"]
@@ -153,13 +155,13 @@ class StropTaskset(vf.Taskset[StropTask, StropConfig]):  # type: ignore[misc]
     """The examples of a split."""
 
     def load(self) -> Iterator[StropTask]:
-        """Yield them in strop's order."""
+        """Yield the examples in strop's order."""
         for row in player_of(self.config.python).ask("tasks", split=self.config.split):
             yield StropTask(StropData(**row), self.config.task)
 
 
 class StropHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
-    """Says the conversation so far, and keeps the reply; runs no program."""
+    """Sends the conversation so far, and keeps the reply; runs no program."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -169,13 +171,13 @@ class StropHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
     ) -> Any:
-        """Ask once, through verifiers' own recording of the call."""
+        """Call the model once, through verifiers' own recorder."""
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
-            messages += [message_to_wire(one) for one in prompt or ()]
+            messages += [message_to_wire(message) for message in prompt or ()]
         tools = {"tools": data.tools} if data.tools else {}
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             await client.chat.completions.create(model=ctx.model, messages=messages, **tools)
@@ -183,16 +185,16 @@ class StropHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
 
 
 class StropEnvConfig(vf.EnvConfig):  # type: ignore[misc]
-    """Who plays, within what strop allows an attempt."""
+    """The agent, within strop's limits of an attempt."""
 
     agent: vf.AgentConfig = vf.AgentConfig(**_EXPORTED["agent"])
 
 
 class StropEnv(vf.Env[StropEnvConfig]):  # type: ignore[misc]
-    """Has the model and strop's environment take turns; the rewards are strop's."""
+    """Lets the model and strop's environment take turns; the rewards come from strop."""
 
     async def run(self, task: Any, agents: Any) -> None:
-        """Play an attempt, and have it scored, also where a limit of verifiers ended it."""
+        """Play an attempt and score it, also if a limit of verifiers ended it."""
         player = player_of(self.config.taskset.python)
         opened = await player.do("open", split=task.data.split, example=task.data.example)
         number = opened["number"]
@@ -200,10 +202,10 @@ class StropEnv(vf.Env[StropEnvConfig]):  # type: ignore[misc]
             async with agents.agent.interaction(task) as interaction:
                 segment = await interaction.turn()
                 while not segment.terminated:
-                    told = await player.do("step", number=number, **_read(segment, interaction.trace))
-                    if told["is_done"]:
+                    result = await player.do("step", number=number, **_read(segment, interaction.trace))
+                    if result["is_done"]:
                         break
-                    segment = await interaction.turn(told["messages"])
+                    segment = await interaction.turn(result["messages"])
             trace = interaction.trace
             if trace.errors:
                 return
@@ -219,11 +221,11 @@ class StropEnv(vf.Env[StropEnvConfig]):  # type: ignore[misc]
 
 
 def _read(segment: Any, trace: Any) -> dict[str, Any]:
-    """Return a reply as strop takes it."""
+    """Return a reply as arguments of strop's `step`."""
     reply = segment.messages[-1]
     calls = [(call.id, call.name, call.arguments) for call in reply.tool_calls or ()]
-    asked = next(call for call in reversed(trace.calls) if call.error is None)
-    return {"text": reply.content or "", "calls": calls, "is_cut": asked.finish_reason == "length"}
+    model_call = next(call for call in reversed(trace.calls) if call.error is None)
+    return {"text": reply.content or "", "calls": calls, "is_cut": model_call.finish_reason == "length"}
 
 
 __all__ = ["StropEnv", "StropHarness", "StropTaskset"]

@@ -1,4 +1,4 @@
-"""Writes a package of verifiers v1 from an environment or a task of strop's."""
+"""Write a package of verifiers v1 from an environment or a task."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _SOURCES = "sources"
 
 
 def write_package(section: TaskSection, folder: Path) -> str:
-    """Write the package into a folder that is not there yet, or is empty; return the taskset's id, its name.
+    """Write the package into a new or empty folder; return the folder's name, which is the taskset's id.
 
-    The class of the user's, and the files that it imports, are copied; data stays where it is.
-    Raises: ConfigError if the folder has another name or something in it, or verifiers cannot play it;
-        StoreError if it cannot be written; as building the task and reading its data do.
+    A user's class and the files that it imports are copied; data is not.
+    Raises: ConfigError if the folder's name is not allowed, it is not empty, or verifiers cannot play the
+        task; StoreError if it cannot be written; as building the task and reading its data do.
     """
     name = folder.absolute().name
     if _NAME.fullmatch(name) is None:
@@ -61,7 +61,7 @@ def write_package(section: TaskSection, folder: Path) -> str:
 
 
 def _require_playable(section: TaskSection, task: Task) -> None:
-    """Refuse what verifiers cannot play. Raises: ConfigError; DataError as reading the task's data does."""
+    """Refuse tasks that verifiers cannot play. Raises: ConfigError; DataError as reading the task's data."""
     reasons = {
         "verifiers conducts its attempts already": section.name == "verifiers",
         "a program conducts its attempts": section.agent is not None,
@@ -73,7 +73,7 @@ def _require_playable(section: TaskSection, task: Task) -> None:
     reason = next((why for why, holds in reasons.items() if holds), None)
     if reason is None and has(task, "choices"):
         examples = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
-        if any(choices_of(task, one) for one in every_form(examples)):
+        if any(choices_of(task, example) for example in every_form(examples)):
             reason = "its replies are chosen by likelihood"
     if reason is not None:
         raise ConfigError(
@@ -84,16 +84,16 @@ def _require_playable(section: TaskSection, task: Task) -> None:
 
 
 def _copy_sources(section: TaskSection) -> tuple[str | None, dict[str, bytes]]:
-    """Return where the user's file is in the package, and what is copied, by place."""
+    """Return the path of the user's file in the package, and the copied files by path."""
     if not isinstance(section, UserCodeSection) or not section.ref.is_file:
         return None, {}
     root = root_of(section.ref.path)
-    copies = {one.relative_to(root).as_posix(): one.read_bytes() for one in list_sources(section.ref.path)}
+    copies = {path.relative_to(root).as_posix(): path.read_bytes() for path in list_sources(section.ref.path)}
     return f"{_SOURCES}/{section.ref.path.relative_to(root).as_posix()}", copies
 
 
 def _describe(section: TaskSection, task: Task, source: str | None) -> dict[str, Any]:
-    """Return what the package says of the environment, as JSON values."""
+    """Return the content of the package's `environment.json`."""
     agent: dict[str, Any] = {
         "runtime": {"type": "subprocess"},
         "sampling": {"max_tokens": task.limits.max_reply_tokens},
@@ -106,7 +106,7 @@ def _describe(section: TaskSection, task: Task, source: str | None) -> dict[str,
         "source": source,
         "class": None if source is None or ref is None else ref.name,
         "version": task.version,
-        # Where files that the settings name are looked for.
+        # Relative paths of the settings start here.
         "folder": str(Path.cwd()),
         "python": sys.executable,
         "agent": agent,

@@ -1,6 +1,6 @@
-"""Environments of other packages, each in a Python environment and a process of its own.
+"""Environments of other packages, each in a separate Python environment and process.
 
-Their pins are their own, and their imports take seconds: `host.py` runs there, imports nothing of strop, and
-serves one package's worlds (`for_textarena.py`, `for_verifiers.py`); `Guest` asks it. One process serves all
-attempts of a run, and ends with it.
+They have other pinned versions, and their imports take seconds: `host.py` runs there, imports nothing of
+strop, and serves one package (`for_textarena.py`, `for_verifiers.py`); `Guest` is its client. One process
+serves all attempts of a run, and ends with it.
 """

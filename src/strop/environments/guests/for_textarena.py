@@ -1,6 +1,6 @@
-"""TextArena's games of one player, served by `host.py`. Tried with textarena 0.7.4.
+"""TextArena's single-player games, served by `host.py`. Tried with textarena 0.7.4.
 
-Its games draw from Python's process-wide random numbers; each attempt has a state of them of its own.
+Its games draw from Python's process-wide random generator; each attempt swaps in its own generator state.
 """
 
 from __future__ import annotations
@@ -20,34 +20,34 @@ class Guest:
         self._game = game
         self._options = options
         self._attempts: dict[int, tuple[Any, Any]] = {}
-        """Game, and its state of the random numbers, by number."""
+        """Game and random state of each attempt, by number."""
         self._numbers = itertools.count()
 
     async def start(self) -> None:
-        """Make the game once, to see that it can be made."""
+        """Make the game once, as a check."""
         self._begin(0)
 
     async def open(self, seed: int) -> dict[str, Any]:
-        """Begin an attempt; return its number and what the player sees first."""
-        game, state, seen = self._begin(seed)
+        """Begin an attempt; return its number and the player's first observation."""
+        game, state, observation = self._begin(seed)
         number = next(self._numbers)
         self._attempts[number] = game, state
-        return {"number": number, "text": seen}
+        return {"number": number, "text": observation}
 
     async def step(self, number: int, text: str) -> dict[str, Any]:
-        """Make a move; return what the player sees then, and whether the game is over."""
+        """Make a move; return the player's next observation, and whether the game is over."""
         game, state = self._attempts[number]
 
         def move() -> tuple[bool, str]:
             is_done, _ = game.step(text)
-            return is_done, "" if is_done else _seen(game)
+            return is_done, "" if is_done else _observe(game)
 
-        (is_done, seen), state = _drawing_from(state, move)
+        (is_done, observation), state = _with_random_state(state, move)
         self._attempts[number] = game, state
-        return {"text": seen, "is_done": is_done}
+        return {"text": observation, "is_done": is_done}
 
     async def score(self, number: int) -> dict[str, Any]:
-        """Return the reward, None where the game gave none, and whether a move was against the rules."""
+        """Return the reward (None if the game gave none), and whether a move broke the rules."""
         state = self._attempts[number][0].state
         rewards = state.rewards or {}
         reward = rewards.get(0)
@@ -65,24 +65,24 @@ class Guest:
     def _begin(self, seed: int) -> tuple[Any, Any, str]:
         def begin() -> tuple[Any, str]:
             random.seed(seed)
-            # Without wrappers: these tell the whole history anew in every turn.
+            # Without wrappers: these repeat the whole history in every turn.
             game = textarena.make(f"{self._game}-raw", **self._options)
             game.reset(num_players=1, seed=seed)
-            return game, _seen(game)
+            return game, _observe(game)
 
-        (game, seen), state = _drawing_from(None, begin)
-        return game, state, seen
-
-
-def _seen(game: Any) -> str:
-    """Return what the player has been told since it was asked last, but for its own words."""
-    _, told = game.get_observation()
-    said = textarena.ObservationType.PLAYER_ACTION
-    return "\n".join(str(text).strip() for _, text, kind in told if kind is not said)
+        (game, observation), state = _with_random_state(None, begin)
+        return game, state, observation
 
 
-def _drawing_from(state: Any, work: Callable[[], Any]) -> tuple[Any, Any]:
-    """Do something with a state of the random numbers; return what it gives, and the state behind it."""
+def _observe(game: Any) -> str:
+    """Return the new messages to the player, without the player's own actions."""
+    _, messages = game.get_observation()
+    action = textarena.ObservationType.PLAYER_ACTION
+    return "\n".join(str(text).strip() for _, text, kind in messages if kind is not action)
+
+
+def _with_random_state(state: Any, work: Callable[[], Any]) -> tuple[Any, Any]:
+    """Call `work` under a random state; return its result and the new state."""
     if state is not None:
         random.setstate(state)
     return work(), random.getstate()

@@ -1,8 +1,8 @@
 """Environments of verifiers v1, served by `host.py`. Tried with verifiers 0.4.0.
 
-Every agent of an environment asks the model of strop's rollout. Its program is `chat`, a loop in this process
-that says and hears messages, unless a harness of the package is named. Programs run on this machine
-(verifiers' runtime `subprocess`), unless the settings say otherwise.
+Every agent of an environment calls the model of strop's rollout. Its program is `chat`, a message loop in
+this process, unless a harness of the package is named. Programs run on this machine (verifiers' runtime
+`subprocess`), unless the settings name another runtime.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import os
 import sys
 from contextlib import AsyncExitStack
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -20,14 +19,13 @@ from openai import AsyncOpenAI
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.utils import loaders
 
-saying = sys.modules["__main__"].load(str(Path(__file__).with_name("saying.py"))).saying
 _CHAT = "strop_chat"
 _LOCAL = {"type": "subprocess"}
 _KEPT_ERROR_CHARS = 500
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
-    """Says the task's prompt, or the conversation so far, and keeps the reply."""
+    """Sends the task's prompt, or the conversation so far, and keeps the reply."""
 
     APPENDS_SYSTEM_PROMPT = True
     SUPPORTS_RESUME = True
@@ -37,13 +35,13 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
     async def launch(
         self, ctx: Any, trace: Any, runtime: Any, endpoint: str, secret: str, mcp_urls: Any, data: Any
     ) -> Any:
-        """Ask once, through verifiers' own recording of the call."""
+        """Call the model once, through verifiers' own recorder."""
         system, prompt = self.resolve_prompt(data)
         messages: list[Any] = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
             messages.append({"role": "user", "content": prompt})
         else:
-            messages += [message_to_wire(one) for one in prompt or ()]
+            messages += [message_to_wire(message) for message in prompt or ()]
         async with AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             await client.chat.completions.create(model=ctx.model, messages=messages)
         return vf.ProgramResult(exit_code=0, stdout="", stderr="")
@@ -73,17 +71,17 @@ class Guest:
         self._numbers = itertools.count()
 
     async def start(self) -> None:
-        """Start what all episodes share."""
+        """Start the services that all episodes share."""
         await self._stack.enter_async_context(self._env.serving())
 
     async def tasks(self, number: int) -> list[dict[str, Any]]:
-        """Return the data of the first tasks, as many as there are."""
+        """Return the data of the first `number` tasks, or of all if there are fewer."""
         return [task.data.model_dump(mode="json") for task in itertools.islice(self._env.taskset, number)]
 
     async def run(
         self, data: dict[str, Any], base_url: str, key: str, renderer: str | None
     ) -> dict[str, Any]:
-        """Play an episode; return what it earned, and what went wrong."""
+        """Play an episode; return its rewards and errors."""
         variable = f"STROP_KEY_{next(self._numbers)}"
         os.environ[variable] = key
         access = {"base_url": base_url, "api_key_var": variable}
@@ -100,27 +98,27 @@ class Guest:
             del os.environ[variable]
         return {
             "traces": [_describe(trace) for trace in episode.traces],
-            "errors": [_tell(error) for error in episode.errors],
+            "errors": [_describe_error(error) for error in episode.errors],
         }
 
     async def play(self, data: dict[str, Any], replies: list[str]) -> dict[str, Any]:
-        """Play an episode with given replies, the last of which is said again."""
-        async with saying(replies) as base_url:
+        """Play an episode with fixed replies, repeating the last one."""
+        async with sys.modules["__main__"].serve_replies(replies) as base_url:
             return await self.run(data, base_url, "none", None)
 
 
 def _describe(trace: Any) -> dict[str, Any]:
     return {
         "agent": trace.agent.name,
-        "rewards": {name: None if one is None else one.value for name, one in trace.rewards.items()},
+        "rewards": {name: None if reward is None else reward.value for name, reward in trace.rewards.items()},
         "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
-        "errors": [_tell(error) for error in trace.errors],
+        "errors": [_describe_error(error) for error in trace.errors],
         "is_truncated": bool(trace.is_truncated),
         "stop": trace.stop_condition,
     }
 
 
-def _tell(error: Any) -> dict[str, Any]:
+def _describe_error(error: Any) -> dict[str, Any]:
     return {
         "type": error.type,
         "message": error.message[:_KEPT_ERROR_CHARS],

@@ -6,18 +6,16 @@ import itertools
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from verifiers.legacy.types import ClientConfig
 from verifiers.legacy.utils.env_utils import load_environment
 
-saying = sys.modules["__main__"].load(str(Path(__file__).with_name("saying.py"))).saying
 _KEPT_ERROR_CHARS = 500
 
 
 class Guest:
-    """One environment, and its rollouts."""
+    """One environment and its rollouts."""
 
     def __init__(
         self, taskset: str, folder: str | None, harness: str, config: dict[str, Any], limit_s: float
@@ -31,20 +29,19 @@ class Guest:
         self._numbers = itertools.count()
 
     async def start(self) -> None:
-        """Nothing is shared."""
+        """Do nothing: rollouts share nothing."""
 
     async def tasks(self, number: int) -> list[dict[str, Any]]:
-        """Return the first rows to train on, as many as there are."""
-        rows = self._env.get_dataset()
-        found: list[dict[str, Any]] = json.loads(
-            json.dumps(rows.select(range(min(number, len(rows)))).to_list())
-        )
-        return found
+        """Return the first `number` training rows, or all if there are fewer."""
+        dataset = self._env.get_dataset()
+        rows = dataset.select(range(min(number, len(dataset)))).to_list()
+        plain: list[dict[str, Any]] = json.loads(json.dumps(rows))
+        return plain
 
     async def run(
         self, data: dict[str, Any], base_url: str, key: str, renderer: str | None
     ) -> dict[str, Any]:
-        """Play a rollout; return what it earned, and what went wrong."""
+        """Play a rollout; return its rewards and errors."""
         variable = f"STROP_KEY_{next(self._numbers)}"
         os.environ[variable] = key
         client = ClientConfig(
@@ -57,8 +54,8 @@ class Guest:
         finally:
             del os.environ[variable]
         error = output.get("error")
-        errors = [] if error is None else [_tell(error)]
-        metrics = {name: one for name, one in (output.get("metrics") or {}).items() if one is not None}
+        errors = [] if error is None else [_describe_error(error)]
+        metrics = {name: value for name, value in (output.get("metrics") or {}).items() if value is not None}
         trace = {
             "rewards": {} if error is not None else {"reward": output.get("reward")},
             "metrics": metrics,
@@ -68,14 +65,14 @@ class Guest:
         return {"traces": [trace], "errors": []}
 
     async def play(self, data: dict[str, Any], replies: list[str]) -> dict[str, Any]:
-        """Play a rollout with given replies, the last of which is said again."""
-        async with saying(replies) as base_url:
+        """Play a rollout with fixed replies, repeating the last one."""
+        async with sys.modules["__main__"].serve_replies(replies) as base_url:
             return await self.run(data, base_url, "none", None)
 
 
-def _tell(error: Any) -> dict[str, Any]:
-    told = error if isinstance(error, dict) else {"error": str(error)}
-    text = json.dumps(told, default=str)
-    # The face's answers to calls beyond the budget.
+def _describe_error(error: Any) -> dict[str, Any]:
+    fields = error if isinstance(error, dict) else {"error": str(error)}
+    text = json.dumps(fields, default=str)
+    # strop's server answers calls beyond the budget with these codes.
     status = next((code for code in (400, 410) if f"Error code: {code}" in text), None)
-    return {"type": str(told.get("error", "error")), "message": text[-_KEPT_ERROR_CHARS:], "status": status}
+    return {"type": str(fields.get("error", "error")), "message": text[-_KEPT_ERROR_CHARS:], "status": status}

@@ -1,4 +1,4 @@
-"""How strop asks a guest: one process for equal settings, as long as this process lives."""
+"""strop's client of a guest process; equal settings share one process until this process ends."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from strop.environments.printed import tell
+from strop.environments.printed import log_output
 from strop.errors import ConfigError
 from strop.rollout import FailureOwner
 from strop.tasks.failures import AttemptFailed
 
 _HOST = Path(__file__).with_name("host.py")
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "HF_HOME", "HF_HUB_OFFLINE", "SSL_CERT_FILE")
-"""What it finds of this process's environment: no keys of the run's."""
-_TOLD_CHARS = 2000
+"""Environment variables that a guest inherits: none of the run's keys."""
+_LAST_WORDS_BYTES = 2000
 _START_S = 300.0
-"""Wall time that importing a package may take; on a busy machine some take half a minute."""
+"""Limit of a package's import; on a busy machine some take half a minute."""
 _END_S = 5.0
 _CHUNK_BYTES = 1 << 16
 _LAST_WORDS_S = 1.0
@@ -36,13 +36,13 @@ class GuestLost(Exception):
 
 
 class Guest:
-    """A process that plays another package's worlds. May be asked from any thread and event loop."""
+    """A process that plays another package's environments. Usable from any thread and event loop."""
 
     def __init__(self, python: Path, module: str, settings: str) -> None:
-        """Start it. `settings`: of the module's `Guest`, as JSON. Raises: ConfigError if it cannot."""
+        """Start it. `settings`: the arguments of the module's `Guest`, as JSON. Raises: ConfigError."""
         self._name = Path(module).stem
         self._last_words = b""
-        self._asked: dict[int, Future[Any]] = {0: Future()}
+        self._pending: dict[int, Future[Any]] = {0: Future()}
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self.is_alive = True
@@ -56,30 +56,30 @@ class Guest:
         )
         self.pid = self._process.pid
         atexit.register(self.end)
-        threading.Thread(target=self._hear, daemon=True).start()
-        self._overhearing = threading.Thread(target=self._overhear, daemon=True)
-        self._overhearing.start()
+        threading.Thread(target=self._read_answers, daemon=True).start()
+        self._stderr_reader = threading.Thread(target=self._read_stderr, daemon=True)
+        self._stderr_reader.start()
         self._write(settings)
         try:
-            self._asked[0].result(_START_S)
+            self._pending[0].result(_START_S)
         except (RuntimeError, GuestLost, TimeoutError) as error:
             self.end()
             raise ConfigError(
                 f"{self._name} cannot begin: {error}",
                 allowed="an environment that loads",
-                next_step=f"correct its settings; the package's own last words: {self._tell_last_words()}",
+                next_step=f"correct its settings; the package's own last words: {self._decode_last_words()}",
             ) from error
 
-    def ask(self, do: str, **given: Any) -> Any:
-        """Have it do something, and wait. Raises: RuntimeError with what it raised; GuestLost."""
-        return self._send(do, given)[1].result()
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Call a method of the guest and wait. Raises: RuntimeError with the guest's error; GuestLost."""
+        return self._send(do, arguments)[1].result()
 
-    async def do(self, do: str, **given: Any) -> Any:
-        """Have it do something; where this is cancelled, so is that. Raises: AttemptFailed."""
+    async def do(self, do: str, **arguments: Any) -> Any:
+        """Call a method of the guest; a cancellation is passed on to it. Raises: AttemptFailed."""
         try:
-            number, found = self._send(do, given)
+            number, answer = self._send(do, arguments)
             try:
-                return await asyncio.wrap_future(found)
+                return await asyncio.wrap_future(answer)
             except asyncio.CancelledError:
                 self._write(json.dumps({"id": 0, "do": "cancel", "other": number}))
                 raise
@@ -89,7 +89,7 @@ class Guest:
             raise AttemptFailed(FailureOwner.TASK, "guest_failed", str(error)) from error
 
     def end(self) -> None:
-        """End it."""
+        """End the process."""
         self.is_alive = False
         atexit.unregister(self.end)
         assert self._process.stdin is not None
@@ -101,14 +101,14 @@ class Guest:
             self._process.kill()
             self._process.wait()
 
-    def _send(self, do: str, given: Mapping[str, Any]) -> tuple[int, Future[Any]]:
+    def _send(self, do: str, arguments: Mapping[str, Any]) -> tuple[int, Future[Any]]:
         with self._lock:
             if not self.is_alive:
-                raise GuestLost(self._why())
+                raise self._lost()
             number = next(self._numbers)
-            found = self._asked[number] = Future()
-        self._write(json.dumps({**given, "id": number, "do": do}))
-        return number, found
+            answer = self._pending[number] = Future()
+        self._write(json.dumps({**arguments, "id": number, "do": do}))
+        return number, answer
 
     def _write(self, line: str) -> None:
         assert self._process.stdin is not None
@@ -117,43 +117,43 @@ class Guest:
                 self._process.stdin.write(line.encode() + b"\n")
                 self._process.stdin.flush()
             except (OSError, ValueError):
-                # It has ended: `_hear` fails every request that still waits.
+                # It has ended: `_read_answers` fails every pending request.
                 return
 
-    def _hear(self) -> None:
+    def _read_answers(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
             answer = json.loads(line)
             with self._lock:
-                asked = self._asked.pop(answer["id"], None)
-            if asked is None or not asked.set_running_or_notify_cancel():
+                request = self._pending.pop(answer["id"], None)
+            if request is None or not request.set_running_or_notify_cancel():
                 continue
             if "error" in answer:
-                asked.set_exception(RuntimeError(f"{answer['kind']}: {answer['error']}"))
+                request.set_exception(RuntimeError(f"{answer['kind']}: {answer['error']}"))
             else:
-                asked.set_result(answer["found"])
+                request.set_result(answer["found"])
         self._process.stdout.close()
         with self._lock:
             self.is_alive = False
-            left = [*self._asked.values()]
-            self._asked.clear()
-        for asked in left:
-            if asked.set_running_or_notify_cancel():
-                asked.set_exception(GuestLost(self._why()))
+            left = [*self._pending.values()]
+            self._pending.clear()
+        for request in left:
+            if request.set_running_or_notify_cancel():
+                request.set_exception(self._lost())
 
-    def _overhear(self) -> None:
-        """Keep what the package prints; see `printed`."""
+    def _read_stderr(self) -> None:
+        """Log the package's output; see `printed`."""
         assert self._process.stderr is not None
         with self._process.stderr as stream:
             while data := os.read(stream.fileno(), _CHUNK_BYTES):
-                self._last_words = (self._last_words + data)[-_TOLD_CHARS:]
-                tell(f"{self._name} {self.pid}", "stderr", data)
+                self._last_words = (self._last_words + data)[-_LAST_WORDS_BYTES:]
+                log_output(f"{self._name} {self.pid}", "stderr", data)
 
-    def _why(self) -> str:
-        return f"its process has ended; its last words: {self._tell_last_words()}"
+    def _lost(self) -> GuestLost:
+        return GuestLost(f"its process has ended; its last words: {self._decode_last_words()}")
 
-    def _tell_last_words(self) -> str:
-        self._overhearing.join(_LAST_WORDS_S)
+    def _decode_last_words(self) -> str:
+        self._stderr_reader.join(_LAST_WORDS_S)
         return self._last_words.decode(errors="replace").strip() or "none"
 
 
@@ -162,12 +162,12 @@ _running: dict[tuple[Path, str, str], Guest] = {}
 
 
 def running() -> list[Guest]:
-    """Return the guests of this process."""
+    """Return the running guests of this process."""
     return [guest for guest in _running.values() if guest.is_alive]
 
 
 def guest_of(python: Path, module: str, settings: Mapping[str, Any]) -> Guest:
-    """Return the process for these settings, started where there is none or it has ended.
+    """Return the process for these settings; start one if none is running.
 
     Raises: ConfigError like `Guest`.
     """
