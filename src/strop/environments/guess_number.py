@@ -1,4 +1,4 @@
-"""A number is guessed in a few turns: the canary of environments, as `arithmetic` is that of tasks."""
+"""Guess a number in a few turns: the canary of environments, as `arithmetic` is that of tasks."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class GuessNumberSpec(EnvironmentSection):
     rank=35,
 )
 class GuessNumber:
-    """One game. What is meant follows from the seed; the bounds that are left are said in every turn.
+    """One game. The seed decides the secret number; every answer repeats the remaining bounds.
 
     The last number of a reply is the guess.
 
-    Found: 1. Not found: up to a half, for the share of the numbers that were ruled out.
+    The score is 1 if the number is found, else up to a half, for the share of the numbers that are ruled out.
     """
 
     name = "guess-number"
@@ -57,26 +57,26 @@ class GuessNumber:
 
     def __init__(self, spec: GuessNumberSpec) -> None:
         self._spec = spec
-        # What a number in the middle earns that is said in every turn: it is found, or half is ruled out.
+        # The score of always guessing the middle number: it is right, or rules out half.
         chance = (spec.max_value + 5) / (4 * spec.max_value)
         # Seven digits and the end of a turn. The last number of the opening is a guess too.
         self.limits = TaskLimits(max_reply_tokens=8, stop_strings=("\n",), chance=chance)
         self._low, self._high = 1, spec.max_value
-        self._meant = 0
+        self._secret = 0
         self._is_found = False
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
-        """Yield games. The number is drawn when a game begins: an example names its own draw only."""
+        """Yield games. An example names a draw; the number itself is drawn when the game begins."""
         spec = self._spec
         numbers = numbers_of(split, num_train=spec.num_train, num_held_out=spec.num_held_out)
         return ({"game": number} for number in numbers)
 
     def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Draw the number, and ask for the first guess behind a guess that was right.
+        """Draw the number, and ask for the first guess after an example of a right guess.
 
-        Without it, small models talk about guessing.
+        Without the example, small models talk about guessing.
         """
-        self._meant = random.Random(f"{example.example_id}/{seed}").randint(1, self._spec.max_value)
+        self._secret = random.Random(f"{example.example_id}/{seed}").randint(1, self._spec.max_value)
         question = "I think of a number from 1 to {}. Guess it: reply with a number."
         return (
             Message(role="user", content=question.format(9)),
@@ -87,27 +87,27 @@ class GuessNumber:
     def step(self, text: str) -> str | Done:
         """Say whether the number is higher or lower than the guess."""
         numbers = _NUMBER.findall(text)
-        # Longer ones are refused by Python, and no guess.
+        # Python refuses to parse very long ones.
         if not numbers or len(numbers[-1]) > _MAX_DIGITS:
             return self._ask("That is no number.")
         guess = int(numbers[-1])
-        if guess == self._meant:
+        if guess == self._secret:
             self._is_found = True
             return Done()
         if not self._low <= guess <= self._high:
             return self._ask(f"{guess} is out of reach.")
-        if guess < self._meant:
+        if guess < self._secret:
             self._low = guess + 1
         else:
             self._high = guess - 1
-        return self._ask("Higher." if guess < self._meant else "Lower.")
+        return self._ask("Higher." if guess < self._secret else "Lower.")
 
     def _ask(self, why: str) -> str:
-        """Say what came of a guess, and what is left; short, as each later turn reads it again."""
+        """Answer a guess with the remaining bounds; short, as each later turn reads it again."""
         return f"{why} It is from {self._low} to {self._high}."
 
     def score(self) -> float:
-        """Return 1 if it was found, else half of the share of the numbers that were ruled out."""
+        """Return 1 if the number was found, else half of the share of the numbers that were ruled out."""
         if self._is_found:
             return 1.0
         left = self._high - self._low + 1
@@ -117,5 +117,5 @@ class GuessNumber:
         """Yield the number, as the self-test's seed draws it."""
         from strop.tasks.user.posing import OPENING_SEED
 
-        meant = random.Random(f"{example.example_id}/{OPENING_SEED}").randint(1, self._spec.max_value)
-        yield (str(meant),)
+        secret = random.Random(f"{example.example_id}/{OPENING_SEED}").randint(1, self._spec.max_value)
+        yield (str(secret),)

@@ -1,7 +1,7 @@
-"""An OpenEnv server's environment: each attempt has a session of its own on it (`/ws`).
+"""The environment of an OpenEnv server, with one session (`/ws`) for each attempt.
 
-What the server refuses as no action is told to the model. One that dies, is silent for `tool_limit_s`, or
-raises in its `reset` or `step` leaves the attempt without a score; so does one that never names a reward.
+An action that the server rejects is reported to the model. A server that dies, is silent for `tool_limit_s`,
+fails in `reset` or `step`, or never returns a reward leaves the attempt without a score.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import os
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from typing import Any, Literal, Self
 from urllib.parse import urlsplit
@@ -110,7 +110,7 @@ class Openenv:
 
     @property
     def limits(self) -> TaskLimits:
-        """What an attempt may say and earn."""
+        """Limits of an attempt's replies and reward."""
         spec = self._spec
         return TaskLimits(
             max_reply_tokens=1024,
@@ -127,30 +127,30 @@ class Openenv:
 
     async def reset(self, example: Example, seed: int) -> str:
         """Open a session with the example's seed. Raises: AttemptFailed."""
-        given = {**self._spec.options, "seed": example.fields["seed"]}
-        found = await self._within(self._open(given))
-        return "\n\n".join(filter(None, (self._spec.instructions, _show(found["observation"]))))
+        options = {**self._spec.options, "seed": example.fields["seed"]}
+        opened = await self._within(self._open(options))
+        return "\n\n".join(filter(None, (self._spec.instructions, _show(opened["observation"]))))
 
     async def step(self, text: str) -> str | Done:
         """Take the reply's action. Raises: AttemptFailed."""
         action = self._read(text)
         if action is None:
             return self._refuse("it has none")
-        found = await self._within(self._ask("step", action))
-        if found["type"] == "error":
-            return self._refuse(json.dumps(found["data"].get("errors", ""), ensure_ascii=False))
-        seen = found["data"]
-        reward = seen.get("reward")
+        answer = await self._within(self._ask("step", action))
+        if answer["type"] == "error":
+            return self._refuse(json.dumps(answer["data"].get("errors", ""), ensure_ascii=False))
+        result = answer["data"]
+        reward = result.get("reward")
         self._rewards.append(None if reward is None else float(reward))
-        shown = _show(seen["observation"])
-        return Done(shown) if seen.get("done") else shown
+        shown = _show(result["observation"])
+        return Done(shown) if result.get("done") else shown
 
     def score(self) -> Outcome:
-        """Return the sum of the rewards. Raises: AttemptFailed if no step that was taken had one."""
-        given = [reward for reward in self._rewards if reward is not None]
-        if len(given) == self._num_invalid < len(self._rewards):
+        """Return the sum of the rewards. Raises: AttemptFailed if no executed step had one."""
+        rewards = [reward for reward in self._rewards if reward is not None]
+        if len(rewards) == self._num_invalid < len(self._rewards):
             raise AttemptFailed(FailureOwner.TASK, "no_reward", "no step had a reward")
-        total = sum(given)
+        total = sum(rewards)
         return Outcome(
             parts={"return": total},
             is_correct=total >= self._spec.max_return,
@@ -168,11 +168,11 @@ class Openenv:
                     await socket.close()
 
     def gold_replies(self, example: Example) -> tuple[tuple[str, ...], ...]:
-        """Return nothing: a server keeps what is right to itself."""
+        """Return nothing: a server does not publish solutions."""
         return ()
 
     def _read(self, text: str) -> dict[str, Any] | None:
-        """Return the action of a reply; None where there is none."""
+        """Return the action of a reply, or None if it has none."""
         name = self._spec.action_field
         if name is None:
             *_, last = None, *read_objects(text)
@@ -187,40 +187,40 @@ class Openenv:
         self._rewards.append(0.0)
         return f"That is no action: {why[:1000]}"
 
-    async def _open(self, given: Mapping[str, Any]) -> Any:
+    async def _open(self, options: Mapping[str, Any]) -> Any:
         while True:
             self._socket = await WebSocket.connect(f"{self._spec.url.rstrip('/')}/ws")
-            found = await self._ask("reset", given)
-            if found["type"] != "error":
-                return found["data"]
-            # It is full.
+            answer = await self._ask("reset", options)
+            if answer["type"] != "error":
+                return answer["data"]
+            # The server is full.
             await self.close()
             await asyncio.sleep(_RETRY_S)
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
-        """Return what is answered. Raises: AttemptFailed for an error of the environment's; OSError."""
+        """Send a request and return its answer. Raises: AttemptFailed if the environment fails; OSError."""
         assert self._socket is not None
-        # It may have said why before it hung up.
+        # The server may have sent an error before it closed the connection.
         with suppress(OSError):
             await self._socket.send(json.dumps({"type": kind, "data": data}))
-        found = json.loads(await self._socket.receive())
-        if found["type"] == "observation":
-            observation = found["data"]["observation"]
+        answer = json.loads(await self._socket.receive())
+        if answer["type"] == "observation":
+            observation = answer["data"]["observation"]
             if not isinstance(observation, dict):
                 raise TypeError(f"an observation of type {type(observation).__name__}")
-            return found
-        code = found["data"].get("code")
+            return answer
+        code = answer["data"].get("code")
         if code == _FULL or (kind == "step" and code == _NO_ACTION):
-            return found
-        detail = f"{kind}: {json.dumps(found['data'])[:1000]}"
+            return answer
+        detail = f"{kind}: {json.dumps(answer['data'])[:1000]}"
         raise AttemptFailed(FailureOwner.TASK, "environment_failed", detail)
 
-    async def _within(self, asking: Any) -> Any:
-        """Return what is answered in time. Raises: AttemptFailed if nothing is, or no words of OpenEnv's."""
+    async def _within(self, request: Awaitable[Any]) -> Any:
+        """Await a request within the limit. Raises: AttemptFailed for a missing or malformed answer."""
         limit_s = self._spec.tool_limit_s
         try:
             async with asyncio.timeout(limit_s):
-                return await asking
+                return await request
         except TimeoutError as error:
             detail = f"{self._spec.url} has not answered for {limit_s:g} s"
             raise AttemptFailed(FailureOwner.INFRA, "server_silent", detail) from error
@@ -232,7 +232,7 @@ class Openenv:
 
 
 def _show(observation: Mapping[str, Any]) -> str:
-    """Return the one text that an observation is, or all that it has as JSON."""
+    """Return an observation's only field if it is a text, else the whole observation as JSON."""
     values = [value for value in observation.values() if value is not None]
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
@@ -240,9 +240,9 @@ def _show(observation: Mapping[str, Any]) -> str:
 
 
 class WebSocket:
-    """A client's connection, as RFC 6455 has it: whole texts, no extensions. Not for two readers at once.
+    """A client connection of RFC 6455: whole texts, no extensions, one reader at a time.
 
-    Spoken here: what is needed of the protocol is a hundred lines, and no kept library has a client.
+    Written here: the needed part of the protocol is a hundred lines, and no installed library has a client.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -270,13 +270,13 @@ class WebSocket:
             except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
                 raise ConnectionError("it does not answer as HTTP") from error
             fields = {
-                name.strip().lower(): text.strip() for name, _, text in (one.partition(":") for one in head)
+                name.strip().lower(): text.strip() for name, _, text in (line.partition(":") for line in head)
             }
             digest = hashlib.sha1((key + _MAGIC).encode(), usedforsecurity=False).digest()
-            wanted = base64.b64encode(digest).decode()
-            if head[0].split()[1:2] != ["101"] or fields.get("sec-websocket-accept") != wanted:
+            accept = base64.b64encode(digest).decode()
+            if head[0].split()[1:2] != ["101"] or fields.get("sec-websocket-accept") != accept:
                 raise ConnectionError(f"it speaks no WebSocket: {head[0][:200]}")
-            # It is the caller's.
+            # The caller owns the connection now.
             stack.pop_all()
         return cls(reader, writer)
 
@@ -285,7 +285,7 @@ class WebSocket:
         await self._send(_TEXT, text.encode())
 
     async def receive(self) -> str:
-        """Return the next text. Raises: OSError when it has ended, or speaks otherwise."""
+        """Return the next text. Raises: OSError if the connection has ended or breaks the protocol."""
         whole = bytearray()
         while True:
             try:

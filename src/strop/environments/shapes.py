@@ -1,7 +1,7 @@
-"""Classes that were written for Gymnasium or for TRL, in the form of an author's own class (`worlds`).
+"""Adapters that turn Gymnasium's and TRL's environment classes into strop's form (`worlds`).
 
-They are recognised by their methods (`user_code.probe.Shape`) and need no base class. Either may have what
-strop's own form has besides: `max_turns`, `limits`, `examples`, `gold_replies`, `problem_of`, `score`.
+They are recognised by their methods (`user_code.probe.Shape`) and need no base class. Either may also have
+`max_turns`, `limits`, `examples`, `gold_replies`, `problem_of` and `score`, as in strop's own form.
 Without `examples`, attempts differ by a seed. Tried with gymnasium 1.4.0; TRL's form as trl 1.16.0 calls it.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
 
@@ -20,30 +21,30 @@ from strop.tasks.contract import TaskLimits
 from strop.user_code.probe import Shape, shape_of
 
 NUM_TRAIN, NUM_HELD_OUT = 1000, 100
-"""Attempts of a class without `examples`, each with a seed of its own."""
+"""Attempts of a class without `examples`; each has another seed."""
 _NUMBER = re.compile(r"[-+]?[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
-# A place that is marked by its colour alone is marked for readers of text too.
+# Readers of plain text need a mark where only a colour marks a place.
 _COLOURED = re.compile(r"\x1b\[[0-9;]+m(.*?)\x1b\[0?m", re.DOTALL)
 _PASSED_ON = frozenset({"limits", "max_turns", "gold_replies", "problem_of"})
 _LISTED = 100
-"""Numbers of an array that are shown one by one."""
+"""Largest array that is shown as a list."""
 
 
 @cache
 def adapt(kind: type) -> Callable[[], Any]:
-    """Return what makes objects in strop's own form from a class of another."""
+    """Return a factory of objects in strop's form for a class in Gymnasium's or TRL's form."""
     if shape_of(kind) is Shape.GYMNASIUM:
         return lambda: GymnasiumWorld(kind())
-    members = {
-        name: _telling(member)
+    tools = {
+        name: _reporting_errors(member)
         for name, member in inspect.getmembers(kind, inspect.isfunction)
         if not name.startswith("_") and name not in RESERVED
     }
-    return type(kind.__name__, (_TrlWorld, kind), {**members, "__doc__": kind.__doc__})
+    return type(kind.__name__, (_TrlWorld, kind), {**tools, "__doc__": kind.__doc__})
 
 
 def number_examples(split: Split | str) -> Iterator[Mapping[str, int]]:
-    """Yield examples that are a seed and nothing else; the splits share none."""
+    """Yield examples that consist of a seed; the splits share none."""
     seeds = numbers_of(Split(split), num_train=NUM_TRAIN, num_held_out=NUM_HELD_OUT)
     return ({"seed": seed} for seed in seeds)
 
@@ -51,10 +52,9 @@ def number_examples(split: Split | str) -> Iterator[Mapping[str, int]]:
 class GymnasiumWorld:
     """An attempt on an object with `reset(seed=...)` and `step(action)`; the score is the sum of its rewards.
 
-    What is seen is `show(observation)` where the class has it, the text of `render()` in the mode 'ansi',
-    else the observation. The action is `read(text)` where the class has it; else the last numbers of the
-    reply, as many as its `action_space` takes, or the reply itself. A reply without an action is told so, and
-    costs a turn.
+    The model sees `show(observation)` if the class has it, the text of `render()` in the mode 'ansi', else
+    the observation. The action is `read(text)` if the class has it; else the last numbers of the reply, as
+    many as its `action_space` takes, or the reply itself. A reply without an action costs a turn.
     """
 
     def __init__(self, own: Any) -> None:
@@ -73,10 +73,10 @@ class GymnasiumWorld:
         return number_examples(split) if own is None else own(split)
 
     def reset(self, example: Example, seed: int) -> str:
-        """Begin: an example's `seed` is the seed, and its other fields are the options."""
+        """Reset with an example's `seed`, and its other fields as the options."""
         options = {name: value for name, value in example.fields.items() if name != "seed"}
         observation, _ = self._own.reset(seed=example.fields.get("seed", seed), options=options or None)
-        parts = (getattr(self._own, "instructions", ""), self._how(), self._show(observation))
+        parts = (getattr(self._own, "instructions", ""), self._explain_actions(), self._show(observation))
         return "\n\n".join(filter(None, parts))
 
     def step(self, text: str) -> str | Done:
@@ -85,7 +85,7 @@ class GymnasiumWorld:
         if action is None:
             self._counts["num_invalid_actions"] += 1
             self._rewards.append(0.0)
-            return f"That is no action. {self._how()}".rstrip()
+            return f"That is no action. {self._explain_actions()}".rstrip()
         observation, reward, terminated, truncated, _ = self._own.step(action)
         self._rewards.append(float(reward))
         self._counts |= {"terminated": float(terminated), "truncated_by_world": float(truncated)}
@@ -109,7 +109,7 @@ class GymnasiumWorld:
         )
 
     def close(self) -> None:
-        """Close the object, where it can be closed."""
+        """Close the object, if it has `close`."""
         if callable(close := getattr(self._own, "close", None)):
             close()
 
@@ -120,8 +120,8 @@ class GymnasiumWorld:
             return _COLOURED.sub(r"[\1]", str(self._own.render())).strip("\n")
         return observation if isinstance(observation, str) else _describe(observation)
 
-    def _how(self) -> str:
-        """Say how an action is written, as far as the action space tells."""
+    def _explain_actions(self) -> str:
+        """Explain the form of an action, as far as the action space shows it."""
         space = getattr(self._own, "action_space", None)
         if space is None or callable(getattr(self._own, "read", None)):
             return ""
@@ -131,7 +131,7 @@ class GymnasiumWorld:
         return f"Reply with {size} number{'s' * (size > 1)}." if size else ""
 
     def _read(self, text: str) -> Any:
-        """Return the action of a reply; None where there is none."""
+        """Return the action of a reply, or None if it has none."""
         if callable(read := getattr(self._own, "read", None)):
             return read(text)
         space = getattr(self._own, "action_space", None)
@@ -148,12 +148,12 @@ class GymnasiumWorld:
         else:
             import numpy as np
 
-            action = np.array([float(one) for one in numbers]).astype(space.dtype).reshape(space.shape)
+            action = np.array(list(map(float, numbers))).astype(space.dtype).reshape(space.shape)
         return action if action is not None and space.contains(action) else None
 
 
 def _size_of(space: Any) -> int:
-    """Return how many numbers an action has; 0 where it is none of numbers."""
+    """Return how many numbers an action has; 0 if it does not consist of numbers."""
     shape, dtype = getattr(space, "shape", None), getattr(space, "dtype", None)
     if shape is None or getattr(dtype, "kind", "O") not in "iufb":
         return 0
@@ -164,7 +164,7 @@ def _size_of(space: Any) -> int:
 
 
 def _describe(observation: Any) -> str:
-    """Return an observation as text: arrays as lists, long ones shortened."""
+    """Return an observation as text: short arrays as lists, long ones shortened."""
     if isinstance(observation, Mapping):
         return "\n".join(f"{name}: {_describe(value)}" for name, value in observation.items())
     size = getattr(observation, "size", 0)
@@ -174,7 +174,7 @@ def _describe(observation: Any) -> str:
 
 
 class _TrlWorld:
-    """Put before a class with `reset(**row)`, tools and `get_reward`."""
+    """Mix-in for a class with `reset(**row)`, tools and `get_reward`."""
 
     def examples(self, split: str) -> Any:
         """Return the class's examples, or seeds."""
@@ -182,24 +182,24 @@ class _TrlWorld:
         return number_examples(split) if own is None else own(split)
 
     def reset(self, example: Example, seed: int) -> Any:
-        """Begin with a row: its prompt, and behind it what `reset` returns."""
+        """Begin with a row: its prompt, followed by the result of `reset`."""
         row = dict(example.fields)
         if example.answer is not None:
             row["answer"] = example.answer
         reset: Callable[..., Any] = super().reset  # type: ignore[misc]
         parameters = inspect.signature(reset).parameters.values()
-        takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        names = {one.name for one in parameters}
-        told = reset(**{name: one for name, one in row.items() if takes_all or name in names})
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        names = {parameter.name for parameter in parameters}
+        observation = reset(**{name: value for name, value in row.items() if takes_all or name in names})
         prompt = row.get("prompt", getattr(self, "instructions", ""))
         if isinstance(prompt, str):
-            asked = [Message(role="user", content=prompt)]
+            messages = [Message(role="user", content=prompt)]
         else:
-            asked = [one if isinstance(one, Message) else Message.from_json(one) for one in prompt]
-        if told is None:
-            return asked
-        last = asked[-1]
-        return [*asked[:-1], Message(role=last.role, content=last.text + str(told))]
+            messages = [part if isinstance(part, Message) else Message.from_json(part) for part in prompt]
+        if observation is None:
+            return messages
+        last = messages[-1]
+        return [*messages[:-1], Message(role=last.role, content=last.text + str(observation))]
 
     def score(self) -> Any:
         """Return the class's reward."""
@@ -207,32 +207,28 @@ class _TrlWorld:
         return own()
 
 
-class _Telling:
-    """Whatever is raised inside is told to the model, as TRL does."""
-
-    def __enter__(self) -> None:
-        """Begin."""
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Raise ToolError for an error of the tool's."""
-        if isinstance(error, Exception):
-            raise ToolError(str(error)) from error
+@contextmanager
+def _errors_as_tool_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise ToolError(str(error)) from error
 
 
-def _telling(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a tool whose errors are told."""
+def _reporting_errors(tool: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a tool so that its errors are reported to the model, as TRL does."""
     if inspect.iscoroutinefunction(tool):
 
         @wraps(tool)
-        async def wait(*args: Any, **given: Any) -> Any:
-            with _Telling():
-                return await tool(*args, **given)
+        async def wait(*args: Any, **kwargs: Any) -> Any:
+            with _errors_as_tool_errors():
+                return await tool(*args, **kwargs)
 
         return wait
 
     @wraps(tool)
-    def call(*args: Any, **given: Any) -> Any:
-        with _Telling():
-            return tool(*args, **given)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _errors_as_tool_errors():
+            return tool(*args, **kwargs)
 
     return call

@@ -1,4 +1,4 @@
-"""Games of the package textarena, for one player, played in its own environment (`guests`)."""
+"""Single-player games of the package textarena, played in a separate Python environment (`guests`)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from strop.tasks.registry import built_in
 TEXTARENA = PythonEnvironment(
     name="textarena-0.7.4", folder="guests", pip_steps=(("textarena==0.7.4", "numpy"),)
 )
-_REFUSED = ("num_players",)
 
 
 class TextarenaSpec(EnvironmentSection):
@@ -83,43 +82,41 @@ class Textarena:
     async def step(self, text: str) -> str | Done:
         """Make a move."""
         assert self._guest is not None
-        told = await self._guest.do("step", number=self._number, text=text)
-        seen: str = told["text"]
-        return Done(seen) if told["is_done"] else seen
+        result = await self._guest.do("step", number=self._number, text=text)
+        observation: str = result["text"]
+        return Done(observation) if result["is_done"] else observation
 
     async def score(self) -> Outcome:
-        """Return the game's reward; 0 where it was not played to its end."""
+        """Return the game's reward; 0 if it was not played to its end."""
         assert self._guest is not None
-        found = await self._guest.do("score", number=self._number)
-        reward = found["reward"]
-        if reward is None and found["is_done"]:
+        result = await self._guest.do("score", number=self._number)
+        reward = result["reward"]
+        if reward is None and result["is_done"]:
             raise AttemptFailed(FailureOwner.TASK, "no_reward", f"{self._spec.game} ended without a reward")
         reward = max(0.0, reward or 0.0)
-        metrics = {"invalid_move": float(found["invalid_move"])}
         return Outcome(
             parts={"reward": reward},
             is_correct=reward >= 1.0,
-            format_ok=not found["invalid_move"],
-            metrics=metrics,
+            format_ok=not result["invalid_move"],
+            metrics={"invalid_move": float(result["invalid_move"])},
         )
 
     async def close(self) -> None:
-        """Forget the game."""
+        """Drop the game."""
         guest, self._guest = self._guest, None
         if guest is not None and guest.is_alive:
             await guest.do("close", number=self._number)
 
     def gold_replies(self, example: Example) -> tuple[tuple[str, ...], ...]:
-        """Return nothing: the games keep what is right to themselves."""
+        """Return nothing: the games do not publish solutions."""
         return ()
 
 
 def _open_guest(spec: TextarenaSpec) -> Guest:
-    """Return the process that plays the game. Raises: ConfigError if there is no such game for one player."""
-    taken = [name for name in _REFUSED if name in spec.options]
-    if taken:
+    """Return the process that plays the game. Raises: ConfigError if there is no such single-player game."""
+    if "num_players" in spec.options:
         raise ConfigError(
-            f"task.options sets {', '.join(taken)}",
+            "task.options sets num_players",
             allowed="the game's other settings: it has one player",
             next_step="leave it out",
         )
