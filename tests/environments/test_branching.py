@@ -113,7 +113,7 @@ def test_an_attempt_that_ends_before_has_no_branches_and_the_others_are_their_ow
     class Found(GuessNumber):
         def step(self, text: str) -> Any:
             seen.append(1)
-            return super().step(str(self._meant) if len(seen) == 1 else text)
+            return super().step(str(self._secret) if len(seen) == 1 else text)
 
     found: Task = BuiltInWorld(GuessNumberSpec(max_value=10**6), Found)
     group, _ = grow(found, tokenizer, guess, number=2)
