@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import cache, wraps
 from typing import Any
 
@@ -207,12 +206,16 @@ class _TrlWorld:
         return own()
 
 
-@contextmanager
-def _errors_as_tool_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise ToolError(str(error)) from error
+class _ErrorReport:
+    """Turns an error of a tool into ToolError."""
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        """Raise ToolError for an error of the tool."""
+        if isinstance(error, Exception):
+            raise ToolError(str(error)) from error
 
 
 def _reporting_errors(tool: Callable[..., Any]) -> Callable[..., Any]:
@@ -221,14 +224,14 @@ def _reporting_errors(tool: Callable[..., Any]) -> Callable[..., Any]:
 
         @wraps(tool)
         async def wait(*args: Any, **kwargs: Any) -> Any:
-            with _errors_as_tool_errors():
+            with _ErrorReport():
                 return await tool(*args, **kwargs)
 
         return wait
 
     @wraps(tool)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with _errors_as_tool_errors():
+        with _ErrorReport():
             return tool(*args, **kwargs)
 
     return call
