@@ -1,10 +1,10 @@
-"""MLGym's tasks, from a checkout of the user's, as workspaces: graded in fresh sandboxes, twice.
+"""Tasks of a user's MLGym checkout as workspaces, graded twice in fresh sandboxes.
 
-The checkout is read as its configurations describe it; nothing of it is imported, or written to.
+The checkout is read by its configuration files; nothing in it is imported or written.
 
-The model does not have the grader's script, files that are declared secret, or answers by their names; what
-it changes of the files that the task brings does not reach the grader, which gets its one artefact. A script
-that is ended from inside the artefact's code, or that prints more than one result, has no result.
+The model does not get the grader's script, files that are declared secret, or files named like answers. The
+grader takes only the artefact, so changes of the task's files do not reach it. A script that the artefact's
+code ends, or that prints more than one result, has no result.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ sys.path.insert(0, ".")
 try:
     runpy.run_path(script, run_name="__main__")
 except SystemExit as end:
-    # One that the script itself asked for; not one of the code that it called.
+    # Accept an exit by the script itself, not by code that it called.
     if traceback.extract_tb(end.__traceback__)[-1].filename != script or end.code:
         raise
 print()
 print(nonce)
 """
-"""Runs a grader's script to its end, and says that it came there."""
+"""Runs a grader's script, and prints the nonce if it runs to its end."""
 
 
 class MlgymSpec(RoomSettings, EnvironmentSection):
@@ -95,9 +95,9 @@ class MlgymSpec(RoomSettings, EnvironmentSection):
 class Mlgym(Workspace):
     """The reward is the share of the way from the task's baseline to its ceiling, from -1 to 1.
 
-    Without a ceiling it is the gain as a share of the baseline. Nothing that can be graded: -1. A value
-    beyond the ceiling, and two gradings that differ by more than a twentieth of the way, are the task's
-    failure.
+    Without a ceiling it is the gain as a share of the baseline. An artefact that cannot be graded earns -1. A
+    value beyond the ceiling, or two gradings that differ by more than a twentieth of the way, is a failure of
+    the task.
     """
 
     name = "mlgym"
@@ -123,12 +123,12 @@ class Mlgym(Workspace):
             yield {"task": task.task_id, "attempt": number, "digest": task.digest}
 
     def opening(self, example: Example, seed: int) -> str:
-        """Tell the task."""
+        """Return the task's description with its instructions."""
         task = self._task_of(example)
         return _OPENING.format(description=task.description.strip(), artefact=task.artefact)
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
-        """Yield nothing: no right attempts are known."""
+        """Yield nothing: no solutions are known."""
         return iter(())
 
     def sandbox_for(self, example: Example) -> SandboxSpec:
@@ -137,7 +137,7 @@ class Mlgym(Workspace):
         return SandboxSpec(limits=limits, image=self._spec.image)
 
     async def prepare(self, example: Example, seed: int) -> None:
-        """Bring what the model may have; a command ends at the task's limit, or before at the run's."""
+        """Upload the files that are not secret, and lower the command limit to the task's."""
         task = self._task_of(example)
         limit_s = min(self.place.command_limit_s, task.limit_s)
         self.place = replace(self.place, command_limit_s=limit_s)
@@ -157,14 +157,15 @@ class Mlgym(Workspace):
             data = await self.sandbox.read(task.artefact)
         except SandboxError as error:
             raise ToolError(f"{task.artefact} cannot be read ({error.kind})") from error
-        fault = _find_fault(task, data) if task.is_csv else await self._compile(task)
+        if task.is_csv:
+            fault = _find_fault(task, data)
+        else:
+            argv = [*self._python(self.sandbox), "-m", "py_compile", task.artefact]
+            result = await self.sandbox.exec(argv, wall_limit_s=self.place.command_limit_s)
+            fault = (
+                "" if result.exit_code == 0 else result.stderr.decode(errors="replace") or "it is no Python"
+            )
         return fault or f"{task.artefact} can be graded."
-
-    async def _compile(self, task: MlgymTask) -> str:
-        """Say why an artefact is no Python; empty where it is."""
-        argv = [*self._python(self.sandbox), "-m", "py_compile", task.artefact]
-        result = await self.sandbox.exec(argv, wall_limit_s=self.place.command_limit_s)
-        return "" if result.exit_code == 0 else result.stderr.decode(errors="replace") or "it is no Python"
 
     def _python(self, sandbox: ServedSandbox) -> tuple[str, ...]:
         return ("python",) if self._spec.image else sandbox.python_argv
@@ -172,16 +173,16 @@ class Mlgym(Workspace):
     async def _judge_work(self) -> Outcome:
         task = self._task_of(self.example)
         counts = {"num_raw_validations": float(self._num_raw)} if self._spec.raw_validate else {}
-        measured = [await self._measure(task) for _ in range(2)]
-        values = [one.get(task.marks.metric) for one in measured if one is not None]
-        found = [float(value) for value in values if isinstance(value, int | float)]
-        if len(found) < 2:
+        gradings = [await self._measure(task) for _ in range(2)]
+        measured = [grading.get(task.marks.metric) for grading in gradings if grading is not None]
+        values = [float(value) for value in measured if isinstance(value, int | float)]
+        if len(values) < 2:
             await self._require_grader(task)
             metrics = {"not_graded": 1.0, **counts}
             return Outcome(parts={"improvement": -1.0}, is_correct=False, metrics=metrics)
-        value, spread = sum(found) / 2, abs(found[0] - found[1])
+        value, spread = sum(values) / 2, abs(values[0] - values[1])
         if spread > task.marks.slack:
-            detail = f"two gradings of {task.task_id} say {found[0]:g} and {found[1]:g}"
+            detail = f"two gradings of {task.task_id} say {values[0]:g} and {values[1]:g}"
             raise AttemptFailed(FailureOwner.TASK, "unstable", detail)
         if task.marks.is_impossible(value):
             marks = task.marks
@@ -192,7 +193,7 @@ class Mlgym(Workspace):
         return Outcome(parts={"improvement": reward}, is_correct=reward > 0.0, metrics=metrics)
 
     async def _require_grader(self, task: MlgymTask) -> None:
-        """Raise AttemptFailed if what the checkout itself would hand in cannot be graded either."""
+        """Raise AttemptFailed if the checkout's own artefact cannot be graded either."""
         shipped = task.files.get(task.artefact) or task.files.get("sample_submission.csv")
         if shipped is not None and await self._measure(task, shipped) is None:
             detail = (
@@ -214,9 +215,9 @@ class Mlgym(Workspace):
             )
         output = result.stdout.decode(errors="replace")
         is_whole = result.exit_code == 0 and output.split()[-1:] == [nonce]
-        # Over one line or several; two objects are no result.
-        found = list(read_objects(output.rpartition(nonce)[0]))
-        return found[0] if is_whole and len(found) == 1 else None
+        # One object, on one line or several; two are no result.
+        objects = list(read_objects(output.rpartition(nonce)[0]))
+        return objects[0] if is_whole and len(objects) == 1 else None
 
     def _task_of(self, example: Example) -> MlgymTask:
         return self._tasks()[example.fields["task"]]
@@ -236,17 +237,17 @@ async def _bring(sandbox: ServedSandbox, files: Mapping[str, Path]) -> None:
 
 
 def _find_fault(task: MlgymTask, data: bytes) -> str | None:
-    """Say why a table cannot be graded, as far as its form shows it."""
-    sample_path = next((path for name, path in task.files.items() if name == "sample_submission.csv"), None)
+    """Return how a table differs from the sample in columns or number of lines; None if it does not."""
+    sample_path = task.files.get("sample_submission.csv")
     if sample_path is None:
         return None
     try:
-        sample, given = _read_table(sample_path.read_bytes()), _read_table(data)
+        sample, table = _read_table(sample_path.read_bytes()), _read_table(data)
     except csv.Error as error:
         return f"it is no table: {error}"
-    if given[:1] != sample[:1]:
-        return f"its columns are {given[:1]}, and must be {sample[:1]}"
-    return None if len(given) == len(sample) else f"it has {len(given)} lines, and must have {len(sample)}"
+    if table[:1] != sample[:1]:
+        return f"its columns are {table[:1]}, and must be {sample[:1]}"
+    return None if len(table) == len(sample) else f"it has {len(table)} lines, and must have {len(sample)}"
 
 
 def _read_table(data: bytes) -> list[list[str]]:
@@ -254,7 +255,7 @@ def _read_table(data: bytes) -> list[list[str]]:
 
 
 ARTEFACTS: Mapping[str, str] = {"CSVSubmissionTasks": "submission.csv", "PythonSubmissionTasks": "target.py"}
-"""What an attempt hands in, by the kind of task."""
+"""The file that is graded, by the kind of task."""
 _REFUSED: Mapping[str, str] = {
     "titanic": "the labels that it is graded by are a rule on the passengers' sex",
     "titanicSurvival": "the labels that it is graded by are a rule on the passengers' sex",
@@ -271,12 +272,12 @@ _LOWER_IS_BETTER = frozenset({"rmse", "mse", "mae", "loss", "val_loss", "time", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Marks:
-    """How a metric becomes a reward."""
+    """The scale that turns a metric into a reward."""
 
     metric: str
     baseline: float
     ceiling: float | None = None
-    """The best value that is possible; None where it is unknown."""
+    """The best possible value; None if unknown."""
     is_lower_better: bool = False
 
     def normalise(self, value: float) -> float:
@@ -287,7 +288,7 @@ class Marks:
 
     @property
     def slack(self) -> float:
-        """What may be noise of the grader's: a twentieth of the way, or of the baseline."""
+        """Tolerated noise of the grader: a twentieth of the way, or of the baseline."""
         return 0.05 * abs(self.baseline if self.ceiling is None else self.ceiling - self.baseline)
 
     def is_impossible(self, value: float) -> bool:
@@ -304,21 +305,21 @@ _KNOWN: Mapping[str, Marks] = {
     "blotto": Marks(metric="Score", baseline=-0.24797, ceiling=0.2478),
     "regressionKaggleHousePrice": Marks(metric="r2", baseline=0.87999, ceiling=1.0),
 }
-"""Ceilings are exact, but for r2."""
+"""Marks of known tasks. The ceilings are exact, except for r2."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MlgymTask:
-    """One task."""
+    """One task of the checkout."""
 
     task_id: str
     description: str
-    """With the documents of its data sets."""
+    """Includes the documents of its data sets."""
     artefact: str
     files: Mapping[str, Path]
-    """What the grader has, by path in the workspace."""
+    """The grader's files, by path in the workspace."""
     secret: frozenset[str]
-    """Paths that the model does not have."""
+    """Paths that the model does not get."""
     evaluation: str
     """Path of the script that prints the metrics as JSON."""
     is_csv: bool
@@ -328,9 +329,9 @@ class MlgymTask:
 
 
 def list_tasks(root: Path, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
-    """Read the tasks of a checkout by their ids: those that are wanted, or all that can be graded fairly.
+    """Read tasks of a checkout by id: the `wanted` ones, or all that can be graded fairly.
 
-    Raises: DataError if there is no checkout; ConfigError for a wanted task that is not there, or is refused.
+    Raises: DataError if there is no checkout; ConfigError for a wanted task that is missing or refused.
     """
     import yaml
 
@@ -342,70 +343,62 @@ def list_tasks(root: Path, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
             allowed="a checkout of MLGym, with configs/tasks/*.yaml",
             next_step="name its folder in task.root",
         )
-    found: dict[str, MlgymTask] = {}
-    seen = []
+    tasks: dict[str, MlgymTask] = {}
     for path in paths:
         config = yaml.safe_load(path.read_text("utf-8")) or {}
         names = {str(config.get("id")), path.stem}
-        seen.append(path.stem)
         if wanted and not names & set(wanted):
             continue
-        why = _why_refused(config, names)
+        why = next((_REFUSED[name] for name in sorted(names) if name in _REFUSED), None)
+        kind = str(config.get("task_entrypoint"))
+        if why is None and kind not in ARTEFACTS:
+            why = _REFUSED_KINDS.get(kind, f"task_entrypoint {kind!r} is of no known kind")
         if why is None:
-            found[str(config["id"])] = _read_task(root, path, config)
+            tasks[str(config["id"])] = _read_task(root, path, config)
         elif wanted:
             raise ConfigError(
                 f"the MLGym task {path.stem} is refused: {why}",
                 allowed="tasks of CSVSubmissionTasks and PythonSubmissionTasks that can be graded fairly",
                 next_step="remove it from task.tasks",
             )
-    missing = len(wanted) > len(found)
-    if missing or not found:
+    if len(wanted) > len(tasks) or not tasks:
         raise ConfigError(
-            f"task.tasks={list(wanted)}, of which {len(found)} are in {folder}",
-            allowed=f"ids of its tasks; files: {', '.join(seen)}",
+            f"task.tasks={list(wanted)}, of which {len(tasks)} are in {folder}",
+            allowed=f"ids of its tasks; files: {', '.join(path.stem for path in paths)}",
             next_step="correct the names",
         )
-    return found
-
-
-def _why_refused(config: Mapping[str, Any], names: set[str]) -> str | None:
-    why = next((_REFUSED[name] for name in sorted(names) if name in _REFUSED), None)
-    kind = str(config.get("task_entrypoint"))
-    if why is None and kind not in ARTEFACTS:
-        why = _REFUSED_KINDS.get(kind, f"task_entrypoint {kind!r} is of no known kind")
-    return why
+    return tasks
 
 
 def _read_task(root: Path, path: Path, config: Mapping[str, Any]) -> MlgymTask:
     kind = str(config["task_entrypoint"])
     files: dict[str, Path] = {}
-    for one in config.get("starter_code") or ():
-        files |= _files_of(root, one, Path(one).name, path)
+    for source in config.get("starter_code") or ():
+        files |= _files_of(root, source, Path(source).name, path)
     documents = ""
-    for one in config.get("dataset_configs") or ():
-        data = _read_data_set(root, one, path)
+    for name in config.get("dataset_configs") or ():
+        data = _read_data_set(root, name, path)
         documents += f"{str(data.get('name')).upper()}:\n{data.get('description')}\n\n"
         if data.get("is_local"):
             files |= _files_of(root, data["data_path"], "data", path)
     evaluation = next(iter(config.get("evaluation_paths") or ()), None)
     if evaluation not in files:
         raise _malformed(path, f"evaluation_paths {evaluation!r} is not among its starter_code")
-    declared = {str(one) for one in config.get("secret_files") or ()}
-    names = {name for name in files if any(fnmatch.fnmatch(Path(name).name.lower(), p) for p in _SECRET)}
+    declared = set(map(str, config.get("secret_files") or ()))
+    telling = {name for name in files if any(fnmatch.fnmatch(Path(name).name.lower(), p) for p in _SECRET)}
     secret = {
         evaluation,
         *(name for name in files if name in declared or Path(name).name in declared),
-        *names,
+        *telling,
     }
     return MlgymTask(
         task_id=str(config["id"]),
-        # Not `format`: other braces stand in these texts too.
+        # Not `format`: these texts contain other braces.
         description=str(config.get("description", "")).replace("{dataset_docs}", documents),
         artefact=ARTEFACTS[kind],
         files=files,
-        # A sample of what is to be handed in is shown.
-        secret=frozenset(secret - {name for name in names if "sample" in name}),
+        # The sample submission is shown.
+        secret=frozenset(secret - {name for name in telling if "sample" in name}),
         evaluation=evaluation,
         is_csv=kind == "CSVSubmissionTasks",
         limit_s=float(config.get("training_timeout") or 3600.0),
@@ -431,34 +424,34 @@ def _read_data_set(root: Path, name: str, path: Path) -> Mapping[str, Any]:
     import yaml
 
     try:
-        found = yaml.safe_load((root / "configs" / name).read_text("utf-8"))
+        config = yaml.safe_load((root / "configs" / name).read_text("utf-8"))
     except OSError as error:
         raise _malformed(path, f"its data set {name} cannot be read: {error.strerror}") from error
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}
 
 
 def _files_of(root: Path, source: str, name: str, path: Path) -> dict[str, Path]:
-    """Return a file, or all files of a folder, by path in the workspace; relative to the checkout's root."""
+    """Return a file, or all files of a folder of the checkout, by path in the workspace."""
     place = (root / source).resolve()
     if not place.is_relative_to(root.resolve()) or not place.exists():
         raise _malformed(path, f"{source} is not in the checkout")
     if place.is_file():
         return {name: place}
-    return {f"{name}/{one.relative_to(place)}": one for one in sorted(place.rglob("*")) if one.is_file()}
+    return {f"{name}/{file.relative_to(place)}": file for file in sorted(place.rglob("*")) if file.is_file()}
 
 
 def _digest(config: Path, files: Mapping[str, Path]) -> str:
-    made = hashlib.sha256(config.read_bytes())
+    digest = hashlib.sha256(config.read_bytes())
     for name, path in sorted(files.items()):
-        made.update(f"{name} {path.stat().st_size}".encode())
-        # Scripts decide; data sets may be large.
-        made.update(path.read_bytes() if path.suffix == ".py" else b"")
-    return made.hexdigest()
+        digest.update(f"{name} {path.stat().st_size}".encode())
+        # Only scripts with their content: data sets may be large.
+        digest.update(path.read_bytes() if path.suffix == ".py" else b"")
+    return digest.hexdigest()
 
 
-def _malformed(path: Path, what: str) -> DataError:
+def _malformed(path: Path, problem: str) -> DataError:
     return DataError(
-        f"{path}: {what}",
+        f"{path}: {problem}",
         allowed="a task as MLGym's own are written, its files in the checkout",
         next_step="correct it, or leave it out of task.tasks",
     )

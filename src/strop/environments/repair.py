@@ -1,8 +1,8 @@
-"""A repository in a sandbox, an issue, and hidden tests that decide in another sandbox.
+"""A repository in a sandbox, an issue, and hidden tests that run in another sandbox.
 
-The model's repository has one commit without history: the commits that come later would hold the answer. What
-is graded is its diff against that commit, applied to a fresh copy of the repository. Files that the tests
-bring, and those in `protected`, are left out of the diff.
+The model's repository has one commit without history: later commits would hold the answer. The diff against
+that commit is applied to a fresh copy of the repository and graded there, without files that the hidden tests
+replace and those in `protected`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from strop.tasks.rows.row_task import (
 
 _FOLDER = "/testbed"
 _OWN_FOLDER = "repository"
-"""Below the private directory, where a row names no image."""
+"""Folder below the private directory, for rows without an image."""
 _GIT = "git -c user.name=strop -c user.email=strop@localhost -c core.hooksPath=/dev/null"
 _OPENING = (
     "A repository is in the current directory. Solve the issue below by changing its files. Tests that you do"
@@ -54,7 +54,7 @@ _OPENING = (
 )
 _PATCH_BYTES = 16 * MIB
 _ORDER_LIMIT_S = 600.0
-"""Wall time of one step of ours in a sandbox, on a large repository."""
+"""Limit of one set-up step in a sandbox, on a large repository."""
 _PATCHED = re.compile(r"^(?:\+\+\+ b/|--- a/)(.+?)\t?$", re.MULTILINE)
 _SEAL = f"""
 rm -rf -- "$@"
@@ -65,12 +65,12 @@ git init -q . && git add -A
 rm -f "$HOME/.tracked"
 {_GIT} commit -q --no-verify --allow-empty -m "the repository as it is" && git rev-parse HEAD
 """
-"""Leave one commit of the repository; the arguments are removed before. Prints the commit."""
+"""Removes the arguments, reduces the repository to one commit, and prints that commit."""
 _AT_BASE = """
 [ -d .git ] && [ -n "$1" ] || exit 0
 git merge-base --is-ancestor "$1" HEAD 2>/dev/null || git checkout -q -f "$1"
 """
-"""Images may stand at a commit of their own behind the row's."""
+"""Checks out the row's commit, unless the image has it or a later commit."""
 IMAGE_COLUMNS = ("image", "docker_image", "image_name")
 _COMMAND_COLUMNS = ("test_command", "test_cmd")
 
@@ -117,10 +117,10 @@ class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
     protected: tuple[str, ...] = Field(
         default=(
             *("*conftest.py", "*sitecustomize.py", "*usercustomize.py", "*.pth"),
-            # They name plugins that run beside the tests.
+            # They can load plugins into the test run.
             *("*pytest.ini", "*pytest.toml", "*tox.ini", "*setup.cfg", "*pyproject.toml"),
             *("*.dist-info/*", "*.egg-info/*"),
-            # Python finds them before the real ones.
+            # Python imports them before the real ones.
             *("pytest.py", "pytest/*", "_pytest/*", "unittest.py", "unittest/*"),
         ),
         strict=False,
@@ -139,8 +139,8 @@ class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
 class RepoRepair(Workspace):
     """Solved if all tests of FAIL_TO_PASS and PASS_TO_PASS pass; without names, if the command exits with 0.
 
-    An attempt without a diff, or with one that does not apply, is not solved. What cannot be started, a test
-    patch that does not apply among it, is the row's failure, and no score.
+    An attempt without a diff, or with one that does not apply, is not solved. Tests that cannot start, or a
+    test patch that does not apply, are a failure of the row, without a score.
     """
 
     name = "repo-repair"
@@ -168,13 +168,13 @@ class RepoRepair(Workspace):
         return self._splits.of(split)
 
     def opening(self, example: Example, seed: int) -> str:
-        """Tell the issue."""
-        # A program that works in place of the tools ends by itself.
+        """Return the issue with its instructions."""
+        # A program that works in place of the tools has no submit.
         ending = " Call submit when you are done." if self._spec.agent is None else ""
         return _OPENING.format(ending, example.fields["problem_statement"])
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
-        """Yield the row's own patch, applied and submitted; without one, nothing."""
+        """Yield the row's own patch, applied and submitted, if it has one."""
         patch = Hidden.of(example).patch
         if patch:
             word = f"END_{hashlib.sha256(patch.encode()).hexdigest()[:12]}"
@@ -185,56 +185,45 @@ class RepoRepair(Workspace):
         """Return a sandbox of the row's image."""
         limits = replace(room_limits(self._spec), output_head_bytes=8 * MIB, output_tail_bytes=8 * MIB)
         image = self._image_of(example)
-        # Its files are root's.
+        # Root owns the image's files.
         return SandboxSpec(limits=limits, image=image or None, user=0 if image else None)
 
     async def prepare(self, example: Example, seed: int) -> None:
-        """Leave the repository without history and without what is hidden."""
+        """Place the repository without history and hidden paths."""
         self.folder = await self._place_repository(self.sandbox)
         hidden = (*Hidden.of(example).hidden_paths, *self._spec.hidden_paths)
         self._base = (await self._order(self.sandbox, _SEAL, *hidden)).stdout.decode().split()[-1]
 
     async def grade(self, sandbox: ServedSandbox) -> Outcome:
-        """Apply the diff and what the tests bring, run them, and read their log."""
+        """Apply the diff and the hidden tests, run them, and read their log."""
         hidden = Hidden.of(self.example)
         folder = self.folder = await self._place_repository(sandbox)
-        brought = tuple(dict.fromkeys([*hidden.hidden_tests, *_PATCHED.findall(hidden.test_patch)]))
-        left_out = [*self._spec.protected, *(f"{path}{end}" for path in brought for end in ("", "/*"))]
-        excluded = [f"--exclude={pattern}" for pattern in left_out]
-        if not await self._apply(sandbox, self._diff, *excluded):
+        test_files = tuple(dict.fromkeys([*hidden.hidden_tests, *_PATCHED.findall(hidden.test_patch)]))
+        ungraded = [*self._spec.protected, *(f"{path}{end}" for path in test_files for end in ("", "/*"))]
+        if not await self._apply(sandbox, self._diff, *(f"--exclude={pattern}" for pattern in ungraded)):
             return _to_outcome(solved=False, patch_failed=1.0)
         for path, text in hidden.hidden_tests.items():
             await sandbox.write(posixpath.join(folder, path), text.encode())
         if hidden.test_patch and not await self._apply(sandbox, hidden.test_patch.encode()):
             raise AttemptFailed(FailureOwner.TASK, "bad_test_patch", "the row's test patch does not apply")
         command = hidden.test_command or self._spec.test_command or ""
-        command = command.replace("{files}", shlex.join(brought))
-        return self._read(hidden, await self._test(sandbox, command))
+        command = command.replace("{files}", shlex.join(test_files))
+        if not command:
+            detail = f"{self.example.fields['instance_id']} does not say how its tests are run"
+            raise AttemptFailed(FailureOwner.TASK, "no_test_command", detail)
+        limit_s = self._spec.test_limit_s
+        for shell in ("/bin/bash", "/bin/sh"):
+            result = await sandbox.exec([shell, "-c", command], wall_limit_s=limit_s, cwd=folder)
+            if result.kind is not ExecKind.NOT_STARTED:
+                return _read_result(hidden, result)
+        raise AttemptFailed(FailureOwner.TASK, "no_shell", "the image has no shell that could run the tests")
 
     async def _judge_work(self) -> Any:
         self._diff = await self._take_diff()
         return await super()._judge_work() if self._diff.strip() else _to_outcome(solved=False, no_patch=1.0)
 
-    def _read(self, hidden: Hidden, result: ExecResult) -> Outcome:
-        if result.kind is ExecKind.TIMED_OUT:
-            return _to_outcome(solved=False, tests_timed_out=1.0)
-        if result.kind is ExecKind.NOT_STARTED:
-            raise AttemptFailed(
-                FailureOwner.TASK, "no_shell", "the image has no shell that could run the tests"
-            )
-        if not hidden.fail_to_pass and not hidden.pass_to_pass:
-            return _to_outcome(solved=result.exit_code == 0)
-        passed = read_passed(b"\n".join([result.stdout, result.stderr]).decode(errors="replace"))
-        parts = {"fail_to_pass_frac": hidden.fail_to_pass, "pass_to_pass_frac": hidden.pass_to_pass}
-        fracs = {
-            name: sum(passed.get(one, False) for one in tests) / len(tests)
-            for name, tests in parts.items()
-            if tests
-        }
-        return _to_outcome(solved=all(frac == 1.0 for frac in fracs.values()), **fracs)
-
     async def _take_diff(self) -> bytes:
-        """Return what the model changed; nothing where its repository cannot say it any more."""
+        """Return the model's changes; nothing if its repository is broken or the diff is too large."""
         script = (
             f'cd "$1" && {_GIT} add -A && {_GIT} diff --cached --binary --no-ext-diff --no-color "$2" > "$3"'
         )
@@ -253,7 +242,7 @@ class RepoRepair(Workspace):
             return b""
 
     async def _place_repository(self, sandbox: ServedSandbox) -> str:
-        """Have the repository there, at the row's commit; return where."""
+        """Place the repository at the row's commit; return its folder."""
         fields = self.example.fields
         if self._image_of(self.example):
             folder = fields["folder"] or self._spec.folder
@@ -261,14 +250,14 @@ class RepoRepair(Workspace):
             folder = posixpath.join(sandbox.scratch, _OWN_FOLDER)
             self.folder = None
             archive = await asyncio.to_thread(_pack, fields["repository"])
-            # One command for thousands of files, links among them.
+            # An archive: there may be thousands of files, also links.
             await self._order(sandbox, f"mkdir {_OWN_FOLDER} && tar -xf - -C {_OWN_FOLDER}", stdin=archive)
         self.folder = folder
         await self._order(sandbox, _AT_BASE, fields["base_commit"])
         return folder
 
     def _image_of(self, example: Example) -> str:
-        """Return a row's image; empty where it has a repository. Raises: ConfigError if it has neither."""
+        """Return a row's image; empty if it has a repository. Raises: ConfigError if it has neither."""
         fields = example.fields
         if fields["image"] or fields["repository"]:
             image: str = fields["image"]
@@ -286,12 +275,12 @@ class RepoRepair(Workspace):
     async def _order(
         self, sandbox: ServedSandbox, script: str, *words: str, stdin: bytes = b""
     ) -> ExecResult:
-        """Run a script of ours in the repository. Raises: AttemptFailed, since a row asks for it."""
+        """Run a set-up script in the repository. Raises: AttemptFailed (of the task) if it fails."""
         argv = ["sh", "-c", script, "sh", *words]
         result = await sandbox.exec(argv, stdin=stdin, wall_limit_s=_ORDER_LIMIT_S, cwd=self.folder)
         if result.exit_code or result.kind is not ExecKind.EXITED:
-            said = (result.stderr or result.stdout).decode(errors="replace").strip()[-400:]
-            detail = f"the repository of {self.example.fields['instance_id']}: {result.kind}: {said}"
+            output = (result.stderr or result.stdout).decode(errors="replace").strip()[-400:]
+            detail = f"the repository of {self.example.fields['instance_id']}: {result.kind}: {output}"
             raise AttemptFailed(FailureOwner.TASK, "bad_repository", detail)
         return result
 
@@ -300,16 +289,20 @@ class RepoRepair(Workspace):
         result = await sandbox.exec(argv, stdin=patch, wall_limit_s=_ORDER_LIMIT_S, cwd=self.folder)
         return result.exit_code == 0
 
-    async def _test(self, sandbox: ServedSandbox, command: str) -> ExecResult:
-        if not command:
-            detail = f"{self.example.fields['instance_id']} does not say how its tests are run"
-            raise AttemptFailed(FailureOwner.TASK, "no_test_command", detail)
-        limit_s = self._spec.test_limit_s
-        for shell in ("/bin/bash", "/bin/sh"):
-            result = await sandbox.exec([shell, "-c", command], wall_limit_s=limit_s, cwd=self.folder)
-            if result.kind is not ExecKind.NOT_STARTED:
-                break
-        return result
+
+def _read_result(hidden: Hidden, result: ExecResult) -> Outcome:
+    if result.kind is ExecKind.TIMED_OUT:
+        return _to_outcome(solved=False, tests_timed_out=1.0)
+    if not hidden.fail_to_pass and not hidden.pass_to_pass:
+        return _to_outcome(solved=result.exit_code == 0)
+    passed = read_passed(b"\n".join([result.stdout, result.stderr]).decode(errors="replace"))
+    parts = {"fail_to_pass_frac": hidden.fail_to_pass, "pass_to_pass_frac": hidden.pass_to_pass}
+    fracs = {
+        name: sum(passed.get(test, False) for test in tests) / len(tests)
+        for name, tests in parts.items()
+        if tests
+    }
+    return _to_outcome(solved=all(frac == 1.0 for frac in fracs.values()), **fracs)
 
 
 def _pack(folder: str) -> bytes:
@@ -330,32 +323,32 @@ def _to_outcome(*, solved: bool, **metrics: float) -> Outcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hidden:
-    """What decides, and no model sees: it stands in an example's answer, not in its fields."""
+    """The grading data of a row, hidden from the model: part of an example's answer, not of its fields."""
 
     test_command: str
-    """Empty: the run file's."""
+    """Empty: the run file's command."""
     test_patch: str
-    """A diff that brings the tests; maybe empty."""
+    """A diff that adds the tests; maybe empty."""
     hidden_tests: dict[str, str]
-    """Files that bring the tests, by path."""
+    """Test files by path."""
     hidden_paths: tuple[str, ...]
-    """What of the repository or the image the grader alone has."""
+    """Paths of the repository or the image that only the grader has."""
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
     """Without names in either, the exit code of the command decides."""
     patch: str
-    """A right diff, for the self-test; maybe empty."""
+    """A correct diff, for the self-test; maybe empty."""
 
     @classmethod
     def of(cls, example: Example) -> Hidden:
         """Read an example's answer."""
-        found = json.loads(example.answer or "{}")
+        values = json.loads(example.answer or "{}")
         lists = ("hidden_paths", "fail_to_pass", "pass_to_pass")
-        return cls(**{**found, **{name: tuple(found[name]) for name in lists}})
+        return cls(**{**values, **{name: tuple(values[name]) for name in lists}})
 
 
 def to_example(row: Row) -> Example:
-    """Return a row as an example. Raises: DataError naming the row, if a column is missing or malformed."""
+    """Convert a row to an example. Raises: DataError naming the row, if a column is missing or malformed."""
     (problem,) = require_texts(row, "problem_statement")
     image = _first_text(row, IMAGE_COLUMNS)
     expected = _table(row, "expected_output_json")
@@ -386,19 +379,20 @@ def _first_text(row: Row, columns: tuple[str, ...]) -> str:
 
 
 def _table(row: Row, column: str) -> Mapping[str, Any]:
-    found = _read_json(row, column, "a table, or one as JSON")
-    if found is not None and not isinstance(found, dict):
-        raise wrong_type(row, column, "a table, or one as JSON")
-    # What Arrow has no value for in this row.
-    return {name: value for name, value in (found or {}).items() if value is not None}
+    allowed = "a table, or one as JSON"
+    table = _read_json(row, column, allowed)
+    if table is not None and not isinstance(table, dict):
+        raise wrong_type(row, column, allowed)
+    # Arrow fills keys of other rows with None.
+    return {name: value for name, value in (table or {}).items() if value is not None}
 
 
 def _names(row: Row, column: str) -> tuple[str, ...]:
     allowed = "a list of texts, or one as JSON"
-    found = _read_json(row, column, allowed)
-    if found is not None and not (isinstance(found, list) and all(isinstance(one, str) for one in found)):
+    names = _read_json(row, column, allowed)
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise wrong_type(row, column, allowed)
-    return tuple(found or ())
+    return tuple(names or ())
 
 
 def _read_json(row: Row, column: str, allowed: str) -> Any:
@@ -420,22 +414,22 @@ _GOOD = frozenset({"PASSED", "XFAIL", "ok", "expected failure"})
 
 
 def read_passed(log: str) -> dict[str, bool]:
-    """Return whether each test passed, as a log says, under each name that rows of data give it.
+    """Return from a log whether each test passed, under each name that data sets use for it.
 
-    Logs are pytest's with -rA, and unittest's and Django's with -v 2. pytest's `a/b.py::C::test_d[x y]` is
-    also known up to its first space, and as `C.test_d[x y]`. The code under test writes to the log, too: of
-    several things that are said of a test the worst counts.
+    Reads logs of pytest with -rA, and of unittest and Django with -v 2. pytest's `a/b.py::C::test_d[x y]`
+    also counts under its part before the first space, and as `C.test_d[x y]`. The code under test can write
+    to the log, too: of several results of a test the worst counts.
     """
     log = _STYLE.sub("", log)
-    said = [(found[2], found[1]) for line in log.splitlines() if (found := _PYTEST.match(line.rstrip()))]
-    said += [(found[1], found[2]) for found in _UNITTEST.finditer(log)]
+    results = [(match[2], match[1]) for line in log.splitlines() if (match := _PYTEST.match(line.rstrip()))]
+    results += [(match[1], match[2]) for match in _UNITTEST.finditer(log)]
     passed: dict[str, bool] = {}
-    for name, status in said:
-        # Behind a failure stands its message.
+    for name, status in results:
+        # A failure's message follows the name.
         whole = name if status in _GOOD else name.partition(" - ")[0]
         within = ".".join(whole.split("::")[1:])
-        for one in {whole, whole.split()[0] if "::" in whole else whole, within or whole}:
-            passed[one] = passed.get(one, True) and status in _GOOD
+        for alias in {whole, whole.split()[0] if "::" in whole else whole, within or whole}:
+            passed[alias] = passed.get(alias, True) and status in _GOOD
     return passed
 
 

@@ -1,1 +1,1 @@
-"""Task directories of Harbor: how they are read, and the environment that they make."""
+"""Task directories of Harbor: their reader, and their environment."""

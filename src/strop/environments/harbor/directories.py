@@ -1,7 +1,7 @@
-"""Task directories in Harbor's form: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`.
+"""Reader of Harbor's task directories: `task.toml`, `instruction.md`, `environment/`, `tests/`, `solution/`.
 
-Read are schemas up to 1.4, single-step tasks of one container. What a directory asks for and strop does not
-give is refused by its name; nothing is left out in silence.
+It reads schemas up to 1.4, for single-step tasks of one container. A directory that needs an unsupported
+feature is refused by the feature's name; no setting is silently ignored.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ CONFIG = "task.toml"
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _MAX_SHOWN = 400
 _PORTS = (80, 443)
-"""What an allowed host may be asked at: Harbor's list names none."""
+"""Ports of an allowed host: Harbor's list has no ports."""
 _Network = Literal["no-network", "public", "allowlist"]
 
 
 class _Table(BaseModel):
-    """A table of `task.toml`. Keys that are not taken may stand there without a value."""
+    """A table of `task.toml`. Unsupported keys are accepted if their value is empty."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -70,7 +70,7 @@ class _Environment(_Table):
     workdir: str | None = Field(default=None, pattern="^/")
 
     def mib_of(self, size: float | None, text: str | None) -> float | None:
-        """Return a size in MiB, of which the older form is a text such as '2G'. Raises: ValueError."""
+        """Return a size in MiB; `text` is the older form, such as '2G'. Raises: ValueError."""
         if text is None:
             return size
         return float(text[:-1]) * _UNITS[text[-1:].upper()]
@@ -83,7 +83,7 @@ class _Solution(_Table):
 class _Config(_Table):
     schema_version: str = "1.4"
     version: str | None = None
-    """Of schemas before 1.0."""
+    """Used by schemas before 1.0."""
     source: str | None = None
     task: dict[str, Any] = Field(default_factory=dict)
     metadata: dict[str, Any] = Field(default_factory=dict)
@@ -95,18 +95,18 @@ class _Config(_Table):
 
     @field_validator("artifacts", mode="before")
     @classmethod
-    def _name_sources(cls, given: Any) -> Any:
-        if not isinstance(given, list):
-            return given
-        are_plain = [isinstance(one, dict) and set(one) == {"source"} for one in given]
+    def _name_sources(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
         return tuple(
-            one["source"] if is_plain else one for one, is_plain in zip(given, are_plain, strict=True)
+            entry["source"] if isinstance(entry, dict) and set(entry) == {"source"} else entry
+            for entry in value
         )
 
     @model_validator(mode="after")
     def _require_possible(self) -> Self:
-        named = [*self.environment.env.items(), *self.verifier.env.items(), *self.solution.env.items()]
-        for name, value in named:
+        variables = [*self.environment.env.items(), *self.verifier.env.items(), *self.solution.env.items()]
+        for name, value in variables:
             if "${" in value:
                 raise ValueError(f"{name}={value}: variables of this machine are not given to sandboxes")
         if any(not path.startswith("/") for path in self.artifacts):
@@ -122,12 +122,12 @@ class HarborTask:
     folder: Path
     instruction: str
     digest: str
-    """Over every file of the directory."""
+    """Hash over every file of the directory."""
     image: str | None
     """None: built from `environment/Dockerfile`."""
     build_limit_s: float
     workdir: str | None
-    """Where commands begin; None: as the image says."""
+    """Working directory of commands; None: the image's."""
     env: dict[str, str]
     test_env: dict[str, str]
     solution_env: dict[str, str]
@@ -137,20 +137,20 @@ class HarborTask:
     memory_bytes: int | None
     disk_bytes: int | None
     agent_network: str
-    """Of a sandbox: 'none', 'host' where Harbor gives the open network, or 'allow:HOST:PORT,...'."""
+    """A sandbox's network: 'none', 'host' (Harbor's public network), or 'allow:HOST:PORT,...'."""
     test_network: str
     is_separate: bool
-    """Whether tests run in a fresh container, with what `artifacts` names."""
+    """Whether tests run in a fresh container, which gets only the `artifacts`."""
     artifacts: tuple[str, ...] = field(default=())
 
 
 def list_directories(root: Path, wanted: tuple[str, ...]) -> dict[str, HarborTask]:
     """Read a task directory, or all below a folder, by name.
 
-    Raises: ConfigError if there is none, or none of a wanted name; DataError for one that cannot be taken.
+    Raises: ConfigError if there is none, or a wanted one is missing; DataError for an unsupported one.
     """
-    folders = [root] if (root / CONFIG).is_file() else [one.parent for one in root.glob(f"*/{CONFIG}")]
-    by_name = {one.resolve().name: one for one in folders}
+    folders = [root] if (root / CONFIG).is_file() else [path.parent for path in root.glob(f"*/{CONFIG}")]
+    by_name = {folder.resolve().name: folder for folder in folders}
     missing = sorted(set(wanted) - by_name.keys())
     if missing or not by_name:
         raise ConfigError(
@@ -176,11 +176,11 @@ def _read(name: str, folder: Path) -> HarborTask:
         networks = [_network(environment, phase) for phase in (config.agent, config.verifier)]
         instruction = (folder / "instruction.md").read_text("utf-8")
     except ValidationError as error:
-        found = "; ".join(
-            f"{'.'.join(map(str, one['loc'])) or 'it'}: {one['msg']} ({one['input']!r:.60})"
-            for one in error.errors()
+        faults = "; ".join(
+            f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']} ({fault['input']!r:.60})"
+            for fault in error.errors()
         )
-        raise _refused(folder, found[:_MAX_SHOWN]) from error
+        raise _refused(folder, faults[:_MAX_SHOWN]) from error
     except (OSError, ValueError, KeyError) as error:
         raise _refused(folder, str(error)) from error
     _require_whole(folder, config, networks)
@@ -208,7 +208,7 @@ def _read(name: str, folder: Path) -> HarborTask:
 
 
 def _network(environment: _Environment, phase: _Phase) -> str:
-    """Return what a phase may reach. Raises: ValueError for what no sandbox keeps."""
+    """Return a phase's network. Raises: ValueError for hosts that no sandbox can enforce."""
     mode, hosts = phase.network_mode, phase.allowed_hosts
     if mode is None:
         mode, hosts = environment.network_mode, environment.allowed_hosts
@@ -223,7 +223,7 @@ def _network(environment: _Environment, phase: _Phase) -> str:
 
 
 def _require_whole(folder: Path, config: _Config, networks: list[str]) -> None:
-    """Refuse a directory that cannot be attempted as it is meant. Raises: DataError."""
+    """Refuse an incomplete or unsupported directory. Raises: DataError."""
     has_compose = any((folder / "environment").glob("*compose*.y*ml"))
     has_image = config.environment.docker_image or (folder / "environment/Dockerfile").is_file()
     is_shared = config.verifier.environment_mode == "shared"
@@ -236,7 +236,7 @@ def _require_whole(folder: Path, config: _Config, networks: list[str]) -> None:
             is_shared and networks[0] != networks[1]
         ),
         "it has links or special files": any(
-            one.is_symlink() or not (one.is_file() or one.is_dir()) for one in folder.rglob("*")
+            path.is_symlink() or not (path.is_file() or path.is_dir()) for path in folder.rglob("*")
         ),
     }
     for why, is_so in refusals.items():
@@ -245,13 +245,13 @@ def _require_whole(folder: Path, config: _Config, networks: list[str]) -> None:
 
 
 def digest_tree(folder: Path) -> str:
-    """Hash every file below a folder: path, whether it is a program, and bytes."""
-    made = hashlib.sha256()
-    for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+    """Hash every file below a folder: path, executable bits and bytes."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         data = path.read_bytes()
-        made.update(f"{path.relative_to(folder)}\0{path.stat().st_mode & 0o111}\0{len(data)}\0".encode())
-        made.update(data)
-    return made.hexdigest()
+        digest.update(f"{path.relative_to(folder)}\0{path.stat().st_mode & 0o111}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()
 
 
 def _refused(folder: Path, why: str) -> DataError:

@@ -1,10 +1,10 @@
 """Task directories of Harbor as workspaces, graded by their own tests.
 
-Where a task runs its tests in the model's container (`shared`, Harbor's default), so does strop: what the
-model installed and wrote is there, all that it left running is not. Its programs could have changed what the
-tests call, so such an attempt carries the metric `unsealed`. A task with `environment_mode = "separate"` is
-graded in a fresh container, which has what its `artifacts` name. Either way `tests/` and `solution/` are in
-no container that the model is in.
+If a task runs its tests in the model's container (`shared`, Harbor's default), so does strop: the model's
+files and installed packages are there, its running programs are not. The model could have changed programs
+that the tests call, so such an attempt has the metric `unsealed`. A task with `environment_mode = "separate"`
+is graded in a fresh container, which gets only its `artifacts`. In both cases the model never shares a
+container with `tests/` or `solution/`.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ class HarborSpec(RoomSettings, EnvironmentSection):
     "harbor", HarborSpec, "Task directories of Harbor, in their containers, graded by their tests.", rank=147
 )
 class Harbor(Workspace):
-    """The reward is what the tests write: `reward` of /logs/verifier/reward.json, or reward.txt.
+    """The tests write the reward: `reward` of /logs/verifier/reward.json, or reward.txt.
 
-    Tests that write none, or need longer than they may, are the task's failure if they do so in an untouched
-    container too; else they are the attempt's doing, and earn 0.
+    Tests that write none, or exceed their limit, are a failure of the task if they do so in an untouched
+    container too; else the attempt broke them, and earns 0.
     """
 
     name = "harbor"
@@ -99,7 +99,7 @@ class Harbor(Workspace):
     limits = TaskLimits(max_reply_tokens=4096, max_goldless_frac=1.0)
     _image: Image
     _used_s = 0.0
-    """By commands of the model's, up to now."""
+    """Wall time of the model's commands so far."""
 
     def __init__(self, spec: HarborSpec) -> None:
         self._spec = spec
@@ -123,17 +123,17 @@ class Harbor(Workspace):
         return str(example.fields["task"])
 
     def opening(self, example: Example, seed: int) -> str:
-        """Tell the instruction, as it is."""
+        """Return the instruction, unchanged."""
         return self._task_of(example).instruction
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
-        """Yield the task's solution, brought and run; without one, nothing."""
+        """Yield the task's solution, uploaded and run, if it has one."""
         task = self._task_of(example)
         folder = task.folder / "solution"
         if not (folder / "solve.sh").is_file():
             return
         lines = [f"export {name}={shlex.quote(value)}" for name, value in task.solution_env.items()]
-        for path in sorted(one for one in folder.rglob("*") if one.is_file()):
+        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             place = shlex.quote(f"/solution/{path.relative_to(folder)}")
             lines += [f"mkdir -p $(dirname {place})", f"base64 -d > {place} <<'END_OF_FILE'"]
             lines += [base64.b64encode(path.read_bytes()).decode(), "END_OF_FILE"]
@@ -141,15 +141,15 @@ class Harbor(Workspace):
         yield submitted("\n".join(lines))
 
     def sandbox_for(self, example: Example) -> SandboxSpec:
-        """Return the model's container."""
+        """Return the spec of the model's container."""
         return self._container_of(self._task_of(example).agent_network)
 
     def grader_for(self, example: Example) -> SandboxSpec:
-        """Return a fresh container for tests."""
+        """Return the spec of a fresh container for tests."""
         return self._container_of(self._task_of(example).test_network)
 
     async def reset(self, example: Example, seed: int) -> str:
-        """Have the image there, then open. Raises: ConfigError, AttemptFailed and as `Workspace.reset`."""
+        """Pull or build the image, then open. Raises: ConfigError, AttemptFailed, as `Workspace.reset`."""
         task = self._task = self._task_of(example)
         self.place = replace(self.place, backend=choose_engine(self.place.backend))
         self._command_limit_s = self.place.command_limit_s
@@ -159,7 +159,7 @@ class Harbor(Workspace):
         return str(await super().reset(example, seed))
 
     async def prepare(self, example: Example, seed: int) -> None:
-        """Make the directories that programs of Harbor's find."""
+        """Make the directories that Harbor's programs expect."""
         await self._order(self.sandbox, _PREPARE)
 
     async def grade(self, sandbox: ServedSandbox) -> Outcome:
@@ -182,20 +182,20 @@ class Harbor(Workspace):
     async def _judge_work(self) -> Any:
         return await (super()._judge_work() if self._task.is_separate else self.grade(self.sandbox))
 
-    async def _tell(self, doing: Awaitable[str]) -> str | Done:
-        """As `Workspace._tell`; the commands of an attempt may take as long as the task says, together."""
+    async def _run_tool(self, work: Awaitable[str]) -> str | Done:
+        """As `Workspace._run_tool`, within the task's limit of all commands together."""
         limit_s = self._task.agent_limit_s or math.inf
         left_s = max(1.0, limit_s - self._used_s)
         self.place = replace(self.place, command_limit_s=min(self._command_limit_s, left_s))
         began = time.monotonic()
         try:
-            told = await super()._tell(doing)
+            result = await super()._run_tool(work)
         finally:
             self._used_s += time.monotonic() - began
-        return Done("the time is up") if self._used_s >= limit_s else told
+        return Done("the time is up") if self._used_s >= limit_s else result
 
     async def _require_tests(self) -> None:
-        """Raise AttemptFailed if the tests give an untouched container no reward either."""
+        """Raise AttemptFailed if the tests write no reward for an untouched container either."""
         async with self._open_grader() as sandbox:
             await self._order(sandbox, _PREPARE)
             if await self._test(sandbox) is None:
@@ -203,7 +203,7 @@ class Harbor(Workspace):
                 raise AttemptFailed(FailureOwner.TASK, "no_reward", detail)
 
     async def _test(self, sandbox: ServedSandbox) -> dict[str, float] | None:
-        """Bring the tests and run them; return what they write, None where that is no reward."""
+        """Upload and run the tests; return their rewards, or None if they write none."""
         cleared = await sandbox.exec(["/bin/sh", "-c", _CLEAR], wall_limit_s=_ORDER_LIMIT_S, cwd="/")
         if cleared.exit_code:
             return None
@@ -212,11 +212,11 @@ class Harbor(Workspace):
         except SandboxLost:
             raise
         except SandboxError:
-            # The disk is full, or something stands in the way.
+            # The disk is full, or a file is in the way.
             return None
         argv = ["/bin/sh", "-c", _TEST, "/tests/test.sh"]
         limit_s, env = self._task.test_limit_s, self._task.test_env
-        # How it ends is not the reward.
+        # The exit code is not the reward.
         result = await sandbox.exec(argv, wall_limit_s=limit_s, env=env, cwd=self.folder)
         return None if result.timed_out else await _read_rewards(sandbox)
 
@@ -236,11 +236,11 @@ class Harbor(Workspace):
         )
 
     async def _order(self, sandbox: ServedSandbox, script: str) -> None:
-        """Run a script of ours in an untouched container. Raises: AttemptFailed for the task's image."""
+        """Run a set-up script in an untouched container. Raises: AttemptFailed if the image fails at it."""
         result = await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=_ORDER_LIMIT_S, cwd="/")
         if result.exit_code:
-            said = result.stderr.decode(errors="replace").strip()[-400:]
-            detail = f"the image of {self._task.name}: {result.kind}: {said}"
+            stderr = result.stderr.decode(errors="replace").strip()[-400:]
+            detail = f"the image of {self._task.name}: {result.kind}: {stderr}"
             raise AttemptFailed(FailureOwner.TASK, "bad_image", detail)
 
     def _task_of(self, example: Example) -> HarborTask:
@@ -256,7 +256,7 @@ def _read_root(root: str, wanted: tuple[str, ...]) -> dict[str, HarborTask]:
 
 
 async def _read_rewards(sandbox: ServedSandbox) -> dict[str, float] | None:
-    """Return the numbers of reward.json, or of reward.txt where there is none; None if they are none."""
+    """Return the numbers of reward.json, else of reward.txt; None if they are missing or malformed."""
     for name in ("reward.json", "reward.txt"):
         try:
             data = await sandbox.read(f"{_LOGS}/{name}", max_bytes=_REWARD_BYTES)
@@ -273,11 +273,11 @@ async def _read_rewards(sandbox: ServedSandbox) -> dict[str, float] | None:
 def parse_rewards(data: bytes) -> dict[str, float] | None:
     """Return finite numbers by name, or a bare one as `reward`; None for anything else."""
     try:
-        found = json.loads(data)
-        given = found if isinstance(found, dict) else {"reward": found}
-        if any(not isinstance(value, int | float) for value in given.values()):
+        parsed = json.loads(data)
+        rewards = parsed if isinstance(parsed, dict) else {"reward": parsed}
+        if any(not isinstance(value, int | float) for value in rewards.values()):
             return None
-        values = {str(name): float(value) for name, value in given.items()}
+        values = {str(name): float(value) for name, value in rewards.items()}
     except (ValueError, OverflowError, RecursionError):
         return None
     return values if values and all(map(math.isfinite, values.values())) else None
@@ -285,16 +285,16 @@ def parse_rewards(data: bytes) -> dict[str, float] | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
-    """What sandboxes are made of."""
+    """The image of a task's sandboxes."""
 
     name: str
-    """Of the engine's store, or the path of a directory tree."""
+    """A name in the engine's store, or the path of a directory tree."""
     workdir: str = "/"
     env: dict[str, str] = field(default_factory=dict)
 
 
 def choose_engine(backend: str) -> str:
-    """Return the backend whose sandboxes have images: the one that is asked for. Raises: ConfigError."""
+    """Return the container engine for a backend setting. Raises: ConfigError if it is none."""
     if backend == "auto":
         return next((name for name in ENGINES if shutil.which(name)), ENGINES[0])
     if backend not in ENGINES:
@@ -307,16 +307,16 @@ def choose_engine(backend: str) -> str:
 
 
 def find_image(task: HarborTask, backend: str) -> Image:
-    """Return a task's image, pulled or built where it is not in the store.
+    """Return a task's image; pull or build it if it is not in the store.
 
-    Raises: AttemptFailed if it cannot be had; SandboxRefused if there is no such engine.
+    Raises: AttemptFailed if that fails; SandboxRefused if there is no such engine.
     """
     if task.image is not None and Path(task.image).is_absolute():
         return Image(name=task.image)
     engine = Engine(name=backend, program=find_program(backend, backend), environ=engine_environ())
-    # Of what it is built from: other tests need no other image.
+    # A digest of the build context alone: other tests need no other image.
     name = task.image or f"localhost/strop-harbor:{digest_tree(task.folder / 'environment')[:24]}"
-    # Many attempts at once want the same.
+    # Concurrent attempts need the same image.
     lock = hashlib.sha256(f"{backend} {name}".encode()).hexdigest()[:16]
     folder = user_cache_dir() / "harbor"
     folder.mkdir(parents=True, exist_ok=True)
@@ -337,7 +337,7 @@ def find_image(task: HarborTask, backend: str) -> Image:
 
 
 def _inspect(engine: Engine, name: str) -> Image:
-    """Return what an image of the store says. Raises: OSError if it is not there."""
+    """Read an image of the store. Raises: OSError if it is not there."""
     config = json.loads(engine.run("image", "inspect", "--format", "{{json .Config}}", name))
-    env = dict(one.split("=", 1) for one in config.get("Env") or () if "=" in one)
+    env = dict(variable.split("=", 1) for variable in config.get("Env") or () if "=" in variable)
     return Image(name=name, workdir=config.get("WorkingDir") or "/", env=env)

@@ -1,7 +1,7 @@
-"""An army is spread over fields against a commander with a book of habits: `blotto`.
+"""Spread an army over fields against a commander with a book of allocations: `blotto`.
 
 The commander draws one allocation of its book in each battle, so the value of an allocation is a mean over
-the book, and the best one is found by trying all.
+the book, and trying all allocations finds the best.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _CHUNK = 4096
 
 def value_of(allocations: np.ndarray, book: np.ndarray) -> np.ndarray:
     """Return the mean of wins less losses of each allocation (N, F) against a book (M, F)."""
-    found = [
+    values = [
         np.sign(np.sign(chunk[:, None, :] - book[None, :, :]).sum(axis=2)).mean(axis=1)
         for chunk in np.array_split(allocations, max(1, len(allocations) // _CHUNK))
     ]
-    return np.concatenate(found)
+    return np.concatenate(values)
 
 
 @cache
@@ -48,24 +48,22 @@ def all_allocations(num_units: int, num_fields: int) -> np.ndarray:
 
 
 def draw_scaled(rng: np.random.Generator, num_draws: int, num_units: int, num_fields: int) -> np.ndarray:
-    """Draw allocations as uniform numbers scaled to the sum; one random field gets what rounding leaves."""
+    """Draw allocations as uniform numbers scaled to the sum; one random field gets the rounding error."""
     raw = rng.integers(0, num_units + 1, (num_draws, num_fields))
     raw[raw.sum(axis=1) == 0] = 1
-    found = raw * num_units // raw.sum(axis=1, keepdims=True)
-    return _fill(found, num_units, rng)
+    return _fill(raw * num_units // raw.sum(axis=1, keepdims=True), num_units, rng)
 
 
 def _draw_book(rng: np.random.Generator, num_units: int, num_fields: int) -> np.ndarray:
-    """Draw a commander: few habits, or many that favour some fields."""
+    """Draw a commander's book: few allocations, or many that favour some fields."""
     if rng.random() < 0.5:
         return draw_scaled(rng, int(rng.integers(4, 9)), num_units, num_fields)
     shares = rng.dirichlet(rng.uniform(1.0, 4.0, num_fields), size=200)
-    found = np.floor(shares * num_units).astype(int)
-    return _fill(found, num_units, rng)
+    return _fill(np.floor(shares * num_units).astype(int), num_units, rng)
 
 
 def _fill(allocations: np.ndarray, num_units: int, rng: np.random.Generator) -> np.ndarray:
-    """Give what rounding left of each allocation to one random field."""
+    """Add the rounding error of each allocation to one random field."""
     num, num_fields = allocations.shape
     left = num_units - allocations.sum(axis=1)
     allocations[np.arange(num), rng.integers(0, num_fields, num)] += left
@@ -73,7 +71,7 @@ def _fill(allocations: np.ndarray, num_units: int, rng: np.random.Generator) -> 
 
 
 def make_blotto(seed: int) -> Instance:
-    """Make an instance of `blotto`. Its value is exact: nothing is drawn when it is judged."""
+    """Make an instance of `blotto`. Its score is exact: judging draws nothing."""
     rng = seed_stream("blotto", seed, "parameters")
     num_fields = 4
     while True:
@@ -120,11 +118,11 @@ def make_blotto(seed: int) -> Instance:
 
 
 def _read(artefact: bytes, num_units: int, num_fields: int) -> np.ndarray:
-    said: Any = read_json(artefact)
-    if not isinstance(said, list) or len(said) != num_fields:
+    units: Any = read_json(artefact)
+    if not isinstance(units, list) or len(units) != num_fields:
         raise ArtefactRefused(f"it must be a list of {num_fields} whole numbers")
-    if not all(isinstance(one, int) and not isinstance(one, bool) and 0 <= one <= num_units for one in said):
+    if not all(type(number) is int and 0 <= number <= num_units for number in units):
         raise ArtefactRefused(f"each number must be whole, from 0 to {num_units}")
-    if sum(said) != num_units:
-        raise ArtefactRefused(f"the sum is {sum(said)}; it must be {num_units}")
-    return np.array(said)
+    if sum(units) != num_units:
+        raise ArtefactRefused(f"the sum is {sum(units)}; it must be {num_units}")
+    return np.array(units)

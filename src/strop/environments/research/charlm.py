@@ -1,4 +1,4 @@
-"""The next symbol of a text whose chain is known: `charlm`. What cannot be predicted is its entropy."""
+"""Predict the next symbol of a Markov chain: `charlm`. The best score is the chain's entropy."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _NUM_CHARS, _NUM_TEST, _CONTEXT = 20_000, 2500, 8
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chain:
-    """A symbol follows the two before it; the defaults are the reference instance's. K = symbols."""
+    """A second-order Markov chain; the defaults are the reference instance's. K = symbols."""
 
     num_symbols: int = 16
     near: float = 1.5
     far: float = 2.5
     multipliers: tuple[int, int, int] = (3, 5, 7)
-    """Of the symbol two back, the one before, and the next."""
+    """Multipliers of the symbol two back, the previous symbol, and the next."""
     phase: float = 1.0
 
     def table(self) -> np.ndarray:
-        """Return the probabilities of the next symbol, (K, K, K) by the one two back and the one before."""
+        """Return the probabilities of the next symbol, (K, K, K), by the symbol two back and the previous."""
         turn = 2 * np.pi / self.num_symbols
         first, second, third = self.multipliers
         a, b, c = np.ogrid[: self.num_symbols, : self.num_symbols, : self.num_symbols]
@@ -41,29 +41,29 @@ class Chain:
             turn * (first * a + second * b + third * c) + self.phase
         )
         weights = np.exp(energy)
-        found: np.ndarray = weights / weights.sum(axis=2, keepdims=True)
-        return found
+        probabilities: np.ndarray = weights / weights.sum(axis=2, keepdims=True)
+        return probabilities
 
 
 def _walk(rng: np.random.Generator, table: np.ndarray, num_walks: int, num_steps: int) -> np.ndarray:
-    """Return texts side by side, (num_walks, num_steps), from far enough into each."""
+    """Return texts, (num_walks, num_steps), after a burn-in of 16 symbols."""
     num_symbols = len(table)
     sums = table.cumsum(axis=2)
-    found = np.empty((num_walks, num_steps + 16), dtype=int)
-    found[:, :2] = rng.integers(0, num_symbols, (num_walks, 2))
+    texts = np.empty((num_walks, num_steps + 16), dtype=int)
+    texts[:, :2] = rng.integers(0, num_symbols, (num_walks, 2))
     for step in range(2, num_steps + 16):
         drawn = rng.random((num_walks, 1))
-        reached = sums[found[:, step - 2], found[:, step - 1]]
-        found[:, step] = np.minimum((reached < drawn).sum(axis=1), num_symbols - 1)
-    return found[:, 16:]
+        reached = sums[texts[:, step - 2], texts[:, step - 1]]
+        texts[:, step] = np.minimum((reached < drawn).sum(axis=1), num_symbols - 1)
+    return texts[:, 16:]
 
 
 def make_charlm(seed: int) -> Instance:
     """Make an instance of `charlm`: bits per symbol, lower is better."""
     rng = seed_stream("charlm", seed, "parameters")
     num_symbols = int(rng.choice([12, 16, 24]))
-    units = [one for one in range(1, num_symbols) if np.gcd(one, num_symbols) == 1]
-    multipliers = tuple(int(one) for one in rng.choice(units, size=3, replace=len(units) < 3))
+    units = [unit for unit in range(1, num_symbols) if np.gcd(unit, num_symbols) == 1]
+    multipliers = tuple(int(unit) for unit in rng.choice(units, size=3, replace=len(units) < 3))
     chain = Chain(
         num_symbols=num_symbols,
         near=rng.uniform(1.2, 1.8),
@@ -127,12 +127,12 @@ def make_charlm(seed: int) -> Instance:
 def _fit_bigram(text: np.ndarray, num_symbols: int) -> np.ndarray:
     counts = np.ones((num_symbols, num_symbols))
     np.add.at(counts, (text[:, :-1].ravel(), text[:, 1:].ravel()), 1)
-    found: np.ndarray = counts / counts.sum(axis=1, keepdims=True)
-    return found
+    probabilities: np.ndarray = counts / counts.sum(axis=1, keepdims=True)
+    return probabilities
 
 
 def _spell(symbols: np.ndarray, letters: str) -> bytes:
-    return "".join("".join(letters[one] for one in row) + "\n" for row in symbols.tolist()).encode()
+    return "".join("".join(letters[symbol] for symbol in row) + "\n" for row in symbols.tolist()).encode()
 
 
 def _to_json(logs: np.ndarray) -> bytes:
@@ -140,15 +140,15 @@ def _to_json(logs: np.ndarray) -> bytes:
 
 
 def _read(artefact: bytes, num_symbols: int) -> np.ndarray:
-    said = read_json(artefact)
-    if not isinstance(said, list) or len(said) != _NUM_TEST:
+    rows = read_json(artefact)
+    if not isinstance(rows, list) or len(rows) != _NUM_TEST:
         raise ArtefactRefused(f"it must be a list of {_NUM_TEST} lists")
-    if not all(isinstance(row, list) and len(row) == num_symbols for row in said):
+    if not all(isinstance(row, list) and len(row) == num_symbols for row in rows):
         raise ArtefactRefused(f"each list must have {num_symbols} numbers")
     try:
-        found = np.array(said, dtype=float)
+        logs = np.array(rows, dtype=float)
     except (TypeError, ValueError, OverflowError):
         raise ArtefactRefused("each entry must be a number") from None
-    if found.ndim != 2 or not (np.abs(found) <= 1e6).all():
+    if logs.ndim != 2 or not (np.abs(logs) <= 1e6).all():
         raise ArtefactRefused("each entry must be a number between -1e6 and 1e6")
-    return found
+    return logs

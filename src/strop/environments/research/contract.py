@@ -1,7 +1,7 @@
-"""What every task of the suite is: seeded instances with a starter, a hidden judge, and known marks.
+"""The shared interface of the suite's tasks: seeded instances with a starter, a hidden judge, known marks.
 
-An attempt leaves one file behind, its artefact. It is data, or Python source with one function; source runs
-in a sandbox of its own and answers what the judge asks (`Play`). Labels, opponents and metrics stay here.
+An attempt produces one file, its artefact: data, or Python source with one function. Source runs in a
+separate sandbox and answers the judge's questions (`Play`). Labels, opponents and metrics stay here.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ SUITE_VERSION = "research-1"
 MAX_ARTEFACT_BYTES = 1 << 20
 _DEV_FRAC = 0.2
 _MAX_FOLD = 10.0
-"""Share of the range, as one in so many, from which on an attempt counts in the profile."""
+"""Largest fold off the best score that counts in the profile."""
 _ALARM_ERRORS = 5.0
-"""Standard errors above the ceiling that chance does not explain."""
+"""Scores by so many standard errors above the ceiling are no chance."""
 
 
 class ArtefactRefused(Exception):
@@ -31,16 +31,16 @@ class ArtefactRefused(Exception):
 
 
 class Phase(StrEnum):
-    """Which hidden draws an artefact is judged on."""
+    """The hidden draws on which an artefact is judged."""
 
     DEV = "dev"
-    """Told to the model, within its budget."""
+    """The model may ask for these scores, within its budget."""
     SEALED = "sealed"
-    """The reward's alone."""
+    """Only the reward uses these."""
 
 
 Play: TypeAlias = Generator[list[list[Any]], list[Any], float]
-"""The judging of source: yields lists of arguments, takes what the function returned for each; the score."""
+"""The judging of source: yields lists of arguments, takes the function's results, and returns the score."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,21 +48,21 @@ class Marks:
     """The known points of an instance's scale, in the unit of its score."""
 
     floor: float
-    """What the best answer earns that looks at nothing."""
+    """Score of the best answer that ignores the data."""
     baseline: float
-    """What the starter earns."""
+    """Score of the starter."""
     ceiling: float
-    """What the best answer earns that can be had."""
+    """Score of the best possible answer."""
     ceiling_kind: str
-    """How that is known: 'exact', 'bayes' (the generator's own rule), 'bound', or 'best_known'."""
+    """Source of the ceiling: 'exact', 'bayes' (the generator's own rule), 'bound', or 'best_known'."""
     standard_error: float = 0.0
-    """Of a score at the ceiling, over the sealed draws."""
+    """Standard error of a score at the ceiling, over the sealed draws."""
     limit: float | None = None
-    """What no honest score goes beyond. None: the ceiling and five standard errors."""
+    """Largest honest score. None: the ceiling and five standard errors."""
     is_higher_better: bool = True
 
     def is_alarming(self, score: float) -> bool:
-        """Whether an honest attempt cannot have this score."""
+        """Whether no honest attempt can have this score."""
         sign = 1.0 if self.is_higher_better else -1.0
         limit = self.limit
         if limit is None:
@@ -70,18 +70,18 @@ class Marks:
         return not math.isfinite(score) or sign * (score - limit) > 0
 
     def normalise(self, score: float | None) -> float:
-        """Return a score as a reward: 0 is the starter, 1 the ceiling, -1 the least. None: none was had."""
-        found = self.floor if score is None else score
-        return float(np.clip((found - self.baseline) / (self.ceiling - self.baseline), -1.0, 1.0))
+        """Return a score as a reward: 0 is the starter, 1 the ceiling, -1 the least. None: the floor's."""
+        value = self.floor if score is None else score
+        return float(np.clip((value - self.baseline) / (self.ceiling - self.baseline), -1.0, 1.0))
 
     def share(self, score: float | None) -> float:
         """Return the share of the way from floor to ceiling, from 0 to 1."""
-        found = self.floor if score is None else score
-        return float(np.clip((found - self.floor) / (self.ceiling - self.floor), 0.0, 1.0))
+        value = self.floor if score is None else score
+        return float(np.clip((value - self.floor) / (self.ceiling - self.floor), 0.0, 1.0))
 
 
 def profile_area(share: float) -> float:
-    """Return what an attempt adds to the area under the performance profile, from 0 to 1.
+    """Return an attempt's contribution to the area under the performance profile, from 0 to 1.
 
     The profile is the share of tasks whose score lies within a fold of the best method's. The best method is
     always the ceiling, so an attempt is 1/share-fold off it, and the area does not depend on which other
@@ -95,7 +95,7 @@ def play_with(play: Play, function: Callable[..., Any]) -> float:
     try:
         calls = next(play)
         while True:
-            # As a sandbox has them: copies.
+            # Copies, as in a sandbox.
             calls = play.send([function(*arguments) for arguments in json.loads(json.dumps(calls))])
     except StopIteration as end:
         return float(end.value)
@@ -105,8 +105,8 @@ def load_function(source: bytes, name: str) -> Callable[..., Any]:
     """Return a function of source that strop itself wrote."""
     names: dict[str, Any] = {}
     exec(compile(source, "artefact", "exec"), names)
-    found: Callable[..., Any] = names[name]
-    return found
+    function: Callable[..., Any] = names[name]
+    return function
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,39 +115,39 @@ class Instance:
 
     task: str
     statement: str
-    """What the model is asked, exactly; `README.md` of its workspace."""
+    """The exact task for the model; `README.md` of its workspace."""
     files: Mapping[str, bytes]
-    """The workspace that an attempt begins with, the starter among them."""
+    """The initial workspace, including the starter."""
     artefact: str
-    """The file that is judged, by its path in the workspace."""
+    """Path in the workspace of the file that is judged."""
     marks: Marks
     oracle: bytes
-    """An artefact near the ceiling, made with what the generator knows."""
+    """An artefact near the ceiling, made with the generator's knowledge."""
     cheats: Mapping[str, bytes] = field(default_factory=dict)
-    """Artefacts that must earn no more than the floor, by what they try."""
+    """Artefacts that must earn no more than the floor, by the kind of cheat."""
     leaked: bytes | None = None
-    """An artefact made by looking at the hidden draws; its score is alarming. None: there are none to see."""
+    """An artefact made from the hidden draws; its score is alarming. None: there are no hidden draws."""
     score: Callable[[bytes, Phase], float] | None = None
     """Judges data. Raises: ArtefactRefused."""
     function: str | None = None
-    """What source must define."""
+    """Name of the function that source must define."""
     play: Callable[[Phase], Play] | None = None
     """Judges source. Raises: ArtefactRefused."""
 
     @property
     def starter(self) -> bytes:
-        """The artefact that the workspace begins with."""
+        """The initial artefact."""
         return self.files[self.artefact]
 
 
 def seed_stream(task: str, seed: int, purpose: str) -> np.random.Generator:
-    """Return the generator of one purpose of an instance: streams of other purposes tell nothing of it."""
+    """Return the random generator of one purpose of an instance, independent of other purposes."""
     digest = hashlib.sha256(f"{SUITE_VERSION}/{task}/{seed}/{purpose}".encode()).digest()
     return np.random.Generator(np.random.PCG64(int.from_bytes(digest[:16], "big")))
 
 
 def split_draws(task: str, seed: int, num_draws: int) -> dict[Phase, np.ndarray]:
-    """Return which hidden draws of an instance count in each phase, as masks; a fifth is for development."""
+    """Return the masks of the hidden draws of each phase; a fifth is for development."""
     is_dev = seed_stream(task, seed, "split").random(num_draws) < _DEV_FRAC
     return {Phase.DEV: is_dev, Phase.SEALED: ~is_dev}
 
@@ -166,7 +166,7 @@ def to_predictions(values: np.ndarray) -> bytes:
 def read_column(artefact: bytes, num_rows: int) -> np.ndarray:
     """Return the second column of a table `id,value` with one row for each id from 0, by id.
 
-    Raises: ArtefactRefused for another form, a missing or repeated id, or a value that is no finite number.
+    Raises: ArtefactRefused for another format, a missing or repeated id, or a value that is not finite.
     """
     lines = _decode(artefact).split()
     if len(lines) != num_rows + 1:
@@ -174,7 +174,7 @@ def read_column(artefact: bytes, num_rows: int) -> np.ndarray:
     values = np.full(num_rows, np.nan)
     for line in lines[1:]:
         name, _, value = line.partition(",")
-        # Python refuses to read thousands of digits.
+        # Python refuses to parse thousands of digits.
         if not name.isascii() or not name.isdigit() or len(name) > 9 or not int(name) < num_rows:
             raise ArtefactRefused(f"the row {line[:60]!r} has no id from 0 to {num_rows - 1}")
         try:
@@ -187,7 +187,7 @@ def read_column(artefact: bytes, num_rows: int) -> np.ndarray:
 
 
 def read_json(artefact: bytes) -> Any:
-    """Return what JSON says; NaN and infinities are none. Raises: ArtefactRefused for what is no JSON."""
+    """Parse JSON without NaN and infinities. Raises: ArtefactRefused for malformed JSON."""
 
     def refuse(word: str) -> float:
         raise ArtefactRefused(f"{word} is no number")
@@ -206,7 +206,7 @@ def _decode(artefact: bytes) -> str:
 
 
 def as_index(value: Any, num_choices: int) -> int:
-    """Return a reply that names one of some choices. Raises: ArtefactRefused for another one."""
+    """Return a reply that is an integer from 0 to `num_choices` - 1. Raises: ArtefactRefused for another."""
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < num_choices:
         raise ArtefactRefused(
             f"it returned {str(value)[:40]}; it must return an integer from 0 to {num_choices - 1}"
@@ -215,7 +215,7 @@ def as_index(value: Any, num_choices: int) -> int:
 
 
 def as_number(value: Any) -> float:
-    """Return a reply that is a finite number. Raises: ArtefactRefused for another one."""
+    """Return a reply that is a finite number. Raises: ArtefactRefused for another."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     # An integer may be too large for a float.
     if not is_number or not abs(value) < sys.float_info.max:
@@ -224,9 +224,9 @@ def as_number(value: Any) -> float:
 
 
 def cheating_sources(function: str, starter: str) -> dict[str, bytes]:
-    """Return programs that try to be judged otherwise than by what their function answers.
+    """Return programs that try to influence the judge by other means than their function's answers.
 
-    `starter` is source that defines the function; it stands behind the attempts that must leave no trace.
+    `starter` is source that defines the function; some cheats append it so that they look normal.
     """
     return {
         "forged stdout": b'print(\'{"score": 1.0, "reward": 1.0}\', flush=True)\nraise SystemExit(0)\n',

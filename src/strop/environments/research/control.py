@@ -1,6 +1,6 @@
-"""Two machines to steer: a car too weak for its hill (`mcar`), and a pole on a cart (`cpole`).
+"""Two control tasks: a car too weak for its hill (`mcar`), and a pole on a cart (`cpole`).
 
-The workspace has a simulator of the same machine to practise on; what is judged moves in the judge's process.
+The workspace has a simulator of the machine for practice; the judged machine runs in the judge's process.
 """
 
 from __future__ import annotations
@@ -47,21 +47,21 @@ class Car:
         return np.column_stack([place, np.where((place <= -1.2) & (speed < 0), 0.0, speed)])
 
     def _push(self, cars: np.ndarray, action_N: np.ndarray) -> tuple[np.ndarray, float]:
-        """Return the cars that are not at the top a step later, and what the step earned."""
+        """Move the cars a step; return those that are not yet at the top, and the step's reward."""
         cars = self.move(cars, action_N)
         is_there = cars[:, 0] >= 0.45
         return cars[~is_there], 100.0 * is_there.sum() - 0.1 * (action_N**2).sum()
 
     def drive(self, cars: np.ndarray) -> Play:
-        """Drive cars side by side; the score is the mean of 100 at the top less a tenth of each push squared.
+        """Drive cars in parallel; the score is the mean of 100 at the top less a tenth of each push squared.
 
         Raises: ArtefactRefused.
         """
         total, num = 0.0, len(cars)
         for _ in range(CAR_STEPS):
-            replies = yield [[one] for one in cars.round(6).tolist()]
-            # Clipped before it costs: no action is dearer than the strongest.
-            action_N = np.clip([as_number(one) for one in replies], -1.0, 1.0)
+            replies = yield [[car] for car in cars.round(6).tolist()]
+            # Clipped before its cost is counted: no action costs more than the strongest.
+            action_N = np.clip(list(map(as_number, replies)), -1.0, 1.0)
             cars, earned = self._push(cars, action_N)
             total += earned
             if not len(cars):
@@ -69,7 +69,7 @@ class Car:
         return float(total) / num
 
     def value_of(self, strength: float, cars: np.ndarray) -> float:
-        """Return the mean return of pushing with one strength the way that the car rolls."""
+        """Return the mean return of pushing with a fixed strength in the direction of motion."""
         total, num = 0.0, len(cars)
         for _ in range(CAR_STEPS):
             action_N = np.where(cars[:, 1] >= 0, strength, -strength)
@@ -119,7 +119,7 @@ def make_car(seed: int) -> Instance:
     car = Car(power=round(rng.uniform(0.0011, 0.0016), 5), slope=round(rng.uniform(0.0022, 0.0027), 5))
     sealed = car.start(seed_stream("mcar", seed, Phase.SEALED), _NUM_CARS[Phase.SEALED])
     strengths = (0.1, 0.14, 0.17, 0.2, 0.24, 0.28, 0.33, 0.4, 0.5)
-    strength = max(strengths, key=lambda one: car.value_of(one, sealed))
+    strength = max(strengths, key=lambda strength: car.value_of(strength, sealed))
 
     starter = _PUMPING.format(strength=1.0)
     return Instance(
@@ -157,10 +157,10 @@ class Pole:
     force: float = 10.0
     half_length: float = 0.5
     delay: int = 0
-    """Steps until a push is felt; before the first, the cart is pushed left and right in turn."""
+    """Steps until a push takes effect; before the first, the cart is pushed left and right in turn."""
 
     def start(self, rng: np.random.Generator, num: int) -> np.ndarray:
-        """Return carts, (N, 4): place, speed, angle and its speed."""
+        """Return carts, (N, 4): place, speed, angle and angular speed."""
         return rng.uniform(-0.05, 0.05, (num, 4))
 
     def move(self, carts: np.ndarray, push_N: np.ndarray) -> np.ndarray:
@@ -176,19 +176,19 @@ class Pole:
         )
 
     def balance(self, carts: np.ndarray) -> Play:
-        """Balance poles side by side; the score is the mean number of steps that they stand.
+        """Balance poles in parallel; the score is the mean number of steps that they stand.
 
         Raises: ArtefactRefused.
         """
         total, num = 0, len(carts)
         felt = [np.full(num, step % 2) for step in range(self.delay)]
         for _ in range(POLE_STEPS):
-            replies = yield [[one] for one in carts.round(6).tolist()]
-            felt.append(np.array([as_index(one, 2) for one in replies]))
+            replies = yield [[cart] for cart in carts.round(6).tolist()]
+            felt.append(np.array([as_index(reply, 2) for reply in replies]))
             carts = self.move(carts, felt[0])
             total += len(carts)
             stands = (np.abs(carts[:, 0]) <= 2.4) & (np.abs(carts[:, 2]) <= np.radians(12))
-            carts, felt = carts[stands], [one[stands] for one in felt[1:]]
+            carts, felt = carts[stands], [pushes[stands] for pushes in felt[1:]]
             if not len(carts):
                 break
         return total / num
@@ -251,7 +251,8 @@ def make_pole(seed: int) -> Instance:
 
     candidates = (_BALANCING.format(gains=gains) for gains in _GAINS)
     oracle = next(
-        (one for one in candidates if value_of(one) >= POLE_STEPS), _BALANCING.format(gains=_GAINS[0])
+        (source for source in candidates if value_of(source) >= POLE_STEPS),
+        _BALANCING.format(gains=_GAINS[0]),
     )
     return Instance(
         task="cpole",

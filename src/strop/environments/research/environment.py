@@ -1,6 +1,6 @@
 """The built-in environment `research`: an attempt at an instance of the suite, in a workspace.
 
-An artefact of data is judged here; source is a program in the grader's sandbox that answers questions.
+An artefact of data is judged here; source runs in the grader's sandbox and answers the judge's questions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from strop.environments.contract import Done
 from strop.environments.research.contract import (
     MAX_ARTEFACT_BYTES,
     SUITE_VERSION,
@@ -27,7 +26,7 @@ from strop.environments.research.contract import (
 )
 from strop.environments.research.suite import TASKS, make_instance
 from strop.environments.tools import ToolError
-from strop.environments.workspace import Workspace
+from strop.environments.workspace import Workspace, sandbox_tool
 from strop.errors import ConfigError, SandboxError, SandboxLost
 from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
 from strop.sandbox.contract import MIB, ExecKind, Limits, SandboxSpec
@@ -53,15 +52,15 @@ ResearchTask = Literal[
     "fixtrain",
 ]
 _SOLVED_SHARE = 0.95
-"""Of the way from floor to ceiling, from which on an attempt counts as solved."""
+"""Share of the way from floor to ceiling from which an attempt counts as solved."""
 _FIRST_TRAINED = 1_000_000
-"""Number of the first instance that is trained on; held-out ones begin with 0."""
+"""Number of the first training instance; held-out ones begin with 0."""
 _EXACT = frozenset({"blotto", "sat3", "cpole"})
-"""Tasks whose oracle earns full marks to the digit: what the self-test may ask of it."""
+"""Tasks whose oracle earns exactly full marks, as the self-test requires."""
 _MIN_SALT_BYTES = 16
 _MAX_ANSWER_BYTES = 4 << 20
 _UNREADABLE = frozenset({"missing", "directory", "not_regular", "denied", "too_large"})
-"""Kinds of a sandbox's errors that say something of the artefact."""
+"""Kinds of sandbox errors that the artefact causes."""
 _DRIVER = """
 import json, os, sys
 
@@ -152,9 +151,9 @@ class ResearchSpec(SandboxSettings, EnvironmentSection):
     rank=36,
 )
 class Research(Workspace):
-    """One attempt: a starter is improved, and what is left behind is judged on hidden draws.
+    """One attempt: the model improves a starter, and the result is judged on hidden draws.
 
-    Reward: 0 for what the starter earns, 1 for the ceiling, down to -1.
+    Reward: 0 for the starter's score, 1 for the ceiling, down to -1.
     """
 
     name = "research"
@@ -166,20 +165,20 @@ class Research(Workspace):
         self.limits = TaskLimits(max_reply_tokens=2048, min_reward=-1.0, max_goldless_frac=1.0)
         self._num_left = spec.num_evaluations
         self._dev_share: float | None = None
-        """Of the range from floor to ceiling, by the last evaluation."""
+        """The last evaluation's score, as a share of the range from floor to ceiling."""
 
     @property
     def data_digest(self) -> str:
-        """A hash that names the salt and does not tell it; empty without one. Raises: ConfigError."""
+        """A hash that identifies the salt without revealing it; empty without one. Raises: ConfigError."""
         salt = _read_salt(self._spec.salt_file)
         return hmac.digest(salt, b"which salt", "sha256").hex() if salt else ""
 
     def _instance_of(self, example: Example) -> Instance:
-        """Return the instance that an example names, by the run's salt. Raises: ConfigError."""
+        """Return an example's instance, under the run's salt. Raises: ConfigError."""
         return instance_of(example, _read_salt(self._spec.salt_file))
 
     def examples(self, split: Split) -> Iterator[Mapping[str, Any]]:
-        """Yield instances, the tasks taking turns. An example names its own draw only."""
+        """Yield instances, the tasks taking turns. An example names a draw without its content."""
         is_held_out = split is Split.HELD_OUT
         first = 0 if is_held_out else _FIRST_TRAINED
         number = self._spec.num_held_out if is_held_out else self._spec.num_train
@@ -194,7 +193,7 @@ class Research(Workspace):
         return str(example.fields["task"])
 
     def opening(self, example: Example, seed: int) -> str:
-        """Ask for the work, and say what there is to do it with."""
+        """Return the task's summary, and the rules of an attempt."""
         summary, number = TASKS[example.fields["task"]].summary, self._spec.num_evaluations
         return (
             f"{summary} The file is there already, and is to become better; README.md says exactly what is"
@@ -204,30 +203,29 @@ class Research(Workspace):
         )
 
     def sandbox_for(self, example: Example) -> SandboxSpec:
-        """Begin with the starter."""
+        """Return a sandbox with the starter."""
         instance = self._instance_of(example)
         files = {**instance.files, "README.md": f"{instance.statement}\n".encode()}
         return SandboxSpec(limits=_LIMITS, files=files)
 
     def grader_for(self, example: Example) -> SandboxSpec:
-        """Begin with nothing."""
+        """Return an empty sandbox."""
         return SandboxSpec(limits=_LIMITS)
 
     async def reset(self, example: Example, seed: int) -> Any:
-        """Make the instance, where nothing waits for it, and then as every workspace."""
+        """Make the instance in a thread, then reset as every workspace."""
         instance = await asyncio.to_thread(self._instance_of, example)
         self.carried = (instance.artefact,)
         self.floor = instance.marks.normalise(None)
         return await super().reset(example, seed)
 
-    async def evaluate(self) -> str | Done:
+    @sandbox_tool
+    async def evaluate(self) -> str:
         """Score the work as it is, on hidden development data; the number of evaluations is limited."""
         if not self._num_left:
             raise ToolError("no evaluation is left")
         self._num_left -= 1
-        return await self._tell(self._evaluate(self._instance_of(self.example)))
-
-    async def _evaluate(self, instance: Instance) -> str:
+        instance = self._instance_of(self.example)
         async with self._open_grader(instance.artefact) as grader:
             try:
                 artefact = await _read_artefact(instance, grader)
@@ -244,7 +242,7 @@ class Research(Workspace):
         try:
             artefact = await _read_artefact(instance, sandbox)
             if artefact == instance.starter:
-                # No work was done, so no luck of the draws is to be had.
+                # No work was done: the marks' baseline, without the luck of the draws.
                 return replace(to_outcome(instance, instance.marks.baseline), format_ok=False)
             score = await self._judge(instance, sandbox, artefact, Phase.SEALED)
         except ArtefactRefused as error:
@@ -258,9 +256,9 @@ class Research(Workspace):
     async def _judge(
         self, instance: Instance, sandbox: ServedSandbox, artefact: bytes, phase: Phase
     ) -> float:
-        """Return the score of an artefact, in the unit of the instance's marks; source runs in its sandbox.
+        """Return the score of an artefact, in the unit of the instance's marks; source runs in `sandbox`.
 
-        Raises: ArtefactRefused; SandboxError if the sandbox fails and no program had it do so.
+        Raises: ArtefactRefused; SandboxError if the sandbox fails without the program's doing.
         """
         if instance.score is not None:
             return instance.score(artefact, phase)
@@ -272,11 +270,11 @@ class Research(Workspace):
             raise ArtefactRefused("the program ended its sandbox") from error
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
-        """Yield the oracle's work, where it earns full marks to the digit."""
+        """Yield the oracle's work, if it earns exactly full marks."""
         instance = self._instance_of(example)
         if instance.task in _EXACT:
             work = {"path": instance.artefact, "text": instance.oracle.decode()}
-            # The work comes last: cut short, it is none.
+            # The artefact comes last, so that a shortened attempt earns nothing.
             calls = (("view", {"path": "README.md"}), ("create", work))
             yield tuple(
                 f"```tool_call\n{json.dumps({'name': name, 'arguments': arguments})}\n```"
@@ -285,7 +283,7 @@ class Research(Workspace):
 
 
 def instance_of(example: Example, salt: bytes = b"") -> Instance:
-    """Return the instance that an example names; with a salt, one that cannot be made without it."""
+    """Return an example's instance; a salt makes one that cannot be made without it."""
     task, number = example.fields["task"], example.fields["instance"]
     if salt:
         digest = hmac.digest(salt, f"{SUITE_VERSION}/{task}/{number}".encode(), "sha256")
@@ -295,7 +293,7 @@ def instance_of(example: Example, salt: bytes = b"") -> Instance:
 
 @cache
 def _read_salt(path: str | None) -> bytes:
-    """Return what is in a salt's file; nothing without a path. Raises: ConfigError."""
+    """Read a salt file; return nothing without a path. Raises: ConfigError."""
     if path is None:
         return b""
     try:
@@ -313,9 +311,9 @@ def _read_salt(path: str | None) -> bytes:
 
 
 def to_outcome(instance: Instance, score: float | None, refusal: str | None = None) -> Outcome:
-    """Return what a score is worth; None: the artefact was refused, and earns what no work does.
+    """Return the outcome of a score; None: the artefact was refused, and earns the floor.
 
-    A score that no honest attempt can have gives no reward, and the alarm that such scores raise.
+    A score that no honest attempt can have gives no reward and an alarm.
     """
     marks = instance.marks
     share = marks.share(score)
@@ -339,7 +337,7 @@ def to_outcome(instance: Instance, score: float | None, refusal: str | None = No
 
 
 async def _read_artefact(instance: Instance, sandbox: ServedSandbox) -> bytes:
-    """Return the artefact that lies in a sandbox. Raises: ArtefactRefused if none does; SandboxError."""
+    """Read the artefact in a sandbox. Raises: ArtefactRefused if there is none; SandboxError."""
     try:
         return await sandbox.read(instance.artefact, max_bytes=MAX_ARTEFACT_BYTES)
     except SandboxError as error:
@@ -351,10 +349,10 @@ async def _read_artefact(instance: Instance, sandbox: ServedSandbox) -> bytes:
 
 
 async def _play(instance: Instance, sandbox: ServedSandbox, phase: Phase, limit_s: float) -> float:
-    """Have a program answer the judge's questions; `limit_s`: its wall time, with all that it is asked."""
+    """Let a program answer the judge's questions; `limit_s` limits the wall time of all answers together."""
     assert instance.play is not None
     assert instance.function is not None
-    # -I: what else lies in the directory is no module.
+    # -I: other files of the directory cannot be imported.
     argv = [*sandbox.python_argv, "-I", "-c", _DRIVER, instance.artefact, instance.function]
     job = await sandbox.start(argv, wall_limit_s=limit_s, has_stdin=True)
     program, play = _Program(job), instance.play(phase)
@@ -370,10 +368,10 @@ async def _play(instance: Instance, sandbox: ServedSandbox, phase: Phase, limit_
 
 
 class _Program:
-    """The function of an artefact, where it runs.
+    """The running function of an artefact.
 
-    It is asked over its standard input and answers a line for each; what it prints goes nowhere. All that an
-    answer can do is to be a good or a bad one: this process holds opponents, labels and the score.
+    It reads questions from its standard input and answers each with a line; its own output is discarded. An
+    answer can only be good or bad: this process holds opponents, labels and the score.
     """
 
     def __init__(self, job: Job) -> None:
@@ -381,9 +379,9 @@ class _Program:
         self._unread = bytearray()
 
     async def ask(self, calls: list[list[Any]]) -> list[Any]:
-        """Return what the function returns for each list of arguments.
+        """Return the function's result for each list of arguments.
 
-        Raises: ArtefactRefused if it raises, ends, takes too long, or returns what JSON has no form for.
+        Raises: ArtefactRefused if it raises, ends, takes too long, or returns a value that is not JSON.
         """
         if not await self._job.write(json.dumps(calls).encode() + b"\n"):
             await self._refuse_end()
@@ -398,17 +396,17 @@ class _Program:
         line, _, rest = bytes(self._unread).partition(b"\n")
         self._unread[:] = rest
         try:
-            found = json.loads(line)
+            answer = json.loads(line)
         except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict) and isinstance(found.get("raised"), str):
-            raise ArtefactRefused(f"the program failed: {found['raised'][:400]}")
-        if not isinstance(found, list) or len(found) != len(calls):
+            answer = None
+        if isinstance(answer, dict) and isinstance(answer.get("raised"), str):
+            raise ArtefactRefused(f"the program failed: {answer['raised'][:400]}")
+        if not isinstance(answer, list) or len(answer) != len(calls):
             raise ArtefactRefused("the program answered in another form than its function's")
-        return found
+        return answer
 
     async def _refuse_end(self) -> None:
-        """Say how the program ended. Raises: ArtefactRefused."""
+        """Raise ArtefactRefused with the way in which the program ended."""
         result = await self._job.wait()
         words = {
             ExecKind.TIMED_OUT: f"the program was ended after {result.duration_s:.0f} s",

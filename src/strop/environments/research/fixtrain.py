@@ -1,4 +1,4 @@
-"""A training program with planted faults: `fixtrain`. It is judged by what it learns from fresh data."""
+"""A training program with planted faults: `fixtrain`. The score is its accuracy on fresh data."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class Fault:
 
     family: str
     was: str
-    """Text of `CLEAN`, once in it."""
+    """Text that occurs once in `CLEAN`."""
     became: str
 
 
@@ -170,7 +170,7 @@ def predict(points, labels, others):
 
 
 def make_fixtrain(seed: int) -> Instance:
-    """Make an instance of `fixtrain`: accuracy of what the program learns from fresh data."""
+    """Make an instance of `fixtrain`: the program's accuracy after training on fresh data."""
     rng = seed_stream("fixtrain", seed, "parameters")
     turn, scale = rng.uniform(0, np.pi), rng.uniform(1.0, 5.0)
 
@@ -194,7 +194,7 @@ def make_fixtrain(seed: int) -> Instance:
         baseline = _try(value_of, broken)
         if baseline < clean - 0.1:
             break
-    # A better model than the script's is honest too; better than the clouds allow is not.
+    # A better model than the script's is honest, but not one better than the clouds' overlap allows.
     others, truth = draw(f"{Phase.SEALED} test", _NUM_TEST)
     best = float(np.mean(best_labels(others, turn, scale) == truth))
     shown, shown_labels = draw("shown", _NUM_TRAIN)
@@ -239,7 +239,7 @@ def _break(rng: np.random.Generator) -> str:
 
 
 def _try(value_of: Callable[[str], float], source: str) -> float:
-    """Return the score of a program; one that raises, such as for a number that overflowed, has none."""
+    """Return the score of a program, 0 if it raises, for example because a number overflows."""
     try:
         return value_of(source)
     except (ArithmeticError, ValueError, ArtefactRefused):

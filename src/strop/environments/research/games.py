@@ -1,7 +1,7 @@
-"""Two matrix games, played again and again against a partner that remembers little: `bos` and `ipd`.
+"""Two repeated matrix games against a partner with a short memory: `bos` and `ipd`.
 
-A partner is a chain of states, so the best play against it is found by backward induction. It moves in the
-judge's process, by draws of the judge's.
+A partner is a finite-state chain, so backward induction finds the best play against it. It moves in the
+judge's process, with the judge's random draws.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _ARTEFACT = "player.py"
 _NUM_GAMES = {Phase.DEV: 1000, Phase.SEALED: 4000}
 _NUM_RECORDED = 400
 NUM_STRATEGIES = 11
-"""Of the prisoner's partner, which plays one of them anew in each round."""
+"""Strategies of the prisoner's partner, which draws one in each round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Game:
     """A game against one partner. Moves are 0 and 1; shapes: S = states of the partner."""
 
     payoff: np.ndarray
-    """(2, 2): what the player earns, by its move and the partner's."""
+    """(2, 2): the player's payoff by its move and the partner's."""
     prob_S: np.ndarray
     """Probability that the partner plays 1."""
     next_S: np.ndarray
@@ -59,7 +59,7 @@ class Game:
         return float(value_S[0]) / self.num_rounds, moves[::-1], max(0.0, variance) ** 0.5 / self.num_rounds
 
     def value_of(self, act: Callable[[int, int, int], int]) -> float:
-        """Return the value per round of a player that looks at the round and both last moves (-1: none)."""
+        """Return the value per round of a player that sees the round and both last moves (-1: none)."""
         reached = {(0, -1, -1): 1.0}
         total = 0.0
         for turn in range(self.num_rounds):
@@ -74,12 +74,12 @@ class Game:
         return float(total) / self.num_rounds
 
     def play(self, rng: np.random.Generator, num_games: int) -> Play:
-        """Play games side by side; the score is the mean payoff per round. Raises: ArtefactRefused."""
+        """Play games in parallel; the score is the mean payoff per round. Raises: ArtefactRefused."""
         states = np.zeros(num_games, dtype=int)
         histories: list[list[list[int]]] = [[] for _ in range(num_games)]
         total = 0.0
         for _ in range(self.num_rounds):
-            # The partner's draw comes first: nothing that the player does moves it.
+            # The partner's draw comes first: the player cannot influence it.
             theirs = (rng.random(num_games) < self.prob_S[states]).astype(int)
             replies = yield [[history] for history in histories]
             mine = np.array([as_index(reply, 2) for reply in replies])
@@ -107,9 +107,9 @@ class Game:
 def sexes_game(
     *, high: float = 2.0, low: float = 1.0, loyalty: float = 0.8, key_round: int = 0, num_rounds: int = 10
 ) -> Game:
-    """Return a battle of the sexes. The partner opens with 1, and repeats later a move of the player's.
+    """Return a battle of the sexes. The partner plays 1 up to `key_round`, counted from 0.
 
-    It repeats that of `key_round` with the probability `loyalty`, in each round behind it, counted from 0.
+    In each later round it repeats the player's move of `key_round` with the probability `loyalty`.
     """
     num_openings = key_round + 1
     seen = (num_openings, num_openings + 1)
@@ -134,13 +134,13 @@ def prisoners_game(
 
     A state is (the player's last move, the partner's, whether the player ever defected, its move before).
     """
-    found = np.full(NUM_STRATEGIES, 1 / NUM_STRATEGIES) if weights is None else weights
+    chances = np.full(NUM_STRATEGIES, 1 / NUM_STRATEGIES) if weights is None else weights
     prob_S, next_S = np.zeros(17), np.zeros((17, 2, 2), dtype=int)
     for state in range(17):
         mine, theirs, has_defected, before = (
             ((state - 1) >> np.arange(3, -1, -1)) & 1 if state else (0, 0, 0, 0)
         )
-        prob_S[state] = found @ (_later(mine, theirs, has_defected, before) if state else _OPENING)
+        prob_S[state] = chances @ (_later(mine, theirs, has_defected, before) if state else _OPENING)
         for move in (0, 1):
             for reply in (0, 1):
                 next_S[state, move, reply] = 1 + 8 * move + 4 * reply + 2 * (has_defected | move) + mine

@@ -1,4 +1,4 @@
-"""Digits somewhere on a noisy canvas: `glyphs`. Comparing pixels place by place finds almost nothing."""
+"""Recognise digits anywhere on a noisy canvas: `glyphs`. Comparing pixels by position hardly helps."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ def digit_shapes() -> np.ndarray:
 def place_everywhere(shapes: np.ndarray) -> np.ndarray:
     """Return each shape at each position of the canvas, (10, 48, 144)."""
     spots = [(top, left) for top in range(SIZE - _HEIGHT + 1) for left in range(SIZE - _WIDTH + 1)]
-    found = np.zeros((len(shapes), len(spots), SIZE, SIZE))
+    placed = np.zeros((len(shapes), len(spots), SIZE, SIZE))
     for index, (top, left) in enumerate(spots):
-        found[:, index, top : top + _HEIGHT, left : left + _WIDTH] = shapes
-    return found.reshape(len(shapes), len(spots), SIZE * SIZE)
+        placed[:, index, top : top + _HEIGHT, left : left + _WIDTH] = shapes
+    return placed.reshape(len(shapes), len(spots), SIZE * SIZE)
 
 
 def classify(images_N: np.ndarray, placed: np.ndarray, noise: float) -> np.ndarray:
-    """Return the most probable digit of each image (N, 144): the sum over positions of its likelihoods."""
+    """Return the most probable digit of each image (N, 144), by its likelihood summed over positions."""
     flat = placed.reshape(-1, SIZE * SIZE)
     fit = (images_N @ flat.T - 0.5 * (flat**2).sum(axis=1)) / noise**2
     by_digit = fit.reshape(len(images_N), len(placed), -1)
     peak = by_digit.max(axis=2)
-    found: np.ndarray = (peak + np.log(np.exp(by_digit - peak[..., None]).sum(axis=2))).argmax(axis=1)
-    return found
+    digits: np.ndarray = (peak + np.log(np.exp(by_digit - peak[..., None]).sum(axis=2))).argmax(axis=1)
+    return digits
 
 
 def draw_images(
@@ -67,10 +67,10 @@ def draw_images(
 
 
 def make_glyphs(seed: int) -> Instance:
-    """Make an instance of `glyphs`: the digits' contrast, and which names they have, differ."""
+    """Make an instance of `glyphs`: contrast, noise and the digits' labels are drawn."""
     rng = seed_stream("glyphs", seed, "parameters")
     contrast = rng.uniform(0.6, 1.0)
-    # So much that the labels themselves would score above what any honest answer can.
+    # Enough noise that the true labels score above any honest answer.
     noise = contrast * rng.uniform(0.62, 0.72)
     placed = place_everywhere(digit_shapes()[rng.permutation(10)] * contrast)
     train, y_train = draw_images(seed_stream("glyphs", seed, "train"), placed, noise, _NUM_TRAIN)
@@ -124,5 +124,5 @@ def make_glyphs(seed: int) -> Instance:
 
 
 def _in_tenths(images: np.ndarray) -> list[list[int]]:
-    found: list[list[int]] = np.rint(10 * images).astype(int).tolist()
-    return found
+    tenths: list[list[int]] = np.rint(10 * images).astype(int).tolist()
+    return tenths

@@ -1,7 +1,7 @@
-"""Where a solver of Boolean formulas branches decides how much it has to try: `sat3`.
+"""Choose a SAT solver's branching literals so that it needs few decisions: `sat3`.
 
-The solver is the judge's; the artefact is asked for the literal to branch on, and decisions are counted. No
-time is measured, so the score is the same on every machine.
+The judge runs the solver and asks the artefact for each literal to branch on. The score counts decisions and
+measures no time, so it is the same on every machine.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ Clauses = list[list[int]]
 NUM_VARIABLES = 30
 CLAUSE_RATIO = 4.26
 MAX_DECISIONS = 3000
-"""Of one formula; then it counts as many."""
+"""Limit for one formula; the solver then stops."""
 _NUM_FORMULAS = {Phase.DEV: 12, Phase.SEALED: 24}
 _ARTEFACT = "branching.py"
 
 
 def draw_formula(rng: np.random.Generator, num_variables: int, num_clauses: int) -> Clauses:
     """Draw clauses of three variables, each negated half of the time."""
-    found = []
+    clauses = []
     for _ in range(num_clauses):
         variables = 1 + rng.choice(num_variables, size=3, replace=False)
-        found.append((variables * rng.choice([-1, 1], size=3)).tolist())
-    return found
+        clauses.append((variables * rng.choice([-1, 1], size=3)).tolist())
+    return clauses
 
 
 def _assign(clauses: Clauses, literal: int) -> Clauses | None:
-    """Return what is left once a literal holds and unit clauses were followed, in order; None: a conflict."""
+    """Return the remaining clauses after a literal and unit propagation, in order; None: a conflict."""
     waiting = [literal]
     while waiting:
         true = waiting.pop()
@@ -52,7 +52,7 @@ def _assign(clauses: Clauses, literal: int) -> Clauses | None:
             if true in clause:
                 continue
             if -true in clause:
-                clause = [one for one in clause if one != -true]
+                clause = [other for other in clause if other != -true]
                 if not clause:
                     return None
             left.append(clause)
@@ -62,7 +62,7 @@ def _assign(clauses: Clauses, literal: int) -> Clauses | None:
 
 
 def solve(clauses: Clauses) -> Generator[Clauses, int, bool]:
-    """Yield what is left at each branching, take the literal to try first; the result: is it satisfiable."""
+    """Yield the clauses at each branching, take the literal to try first; return the satisfiability."""
     stack = [clauses]
     while stack:
         left = stack.pop()
@@ -77,7 +77,7 @@ def solve(clauses: Clauses) -> Generator[Clauses, int, bool]:
 
 
 def count_decisions(formula: Clauses, pick: Callable[[Clauses], int]) -> tuple[int, bool]:
-    """Return the decisions that a rule needs, and whether the formula can be satisfied."""
+    """Return the number of decisions under a rule, and whether the formula can be satisfied."""
     solving = solve(formula)
     num_decisions = 0
     try:
@@ -95,7 +95,7 @@ def pick_first(clauses: Clauses) -> int:
 
 
 def pick_frequent(clauses: Clauses) -> int:
-    """Return the literal that occurs most often, the smallest of several."""
+    """Return the most frequent literal, the smallest of several."""
     counts = Counter(literal for clause in clauses for literal in clause)
     return min(counts, key=lambda literal: (-counts[literal], literal))
 
@@ -203,7 +203,7 @@ def make_sat(seed: int) -> Instance:
 def _decide(formulas: Sequence[Clauses]) -> Play:
     """Solve formulas side by side; the score is the logarithm of all decisions. Raises: ArtefactRefused."""
     solving = {index: solve(formula) for index, formula in enumerate(formulas)}
-    waiting = {index: next(one) for index, one in solving.items()}
+    waiting = {index: next(solver) for index, solver in solving.items()}
     counts = dict.fromkeys(solving, 0)
     while waiting:
         replies = yield [[left] for left in waiting.values()]

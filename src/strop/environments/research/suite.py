@@ -26,7 +26,7 @@ class Kind:
     make: Callable[[int], Instance]
     """Makes an instance from its seed; equal seeds, equal instances."""
     summary: str
-    """What is asked in a sentence, and the artefact: the same for every instance."""
+    """The task in a sentence, and the artefact; the same for every instance."""
 
 
 TASKS: Mapping[str, Kind] = MappingProxyType(
@@ -69,8 +69,8 @@ _making = Lock()
 
 
 def make_instance(task: str, seed: int) -> Instance:
-    """Make an instance, or return it again: the attempts of a group share one. Raises: KeyError."""
-    # All attempts of a group ask at once, each in a thread.
+    """Make an instance, or return it from the cache: a group's attempts share one. Raises: KeyError."""
+    # All attempts of a group call this at once, each in a thread.
     with _making:
         return _make_once(task, seed)
 

@@ -1,6 +1,6 @@
-"""Two tables whose generator is known: a class (`tab_class`) and a number (`tab_reg`) are predicted.
+"""Predict a class (`tab_class`) or a number (`tab_reg`) from a table with a known generator.
 
-No score can honestly pass the generator's own rule, so one that does has seen the labels.
+No honest score can exceed that of the generator's own rule, so a higher score means that labels leaked.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ClassRule:
         female, cabin = table["female"], table["cabin"]
         age, kin = table["age"], table["kin"]
         of_men = np.choose(cabin - 1, [self.male_first, self.male_second, self.male_third])
-        found: np.ndarray = (
+        log_odds: np.ndarray = (
             self.intercept
             + self.female * female
             + self.female_third_kin * (female & (cabin == 3) & (kin >= 1))
@@ -57,7 +57,7 @@ class ClassRule:
             + self.female_kin * (female & (kin >= 3))
             + self.age_first * (age - 30) * (cabin == 1)
         )
-        return found
+        return log_odds
 
 
 def draw_people(rng: np.random.Generator, num_rows: int) -> dict[str, Any]:
@@ -74,8 +74,8 @@ def draw_people(rng: np.random.Generator, num_rows: int) -> dict[str, Any]:
 
 def probability(log_odds: np.ndarray) -> np.ndarray:
     """Return the probabilities of log-odds."""
-    found: np.ndarray = 1.0 / (1.0 + np.exp(-log_odds))
-    return found
+    sigmoid: np.ndarray = 1.0 / (1.0 + np.exp(-log_odds))
+    return sigmoid
 
 
 def make_class(seed: int) -> Instance:
@@ -137,8 +137,8 @@ def _sizes(num_train: int, num_test: int) -> tuple[tuple[str, int], tuple[str, i
 
 
 def _jitter(rule: Any, rng: np.random.Generator) -> Any:
-    """Return a rule whose coefficients differ by up to a sixth: one instance says little of another."""
-    scales = {one.name: getattr(rule, one.name) * rng.uniform(5 / 6, 7 / 6) for one in fields(rule)}
+    """Scale each coefficient by up to a sixth, so that one instance reveals little of another."""
+    scales = {field.name: getattr(rule, field.name) * rng.uniform(5 / 6, 7 / 6) for field in fields(rule)}
     return replace(rule, **scales)
 
 
@@ -181,7 +181,7 @@ class PriceRule:
     def mean(self, table: dict[str, Any]) -> np.ndarray:
         """Return the mean of each row."""
         quality, age = table["quality"], table["age"]
-        found: np.ndarray = (
+        mean: np.ndarray = (
             12.0
             + self.area * np.log(table["area"] / 1500)
             + self.quality * (quality - 6)
@@ -191,7 +191,7 @@ class PriceRule:
             + self.district * np.sin(10 * np.pi * table["district"] / 12 + 0.7)
             + self.wave * np.sin(age / 12) * (quality < 7)
         )
-        return found
+        return mean
 
 
 PRICE_NOISE = 0.12
@@ -262,7 +262,7 @@ def make_price(seed: int) -> Instance:
 def _fit_lines(
     train: dict[str, Any], y_train: np.ndarray, test: dict[str, Any], names: np.ndarray
 ) -> np.ndarray:
-    """Fit the columns as numbers, the district's name too."""
+    """Fit all columns linearly, including the district's name as a number."""
 
     def design(table: dict[str, Any]) -> np.ndarray:
         columns = [
@@ -275,8 +275,8 @@ def _fit_lines(
         return np.column_stack([np.ones(len(table["age"])), *columns])
 
     weights, *_ = np.linalg.lstsq(design(train), y_train, rcond=None)
-    found: np.ndarray = design(test) @ weights
-    return found
+    predicted: np.ndarray = design(test) @ weights
+    return predicted
 
 
 def _houses(
