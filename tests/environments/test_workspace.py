@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from strop.environments import Workspace, choose_environment
+from strop.environments import Done, Workspace, choose_environment
 from strop.environments.worlds import BuiltInWorld
 from strop.errors import ConfigError, SandboxLost
 from strop.rollout import Example, FailureOwner, Rollout, Split
@@ -123,9 +123,9 @@ def test_its_gold_passes_the_self_test_and_nonsense_does_not() -> None:
 
 
 class Hurried(Repair):
-    async def _run(self, command: str) -> str:
+    async def bash(self, command: str) -> str | Done:
         self.place = replace(self.place, command_limit_s=0.5 if command == "sleep 600" else 60.0)
-        return await super()._run(command)
+        return await super().bash(command)
 
 
 def test_a_shell_stays_and_its_ends_are_told(tmp_path: Path) -> None:

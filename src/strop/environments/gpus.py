@@ -43,9 +43,10 @@ async def lease_gpus(section: object) -> GpuLease:
     """
     if not isinstance(section, GpuSettings) or not section.sandbox_gpus:
         return NO_GPUS
-    pool, num_gpus, limit_s = find_pool(), section.sandbox_gpus, section.gpu_wait_s
+    settings: GpuSettings = section
+    pool, limit_s = find_pool(), settings.gpu_wait_s
     try:
-        return await pool.lease(num_gpus, limit_s=limit_s)
+        return await pool.lease(settings.sandbox_gpus, limit_s=limit_s)
     except TimeoutError as error:
         detail = f"no GPU was free for {limit_s:g} s; {pool.num_waiting} other attempts wait for one"
         raise AttemptFailed(FailureOwner.INFRA, "no_gpu", detail) from error
