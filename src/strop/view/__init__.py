@@ -1,7 +1,7 @@
-"""What does it look like: progress on the terminal while a run goes on, a report when it ends.
+"""Views of a run: progress on the terminal, the page in a browser, the report, SQL and trackers.
 
-`open_progress` picks the form of `Progress` for a stream, plain lines or those of `strop.view.display`;
-`TerminalObserver` puts a run into it. `make_harmless` takes the escape codes out of text that a model wrote.
+`open_progress` picks the `Progress` for a stream, plain lines or the live lines of `strop.view.display`;
+`TerminalObserver` shows a run on it. `make_harmless` removes escape codes from text that a model wrote.
 The report is `strop.view.report.write_report`, imported by path because it needs Jinja2.
 Not here: recording (record), judging (evaluate), and any decision about the run.
 """

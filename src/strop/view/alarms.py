@@ -1,7 +1,7 @@
-"""The alarms of a run, counted by cause, with what each means and what to do: for the page and the report.
+"""The alarms of a run, counted by cause, with their meaning and remedy: for the page and the report.
 
-An alarm's own sentence (`Event.detail`) has the number, the bound and the setting. This is what stands behind
-it, without numbers. Which bounds there are is in docs/alarms.md; a test keeps the two lists alike.
+An alarm's own sentence (`Event.detail`) has the number, the bound and the setting; the explanations here have
+no numbers. docs/alarms.md lists the bounds; a test keeps the two lists equal.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class AlarmCount:
     first_step: int
     last_step: int
     detail: str
-    """The sentence of the last one."""
+    """The detail of the last one."""
     explanation: str
-    """What it means, and what to do; empty where nothing is known of the cause."""
+    """Meaning and remedy; empty for an unknown cause."""
 
 
 _LOST = (
@@ -35,7 +35,7 @@ _LOST = (
     " not be typical."
 )
 EXPLANATIONS: Mapping[str, str] = {
-    # About what the policy says.
+    # About replies.
     "reply_collapse": (
         "Different prompts get one and the same reply: the policy has found something that pays"
         " without reading the question. Read the rollouts, go back to the checkpoint before, mend"
@@ -96,7 +96,7 @@ EXPLANATIONS: Mapping[str, str] = {
         " too easy or too hard for the policy now: mix its difficulty, filter such groups, or stop"
         " here if it is solved."
     ),
-    # About what was measured.
+    # About measurements.
     "ceiling": (
         "The verifier gave more than full marks. Such a rollout has no score and is not trained"
         " on. Mend the verifier, or say in task.max_reward what full marks are."
@@ -191,10 +191,10 @@ EXPLANATIONS: Mapping[str, str] = {
 
 
 def count_alarms(events: Sequence[Event]) -> list[AlarmCount]:
-    """Count alarms by cause, in order of their first appearance.
+    """Count alarms by cause, in order of first appearance.
 
-    A cause that repeats is thinned out in the log; its last entry's `occurrence` restores the count
-    within one process, so the sum over restarts is a lower bound.
+    The log thins out repeated alarms; the last entry's `occurrence` is the count within one process, so the
+    count over several processes is a lower bound.
     """
     by_cause: dict[tuple[str, str], list[Event]] = defaultdict(list)
     for event in events:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def list_runs(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
-    """Return a line for each run, the newest first; a damaged one says so."""
-    found = []
+    """Return a line for each run, the newest first; damaged runs have their error."""
+    lines = []
     for run in runs:
         key = run.key
         try:
@@ -28,31 +28,31 @@ def list_runs(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
             run.read_metrics()
             results = run.read_results()
         except StropError as error:
-            found.append({"key": key, "created_at": 0.0, "phase": "damaged", "error": str(error)})
+            lines.append({"key": key, "created_at": 0.0, "phase": "damaged", "error": str(error)})
             continue
         last = results[-1].greedy if results else None
-        line = run.metrics[-1] if run.metrics else {}
-        found.append(
+        metrics = run.metrics[-1] if run.metrics else {}
+        lines.append(
             {
                 "key": key,
                 "name": state.name,
                 "phase": run.find_phase(),
                 "created_at": state.created_at,
-                "num_steps": int(line.get("step", 0)),
+                "num_steps": int(metrics.get("step", 0)),
                 "task": state.facts.get("task"),
                 "model": state.facts.get("model_uri"),
                 "accuracy": None if last is None else last.accuracy,
                 "low": None if last is None else last.low,
                 "high": None if last is None else last.high,
-                "reward": line.get("reward_mean"),
+                "reward": metrics.get("reward_mean"),
             }
         )
-    return sorted(found, key=lambda one: one["created_at"], reverse=True)
+    return sorted(lines, key=lambda line: line["created_at"], reverse=True)
 
 
 def describe_run(live: LiveRun) -> dict[str, Any]:
-    """Return everything about a run but its curves and its rollouts."""
-    # Here: the report's words need its template engine, which a list of runs does not.
+    """Return everything about a run except its curves and its rollouts."""
+    # Imported here: the report needs its template engine, which a list of runs does not.
     from strop.view.alarms import count_alarms
     from strop.view.report import collect_facts, compare_with_plan, describe_status
     from strop.view.run_record import NOTED_KINDS, compare_ends, describe_protocol, read_live
@@ -87,7 +87,7 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
         "notes_path": live.record.describe(NOTES),
         "rollout_steps": live.rollout_steps(),
         "reply_steps": live.rollout_steps(EVALUATION),
-        # Asked first: what comes between this and the rest is told twice, and never missed.
+        # Read first: events between this and the rest are sent twice, and never missed.
         "events_offset": events_offset,
     }
 
@@ -104,7 +104,7 @@ def _describe_eval(result: EvalResult) -> dict[str, Any]:
         "sampled": None if sampled is None else sampled.accuracy,
         "sampled_low": None if sampled is None else sampled.low,
         "sampled_high": None if sampled is None else sampled.high,
-        "pass_at_k": {str(k): one.value for k, one in result.pass_at_k.items()},
+        "pass_at_k": {str(k): estimate.value for k, estimate in result.pass_at_k.items()},
         "truncated": result.greedy.truncated_frac,
         "validity": result.validity.value,
         "is_valid": result.is_valid,
@@ -112,15 +112,15 @@ def _describe_eval(result: EvalResult) -> dict[str, Any]:
 
 
 def describe_row(live: LiveRun, step: int, key: str, of: str = TRAINING) -> dict[str, Any]:
-    """Return a rollout turn by turn, what the policy sampled token by token.
+    """Return a rollout turn by turn, with the tokens of sampled turns.
 
     Raises: like `LiveRun.read_row`.
     """
-    found = live.read_row(step, key, of)
-    rollout, outcome = found.rollout, found.rollout.outcome
+    stored = live.read_row(step, key, of)
+    rollout, outcome = stored.rollout, stored.rollout.outcome
     turns = []
-    for turn, advantages in zip(rollout.turns, found.advantages, strict=True):
-        told: dict[str, Any] = {
+    for turn, advantages in zip(rollout.turns, stored.advantages, strict=True):
+        content: dict[str, Any] = {
             "role": turn.role,
             "text": turn.text,
             "num_tokens": len(turn.token_ids),
@@ -129,13 +129,13 @@ def describe_row(live: LiveRun, step: int, key: str, of: str = TRAINING) -> dict
             "calls": [asdict(call) for call in read_calls(turn.text)] if turn.is_sampled else [],
         }
         if turn.is_sampled:
-            told |= {
+            content |= {
                 "token_ids": turn.token_ids.tolist(),
                 "tokens": live.cut_tokens(turn),
                 "logprobs": None if turn.logprobs is None else _round(turn.logprobs),
                 "advantages": None if advantages is None else _round(advantages),
             }
-        turns.append(told)
+        turns.append(content)
     return {
         "step": step,
         "key": key,
@@ -163,8 +163,8 @@ def describe_row(live: LiveRun, step: int, key: str, of: str = TRAINING) -> dict
         },
         "sampling": asdict(rollout.sampling),
         "seconds": dict(rollout.seconds),
-        "status": found.status,
-        "staleness": found.staleness,
+        "status": stored.status,
+        "staleness": stored.staleness,
     }
 
 
@@ -178,27 +178,27 @@ _MARKS = (
 
 
 def read_calls(text: str) -> Sequence[ToolCall]:
-    """Return the tool calls in a reply, in whichever family's form they are; none where no form's mark is."""
+    """Return the tool calls in a reply, in the syntax of any model family."""
     form = next((form for mark, form in _MARKS if mark in text), None)
-    # Which tools there are is not recorded: a call of any name is one.
+    # The tools are not recorded, so a call of any name counts.
     return () if form is None else read_reply(text, form, {"any": {}}).calls
 
 
 def _round(values: Any) -> list[float | None]:
-    """Return numbers with five digits, and None for what is none."""
+    """Round to five digits; NaN and infinities become None."""
     return [float(f"{value:.5g}") if np.isfinite(value) else None for value in values.tolist()]
 
 
 def compare(runs: Sequence[LiveRun]) -> dict[str, Any]:
     """Return the last evaluations of runs, and the paired change of each against the first.
 
-    Runs that cannot be compared are told with the reason: their curves can be.
+    If runs cannot be compared, the answer has the reason; their curves are still shown.
     """
     from strop.run.runs import Arm, compare_arms, list_changes, list_values
     from strop.view.run_record import read_live
 
     records = [read_live(run) for run in runs]
-    told: dict[str, Any] = {
+    answer: dict[str, Any] = {
         "runs": [
             {"key": run.key, "last": _describe_eval(record.evals[-1]) if record.evals else None}
             for run, record in zip(runs, records, strict=True)
@@ -215,26 +215,26 @@ def compare(runs: Sequence[LiveRun]) -> dict[str, Any]:
         )
         for run, record in zip(runs, records, strict=True)
     ]
-    told["settings"] = [
+    answer["settings"] = [
         {"key": key, "values": [str(arm.values.get(key, "not set")) for arm in arms]}
         for key in sorted({key for arm in arms for key in arm.values})
         if len({str(arm.values.get(key)) for arm in arms}) > 1
     ]
     lacking = [arm.name for arm in arms if not arm.results]
     if lacking:
-        return told | {"error": f"{', '.join(lacking)}: no evaluation to compare"}
+        return answer | {"error": f"{', '.join(lacking)}: no evaluation to compare"}
     try:
-        found = compare_arms(arms)
+        comparison = compare_arms(arms)
     except StropError as error:
-        return told | {"error": str(error)}
-    told["notes"] = list(found.notes)
-    for other in found.others:
+        return answer | {"error": str(error)}
+    answer["notes"] = list(comparison.notes)
+    for other in comparison.others:
         for name, change in list_changes(other.change).items():
             over_seeds = other.over_seeds.get(name)
-            told["changes"].append(
+            answer["changes"].append(
                 {
                     "arm": other.arm.label,
-                    "against": found.baseline.label,
+                    "against": comparison.baseline.label,
                     "replies": name,
                     "estimate": change.estimate,
                     "low": change.low,
@@ -246,4 +246,4 @@ def compare(runs: Sequence[LiveRun]) -> dict[str, Any]:
                     "over_seeds": None if over_seeds is None else asdict(over_seeds),
                 }
             )
-    return told
+    return answer

@@ -1,7 +1,7 @@
-"""Line charts as geometry: from numbers to positions, ticks and paths, which a template draws as SVG.
+"""The geometry of line charts: positions, ticks and paths, which a template draws as SVG.
 
-Nothing here knows about colours or HTML. A series has gaps where a number is absent, and a long one
-is thinned to bucket means, so that a run of a million steps still gives a small page.
+Colours and HTML are in the template. A missing number is a gap of its series, and a long series is thinned to
+bucket means, so that a run of a million steps still gives a small page.
 
 Units: data units in, SVG user units out; the origin is at the top left, y grows downwards.
 """
@@ -15,7 +15,7 @@ from itertools import groupby
 
 RIGHT, TOP, BOTTOM = 16.0, 12.0, 30.0
 LEFT_BASE, LEFT_PER_CHARACTER = 14.0, 8.0
-"""Room left of the plot: its labels are as wide as their characters, at 13 units a line."""
+"""Width left of the plot, for its labels at a font size of 13 units."""
 MAX_POINTS = 400
 NUM_TICKS = 6
 
@@ -56,19 +56,19 @@ class Tick:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A series as it is drawn."""
+    """The drawing of a series."""
 
     label: str
     style: str
     path: str
     """SVG path data; one subpath per stretch without gaps."""
     dots: tuple[Point, ...]
-    """Points with no neighbour, which a path would not show."""
+    """Points without a neighbour, which a path would not show."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whisker:
-    """An estimate as it is drawn."""
+    """The drawing of an estimate."""
 
     x: float
     y: float
@@ -79,7 +79,7 @@ class Whisker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """Outer size of a chart. A chart that is shown smaller is laid out smaller, so letters stay legible."""
+    """Outer size of a chart. Small charts have their own layout, so that letters stay legible."""
 
     width: float
     height: float
@@ -91,10 +91,10 @@ SMALL = Size(width=340, height=170)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """Everything that a template needs to draw one chart."""
+    """One chart, for a template."""
 
     key: str
-    """Unique on the page; title and description are found by it."""
+    """Unique on the page; ids of title and description contain it."""
     title: str
     description: str
     """The chart in words, for readers who cannot see it."""
@@ -115,7 +115,7 @@ def choose_ticks(low: float, high: float) -> list[float]:
     The first is at or below `low`, the last at or above `high`. An empty span is widened around its
     value, so there are always at least two ticks.
     """
-    # Below this share of the values, ticks would be equal as floating-point numbers.
+    # For a narrower span, ticks would be equal as floating-point numbers.
     if high - low <= 1e-12 * max(abs(low), abs(high), 1e-200):
         margin = abs(low) * 0.5 or 1.0
         low, high = low - margin, high + margin
@@ -128,7 +128,7 @@ def choose_ticks(low: float, high: float) -> list[float]:
 
 
 def label_number(value: float, step: float) -> str:
-    """Write a tick with as many digits as its step needs."""
+    """Format a tick with as many digits as its step needs."""
     if value == 0:
         return "0"
     if not 1e-4 <= max(abs(value), step) < 1e6:
@@ -138,7 +138,7 @@ def label_number(value: float, step: float) -> str:
 
 
 def label_share(value: float, step: float) -> str:
-    """Write a share in [0, 1] as percent."""
+    """Format a share in [0, 1] as percent."""
     digits = max(0, -math.floor(math.log10(step * 100) + 1e-9))
     return f"{value * 100:.{digits}f}%"
 
@@ -158,7 +158,7 @@ def thin(points: Sequence[tuple[float, float | None]]) -> list[tuple[float, floa
 
 
 def smooth(points: Sequence[tuple[float, float | None]], window: int) -> list[tuple[float, float | None]]:
-    """Return the mean over each point and its `window` - 1 predecessors, absent numbers left out."""
+    """Return the mean over each point and its `window` - 1 predecessors, without missing numbers."""
     smoothed: list[tuple[float, float | None]] = []
     for index, (step, value) in enumerate(points):
         recent = [v for _, v in points[max(0, index - window + 1) : index + 1] if v is not None]
@@ -189,22 +189,22 @@ def build_chart(
     is_share: bool = False,
     size: Size = LARGE,
 ) -> Chart | None:
-    """Lay out lines and estimates over steps, from step 0; None if there is not one number.
+    """Lay out lines and estimates over steps, from step 0; None if there is no number.
 
-    The vertical axis always holds 0, so that noise does not look like a trend; shares get a fixed one
-    from 0 to 100 percent, so that charts of two runs look alike.
+    The vertical axis always contains 0, so that noise does not look like a trend; shares have a fixed axis
+    from 0 to 100 percent, so that charts of two runs are comparable.
     """
-    values = [value for one in series for _, value in one.points if value is not None]
+    values = [value for line in series for _, value in line.points if value is not None]
     values += [bound for estimate in estimates for bound in (estimate.low, estimate.high)]
     if not values:
         return None
-    steps = [step for one in series for step, _ in one.points] + [estimate.step for estimate in estimates]
+    steps = [step for line in series for step, _ in line.points] + [estimate.step for estimate in estimates]
     last_step = max(*steps, 1.0)
     y_values = [0.0, 0.25, 0.5, 0.75, 1.0] if is_share else choose_ticks(min(*values, 0.0), max(*values, 0.0))
     label: _Label = label_share if is_share else label_number
     labels = [label(value, y_values[1] - y_values[0]) for value in y_values]
     left = LEFT_BASE + LEFT_PER_CHARACTER * max(map(len, labels))
-    # The last label stands in the middle below its step.
+    # The last label is centred below its step.
     right = max(RIGHT, LEFT_PER_CHARACTER * len(f"{last_step:,.0f}") / 2 + 2)
     x = _Scale(low=0.0, high=last_step, start=left, end=size.width - right)
     y = _Scale(low=y_values[0], high=y_values[-1], start=size.height - BOTTOM, end=TOP)
@@ -213,16 +213,16 @@ def build_chart(
         key=key,
         title=title,
         description=_describe(series, estimates, label),
-        lines=tuple(_draw_line(one, x, y) for one in series),
+        lines=tuple(_draw_line(line, x, y) for line in series),
         whiskers=tuple(
             Whisker(
-                x=x.at(one.step),
-                y=y.at(one.value),
-                y_low=y.at(one.low),
-                y_high=y.at(one.high),
-                label=one.label,
+                x=x.at(estimate.step),
+                y=y.at(estimate.value),
+                y_low=y.at(estimate.low),
+                y_high=y.at(estimate.high),
+                label=estimate.label,
             )
-            for one in estimates
+            for estimate in estimates
         ),
         x_ticks=tuple(Tick(position=x.at(value), label=f"{value:,.0f}") for value in x_values),
         y_ticks=tuple(
@@ -250,12 +250,12 @@ def _draw_line(series: Series, x: _Scale, y: _Scale) -> Line:
 
 def _describe(series: Sequence[Series], estimates: Sequence[Estimate], label: _Label) -> str:
     parts = []
-    for one in series:
-        known = [(step, value) for step, value in one.points if value is not None]
-        if known:
-            (first_step, first), (last_step, last) = known[0], known[-1]
+    for line in series:
+        numbers = [(step, value) for step, value in line.points if value is not None]
+        if numbers:
+            (first_step, first), (last_step, last) = numbers[0], numbers[-1]
             parts.append(
-                f"{one.label}: {label(first, 0.001)} at step {first_step:g}, "
+                f"{line.label}: {label(first, 0.001)} at step {first_step:g}, "
                 f"{label(last, 0.001)} at step {last_step:g}."
             )
     parts += [f"{estimate.label}." for estimate in estimates]

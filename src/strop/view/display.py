@@ -1,8 +1,8 @@
-"""A run on a terminal: a few lines that stay at the bottom, with what happened above them.
+"""A run on a terminal: a few live lines at the bottom, with notes above them.
 
-The lines are cut to the terminal's width at each drawing, so that none ever wraps. A terminal that is made
-narrower breaks what was drawn before; as many rows as it has broken it into are then taken away.
-Nothing is said by colour alone.
+The lines are cut to the terminal's width at each drawing, so that none ever wraps. A terminal that becomes
+narrower wraps the lines drawn before; the next drawing erases all the resulting rows.
+No information is shown by colour alone.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from strop.view.terminal import (
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII_LEVELS = "_.-=+*%#"
-"""Where the terminal's encoding has no blocks; the lowest first, too."""
+"""Levels for a terminal whose encoding has no blocks, from the lowest to the highest."""
 _MOST_STEPS = 240
-"""Of a curve; no terminal is so wide that it shows more."""
+"""Steps that a curve keeps; no terminal is wider."""
 _BAR_CELLS = 24
 _CURVES = (
     ("accuracy", "accuracy", "{:.1%}"),
@@ -39,12 +39,12 @@ _CURVES = (
     ("pair_accuracy", "pairs right", "{:.0%}"),
     ("loss", "loss", "{:.4f}"),
 )
-"""Metric, its name and its form: the first that a run has is drawn."""
+"""Metric, label and format; the first metric that a run has is drawn."""
 _GAP = "  "
 
 
 def draw_curve(values: Sequence[float | None], *, levels: str = BLOCKS) -> str:
-    """Return a character for each value, from the lowest to the highest; a space where there is none."""
+    """Return a character for each value, scaled from the lowest to the highest; a space for None."""
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     top = len(levels) - 1
@@ -58,7 +58,7 @@ def draw_curve(values: Sequence[float | None], *, levels: str = BLOCKS) -> str:
 
 
 def fit(parts: Sequence[str], width: int) -> str:
-    """Join as many parts as fit into so many cells; the first is cut where it does not fit alone."""
+    """Join as many parts as fit into `width` cells; the first is cut if it does not fit alone."""
     line = cut(parts[0], width) if parts else ""
     for part in filter(None, parts[1:]):
         if cell_len(line) + len(_GAP) + cell_len(part) > width:
@@ -68,14 +68,14 @@ def fit(parts: Sequence[str], width: int) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """Return a text of at most so many cells; one that was cut ends in dots."""
+    """Cut a text to `width` cells; a cut text ends in dots."""
     if cell_len(text) <= width:
         return text
     return set_cell_size(text, max(width - 3, 0)).rstrip() + "..."[:width]
 
 
 class Frame:
-    """The lines at the bottom, drawn anew from what is known whenever they are asked for."""
+    """The live lines at the bottom, drawn from the current state at each refresh."""
 
     def __init__(self, name: str, *, num_steps: int, step: int, now: Callable[[], float]) -> None:
         self._name = name
@@ -91,43 +91,43 @@ class Frame:
         self._is_over = False
         self._num_alarms, self._alarm = 0, ""
         self.drawn: tuple[int, ...] = ()
-        """Cells of each line as it was last drawn."""
+        """Width in cells of each line at the last drawing."""
 
     def set_stage(self, text: str) -> None:
-        """Say what is going on now."""
+        """Set the current activity."""
         self._stage, self._stage_at = text, self._now()
 
     def add_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take a completed step."""
+        """Add a completed step."""
         self._step = step
         for metric, curve in self._curves.items():
             curve.append(metrics.get(metric))
         self._columns = [(label, value.strip()) for label, value in self._lines.columns(step, metrics)]
 
     def add_alarm(self, text: str) -> None:
-        """Take an alarm; the last one stays in sight."""
+        """Add an alarm; the last one stays visible."""
         self._num_alarms, self._alarm = self._num_alarms + 1, text
 
     def finish(self) -> None:
-        """Nothing goes on any more: what was going on and the time left are not shown."""
+        """Hide the current activity and the time left: the run has ended."""
         self._is_over = True
 
     def describe(self, width: int, *, has_blocks: bool) -> list[str]:
-        """Return the lines, none wider than so many cells."""
-        lines, left_out = [self._describe_progress(width, has_blocks=has_blocks)], {"step", "left"}
+        """Return the lines, none wider than `width` cells."""
+        lines, hidden = [self._describe_progress(width, has_blocks=has_blocks)], {"step", "left"}
         for metric, label, form in _CURVES:
             if any(value is not None for value in self._curves[metric]):
                 levels = BLOCKS if has_blocks else ASCII_LEVELS
                 lines.append(self._draw(metric, label, form, width=width, levels=levels))
-                left_out.add(label)
+                hidden.add(label)
                 break
-        shown = [f"{label} {value}" for label, value in self._columns if label not in left_out]
+        shown = [f"{label} {value}" for label, value in self._columns if label not in hidden]
         if shown:
             lines.append(fit(shown, width))
         if not self._is_over:
-            going_on = f"{self._stage} for {describe_duration(self._now() - self._stage_at)}"
+            activity = f"{self._stage} for {describe_duration(self._now() - self._stage_at)}"
             left = self._lines.explain_left(self._num_steps - self._step)
-            lines.append(fit([*left[:1], going_on, *left[1:]], width))
+            lines.append(fit([*left[:1], activity, *left[1:]], width))
         if self._num_alarms:
             several = f"alarm {self._num_alarms}" if self._num_alarms > 1 else "alarm"
             lines.append(cut(f"! {several}: {self._alarm}", width))
@@ -158,7 +158,7 @@ class Frame:
         known = [value for value in values if value is not None]
         lead = f"{label} {form.format(known[-1])}"
         scale = f"{form.format(min(known))} to {form.format(max(known))} in {len(values)} steps"
-        # Without the scale where both do not fit: a short curve would say nothing.
+        # Without the scale if both do not fit: a very short curve would be useless.
         room = width - cell_len(lead) - len(_GAP)
         if room - cell_len(scale) - len(_GAP) >= min(len(values), 20):
             room -= cell_len(scale) + len(_GAP)
@@ -172,27 +172,27 @@ class Frame:
 
 
 class _Region(Live):
-    """`rich.live.Live`, which knows that a terminal made narrower has broken what was drawn."""
+    """`rich.live.Live` that erases the rows of lines wrapped by a narrower terminal."""
 
     def __init__(self, frame: Frame, console: Console) -> None:
-        # Once a second: the clock of what is going on.
+        # Once a second, for the clock of the current activity.
         super().__init__(frame, console=console, refresh_per_second=1.0, vertical_overflow="crop")
         self.frame = frame
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """Put what is printed above the lines, and draw them anew below it."""
+        """Put the printed output above the lines, and draw them again below it."""
         drawn = self.frame.drawn
-        made = super().process_renderables(renderables)
+        placed = super().process_renderables(renderables)
         if drawn and self.console.is_interactive:
             width = max(self.console.width, 1)
             rows = sum(max(-(-cells // width), 1) for cells in drawn)
             up = ((ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2))
-            made[0] = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up * (rows - 1))
-        return made
+            placed[0] = Control(ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *up * (rows - 1))
+        return placed
 
 
 class RichProgress:
-    """`Progress` on a terminal: notes as lines, and a few lines below them that stay."""
+    """`Progress` on a terminal: notes as lines, with the live lines below them."""
 
     def __init__(self, console: Console, *, now: Callable[[], float] = time.monotonic) -> None:
         self._console = console
@@ -202,7 +202,7 @@ class RichProgress:
     def begin(
         self, name: str, *, num_steps: int, first_step: int = 0, earlier: Sequence[Mapping[str, float]] = ()
     ) -> None:
-        """Print what starts, and show the lines; of a run that begins anew, its new ones."""
+        """Print the first line, and show new live lines."""
         self._stop()
         self._print(describe_begin(name, num_steps, first_step), "bold")
         frame = Frame(to_one_line(name), num_steps=num_steps, step=first_step, now=self._now)
@@ -212,25 +212,25 @@ class RichProgress:
         self._region.start(refresh=True)
 
     def stage(self, text: str) -> None:
-        """Show what is going on now, and for how long."""
+        """Show the current activity and its duration."""
         if self._region is not None:
             self._region.frame.set_stage(to_one_line(text))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a completed step in the lines; a log keeps each."""
+        """Show a completed step in the live lines."""
         if self._region is not None:
             self._region.frame.add_step(step, metrics)
             self._region.refresh()
 
     def note(self, text: str, *, is_alarm: bool = False, trace: str = "") -> None:
-        """Print the note above the lines; an alarm stays in sight in them."""
+        """Print the note above the live lines; an alarm stays visible in them."""
         line = to_one_line(text)
         if is_alarm and self._region is not None:
             self._region.frame.add_alarm(line)
         self._print(f"! {line}" if is_alarm else f"  {line}", "bold red" if is_alarm else "")
 
     def end(self, text: str) -> None:
-        """Leave the lines as they are, and print how the run ended."""
+        """Freeze the live lines, and print the run's end."""
         if self._region is not None:
             self._region.frame.finish()
         self._stop()

@@ -6,7 +6,7 @@
     {"type":"eval","step":..,"num_examples":..,"accuracy":..,"low":..,"high":..,"sampled":..,"invalid":..}
     {"type":"end","cause":"done","exit_code":0,"message":"","run":PATH,"report":PATH}
 
-There is one `end`, and it is the last line, whatever became of the run.
+There is exactly one `end`, and it is always the last line.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from strop.train import EvalSummary, Observer
 
 
 class JsonObserver:
-    """Writes a run's lines to a stream, and tells another observer all of it, too. An `Observer`."""
+    """Writes a run's lines to a stream, and forwards every call to another observer. An `Observer`."""
 
     def __init__(self, stream: TextIO, beside: Observer) -> None:
         self._stream: TextIO | None = stream
         self._beside = beside
         self._lock = Lock()
         self.facts: dict[str, Any] = {}
-        """What the last line tells beside how the run ended."""
+        """Further fields of the last line."""
 
     def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
-        """Write where the run is, and how far."""
+        """Write the run's directory and progress."""
         self._beside.on_start(run=run, first_step=first_step, num_steps=num_steps)
         self._write("start", run=run, first_step=first_step, num_steps=num_steps)
 
@@ -46,7 +46,7 @@ class JsonObserver:
         self._write("step", step=int(metrics["step"]), metrics=values)
 
     def on_event(self, event: Event) -> None:
-        """Write an event, all kinds alike."""
+        """Write an event of any kind."""
         self._beside.on_event(event)
         num_examples = len(event.example_ids) if event.num_examples is None else event.num_examples
         self._write(
@@ -60,7 +60,7 @@ class JsonObserver:
         )
 
     def on_eval(self, summary: EvalSummary) -> None:
-        """Write held-out accuracy, greedy, with its 95% interval, and of sampled replies."""
+        """Write greedy held-out accuracy with its 95% interval, and the accuracy of sampled replies."""
         self._beside.on_eval(summary)
         self._write(
             "eval",
@@ -74,11 +74,11 @@ class JsonObserver:
         )
 
     def on_end(self, *, cause: str) -> None:
-        """Write nothing: the command is not done yet, and the last line says how it ended."""
+        """Write nothing: the command is not done yet, and the last line has the cause."""
         self._beside.on_end(cause=cause)
 
     def __enter__(self) -> Self:
-        """Begin a block that ends with the last line, whatever ends it."""
+        """Begin a block that always ends with the last line."""
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -97,26 +97,26 @@ class JsonObserver:
             return
         line = json.dumps({"type": type_, **content}, allow_nan=False, separators=(",", ":"))
         try:
-            # A watchdog speaks from a thread of its own.
+            # A watchdog calls this from another thread.
             with self._lock:
                 self._stream.write(line + "\n")
                 self._stream.flush()
         except BrokenPipeError:
-            # Who listened has gone; the run is worth more than its lines.
+            # The reader has gone; the run is worth more than its lines.
             self._stream = None
 
 
 @contextmanager
 def json_lines(beside: Observer) -> Iterator[JsonObserver]:
-    """Give standard output to a run's lines for the block, and write the last one, whatever ends it.
+    """Reserve standard output for a run's lines during the block, and always write the last one.
 
-    What anything else prints meanwhile, a task's own code or a library, goes to standard error.
+    Other output meanwhile, by a task's code or a library, goes to standard error.
     """
     lines, stand_in = sys.stdout, sys.stderr
     is_real = lines is sys.__stdout__
     if is_real:
         sys.stdout.flush()
-        # Closed below; programs that the run starts have only what is left under number 1.
+        # Programs that the run starts inherit descriptor 1, now standard error; this copy is closed below.
         lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
     observer = JsonObserver(lines, beside)
@@ -128,6 +128,6 @@ def json_lines(beside: Observer) -> Iterator[JsonObserver]:
         sys.stdout = before
         if is_real:
             os.dup2(lines.fileno(), 1)
-            # What a reader that has gone did not take is still in it.
+            # Closing flushes lines that a vanished reader did not take.
             with suppress(BrokenPipeError):
                 lines.close()

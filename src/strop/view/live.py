@@ -1,7 +1,7 @@
-"""One run that may still grow, read for the page wherever its record is.
+"""One run that may still grow, read from any record for the page.
 
-Only the new end of a log is read, a file of rollouts only when it is opened, and for a list only the columns
-that it shows. What is not there yet is absent. Texts stay as they were written: the page shows them as text.
+Only the new end of a log is read, a file of rollouts only when it is opened, and for a list only the needed
+columns. Missing records are absent. Texts stay as recorded: the page shows them as text.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 METRICS, EVENTS, TIMELINE, NOTES = "metrics.jsonl", "events.jsonl", "timeline.jsonl", "notes.md"
 SEARCH_LIMIT_S = 0.5
-"""After it a search says how far it came, and the page asks on."""
+"""Limit of one search request; the page continues from the returned step."""
 MAX_FOUND = 200
 ROLLOUTS = "rollouts"
 _STEP = re.compile(rb'\{"step":(\d+)')
 TRAINING, EVALUATION = "step", "eval"
-"""Source of rollouts: those that a step trained on, or those that the evaluation after it judged."""
+"""Source of rollouts: training of a step, or the evaluation after it."""
 _STEP_FILES = {
     TRAINING: re.compile(r"rollouts/step-(\d+)\.parquet"),
     EVALUATION: re.compile(r"eval/[^/]+-step-(\d+)/[^/]+\.parquet"),
@@ -52,29 +52,29 @@ MAX_KEPT_FILES = 3
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class LiveRun:
-    """A run, by its name on the page."""
+    """A run; `key` is its name on the page."""
 
     key: str
     record: RecordFiles
     metrics: list[dict[str, float]] = field(default_factory=list)
     _lock: RLock = field(default_factory=RLock)
-    """A page asks several things at once, and each is answered by a thread of its own."""
+    """A page sends several requests at once, each answered in another thread."""
     _metrics_log: LineFollower = field(init=False)
     _results: dict[tuple[str, str | None], EvalResult] = field(default_factory=dict)
     _files: dict[tuple[str, str | None], bytes] = field(default_factory=dict)
-    """The rollouts' files that were opened last: pages ask about one step many times. By name and version: a
-    resumed run writes a step anew."""
+    """The last opened files of rollouts, because pages read one step many times. By name and version, because
+    a resumed run rewrites a step."""
     _tokenizer: FastTokenizer | None = None
     _timeline_log: LineFollower = field(init=False)
     _timeline: list[tuple[int, int]] = field(default_factory=list)
-    """Step of each line, and the byte behind it."""
+    """Step and end offset of each line."""
 
     def __post_init__(self) -> None:
         self._metrics_log = LineFollower(self.record, METRICS)
         self._timeline_log = LineFollower(self.record, TIMELINE)
 
     def read_state(self) -> RunState:
-        """Return what run.json says. Raises: StoreError if there is none; CorruptRecord if it is damaged."""
+        """Read run.json. Raises: StoreError if there is none; CorruptRecord if it is damaged."""
         place = self.record.describe(STATE_NAME)
         data = self.record.read(STATE_NAME)
         if data is None:
@@ -86,12 +86,12 @@ class LiveRun:
         return parse_state(data, place)
 
     def read_metrics(self) -> int:
-        """Bring `metrics` up to date; return the bytes that they stand in."""
+        """Bring `metrics` up to date; return the offset behind them in the log."""
         with self._lock:
-            is_anew, lines = self._metrics_log.read_records()
-            # Another list each time: who reads the one of before is not disturbed.
-            if lines or is_anew:
-                self.metrics = [*([] if is_anew else self.metrics), *lines]
+            is_restarted, lines = self._metrics_log.read_records()
+            # A new list each time: other threads may read the old one.
+            if lines or is_restarted:
+                self.metrics = [*([] if is_restarted else self.metrics), *lines]
             return self._metrics_log.offset
 
     def pack_metrics(self) -> bytes:
@@ -112,7 +112,7 @@ class LiveRun:
         return struct.pack("<I", len(head)) + head + columns.tobytes()
 
     def read_events(self) -> tuple[list[Event], int]:
-        """Return the events of the run, and the bytes that they stand in. Raises: CorruptRecord."""
+        """Return the events of the run, and the offset behind them in the log. Raises: CorruptRecord."""
         log = LineFollower(self.record, EVENTS)
         place = self.record.describe(EVENTS)
         return [to_event(line, place) for line in log.read_records()[1]], log.offset
@@ -120,46 +120,47 @@ class LiveRun:
     def read_results(self) -> list[EvalResult]:
         """Return the run's own evaluations, by step; each is read once.
 
-        Where it has none, those that a file described, which a process beside the run wrote.
+        If it has none, return those of evaluation files, written by a process beside the run.
         """
         from strop.evaluate.result import parse_result
 
         names = [name for name in self.record.list("eval") if name.endswith(".json") and name.count("/") == 1]
         names = [name for name in names if not is_of_file(Path(name))] or names
-        found = {}
-        for mark in [(name, self.record.version(name)) for name in names]:
-            known = self._results.get(mark)
-            if known is None and (data := self.record.read(mark[0])) is not None:
-                known = parse_result(data, self.record.describe(mark[0]))
-            if known is not None:
-                found[mark] = known
-        self._results = found
-        return sorted(found.values(), key=lambda result: result.step)
+        results = {}
+        for name in names:
+            mark = name, self.record.version(name)
+            result = self._results.get(mark)
+            if result is None and (data := self.record.read(name)) is not None:
+                result = parse_result(data, self.record.describe(name))
+            if result is not None:
+                results[mark] = result
+        self._results = results
+        return sorted(results.values(), key=lambda result: result.step)
 
     def rollout_steps(self, of: str = TRAINING) -> list[int]:
-        """Return the steps whose rollouts are recorded, or the replies of their evaluation, in order."""
+        """Return the steps with recorded rollouts, or with recorded replies of an evaluation, in order."""
         names = self.record.list("eval" if of == EVALUATION else ROLLOUTS)
-        found = (_STEP_FILES[of].fullmatch(name) for name in names)
-        return sorted({int(match[1]) for match in found if match is not None})
+        matches = (_STEP_FILES[of].fullmatch(name) for name in names)
+        return sorted({int(match[1]) for match in matches if match is not None})
 
     def find_phase(self) -> str:
-        """Return where the run stands: a `RunPhase`, or 'unfinished' where nobody can tell from here."""
+        """Return the run's phase: a `RunPhase`, or 'unfinished' if it cannot be seen from here."""
         if self.read_state().finished_at is not None:
             return RunPhase.FINISHED.value
         return find_phase(self.path).value if self.path is not None else "unfinished"
 
     @property
     def path(self) -> Path | None:
-        """The run's directory, where it is one that is seen here."""
+        """The run's directory, if it is on this machine."""
         return self.record.path if isinstance(self.record, DirectoryRecord) else None
 
     @property
     def is_local(self) -> bool:
-        """Whether it may be looked at many times a second."""
+        """Whether it may be polled many times a second."""
         return self.path is not None
 
     def write_notes(self, text: str) -> None:
-        """Replace the notes. Raises: StoreError if the disk fails, or the run is not seen here."""
+        """Replace the notes. Raises: StoreError if the disk fails, or the run is not on this machine."""
         if self.path is None:
             raise StoreError(
                 f"{self.record.describe(NOTES)} cannot be written from here",
@@ -169,13 +170,13 @@ class LiveRun:
         write_bytes_atomically(self.path / NOTES, text.encode())
 
     def read_marks(self) -> tuple[object, ...]:
-        """Return what differs once a run has an evaluation more, or ends, or has new notes."""
+        """Return a value that changes with a new evaluation, the run's end, or new notes."""
         return (self.record.read(STATE_NAME), self.record.read(NOTES), *self.record.list("eval"))
 
     def list_rows(self, step: int, of: str = TRAINING) -> list[dict[str, Any]]:
-        """Return the rows of a step, or of its evaluation; `key` is what `read_row` takes.
+        """Return the rows of a step, or of its evaluation; `key` is for `read_row`.
 
-        Those that no step took come last.
+        Discarded rollouts come last.
         """
         from strop.record.rows import list_rows
 
@@ -186,7 +187,7 @@ class LiveRun:
         ]
 
     def read_row(self, step: int, key: str, of: str = TRAINING) -> StoredRollout:
-        """Return a rollout. Raises: ConfigError if it is no key; StoreError if there is no such row."""
+        """Return a rollout. Raises: ConfigError for a malformed key; StoreError if there is no such row."""
         from strop.record.rows import read_row
 
         match, names = _KEY.fullmatch(key), self._files_of(step, of)
@@ -199,9 +200,9 @@ class LiveRun:
         return read_row(*self._read_file(names[match[1]]), int(match[2]))
 
     def search(self, text: str, steps: Sequence[int], of: str = TRAINING) -> dict[str, Any]:
-        """Look for a text in the rollouts of some steps, in their order, for half a second.
+        """Search a text in the rollouts of some steps, in their order, for `SEARCH_LIMIT_S`.
 
-        Returns what was found, and the step at which to go on, None at the end.
+        Returns the matches, and the step at which to continue, None at the end.
         """
         from strop.record.rows import find_rows, list_rows
 
@@ -222,7 +223,7 @@ class LiveRun:
         return {"found": found, "next": None}
 
     def _files_of(self, step: int, of: str) -> dict[str, str]:
-        """Return the files of a step's rollouts, by what the keys of their rows begin with."""
+        """Return the files of a step's rollouts, by the prefix of their rows' keys."""
         if of == EVALUATION:
             folder = re.compile(rf"eval/[^/]+-step-{step:06d}/[^/]+\.parquet")
             shards = [name for name in self.record.list("eval") if folder.fullmatch(name)]
@@ -232,7 +233,7 @@ class LiveRun:
         return {"": f"{ROLLOUTS}/step-{step:06d}.parquet"} | ({"d": discarded} if has_discarded else {})
 
     def _read_file(self, name: str) -> tuple[bytes, str]:
-        """Return the bytes of a rollouts' file, and where it is. Raises: StoreError if there is none."""
+        """Return the bytes of a file of rollouts, and its place. Raises: StoreError if there is none."""
         place, mark = self.record.describe(name), (name, self.record.version(name))
         with self._lock:
             if mark not in self._files:
@@ -243,30 +244,30 @@ class LiveRun:
                         allowed="a step whose rollouts are recorded",
                         next_step="choose another step; a resumed run writes it again",
                     )
-                kept = [*self._files][-MAX_KEPT_FILES:]
-                self._files = {one: self._files[one] for one in kept} | {mark: data}
+                kept = [*self._files.items()][-MAX_KEPT_FILES:]
+                self._files = {**dict(kept), mark: data}
             return self._files[mark], place
 
     def read_timeline(self, first: int, last: int) -> list[dict[str, Any]]:
-        """Return the lines of the timeline of some steps. Only they are decoded: all of it may be large."""
+        """Return the timeline's lines of some steps; only these are decoded, because the log may be large."""
         with self._lock:
             new = self._timeline_log.read_new()
-            known = [] if new.is_restarted else self._timeline
-            end = known[-1][1] if known else 0
+            index = [] if new.is_restarted else self._timeline
+            end = index[-1][1] if index else 0
             for line in new.lines:
                 end += len(line) + 1
-                found = _STEP.match(line)
-                known.append((int(found[1]) if found else 0, end))
-            self._timeline = known
-            wanted = [place for place, (step, _) in enumerate(known) if first <= step <= last]
-            if not wanted:
+                match = _STEP.match(line)
+                index.append((int(match[1]) if match else 0, end))
+            self._timeline = index
+            places = [place for place, (step, _) in enumerate(index) if first <= step <= last]
+            if not places:
                 return []
-            start = known[wanted[0] - 1][1] if wanted[0] else 0
-            data = self.record.read_from(TIMELINE, start)[: known[wanted[-1]][1] - start]
+            start = index[places[0] - 1][1] if places[0] else 0
+            data = self.record.read_from(TIMELINE, start)[: index[places[-1]][1] - start]
         return [json.loads(line) for line in data.split(b"\n")[:-1]]
 
     def cut_tokens(self, turn: Turn) -> list[str] | None:
-        """Return what each token of a turn reads as; None where the run's tokenizer is not at hand yet."""
+        """Return the text of each token of a turn; None if the run's tokenizer is not recorded yet."""
         if self._tokenizer is None:
             data = self.record.read(TOKENIZER_NAME)
             if data is None:
@@ -278,13 +279,13 @@ class LiveRun:
 
 
 _CONTEXT_TOKENS = 4
-"""Tokens before one that its text may depend on: spaces that a decoder drops at a beginning."""
+"""Earlier tokens that a token's text may depend on: decoders drop spaces at the beginning."""
 
 
 def cut_text(tokenizer: FastTokenizer, token_ids: Sequence[int]) -> list[str]:
-    """Return what each token adds to the text.
+    """Return the text that each token adds.
 
-    A token that ends within a character adds nothing, the one that completes it all of it.
+    A token that ends within a character adds nothing; the token that completes it adds all of it.
     """
     ids, pieces, done = list(token_ids), [], 0
     for index in range(len(ids)):

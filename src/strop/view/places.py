@@ -1,4 +1,4 @@
-"""Which runs a place holds: a run's directory, a folder of runs, mirrors in a store, or a job."""
+"""Find the runs of a place: a run's directory, a folder of runs, mirrors in a store, or a job."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from strop.store.opening import open_objects
 from strop.view.live import LiveRun
 
 OpenJob = Callable[[str], tuple[str, RecordFiles]]
-"""Returns name and record of a job. Raises: ConfigError if there is none of this name."""
+"""Returns name and record of a job. Raises: ConfigError if there is no job of this name."""
 
 USUAL_FOLDER = Path("runs")
 
 
 class Runs:
-    """The runs of a place, by name. They are looked for anew where they are listed: runs begin meanwhile."""
+    """The runs of a place, by name. Each listing searches again, because runs may begin meanwhile."""
 
-    def __init__(self, look: Callable[[], Mapping[str, RecordFiles]]) -> None:
-        self._look = look
-        self._known: dict[str, LiveRun] = {}
+    def __init__(self, search: Callable[[], Mapping[str, RecordFiles]]) -> None:
+        self._search = search
+        self._runs: dict[str, LiveRun] = {}
 
     def list(self) -> list[LiveRun]:
         """Return all runs. Raises: StoreError if the place does not answer."""
-        found = self._look()
-        # One that is known keeps its object, and with it what was read of it.
-        self._known = {
-            key: self._known.get(key) or LiveRun(key=key, record=record) for key, record in found.items()
+        # A run keeps its object, and with it the records read so far.
+        self._runs = {
+            key: self._runs.get(key) or LiveRun(key=key, record=record)
+            for key, record in self._search().items()
         }
-        return list(self._known.values())
+        return list(self._runs.values())
 
     def open(self, key: str) -> LiveRun:
         """Return the run of a name. Raises: ConfigError if there is none."""
-        if key not in self._known:
+        if key not in self._runs:
             self.list()
-        if key not in self._known:
+        if key not in self._runs:
             raise ConfigError(
                 f"there is no run {key!r} here",
-                allowed=", ".join(sorted(self._known)[:20]) or "no run is here yet",
+                allowed=", ".join(sorted(self._runs)[:20]) or "no run is here yet",
                 next_step="choose one of the list",
             )
-        return self._known[key]
+        return self._runs[key]
 
 
 def find_runs(place: str, open_job: OpenJob) -> Runs:
@@ -61,7 +61,7 @@ def find_runs(place: str, open_job: OpenJob) -> Runs:
         return runs
     if (path / STATE_NAME).is_file():
         return Runs(lambda: {path.resolve().name: DirectoryRecord(path)})
-    # Where runs begin by themselves: the page waits for the first one.
+    # The usual folder may not exist yet: the page waits for its first run.
     if path.is_dir() or path == USUAL_FOLDER:
         return Runs(lambda: _list_folder(path))
     if path.exists() or "/" in place:
@@ -75,18 +75,18 @@ def find_runs(place: str, open_job: OpenJob) -> Runs:
 
 
 def _list_folder(path: Path) -> dict[str, RecordFiles]:
-    """Return the runs in a folder, trials of sweeps among them; where there is none, the mirrors in it."""
-    found = [*path.glob(f"*/{STATE_NAME}"), *path.glob(f"*/members/*/{STATE_NAME}")]
-    names = sorted(one.parent.relative_to(path).as_posix() for one in found)
+    """Return the runs in a folder, including trials of sweeps; without any, the mirrors in it."""
+    states = [*path.glob(f"*/{STATE_NAME}"), *path.glob(f"*/members/*/{STATE_NAME}")]
+    names = sorted(state.parent.relative_to(path).as_posix() for state in states)
     runs = {
         name: DirectoryRecord(path / name) for name in names if ".partial-" not in name and name != TRACES
     }
     mirrors = [*path.glob(f"{TRACES}/{STATE_NAME}"), *path.glob(f"*/{TRACES}/{STATE_NAME}")]
-    return {**runs} or _open_mirrors(LocalObjects(), [str(one) for one in sorted(mirrors)])
+    return {**runs} or _open_mirrors(LocalObjects(), list(map(str, sorted(mirrors))))
 
 
 def _list_mirrors(uri: str) -> dict[str, RecordFiles]:
-    """Look for mirrors at and below a URI."""
+    """Return the mirrors at and below a URI."""
     objects = open_objects(uri)
     mirrors = _open_mirrors(objects, [stored.uri for stored in objects.list(uri)])
     if not mirrors:
@@ -99,7 +99,7 @@ def _list_mirrors(uri: str) -> dict[str, RecordFiles]:
 
 
 def _open_mirrors(objects: Objects, uris: Sequence[str]) -> dict[str, RecordFiles]:
-    """Return the mirrors whose state is among some objects; a run's name is that of the folder around."""
+    """Return the mirrors whose state file is among `uris`; a run is named by its folder."""
     ending = f"/{TRACES}/{STATE_NAME}"
     roots = [uri.removesuffix(ending) for uri in uris if uri.endswith(ending)]
     names = {root: root.rpartition("/")[2] for root in roots}

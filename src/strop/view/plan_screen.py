@@ -1,4 +1,4 @@
-"""A plan on one screen: what a person decides by. Everything else of it is in `strop plan --all`."""
+"""The main facts of a plan on one screen; `strop plan --all` shows the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LABEL_CELLS = 10
 
 
 def describe_plan(planned: Plan, *, width: int) -> list[str]:
-    """Return the lines of a screen, 18 at most, none wider than so many cells."""
+    """Return the lines of the screen, 18 at most, none wider than `width` cells."""
     rows = _list_rows(planned, width - _LABEL_CELLS)
     return [cut(f"{label:{_LABEL_CELLS}}{to_one_line(text)}", width) for label, text in rows]
 
@@ -50,12 +50,12 @@ def _describe_examples(planned: Plan) -> str:
 
 def _describe_learning(planned: Plan, values: dict[str, object]) -> str:
     schedule = planned.schedule
-    how = str(values.get("algorithm.name") or values.get("train.terms") or "")
+    objective = str(values.get("algorithm.name") or values.get("train.terms") or "")
     each = f", each of {schedule.steps_per_batch} optimizer steps" if schedule.steps_per_batch > 1 else ""
-    of = f" of {schedule.prompts_per_step} prompts, {schedule.rollouts_per_step} replies"
-    given = f" of {schedule.given_per_step} {schedule.given_kind}"
-    batch = (of if schedule.rollouts_per_step else "") + (given if schedule.given_per_step else "")
-    return f"{how}, learning rate {values.get('optimizer.lr')}; {schedule.steps} steps{batch}{each}"
+    sampled = f" of {schedule.prompts_per_step} prompts, {schedule.rollouts_per_step} replies"
+    offline = f" of {schedule.given_per_step} {schedule.given_kind}"
+    batch = (sampled if schedule.rollouts_per_step else "") + (offline if schedule.given_per_step else "")
+    return f"{objective}, learning rate {values.get('optimizer.lr')}; {schedule.steps} steps{batch}{each}"
 
 
 def _describe_prompt(planned: Plan, values: dict[str, object], room: int) -> Iterator[tuple[str, str]]:
@@ -65,7 +65,7 @@ def _describe_prompt(planned: Plan, values: dict[str, object], room: int) -> Ite
     limit = values.get("task.max_reply_tokens")
     lengths = f"{prompt.tokens_mean:.1f} tokens on average, at most {prompt.tokens_max}"
     yield "prompts", f"{lengths}, {prompt.prompt_format} format; a reply has at most {limit}"
-    # As the model reads it: what differs from prompt to prompt, and where the reply begins, is at its end.
+    # Beginning and end: prompts differ at their end, where the reply begins.
     text = make_harmless(prompt.text).replace("\n", "\\n")
     half = 2 * room
     if len(text) <= half:
@@ -81,8 +81,9 @@ def _describe_time(planned: Plan) -> Iterator[tuple[str, str]]:
     if time is None:
         yield "time", "unknown; why is said below"
         return
-    seen = [part for part in time.step_parts if part.amount >= 0.05]
-    parts = ", ".join(f"{part.name} {describe_duration(part.amount)}" for part in seen)
+    parts = ", ".join(
+        f"{part.name} {describe_duration(part.amount)}" for part in time.step_parts if part.amount >= 0.05
+    )
     mark = "by measured speeds" if time.speeds.is_measured else "by assumed speeds"
     yield "time", f"{describe_duration(time.total_s)}, {mark}"
     step, evaluation = describe_duration(time.step_s), describe_duration(time.eval_s)
@@ -94,13 +95,13 @@ def _describe_time(planned: Plan) -> Iterator[tuple[str, str]]:
 
 def _describe_rooms(planned: Plan) -> Iterator[tuple[str, str]]:
     def describe(needed_bytes: float, available_bytes: int | None) -> str:
-        there = "unknown" if available_bytes is None else f"{available_bytes / 1e9:.1f} GB"
-        return f"{needed_bytes / 1e9:.1f} GB of {there}"
+        available = "unknown" if available_bytes is None else f"{available_bytes / 1e9:.1f} GB"
+        return f"{needed_bytes / 1e9:.1f} GB of {available}"
 
     if planned.memory is not None:
         yield "memory", describe(planned.memory.needed_bytes, planned.memory.available_bytes)
     elif planned.roles:
-        roles = (f"{one.role} {describe(one.needed_bytes, one.available_bytes)}" for one in planned.roles)
+        roles = (f"{role.role} {describe(role.needed_bytes, role.available_bytes)}" for role in planned.roles)
         yield "memory", ", ".join(roles)
     if planned.disk is not None:
         yield "disk", describe(planned.disk.needed_bytes, planned.disk.available_bytes)

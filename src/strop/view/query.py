@@ -1,8 +1,7 @@
-"""SQL over the records of runs, by DuckDB: one question at a time, and nothing can be changed by it.
+"""Read-only SQL over the records of runs, by DuckDB: one SELECT at a time.
 
-DuckDB itself opens no file and no connection: what it may read are the tables of `strop.view.tables`,
-which are handed to it. So a question can neither write nor read anything else. Texts of answers are as they
-were recorded; whoever prints them makes them harmless.
+DuckDB itself opens no file and no connection; it gets the tables of `strop.view.tables`. So a question can
+neither write nor read anything else. Texts of answers are as recorded; their printer makes them harmless.
 
 Importing this module imports DuckDB (`pip install strop[query]`) and pyarrow.
 """
@@ -23,7 +22,7 @@ from strop.view.tables import TABLES, Records
 from strop.view.terminal import make_harmless
 
 _SETTINGS: Mapping[str, str] = {
-    # No file, no address, no further code; and none of these can be changed by a question.
+    # No file, no address, no extensions; and a question cannot change these settings.
     "enable_external_access": "false",
     "autoinstall_known_extensions": "false",
     "autoload_known_extensions": "false",
@@ -39,7 +38,7 @@ _PLACE = re.compile(r"[^\s'\"]*step-\d+\.parquet")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """One column of a table that can be asked."""
+    """One column of a table."""
 
     table: str
     name: str
@@ -53,22 +52,22 @@ class Answer:
 
     columns: tuple[str, ...]
     rows: Iterator[tuple[Any, ...]]
-    """Read as they are taken. Taking raises what `RunsDatabase.ask` raises."""
+    """Read lazily; iteration raises like `RunsDatabase.ask`."""
 
 
 class RunsDatabase:
-    """The tables of some runs. Each is read when it is first asked for, and stays as it was then."""
+    """The tables of some runs. Each is read at its first use and kept."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
-        self._known: set[str] = set()
+        self._loaded: set[str] = set()
         self._connection = duckdb.connect(":memory:", config=dict(_SETTINGS))
 
     def ask(self, sql: str) -> Answer:
         """Answer one SELECT.
 
-        Raises: ConfigError, with DuckDB's words and the tables' columns, if the question is no SELECT, wrong,
-            or reaches for something else; StoreError or CorruptRecord if a record cannot be read.
+        Raises: ConfigError, with DuckDB's message and the tables' columns, if the question is no SELECT, is
+            wrong, or reads something else; StoreError or CorruptRecord if a record cannot be read.
         """
         try:
             statements = self._connection.extract_statements(sql)
@@ -81,41 +80,40 @@ class RunsDatabase:
                 " read, never changed",
                 next_step="ask one question at a time",
             )
-        # By its text: a name that only stands in a literal costs time, and nothing else.
+        # By the question's text: a table that occurs only in a literal costs time, nothing else.
         self._load([name for name in TABLES if re.search(rf"\b{name}\b", sql, re.IGNORECASE)] or TABLES)
         try:
-            found = self._connection.execute(statements[0])
+            result = self._connection.execute(statements[0])
         except duckdb.Error as error:
             self._refuse(error)
-        names = [column[0] for column in found.description or ()]
-        return Answer(columns=_make_unique(names), rows=self._fetch(found))
+        names = [column[0] for column in result.description or ()]
+        return Answer(columns=_make_unique(names), rows=self._fetch(result))
 
     def list_columns(self) -> list[Column]:
         """Return the columns of all tables. Raises: StoreError or CorruptRecord if one cannot be read."""
         self._load(TABLES)
-        found = self._connection.execute(
+        rows = self._connection.execute(
             "SELECT table_name, column_name, data_type FROM duckdb_columns() WHERE NOT internal"
             " AND table_name NOT LIKE '\\_%' ESCAPE '\\' ORDER BY column_index"
         ).fetchall()
-        by_table = {name: [row for row in found if row[0] == name] for name in TABLES}
+        order = list(TABLES)
         return [
             Column(table=table, name=name, kind=kind)
-            for rows in by_table.values()
-            for table, name, kind in rows
+            for table, name, kind in sorted(rows, key=lambda row: order.index(row[0]))
         ]
 
     def _load(self, names: Iterable[str]) -> None:
         for name in names:
-            if name in self._known:
+            if name in self._loaded:
                 continue
             self._connection.register(f"_{name}", TABLES[name].read(self._records))
             self._connection.execute(f'CREATE VIEW {name} AS SELECT {TABLES[name].select} FROM "_{name}"')
-            self._known.add(name)
+            self._loaded.add(name)
 
-    def _fetch(self, found: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
+    def _fetch(self, result: duckdb.DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
         while True:
             try:
-                rows = found.fetchmany(_FETCHED_ROWS)
+                rows = result.fetchmany(_FETCHED_ROWS)
             except (duckdb.Error, OSError) as error:
                 self._refuse(error)
             if not rows:
@@ -123,31 +121,33 @@ class RunsDatabase:
             yield from rows
 
     def _refuse(self, error: Exception) -> NoReturn:
-        """Raise the error of strop that says what DuckDB or Arrow could not do."""
-        # It may quote what a model wrote.
-        said = make_harmless(str(error).strip())
-        place = _PLACE.search(said)
+        """Translate an error of DuckDB or Arrow into one of strop, and raise it."""
+        # The message may quote model text.
+        message = make_harmless(str(error).strip())
+        place = _PLACE.search(message)
         if place is not None or isinstance(error, OSError):
             where = place[0] if place else "a file of rollouts"
-            if any(words in said for words in ("No such file", "PATH_NOT_FOUND", "does not exist")):
+            if any(words in message for words in ("No such file", "PATH_NOT_FOUND", "does not exist")):
                 raise StoreError(
-                    f"{where} went while it was asked ({said})",
+                    f"{where} went while it was asked ({message})",
                     allowed="a record that stands still",
                     next_step="ask again: a run that resumes writes its last steps anew",
                 ) from error
             raise CorruptRecord(
-                f"{where} cannot be read ({said})",
+                f"{where} cannot be read ({message})",
                 allowed="a Parquet file written by strop",
                 next_step="remove the file, or leave its step out: WHERE step < ...",
             ) from error
         if isinstance(error, duckdb.PermissionException):
             raise ConfigError(
-                f"the question reaches for more than the record ({said.splitlines()[0]})",
+                f"the question reaches for more than the record ({message.splitlines()[0]})",
                 allowed=f"the tables {', '.join(TABLES)}",
                 next_step="ask these alone",
             ) from error
         raise ConfigError(
-            f"the question has no answer ({said})", allowed=self._describe(), next_step="mend the question"
+            f"the question has no answer ({message})",
+            allowed=self._describe(),
+            next_step="mend the question",
         ) from error
 
     def _describe(self) -> str:
@@ -156,14 +156,13 @@ class RunsDatabase:
             columns = self.list_columns()
         except StropError:
             return f"the tables {', '.join(TABLES)}"
-        by_table = {table: [one.name for one in columns if one.table == table] for table in TABLES}
-        return "; ".join(f"{table} ({_cut(names)})" for table, names in by_table.items())
-
-
-def _cut(names: list[str]) -> str:
-    shown = ", ".join(names[:_MAX_LISTED_COLUMNS])
-    more = len(names) - _MAX_LISTED_COLUMNS
-    return f"{shown} and {more} more, see `strop query`" if more > 0 else shown
+        described = []
+        for table in TABLES:
+            names = [column.name for column in columns if column.table == table]
+            shown, more = ", ".join(names[:_MAX_LISTED_COLUMNS]), len(names) - _MAX_LISTED_COLUMNS
+            rest = f" and {more} more, see `strop query`" if more > 0 else ""
+            described.append(f"{table} ({shown}{rest})")
+        return "; ".join(described)
 
 
 def _make_unique(names: list[str]) -> tuple[str, ...]:
@@ -177,20 +176,20 @@ def _make_unique(names: list[str]) -> tuple[str, ...]:
 
 
 def to_json(value: Any) -> Any:
-    """Return a value of an answer as JSON has it: NaN and infinities are null, other things their text."""
+    """Convert a value of an answer to JSON: NaN and infinities become null, other types their text."""
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float | Decimal):
         return float(value) if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {str(key): to_json(one) for key, one in value.items()}
+        return {str(key): to_json(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [to_json(one) for one in value]
+        return list(map(to_json, value))
     return str(value)
 
 
 def shorten(value: Any, num_characters: int) -> Any:
-    """Return a value for a table: long texts and lists cut, with how long they are."""
+    """Shorten a value for a table: long texts and lists are cut, with a note of their length."""
     if isinstance(value, list) and len(value) > num_characters // 8:
         return f"{str(value[: num_characters // 8])[:-1]}, ... {len(value)} values]"
     if value is None or isinstance(value, bool | int | float):

@@ -1,8 +1,8 @@
-"""The static report of a run: one HTML file, without scripts, fonts or pictures from elsewhere.
+"""The static report of a run: one HTML file, without scripts and external fonts or pictures.
 
-It opens from a disk or an attachment in ten years, in light and dark, on paper and in a screen
-reader. Texts that a model wrote are escaped as HTML and cleared of characters that hide or act.
-Left out on purpose: interaction; `strop query` answers what the page does not show.
+It opens from a disk or an attachment in ten years, in light and dark, on paper and in a screen reader. Texts
+of a model are escaped as HTML and cleared of control and invisible characters.
+Left out on purpose: interaction; `strop query` answers further questions.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownRollout:
-    """A rollout as the page shows it."""
+    """A rollout for the page."""
 
     prompt: str
     reply: str
@@ -60,7 +60,7 @@ class ShownRollout:
 
 
 def write_report(run_dir: Path) -> Path:
-    """Write a run's report into its directory, complete or not at all, and return its path.
+    """Write a run's report into its directory atomically, and return its path.
 
     Works while the run goes on; a later call replaces the file.
     Raises: StoreError if it is not a run directory or the disk fails; CorruptRecord if a record in it
@@ -72,7 +72,7 @@ def write_report(run_dir: Path) -> Path:
 
 
 def write_report_of(name: str, files: RecordFiles, folder: Path) -> Path:
-    """Write the report of a run of a job or a store, as NAME-report.html in a folder; return its path.
+    """Write the report of a job's or a store's run as NAME-report.html in a folder; return its path.
 
     Raises: like `write_report`.
     """
@@ -84,14 +84,14 @@ def write_report_of(name: str, files: RecordFiles, folder: Path) -> Path:
 def render_report(record: RunRecord) -> str:
     """Render the page."""
     stages = sum_stages(record.metrics)
-    # The stages of a step with their share and where their bar starts, in percent.
+    # The stages of a step with the length and the start of their bar, in percent.
     total_s, start, rows = sum(stages.values()) or 1.0, 0.0, []
     for name, seconds in stages.items():
         share = seconds / total_s * 100
         rows.append({"name": name, "seconds": seconds, "share": share, "start": start})
         start += share
     passed, accepted = list_checks(record.events)
-    # By what the run learned: its algorithm where it has one.
+    # The run's algorithm, or the name of its objective.
     algorithm, terms = _lookup(record.spec, "algorithm", "name"), _lookup(record.spec, "train", "terms")
     own = {"sft": "sft", "dpo": _lookup(record.spec, "dpo", "loss") or "dpo", "distill": "distillation"}
     return (
@@ -131,7 +131,7 @@ def render_report(record: RunRecord) -> str:
 
 
 def open_templates() -> Environment:
-    """Return the templates of the pages; texts of others need the filter `harmless`."""
+    """Return the templates of the pages; foreign texts need the filter `harmless`."""
     environment = Environment(
         loader=FileSystemLoader(_TEMPLATES),
         autoescape=True,
@@ -185,7 +185,7 @@ def chart_reward(record: RunRecord) -> Chart | None:
 
 
 def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
-    """Chart what a person looks at when a run misbehaves; a metric never measured is left out."""
+    """Chart the metrics that diagnose a run; a metric never measured is left out."""
     wanted = [
         ("zero_variance_frac", "Groups without signal", True),
         ("truncated_frac", "Replies cut at their limit", True),
@@ -205,7 +205,7 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
         ("scored_tokens_per_s", "Scored tokens per second", False),
     ]
     if any("num_sft_tokens" in line for line in metrics):
-        # Of a mixed run its two terms, of SFT alone its only one.
+        # A mixed run has a separate loss for SFT; pure SFT has only one loss.
         loss = "loss_sft" if any("loss_sft" in line for line in metrics) else "loss"
         wanted += [
             (loss, "Cross-entropy of demonstrations (weighted nats per token)", False),
@@ -237,7 +237,7 @@ def chart_health(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
 
 
 def chart_parts(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
-    """Chart each part of the reward and of a mixture of tasks; none where there is one of each."""
+    """Chart each part of the reward and of a mixture of tasks; none if there is only one of each."""
     wanted = [
         ("reward_part_", "Part of the reward", False),
         ("reward_mean_", "Reward", False),
@@ -245,7 +245,7 @@ def chart_parts(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
         ("reply_tokens_mean_", "Reply length (tokens)", False),
     ]
     measured = dict.fromkeys(name for line in metrics for name in line)
-    found = [
+    parts = [
         (name, f"{title}: {make_harmless(name.removeprefix(prefix))}", is_share)
         for prefix, title, is_share in wanted
         for name in measured
@@ -253,7 +253,7 @@ def chart_parts(metrics: Sequence[Mapping[str, float]]) -> list[Chart]:
     ]
     charts = [
         _small_chart(f"part-{index}", title, metrics, name, is_share=is_share)
-        for index, (name, title, is_share) in enumerate(found)
+        for index, (name, title, is_share) in enumerate(parts)
     ]
     return _present(*charts)
 
@@ -283,15 +283,15 @@ _GROUP_FATES = (
 
 
 def list_fates(metrics: Sequence[Mapping[str, float]]) -> list[tuple[str, str]]:
-    """Say what became of what was sampled, over all steps; what was never measured is left out.
+    """Return, as label and text, how samples were used over all steps; metrics never measured are left out.
 
     Shares are means over steps, groups are counted.
     """
-    known = {name: [line[name] for line in metrics if name in line] for name in _FATE_METRICS}
-    fates = [(label, f"{statistics.fmean(known[name]):.1%}") for name, label in _FATES if known[name]]
-    fates += [(label, f"{sum(known[name]):,.0f}") for name, label in _GROUP_FATES if known[name]]
-    if known["staleness_mean"]:
-        mean, most = statistics.fmean(known["staleness_mean"]), max(known["staleness_max"], default=0.0)
+    values = {name: [line[name] for line in metrics if name in line] for name in _FATE_METRICS}
+    fates = [(label, f"{statistics.fmean(values[name]):.1%}") for name, label in _FATES if values[name]]
+    fates += [(label, f"{sum(values[name]):,.0f}") for name, label in _GROUP_FATES if values[name]]
+    if values["staleness_mean"]:
+        mean, most = statistics.fmean(values["staleness_mean"]), max(values["staleness_max"], default=0.0)
         fates.append(
             ("Steps that rollouts were behind the weights", f"{mean:.2f} in the mean, {most:g} at most")
         )
@@ -302,11 +302,11 @@ _FATE_METRICS = [*dict(_FATES), *dict(_GROUP_FATES), "staleness_mean", "stalenes
 
 
 def describe_audit(audit: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return an audit's verdict, how many probes found nothing, and those that found something."""
+    """Return an audit's verdict, the number of passed probes, and the other probes."""
     if audit is None:
         return None
     probes = [probe for probe in audit.get("probes", ()) if isinstance(probe, Mapping)]
-    accepted = {one.get("probe"): one.get("reason", "") for one in audit.get("accepted", ())}
+    accepted = {entry.get("probe"): entry.get("reason", "") for entry in audit.get("accepted", ())}
     return {
         "verdict": str(audit.get("verdict", "unknown")),
         "num_passed": sum(probe.get("status") == "pass" for probe in probes),
@@ -324,28 +324,28 @@ def describe_audit(audit: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _series(metrics: Sequence[Mapping[str, float]], key: str) -> Points:
-    """Return a metric over steps with gaps where it is absent; empty if it is absent everywhere."""
+    """Return a metric over steps, None where it is missing; empty if it is missing everywhere."""
     points: Points = [(line["step"], line.get(key)) for line in metrics]
     return points if any(value is not None for _, value in points) else []
 
 
 def compare_with_plan(record: RunRecord) -> list[dict[str, Any]]:
-    """Return planned and measured numbers side by side; none where nothing was planned or measured."""
+    """Return planned numbers with their measured ones; none if nothing was planned or measured."""
     if record.prediction is None:
         return []
     return [
         {
-            "name": one.name,
-            "planned": describe_amount(one.planned, one.unit),
-            "measured": describe_amount(one.measured, one.unit),
-            "ratio": one.ratio,
+            "name": row.name,
+            "planned": describe_amount(row.planned, row.unit),
+            "measured": describe_amount(row.measured, row.unit),
+            "ratio": row.ratio,
         }
-        for one in compare_prediction(record.prediction, record.metrics)
+        for row in compare_prediction(record.prediction, record.metrics)
     ]
 
 
 def describe_amount(amount: float, unit: str) -> str:
-    """Return a number of a plan as a person says it; `unit` is 's', 'bytes' or a rate."""
+    """Format a number of a plan; `unit` is 's', 'bytes', 'USD' or a rate."""
     if unit == "s":
         return f"{1e3 * amount:.0f} ms" if amount < 0.1 else describe_duration(amount)
     if unit == "USD":
@@ -354,7 +354,7 @@ def describe_amount(amount: float, unit: str) -> str:
 
 
 def describe_status(record: RunRecord) -> str:
-    """Say in one line how far the run came."""
+    """Return the run's progress in one line."""
     wanted = _lookup(record.spec, "train", "steps")
     progress = f"{record.num_steps} of {wanted} steps" if wanted else f"{record.num_steps} steps"
     if record.state.finished_at is not None:
@@ -363,7 +363,7 @@ def describe_status(record: RunRecord) -> str:
 
 
 def describe_plot_range(record: RunRecord) -> str | None:
-    """Say which steps the charts show, and in plain words where that is not the whole run; None: none."""
+    """Return the range of the charts' steps, with a warning if it is not the whole run; None: no steps."""
     if not record.metrics:
         return None
     first, last = int(record.metrics[0]["step"]), record.num_steps
@@ -377,7 +377,7 @@ def describe_plot_range(record: RunRecord) -> str | None:
 
 
 def collect_facts(record: RunRecord) -> list[tuple[str, str]]:
-    """Collect what identifies the run and what it cost, as label and text."""
+    """Collect the run's identity and cost, as label and text."""
     state, num = record.state, record.state.num_attempts
     facts = [
         ("Started", _instant(state.created_at)),
@@ -417,9 +417,8 @@ def _show_step(title: str, chosen: RolloutsAtStep | None) -> dict[str, Any] | No
 
 
 def show_rollout(rollout: Rollout) -> ShownRollout:
-    """Prepare a rollout for the page: harmless texts, cut where they are very long."""
+    """Prepare a rollout for the page: harmless texts, cut if they are very long."""
     outcome, reply = rollout.outcome, rollout.reply
-    heard = [turn.text for turn in rollout.heard]
     if outcome.failure is not None:
         verdict = "unscored"
     elif outcome.is_correct is None:
@@ -434,7 +433,7 @@ def show_rollout(rollout: Rollout) -> ShownRollout:
     if outcome.failure is not None:
         facts.append(_cut(describe_failure(outcome.failure)))
     return ShownRollout(
-        prompt=_cut("\n".join(heard)),
+        prompt=_cut("\n".join(turn.text for turn in rollout.heard)),
         reply=_cut(reply.text if reply is not None else ""),
         answer=rollout.example.answer,
         reward=outcome.reward,

@@ -1,7 +1,7 @@
-"""The contents of a report, read with the readers of the rooms that wrote the run directory.
+"""The contents of a report, read from a run's record.
 
-Only reading and choosing; nothing is formatted here. A run that is going on, was killed or has no
-evaluation is as readable as a finished one: what is not there yet is absent, not invented.
+It reads and selects; nothing is formatted here. A run that is going on, was killed or has no evaluation is as
+readable as a finished one: missing records are absent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from strop.view.live import LiveRun
 EXAMPLES_SHOWN = 3
 NOTED_KINDS = frozenset({EventKind.RESUME, EventKind.NOTICE, EventKind.STOP})
 STAGES = ("generate", "verify", "learn", "sync", "other")
-"""The parts of a step, in the order they happen; metric `seconds_<stage>` holds each."""
+"""The parts of a step, in order; metric `seconds_<stage>` holds each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class BeforeAfter:
     before: EvalResult
     after: EvalResult
     change: Interval | None
-    """Paired difference of greedy accuracy over the same examples; None if it cannot be given."""
+    """Paired difference of greedy accuracy over the same examples; None if it cannot be computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,13 +45,13 @@ class RolloutsAtStep:
     """A few rollouts of one example of one step."""
 
     step: int
-    """Steps completed when the model wrote them."""
+    """Steps completed when they were sampled."""
     rollouts: tuple[Rollout, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """A run as its directory tells it."""
+    """The record of a run."""
 
     path: Path
     state: RunState
@@ -60,17 +60,17 @@ class RunRecord:
     metrics: Sequence[Mapping[str, float]]
     events: Sequence[Event]
     evals: Sequence[EvalResult]
-    """By step; one protocol only, the one measured most often."""
+    """By step; only of the protocol measured most often."""
     early: RolloutsAtStep | None
     late: RolloutsAtStep | None
     prediction: Prediction | None = None
-    """What the run was expected to take."""
+    """The plan's predicted time and memory."""
     audit: Mapping[str, Any] | None = None
     """The report of the task's audit, `audit.json`."""
 
     @property
     def num_steps(self) -> int:
-        """Steps that are recorded."""
+        """Recorded steps."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
 
 
@@ -84,7 +84,7 @@ def read_run_record(run_dir: Path) -> RunRecord:
 
 
 def read_record(name: str, files: RecordFiles) -> RunRecord:
-    """Read a run wherever it is, like `read_run_record`; `name` is that of its directory."""
+    """Read a run from any record, like `read_run_record`; `name` is the name of its directory."""
     live = LiveRun(key=name, record=files)
     steps = live.rollout_steps()
     ends = [choose_at_step(files, step) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
@@ -93,7 +93,7 @@ def read_record(name: str, files: RecordFiles) -> RunRecord:
 
 
 def read_live(live: LiveRun, events: Sequence[Event] | None = None) -> RunRecord:
-    """Read a run that is followed, without rollouts. `events`: where they were read already."""
+    """Read a live run, without rollouts. `events`: the events, if the caller has read them."""
     live.read_metrics()
     files = live.record
     spec_text = (files.read("spec.toml") or b"").decode(errors="replace")
@@ -126,8 +126,8 @@ def read_live(live: LiveRun, events: Sequence[Event] | None = None) -> RunRecord
 
 
 def choose_at_step(files: RecordFiles, step: int) -> RolloutsAtStep | None:
-    """Choose a few rollouts of a step; None where a resume has cut them off meanwhile."""
-    # Here, because pyarrow is heavy and a run without rollouts does not need it.
+    """Choose a few rollouts of a step; None if a resume has removed them meanwhile."""
+    # Imported here: pyarrow is heavy, and a run without rollouts does not need it.
     from strop.record.rows import list_rows, read_row
 
     name = f"rollouts/step-{step:06d}.parquet"
@@ -140,7 +140,7 @@ def choose_at_step(files: RecordFiles, step: int) -> RolloutsAtStep | None:
 
 
 def choose_results(results: Sequence[EvalResult]) -> list[EvalResult]:
-    """Return the evaluations that can be compared with each other, the largest such set, by step."""
+    """Return the largest set of evaluations that can be compared with each other, by step."""
     by_protocol: dict[str, list[EvalResult]] = defaultdict(list)
     for result in results:
         by_protocol[result.protocol_digest].append(result)
@@ -149,10 +149,10 @@ def choose_results(results: Sequence[EvalResult]) -> list[EvalResult]:
 
 
 def choose_rows(rows: Sequence[tuple[str, float | None]]) -> list[int]:
-    """Choose a few rollouts of the most telling example, the one whose rewards differ most; return places.
+    """Choose a few rollouts of the example whose rewards differ most; return their indices.
 
-    `rows`: example and reward of each rollout. Of the example's the best, the worst and one between are
-    taken. Ties go to the first; unscored ones are taken only where an example has no scored ones.
+    `rows`: example and reward of each rollout. The example's best, worst and a middle rollout are chosen.
+    Ties go to the first; unscored rollouts are chosen only if an example has no scored ones.
     """
     groups: dict[str, list[int]] = defaultdict(list)
     for index, (example_id, _) in enumerate(rows):
@@ -177,21 +177,21 @@ def compare_ends(evals: Sequence[EvalResult]) -> BeforeAfter | None:
         return None
     before, after = evals[0], evals[-1]
     change = None
-    # Invalid results are shown as such, but nothing is concluded from them.
+    # Invalid results are shown, but not compared.
     if before.is_valid and after.is_valid:
         change = compare_results(before, after).greedy
     return BeforeAfter(before=before, after=after, change=change)
 
 
 def list_checks(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
-    """Return the gate's checks that passed, and those that were accepted; of several attempts the last's."""
+    """Return the gate's passed checks and its accepted ones, each from the last attempt that made it."""
     last = {event.cause: event for event in events if event.kind is EventKind.GATE}
     accepted = [event for event in last.values() if event.detail.startswith(ACCEPTED)]
     return [event for event in last.values() if event not in accepted], accepted
 
 
 def sum_stages(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the seconds that each stage took over all steps; stages never measured are left out."""
+    """Return the seconds of each stage over all steps; stages never measured are left out."""
     totals: dict[str, float] = {}
     for stage in STAGES:
         seconds = [line[f"seconds_{stage}"] for line in metrics if f"seconds_{stage}" in line]
@@ -201,6 +201,6 @@ def sum_stages(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def describe_protocol(result: EvalResult) -> dict[str, str]:
-    """Return what an evaluation was measured by, for a reader who wants to repeat it."""
+    """Return the fields of an evaluation's protocol, with which it can be repeated."""
     values = result.model_dump(mode="json", include=set(PROTOCOL_FIELDS))
     return {name: str(values[name]) for name in PROTOCOL_FIELDS}

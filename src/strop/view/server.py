@@ -1,10 +1,9 @@
-"""The page: runs in a browser while they go on and when they have ended.
+"""The page: running and finished runs in a browser.
 
-HTML, style and script lie in `page/` and are sent as they are: nothing is fetched from elsewhere, nothing
-is built. Numbers go as one block of columns, news by server-sent events. Only GET is answered, but for notes
-where the page may write them. On a loopback address only requests for this machine's own names are (a name
-that somebody else's DNS points here is not one); elsewhere, or where STROP_VIEW_TOKEN is set, whoever has the
-token is let in.
+HTML, style and script are files in `page/`, served unchanged: there is no build, and nothing is fetched from
+elsewhere. Metrics are sent as one block of columns, news as server-sent events. Only GET is answered, except
+for notes if the page may write them. On a loopback address, only requests for this machine's own names are
+answered (against DNS rebinding); on another address, or with STROP_VIEW_TOKEN set, requests need the token.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import re
 import secrets
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
 from dataclasses import dataclass, replace
 from http.cookies import SimpleCookie
 from importlib import import_module
@@ -65,7 +64,7 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class Guard:
-    """Answers GET alone, to this machine's own names, or to whoever has the token."""
+    """Lets through GET requests for this machine's own names, or with the token."""
 
     def __init__(self, app: AsgiApp, *, token: str | None, host: str, writes_notes: bool) -> None:
         self._app, self._token, self._writes_notes = app, token, writes_notes
@@ -81,18 +80,18 @@ class Guard:
     def _refuse(self, scope: Scope) -> Response | None:
         headers = {name.decode(): value.decode("latin-1") for name, value in scope["headers"]}
         if scope["method"] not in ("GET", "HEAD"):
-            # Another site's script may send a form here, and no request with a header of ours.
+            # Another site's script can send a form here, but no request with this header.
             is_note = scope["method"] == "PUT" and scope["path"] == NOTES_PATH and "x-strop" in headers
             if not (is_note and self._writes_notes):
                 return _plain("this page is read-only: GET alone is answered", 405)
         if self._token is None:
             name = _PORT.sub("", headers.get("host", "")).strip("[]")
             return None if name in self._names else _plain("this is another machine's page", 403)
-        given = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
-        if given and self._is_token(given):
-            # Out of the address at once: addresses are copied, and stand in histories.
+        token = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
+        if token and self._is_token(token):
+            # Remove the token from the address: addresses are copied and kept in histories.
             answer = RedirectResponse(scope["path"], headers=_HEADERS)
-            answer.set_cookie(_COOKIE, given, httponly=True, samesite="strict")
+            answer.set_cookie(_COOKIE, token, httponly=True, samesite="strict")
             return answer
         cookie = SimpleCookie(headers.get("cookie", "")).get(_COOKIE)
         bearer = headers.get("authorization", "").removeprefix("Bearer ")
@@ -100,8 +99,8 @@ class Guard:
             return None
         return _plain("open the address with the token that `strop view` printed", 401)
 
-    def _is_token(self, given: str) -> bool:
-        return hmac.compare_digest(given.encode(), (self._token or "").encode())
+    def _is_token(self, text: str) -> bool:
+        return hmac.compare_digest(text.encode(), (self._token or "").encode())
 
 
 def _plain(text: str, status: int) -> Response:
@@ -111,7 +110,7 @@ def _plain(text: str, status: int) -> Response:
 def build_app(
     runs: Runs, *, token: str | None = None, host: str = LOOPBACK, writes_notes: bool = False
 ) -> AsgiApp:
-    """Return the page's application over the runs that there are."""
+    """Return the page's application."""
     routes = _Routes(runs, writes_notes=writes_notes)
     app = Starlette(
         routes=[
@@ -129,7 +128,7 @@ def build_app(
             Route("/api/news", routes.news),
             Route(NOTES_PATH, routes.write_notes, methods=["PUT"]),
         ],
-        exception_handlers={StropError: _say_error, 404: _say_nothing},
+        exception_handlers={StropError: _answer_error, 404: _answer_missing},
     )
     return Guard(app, token=token, host=host, writes_notes=writes_notes)
 
@@ -142,23 +141,23 @@ async def _send_file(request: Request) -> Response:
     return Response(place.read_bytes(), 200, _HEADERS, _TYPES.get(name.rpartition(".")[2], "text/plain"))
 
 
-async def _say_error(_: Request, error: Exception) -> Response:
+async def _answer_error(_: Request, error: Exception) -> Response:
     return JSONResponse({"error": str(error)}, 404, _HEADERS)
 
 
-async def _say_nothing(_: Request, __: Exception) -> Response:
+async def _answer_missing(_: Request, __: Exception) -> Response:
     return _plain("there is no such page", 404)
 
 
 def _json(value: Any) -> Response:
-    # NaN is no JSON, and a number that was not measured is absent.
+    # NaN is no JSON: numbers that were not measured must be absent.
     return Response(json.dumps(value, allow_nan=False), 200, _HEADERS, "application/json")
 
 
 class _Routes:
-    """The answers.
+    """The request handlers.
 
-    Those that only read are plain functions, which Starlette calls in a thread: a store may take its time.
+    Handlers that only read are plain functions, which Starlette calls in a thread: a store may be slow.
     """
 
     def __init__(self, runs: Runs, *, writes_notes: bool) -> None:
@@ -190,18 +189,18 @@ class _Routes:
         return Response(self._open(request).pack_metrics(), 200, _HEADERS, "application/octet-stream")
 
     def steps(self, request: Request) -> Response:
-        return _json({"steps": self._open(request).rollout_steps(_whose(request))})
+        return _json({"steps": self._open(request).rollout_steps(_source(request))})
 
     def rollouts(self, request: Request) -> Response:
-        step, of = _number(request, "step"), _whose(request)
+        step, of = _number(request, "step"), _source(request)
         return _json({"step": step, "rows": self._open(request).list_rows(step, of)})
 
     def rollout(self, request: Request) -> Response:
-        step, key, of = _number(request, "step"), request.query_params.get("key", ""), _whose(request)
+        step, key, of = _number(request, "step"), request.query_params.get("key", ""), _source(request)
         return _json(describe_row(self._open(request), step, key, of))
 
     def search(self, request: Request) -> Response:
-        run, of = self._open(request), _whose(request)
+        run, of = self._open(request), _source(request)
         first, last = _number(request, "first", 0), _number(request, "last", 2**62)
         steps = [step for step in reversed(run.rollout_steps(of)) if first <= step <= last]
         return _json(run.search(request.query_params.get("text", ""), steps, of))
@@ -211,12 +210,12 @@ class _Routes:
         return _json(self._open(request).read_timeline(first, last))
 
     def news(self, request: Request) -> Response:
-        # From where metrics and events are told, in bytes: where the browser broke off, or as asked.
-        given = request.headers.get("last-event-id") or request.query_params.get("from", "0.0")
-        metrics, _, events = given.partition(".")
-        is_place = metrics.isdecimal() and events.isdecimal()
+        # Byte offsets of metrics and events: where the browser lost the connection, or as requested.
+        cursor = request.headers.get("last-event-id") or request.query_params.get("from", "0.0")
+        metrics, _, events = cursor.partition(".")
+        is_valid = metrics.isdecimal() and events.isdecimal()
         return StreamingResponse(
-            follow(self._open(request), (int(metrics), int(events)) if is_place else (0, 0)),
+            follow(self._open(request), (int(metrics), int(events)) if is_valid else (0, 0)),
             headers={**_HEADERS, "x-accel-buffering": "no"},
             media_type="text/event-stream",
         )
@@ -229,7 +228,7 @@ def _number(request: Request, name: str, default: int | None = None) -> int:
     return int(text)
 
 
-def _whose(request: Request) -> str:
+def _source(request: Request) -> str:
     of = request.query_params.get("of", TRAINING)
     if of not in (TRAINING, EVALUATION):
         raise ConfigError(
@@ -239,33 +238,33 @@ def _whose(request: Request) -> str:
 
 
 async def follow(run: LiveRun, cursor: tuple[int, int], *, poll_s: float | None = None) -> AsyncIterator[str]:
-    """Yield what is new in a run, as server-sent events, for as long as somebody listens.
+    """Yield a run's news as server-sent events until the client disconnects.
 
-    `restart`: the log was cut back by a resume; what follows replaces all that was told. `metrics`, `event`:
-    one line of the log. `state`: something else has changed, an evaluation or the run's end.
+    `restart`: a resume has cut the log back; the following lines replace all earlier ones. `metrics` and
+    `event`: one line of the log. `state`: another change, such as an evaluation or the run's end.
     """
     logs = {
         kind: LineFollower(run.record, name, offset)
         for (kind, name), offset in zip({"metrics": METRICS, "event": EVENTS}.items(), cursor, strict=True)
     }
     poll_s = poll_s or (_POLL_S if run.is_local else _REMOTE_POLL_S)
-    seen, quiet_s = None, 0.0
+    last_marks, quiet_s = None, 0.0
     yield "retry: 1000\n\n"
     while True:
-        told = []
+        news: list[tuple[str, Mapping[str, Any]]] = []
         for kind, log in logs.items():
-            is_anew, lines = await run_in_threadpool(log.read_records)
-            if is_anew:
-                told.append(("restart", {"log": kind}))
-            told += [(kind, line) for line in lines]
-        now = await run_in_threadpool(run.read_marks)
-        if seen is not None and now != seen:
-            told.append(("state", {}))
-        seen = now
-        mark = ".".join(str(log.offset) for log in logs.values())
-        for kind, content in told:
-            yield f"id: {mark}\nevent: {kind}\ndata: {json.dumps(content)}\n\n"
-        quiet_s = 0.0 if told else quiet_s + poll_s
+            is_restarted, lines = await run_in_threadpool(log.read_records)
+            if is_restarted:
+                news.append(("restart", {"log": kind}))
+            news += [(kind, line) for line in lines]
+        marks = await run_in_threadpool(run.read_marks)
+        if last_marks is not None and marks != last_marks:
+            news.append(("state", {}))
+        last_marks = marks
+        offsets = ".".join(str(log.offset) for log in logs.values())
+        for kind, content in news:
+            yield f"id: {offsets}\nevent: {kind}\ndata: {json.dumps(content)}\n\n"
+        quiet_s = 0.0 if news else quiet_s + poll_s
         if quiet_s >= _BEAT_S:
             quiet_s = 0.0
             yield ": still here\n\n"
@@ -274,11 +273,11 @@ async def follow(run: LiveRun, cursor: tuple[int, int], *, poll_s: float | None 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Address:
-    """Where the page listens."""
+    """The page's address."""
 
     host: str = LOOPBACK
     port: int | None = None
-    """None: the usual one, or where that is taken another."""
+    """None: the default port, or a free one if it is taken."""
 
     @classmethod
     def parse(cls, text: str) -> Address:
@@ -300,7 +299,7 @@ class Address:
         return cls(host=host or LOOPBACK, port=port)
 
     def listen(self) -> socket.socket:
-        """Return a listening socket. Raises: ConfigError if it is taken, or none of this machine's."""
+        """Return a listening socket. Raises: ConfigError if the address is taken, or of another machine."""
         try:
             return self._bind(DEFAULT_PORT if self.port is None else self.port)
         except OSError as error:
@@ -341,7 +340,7 @@ def serve(runs: Runs, address: Address, *, writes_notes: bool, say: Callable[[st
         log_config=None,
         access_log=False,
         server_header=False,
-        # A page that follows a run never ends its request by itself.
+        # A page that follows a run never ends its request.
         timeout_graceful_shutdown=1,
     )
     threading.Thread(target=_import_rest, name="imports", daemon=True).start()
@@ -349,7 +348,7 @@ def serve(runs: Runs, address: Address, *, writes_notes: bool, say: Callable[[st
 
 
 def _import_rest() -> None:
-    """Import what the first answers about a run need, while the browser still reads the page's files."""
+    """Import the modules of the first answers while the browser loads the page."""
     for name in ("strop.view.report", "strop.run.runs", "strop.record.rows", "tokenizers"):
         import_module(name)
 

@@ -1,4 +1,4 @@
-"""The summary that a training ends with: accuracy, changed examples, step time, commands to go on with."""
+"""The summary at the end of a training: accuracy, changed examples, step time, and next commands."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from strop.view.report import describe_amount
 from strop.view.terminal import make_harmless, to_one_line
 
 _MOST_ASKED = 60
-"""Characters of a question that is given to the model once more, in a command."""
+"""Longest question, in characters, that is offered in a command."""
 
 
 def describe_outcome(outcome: TrainOutcome) -> list[str]:
@@ -46,22 +46,22 @@ def describe_outcome(outcome: TrainOutcome) -> list[str]:
 
 
 def describe_pace(run_path: Path) -> list[str]:
-    """Return the step time that was planned and what it was, as a line; none where one is not known."""
+    """Return planned and measured times as a line; nothing without a plan or a measurement."""
     prediction = read_prediction(run_path)
     if prediction is None:
         return []
     shown = {
-        one.name: f"{one.name} {describe_amount(one.measured, one.unit)}"
-        f" (planned {describe_amount(one.planned, one.unit)})"
-        for one in compare_prediction(prediction, RunDir.open(run_path).metrics.read())
+        row.name: f"{row.name} {describe_amount(row.measured, row.unit)}"
+        f" (planned {describe_amount(row.planned, row.unit)})"
+        for row in compare_prediction(prediction, RunDir.open(run_path).metrics.read())
     }
-    wanted = ("step", "generate", "wait for rollouts", "learn", "memory peak")
-    said = [shown[name] for name in wanted if name in shown]
-    return [f"pace   {', '.join(said)}"] if said else []
+    names = ("step", "generate", "wait for rollouts", "learn", "memory peak")
+    parts = [shown[name] for name in names if name in shown]
+    return [f"pace   {', '.join(parts)}"] if parts else []
 
 
 def describe_changes(changes: Changes | None, *, width: int) -> list[str]:
-    """Return how many examples came to be solved, and some of them with both replies, a line each."""
+    """Return the number of newly solved examples, and some of them with both replies, as lines."""
     if changes is None:
         return []
     lost = f"; {changes.num_lost} the other way round" if changes.num_lost else ""
@@ -69,34 +69,35 @@ def describe_changes(changes: Changes | None, *, width: int) -> list[str]:
         f"gained {changes.num_gained} of {changes.num_examples} examples, wrong before and right now{lost}"
     ]
     for example in changes.examples:
-        said = {"": example.question, "  before: ": example.before, "  now:    ": example.after}
-        for label, text in said.items():
+        texts = {"": example.question, "  before: ": example.before, "  now:    ": example.after}
+        for label, text in texts.items():
             lines.append(cut(f"       {label}{to_one_line(text) or '(nothing)'}", width))
     return lines
 
 
 def describe_next(outcome: TrainOutcome, words: Sequence[str], *, seed: int) -> list[str]:
-    """Return commands to go on with, as they can be typed here. `words`: the run file and its overrides."""
+    """Return useful next commands, as lines that can be pasted. `words`: the run file and its overrides."""
     program, run = _find_program(), str(outcome.run_path)
     commands = {(*program, "view", run): "every curve and every reply, in a browser"}
-    asked = next((one.question for one in outcome.changes.examples), "") if outcome.changes else ""
-    # Only one that can be typed as it stands.
-    if 0 < len(asked) <= _MOST_ASKED and asked.isprintable() and make_harmless(asked) == asked:
-        commands[(*program, "sample", run, "--prompt", asked)] = "ask it something yourself"
+    question = next((example.question for example in outcome.changes.examples), "") if outcome.changes else ""
+    # Only a question that can be pasted unchanged.
+    is_plain = question.isprintable() and make_harmless(question) == question
+    if 0 < len(question) <= _MOST_ASKED and is_plain:
+        commands[(*program, "sample", run, "--prompt", question)] = "ask it something yourself"
     kept = [word for word in words if not word.startswith(("seed=", "output.dir="))]
     commands[(*program, "train", *kept, f"seed={seed + 1}")] = (
         "the same with other luck: how sure is the gain?"
     )
     lines: list[str] = []
-    for command, what in commands.items():
-        lines += [f"{'' if lines else 'next':7}{what}:", f"         {shlex.join(command)}"]
+    for command, purpose in commands.items():
+        lines += [f"{'' if lines else 'next':7}{purpose}:", f"         {shlex.join(command)}"]
     return lines
 
 
 def _find_program() -> tuple[str, ...]:
-    """Return how this program is called from here."""
+    """Return the words that start this program from here."""
     own = Path(sys.argv[0])
     if own.name != "strop":
         return (sys.executable, "-m", "strop.cli")
-    found = shutil.which("strop")
-    return ("strop",) if found is not None and Path(found).samefile(own) else (sys.argv[0],)
+    on_path = shutil.which("strop")
+    return ("strop",) if on_path is not None and Path(on_path).samefile(own) else (sys.argv[0],)

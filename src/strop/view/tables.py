@@ -1,8 +1,8 @@
-"""The records of runs as tables with plain names: what `strop query` asks.
+"""The records of runs as tables for `strop query`.
 
 Small ones are Arrow tables, built from the lines and results of all runs. Rollouts stay in their files: an
-Arrow data set reads the columns and the steps that a question needs, from a disk or from S3, and unites
-formats by the names of their columns. What an older file lacks is null.
+Arrow data set reads only the columns and steps that a question needs, from a disk or from S3, and unites
+formats by column name. Columns that an older file lacks are null.
 
 Importing this module imports pyarrow.
 """
@@ -31,27 +31,27 @@ from strop.spec.display import dotted, walk_values
 from strop.store.uris import is_remote
 
 Records = Mapping[str, RecordFiles]
-"""The record of each run, by the name that the column `run` has."""
+"""The record of each run, by its name in the column `run`."""
 RUN, STEP = "_run", "_step"
-"""Columns of the data set that its view renames: the files have a `step` of their own."""
+"""Columns of the data set that its view renames: the files have another column `step`."""
 _STEP_FILE = re.compile(r"(?:[a-z]+/|eval/[^/]+-)step-(\d+)(?:/[^/]+)?\.parquet")
 _RUN_AND_STEP = [("run", pa.string()), ("step", pa.int64())]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """One table that can be asked."""
+    """One table of `strop query`."""
 
     about: str
-    """What a row is."""
+    """Meaning of a row."""
     read: Callable[[Records], pa.Table | ds.Dataset]
     """Raises: StoreError if a place does not answer; CorruptRecord if a file is damaged."""
     select: str = "*"
-    """Columns as they are shown."""
+    """The view's columns."""
 
 
 def read_rollouts(records: Records, folder: str = "rollouts") -> ds.Dataset:
-    """Return the rollouts of all steps, unread."""
+    """Return the rollouts of all steps as a lazy data set."""
     files, parquet = _Files(), ds.ParquetFileFormat()
     fragments = []
     for run, record in records.items():
@@ -60,9 +60,9 @@ def read_rollouts(records: Records, folder: str = "rollouts") -> ds.Dataset:
             if match is None:
                 continue
             place, path = files.open(record.describe(name))
-            # Known without a look into the file: a condition on them leaves whole files out.
-            known = (ds.field(RUN) == run) & (ds.field(STEP) == int(match[1]))
-            fragments.append(parquet.make_fragment(path, place, partition_expression=known))
+            # Known without opening the file, so that a condition on them skips whole files.
+            partition = (ds.field(RUN) == run) & (ds.field(STEP) == int(match[1]))
+            fragments.append(parquet.make_fragment(path, place, partition_expression=partition))
     schema = SCHEMA.remove_metadata()
     for name, kind in ((RUN, pa.string()), (STEP, pa.int64())):
         schema = schema.append(pa.field(name, kind))
@@ -70,7 +70,7 @@ def read_rollouts(records: Records, folder: str = "rollouts") -> ds.Dataset:
 
 
 class _Files:
-    """The file systems of some places, each opened once."""
+    """The local and the remote file system, each opened once."""
 
     def __init__(self) -> None:
         self._remote: FileSystem | None = None
@@ -78,7 +78,7 @@ class _Files:
 
     @property
     def any(self) -> FileSystem:
-        """The one of S3 if something is there."""
+        """The remote file system if it is open, else the local one."""
         return self._remote or self._local
 
     def open(self, place: str) -> tuple[FileSystem, str]:
@@ -93,7 +93,7 @@ class _Files:
 
 
 def read_metrics(records: Records) -> pa.Table:
-    """Return a row a step, a column a number; null where it was not computed."""
+    """Return a row for each step and a column for each metric; null if it was not computed."""
     rows = [{**line, "run": run} for run, line in _read_lines(records, "metrics.jsonl")]
     names = dict.fromkeys(name for row in rows for name in row)
     numbers = [(name, pa.float64()) for name in names if name not in ("run", "step")]
@@ -113,7 +113,7 @@ _EVENT = [
 
 
 def read_events(records: Records) -> pa.Table:
-    """Return a row an event."""
+    """Return a row for each event."""
     rows = [{**line, "run": run} for run, line in _read_lines(records, "events.jsonl")]
     return _to_table(rows, [*_RUN_AND_STEP, *_EVENT], "events.jsonl")
 
@@ -129,7 +129,7 @@ _SPAN = [
 
 
 def read_timeline(records: Records) -> pa.Table:
-    """Return a row a span of a lane."""
+    """Return a row for each span of a lane."""
     rows = [
         {
             "run": run,
@@ -165,7 +165,7 @@ _EVALUATED = [
 
 
 def read_evals(records: Records) -> pa.Table:
-    """Return a row an evaluated example; of a result of lm-eval a row a number, which has no example."""
+    """Return a row for each evaluated example; for a result of lm-eval, a row for each number."""
     rows: list[dict[str, Any]] = []
     for run, record in records.items():
         for name in record.list("eval"):
@@ -173,7 +173,7 @@ def read_evals(records: Records) -> pa.Table:
                 continue
             data, place = record.read(name), record.describe(name)
             if data is None:
-                continue  # A resume has cut it off meanwhile.
+                continue  # A resume has removed it meanwhile.
             result = _read_result(data, place)
             rows += [{"run": run, "step": result.step, **row} for row in _list_scores(result)]
     return _to_table(rows, [*_RUN_AND_STEP, *_EVALUATED], "eval/")
@@ -204,17 +204,17 @@ def _list_scores(result: EvalResult | HarnessResult) -> Iterator[dict[str, Any]]
         "validity": result.validity.value,
     }
     for kind, score in result.scores.items():
-        for example_id, one in score.by_example.items():
+        for example_id, share in score.by_example.items():
             yield {
                 **same,
                 "replies": kind,
                 "example_id": example_id,
-                "problem": one.problem,
-                "num_judged": one.num_judged,
-                "solved_frac": one.solved_frac,
-                "format_ok_frac": one.format_ok_frac,
-                "in_format_solved_frac": one.in_format_solved_frac,
-                "reward_mean": one.reward_mean,
+                "problem": share.problem,
+                "num_judged": share.num_judged,
+                "solved_frac": share.solved_frac,
+                "format_ok_frac": share.format_ok_frac,
+                "in_format_solved_frac": share.in_format_solved_frac,
+                "reward_mean": share.reward_mean,
             }
 
 
@@ -231,7 +231,7 @@ _RUN = [
 
 
 def read_runs(records: Records) -> pa.Table:
-    """Return a row a run; `step` is the last one that is recorded, 0 before the first."""
+    """Return a row for each run; `step` is the last recorded one, 0 before the first."""
     last_steps = dict.fromkeys(records, 0)
     for run, line in _read_lines(records, "metrics.jsonl"):
         last_steps[run] = max(last_steps[run], line["step"])
@@ -241,7 +241,9 @@ def read_runs(records: Records) -> pa.Table:
             state = json.loads(record.read(STATE_NAME) or b"")
             spec = tomllib.loads((record.read("spec.toml") or b"").decode())
             settings = {dotted(key): value for key, value in walk_values(spec)}
-            texts = {key: one if isinstance(one, str) else json.dumps(one) for key, one in settings.items()}
+            texts = {
+                key: value if isinstance(value, str) else json.dumps(value) for key, value in settings.items()
+            }
             rows.append(
                 {
                     "run": run,
@@ -262,14 +264,14 @@ def read_runs(records: Records) -> pa.Table:
 
 
 def _read_lines(records: Records, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield run and line of each complete line of a log; a last one without its end is left out."""
+    """Yield run and content of each complete line of a log; an incomplete last line is left out."""
     for run, record in records.items():
         lines = LineFollower(record, name).read_new().lines
         try:
-            found = json.loads(b"[%b]" % b",".join(lines))
-            if len(found) != len(lines):
+            records_of_run = json.loads(b"[%b]" % b",".join(lines))
+            if len(records_of_run) != len(lines):
                 raise ValueError("a line holds several values")
-            for line in found:
+            for line in records_of_run:
                 if not isinstance(line["step"], int):
                     raise TypeError("a line has no step")
                 yield run, line

@@ -29,10 +29,10 @@ _DELETE_PICTURE = "\u2421"
 
 
 def make_harmless(text: str) -> str:
-    """Replace what acts on a terminal or hides from a reader by something visible.
+    """Replace characters that control a terminal or are invisible by visible ones.
 
-    Control characters become their pictures in Unicode (escape becomes U+241B), everything else its
-    code point in angle brackets. Line feeds and tabs stay; a carriage return before a line feed goes.
+    Control characters become their pictures in Unicode (escape becomes U+241B), the others their code point
+    in angle brackets. Line feeds and tabs stay; a carriage return before a line feed is removed.
     """
     return _HARMFUL.sub(lambda match: _show(match[0]), text.replace("\r\n", "\n"))
 
@@ -48,12 +48,12 @@ def _show(character: str) -> str:
 
 ALARM_KINDS = frozenset({EventKind.TRIPWIRE, EventKind.ROLLOUT_LOST})
 """Kinds that mean trouble; the report lists the same ones as alarms."""
-# Shown by `on_eval` and `on_end` in better words; checkpoints are routine and stay in the log.
+# `on_eval` and `on_end` show the first two in better words; checkpoints are routine and stay in the log.
 _QUIET_KINDS = frozenset({EventKind.EVALUATION, EventKind.STOP, EventKind.CHECKPOINT})
 
 
 class TerminalObserver:
-    """Shows a run on one `Progress` or several. Keeps the contract of `strop.train.Observer`."""
+    """Shows a run on one `Progress` or several. An `Observer` of `strop.train`."""
 
     def __init__(self, *progresses: Progress) -> None:
         self._progresses = progresses
@@ -62,16 +62,16 @@ class TerminalObserver:
     def on_start(
         self, *, run: str, first_step: int, num_steps: int, earlier: Sequence[Mapping[str, float]] = ()
     ) -> None:
-        """Show where the run is written and how far it is; `earlier`: the metrics of the steps until then.
+        """Show the run's name and progress; `earlier`: the metrics of the steps before.
 
-        Without them those of a run that goes on are read from its directory.
+        Without them, those of a resumed run are read from its directory.
         """
         self._num_steps = num_steps
         if first_step and not earlier:
             earlier = MetricsLog(Path(run) / "metrics.jsonl").read()
         for progress in self._progresses:
             progress.begin(Path(run).name, num_steps=num_steps, first_step=first_step, earlier=earlier)
-            # The weights before the first step are evaluated, too.
+            # The weights before the first step are evaluated first.
             progress.stage(f"before step {first_step + 1}")
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
@@ -82,7 +82,7 @@ class TerminalObserver:
             progress.stage(f"step {step + 1}" if step < self._num_steps else "evaluation")
 
     def on_event(self, event: Event) -> None:
-        """Show an alarm or a notice as a line; what other lines say already is left out."""
+        """Show an alarm or a notice as a line, unless other lines show the event already."""
         if not self.is_shown(event):
             return
         text = f"step {event.step}: {event.cause}" + (f": {event.detail}" if event.detail else "")
@@ -91,11 +91,11 @@ class TerminalObserver:
 
     @staticmethod
     def is_shown(event: Event) -> bool:
-        """Whether an event has a line of its own."""
+        """Whether an event is shown as a line."""
         return event.kind not in _QUIET_KINDS
 
     def note(self, text: str) -> None:
-        """Show something of which no run tells."""
+        """Show a note that is no event of the run."""
         for progress in self._progresses:
             progress.note(text)
 
@@ -114,51 +114,51 @@ class TerminalObserver:
                 progress.stage(f"step {summary.step + 1}")
 
     def on_end(self, *, cause: str) -> None:
-        """Show how the run ended."""
+        """Show the cause of the run's end."""
         for progress in self._progresses:
             progress.end(f"ended: {cause}")
 
 
 STEPS_FOR_ESTIMATE = 10
-"""The time left follows the last steps only: replies grow and shrink while training goes on."""
+"""The time left is estimated from the last steps only, because the length of replies changes."""
 ABSENT = "-"
 MAX_NOTE_CHARACTERS = 2000
-"""Of a note's line; the run's events keep twice as much."""
+"""Longest note that is shown; the run's events keep twice as much."""
 
 
 class Progress(Protocol):
-    """What a run tells about itself while it goes on. All calls come from one thread."""
+    """A display of a running training. All calls come from one thread."""
 
     def begin(
         self, name: str, *, num_steps: int, first_step: int = 0, earlier: Sequence[Mapping[str, float]] = ()
     ) -> None:
-        """Say that a run starts, or goes on after `first_step` completed steps, with these metrics."""
+        """Show that a run starts, or resumes after `first_step` steps; `earlier`: their metrics."""
         ...
 
     def stage(self, text: str) -> None:
-        """Say what is going on now, for example 'generating 12 of 64'. Only a terminal shows it."""
+        """Show the current activity, for example 'generating 12 of 64'. Only a terminal shows it."""
         ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show a completed step, counted from 1. A metric that is absent is shown as '-'."""
+        """Show a completed step, counted from 1. A missing metric is shown as '-'."""
         ...
 
     def note(self, text: str, *, is_alarm: bool = False, trace: str = "") -> None:
-        """Show something that happened as a line of its own; a log keeps the traceback behind it, too."""
+        """Show a note or an alarm as a line; a log also gets the traceback."""
         ...
 
     def end(self, text: str) -> None:
-        """Say how the run ended and stop showing progress. May come without `begin`."""
+        """Show the run's end and stop the display. May come without `begin`."""
         ...
 
 
 def describe_usd(amount: float) -> str:
-    """Return a price as a person says it: cents, and two digits of what is less than a dollar."""
+    """Format a price: with cents, or with two digits below a dollar."""
     return f"{amount:,.2f} USD" if amount >= 1.0 else f"{amount:.2g} USD"
 
 
 def describe_duration(seconds: float) -> str:
-    """Return a duration as a person says it: '8.4 s', '3 min 05 s', '2 h 10 min'."""
+    """Format a duration: '8.4 s', '3 min 05 s', '2 h 10 min'."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest_s = divmod(round(seconds), 60)
@@ -168,7 +168,7 @@ def describe_duration(seconds: float) -> str:
 
 
 class StepLines:
-    """Makes the line of each step, aligned with the others, and estimates the time left."""
+    """Formats the columns of each step, aligned over steps, and estimates the time left."""
 
     def __init__(self, num_steps: int) -> None:
         self._num_steps = num_steps
@@ -179,7 +179,7 @@ class StepLines:
         seconds = metrics.get("seconds_step")
         if seconds is not None:
             self._last_seconds.append(seconds)
-        # Without samples there is no reward, and the loss says how it goes; that of a policy says nothing.
+        # Without samples there is no reward, and the loss shows progress; a policy's loss does not.
         learning = [("loss", _shown(metrics.get("loss"), "{:7.4f}"))]
         if "num_pairs" in metrics:
             learning.append(("pairs right", _shown(metrics.get("pair_accuracy"), "{:4.0%}")))
@@ -199,7 +199,7 @@ class StepLines:
         ]
 
     def explain_left(self, num_steps_left: int) -> list[str]:
-        """Return the time left, without evaluations, and how it is estimated; empty where it is not."""
+        """Return the time left, without evaluations, and the basis of the estimate; empty without one."""
         if not self._last_seconds or num_steps_left <= 0:
             return []
         seconds = len(self._last_seconds)
@@ -220,13 +220,13 @@ class StepLines:
 
 
 def _shown(value: float | None, form: str) -> str:
-    """Format a value; an absent one takes the same room, so that columns stay aligned."""
+    """Format a value; a missing one is as wide, so that columns stay aligned."""
     shown = form.format(0.0 if value is None else value)
     return shown if value is not None else ABSENT.rjust(len(shown))
 
 
 def describe_begin(name: str, num_steps: int, first_step: int) -> str:
-    """Return the line of a run that begins, or goes on."""
+    """Return the first line of a starting or resumed run."""
     where = f"continues after step {first_step} of {num_steps}" if first_step else f"{num_steps} steps"
     return f"{make_harmless(name)}: {where}"
 
@@ -241,7 +241,7 @@ class PlainProgress:
     def begin(
         self, name: str, *, num_steps: int, first_step: int = 0, earlier: Sequence[Mapping[str, float]] = ()
     ) -> None:
-        """Print what starts."""
+        """Print the first line."""
         self._lines = StepLines(num_steps)
         for metrics in earlier:
             self._lines.columns(int(metrics["step"]), metrics)
@@ -261,29 +261,29 @@ class PlainProgress:
             self._print(make_harmless(trace))
 
     def end(self, text: str) -> None:
-        """Print how the run ended."""
+        """Print the run's end."""
         self._print(make_harmless(text))
 
     def _print(self, line: str) -> None:
-        # Flushed at once: a log that is followed should show the finished step, not wait for a full buffer.
+        # Flushed at once, so that a followed log shows a finished step.
         print(line, file=self._stream, flush=True)
 
 
 def to_one_line(text: str) -> str:
-    """Return a text as one harmless line: a reply quoted in an event may hold line feeds, and be long."""
+    """Convert a text to one harmless line: a reply quoted in an event may be long and have line feeds."""
     more = len(text) - MAX_NOTE_CHARACTERS
     shown = " ".join(make_harmless(text[:MAX_NOTE_CHARACTERS]).split())
     return f"{shown} ... {more} characters more" if more > 0 else shown
 
 
 def open_progress(stream: TextIO | None = None) -> Progress:
-    """Return the form of progress that suits a stream; standard error by default.
+    """Return the `Progress` for a stream; standard error by default.
 
-    Standard output is left to results, so that `strop ... --json` can be piped.
+    Standard output is for results, so that `strop ... --json` can be piped.
     """
     console = Console(file=stream or sys.stderr, highlight=False)
     if console.is_terminal and not console.is_dumb_terminal:
-        # Here: a log and a pipe need nothing of it.
+        # Imported here: a log and a pipe do not need it.
         from strop.view.display import RichProgress
 
         return RichProgress(console)

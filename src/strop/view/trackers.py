@@ -1,8 +1,8 @@
-"""Weights & Biases, TensorBoard, MLflow and trackio behind one small sink, each imported when asked for.
+"""Adapters of Weights & Biases, TensorBoard, MLflow and trackio, each imported at its first use.
 
-An adapter keeps four calls and knows nothing of runs; `strop.view.tracking` decides what is sent and when, in
-a process of its own, because these packages print, ask networks, register what runs at the end of a process,
-and take seconds to import. Nothing here reads a key: the packages find their own.
+An adapter has four calls and knows nothing of runs; `strop.view.tracking` decides when to send which data, in
+a separate process, because these packages print, use the network, register exit handlers, and take seconds to
+import. No key is read here: the packages find their own.
 """
 
 from __future__ import annotations
@@ -26,40 +26,40 @@ from strop.store.policy import is_offline
 
 Row = Mapping[str, str | float | None]
 EVENTS = "events"
-"""The table of what happened; its rows have `is_alarm`, 1 or 0."""
+"""The table of events; its rows have `is_alarm`, 1 or 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackedRun:
-    """What a tracker is told of a run when it starts."""
+    """A run, as a tracker starts it."""
 
     name: str
     project: str
     folder: Path
-    """Where the tracker may write."""
+    """The folder of the tracker's own files."""
     config: Mapping[str, Any]
     """The run's settings, by section."""
     first_step: int
-    """Steps already trained when this attempt began; what was trained beyond them was cut off."""
+    """Steps trained before this attempt; records of later steps were removed."""
     is_offline: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sent:
-    """What a tracker has of a run; kept beside it, so that a run that goes on is not sent twice."""
+    """A tracker's progress with a run, saved so that a resumed run is not sent twice."""
 
     id: str | None = None
-    """By which the tracker finds the run again; None: it has not been started there."""
+    """The tracker's id of the run; None: it has not been started there."""
     step: int = 0
-    """The last step whose numbers it has."""
+    """The last step whose metrics were sent."""
     rollouts_step: int = 0
     at: float = 0.0
-    """Unix seconds of the last event that it has."""
+    """Unix seconds of the last event that was sent."""
     evaluations: tuple[str, ...] = ()
-    """Names of the files that it has the numbers of."""
+    """Names of the evaluation files that were sent."""
 
     def cut_after(self, step: int) -> Sent:
-        """Forget what came after a step, for a tracker that forgets it too."""
+        """Drop everything after a step, for a tracker that drops it too."""
         kept = tuple(name for name in self.evaluations if (step_of(Path(name)) or 0) <= step)
         return replace(
             self,
@@ -70,22 +70,22 @@ class Sent:
 
 
 class Tracker(Protocol):
-    """Takes a run's numbers. Calls come from one thread, in order; any may raise, and end the process."""
+    """Receives a run. Calls come from one thread, in order; any may raise and end the process."""
 
     def start(self, run: TrackedRun, sent: Sent) -> Sent:
-        """Begin, or go on with the run that `sent` names; return what the tracker has, its id included."""
+        """Begin the run, or resume the one of `sent`; return the tracker's progress with its id."""
         ...
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Take numbers of a step, by their names in the tracker."""
+        """Log the metrics of a step, by their names in the tracker."""
         ...
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        """Take rows of one kind that belong to a step: rollouts, or events."""
+        """Log rows of one kind for a step: rollouts or events."""
         ...
 
     def finish(self, *, cause: str) -> None:
-        """End with the cause in a word, 'done' where all steps were trained. What was taken has arrived."""
+        """Send everything and end the run. `cause`: one word, 'done' if all steps were trained."""
         ...
 
 
@@ -93,7 +93,7 @@ class WandbTracker:
     """Weights & Biases. Offline files are for `wandb sync`."""
 
     def start(self, run: TrackedRun, sent: Sent) -> Sent:
-        """Begin or resume by id. Raises: what wandb raises where its server refuses."""
+        """Begin or resume by id. Raises: as wandb, if its server refuses."""
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         import wandb
 
@@ -108,10 +108,10 @@ class WandbTracker:
             dir=os.environ.get("WANDB_DIR", str(run.folder)),
             mode="offline" if run.is_offline else None,
             save_code=False,
-            # The machine's charts are those of the process that trains.
+            # The system charts show the training process.
             settings=wandb.Settings(silent=True, console="off", disable_git=True, x_stats_pid=os.getppid()),
         )
-        # W&B's own step only grows: an evaluation that comes late would be dropped without a word.
+        # W&B's own step only grows: a late evaluation would be silently dropped.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
         return sent
@@ -121,7 +121,7 @@ class WandbTracker:
         self._run.log({"step": step, **values})
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        """Log a table of this step, and alert of alarms."""
+        """Log a table of this step, and send an alert for each alarm."""
         columns = list(rows[0])
         data = [[row[column] for column in columns] for row in rows]
         self._run.log({"step": step, name: self._wandb.Table(columns=columns, data=data)})
@@ -138,7 +138,7 @@ class TensorboardTracker:
     """Event files, by tensorboardX: the smallest writer that also takes text and cuts back."""
 
     def start(self, run: TrackedRun, sent: Sent) -> Sent:
-        """Open a file that tells readers to drop what came after the last step that counts."""
+        """Open a file that makes readers drop all data after the last valid step."""
         from tensorboardX import SummaryWriter
 
         sent = replace(sent, id=sent.id or run.name).cut_after(run.first_step)
@@ -151,7 +151,7 @@ class TensorboardTracker:
             self._writer.add_scalar(name, value, step)
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        """Write text: readers take it for Markdown, and an indented block of it as it is."""
+        """Write text as an indented block, which readers of Markdown show verbatim."""
         text = json.dumps(list(rows), ensure_ascii=False, indent=1)
         self._writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), step)
 
@@ -162,7 +162,7 @@ class TensorboardTracker:
 
 _MLFLOW_STATUS = {"done": "FINISHED", "Interrupted": "KILLED"}
 _MARK = "time/seconds_step"
-"""A number of every step, by which MLflow says how far it has come."""
+"""A metric of every step, whose history in MLflow shows the last step that was sent."""
 
 
 class MlflowTracker:
@@ -173,7 +173,7 @@ class MlflowTracker:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         uri = None if run.is_offline else os.environ.get("MLFLOW_TRACKING_URI")
         if uri is None:
-            # MLflow asks for a database instead, which its small package cannot open.
+            # Without this MLflow wants a database, which its small package cannot open.
             os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
         from mlflow.entities import Metric, Param
         from mlflow.exceptions import MlflowException
@@ -204,20 +204,20 @@ class MlflowTracker:
         self._client.log_batch(self._id, metrics=[self._metric(key, v, now_ms, step) for key, v in ordered])
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        """Write an artifact in the form of MLflow's tables."""
+        """Write an artifact in the format of MLflow's tables."""
         columns = list(rows[0])
         content = {"columns": columns, "data": [[row[column] for column in columns] for row in rows]}
-        # Events of one step come one after the other, and a file replaces another of its name.
+        # Events of one step may come in several calls, and a file replaces another of its name.
         part = f"-{time.time_ns()}" if name == EVENTS else ""
         self._client.log_dict(self._id, content, f"{name}/step-{step:06d}{part}.json")
 
     def finish(self, *, cause: str) -> None:
-        """Say how the run ended."""
+        """Set the run's final status."""
         self._client.set_terminated(self._id, _MLFLOW_STATUS.get(cause, "FAILED"))
 
 
 class TrackioTracker:
-    """trackio: a Space or server where its variables name one, else a database that `trackio show` opens."""
+    """trackio: a Space or server if its variables name one, else a database for `trackio show`."""
 
     def start(self, run: TrackedRun, sent: Sent) -> Sent:
         """Begin a run, or resume it by its name."""
@@ -238,16 +238,16 @@ class TrackioTracker:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        # It sends twice a second: what it has decides, not what it was given before it was killed.
-        has_until = max(self._run._next_step - 1, 0)
-        return replace(sent, id=self._run.id, step=min(sent.step, has_until))
+        # It sends twice a second: a killed process may not have sent the last steps that it took.
+        last_step = max(self._run._next_step - 1, 0)
+        return replace(sent, id=self._run.id, step=min(sent.step, last_step))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Log a row."""
         self._run.log(dict(values), step=step)
 
     def table(self, name: str, step: int, rows: Sequence[Row]) -> None:
-        """Log rollouts as traces, one each, and events as alerts and a table."""
+        """Log each rollout as a trace, and events as alerts and a table."""
         if name == EVENTS:
             self._run.log({name: self._trackio.Table(data=[dict(row) for row in rows])}, step=step)
             for row in rows:
@@ -267,11 +267,11 @@ class TrackioTracker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerKind:
-    """How a tracker is made, and what it needs."""
+    """A tracker's adapter and package."""
 
     adapter: type[Tracker]
     module: str
-    """What its package is imported by."""
+    """Import name of its package."""
 
 
 KINDS: Mapping[str, TrackerKind] = {
@@ -280,13 +280,13 @@ KINDS: Mapping[str, TrackerKind] = {
     "mlflow": TrackerKind(adapter=MlflowTracker, module="mlflow"),
     "trackio": TrackerKind(adapter=TrackioTracker, module="trackio"),
 }
-"""By the names of `trackers.use`, which are also the names of the extras."""
+"""Trackers by the names of `trackers.use`, which are also the names of the extras."""
 
 
 def require_trackers(spec: TrackersSpec) -> None:
-    """See that the trackers of a run can start here. Imports none of them, and asks nobody.
+    """Check that the trackers of a run can start here, without imports or network.
 
-    Raises: CheckRefused for a package that is not installed, or a key that W&B would ask a person for.
+    Raises: CheckRefused for a package that is not installed, or a missing key of W&B.
     """
     for name in spec.use:
         if find_spec(KINDS[name].module) is None:
@@ -295,8 +295,8 @@ def require_trackers(spec: TrackersSpec) -> None:
                 allowed="trackers whose packages are installed",
                 next_step=f"pip install 'strop[{name}]'",
             )
-    is_asked = "wandb" in spec.use and not (spec.offline or is_offline())
-    if is_asked and not has_wandb_key(os.environ):
+    needs_key = "wandb" in spec.use and not (spec.offline or is_offline())
+    if needs_key and not has_wandb_key(os.environ):
         raise CheckRefused(
             "trackers.use names wandb, and there is no key for it",
             allowed="WANDB_API_KEY, a login by `wandb login`, or files for later: trackers.offline = true",
@@ -313,17 +313,17 @@ def flatten(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
             yield f"{prefix}{key}", str(value)
 
 
-# How the record's names are grouped, as trackers' users expect: `train/reward_mean`, `time/seconds_step`.
+# Groups of the record's metrics, as users of trackers expect: `train/reward_mean`, `time/seconds_step`.
 TRAIN, ROLLOUTS, TIME, SYSTEM = "train", "rollouts", "time", "system"
 GROUPS: tuple[tuple[str, str], ...] = (
     (TIME, r"seconds_\w+|\w+_per_s|loop_(lag_s|late_frac)"),
     (SYSTEM, r"(peak_)?memory_bytes"),
-    # What was sampled, and what became of it.
+    # Sampling.
     (ROLLOUTS, r"(truncated|timed_out|failed|prompt_too_long|format_ok|refilled|branched)_frac(_.+)?"),
     (ROLLOUTS, r"(duplicate|common_reply|distinct_reply|runaway|prefix_break|wasted_token)_frac"),
     (ROLLOUTS, r"reply_tokens_mean(_.+)?|used_length_ratio|prompt_dependence|dev_gap|judge_\w+"),
     (ROLLOUTS, r"staleness_(mean|max)|num_groups_ahead|num_\w+_groups"),
-    # What is learned from it, and how the policy moves.
+    # Learning, and the change of the policy.
     (TRAIN, r"reward_(mean|part)(_.+)?|accuracy(_.+)?|unearned_reward_mean|zero_variance_frac"),
     (TRAIN, r"(loss|grad_norm)(_.+)?|lr|grad_cosine|update_ratio|(master_)?changed_frac"),
     (TRAIN, r"(policy_)?entropy_nats|\w+_kl_nats|(drift|offpolicy|mismatch)_\w+_nats"),
@@ -332,16 +332,16 @@ GROUPS: tuple[tuple[str, str], ...] = (
     (TRAIN, r"num_(scored_tokens|signal_tokens|forwarded|positions|optimizer_steps)"),
     (TRAIN, r"num_(refused|left_out)_steps|policy_version"),
 )
-"""Group and pattern of the whole name; the first that fits counts. What fits none is `train`."""
+"""Group and pattern of the whole name; the first match counts. Other metrics are in `train`."""
 _PATTERNS = [(group, re.compile(pattern)) for group, pattern in GROUPS]
 _ODD = re.compile(r"[^A-Za-z0-9_./ -]")
 
 
 def group_of(name: str) -> str | None:
-    """Return the group of a metric of the record; None for one that strop does not measure itself."""
+    """Return the group of a metric of the record; None for a metric that strop does not measure."""
     return next((group for group, pattern in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 def name_metric(name: str) -> str:
-    """Return what a metric of the record is called in trackers. Signs that one of them refuses become '_'."""
+    """Return the name of a metric in trackers. Characters that one of them refuses become '_'."""
     return f"{group_of(name) or TRAIN}/{_ODD.sub('_', name)}"

@@ -1,9 +1,9 @@
-"""Sending a run to trackers: an observer in the process that trains, and a follower for each tracker.
+"""Send a run to trackers: an observer in the training process, and a follower process for each tracker.
 
-A follower is a process of its own, niced, that reads the run's directory while it grows and hands what is
-new to one tracker. The record is the queue: training waits for nothing and holds nothing back, a slow tracker
-loses nothing, and one that hangs, raises or takes its process along costs the run nothing. What a tracker has
-is noted in `trackers/NAME.json`, by which the next follower, of this attempt or of a later one, goes on.
+A follower is a niced process that reads the growing run directory and sends the news to one tracker. The
+record is the queue: training never waits, a slow tracker loses nothing, and one that hangs, raises or crashes
+its process does not harm the run. `trackers/NAME.json` records how far a tracker is; the next follower, of
+this attempt or a later one, continues from there.
 """
 
 from __future__ import annotations
@@ -46,21 +46,21 @@ from strop.view.trackers import (
 )
 
 FOLDER = "trackers"
-"""In the run directory: for each tracker what it has, and its own files."""
+"""Folder of the run directory with each tracker's progress and files."""
 LOOK_EVERY_S = 0.5
 NICENESS = 5
-"""A follower computes while it starts, and then hardly; with more, others on a machine would starve it."""
+"""A follower hardly computes after its start; with a higher value, other processes would starve it."""
 STOP_LIMIT_S = 10.0
-"""How long trackers may take for the rest of a run that was stopped or failed: the next attempt sends it."""
+"""Limit for sending the rest of a stopped or failed run: the next attempt sends what is missing."""
 RESTART_AFTER_S = 30.0
-"""A follower that ended is started again after so long, then after twice as long, and so on."""
+"""Pause before an ended follower is restarted; it doubles each time."""
 MAX_TEXT_CHARS = 8000
-"""Of a prompt or a reply, that a tracker is sent."""
+"""Longest part of a prompt or a reply that is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowOrder:
-    """What a follower is told. No key: it inherits the environment."""
+    """The arguments of a follower. Keys are not among them: it inherits the environment."""
 
     name: str
     run_path: str
@@ -72,22 +72,22 @@ class FollowOrder:
 
     @property
     def folder(self) -> Path:
-        """Where the tracker's own files are."""
+        """The folder of the tracker's own files."""
         return Path(self.run_path) / FOLDER / self.name
 
     @property
     def sent_path(self) -> Path:
-        """What the tracker has."""
+        """The file of the tracker's progress."""
         return sent_path(Path(self.run_path), self.name)
 
 
 def sent_path(run_path: Path, name: str) -> Path:
-    """Return the file that says what a tracker has of a run."""
+    """Return the file of a tracker's progress."""
     return run_path / FOLDER / f"{name}.json"
 
 
 def read_sent(path: Path) -> Sent:
-    """Return what a tracker has; nothing where it was never started."""
+    """Return a tracker's progress; none if it was never started."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
@@ -96,12 +96,12 @@ def read_sent(path: Path) -> Sent:
 
 
 class Follower:
-    """Hands a run to one tracker while the run grows."""
+    """Sends a growing run to one tracker."""
 
     def __init__(self, order: FollowOrder, tracker: Tracker) -> None:
         self._order, self._tracker = order, tracker
         self._run_path = Path(order.run_path)
-        # They only grow: an attempt cuts them back before it trains.
+        # These logs only grow: an attempt cuts them back before it trains.
         self._record = DirectoryRecord(self._run_path)
         self._metrics = LineFollower(self._record, "metrics.jsonl")
         self._events = LineFollower(self._record, "events.jsonl")
@@ -111,14 +111,14 @@ class Follower:
     def follow(self) -> None:
         """Start the tracker, send everything until the attempt has ended, and finish.
 
-        Raises: whatever the tracker raises; StoreError or CorruptRecord if the record cannot be read.
+        Raises: as the tracker; StoreError or CorruptRecord if the record cannot be read.
         """
         run = RunDir.open(self._run_path)
         self._order.folder.mkdir(parents=True, exist_ok=True)
         settings = tomllib.loads(run.spec_path.read_text(encoding="utf-8"))
         self._task = str(run.state.facts.get("task") or settings.get("task", {}).get("name"))
         facts = {key: value for key, value in run.state.facts.items() if isinstance(value, str | int | float)}
-        told = TrackedRun(
+        tracked = TrackedRun(
             name=self._run_path.name,
             project=self._order.project,
             folder=self._order.folder,
@@ -126,10 +126,10 @@ class Follower:
             first_step=self._order.first_step,
             is_offline=self._order.is_offline,
         )
-        self._note(self._tracker.start(told, self._sent))
+        self._save(self._tracker.start(tracked, self._sent))
         cause = None
         while cause is None:
-            # Asked first: what was recorded before the end is sent before it.
+            # Read first, so that everything recorded before the end is sent.
             attempt = json.loads((Path(self._order.attempt_path) / "attempt.json").read_bytes())
             cause = str(attempt["cause"]) if "ended_at" in attempt else None
             self._send_news()
@@ -142,13 +142,13 @@ class Follower:
             step = int(line.pop("step"))
             if step > self._sent.step:
                 self._tracker.log(step, {name_metric(name): float(value) for name, value in line.items()})
-                self._note(replace(self._sent, step=step))
+                self._save(replace(self._sent, step=step))
             every = self._order.rollouts_every
             if every and (step == 1 or step % every == 0) and step > self._sent.rollouts_step:
                 chosen = choose_at_step(self._record, step)
                 if chosen is not None:
-                    self._tracker.table(ROLLOUTS, step, [describe_rollout(one) for one in chosen.rollouts])
-                self._note(replace(self._sent, rollouts_step=step))
+                    self._tracker.table(ROLLOUTS, step, list(map(describe_rollout, chosen.rollouts)))
+                self._save(replace(self._sent, rollouts_step=step))
         for path in sorted((self._run_path / "eval").glob("*.json")):
             if path.name not in self._sent.evaluations:
                 self._send_evaluation(path)
@@ -167,10 +167,10 @@ class Follower:
                 values["sampled_accuracy"] = result.sampled.accuracy
         if values:
             self._tracker.log(result.step, {f"{place}/{name}": value for name, value in values.items()})
-        self._note(replace(self._sent, evaluations=(*self._sent.evaluations, path.name)))
+        self._save(replace(self._sent, evaluations=(*self._sent.evaluations, path.name)))
 
     def _send_events(self) -> None:
-        """Send what happened, by the steps behind it."""
+        """Send new events, grouped by step."""
         by_step: dict[int, list[Row]] = {}
         at = self._sent.at
         for line in self._events.read_records()[1]:
@@ -182,9 +182,9 @@ class Follower:
         for step, rows in by_step.items():
             self._tracker.table(EVENTS, step, rows)
         if by_step:
-            self._note(replace(self._sent, at=at))
+            self._save(replace(self._sent, at=at))
 
-    def _note(self, sent: Sent) -> None:
+    def _save(self, sent: Sent) -> None:
         self._sent = sent
         write_bytes_atomically(self._order.sent_path, json.dumps(asdict(sent)).encode())
 
@@ -192,7 +192,7 @@ class Follower:
 def describe_rollout(rollout: Rollout) -> Row:
     """Return a rollout as a row of a table: prompt and reply cut, several turns with their roles."""
     later = rollout.turns[1:]
-    reply = later[0].text if len(later) == 1 else "\n\n".join(f"[{one.role}]\n{one.text}" for one in later)
+    reply = later[0].text if len(later) == 1 else "\n\n".join(f"[{turn.role}]\n{turn.text}" for turn in later)
     outcome = rollout.outcome
     return {
         # An attempt whose environment failed has no turns.
@@ -206,22 +206,22 @@ def describe_rollout(rollout: Rollout) -> Row:
 
 
 class TrackingObserver:
-    """Passes every call on, and looks after the followers meanwhile. Without trackers it only passes on."""
+    """Forwards every call to another observer, and supervises the followers."""
 
     def __init__(self, spec: TrackersSpec, observer: Observer) -> None:
         """Raises: CheckRefused if a tracker cannot start here."""
         require_trackers(spec)
         self._spec, self._observer = spec, observer
         self._run_dir: RunDir | None = None
-        self._watched: list[_Watched] = []
+        self._followers: list[_FollowerProcess] = []
         self._step = 0
 
     def open_run(self, run_dir: RunDir) -> None:
-        """Take the run's directory, where the followers' fate is noted. Call it before the run starts."""
+        """Take the run's directory, which records notices on the followers. Call it before the run starts."""
         self._run_dir = run_dir
 
     def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
-        """Start the followers, and pass on."""
+        """Start the followers, and forward the call."""
         self._step = first_step
         attempt_path = (Path(run) / "latest").resolve()
         for name in self._spec.use:
@@ -234,69 +234,69 @@ class TrackingObserver:
                 is_offline=self._spec.offline or is_offline(),
                 rollouts_every=self._spec.rollouts_every,
             )
-            self._watched.append(_Watched(order=order, child=start_follower(order)))
+            self._followers.append(_FollowerProcess(order=order, child=start_follower(order)))
         self._observer.on_start(run=run, first_step=first_step, num_steps=num_steps)
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """Pass on, and start followers again that ended. Waits for nothing."""
+        """Forward the call, and restart ended followers, without waiting."""
         self._step = int(metrics["step"])
         self._observer.on_step(metrics)
-        for one in self._watched:
-            exit_code = one.child.poll()
+        for follower in self._followers:
+            exit_code = follower.child.poll()
             if exit_code is None:
                 continue
-            if not one.num_ends:
+            if not follower.num_ends:
                 self._announce(
                     "tracker_failed",
-                    f"{one.order.name} ended with {exit_code}, and is started again; its last line:"
-                    f" {one.child.tail(1)}",
+                    f"{follower.order.name} ended with {exit_code}, and is started again; its last line:"
+                    f" {follower.child.tail(1)}",
                 )
-            if one.ended_at is None:
-                one.ended_at, one.num_ends = time.monotonic(), one.num_ends + 1
-            if time.monotonic() - one.ended_at >= RESTART_AFTER_S * 2 ** (one.num_ends - 1):
-                one.child, one.ended_at = start_follower(one.order), None
+            if follower.ended_at is None:
+                follower.ended_at, follower.num_ends = time.monotonic(), follower.num_ends + 1
+            if time.monotonic() - follower.ended_at >= RESTART_AFTER_S * 2 ** (follower.num_ends - 1):
+                follower.child, follower.ended_at = start_follower(follower.order), None
 
     def on_event(self, event: Event) -> None:
-        """Pass on."""
+        """Forward the call."""
         self._observer.on_event(event)
 
     def on_eval(self, summary: EvalSummary) -> None:
-        """Pass on."""
+        """Forward the call."""
         self._observer.on_eval(summary)
 
     def on_end(self, *, cause: str) -> None:
-        """Let the followers send the rest, within the limit, end them, and pass on."""
+        """Let the followers send the rest within the limit, end them, and forward the call."""
         limit_s = self._spec.finish_limit_s
         if cause != "done":
-            # After a signal, a quarter of what a launcher gives at most.
+            # After a signal, at most a quarter of the launcher's grace.
             limit_s = min(limit_s, STOP_LIMIT_S, float(os.environ.get(GRACE_VARIABLE, "inf")) / 4)
         deadline = time.monotonic() + limit_s
-        for one in self._watched:
-            if one.child.poll() and cause == "done":
-                # Once more: what was in its way may be gone.
-                one.child = start_follower(one.order)
-        for one in self._watched:
-            exit_code = one.child.wait(max(deadline - time.monotonic(), 0.0))
-            terminate(one.child, 0.0)
+        for follower in self._followers:
+            if follower.child.poll() and cause == "done":
+                # One more try: the cause of its failure may have passed.
+                follower.child = start_follower(follower.order)
+        for follower in self._followers:
+            exit_code = follower.child.wait(max(deadline - time.monotonic(), 0.0))
+            terminate(follower.child, 0.0)
             if exit_code != 0:
-                self._say_missing(one, exit_code, limit_s)
-        self._watched.clear()
+                self._report_missing(follower, exit_code, limit_s)
+        self._followers.clear()
         self._observer.on_end(cause=cause)
 
-    def _say_missing(self, one: _Watched, exit_code: int | None, limit_s: float) -> None:
+    def _report_missing(self, follower: _FollowerProcess, exit_code: int | None, limit_s: float) -> None:
         assert self._run_dir is not None
         steps = [int(line["step"]) for line in self._run_dir.metrics.read()]
-        num_missing = sum(step > read_sent(one.order.sent_path).step for step in steps)
+        num_missing = sum(step > read_sent(follower.order.sent_path).step for step in steps)
         lacking = f"the numbers of {num_missing} of {len(steps)} steps" if num_missing else "what came last"
         why = (
             f"it had not taken all {limit_s:g} s after the end"
             if exit_code is None
-            else f"it ended with {exit_code}; its last line: {one.child.tail(1)}"
+            else f"it ended with {exit_code}; its last line: {follower.child.tail(1)}"
         )
         self._announce(
             "tracker_incomplete",
-            f"{one.order.name} may lack {lacking}: {why}. The record has it, and it is sent where the run"
-            " goes on",
+            f"{follower.order.name} may lack {lacking}: {why}. The record has it, and it is sent where the"
+            " run goes on",
         )
 
     def _announce(self, cause: str, detail: str) -> None:
@@ -307,18 +307,18 @@ class TrackingObserver:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Watched:
-    """A follower, and what became of it."""
+class _FollowerProcess:
+    """A follower's process and its ends."""
 
     order: FollowOrder
     child: ChildProcess
     num_ends: int = 0
     ended_at: float | None = None
-    """On the monotonic clock; None while it runs."""
+    """Monotonic time; None while it runs."""
 
 
 def start_follower(order: FollowOrder) -> ChildProcess:
-    """Start a follower that leaves the processors to the trainer."""
+    """Start a follower at a lower priority than the trainer."""
     log_path = Path(order.attempt_path) / f"tracker-{order.name}.log"
     child = spawn([sys.executable, "-m", "strop.view.tracking", json.dumps(asdict(order))], log_path)
     step_back(child.pid, by=NICENESS)
@@ -326,14 +326,14 @@ def start_follower(order: FollowOrder) -> ChildProcess:
 
 
 class _Redacting:
-    """A stream that keeps whole lines back until credentials of the environment are taken out of them."""
+    """A stream that writes whole lines, with the environment's credentials removed."""
 
     def __init__(self, stream: TextIO, values: tuple[str, ...]) -> None:
-        self._stream, self._values, self._begun = stream, values, ""
+        self._stream, self._values, self._rest = stream, values, ""
 
     def write(self, text: str) -> int:
-        """Write the lines that are whole."""
-        whole, end, self._begun = (self._begun + text).rpartition("\n")
+        """Write the complete lines."""
+        whole, end, self._rest = (self._rest + text).rpartition("\n")
         self._stream.write(redact(whole, self._values) + end)
         self._stream.flush()
         return len(text)
@@ -343,10 +343,10 @@ class _Redacting:
 
 
 def main(words: list[str]) -> None:
-    """Follow a run as one argument says."""
+    """Follow a run; the one argument is a `FollowOrder` as JSON."""
     values = tuple(value for name, value in os.environ.items() if is_secret(name, value))
-    # What packages print is their own business; the log is mirrored.
-    sys.stdout, sys.stderr = (_Redacting(one, values) for one in (sys.stdout, sys.stderr))
+    # Packages may print credentials, and the log is mirrored.
+    sys.stdout, sys.stderr = (_Redacting(stream, values) for stream in (sys.stdout, sys.stderr))
     order = FollowOrder(**json.loads(words[0]))
     Follower(order, KINDS[order.name].adapter()).follow()
 

@@ -1,7 +1,7 @@
-"""`strop watch`: a run that trains elsewhere, shown as if it trained here, from what its record has new.
+"""`strop watch`: show a run that trains elsewhere as if it trained here, from the new lines of its record.
 
-A run that goes on from a checkpoint has its record cut back; then its display begins anew where it goes on.
-A place that does not answer for a while is asked again: only the run's end ends the watching.
+A run that resumes from a checkpoint has its record cut back; its display then restarts at that step.
+If the place does not answer, it is asked again: only the run's end ends the watching.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from strop.view.live import EVENTS, METRICS, LiveRun
 from strop.view.terminal import TerminalObserver
 
 EARLIER_SHOWN = 5
-"""Events from before the watching began; the others stand in the record."""
+"""Largest number of earlier events that are shown; the record has the others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunEnd:
-    """How a run, or the job that it was, ended."""
+    """The end of a run, or of its job."""
 
     cause: str
     exit_code: int
 
 
 def find_end(run: LiveRun) -> RunEnd | None:
-    """Return how a run that is no job ended; None while it goes on, or where that cannot be seen from here.
+    """Return the end of a run without a job; None while it goes on, or if its end cannot be seen from here.
 
     Raises: StoreError if the place does not answer, or holds no run; CorruptRecord if run.json is damaged.
     """
@@ -55,7 +55,7 @@ def find_end(run: LiveRun) -> RunEnd | None:
 
 
 def _read_attempt(record: RecordFiles, number: int) -> RunEnd | None:
-    """Return how the last attempt ended, None where it has not written that."""
+    """Return the recorded end of an attempt; None if there is none."""
     try:
         content = json.loads(record.read(f"attempts/{number}/attempt.json") or b"{}")
         return RunEnd(cause=str(content["cause"]), exit_code=int(content["exit_code"]))
@@ -64,19 +64,19 @@ def _read_attempt(record: RecordFiles, number: int) -> RunEnd | None:
 
 
 class Watcher:
-    """Tells an observer what a run's record says anew."""
+    """Passes the new lines of a run's record to an observer."""
 
     def __init__(self, run: LiveRun, observer: TerminalObserver) -> None:
         self._run, self._observer = run, observer
         self._metrics, self._events = (LineFollower(run.record, name) for name in (METRICS, EVENTS))
         self._steps: list[dict[str, Any]] = []
-        self._told: set[str] = set()
+        self._shown_events: set[str] = set()
         self._num_steps = 0
         self._is_begun = False
         self._evals: set[tuple[str, int]] = set()
 
     def look(self) -> None:
-        """Tell what is new.
+        """Show the news.
 
         Raises: StoreError if the place does not answer; CorruptRecord for a damaged log.
         """
@@ -97,13 +97,13 @@ class Watcher:
             pairs = zip(self._steps, lines, strict=False)
             same = min(kept, len(lines))
             kept = next((number for number, (old, new) in enumerate(pairs) if old != new), same)
-            # What was evaluated since then is evaluated anew, and read anew.
+            # Later evaluations are repeated, and must be read again.
             self._evals = {key for key in self._evals if key[1] <= kept}
             self._run = LiveRun(key=self._run.key, record=self._run.record)
         elif is_first:
             kept = len(lines)
         if is_first or is_restarted:
-            # As a run that goes on here tells it: with what came before in its curve.
+            # As for a resumed run: the earlier steps are in its curve.
             first = int(lines[kept - 1]["step"]) if kept else 0
             self._observer.on_start(
                 run=self._run.key, first_step=first, num_steps=self._num_steps, earlier=lines[:kept]
@@ -114,8 +114,8 @@ class Watcher:
         self._steps += lines
 
     def _take_events(self, lines: Sequence[dict[str, Any]], *, is_first: bool) -> None:
-        new = [line for line in lines if json.dumps(line) not in self._told]
-        self._told.update(map(json.dumps, new))
+        new = [line for line in lines if json.dumps(line) not in self._shown_events]
+        self._shown_events.update(map(json.dumps, new))
         events = [to_event(line, EVENTS) for line in new]
         if is_first:
             events = [event for event in events if self._observer.is_shown(event)]
@@ -131,7 +131,7 @@ class Watcher:
             result for result in self._run.read_results() if (result.task, result.step) not in self._evals
         ]
         self._evals.update((result.task, result.step) for result in results)
-        # Of the past the first and the last one: how it was, and how it is.
+        # Of the earlier ones only the first and the last.
         for result in results[:1] + results[1:][-1:] if is_first else results:
             if result.greedy.accuracy is not None:
                 self._observer.on_eval(summarize(result, result.greedy.accuracy))
@@ -144,12 +144,12 @@ def watch(
     *,
     pause: Callable[[], None],
 ) -> RunEnd:
-    """Show a run until it has ended, and return how."""
+    """Show a run until it ends; return its end."""
     silence = ""
     while True:
         end = None
         try:
-            # Asked before the record is read, so that what was written until the end is still told.
+            # Read before the record, so that the last lines before the end are still shown.
             end = find_end()
             watcher.look()
             silence = ""
@@ -164,7 +164,7 @@ def watch(
 
 
 def summarize(result: EvalResult, accuracy: float) -> EvalSummary:
-    """Return what an observer shows of a result."""
+    """Convert a result for an observer."""
     return EvalSummary(
         step=result.step,
         num_examples=result.num_examples,
