@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from strop.environments import Done, Workspace, choose_environment
+from strop.environments.workspace import sandbox_tool
 from strop.environments.worlds import BuiltInWorld
 from strop.errors import ConfigError, SandboxLost
 from strop.rollout import Example, FailureOwner, Rollout, Split
@@ -245,7 +246,8 @@ def test_a_sandbox_that_says_nothing_is_the_machines_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Silent(Repair):
-        async def _run(self, command: str) -> str:
+        @sandbox_tool
+        async def bash(self, command: str) -> str:
             await asyncio.sleep(60)
             return ""
 
@@ -256,7 +258,8 @@ def test_a_sandbox_that_says_nothing_is_the_machines_failure(
 
 
 class EndsItself(Repair):
-    async def _run(self, command: str) -> str:
+    @sandbox_tool
+    async def bash(self, command: str) -> str:
         raise SandboxLost("ended", kind="from_inside")
 
 
