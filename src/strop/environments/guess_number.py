@@ -21,14 +21,14 @@ _NUMBER = re.compile(r"[0-9]+")
 
 
 class GuessNumberSpec(EnvironmentSection):
-    """A number from 1 to a bound is guessed; after each guess one is told: higher, or lower."""
+    """Guess a number from 1 to a bound; the answer to each guess is higher or lower."""
 
     name: Literal["guess-number"] = "guess-number"
     max_value: int = Field(
         default=20,
         ge=3,
         le=10**6,
-        description="The largest number that may be meant; the smallest is 1.",
+        description="The largest possible number; the smallest is 1.",
         json_schema_extra=expert("the game can be made harder"),
     )
     num_train: int = Field(

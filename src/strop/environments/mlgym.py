@@ -83,8 +83,8 @@ class MlgymSpec(RoomSettings, EnvironmentSection):
     )
     raw_validate: bool = Field(
         default=False,
-        description="Whether the tool `validate` returns the metrics that the attempt is graded by, as MLGym"
-        " does it, in place of whether it can be graded; counted as `num_raw_validations`.",
+        description="Whether the tool `validate` returns the metrics of the grading, as in MLGym, instead of"
+        " only whether the work can be graded; counted as `num_raw_validations`.",
         json_schema_extra=expert("published results were reached with the test's own metric in sight"),
     )
     num_train: int = Field(default=1000, ge=1, le=10**6, description="Attempts to train on.")
@@ -408,10 +408,9 @@ def _read_task(root: Path, path: Path, config: Mapping[str, Any]) -> MlgymTask:
 
 
 def _marks_of(config: Mapping[str, Any], path: Path) -> Marks:
-    known = _KNOWN.get(str(config["id"]))
+    if (marks := _KNOWN.get(str(config["id"]))) is not None:
+        return marks
     scores = config.get("baseline_scores") or []
-    if known is not None:
-        return known
     if not scores or not isinstance(scores[0], dict) or not scores[0]:
         raise _malformed(path, "it has no baseline_scores, and none is computed here")
     metric, baseline = next(iter(scores[0].items()))

@@ -55,7 +55,7 @@ class OpenenvSpec(EnvironmentSection):
     action_field: str | None = Field(
         default=None,
         min_length=1,
-        description="Field of an action that the whole reply is, as text, or with action_is_number its last"
+        description="Field of an action that takes the whole reply as text, or with action_is_number its last"
         " number. none = the last JSON object of a reply is the action.",
         json_schema_extra=expert("environments differ in what an action is"),
     )
@@ -66,13 +66,13 @@ class OpenenvSpec(EnvironmentSection):
     )
     instructions: str = Field(
         default="",
-        description="What the model is told before the first observation, such as what an action is.",
-        json_schema_extra=expert("a server says nothing to a model but its observations"),
+        description="Text before the first observation, such as the form of an action.",
+        json_schema_extra=expert("a server sends a model only its observations"),
     )
     options: FreeTable = Field(
         default={},
-        description="Given to the environment's reset, beside the seed.",
-        json_schema_extra=expert("environments have settings of their own"),
+        description="Further arguments of the environment's reset, beside the seed.",
+        json_schema_extra=expert("each environment has other settings"),
     )
     max_return: float = Field(
         default=1.0,

@@ -83,30 +83,30 @@ class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
     image: str | None = Field(
         default=None,
         min_length=1,
-        description="Image of the rows that name none, such as"
-        " 'swebench/sweb.eval.x86_64.{instance}:latest', with {instance_id} or, in the form that such names"
-        " have, {instance}. none = each row names an image, or a repository: a directory of this machine.",
+        description="Image of rows without one, such as 'swebench/sweb.eval.x86_64.{instance}:latest', with"
+        " {instance_id} or {instance}, its form in names of images. none = each row names an image or a"
+        " repository, which is a directory of this machine.",
         json_schema_extra=expert("SWE-bench's rows do not name their images"),
     )
     folder: str = Field(
         default=_FOLDER,
         pattern="^/",
-        description="Where images have the repository, if a row does not say it.",
+        description="Folder of the repository in images, for rows without one.",
         json_schema_extra=expert("images are built in several ways"),
     )
     test_command: str | None = Field(
         default=None,
         min_length=1,
-        description="What runs the hidden tests of rows that do not say it, in bash where there is one;"
-        " {files} are the files that the tests bring. none = each row says it.",
-        json_schema_extra=expert("SWE-bench's rows do not say it"),
+        description="Command that runs the hidden tests, for rows without one, in bash if the image has it;"
+        " {files} are the test files. none = each row has one.",
+        json_schema_extra=expert("SWE-bench's rows have none"),
     )
     test_limit_s: float = Field(
         default=1800.0,
         gt=0.0,
         le=86_400.0,
-        description="Seconds that the hidden tests may take. Then the issue is not solved.",
-        json_schema_extra=expert("a change may make tests wait without an end"),
+        description="Limit of the hidden tests in seconds. Beyond it, the issue is not solved.",
+        json_schema_extra=expert("a change may make tests hang"),
     )
     hidden_paths: tuple[str, ...] = Field(
         default=(),
@@ -124,8 +124,8 @@ class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
             *("pytest.py", "pytest/*", "_pytest/*", "unittest.py", "unittest/*"),
         ),
         strict=False,
-        description="Files whose changes are not graded, beside those that the tests bring: patterns of paths"
-        " in the repository.",
+        description="Files whose changes are not graded, beside the test files: patterns of paths in the"
+        " repository.",
         json_schema_extra=expert("some files can make every test pass"),
     )
 

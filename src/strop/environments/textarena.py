@@ -32,14 +32,14 @@ class TextarenaSpec(EnvironmentSection):
     game: str = Field(
         min_length=1,
         max_length=100,
-        description="The game's id in textarena, such as 'Minesweeper-v0'. Games of several players are"
-        " refused, and so are those that fetch word lists, unless these are here.",
+        description="The game's id in textarena, such as 'Minesweeper-v0'. Multi-player games are refused,"
+        " and so are games that fetch word lists, unless the lists are on this machine.",
         json_schema_extra=expert("the package has many games"),
     )
     options: FreeTable = Field(
         default={},
-        description="Settings of the game itself, handed on as they stand.",
-        json_schema_extra=expert("games have settings of their own"),
+        description="Settings of the game itself, passed on unchanged.",
+        json_schema_extra=expert("each game has other settings"),
     )
     num_train: int = Field(default=1000, ge=1, le=10**6, description="Games to train on, each with a seed.")
     num_held_out: int = Field(default=100, ge=1, le=10**6, description="Games that are held out.")

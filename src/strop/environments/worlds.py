@@ -68,7 +68,7 @@ class WorldTask:
         """Make an object of the class."""
         raise NotImplementedError
 
-    def to_outcome(self, found: Any) -> Outcome:
+    def to_outcome(self, score: Any, /) -> Outcome:
         """Convert the result of `score` to an outcome. Raises: TypeError or ValueError as `to_parts`."""
         raise NotImplementedError
 
@@ -292,9 +292,9 @@ class BuiltInWorld(WorldTask):
         """Return attempts that earn full marks, their replies joined with `TURN`."""
         return tuple(TURN.join(replies) for replies in self._specimen.gold_replies(example))
 
-    def to_outcome(self, found: Any) -> Outcome:
+    def to_outcome(self, score: Any, /) -> Outcome:
         """Convert the result of `score` to an outcome."""
-        return as_outcome(found, self.name, self._limits.max_reward)
+        return as_outcome(score, self.name, self._limits.max_reward)
 
 
 class OwnWorld(WorldTask, OwnTask):

@@ -45,8 +45,8 @@ _GAP = "  "
 
 def draw_curve(values: Sequence[float | None], *, levels: str = BLOCKS) -> str:
     """Return a character for each value, scaled from the lowest to the highest; a space for None."""
-    known = [value for value in values if value is not None]
-    low, high = min(known, default=0.0), max(known, default=0.0)
+    numbers = [value for value in values if value is not None]
+    low, high = min(numbers, default=0.0), max(numbers, default=0.0)
     top = len(levels) - 1
 
     def draw(value: float | None) -> str:
@@ -155,9 +155,9 @@ class Frame:
 
     def _draw(self, metric: str, label: str, form: str, *, width: int, levels: str) -> str:
         values = list(self._curves[metric])
-        known = [value for value in values if value is not None]
-        lead = f"{label} {form.format(known[-1])}"
-        scale = f"{form.format(min(known))} to {form.format(max(known))} in {len(values)} steps"
+        numbers = [value for value in values if value is not None]
+        lead = f"{label} {form.format(numbers[-1])}"
+        scale = f"{form.format(min(numbers))} to {form.format(max(numbers))} in {len(values)} steps"
         # Without the scale if both do not fit: a very short curve would be useless.
         room = width - cell_len(lead) - len(_GAP)
         if room - cell_len(scale) - len(_GAP) >= min(len(values), 20):
@@ -166,8 +166,8 @@ class Frame:
             scale = ""
         shown = values[-room:] if room > 0 else []
         if scale and len(shown) < len(values):
-            known = [value for value in shown if value is not None] or known
-            scale = f"{form.format(min(known))} to {form.format(max(known))} in {len(shown)} steps"
+            numbers = [value for value in shown if value is not None] or numbers
+            scale = f"{form.format(min(numbers))} to {form.format(max(numbers))} in {len(shown)} steps"
         return fit([lead, draw_curve(shown, levels=levels), scale], width)
 
 

@@ -206,21 +206,21 @@ class LiveRun:
         """
         from strop.record.rows import find_rows, list_rows
 
-        found: list[dict[str, Any]] = []
+        matches: list[dict[str, Any]] = []
         until = time.monotonic() + SEARCH_LIMIT_S
         for step in steps:
-            if time.monotonic() >= until or len(found) >= MAX_FOUND:
-                return {"found": found, "next": step}
+            if time.monotonic() >= until or len(matches) >= MAX_FOUND:
+                return {"found": matches, "next": step}
             for prefix, name in self._files_of(step, of).items():
                 data, place = self._read_file(name)
                 hits = set(find_rows(data, place, text))
                 rows = list_rows(data, place) if hits else ()
-                found += [
+                matches += [
                     {"step": step, "key": f"{prefix}{row.index}", **asdict(row)}
                     for row in rows
                     if row.index in hits
                 ]
-        return {"found": found, "next": None}
+        return {"found": matches, "next": None}
 
     def _files_of(self, step: int, of: str) -> dict[str, str]:
         """Return the files of a step's rollouts, by the prefix of their rows' keys."""

@@ -78,7 +78,7 @@ class _Files:
 
     @property
     def any(self) -> FileSystem:
-        """The remote file system if it is open, else the local one."""
+        """The remote file system if a place needed it, else the local one."""
         return self._remote or self._local
 
     def open(self, place: str) -> tuple[FileSystem, str]:

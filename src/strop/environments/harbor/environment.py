@@ -72,14 +72,14 @@ class HarborSpec(RoomSettings, EnvironmentSection):
     )
     open_network: bool = Field(
         default=False,
-        description="Whether tasks that ask for the open network, as Harbor's do if they say nothing, get"
-        " this machine's, its own services among it. false = none. Lists of hosts hold in any case.",
+        description="Whether tasks with a public network, Harbor's default, get this machine's network with"
+        " its own services. false = they get none. Lists of allowed hosts work in either case.",
         json_schema_extra=expert("some tests install packages when they run"),
     )
     num_held_out: int | None = Field(
         default=None,
         ge=0,
-        description="Tasks, the last by name, that are held out. none = a tenth of them, one at least.",
+        description="Number of held-out tasks, the last by name. none = a tenth of them, one at least.",
     )
 
 

@@ -107,22 +107,22 @@ class ResearchSpec(SandboxSettings, EnvironmentSection):
         default=get_args(ResearchTask),
         strict=False,
         min_length=1,
-        description="The tasks of the suite that are attempted, in turn; each has instances without end.",
-        json_schema_extra=expert("a suite is looked at task by task"),
+        description="Tasks of the suite, which take turns; each has an unlimited number of instances.",
+        json_schema_extra=expert("a suite is studied task by task"),
     )
     num_evaluations: int = Field(
         default=10,
         ge=0,
         le=10**4,
-        description="How often an attempt may have its work scored on hidden development data.",
-        json_schema_extra=expert("each score tells something of what is hidden"),
+        description="How often an attempt may score its work on hidden development data.",
+        json_schema_extra=expert("each score reveals something of the hidden data"),
     )
     salt_file: str | None = Field(
         default=None,
         min_length=1,
-        description="File with a secret of 16 bytes or more, from which all draws of the instances then"
-        " follow too: else who knows strop's source can repeat what is hidden. It is read outside of"
-        " sandboxes. none = the suite's own draws, the same for everybody.",
+        description="File with a secret of 16 bytes or more that seeds all draws of the instances: without"
+        " it, the hidden data can be reproduced from strop's source. It is read outside of sandboxes."
+        " none = the suite's own draws, the same for everybody.",
         json_schema_extra=expert("a model may have read the suite's source"),
     )
     num_train: int = Field(

@@ -159,8 +159,8 @@ def best_labels(points: np.ndarray, turn: float, scale: float) -> np.ndarray:
     angles = turn + np.pi * (np.arange(3)[:, None] / 3 + np.arange(2))
     centres = scale * np.stack([np.cos(angles), np.sin(angles)], axis=-1)
     squares = ((points[:, None, None] - centres) ** 2).sum(axis=-1)
-    found: np.ndarray = np.exp(-squares / (2 * (scale * _NOISE) ** 2)).sum(axis=2).argmax(axis=1)
-    return found
+    labels: np.ndarray = np.exp(-squares / (2 * (scale * _NOISE) ** 2)).sum(axis=2).argmax(axis=1)
+    return labels
 
 
 _MEMORISED = """TABLE = {table}
@@ -183,7 +183,7 @@ def make_fixtrain(seed: int) -> Instance:
         (answers,) = yield [[points.round(4).tolist(), labels.tolist(), others.round(4).tolist()]]
         if not isinstance(answers, list) or len(answers) != _NUM_TEST:
             raise ArtefactRefused(f"predict must return a list of {_NUM_TEST} labels")
-        return float(np.mean(np.array([as_index(one, 3) for one in answers]) == truth))
+        return float(np.mean(np.array([as_index(answer, 3) for answer in answers]) == truth))
 
     def value_of(source: str) -> float:
         return play_with(play(Phase.SEALED), load_function(source.encode(), "predict"))
