@@ -390,7 +390,6 @@ async def run_rollout(
     tokenizer: Tokenizer,
     plan: RolloutPlan,
     *,
-    prompts: PromptCache | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Rollout:
     """Attempt one example once, and close the environment.
@@ -405,6 +404,6 @@ async def run_rollout(
     Units: `clock` counts seconds.
     Raises: WeightMismatch, ConfigError and cancellation, which concern the whole run.
     """
-    prompts = prompts or PromptCache(tokenizer, plan.prompt_format)
+    prompts = PromptCache(tokenizer, plan.prompt_format)
     attempt = Attempt(environment=environment, engine=engine, plan=plan, prompts=prompts, clock=clock)
     return await attempt.conclude(attempt.run())
