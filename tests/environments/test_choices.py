@@ -142,16 +142,16 @@ def test_a_token_of_the_prompt_that_a_choice_would_join_goes_to_every_choice(tmp
     tokenizer = merging_tokenizer(tmp_path)
     assert tokenizer.encode("Q: A").tolist() == [0, 1, 2, 3]
     assert tokenizer.encode("Q: B").tolist() == [0, 6]
-    found = encode_choices(tokenizer, "Q:", ("A", "B"), PromptFormat.BASE)
+    encoded = encode_choices(tokenizer, "Q:", ("A", "B"), PromptFormat.BASE)
     # Behind 'Q', not behind 'Q:': what is compared is what each whole text is written with.
-    assert found.context_ids.tolist() == [0]
-    assert [reply.tolist() for reply in found.replies] == [[1, 2, 3], [6]]
+    assert encoded.context_ids.tolist() == [0]
+    assert [reply.tolist() for reply in encoded.replies] == [[1, 2, 3], [6]]
 
 
 def test_a_space_at_the_end_of_the_prompt_stays_there(tokenizer: Tokenizer) -> None:
-    found = encode_choices(tokenizer, "Q: ", ("A", "B"), PromptFormat.CHAT)
-    assert tokenizer.decode(found.context_ids) == "Q: "
-    assert [tokenizer.decode(reply) for reply in found.replies] == ["A", "B"]
+    encoded = encode_choices(tokenizer, "Q: ", ("A", "B"), PromptFormat.CHAT)
+    assert tokenizer.decode(encoded.context_ids) == "Q: "
+    assert [tokenizer.decode(reply) for reply in encoded.replies] == ["A", "B"]
 
 
 def test_a_model_scores_all_choices_in_one_forward_as_one_by_one(

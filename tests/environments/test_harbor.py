@@ -61,7 +61,7 @@ def test_lists_of_hosts_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("changed", "message"),
     [
         ({"config": "[environment"}, "table declaration"),
         ({"config": CONFIG + "healthcheck = { command = 'true' }\n"}, "environment.healthcheck"),
@@ -80,8 +80,8 @@ def test_lists_of_hosts_are_kept(tmp_path: Path) -> None:
         ({"instruction": None}, "instruction.md"),
     ],
 )
-def test_what_is_not_taken_is_refused(tmp_path: Path, changed: dict[str, Any], said: str) -> None:
-    with pytest.raises(DataError, match=said):
+def test_what_is_not_taken_is_refused(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
         read(tmp_path, **changed)
 
 

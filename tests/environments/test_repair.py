@@ -222,10 +222,10 @@ def test_hidden_tests_and_later_commits_cannot_be_read(tmp_path: Path, repositor
         " grep -rc 'hidden_sum\\|secret_more' . | grep -v ':0$'; ls base; env | grep -i hidden"
     )
     seen = play(tmp_path, task, call("bash", command=look), SUBMIT)
-    said = seen.turns[2].text
-    assert "the repository as it is\n0\n" in said
-    assert "No such file" in said
-    assert "tests" not in said
+    output = seen.turns[2].text
+    assert "the repository as it is\n0\n" in output
+    assert "No such file" in output
+    assert "tests" not in output
     example = task.examples(Split.TRAIN)[0]
     shown = json.dumps(dict(example.fields)) + task.render(example)[0].text
     assert "hidden_sum" not in shown
@@ -338,7 +338,7 @@ def test_an_image_has_the_repository_and_its_tests(
 
 
 @pytest.mark.parametrize(
-    ("columns", "said"),
+    ("columns", "message"),
     [
         ({"problem_statement": ""}, "problem_statement"),
         ({"FAIL_TO_PASS": "t.sh::a"}, "FAIL_TO_PASS that is no JSON"),
@@ -349,9 +349,9 @@ def test_an_image_has_the_repository_and_its_tests(
     ],
 )
 def test_malformed_rows_are_refused(
-    tmp_path: Path, repository: Path, columns: dict[str, Any], said: str
+    tmp_path: Path, repository: Path, columns: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(DataError, match=said):
+    with pytest.raises(DataError, match=message):
         make(tmp_path, repository, **columns).examples(Split.TRAIN)
 
 

@@ -335,14 +335,14 @@ def test_what_a_class_prints_is_kept(printed_file: Path, tokenizer: Tokenizer) -
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (("environment.sandbox=podman",), "have no sandbox"),
         ((INSIDE, "environment.sandbox=remote"), "no sandbox service"),
     ],
 )
-def test_a_sandbox_that_no_attempt_would_have_is_refused(words: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_a_sandbox_that_no_attempt_would_have_is_refused(words: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         build(WALK, *words, name="Walk")
 
 

@@ -187,7 +187,7 @@ def test_files_are_shown_written_and_edited(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("reply", "said"),
+    ("reply", "answer"),
     [
         (call("view", path="nowhere"), "no such file"),
         (call("view", path=""), "is no path"),
@@ -198,9 +198,9 @@ def test_files_are_shown_written_and_edited(tmp_path: Path) -> None:
         (call("bash", command="a\0b"), "has no NUL"),
     ],
 )
-def test_what_cannot_be_done_is_told(tmp_path: Path, reply: str, said: str) -> None:
+def test_what_cannot_be_done_is_told(tmp_path: Path, reply: str, answer: str) -> None:
     rollout = play(tmp_path, reply, SUBMIT)
-    assert said in told(rollout)[0]
+    assert answer in told(rollout)[0]
     assert rollout.outcome.reward == 0.0
     assert rollout.outcome.metrics["num_tool_errors"] == 1.0
 

@@ -227,8 +227,8 @@ def test_the_last_turn_is_executed_before_the_score(tmp_path: Path) -> None:
 def test_an_attempt_ends_at_its_tokens_and_is_marked_as_cut(tmp_path: Path) -> None:
     task = build(COUNTING, "environment.max_attempt_tokens=70")
     rollout = attempt(task, tokenizer_of(tmp_path), [call("add", number=1)] * 4)
-    said = [turn for turn in rollout.turns if turn.is_sampled]
-    assert sum(len(turn.token_ids) for turn in said) <= 70
+    sampled = [turn for turn in rollout.turns if turn.is_sampled]
+    assert sum(len(turn.token_ids) for turn in sampled) <= 70
     assert rollout.outcome.truncated
     assert rollout.outcome.metrics["stopped_by_tokens"] == 1.0
     assert rollout.outcome.reward == 1.0
@@ -259,7 +259,7 @@ def test_right_attempts_of_the_class_pass_the_self_test() -> None:
 
 
 @pytest.mark.parametrize(
-    ("edit", "said"),
+    ("edit", "message"),
     [
         (('f"Count to {self.goal}."', "f\"Count to {__import__('random').random()}.\""), "for the same seed"),
         (("def score", "def scored"), "has no score"),
@@ -269,7 +269,7 @@ def test_right_attempts_of_the_class_pass_the_self_test() -> None:
         (("max_turns = 4", ""), "how many turns"),
     ],
 )
-def test_a_class_that_cannot_work_is_refused(edit: tuple[str, str], said: str) -> None:
+def test_a_class_that_cannot_work_is_refused(edit: tuple[str, str], message: str) -> None:
     source = COUNTING.replace(*edit)
     assert source != COUNTING
 
@@ -278,7 +278,7 @@ def test_a_class_that_cannot_work_is_refused(edit: tuple[str, str], said: str) -
         task.render(task.examples(Split.TRAIN)[0])
         choose_environment(task)()
 
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         use()
 
 

@@ -46,11 +46,11 @@ def test_a_run_is_told_as_it_was_recorded(run: RunDir) -> None:
     page = client(run.path.parent)
     (listed,) = page.get("/api/runs").json()
     assert (listed["key"], listed["num_steps"], listed["phase"]) == (run.path.name, 3, "running")
-    told = page.get("/api/run", params={"run": run.path.name}).json()
-    assert [one["step"] for one in told["evals"]] == [0, 3]
-    assert told["change"]["low"] < told["change"]["estimate"] < told["change"]["high"]
-    assert told["rollout_steps"] == [1, 3]
-    assert told["wanted_steps"] == 40
+    answer = page.get("/api/run", params={"run": run.path.name}).json()
+    assert [one["step"] for one in answer["evals"]] == [0, 3]
+    assert answer["change"]["low"] < answer["change"]["estimate"] < answer["change"]["high"]
+    assert answer["rollout_steps"] == [1, 3]
+    assert answer["wanted_steps"] == 40
 
 
 def test_metrics_are_columns(run: RunDir) -> None:
@@ -151,12 +151,12 @@ def test_the_timeline_of_some_steps_is_read_alone(run: RunDir) -> None:
 def test_two_runs_are_compared_on_the_same_examples(run: RunDir, tmp_path: Path) -> None:
     other = make_run(tmp_path / "more", num_steps=3, eval_steps=(0, 40))
     shutil.move(other.path, tmp_path / "other")
-    told = client(tmp_path).get("/api/compare", params={"run": [run.path.name, "other"]}).json()
-    assert told["changes"][0]["estimate"] > 0
-    assert told["changes"][0]["against"] == run.path.name
+    answer = client(tmp_path).get("/api/compare", params={"run": [run.path.name, "other"]}).json()
+    assert answer["changes"][0]["estimate"] > 0
+    assert answer["changes"][0]["against"] == run.path.name
     (tmp_path / "other/eval").rename(tmp_path / "other/gone")
-    told = client(tmp_path).get("/api/compare", params={"run": [run.path.name, "other"]}).json()
-    assert told["error"] == "other: no evaluation to compare"
+    answer = client(tmp_path).get("/api/compare", params={"run": [run.path.name, "other"]}).json()
+    assert answer["error"] == "other: no evaluation to compare"
 
 
 @pytest.mark.parametrize(
@@ -201,8 +201,8 @@ def test_notes_are_written_where_the_page_may(run: RunDir, s3_root: str) -> None
     assert put(page, **{"x-strop": "notes", "host": "evil.example"}) == 403
     assert not (run.path / "notes.md").exists()
     assert put(page) == 200
-    told = page.get("/api/run", params={"run": run.path.name}).json()
-    assert (told["notes"], told["writes_notes"]) == ("remember <b>", True)
+    answer = page.get("/api/run", params={"run": run.path.name}).json()
+    assert (answer["notes"], answer["writes_notes"]) == ("remember <b>", True)
     assert put(page, text="x" * (1 << 21)) == 413
     with pytest.raises(StoreError, match="cannot be written from here"):
         LiveRun(key="far", record=StoreRecord(open_objects(s3_root), s3_root, run="far")).write_notes("x")

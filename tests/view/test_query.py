@@ -64,14 +64,14 @@ def copy(runs: Path, tmp_path: Path) -> Path:
 
 
 def test_rewards_per_step_are_those_of_the_files(runs: Path) -> None:
-    found = ask(runs, "SELECT run, step, avg(reward), count(*) FROM rollouts GROUP BY ALL ORDER BY ALL")
+    rows = ask(runs, "SELECT run, step, avg(reward), count(*) FROM rollouts GROUP BY ALL ORDER BY ALL")
     expected = []
     for path in sorted(runs.iterdir()):
         for step, file in enumerate(RunDir.open(path).rollouts_files(), start=1):
             rewards = [one.outcome.reward for one in read_rollouts(file)]
             known = [reward for reward in rewards if reward is not None]
             expected.append((path.name, step, pytest.approx(sum(known) / len(known)), len(rewards)))
-    assert found == expected
+    assert rows == expected
 
 
 def test_every_table_tells_run_and_step(runs: Path) -> None:
@@ -99,9 +99,9 @@ def test_tables_are_joined_over_run_and_step(runs: Path) -> None:
         " FROM metrics m JOIN runs r USING (run) JOIN timeline t ON t.run = m.run AND t.step = m.step"
         " WHERE r.seed = 1 AND t.name = 'learn' GROUP BY ALL ORDER BY m.step"
     )
-    found = ask(runs, sql)
+    rows = ask(runs, sql)
     lines = RunDir.open(sorted(runs.iterdir())[1]).metrics.read()
-    assert found == [
+    assert rows == [
         (line["step"], line["accuracy"], "4", pytest.approx(line["seconds_learn"])) for line in lines
     ]
 
@@ -114,16 +114,16 @@ def test_nested_columns_are_asked_in_place(runs: Path) -> None:
         f" WHERE run = '{path.name}' AND step = 2 AND sample_index = 0 AND example_id ="
         f" '{rollout.example.example_id}' LIMIT 1"
     )
-    (found,) = ask(runs, sql)
+    (row,) = ask(runs, sql)
     assert rollout.turns[1].logprobs is not None
     logprob = pytest.approx(float(rollout.turns[1].logprobs[0]))
-    assert found == (rollout.turns[0].text, logprob, None, 1, len(rollout.turns))
+    assert row == (rollout.turns[0].text, logprob, None, 1, len(rollout.turns))
 
 
 def test_what_failed_has_no_reward_and_says_why(copy: Path) -> None:
     write_rollouts(copy / "rollouts" / "step-000004.parquet", [make_lost_rollout(4)])
-    found = ask(copy, "SELECT reward, failure.owner, failure.kind FROM rollouts WHERE step = 4")
-    assert found == [(None, "infra", "timeout")]
+    rows = ask(copy, "SELECT reward, failure.owner, failure.kind FROM rollouts WHERE step = 4")
+    assert rows == [(None, "infra", "timeout")]
 
 
 def test_what_was_discarded_has_a_table_of_its_own(copy: Path) -> None:
@@ -143,8 +143,8 @@ def test_replies_of_evaluations_have_a_table_of_their_own(copy: Path) -> None:
         shard = copy / "eval" / "arithmetic-step-000004" / f"examples-{first:06d}-{first + 1:06d}.parquet"
         shard.parent.mkdir(exist_ok=True)
         write_rollouts(shard, make_rollouts(4, ["12", "11"]))
-    found = ask(copy, "SELECT step, count(*), sum(reward), max(temperature) FROM replies GROUP BY step")
-    assert found == [(4, 4, 2.0, 1.0)]
+    rows = ask(copy, "SELECT step, count(*), sum(reward), max(temperature) FROM replies GROUP BY step")
+    assert rows == [(4, 4, 2.0, 1.0)]
     assert ask(copy, "SELECT count(*) FROM evals WHERE step = 4") == [(5,)]
 
 
@@ -159,11 +159,11 @@ def test_an_older_file_lacks_columns_and_is_asked_with_the_others(copy: Path) ->
     ]
     index = table.schema.get_field_index("turns")
     pq.write_table(table.set_column(index, "turns", pa.array(rows, older)), path)
-    found = ask(
+    counted = ask(
         copy, "SELECT step, count(reward), count(turns[1].advantages) FROM rollouts GROUP BY 1 ORDER BY 1"
     )
-    assert [step for step, _, _ in found] == [1, 2, 3, 4]
-    assert all(num_rewards > 10 for _, num_rewards, _ in found)
+    assert [step for step, _, _ in counted] == [1, 2, 3, 4]
+    assert all(num_rewards > 10 for _, num_rewards, _ in counted)
 
 
 def test_a_run_that_has_just_begun_has_empty_tables(tmp_path: Path) -> None:

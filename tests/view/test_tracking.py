@@ -221,7 +221,7 @@ def test_a_tracker_that_raises_is_started_again_and_said_once(
     tracked = Tracked(tmp_path, monkeypatch, limit_s=600.0)
     tracked.write("raise RuntimeError('refused: ' + os.environ['WANDB_API_KEY'])")
     tracked.step(1)
-    (watched,) = tracked.observer._watched
+    (watched,) = tracked.observer._followers
     assert watched.child.wait(60.0) == 1
     tracked.write("pass")
     tracked.step(2)

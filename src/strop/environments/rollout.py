@@ -181,7 +181,7 @@ class Attempt:
         )
 
     async def conclude(self, walk: Awaitable[Outcome | None]) -> Rollout:
-        """Await what walks this attempt, close its world, and return what came of it.
+        """Await a walk of this attempt, close its environment, and return the rollout.
 
         Raises: as `run_rollout`.
         """

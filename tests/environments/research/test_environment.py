@@ -413,10 +413,10 @@ def test_a_salt_is_told_by_the_version_alone(tmp_path: Path) -> None:
     assert "0123456789abcdef" not in told
 
 
-@pytest.mark.parametrize(("text", "said"), [(None, "No such file"), ("short", "it has 5 bytes")])
-def test_a_salt_that_is_none_is_refused(tmp_path: Path, text: str | None, said: str) -> None:
+@pytest.mark.parametrize(("text", "message"), [(None, "No such file"), ("short", "it has 5 bytes")])
+def test_a_salt_that_is_none_is_refused(tmp_path: Path, text: str | None, message: str) -> None:
     path = tmp_path / "salt"
     if text is not None:
         path.write_text(text)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         _ = build(salt_file=str(path)).version

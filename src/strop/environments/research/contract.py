@@ -91,7 +91,7 @@ def profile_area(share: float) -> float:
 
 
 def play_with(play: Play, function: Callable[..., Any]) -> float:
-    """Return the score of a function of strop's own. Raises: ArtefactRefused."""
+    """Return the score of a trusted function, such as a starter or an oracle. Raises: ArtefactRefused."""
     try:
         calls = next(play)
         while True:
