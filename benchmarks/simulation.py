@@ -51,7 +51,7 @@ from strop.testing.simulated_engine import SimulatedEngine, SimulatedSpeed, Simu
 from strop.testing.virtual_time import run_virtually
 from strop.tokenizer import Tokenizer
 from strop.train.batch import TrainBatch, build_batch, schedule_examples
-from strop.train.generation import Batch, Collector, count_tokens, find_staleness, sort_by_status
+from strop.train.generation import Batch, Collector, find_staleness, sort_by_status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -373,8 +373,8 @@ class _Desk:
         tally = self._tally
         for fate, num_groups in Counter(sort_by_status(collected.groups, batch)).items():
             self._source.note(fate, num_groups)
-        tally.num_tokens += count_tokens(collected.groups)
-        tally.num_wasted += count_tokens([group for _, group in collected.discarded])
+        tally.num_tokens += sum(r.num_new_tokens for group in collected.groups for r in group.rollouts)
+        tally.num_wasted += sum(r.num_new_tokens for _, group in collected.discarded for r in group.rollouts)
         for group in collected.groups:
             staleness = find_staleness([group], self._learner.version)
             if staleness is not None:

@@ -35,7 +35,7 @@ from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.train import SilentObserver
 from strop.train.batch import build_batch
-from strop.train.checkpoint import load_checkpoint
+from strop.train.recording import load_checkpoint
 from tests.fixtures.attempts import LIMIT_S, Bench, describe_run
 from tests.fixtures.tiny_run import (
     NUM_GATE_REQUESTS,

@@ -19,7 +19,7 @@ from strop.rollout import RESTART, Branch, Group, Outcome, Rollout
 from strop.spec import AlgorithmSpec
 from strop.spec.train import TrainSpec
 from strop.train.batch import build_batch, pack_reply
-from strop.train.generation import GroupStatus, count_tokens, find_staleness, sort_by_status
+from strop.train.generation import GroupStatus, find_staleness, sort_by_status
 from strop.train.step import rl_term
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.policy.worlds import build_learner, make_model, plain, relative_error
@@ -67,7 +67,6 @@ def test_each_token_is_trained_once_and_compared_with_its_like() -> None:
     # 4 + 2 shared tokens, then 1 + 2 and 1 + 2: each counts once.
     assert batch.credit.num_counted_tokens == 12
     assert sum(rollout.num_new_tokens for rollout in tree(0, 4, [1.0, 0.0])) == 7
-    assert count_tokens([group_of(*tree(0, 4, [1.0, 0.0]))]) == 7
 
 
 def test_a_lost_branch_is_left_out_of_what_was_shared() -> None:

@@ -12,7 +12,7 @@ from strop.engine import ReplyScore, WeightTransport, WeightUpdate
 from strop.engine.router import ReplicaCause
 from strop.errors import EngineError, WeightMismatch
 from strop.rollout import FloatArray
-from strop.train.publishing import CanaryFinding, Heard, WeightCanary, find_fault
+from strop.train.publishing import CanaryFinding, CanaryScores, WeightCanary, find_fault
 from tests.engine.held import Desk, HeldEngine
 
 IDS = np.arange(1, 9, dtype=np.int32)
@@ -20,7 +20,7 @@ OLD = np.linspace(-4.0, -0.5, 8, dtype=np.float32)
 
 
 def fault(
-    engine: FloatArray, learner: FloatArray, *, last: Heard | None = None, version: int = 2
+    engine: FloatArray, learner: FloatArray, *, last: CanaryScores | None = None, version: int = 2
 ) -> str | None:
     return find_fault(
         ReplyScore(logprobs=engine, policy_version=version),
@@ -38,7 +38,7 @@ def shifted(values: FloatArray, nats: float) -> FloatArray:
 
 def test_an_engine_that_scores_as_the_learner_has_no_fault() -> None:
     new = shifted(OLD, 0.5)
-    last = Heard(learner_T=OLD, engine_T=shifted(OLD, 0.02))
+    last = CanaryScores(learner_T=OLD, engine_T=shifted(OLD, 0.02))
     assert fault(shifted(new, 0.03), new) is None
     assert fault(shifted(new, 0.03), new, last=last) is None
 
@@ -57,7 +57,7 @@ def test_scores_beyond_the_tolerance_are_a_fault(nats: float) -> None:
 def test_scores_that_stay_equal_while_the_learner_moves_are_a_fault() -> None:
     # An update far below the tolerance, as at small learning rates in bf16.
     engine = shifted(OLD, 0.02)
-    last = Heard(learner_T=OLD, engine_T=engine)
+    last = CanaryScores(learner_T=OLD, engine_T=engine)
     found = fault(engine, shifted(OLD, 1e-4), last=last)
     assert found == "its scores did not change at all while the learner's moved by 0.0001 nats"
     # Where the learner's are equal too, nothing follows: a resumed run publishes what was served.
@@ -68,7 +68,7 @@ def test_scores_that_stay_equal_while_the_learner_moves_are_a_fault() -> None:
 
 def test_noise_does_not_hide_old_weights_where_the_move_is_clear() -> None:
     # The gap was 0.005; the learner moved by 0.03, still within the tolerance of 0.04.
-    last = Heard(learner_T=OLD, engine_T=shifted(OLD, 0.005))
+    last = CanaryScores(learner_T=OLD, engine_T=shifted(OLD, 0.005))
     new = shifted(OLD, 0.03)
     found = fault(shifted(OLD, 0.004), new, last=last)
     assert found == "its scores are nearer to the learner's before the update, which moved by 0.03 nats"
@@ -107,7 +107,7 @@ def fleet(*engines: ScoringEngine) -> Desk:
 
 async def publish(desk: Desk, canary: WeightCanary, version: int) -> list[CanaryFinding]:
     await desk.router.update(WeightUpdate(version=version, digest="d", transport=WeightTransport.SHARED))
-    return await canary.hear(desk.router, version, shifted(OLD, 0.01 * version))
+    return await canary.check(desk.router, version, shifted(OLD, 0.01 * version))
 
 
 def test_smp_6_a_replica_that_silently_keeps_old_weights_is_named_and_gets_no_request() -> None:
@@ -142,7 +142,7 @@ def test_smp_6_where_no_engine_serves_the_published_weights_the_run_ends() -> No
         engine = ScoringEngine(keeps_old_weights=True)
         engine.version = 5
         # Half a nat away: the weights of five steps ago.
-        await WeightCanary(IDS, IDS, tolerance_nats=0.04).hear(engine, 5, shifted(OLD, 0.5))
+        await WeightCanary(IDS, IDS, tolerance_nats=0.04).check(engine, 5, shifted(OLD, 0.5))
 
     with pytest.raises(WeightMismatch, match=r"serves version 5: engine: weight_canary: .* 0\.5 nats"):
         asyncio.run(act())
@@ -156,7 +156,7 @@ def test_a_replica_that_cannot_score_is_unproven() -> None:
         assert await publish(desk, canary, 1) == []
         desk.engines[1].failure = EngineError("out of memory")
         with pytest.raises(EngineError, match="none of 2 engines is left"):
-            await canary.hear(desk.router, 1, OLD)
+            await canary.check(desk.router, 1, OLD)
         return desk
 
     assert asyncio.run(act()).causes == [("e0", ReplicaCause.UNPROVEN), ("e1", ReplicaCause.UNPROVEN)]

@@ -18,6 +18,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from strop.errors import EngineError, StropError
+from strop.hardware.busy_clock import BusyClock
 from strop.rollout import FinishReason, FloatArray, IntArray, Sampling, VersionSegment
 
 if TYPE_CHECKING:
@@ -153,6 +154,32 @@ class Engine(Protocol):
     async def close(self) -> None:
         """Release everything the engine holds."""
         ...
+
+
+class TimedEngine:
+    """An engine whose clock runs while it generates or scores."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.busy = BusyClock()
+
+    async def generate(self, request: GenerationRequest) -> Completion:
+        """Sample one reply. See `Engine.generate`."""
+        with self.busy.running():
+            return await self._engine.generate(request)
+
+    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
+        """Return the log-probability of each reply token. See `Engine.score`."""
+        with self.busy.running():
+            return await self._engine.score(prompt_ids, reply_ids, temperature)
+
+    async def update(self, update: WeightUpdate) -> WeightReceipt:
+        """Serve new weights. See `Engine.update`."""
+        return await self._engine.update(update)
+
+    async def close(self) -> None:
+        """Close the engine."""
+        await self._engine.close()
 
 
 def stream_seed(run_seed: int, example_id: str, step: int, sample_index: int, turn: int = 0) -> int:

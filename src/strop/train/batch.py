@@ -1,12 +1,12 @@
-"""Which examples each step trains on, and how its judged groups become what the learner packs.
+"""The examples of each step, and the packed batch of its judged groups.
 
-Without an order of the task's own, an epoch is a seeded permutation. The order follows from the seed and the
-number of examples alone, so a resumed run needs only its step count. Every example is used once per epoch;
-nothing is dropped where the number of examples is not a multiple of the step's. A step that spans two epochs
-never gets the same example twice.
+If the task has no order, an epoch is a seeded permutation. The order follows from the seed and the number of
+examples alone, so a resumed run needs only its step count. Every example is used once per epoch; none is
+dropped where the number of examples is not a multiple of the step's. A step that spans two epochs never gets
+the same example twice.
 
 Credit is assigned once, rows are built once. A batch may take several optimizer steps. Advantages are those
-of the whole batch; a mini-batch has weights of its own, those of a batch that is made of its groups alone.
+of the whole batch; a mini-batch is weighed as a batch of its groups alone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from strop.train.data.offline import Demonstration, Demonstrations, require_enou
 
 Item = TypeVar("Item")
 TurnAdvantages = tuple[FloatArray | None, ...]
-"""Of each token of each turn of a rollout; None for a turn that is not trained."""
+"""Advantages of each token, by turn of a rollout; None for a turn that is not trained."""
 
 
 class ExampleSchedule(Generic[Item]):
@@ -78,7 +78,7 @@ class ExampleSchedule(Generic[Item]):
     def _places(self, step: int) -> list[int]:
         while len(self._steps) <= step:
             chosen: dict[int, None] = {}
-            # What the step has already waits for the step after.
+            # A repeated example waits for the next step.
             deferred: list[int] = []
             while len(chosen) < self._prompts_per_step:
                 if not self._waiting:
@@ -108,18 +108,17 @@ class ExampleSchedule(Generic[Item]):
 
 
 def schedule_examples(spec: RunSpec, task: Task) -> ExampleSchedule[Example] | None:
-    """Return which examples are attempted when, or None in a run without rollouts.
+    """Return the schedule of a task's examples, or None in a run without rollouts.
 
     Raises: DataError if there are fewer examples than a step takes; ConfigError if their replies are chosen.
     """
     require_written(task)
     if not spec.train.has_rl:
         return None
-    wanted = spec.train.prompts_per_step
     return ExampleSchedule(
         task.examples(Split.TRAIN),
         seed=spec.seed,
-        prompts_per_step=wanted,
+        prompts_per_step=spec.train.prompts_per_step,
         epoch_order=epoch_order_of(task),
     )
 
@@ -127,15 +126,15 @@ def schedule_examples(spec: RunSpec, task: Task) -> ExampleSchedule[Example] | N
 def schedule_demonstrations(
     spec: RunSpec, demonstrations: Demonstrations | None
 ) -> ExampleSchedule[Demonstration] | None:
-    """Return which demonstrations each step trains on, or None where there are none.
+    """Return the schedule of demonstrations, or None where there are none.
 
     Raises: DataError if there are fewer demonstrations than a step takes.
     """
     if demonstrations is None:
         return None
-    wanted = spec.sft.rows_per_step
-    require_enough(demonstrations, wanted)
-    return ExampleSchedule(demonstrations.members, seed=spec.seed, prompts_per_step=wanted)
+    num_rows = spec.sft.rows_per_step
+    require_enough(demonstrations, num_rows)
+    return ExampleSchedule(demonstrations.members, seed=spec.seed, prompts_per_step=num_rows)
 
 
 _ORDER_STREAM = 2**32
@@ -144,32 +143,32 @@ _ORDER_STREAM = 2**32
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TrainBatch:
-    """What one step of a run trains on, in one optimizer step or several."""
+    """The packed rollouts of one training step, for one optimizer step or several."""
 
     groups: tuple[PackedGroup, ...]
     """Only rollouts that are forwarded."""
     places: tuple[tuple[int, int], ...]
-    """Which group of the credit's and which of its members each reply is of, in order of the replies."""
+    """For each reply, in order: the index of its compared group in `credit`, and of its row there."""
     turns: tuple[tuple[Turn, ...], ...]
-    """Those that each reply's scored tokens are of, in order of the replies."""
+    """For each reply, in order: the turns with its scored tokens."""
     credit: Credit
-    """Of what is compared with each other: the rollouts of a group; or, where some share turns, the shared
-    turns of a group, and for each of them what followed."""
+    """By compared group: the rollouts of a group; or, where some share turns, the shared turns of a group,
+    and for each of them the continuations."""
     group_of_P: tuple[int, ...]
-    """The group that each of the credit's is of."""
+    """For each compared group in `credit`: the index of the group that it was made from."""
     max_reply_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Row:
-    """What has one advantage: a rollout, turns that several share, or what followed them."""
+    """Turns with one advantage: a rollout, turns that several rollouts share, or a continuation of them."""
 
     reward: float | None
     samples: tuple[tuple[Turn, ...], ...]
     """Each begins with a prompt."""
     is_truncated: bool = False
     earned: Sequence[float] = ()
-    """By each turn that the policy spoke, itself."""
+    """The reward of each turn that the policy sampled."""
 
     @property
     def num_tokens(self) -> int:
@@ -224,9 +223,9 @@ def build_batch(
 
 
 def list_advantages(batch: TrainBatch, groups: Sequence[Group]) -> list[list[TurnAdvantages]]:
-    """Return what the learner is given for each token of each turn, by group and rollout; None: nothing.
+    """Return the advantages of each turn's tokens, by group and rollout; None for turns that are not trained.
 
-    Turns that several rollouts share are trained once, and stand in each of them.
+    Turns that several rollouts share are trained once, and listed for each of them.
     """
     by_turn: dict[int, FloatArray] = {}
     replies = (reply for packed in batch.groups for reply in packed.replies)
@@ -242,24 +241,24 @@ def list_advantages(batch: TrainBatch, groups: Sequence[Group]) -> list[list[Tur
 
 
 def _list_trained(group: Group) -> list[tuple[Turn, ...]]:
-    """Return the turns of each rollout; of shared ones those of the first that has them."""
+    """Return the turns of each rollout; for shared turns, those of the first rollout that has them."""
     firsts: dict[int, Rollout] = {}
-    found = []
+    trained = []
     for rollout in group.rollouts:
         shared: tuple[Turn, ...] = ()
         if rollout.branch is not None:
             first = firsts.setdefault(rollout.branch.of, rollout)
             shared = first.turns[: rollout.branch.num_turns]
-        found.append((*shared, *rollout.turns[len(shared) :]))
-    return found
+        trained.append((*shared, *rollout.turns[len(shared) :]))
+    return trained
 
 
 def _list_compared(group: Group) -> list[list[_Row]]:
     """Return the rows of a group that are compared with each other.
 
-    Turns that several rollouts share are one row, which earns the mean of what they earned, beside the
-    group's other such rows and its rollouts that share none. What followed them is compared with its
-    siblings: all of them began at the same place.
+    Turns that several rollouts share are one row, whose reward is the rollouts' mean, compared with the
+    group's other such rows and its rollouts that share none. The continuations of shared turns are compared
+    among themselves: all of them began at the same place.
     """
     by_first: dict[int, list[Rollout]] = {}
     for rollout in group.rollouts:
@@ -274,7 +273,7 @@ def _list_compared(group: Group) -> list[list[_Row]]:
         shared = siblings[0].turns[: branch.num_turns]
         rewards = [rollout.outcome.reward for rollout in siblings]
         first_rows.append(_Row(reward=_mean_scored(rewards), samples=_drop_unanswered(cut_samples(shared))))
-        # What the policy is asked with behind them, in one piece.
+        # The shared tokens as one prompt of the continuations.
         context = Turn(
             role="prompt",
             text="",
@@ -304,7 +303,7 @@ def _whole_row(rollout: Rollout) -> _Row:
 
 
 def _mean_scored(rewards: Sequence[float | None]) -> float | None:
-    """Return the mean of the scored ones, of equal ones exactly theirs; None where fewer than half are."""
+    """Return the mean of the scored rewards, exact where all are equal; None if most are not scored."""
     known = [reward for reward in rewards if reward is not None]
     if 2 * len(known) < len(rewards):
         return None
@@ -312,7 +311,7 @@ def _mean_scored(rewards: Sequence[float | None]) -> float | None:
 
 
 def _drop_unanswered(samples: Sequence[tuple[Turn, ...]]) -> tuple[tuple[Turn, ...], ...]:
-    """Leave out what the policy was told and has not answered there: nothing of it is trained."""
+    """Leave out the last turns that the policy has not answered: they are not trained."""
     last = samples[-1]
     while last and not last[-1].is_sampled:
         last = last[:-1]
@@ -322,11 +321,11 @@ def _drop_unanswered(samples: Sequence[tuple[Turn, ...]]) -> tuple[tuple[Turn, .
 def cut_batch(
     algorithm: Algorithm, batch: TrainBatch, train: TrainSpec, *, seed: int, step: int
 ) -> list[tuple[PackedGroup, ...]]:
-    """Return what each optimizer step of a batch is made of, in order.
+    """Return the packed groups of each optimizer step of a batch, in order.
 
-    A mini-batch holds whole groups, its share of those that count, drawn anew in every epoch from seed and
-    step alone. One of groups without gradient is a step of zero gradient; one without any token that counts
-    is left out.
+    A mini-batch holds whole groups, its share of the counted ones, shuffled in every epoch by seed and step
+    alone. A mini-batch of groups without gradient is a step of zero gradient; one without any token that
+    counts is left out.
     """
     if train.mini_batches == 1:
         return [batch.groups] * train.epochs
@@ -352,13 +351,13 @@ def cut_batch(
 def _take_part(algorithm: Algorithm, batch: TrainBatch, chosen: Sequence[int]) -> tuple[PackedGroup, ...]:
     """Return the packed groups of some groups of a batch, weighed as a batch of their own."""
     credit = batch.credit
-    found = weigh_part(
+    weights = weigh_part(
         algorithm,
         [credit.num_trained_P_G[index] for index in chosen],
         [credit.is_counted_P_G[index] for index in chosen],
         batch.max_reply_tokens,
     )
-    weight_G_of = dict(zip(chosen, found, strict=True))
+    weight_G_of = dict(zip(chosen, weights, strict=True))
     places, part = iter(batch.places), []
     for group in batch.groups:
         own = [next(places) for _ in group.replies]
@@ -373,10 +372,10 @@ def _take_part(algorithm: Algorithm, batch: TrainBatch, chosen: Sequence[int]) -
 
 
 def penalize_rewards(algorithm: Algorithm, groups: Sequence[PackedGroup]) -> tuple[PackedGroup, ...]:
-    """Take the distance from the reference from the reward of each token, that of all later ones with it.
+    """Set each token's advantage to its reply's reward minus the KL penalty of this and all later tokens.
 
-    A reply's advantage is its reward here; the tokens of the batch are whitened together behind it. The
-    distance is the log-ratio of the policy that the batch began with, of the scored tokens of a reply.
+    A reply's advantage is its reward here. The penalty is beta times the log-ratio of the policy that the
+    batch began with to the reference, at scored tokens. Then the tokens of the batch are whitened together.
     Source: arXiv:2501.03262, equations 5 and 6, without discount.
     """
     returns = []
@@ -395,7 +394,7 @@ def penalize_rewards(algorithm: Algorithm, groups: Sequence[PackedGroup]) -> tup
     ends = np.cumsum([len(part) for part in returns])[:-1]
     parts = iter(np.split(joined_N.astype(np.float32), ends))
     return tuple(
-        replace(group, replies=tuple(replace(one, token_advantages=next(parts)) for one in group.replies))
+        replace(group, replies=tuple(replace(reply, token_advantages=next(parts)) for reply in group.replies))
         for group in groups
     )
 
@@ -403,8 +402,8 @@ def penalize_rewards(algorithm: Algorithm, groups: Sequence[PackedGroup]) -> tup
 def share_prompts(replies: Sequence[tuple[IntArray, PackedReply]]) -> list[PackedGroup]:
     """Hold each distinct prompt once, in order of appearance.
 
-    The rollouts of a group usually have one, but a world may open differently; compared are the ids
-    themselves.
+    The rollouts of a group usually share one prompt, but an environment may open differently, so the ids are
+    compared.
     """
     by_prompt: dict[bytes, tuple[IntArray, list[PackedReply]]] = {}
     for prompt_ids, reply in replies:
@@ -415,9 +414,9 @@ def share_prompts(replies: Sequence[tuple[IntArray, PackedReply]]) -> list[Packe
 def pack_reply(
     turns: Sequence[Turn], advantage: float, weight: float, of_turns: Sequence[float] | None = None
 ) -> PackedReply:
-    """Join everything after the opening prompt of a sample; what the policy sampled is scored, and only that.
+    """Join all turns after the opening prompt of a sample; exactly the sampled tokens are scored.
 
-    What ended a reply was sampled too, terminator or stop string. A gradient without the tokens of a stop
+    The end of a reply was sampled too, terminator or stop string. A gradient without the tokens of a stop
     string is not the gradient of the expected reward: the choice to end there would go without credit.
     """
     replies = turns[1:]

@@ -1,7 +1,7 @@
-"""The gate: what must hold before the first step, or nothing is trained.
+"""The gate: checks that must pass before the first step.
 
 Each check looks for one documented way in which systems of this kind trained silently wrong. All
-checks run, so that one look shows every cause; any failure that the run file does not accept by
+checks run, so that one report shows every cause. A failure that the run file does not accept by
 name and reason stops the run with exit code 76.
 """
 
@@ -62,7 +62,7 @@ _NUM_PROBE_PROMPTS = 8
 _NUM_PROBE_ROLLOUTS = 8
 _NUM_SELFTEST_EXAMPLES = 16
 _NUM_MEASURED_PROMPTS = 10_000
-"""Of more training prompts than these, every n-th is measured. A thousand take about 0.3 s."""
+"""Training prompts measured at most, evenly spaced. A thousand take about 0.3 s."""
 _AUDIT = "audit"
 _GATE_STEP = 2**31
 """Step in the names of the gate's random streams; no training step has it."""
@@ -78,15 +78,15 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     checks += [await check_verifier(gate), await check_audit(gate, accepted)]
     if judge_sections(gate.spec.task):
         checks.append(await check_judges(gate))
-    # Aside: of large data it takes seconds, and the loop has to answer meanwhile.
+    # In a thread: it takes seconds for large data, and the event loop must not block.
     checks += [check_schedule(gate), await asyncio.to_thread(check_overlap, gate), check_room(gate)]
     if gate.demonstrations is not None:
         checks.append(check_demonstrations(gate))
     idle = find_idle_settings(gate.spec)
     checks += [GateCheck(name="ratio", is_passed=True, detail=idle, notice=idle)] if idle else []
-    # Nothing is sampled for a run that is refused anyway: its prompts may not even fit.
+    # Not for a run that is refused anyway: its prompts may not even fit.
     if all(check.is_passed or check.name in accepted for check in checks):
-        # A few groups, sampled the way training will.
+        # A few groups, sampled as in training.
         plans = [
             plan_attempts(
                 gate.spec,
@@ -124,15 +124,15 @@ def read_accepted(text: str | None) -> dict[str, str]:
     """
     pairs = [entry.split(":", 1) for entry in text.split(";")] if text else []
     accepted = {name.strip(): reason.strip() for name, reason in pairs}
-    known = [check.__name__.removeprefix("check_") for check in _ALL_CHECKS]
-    known += [f"{_AUDIT}.{probe}" for probe in PROBE_IDS]
+    allowed = [check.__name__.removeprefix("check_") for check in _ALL_CHECKS]
+    allowed += [f"{_AUDIT}.{probe}" for probe in PROBE_IDS]
     # A probe may be accepted for one version of the task: `audit.PROBE@VERSION`.
     plain = {name: name.partition("@")[0] if name.startswith(f"{_AUDIT}.") else name for name in accepted}
-    unknown = sorted(name for name in accepted if plain[name] not in known)
+    unknown = sorted(name for name in accepted if plain[name] not in allowed)
     if unknown:
         raise ConfigError(
             f"train.accept names {', '.join(unknown)}",
-            allowed=", ".join(known),
+            allowed=", ".join(allowed),
             next_step="correct the name in the run file",
         )
     return accepted
@@ -203,7 +203,7 @@ async def check_audit(gate: GateInput, accepted: Mapping[str, str]) -> GateCheck
 
 
 async def check_judges(gate: GateInput) -> GateCheck:
-    """Refuse a model as judge that people with labels, or it itself, do not agree with."""
+    """Refuse a judge model that disagrees with human labels or with itself."""
     details, is_passed = [], True
     for index, section in enumerate(judge_sections(gate.spec.task)):
         if section.calibration is None:
@@ -229,14 +229,14 @@ def check_schedule(gate: GateInput) -> GateCheck:
 
 def check_demonstrations(gate: GateInput) -> GateCheck:
     """Refuse demonstrations that do not teach where a reply ends."""
-    found, tokenizer = gate.demonstrations, gate.roles.tokenizer
-    if found is None:
+    demonstrations, tokenizer = gate.demonstrations, gate.roles.tokenizer
+    if demonstrations is None:
         return GateCheck(name="demonstrations", is_passed=True, detail="no demonstrations")
-    first, num_members = found.members[0], len(found.members)
-    num_endless = sum(not _ends_once(tokenizer, member) for member in found.members)
+    first, num_members = demonstrations.members[0], len(demonstrations.members)
+    num_endless = sum(not _ends_once(tokenizer, member) for member in demonstrations.members)
     num_passes = gate.spec.train.steps * gate.spec.sft.rows_per_step / num_members
-    said = "".join(map(tokenizer.token_text, first.reply_ids[first.is_trained].tolist()))
-    detail = f"{found.describe()}, seen {num_passes:.3g} times; the first teaches {said!r}"
+    text = "".join(map(tokenizer.token_text, first.reply_ids[first.is_trained].tolist()))
+    detail = f"{demonstrations.describe()}, seen {num_passes:.3g} times; the first teaches {text!r}"
     if num_endless:
         detail = f"{num_endless} of {num_members} demonstrations do not teach one terminator at their end"
     return GateCheck(name="demonstrations", is_passed=not num_endless, detail=detail)
@@ -250,7 +250,7 @@ def _ends_once(tokenizer: Tokenizer, member: Demonstration) -> bool:
 
 
 def check_terminator(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
-    """Refuse to train other tokens than were sampled: what ended a reply is among them, and nothing else."""
+    """Refuse to train other tokens than were sampled; the end of a reply must be among them."""
     tokenizer = gate.roles.tokenizer
     rollouts = [rollout for group in groups for rollout in group.rollouts if rollout.num_sampled_tokens]
     ended = [r for r in rollouts if set(_sampled_ids(r)[-1:].tolist()) & tokenizer.stop_token_ids]
@@ -299,7 +299,7 @@ async def check_kl(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
         np.concatenate(await scorer.score(packed, temperature)) for scorer in (gate.roles.learner, reference)
     ]
     is_same = gate.spec.reference.model is None and gate.roles.learner.version == 0
-    # As a part of the reward it has no gradient of its own.
+    # A penalty that is part of the reward has no gradient, so no flaw in one.
     flaw = None if penalty is None else find_penalty_flaw(penalty)
     mean_nats = float(np.abs(own - theirs).mean())
     if flaw is None and is_same and not mean_nats <= PARITY_TOLERANCE_NATS[gate.spec.model.dtype]:

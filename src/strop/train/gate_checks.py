@@ -39,7 +39,7 @@ from strop.train.watch.process import LOW_DISK_FACTOR, directory_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GateInput:
-    """What the gate looks at."""
+    """The parts of a run that the gate checks."""
 
     spec: RunSpec
     task: Task
@@ -51,13 +51,11 @@ class GateInput:
     judge: Judge | None = None
     """None: replies are judged in this process."""
     demonstrations: Demonstrations | None = None
-    """None: no SFT data."""
     preferences: Preferences | None = None
-    """None: no preference pairs."""
     dtype_reason: str | None = None
-    """Why the run computes in its number format; None: no reason is known."""
+    """Why the run computes in its number format, where a reason is known."""
     on_causes: Callable[[Sequence[FailureCause]], None] = lambda causes: None
-    """Called with what made a verifier or a probe fail."""
+    """Called with the causes of failures of a verifier or a probe."""
 
     @property
     def asked(self) -> Sequence[Example]:
@@ -77,24 +75,25 @@ class GateCheck:
     name: str
     is_passed: bool
     detail: str
-    """What was seen; for a failure also the cause and what to do."""
+    """The measurement; for a failure also its cause and advice."""
     notice: str | None = None
-    """What every reader of the run's results must know; shown when the run begins and when it ends."""
+    """A warning for every reader of the run's results; shown when the run begins and when it ends."""
 
 
-# Overlap: the run must not train on what it is evaluated on. An example is recognised by its id; by its
-# problem, where the task can name it (`problem_of`); by its words; and by most of its words
-# (`tasks.overlap`). A task that names problems is believed: questions of one form look alike, and only their
-# author knows which are the same. Of very many examples an evenly spaced sample is compared, and the check
-# says so.
+# Overlap: the run must not train on the examples that it is evaluated on. An example is recognised by its id;
+# by its problem, where the task can name it (`problem_of`); by its words; and by most of its words
+# (`tasks.overlap`). Where the task names problems, that decides: questions of one form look alike, and only
+# their author knows which are the same. Of very many examples an evenly spaced sample is compared, and the
+# check's detail says so.
 
 MAX_SIMILAR_FRAC = 0.01
 """Share of the held-out examples that may have nearly the words of something learned: published data sets
 have some, and they cannot move a score by more than a point."""
 _MAX_EXAMPLES = 250_000
-"""Looked at of a split. A hundred thousand prompts of a hundred words take some ten seconds."""
+"""Examples of a split compared at most. A hundred thousand prompts of a hundred words take some ten
+seconds."""
 _MAX_MADE = 20_000
-"""Of examples that are made one by one when they are looked at."""
+"""The same, where examples are generated on access."""
 _SHOWN_CHARS = 100
 _SAME = ("as they are", "as the same problem", "in the same words")
 _SIMILAR = "in nearly the same words"
@@ -103,17 +102,17 @@ _Learned = TypeVar("_Learned")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Match:
-    """What a held-out example is among the things that are learned from."""
+    """A training prompt that is the same as, or similar to, a held-out example."""
 
     how: str
     """One of `_SAME`, or `_SIMILAR`."""
     learned: str
-    """What is asked there."""
+    """The training prompt."""
 
 
 @dataclass(kw_only=True, slots=True)
 class _Search:
-    """Compares held-out examples with what is learned from, source by source; the first match counts."""
+    """Compares held-out examples with the training data, source by source; the first match counts."""
 
     task: Task
     held_out: Sequence[Example]
@@ -144,15 +143,15 @@ class _Search:
     def by_text(
         self, texts: Mapping[int, str], learned: Sequence[_Learned], text_of: Callable[[_Learned], str]
     ) -> None:
-        """Compare texts of held-out examples, by their indices, with what is learned."""
+        """Compare texts of held-out examples, by their indices, with training texts."""
         if not texts or not learned:
             return
         indices = list(texts)
-        found = find_overlap(list(texts.values()), learned, text_of)
-        for row, place in found.equal.items():
+        overlap = find_overlap(list(texts.values()), learned, text_of)
+        for row, place in overlap.equal.items():
             self._note(indices[row], _SAME[2], text_of(learned[place]))
-        for row, place in found.similar.items():
-            # Of a form that the task knows, nearly the same words are another problem.
+        for row, place in overlap.similar.items():
+            # Where the task names problems, nearly the same words are another problem.
             if not self.is_named(self.held_out[indices[row]]):
                 self._note(indices[row], _SIMILAR, text_of(learned[place]))
 
@@ -189,20 +188,20 @@ def check_overlap(gate: GateInput) -> GateCheck:
 
 
 def find_matches(gate: GateInput, held_out: Sequence[Example], notes: list[str]) -> Mapping[int, Match]:
-    """Return the held-out examples that are learned from, by index. What is left out is added to `notes`."""
+    """Return the held-out examples that are trained on, by index; note where only a sample was compared."""
     task, search = gate.task, _Search(task=gate.task, held_out=held_out)
     if gate.spec.train.has_rl:
         trained, more = _choose(task.examples(Split.TRAIN), "training")
         notes += more
         search.by_name(trained)
-        # Two examples that the task can name are compared by then.
+        # Two examples whose problems the task can name were compared by name.
         asked = {index: ask(task, example) for index, example in enumerate(held_out)}
         named = {index: text for index, text in asked.items() if search.is_named(held_out[index])}
         unnamed = {index: text for index, text in asked.items() if index not in named}
         search.by_text(unnamed, trained, partial(ask, task))
-        search.by_text(named, [one for one in trained if not search.is_named(one)], partial(ask, task))
+        search.by_text(named, [other for other in trained if not search.is_named(other)], partial(ask, task))
     demonstrations, preferences = gate.demonstrations, gate.preferences
-    prompts = [one.asked_ids for one in demonstrations.members] if demonstrations is not None else []
+    prompts = [member.asked_ids for member in demonstrations.members] if demonstrations is not None else []
     prompts += [pair.prompt_ids for pair in preferences.members] if preferences is not None else []
     if demonstrations is not None:
         search.by_problem(sorted(demonstrations.problems))
@@ -214,12 +213,12 @@ def find_matches(gate: GateInput, held_out: Sequence[Example], notes: list[str])
 
 
 def ask(task: Task, example: Example) -> str:
-    """Return what a model is asked, without the marks of a chat."""
+    """Return the prompt of an example as text, without the marks of a chat."""
     return "\n".join(message.text for message in task.render(example))
 
 
 def _choose(examples: Sequence[Example], what: str) -> tuple[Sequence[Example], list[str]]:
-    """Return the examples that are looked at, and what to say if these are not all."""
+    """Return the examples to compare, and a note where these are not all."""
     limit = _MAX_EXAMPLES if isinstance(examples, tuple | list) else _MAX_MADE
     stride = max(1, -(-len(examples) // limit))
     chosen = list(examples[::stride])
@@ -233,14 +232,14 @@ def _clip(text: str) -> str:
 
 
 _NUM_RENDERED = 8
-"""Prompts whose longest stands for all."""
+"""Prompts that are rendered to estimate the longest."""
 
 
 def check_room(gate: GateInput) -> GateCheck:
     """Refuse a run whose estimated memory or disk is not free now.
 
-    What this process holds already, weights and masters among it, and checkpoints already written are
-    part of the plan, so they count as free.
+    Memory that this process holds already (weights, masters) and checkpoints already written are part of the
+    estimate, so they count as free.
     """
     spec, size = gate.spec, read_model_size(gate.model_dir)
     dtype = spec.model.dtype
@@ -254,14 +253,14 @@ def check_room(gate: GateInput) -> GateCheck:
     memory_bytes += cache_bytes(size, dtype, rows, task.limits.max_reply_tokens + answered // rows)
     if not (is_elsewhere := gate.roles.learner.device != "cpu"):
         memory_bytes += packed_bytes(size, dtype)
-    # A mirror holds one that is being sent, after it was pruned as well.
+    # A mirror keeps the checkpoint that it is sending, even after it was pruned.
     num_checkpoints = spec.train.keep_checkpoints + bool(find_mirror_root(spec.store)) + LOW_DISK_FACTOR
     disk_bytes = int(num_checkpoints * checkpoint_bytes(size, dtype, num_trained))
-    there_bytes = directory_bytes(gate.run_path / "checkpoints")
-    free_bytes, have_disk = free_memory_bytes(), free_disk_bytes(gate.run_path) + there_bytes
+    written_bytes = directory_bytes(gate.run_path / "checkpoints")
+    free_bytes, have_disk = free_memory_bytes(), free_disk_bytes(gate.run_path) + written_bytes
     have_memory = None if free_bytes is None else free_bytes + (rss_bytes() or 0)
     activations = activation_bytes(size, dtype, positions, is_recomputed=gate.roles.learner.recomputes)
-    # Frozen models are loaded already, and so a part of what this process holds.
+    # Frozen models are loaded already, so their memory is part of this process's.
     memory_bytes += activations + sum(
         frozen_bytes(read_model_size(path), dtype, num_positions=positions, beside_bytes=activations)
         for path in gate.roles.frozen_dirs.values()

@@ -34,23 +34,24 @@ CANARY = (
     " hundred. A week has seven days, and a year has twelve months."
 )
 _MIN_KNOWN_FRAC = 0.9
-"""Share of a model's ids that its tokenizer knows. Models have up to some 3 % more rows than ids, to make
-their number round: of the families that are trained here DeepSeek V2 leaves most of them unused, 2.3 %."""
+"""Share of a model's ids that its tokenizer must know. Models have up to some 3 % more rows than ids, to make
+their number round: of the supported families DeepSeek V2 leaves most of them unused, 2.3 %."""
 _SPECIAL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
 _LAW_PARAMS, _LAW_EXPONENT = 8.8e13, 0.076
 """Kaplan et al. 2020 (arXiv:2001.08361), equation 1.1: the test loss of a converged model of N parameters,
 embeddings left out, is (8.8e13 / N)^0.076 nats per token, measured for 768 to 1.5e9 parameters."""
 _LAW_RANGE = (768, 1.5e9)
 _LAW_BYTES = 96e9 / 2.29e10
-"""Bytes per token of the text that it was measured on, WebText2 (section 2.3 there)."""
+"""Bytes per token of WebText2, on which the law was measured (section 2.3 there)."""
 _LOSS_SLACK = 1.5
-"""How far above the law a sound model may be on some tens of tokens. SmolLM2-135M is at 0.83 of it; with 5 of
-its 30 layers made anew at 1.6 to 4.6, with the first layer alone at 4.4, with another tokenizer at 10."""
+"""Bound on the ratio of a sound model's loss on some tens of tokens to the law. SmolLM2-135M is at 0.83; with
+5 of its 30 layers reinitialized at 1.6 to 4.6, with only the first layer at 4.4, with another tokenizer at
+10."""
 _MAX_NAMED = 5
 
 
 def check_tokenizer(gate: GateInput) -> GateCheck:
-    """Refuse a tokenizer that is not the model's: by the number of ids, and by what the special ones are."""
+    """Refuse a tokenizer that is not the model's, by the number of its ids and by its special tokens."""
     tokenizer, num_rows = gate.roles.tokenizer, gate.roles.learner.shape.vocab_size
     flaws = []
     if tokenizer.vocab_size > num_rows:
@@ -74,24 +75,24 @@ def check_tokenizer(gate: GateInput) -> GateCheck:
 
 
 def _special_ids(path: Path) -> Iterator[tuple[str, int]]:
-    """Yield the special ids that a file of the model names. What is negative means none."""
+    """Yield the special ids that a file of the model names. A negative id means none."""
     if not path.is_file():
         return
     settings: dict[str, Any] = json.loads(path.read_text())
     for table in (settings, settings.get("text_config") or {}):
         for key in _SPECIAL_KEYS:
-            named = table.get(key)
-            for token_id in named if isinstance(named, list) else [named]:
+            value = table.get(key)
+            for token_id in value if isinstance(value, list) else [value]:
                 if isinstance(token_id, int) and token_id >= 0:
                     yield key, token_id
 
 
 async def check_tensors(gate: GateInput) -> GateCheck:
-    """Refuse weights that are not those of the files that they were loaded from, naming the tensors."""
-    learner, found, is_passed = gate.roles.learner, [], True
+    """Refuse weights that differ from the files that they were loaded from, naming the tensors."""
+    learner, details, is_passed = gate.roles.learner, [], True
     places = {"policy": gate.weights_dir or gate.model_dir, **gate.roles.frozen_dirs}
-    for who, path in places.items():
-        live = await learner.digest_tensors(None if who == "policy" else who)
+    for role, path in places.items():
+        live = await learner.digest_tensors(None if role == "policy" else role)
         try:
             strange = await compute_in_thread(partial(find_strange, live, path))
         except (OSError, SafetensorError, ValueError) as error:
@@ -100,34 +101,36 @@ async def check_tensors(gate: GateInput) -> GateCheck:
             note = ""
         if strange:
             is_passed = False
-            named = ", ".join(strange[:_MAX_NAMED]) + (", ..." if len(strange) > _MAX_NAMED else "")
-            found.append(
-                f"{len(strange)} of {len(live)} tensors of the {who} are not those of {path}{note}: {named};"
+            names = ", ".join(strange[:_MAX_NAMED]) + (", ..." if len(strange) > _MAX_NAMED else "")
+            details.append(
+                f"{len(strange)} of {len(live)} tensors of the {role} are not those of {path}{note}: {names};"
                 " they were made anew or changed after loading"
             )
         else:
-            found.append(f"{len(live)} tensors of the {who} are those of {path}")
-    return GateCheck(name="tensors", is_passed=is_passed, detail="; ".join(found))
+            details.append(f"{len(live)} tensors of the {role} are those of {path}")
+    return GateCheck(name="tensors", is_passed=is_passed, detail="; ".join(details))
 
 
 async def check_weights(gate: GateInput) -> GateCheck:
-    """Refuse models that know less English than sound ones of their size do.
+    """Refuse models that know less English than sound models of their size.
 
-    What a run itself has made of its policy is not judged: it may have been trained for anything.
+    A policy that this run has already trained is not refused: it may have been trained for anything.
     """
     roles = gate.roles
-    asked: list[tuple[str, Scorer, Path]] = [("policy", roles.learner, gate.model_dir)]
-    for role, scorer in (("reference", roles.reference), ("teacher", roles.teacher)):
-        if scorer is not None and roles.frozen_dirs.get(role) not in (None, gate.model_dir):
-            asked.append((role, scorer, roles.frozen_dirs[role]))
+    models: list[tuple[str, Scorer, Path]] = [("policy", roles.learner, gate.model_dir)]
+    for role, frozen in (("reference", roles.reference), ("teacher", roles.teacher)):
+        if frozen is not None and roles.frozen_dirs.get(role) not in (None, gate.model_dir):
+            models.append((role, frozen, roles.frozen_dirs[role]))
     details, is_passed = [], True
-    for who, scorer, path in asked:
+    for role, scorer, path in models:
         loss_nats, per_byte = await _measure_loss(gate, scorer)
         bound = bound_nats_per_byte(read_model_size(path).body_params)
-        is_begun = who == "policy" and roles.learner.version > 0
+        is_begun = role == "policy" and roles.learner.version > 0
         is_sound = is_begun or per_byte < bound
         is_passed = is_passed and is_sound
-        detail = f"loss of the {who} {loss_nats:.2f} nats per token on plain English, {per_byte:.2f} per byte"
+        detail = (
+            f"loss of the {role} {loss_nats:.2f} nats per token on plain English, {per_byte:.2f} per byte"
+        )
         detail += "" if is_begun else f", bound {bound:.2f}"
         if not is_sound:
             detail += (
@@ -141,9 +144,9 @@ async def check_weights(gate: GateInput) -> GateCheck:
 
 
 def bound_nats_per_byte(num_params: int) -> float:
-    """Return the loss on plain English that a sound model stays below, whatever its tokenizer.
+    """Return an upper bound on a sound model's loss on plain English, with any tokenizer.
 
-    `num_params` are those of the layers, without embeddings.
+    `num_params` counts the layers, without embeddings.
     """
     low, high = _LAW_RANGE
     law_nats = (_LAW_PARAMS / min(max(num_params, low), high)) ** _LAW_EXPONENT
@@ -151,7 +154,7 @@ def bound_nats_per_byte(num_params: int) -> float:
 
 
 async def _measure_loss(gate: GateInput, scorer: Scorer) -> tuple[float, float]:
-    """Return the loss on the canary per token and per byte, infinite where it has ids that there are not."""
+    """Return the loss on the canary per token and per byte; infinite with ids beyond the vocabulary."""
     tokenizer = gate.roles.tokenizer
     start_ids, token_ids = tokenizer.start_ids, tokenizer.encode(CANARY)
     if int(token_ids.max()) >= gate.roles.learner.shape.vocab_size:
@@ -167,29 +170,29 @@ async def _measure_loss(gate: GateInput, scorer: Scorer) -> tuple[float, float]:
 PARITY_TOLERANCE_NATS = {"bfloat16": 0.06, "float32": 1e-3}
 """Largest mean abs(engine - trainer) log-probability at equal weights."""
 _TAILS = (0.5, 0.2, 0.1, 0.05, 0.02, 0.01, 0.005)
-"""Shares of a distribution, its least likely tokens. Whatever cuts one (top-p, top-k, min-p) takes those."""
+"""Shares of a distribution that its least likely tokens have; top-p, top-k and min-p cut those."""
 _FACTORS = (0.0, 0.5, 0.8, 1.25, 2.0)
-"""How much rarer or commoner such tokens may be than reported; 0: never sampled."""
+"""Factors by which the frequency of such tokens may differ from the reported one; 0: never sampled."""
 MAX_EVIDENCE = 1e6
 """An engine that samples from what it reports exceeds it once in a million gates at most."""
 _MIN_TOKENS = 1000
-"""Of so many, cuts of a real model's sampling to top-p 0.95 and to top-k 50 are found (SmolLM2-135M: evidence
-4.8e7 and 2e18 of 900 tokens). A cut to 0.98 is found in some 2500."""
+"""Tokens that suffice to detect a cut of a real model's sampling to top-p 0.95 or top-k 50 (SmolLM2-135M:
+evidence 4.8e7 and 2e18 from 900 tokens). A cut to 0.98 takes some 2500."""
 _FREE_ROWS, _FREE_TOKENS = 16, 64
-"""Plain text that is sampled where the task's probes are shorter than that."""
+"""Plain text that is sampled where the task's probes have fewer tokens than `_MIN_TOKENS`."""
 _SEED = 20_01
-"""Of the numbers that say where within its own mass a token stands."""
+"""Seed of the random positions of tokens within their own mass."""
 
 
 async def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     """Refuse an engine and a trainer that disagree about the same tokens at equal weights.
 
-    And an engine that samples from another distribution than the one whose values it reports.
+    Refuse also an engine that samples from another distribution than the one that it reports.
     """
-    asked = [rollout for group in groups for rollout in group.rollouts]
-    causes = find_causes(find_failures(rollout.outcome for rollout in asked))
-    lost = sum_up(causes, len(asked), "probes") if causes else ""
-    rollouts = [rollout for rollout in asked if rollout.num_sampled_tokens]
+    probes = [rollout for group in groups for rollout in group.rollouts]
+    causes = find_causes(find_failures(rollout.outcome for rollout in probes))
+    lost = sum_up(causes, len(probes), "probes") if causes else ""
+    rollouts = [rollout for rollout in probes if rollout.num_sampled_tokens]
     if not rollouts:
         detail = "the engine gave no reply to compare"
         return GateCheck(name="parity", is_passed=False, detail=f"{lost}; {detail}" if lost else detail)
@@ -214,7 +217,7 @@ async def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
 
 
 def pack_rollouts(rollouts: Iterable[Rollout]) -> list[PackedGroup]:
-    """Pack rollouts as training does, each with its own prompt."""
+    """Pack rollouts as in training, each with its own prompt."""
     return [
         PackedGroup(prompt_ids=r.turns[0].token_ids, replies=(pack_reply(r.turns, 0.0, 0.0),))
         for r in rollouts
@@ -244,12 +247,12 @@ async def _name_cause(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingFinding:
-    """How often unlikely tokens were sampled, where that speaks most against the engine."""
+    """How often unlikely tokens were sampled, for the set with the most evidence against the engine."""
 
     evidence: float
-    """Of another distribution; its mean over engines that sample from what they report is 1."""
+    """Evidence of another distribution; its mean is 1 for engines that sample from the reported one."""
     which: str
-    """Which tokens these are."""
+    """Describes the set of tokens."""
     num_seen: int
     num_expected: float
     num_tokens: int
@@ -260,26 +263,26 @@ class SamplingFinding:
         return self.evidence < MAX_EVIDENCE
 
     def describe(self) -> str:
-        """Say it in one line."""
+        """Return one line for the report."""
         return f"{self.num_seen} of {self.num_tokens} tokens {self.which}, expected {self.num_expected:.1f}"
 
 
 async def _weigh_sampling(gate: GateInput, rollouts: Sequence[Rollout]) -> SamplingFinding:
     """Compare how often unlikely tokens were sampled with how often the trainer expects them.
 
-    Every sampled token counts, also what stands behind a stop string and is not trained on: what a token is
-    must not decide whether it is counted.
+    Every sampled token counts, even one behind a stop string that is not trained on: selection by what a
+    token is would bias the count.
     """
     replies = [(r.turns[0].token_ids, r.reply.token_ids) for r in rollouts if r.reply is not None]
     groups = [pack_given(prompt_ids, [reply_ids]) for prompt_ids, reply_ids in replies]
     if sum(len(reply_ids) for _, reply_ids in replies) < _MIN_TOKENS:
         groups += await _sample_free_text(gate)
-    found = await gate.roles.learner.place_tokens(groups, gate.spec.sampling.temperature)
-    return weigh_evidence(np.concatenate(found))
+    places = await gate.roles.learner.place_tokens(groups, gate.spec.sampling.temperature)
+    return weigh_evidence(np.concatenate(places))
 
 
 async def _sample_free_text(gate: GateInput) -> list[PackedGroup]:
-    """Have the engine go on with plain English, which nothing makes certain or short."""
+    """Have the engine continue plain English, which makes replies neither certain nor short."""
     tokenizer = gate.roles.tokenizer
     prompt_ids = np.concatenate([tokenizer.start_ids, tokenizer.encode(CANARY)[:8]])
     max_tokens = min(_FREE_TOKENS, gate.max_positions - len(prompt_ids))
@@ -298,18 +301,18 @@ async def _sample_free_text(gate: GateInput) -> list[PackedGroup]:
     except EngineError:
         # An engine that fails here fails on the task's prompts as well, which is reported.
         return []
-    return [pack_given(prompt_ids, [one.token_ids]) for one in completions if len(one.token_ids)]
+    return [pack_given(prompt_ids, [reply.token_ids]) for reply in completions if len(reply.token_ids)]
 
 
 def weigh_evidence(places: FloatArray) -> SamplingFinding:
     """Return the evidence that tokens were drawn from other distributions than the trainer's.
 
-    For a set of mass q, and X = 1 if the drawn token is in it, w^X / (1 - q (1 - w)) has the mean 1, whatever
-    was drawn before; so has the product over all tokens, and the mean over sets and factors w. By Markov's
+    For a set of mass q, and X = 1 if the drawn token is in it, w^X / (1 - q (1 - w)) has the mean 1, given
+    all earlier draws; so has the product over all tokens, and the mean over sets and factors w. By Markov's
     inequality it exceeds 1/p with a probability of p at most. The sets are the least likely tokens: those
-    beyond a rank; and those beyond a share of the mass, where a token stands anywhere within its own.
+    beyond a rank; and those beyond a share of the mass, at a random position within the token's own mass.
 
-    Shapes: as `strop.policy.head.token_places` gives them (M, 2 + 2 K); S sets, F factors.
+    Shapes: `places` as from `strop.policy.head.token_places`, (M, 2 + 2 K); S sets, F factors.
     """
     values = places.astype(np.float64)
     stands_M = values[:, 0] + np.random.default_rng(_SEED).random(len(values)) * values[:, 1]

@@ -1,15 +1,14 @@
 """Groups of rollouts for the loop: sampled when it asks, or ahead of it within a bound.
 
-Groups are numbered in the order of the schedule. Group n belongs to the batch n // B, where B is the
-number of groups of a step, and discarded groups are not counted. It may be started once its batch is at most
-`max_staleness` steps ahead of the weights that the engine serves, so nothing is sampled that would be
-too old when its step comes; with 0 this is sampling on demand, step by step. A batch is the next B groups
-in their order, however long each takes: filling batches in order of completion would bias training towards
-short replies.
+Groups are numbered in the order of the schedule. Group n belongs to the batch n // B, where B is the number
+of groups of a step, and discarded groups are not counted. It may be started once its batch is at most
+`max_staleness` steps ahead of the weights that the engine serves, so no group is too old when its step comes;
+with 0 this is sampling on demand, step by step. A batch is the next B groups in their order, however long
+each takes: filling batches in order of completion would bias training towards short replies.
 
 Every started group ends in exactly one way and is counted (`GroupStatus`). A resumed run goes on from the
-first group that no step has consumed: what was sampled behind it is either kept by the checkpoint or sampled
-again, under the restored weights.
+first group that no step has consumed: later groups are restored from the checkpoint or sampled again, under
+the restored weights.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from statistics import fmean
 from strop.algorithm import Algorithm, needs_replacement
 from strop.algorithm.advantages import has_enough_scored
 from strop.cluster import Roles
+from strop.engine.contract import TimedEngine
 from strop.engine.router import Router
-from strop.engine.timed import TimedEngine
 from strop.environments import RolloutPlan, choose_environment, run_group
 from strop.errors import Starved
 from strop.hardware.busy_clock import BusyClock, Interval
@@ -41,7 +40,7 @@ from strop.train.batch import ExampleSchedule, TrainBatch
 
 
 class Collector:
-    """Plans the attempts at examples and has them walked, here or by workers."""
+    """Plans the attempts at examples and runs them, in this process or on rollout workers."""
 
     def __init__(
         self, spec: RunSpec, task: Task, judge: Judge, roles: Roles, *, on_group: Callable[[], None]
@@ -51,19 +50,19 @@ class Collector:
         self._judge = judge
         self._roles = roles
         self._on_group = on_group
-        # Several engines know themselves which of them was asked.
+        # A router times each of its engines.
         self._engine = roles.engine if isinstance(roles.engine, Router) else TimedEngine(roles.engine)
         self._intervals: dict[int, Interval] = {}
 
     @property
     def busy(self) -> Mapping[str, BusyClock]:
-        """When engines worked for the attempts, by name; in workers elsewhere their judges too."""
+        """The clocks of the engines by name; with rollout workers also those of their judges."""
         if self._roles.run_group is not None:
             return self._roles.busy
         return {ENGINE: self._engine.busy} if isinstance(self._engine, TimedEngine) else self._engine.busy
 
     def take_interval(self, number: int) -> Interval | None:
-        """Return when a group was attempted, once; None for one that a checkpoint kept."""
+        """Return and forget when a group was attempted; None for one that a checkpoint kept."""
         return self._intervals.pop(number, None)
 
     def open_buffer(
@@ -74,7 +73,7 @@ class Collector:
         first_number: int,
         first_step: int,
     ) -> RolloutBuffer:
-        """Return the source of groups of a run that goes on after `first_step` steps."""
+        """Return the buffer of a run that goes on after `first_step` steps."""
         spec = self._spec
         return RolloutBuffer(
             BufferLimits(
@@ -90,13 +89,13 @@ class Collector:
         )
 
     async def attempt(self, number: int, example: Example) -> Group:
-        """Attempt an example as often as a group has members."""
+        """Sample one group: `train.group_size` attempts at an example."""
         spec = self._spec
         plans = plan_attempts(
             spec,
             self._task,
             example,
-            # Of the group, not of the loop: a stream's name depends on no timing.
+            # The group's step, not the loop's: the name of a random stream depends on no timing.
             step=number // spec.train.prompts_per_step,
             num_attempts=spec.train.group_size,
             max_positions=self._roles.learner.shape.max_positions,
@@ -113,7 +112,7 @@ class Collector:
         return group
 
     def _find_discard_reason(self, group: Group, *, algorithm: Algorithm) -> GroupStatus | None:
-        """Say why a group may not be part of a batch, None where it may."""
+        """Return why a group may not be part of a batch, None where it may."""
         staleness = find_staleness([group], self._roles.learner.version)
         if staleness is not None and staleness > self._spec.train.max_staleness:
             return GroupStatus.EVICTED
@@ -162,12 +161,12 @@ def age_of(rollout: Rollout, version: int) -> int | None:
 
 
 def find_staleness(groups: Sequence[Group], version: int) -> int | None:
-    """Return how many steps the oldest sampled token of all is behind `version`; None without tokens."""
+    """Return how many steps the groups' oldest sampled token is behind `version`; None without tokens."""
     return max(_list_ages(groups, version), default=None)
 
 
 def measure_staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-    """Say how old the rollouts of a batch are, in steps, by their oldest token."""
+    """Measure how old the rollouts of a batch are, in steps, by their oldest token."""
     ages = _list_ages(groups, version)
     return {"staleness_mean": fmean(ages), "staleness_max": float(max(ages))} if ages else {}
 
@@ -178,7 +177,7 @@ def _list_ages(groups: Sequence[Group], version: int) -> list[int]:
 
 
 def sort_by_status(groups: Sequence[Group], batch: TrainBatch) -> list[GroupStatus]:
-    """Say how each group of a batch ended."""
+    """Return how each group of a batch ended."""
     statuses = []
     forwarded = {
         index
@@ -196,7 +195,7 @@ def sort_by_status(groups: Sequence[Group], batch: TrainBatch) -> list[GroupStat
 
 
 def measure_discarded(batch: Batch) -> dict[str, float]:
-    """Say what was sampled on the way to a batch and not trained on; nothing where all of it was.
+    """Measure the groups that were sampled for a batch and discarded; empty without any.
 
     `used_length_ratio` is the mean length of the replies that were young enough, over that of all that were
     dispatched: below 1, long replies came too late more often than short ones.
@@ -210,7 +209,7 @@ def measure_discarded(batch: Batch) -> dict[str, float]:
     metrics = {"wasted_token_frac": num_wasted / max(num_wasted + sum(used), 1)}
     for status, num_groups in Counter(status for status, _ in batch.discarded).items():
         metrics[f"num_{status}_groups"] = float(num_groups)
-    # Those that were replaced for their rewards were in time.
+    # Groups that were replaced for their rewards were in time.
     in_time = used + replaced
     if any(evicted) and any(in_time):
         metrics["used_length_ratio"] = fmean(in_time) / fmean(in_time + evicted)
@@ -221,13 +220,8 @@ def _lengths(groups: Iterable[Group]) -> list[int]:
     return [rollout.num_new_tokens for group in groups for rollout in group.rollouts]
 
 
-def count_tokens(groups: Iterable[Group]) -> int:
-    """Return the tokens that were sampled for groups."""
-    return sum(_lengths(groups))
-
-
 class GroupStatus(StrEnum):
-    """How a group that was started ended."""
+    """How a started group ended."""
 
     TRAINED = "trained"
     """Some of its tokens moved the weights."""
@@ -238,32 +232,33 @@ class GroupStatus(StrEnum):
     EVICTED = "evicted"
     """It was too old when its step came."""
     FAILED = "failed"
-    """It was part of a batch, and fewer than two or half of its rollouts could be scored."""
+    """It was part of a batch, and too few of its rollouts could be scored: fewer than two, or than half."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferLimits:
-    """How far sampling may run ahead, and what a batch is."""
+    """The size of a batch, and how far sampling may run ahead."""
 
     groups_per_step: int
     max_staleness: int
-    """Steps between the oldest weights that sampled a rollout and those that it moves."""
+    """Steps between the oldest weights that sampled a rollout and the weights that it moves."""
     num_steps: int
-    """Nothing is sampled for steps behind the last."""
+    """Steps of the run: no groups are sampled for later ones."""
     max_generated_ratio: float = 4.0
-    """Groups per group of a batch that may be discarded and replaced, plus the one that is kept."""
+    """Groups that may be generated for each group of a batch: the one that is kept, and its discarded
+    ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """What one step trains on, and what was discarded on the way to it."""
+    """The groups that one step trains on, and those that were discarded for it."""
 
     groups: list[Group]
     numbers: list[int]
-    """Which groups they are."""
+    """Numbers of `groups`."""
     discarded: list[tuple[GroupStatus, Group]]
     discarded_numbers: list[int]
-    """Which groups those are."""
+    """Numbers of the discarded groups."""
     is_short: bool
     """Whether groups are missing because too many were discarded."""
 
@@ -289,9 +284,9 @@ class RolloutBuffer:
         first_number: int = 0,
         first_step: int = 0,
     ) -> None:
-        """`attempt(number, example)` samples one group; one with a `find_discard_reason` is replaced.
+        """`attempt(number, example)` samples one group; a group with a `find_discard_reason` is replaced.
 
-        `first_number` and `first_step` are where a resumed run goes on.
+        A resumed run goes on from `first_number` and `first_step`.
         """
         self._limits = limits
         self._find_example = find_example
@@ -321,7 +316,7 @@ class RolloutBuffer:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Groups started by this process, and how many of them ended in which way."""
+        """How many groups this process started, and how many of them ended in each way."""
         by_status = {status.value: num_groups for status, num_groups in self._by_status.items()}
         return {"started": self._num_started, **by_status}
 
@@ -339,12 +334,11 @@ class RolloutBuffer:
         self._kept = dict(waiting)
 
     def admit(self, published_step: int) -> None:
-        """Start what may be started under the weights that were published after so many steps."""
+        """Start the groups that may be sampled with the weights published after `published_step` steps."""
         self._published_step = published_step
         limits = self._limits
         while True:
-            # Whether the next group's batch is near enough to the weights served. Groups that the batch under
-            # way has chosen count with it until it is complete.
+            # Groups that `take` has chosen for an incomplete batch still count as ahead.
             num_ahead = (len(self._chosen) + len(self._started)) // limits.groups_per_step
             batch = self._num_consumed_steps + num_ahead
             if batch >= limits.num_steps or batch - published_step > limits.max_staleness:
@@ -365,7 +359,7 @@ class RolloutBuffer:
     async def take(self) -> Batch:
         """Return the next batch, waiting for its groups.
 
-        Raises: Starved; whatever ended an attempt, after the others were cancelled.
+        Raises: Starved; the error of an attempt, after the others were cancelled.
         """
         wanted = self._limits.groups_per_step
         most_discarded = int((self._limits.max_generated_ratio - 1.0) * wanted)
@@ -378,7 +372,7 @@ class RolloutBuffer:
                     entry = self._started[self.next_unconsumed]
                     if not entry.group.done():
                         break
-                    # Once more: what was young enough when it ended may be too old by now.
+                    # Checked when it ended, and again: it may have become too old.
                     if not self._discard_if_unusable(entry):
                         del self._started[entry.number]
                         self._chosen.append(entry)
@@ -401,27 +395,27 @@ class RolloutBuffer:
         self._num_consumed_steps += 1
         chosen, self._chosen = self._chosen, []
         is_short = len(chosen) < wanted
-        # What was discarded before the batch's last group goes with it; later ones go with a later batch.
+        # Groups discarded before the batch's last group are reported with it, later ones with a later batch.
         last = max((entry.number for entry in chosen), default=-1)
-        found = sorted(self._discarded, key=lambda one: one[0])
-        num_before = len(found) if is_short else sum(number <= last for number, _, _ in found)
-        self._discarded = found[num_before:]
+        ordered = sorted(self._discarded, key=lambda entry: entry[0])
+        num_before = len(ordered) if is_short else sum(number <= last for number, _, _ in ordered)
+        self._discarded = ordered[num_before:]
         return Batch(
             groups=[entry.group.result() for entry in chosen],
             numbers=[entry.number for entry in chosen],
-            discarded=[(status, group) for _, status, group in found[:num_before]],
-            discarded_numbers=[number for number, _, _ in found[:num_before]],
+            discarded=[(status, group) for _, status, group in ordered[:num_before]],
+            discarded_numbers=[number for number, _, _ in ordered[:num_before]],
             is_short=is_short,
         )
 
     def note(self, status: GroupStatus, num_groups: int) -> None:
-        """Count what became of groups of a batch that was taken."""
+        """Count how groups of a taken batch ended."""
         self._by_status[status] += num_groups
 
     async def settle(self) -> None:
-        """Wait until all that may be started is done, so that nothing depends on timing.
+        """Wait until all groups that may be started are done, so that the result depends on no timing.
 
-        Raises: whatever ended an attempt.
+        Raises: the error of an attempt.
         """
         num_started = -1
         while num_started != self._num_started:
@@ -431,7 +425,7 @@ class RolloutBuffer:
             self._replace_discarded()
 
     async def close(self) -> None:
-        """Cancel what is under way. May be called twice."""
+        """Cancel running attempts. May be called twice."""
         running = [entry.group for entry in self._started.values()]
         self._started = {}
         for group in running:

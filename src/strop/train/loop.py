@@ -1,4 +1,4 @@
-"""The training loop: examples, rollouts, credit, one optimizer step or several, publication, record.
+"""The training loop: examples, rollouts, credit, optimizer steps, publication of the weights, the record.
 
 One step, in order: take the step's examples, attempt each several times, judge, assign credit over the
 complete batch, add the terms of offline data, update the weights, publish them to the engine, record
@@ -31,13 +31,6 @@ from strop.spec.run import RunSpec
 from strop.tasks import Task
 from strop.tasks.judging import InlineJudge, Judge, TimedJudge
 from strop.train.batch import TrainBatch, schedule_examples
-from strop.train.checkpoint import (
-    TrainerState,
-    choose_checkpoint,
-    load_checkpoint,
-    load_waiting,
-    save_checkpoint,
-)
 from strop.train.data.offline import Demonstrations
 from strop.train.data.preferences import Preferences
 from strop.train.gate import pass_gate
@@ -58,25 +51,34 @@ from strop.train.measure import (
 )
 from strop.train.observer import Evaluator, Observer
 from strop.train.publishing import Publishing
-from strop.train.recording import SampledStep, add_lanes, tell_fates
+from strop.train.recording import (
+    SampledStep,
+    TrainerState,
+    add_lanes,
+    choose_checkpoint,
+    load_checkpoint,
+    load_waiting,
+    save_checkpoint,
+)
 from strop.train.step import StepTerms, take_steps
-from strop.train.watch import (
+from strop.train.watch.process import (
     DiskWatch,
+    Ending,
     LoopLagWatch,
+    StopFlag,
     Watchdog,
-    find_divergence,
     full_collections_by_hand,
 )
-from strop.train.watch.process import Ending, StopFlag
+from strop.train.watch.trends import find_divergence
 from strop.train.watch.tripwires import CauseLog, StepWatch, find_fate_leak, find_impossible_rollouts
 
 _SIGN_OF_LIFE = "Is anyone there?"
-"""Text that an engine scores to show that it still answers."""
+"""A text to score: an engine that does so still answers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainInput:
-    """Everything that the loop works with, composed by the caller."""
+    """The parts of a run that the caller has composed."""
 
     spec: RunSpec
     task: Task
@@ -86,19 +88,17 @@ class TrainInput:
     """Where the tokenizer's files come from for exports."""
     observer: Observer
     evaluate: Evaluator | None
-    """None: nothing is evaluated."""
+    """None: no evaluation."""
     judge: Judge | None = None
     """None: replies are judged in this process."""
     demonstrations: Demonstrations | None = None
-    """None: no SFT data."""
     preferences: Preferences | None = None
-    """None: no preference pairs."""
     prediction: Prediction | None = None
     """How long the run's steps should take; None: no estimate."""
 
 
 class TrainLoop:
-    """Trains one run to its end, from wherever its last checkpoint left it."""
+    """Trains one run to its end, from its last checkpoint on."""
 
     def __init__(self, parts: TrainInput) -> None:
         self._parts = parts
@@ -138,7 +138,7 @@ class TrainLoop:
         self._watch = StepWatch(parts.spec, parts.task, parts.prediction)
         self._disk = DiskWatch.of_run(parts.spec, parts.run_dir, parts.model_dir)
         self._stop = StopFlag()
-        # Where the learner leaves the event loop free.
+        # A learner that computes in the event loop blocks it by design.
         self._lag = LoopLagWatch(self._on_lag) if parts.roles.learner.is_async else None
         self._watchdog = Watchdog(
             parts.spec.tripwires.max_stall_s,
@@ -157,7 +157,7 @@ class TrainLoop:
             latest, note = choose_checkpoint(self._run_dir)
             if latest is not None:
                 step, path = latest
-                # Adapters are beside weights that stay as they were.
+                # With adapters the base weights are still those of the model.
                 self._weights_dir = path / "model" if self._spec.lora.rank is None else None
                 now = self._state
                 self._state = await load_checkpoint(
@@ -232,7 +232,7 @@ class TrainLoop:
         self._give_notice()
 
     def _give_notice(self) -> None:
-        """Say what the gate found that every reader of the results must know."""
+        """Repeat the gate's findings that every reader of the results must know."""
         for check in self._checks:
             if check.notice is not None:
                 self._event(EventKind.NOTICE, check.name, check.notice)
@@ -243,7 +243,7 @@ class TrainLoop:
         collected = await self._collect()
         groups = collected.groups if collected is not None else []
         num_attempted = self._causes.note_too_long(self._state.step, groups)
-        self._end.where_all_failed(self._state.step, groups)
+        self._end.on_all_failed(self._state.step, groups)
         await self._publishing.await_proof()
         collected_at = time.perf_counter()
         verify_s = min(self._judge.take_busy_s(), collected_at - started_at)
@@ -262,7 +262,7 @@ class TrainLoop:
         )
         learned_at = time.perf_counter()
         sampled, metrics = self._sum_up(collected, batch)
-        # A step of nothing but prompts that are too long is no sign of trouble: the gate bounded them.
+        # A step whose prompts are all too long is no sign of trouble: the gate has bounded their share.
         was_tried = num_attempted > 0 or bool(steps) or (collected is not None and collected.is_short)
         is_refused = was_tried and not update.steps
         self._state = replace(
@@ -325,20 +325,23 @@ class TrainLoop:
         return batch
 
     def _sum_up(self, collected: Batch | None, batch: TrainBatch) -> tuple[SampledStep, dict[str, float]]:
-        """Say how each of the step's groups ended, and sum them up. Before the weights' version is noted."""
+        """Return the step's rollouts with how their groups ended, and their metrics.
+
+        Called before `_state` has the step's new version: staleness is against the weights that were trained.
+        """
         if collected is None or self._buffer is None:
             return SampledStep(), {}
         version, advantages = self._state.version, self._terms.list_advantages(batch, collected.groups)
-        sampled = tell_fates(collected, batch, advantages, version=version)
+        sampled = SampledStep.of_batch(collected, batch, advantages, version=version)
         counts = Counter(sampled.statuses)
         for status, num_groups in counts.items():
             self._buffer.note(status, num_groups)
         num_ahead = self._buffer.num_ahead if self._spec.train.max_staleness else None
         metrics = measure_groups(collected, batch, self._parts.task, version=version, num_ahead=num_ahead)
-        return sampled, metrics | {f"num_{status}_groups": float(found) for status, found in counts.items()}
+        return sampled, metrics | {f"num_{status}_groups": float(number) for status, number in counts.items()}
 
     async def _publish_if_due(self) -> None:
-        """Publish what the step made, where the schedule or what comes next asks for it."""
+        """Publish the weights where `sync_every`, a checkpoint, an evaluation or the run's end wants it."""
         step, train, evaluation = self._state.step, self._spec.train, self._spec.eval
         is_due = step % train.sync_every == 0 or step == train.steps or step % train.checkpoint_every == 0
         if not is_due and (evaluation.every is None or step % evaluation.every):
@@ -369,16 +372,17 @@ class TrainLoop:
             self._publish_event(alarm)
             if has_room:
                 await self._checkpoint()
-            self._end.now(step, f"the disk is nearly full: {alarm.detail}", "room for the next checkpoint")
+            self._end.stop(step, f"the disk is nearly full: {alarm.detail}", "room for the next checkpoint")
         if is_due:
             await self._checkpoint()
         gc.collect()
 
     def _raise_alarms(self, alarms: Sequence[Event]) -> None:
-        """Publish alarms, and do what the run file asks for."""
+        """Publish alarms, and end the run where `tripwires.on_alarm` asks for it."""
         for alarm in alarms:
             self._publish_event(alarm)
-        self._end.on_alarms(self._state, alarms, is_wanted=self._spec.tripwires.on_alarm == "stop")
+        state, is_wanted = self._state, self._spec.tripwires.on_alarm == "stop"
+        self._end.on_alarms(state.step, state.num_refused_in_a_row, alarms, is_wanted=is_wanted)
 
     async def _stop_if_asked(self) -> None:
         """End after a signal, with a checkpoint of the last step."""
@@ -386,8 +390,8 @@ class TrainLoop:
             return
         if self._state.step not in {0, *self._run_dir.checkpoint_steps()}:
             await self._checkpoint()
-        kept = self._run_dir.latest_checkpoint()
-        where = f"checkpoint {kept[1].name}" if kept else "its start, no step was trained"
+        latest = self._run_dir.latest_checkpoint()
+        where = f"checkpoint {latest[1].name}" if latest else "its start, no step was trained"
         raise Interrupted(
             f"the run was stopped by {self._stop.cause} after step {self._state.step}",
             allowed=f"the run goes on from {where}",
@@ -399,7 +403,8 @@ class TrainLoop:
         await self._publishing.await_proof()
         waiting: list[tuple[int, Group]] = []
         if self._buffer is not None:
-            # Groups that wait for later steps; in a deterministic run all that were started.
+            # Groups for later steps: in a deterministic run every one that was started, else those that
+            # ended.
             if self._spec.train.deterministic:
                 await self._buffer.settle()
             waiting = self._buffer.list_waiting()
@@ -412,7 +417,7 @@ class TrainLoop:
         self._event(EventKind.CHECKPOINT, "written", path.name)
 
     async def _evaluate(self) -> None:
-        """Look at the held-out examples, where the run file asks for it."""
+        """Evaluate the policy on the held-out examples, where the run has an evaluator."""
         await self._publishing.await_proof()
         if self._parts.evaluate is None:
             return
@@ -425,7 +430,7 @@ class TrainLoop:
         except (EngineError, RunStopped) as error:
             notes = "\n\n".join(getattr(error, "__notes__", ()))
             self._event(EventKind.TRIPWIRE, "invalid_eval", str(error), notes)
-            # A dead engine tells why it died; what its silence led to does not.
+            # A dead engine's own error names the cause, this one only a consequence.
             await self._require_engine()
             raise
         if summary.invalid_cause is not None:
@@ -439,9 +444,9 @@ class TrainLoop:
         self._raise_alarms(find_divergence(summary, self._run_dir.metrics.read()))
 
     async def _require_engine(self) -> None:
-        """See that the engine still answers: what a dead one left of an evaluation is no result.
+        """Check that the engine still answers: an evaluation that its death cut short is no result.
 
-        Raises: EngineError with the cause of its end. The step has no checkpoint yet, so a resumed run
+        Raises: EngineError with the cause of its death. The step has no checkpoint yet, so a resumed run
             removes the evaluation and repeats it.
         """
         token_ids = self._roles.tokenizer.encode(_SIGN_OF_LIFE)
@@ -456,11 +461,11 @@ class TrainLoop:
         self._parts.observer.on_event(event)
 
     def _on_lag(self, late_s: float, stack: str) -> None:
-        """Called by the watching thread, while the loop is kept."""
+        """Record the lag; called by the watching thread while the event loop is blocked."""
         detail = f"the event loop has been blocked for {late_s:.1f} s; the call that blocks it:\n{stack}"
         self._event(EventKind.TRIPWIRE, "loop_lag", detail)
 
     def _on_stall(self, stage: str, stalled_s: float) -> None:
-        """Called by the watchdog's thread, just before it ends the process."""
+        """Record the stall; called by the watchdog's thread just before it ends the process."""
         detail = f"stage {stage} has not moved for {stalled_s:.0f} s; stacks follow in the log"
         self._event(EventKind.TRIPWIRE, "stall", detail)

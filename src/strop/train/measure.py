@@ -1,9 +1,9 @@
-"""The numbers of one step, each from all rollouts or all tokens of the step.
+"""The metrics of one step, each over all rollouts or all tokens of the step.
 
-A number that was not computed is absent, never 0. Durations come from one clock and add up to the
-step. Names carry their unit. No reward shows one reply that many different prompts get
-(`common_reply_frac`), replies that could answer any prompt (`prompt_dependence`), and those that answer and
-go on to a question of their own making (`runaway_frac`); they have numbers of their own.
+A metric that was not computed is absent, never 0. Durations come from one clock and add up to the step. Names
+carry their unit. Three metrics show faults of replies that no reward shows: many prompts get one reply
+(`common_reply_frac`), replies could answer any prompt (`prompt_dependence`), and replies go on to another
+question behind their answer (`runaway_frac`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from strop.train.step import Update
 
 
 def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
-    """Sum up what was sampled and how it was judged; nothing where every group was discarded."""
+    """Measure the rollouts of a step and their judgements; empty where every group was discarded."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     if not rollouts:
         return {}
@@ -55,7 +55,7 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
         num_groups += bool(texts)
     num_later = num_rollouts - num_groups
     metrics = {
-        # Apart: what was never attempted did not fail.
+        # Without prompts that were too long: an attempt that was never made did not fail.
         "failed_frac": (len(rollouts) - len(scored) - num_too_long) / len(rollouts),
         "prompt_too_long_frac": num_too_long / len(rollouts),
         "duplicate_frac": (num_rollouts - num_distinct) / num_later if num_later else 0.0,
@@ -90,13 +90,13 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
 
 
 _PART_METRICS = ("reward_mean", "accuracy", "truncated_frac", "reply_tokens_mean")
-"""What is said of the examples of each part of a task as well: the metric's name, and the part's label."""
+"""Metrics that are measured for each part of a mixture too, as `METRIC_LABEL`."""
 
 
 def measure_parts(groups: Sequence[Group], task: Task) -> dict[str, float]:
-    """Sum up the parts of a mixture by label, and those of the reward by name where it has several.
+    """Measure the parts of a mixture by label, and the parts of the reward by name where it has several.
 
-    `accuracy_LABEL` and the like; `reward_part_NAME` is the mean of one. Absent what the step had none of.
+    `accuracy_LABEL` and the like; `reward_part_NAME` is the mean of one. Absent for parts without rollouts.
     """
     metrics: dict[str, float] = {}
     by_label: dict[str, list[Group]] = {}
@@ -105,8 +105,8 @@ def measure_parts(groups: Sequence[Group], task: Task) -> dict[str, float]:
         if label is not None:
             by_label.setdefault(label, []).append(group)
     for label, members in by_label.items():
-        found = measure_rollouts(members)
-        metrics |= {f"{name}_{label}": found[name] for name in _PART_METRICS if name in found}
+        of_part = measure_rollouts(members)
+        metrics |= {f"{name}_{label}": of_part[name] for name in _PART_METRICS if name in of_part}
     outcomes = [rollout.outcome for group in groups for rollout in group.rollouts]
     earned: dict[str, list[float]] = {}
     for name, value in (item for outcome in outcomes if outcome.is_scored for item in outcome.parts.items()):
@@ -118,7 +118,7 @@ def measure_parts(groups: Sequence[Group], task: Task) -> dict[str, float]:
 
 
 def measure_batch(batch: TrainBatch) -> dict[str, float]:
-    """Sum up what credit says about the batch."""
+    """Measure the credit of a batch."""
     credit = batch.credit
     num_signal = sum(
         int(np.count_nonzero(reply.token_advantages))
@@ -138,9 +138,9 @@ def measure_batch(batch: TrainBatch) -> dict[str, float]:
 def measure_groups(
     collected: Batch, batch: TrainBatch, task: Task, *, version: int, num_ahead: int | None
 ) -> dict[str, float]:
-    """Sum up what a step sampled, before the weights of `version` are trained on.
+    """Measure the groups of a step that trained the weights of `version`.
 
-    `num_ahead` groups were sampled ahead of the step; None where none ever are.
+    `num_ahead` groups were sampled ahead of the step; None in a run that never samples ahead.
     """
     metrics = measure_rollouts(collected.groups) | measure_replies(collected.groups)
     metrics |= measure_batch(batch) | measure_parts(collected.groups, task)
@@ -151,14 +151,14 @@ def measure_groups(
 
 
 def measure_memory() -> dict[str, float]:
-    """Return the resident memory of this process, now where the system tells, and at its peak."""
+    """Return the resident memory of this process at its peak, and now where the system reports it."""
     metrics: dict[str, float] = {"peak_memory_bytes": peak_rss_bytes()}
     now = rss_bytes()
     return metrics if now is None else metrics | {"memory_bytes": now}
 
 
 def measure_demonstrations(members: Sequence[Demonstration]) -> dict[str, float]:
-    """Count the demonstrations of a step and their tokens; nothing where there are none."""
+    """Count the demonstrations of a step and their tokens; empty without any."""
     if not members:
         return {}
     num_tokens = sum(int(member.is_trained.sum()) for member in members)
@@ -166,12 +166,12 @@ def measure_demonstrations(members: Sequence[Demonstration]) -> dict[str, float]
 
 
 def measure_update(update: Update, *, is_mixed: bool = False, is_stale: bool = False) -> dict[str, float]:
-    """Sum up what the optimizer steps of a batch did; nothing where none was computed.
+    """Measure the optimizer steps of a batch; only counts where none was computed.
 
-    Loss and changes are means over the steps, tokens count alike over all of them, and `grad_norm` is the
-    largest. In a mixed run each term is listed too, its weight included. Where the rollouts are `is_stale`,
-    of earlier weights, the gap between learner and engine is mostly the weights' change since then: it has a
-    name of its own, and no bound.
+    Loss and changes are means over the steps, token metrics are means over the tokens of all steps, and
+    `grad_norm` is the largest. In a mixed run each term is listed too, its weight included. Where rollouts
+    are `is_stale` (sampled by earlier weights), the gap between learner and engine is mostly the change of
+    the weights since then: its name is `offpolicy_*` instead of `drift_*`, and it has no bound.
     """
     steps, taken = update.steps, [step for step in update.steps if step.is_taken]
     counted = {"num_refused_steps": update.num_refused, "num_left_out_steps": update.num_left_out}
@@ -184,7 +184,7 @@ def measure_update(update: Update, *, is_mixed: bool = False, is_stale: bool = F
         "grad_norm": max(step.grad_norm for step in steps),
         "lr": steps[-1].lr,
         "num_positions": float(sum(step.num_positions for step in steps)),
-        # Part of `seconds_learn`: the rest is the way to the ranks and back.
+        # Part of `seconds_learn`: the rest is transport to the ranks and back.
         "seconds_compute": math.fsum(step.compute_s for step in steps),
     }
     for name in sorted({name for step in steps for name in step.sums}):
@@ -199,7 +199,7 @@ def measure_update(update: Update, *, is_mixed: bool = False, is_stale: bool = F
         metrics |= {f"loss_{term.name}": term.loss, f"grad_norm_{term.name}": term.grad_norm}
         if term.cosine is not None:
             metrics["grad_cosine"] = term.cosine
-    # Later steps of the batch see what the first have moved.
+    # Of the first step alone: later ones start from weights that it has moved.
     gap_M, name = steps[0].drift_M, "offpolicy" if is_stale else "drift"
     if len(gap_M):
         metrics[f"{name}_mean_nats"] = float(gap_M.mean())
@@ -209,7 +209,7 @@ def measure_update(update: Update, *, is_mixed: bool = False, is_stale: bool = F
 
 
 def _measure_tokens(steps: Sequence[StepReport]) -> dict[str, float]:
-    """Sum up what was said of single tokens: means, ratios and corrections, each over all steps."""
+    """Measure per-token values: means, ratios and corrections, each over all steps."""
     joined = join_totals(step.totals for step in steps)
     metrics = {name: total.mean for name, total in joined.items()}
     ratio_M = np.concatenate([step.ratio_M for step in steps])
@@ -226,7 +226,7 @@ def _measure_tokens(steps: Sequence[StepReport]) -> dict[str, float]:
 
 
 def measure_pairs(steps: Sequence[Sequence[Term]]) -> dict[str, float]:
-    """Count the preference pairs of a step, and their tokens; nothing where there are none."""
+    """Count the preference pairs of a step and their tokens; empty without any."""
     pairs = [pair for terms in steps for term in terms if term.name == "dpo" for pair in term.groups]
     if not pairs:
         return {}
@@ -241,7 +241,7 @@ def count_trained_tokens(metrics: Mapping[str, float]) -> float:
 
 
 def measure_time(seconds: Mapping[str, float], step_s: float, num_scored_tokens: float) -> dict[str, float]:
-    """Split the step's wall time; what no stage claims is `other`."""
+    """Split the step's wall time; the time outside all stages is `other`."""
     other_s = max(step_s - math.fsum(seconds.values()), 0.0)
     metrics = {f"seconds_{stage}": value for stage, value in seconds.items()}
     return metrics | {
@@ -252,7 +252,7 @@ def measure_time(seconds: Mapping[str, float], step_s: float, num_scored_tokens:
 
 
 def _measure_judgements(rollouts: Sequence[Rollout]) -> dict[str, float]:
-    """Sum up what a judge that is a model did; nothing where none was asked."""
+    """Measure the judgements of a model as judge; empty where it judged nothing."""
     outcomes = [rollout.outcome for rollout in rollouts if "judge_cached" in rollout.outcome.metrics]
     if not outcomes:
         return {}
@@ -267,34 +267,33 @@ def _measure_judgements(rollouts: Sequence[Rollout]) -> dict[str, float]:
 
 
 def _add_mean(metrics: dict[str, float], name: str, values: Sequence[bool | None]) -> None:
-    """Add the share of True where the task says anything at all."""
+    """Add the share of True among the values that the task knows, if there are any."""
     known = [value for value in values if value is not None]
     if known:
         metrics[name] = fmean(known)
 
 
-# Replies compared with each other, whatever they earned.
+# Replies compared with each other, regardless of their rewards.
 
 MAX_IDS = 8
 """Examples that an alarm over rollouts names."""
 
-
 _MAX_CHARS = 8000
-"""How far a reply is searched for a question behind its answer: who goes on, begins early."""
+"""Characters of a reply that are searched for a question behind its answer: one begins early."""
 _MAX_PROMPTS, _MAX_EACH = 16, 8
 """Prompts of a step whose replies are compared with each other, and replies of each."""
 _MAX_BYTES = 1024
-"""Of a reply, that are."""
+"""Bytes of a reply that are compared."""
 _NUM_BUCKETS = 4096
 _MAX_ANSWER_CHARS = 80
 _NUM_OPENING_WORDS = 4
 _NUM_QUESTION_WORDS = 3
 _MAX_SAMPLE_CHARS = 160
 
-# Linear in the text: each quantifier is over one character class, and what follows it is not in the class.
+# Linear in the text: each quantifier is over one character class, and the next character is not in the class.
 _ANSWERED = re.compile(r"####\s*\S+|\\boxed\{[^{}]*\}|</answer>|\banswer(?: is|:)\s*\S+", re.IGNORECASE)
 _BARE_NUMBER = re.compile(r"\s*[-+$(]*\d[\d.,/%]*\)?[.,]?(?=\s|$)")
-# Where a sentence may begin: on a new line, and behind a mark that ends one, a colon or a number.
+# A sentence may begin on a new line, and behind a mark that ends one, a colon or a number.
 _START = re.compile(r"\n\s*|(?<=[.!?:>\d*])[ \t]+")
 _LABEL = re.compile(
     r"\W{0,4}(?:(?:next|new|another|more|practice|sample|test)\s+)?"
@@ -309,13 +308,12 @@ _EDGES = " \t\r\n.,;:!?\"'`*"
 
 
 def measure_replies(groups: Sequence[Group]) -> dict[str, float]:
-    """Return how alike and how talkative the replies of a step are; nothing without replies.
+    """Compare the replies of a step with each other; empty without replies.
 
-    `common_reply_frac`: the share of replies that are one and the same text (but for case and punctuation
-    around it) and not right, given to at least two prompts. 0 where every wrong reply is one prompt's own.
-    `distinct_reply_frac`: the number of different texts by the number of replies.
-    `prompt_dependence`: how well the most similar other reply identifies the prompt, see there.
-    `runaway_frac`: the share that goes on to another question behind its answer.
+    `common_reply_frac`: the share of replies that are one and the same wrong text (but for case and
+    punctuation around it), given to at least two prompts. 0 where no two prompts share a wrong reply.
+    `distinct_reply_frac`: the number of different texts by the number of replies. `prompt_dependence`: see
+    the function of that name. `runaway_frac`: the share that goes on to another question behind its answer.
     """
     replied = _list_replied(groups)
     if not replied:
@@ -326,18 +324,18 @@ def measure_replies(groups: Sequence[Group]) -> dict[str, float]:
         "distinct_reply_frac": len(set(texts)) / len(replied),
         "runaway_frac": sum(map(_runs_on, replied)) / len(replied),
     }
-    compared = [one for group in groups[:_MAX_PROMPTS] for one in _list_replied([group])[:_MAX_EACH]]
-    dependence = prompt_dependence([one.turns[0].text for one in compared], list(map(_reply_key, compared)))
+    compared = [r for group in groups[:_MAX_PROMPTS] for r in _list_replied([group])[:_MAX_EACH]]
+    dependence = prompt_dependence([r.turns[0].text for r in compared], list(map(_reply_key, compared)))
     return metrics if dependence is None else {**metrics, "prompt_dependence": dependence}
 
 
 def prompt_dependence(prompts_S: Sequence[str], replies_S: Sequence[str]) -> float | None:
-    """Return how much better than by chance a reply's nearest other reply tells which prompt it answers.
+    """Return how much better than chance a reply's nearest other reply identifies its prompt.
 
-    1: every reply is most like one to its own prompt. 0: it is as often most like one to any other, as where
-    replies do not depend on what was asked. None where there are no two prompts with two replies each.
-    Two texts are as alike as their runs of three bytes, by the cosine; of equally near ones each counts in
-    part. Shapes: S replies.
+    1: the nearest reply always answers the same prompt. 0: it does so no more often than by chance, as where
+    replies do not depend on their prompts. None without two prompts with two replies each.
+    The similarity of two texts is the cosine of their byte trigrams; equally near replies share the count.
+    Shapes: S replies.
     """
     _, owner_S = np.unique(np.array(prompts_S, dtype=object), return_inverse=True)
     counts = np.bincount(owner_S)
@@ -346,7 +344,7 @@ def prompt_dependence(prompts_S: Sequence[str], replies_S: Sequence[str]) -> flo
         return None
     owner_S = owner_S[kept]
     texts = [text for text, is_kept in zip(replies_S, kept, strict=True) if is_kept]
-    # The cosine of each pair of texts, by the runs of three bytes that they hold.
+    # The cosine of each pair of texts, by their byte trigrams.
     held_S_B = np.zeros((len(texts), _NUM_BUCKETS), dtype=np.float32)
     for row_B, text in zip(held_S_B, texts, strict=True):
         data = np.frombuffer(f" {text} ".encode(errors="replace")[:_MAX_BYTES], dtype=np.uint8)
@@ -357,14 +355,14 @@ def prompt_dependence(prompts_S: Sequence[str], replies_S: Sequence[str]) -> flo
     np.fill_diagonal(near_S_S, -1.0)
     is_nearest_S_S = near_S_S >= near_S_S.max(axis=1, keepdims=True) - 1e-6
     is_own_S_S = owner_S[:, None] == owner_S[None, :]
-    told_S = (is_nearest_S_S & is_own_S_S).sum(axis=1) / is_nearest_S_S.sum(axis=1)
+    right_S = (is_nearest_S_S & is_own_S_S).sum(axis=1) / is_nearest_S_S.sum(axis=1)
     by_chance_S = (is_own_S_S.sum(axis=1) - 1) / (len(owner_S) - 1)
-    return float((told_S.mean() - by_chance_S.mean()) / (1.0 - by_chance_S.mean()))
+    return float((right_S.mean() - by_chance_S.mean()) / (1.0 - by_chance_S.mean()))
 
 
 def with_samples(alarms: Sequence[Event], groups: Sequence[Group]) -> list[Event]:
-    """Return alarms about replies with one of them, and the examples that show it."""
-    found = []
+    """Add to alarms about replies one such reply, and the ids of the examples."""
+    completed = []
     replied = _list_replied(groups)
     for alarm in alarms:
         shown: list[Rollout] = []
@@ -377,8 +375,8 @@ def with_samples(alarms: Sequence[Event], groups: Sequence[Group]) -> list[Event
             text = shown[0].reply.text[:_MAX_SAMPLE_CHARS]
             ids = tuple(dict.fromkeys(rollout.example.example_id for rollout in shown))[:MAX_IDS]
             alarm = replace(alarm, detail=f"{alarm.detail}; for example {text!r}", example_ids=ids)
-        found.append(alarm)
-    return found
+        completed.append(alarm)
+    return completed
 
 
 def _list_replied(groups: Sequence[Group]) -> list[Rollout]:
@@ -386,19 +384,19 @@ def _list_replied(groups: Sequence[Group]) -> list[Rollout]:
 
 
 def _reply_key(rollout: Rollout) -> str:
-    """Return what makes a reply the same as another one."""
+    """Return a reply's text for comparison: without case, and without punctuation around it."""
     assert rollout.reply is not None
     return rollout.reply.text.strip(_EDGES).casefold()
 
 
 def _find_common(replied: Sequence[Rollout]) -> list[Rollout]:
-    """Return the largest set of replies that are one wrong text and answer different prompts."""
+    """Return the largest set of equal wrong replies to different prompts."""
     by_text: dict[str, list[Rollout]] = defaultdict(list)
     for rollout in replied:
         if rollout.outcome.is_correct is not True:
             by_text[_reply_key(rollout)].append(rollout)
-    # By what was asked, not by example: a task may ask one thing many times.
-    common = [same for same in by_text.values() if len({one.turns[0].text for one in same}) > 1]
+    # By prompt, not by example: several examples may have one prompt.
+    common = [same for same in by_text.values() if len({r.turns[0].text for r in same}) > 1]
     return max(common, key=len, default=[])
 
 
@@ -411,17 +409,16 @@ def _runs_on(rollout: Rollout) -> bool:
 def runs_on(prompt: str, reply: str, answer: str | None) -> bool:
     """Whether a reply holds another question behind its answer: the model goes on to talk to itself.
 
-    An answer is the right one, one in a form that tasks ask for, or a number that the reply begins with. A
-    question is announced by a label in any numbering, begins as the prompt's own does, or ends with a
-    question mark and is answered. One that says the prompt's own again is none.
+    An answer is the right one, one in a form that tasks ask for, or a number at the start of the reply. A
+    question has a label in any numbering, begins as the prompt does, or ends with a question mark and is
+    answered. A repetition of the prompt does not count.
     """
     reply = reply[:_MAX_CHARS].rstrip()
-    # Where the first answer ends.
-    found = [_ANSWERED.search(reply), _BARE_NUMBER.match(reply)]
+    answers = [_ANSWERED.search(reply), _BARE_NUMBER.match(reply)]
     if answer and len(answer) <= _MAX_ANSWER_CHARS:
-        # Where a sentence ends with it: inside one it may be a number on the way.
-        found.append(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)\W{{0,2}}(?=\n|$|(?<=[.!])\s)", reply))
-    answered = min((match.end() for match in found if match is not None), default=None)
+        # At the end of a sentence: inside one it may be an intermediate number.
+        answers.append(re.search(rf"(?<!\w){re.escape(answer)}(?!\w)\W{{0,2}}(?=\n|$|(?<=[.!])\s)", reply))
+    answered = min((match.end() for match in answers if match is not None), default=None)
     if answered is None:
         return False
     asked = _plain(prompt)
@@ -445,7 +442,7 @@ def runs_on(prompt: str, reply: str, answer: str | None) -> bool:
 
 
 def _opening(line: str) -> tuple[str, ...]:
-    """Return the words that a line begins with, numbers as one word; none of a short line."""
+    """Return the first words of a line, every number as the same word; none of a short line."""
     words = ["0" if word.isdigit() else word.casefold() for word in _WORD.findall(line[:_MAX_ANSWER_CHARS])]
     return tuple(words[:_NUM_OPENING_WORDS]) if len(words) >= _NUM_OPENING_WORDS else ()
 

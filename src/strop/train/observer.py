@@ -12,7 +12,7 @@ from strop.tasks.failures import FailureCause
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalSummary:
-    """The numbers of one evaluation that an observer shows."""
+    """The result of one evaluation, as an observer shows it."""
 
     step: int
     """Steps behind the evaluated weights."""
@@ -25,17 +25,17 @@ class EvalSummary:
     invalid_cause: str | None = None
     """Why the numbers may not be believed, None where they may."""
     causes: tuple[FailureCause, ...] = ()
-    """What kept rollouts from being judged, the commonest first."""
+    """Why rollouts could not be judged, the commonest cause first."""
     best_step: int | None = None
     """Step of the best earlier evaluation of the run; None where there is none to compare with."""
     change: float | None = None
-    """Change of greedy accuracy since then, on the same examples."""
+    """Change of greedy accuracy since `best_step`, on the same examples."""
     change_high: float | None = None
     """Upper end of its 95 % interval."""
 
 
 Evaluator = Callable[[int, Callable[[], None]], Awaitable[EvalSummary]]
-"""Evaluates the policy as it stands after so many steps, records the result and sums it up.
+"""Evaluates the policy after that many steps, records the result and sums it up.
 
 It calls its second argument on progress, so that a long evaluation does not count as a stall.
 """
@@ -53,7 +53,7 @@ class Observer(Protocol):
         ...
 
     def on_event(self, event: Event) -> None:
-        """Take an event, an alarm or a notice."""
+        """Take an event: an alarm or a notice."""
         ...
 
     def on_eval(self, summary: EvalSummary) -> None:

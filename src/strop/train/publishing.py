@@ -28,9 +28,9 @@ from strop.spec.run import RunSpec
 from strop.train.gate_models import CANARY, PARITY_TOLERANCE_NATS
 
 _CLEAR = 2.0
-"""A change of the learner's scores is beyond noise at so many times the gap that was there before it."""
+"""A change of the learner's scores is beyond noise at so many times the gap before it."""
 _ALONE = "engine"
-"""Name of an engine that is not one of several."""
+"""Name of a single engine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,28 +43,25 @@ class CanaryFinding:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Heard:
-    """Scores after one publication."""
+class CanaryScores:
+    """Scores of the canary after one publication."""
 
     learner_T: FloatArray
     engine_T: FloatArray
 
 
 class WeightCanary:
-    """Asks every replica after every update, and remembers what it said the last time."""
+    """Has every replica score the canary after every update, and keeps the scores until the next one."""
 
     def __init__(self, prompt_ids: IntArray, reply_ids: IntArray, *, tolerance_nats: float) -> None:
-        """Take the reply to score, some tens of tokens long.
-
-        `tolerance_nats` bounds the mean gap between learner and engine, rounding included.
-        """
+        """The reply is some tens of tokens long; `tolerance_nats` bounds its mean gap, rounding included."""
         self.prompt_ids = prompt_ids
         self.reply_ids = reply_ids
         self._tolerance_nats = tolerance_nats
-        self._last: dict[str, Heard] = {}
+        self._last: dict[str, CanaryScores] = {}
 
-    async def hear(self, engine: Engine, version: int, learner_T: FloatArray) -> list[CanaryFinding]:
-        """Ask all replicas; take those out that fail, and return why.
+    async def check(self, engine: Engine, version: int, learner_T: FloatArray) -> list[CanaryFinding]:
+        """Have all replicas score the canary; take out those that fail, and return why.
 
         `learner_T` are the learner's scores of `reply_ids` under the published weights.
         Raises: WeightMismatch if none passes.
@@ -83,7 +80,7 @@ class WeightCanary:
                 tolerance_nats=self._tolerance_nats,
             )
             if fault is None:
-                self._last[name] = Heard(learner_T=learner_T, engine_T=score.logprobs)
+                self._last[name] = CanaryScores(learner_T=learner_T, engine_T=score.logprobs)
             else:
                 findings.append(CanaryFinding(replica=name, detail=f"weight_canary: {fault}"))
         if len(findings) == len(scores):
@@ -104,15 +101,15 @@ def find_fault(
     *,
     version: int,
     learner_T: FloatArray,
-    last: Heard | None,
+    last: CanaryScores | None,
     tolerance_nats: float,
 ) -> str | None:
-    """Say what shows that an engine does not serve the published weights; None if nothing does.
+    """Describe the evidence that an engine does not serve the published weights; None if there is none.
 
-    `last` is what was heard after the publication before. A gap that is within the tolerance can still be
-    told from old weights: where the learner's scores moved, an engine whose scores stayed equal to the bit
-    has not moved, and one that is nearer to the old scores than to the new ones has not either, if the move
-    is larger than the gap that was there before.
+    `last` are the scores after the previous publication. Old weights can show even within the tolerance:
+    where the learner's scores moved, an engine whose scores stayed equal to the bit has the old weights, and
+    so has one that is nearer to the old scores than to the new ones, if the move is larger than the gap
+    before it.
     """
     engine_T = score.logprobs
     if score.policy_version != version:
@@ -143,7 +140,7 @@ def _mean_gap(left_T: FloatArray, right_T: FloatArray) -> float:
 
 _CANARY_SPREAD = 3.0
 """Some tens of tokens may be further off than the gate's thousands: in one run vLLM's scores of the canary
-were 0.061 nats off in bfloat16, where the gate had found 0.042. Weights of another model are off by whole
+were 0.061 nats off in bfloat16, where the gate had measured 0.042. Weights of another model are off by whole
 nats, and stale ones show in how the scores move."""
 
 
@@ -157,7 +154,7 @@ class Publishing:
         self._roles = roles
         self._mode = UpdateMode(spec.engine.update_mode)
         self._note_event = note_event
-        # A tokenizer of another model is the gate's to refuse, which comes later.
+        # Clipped: a tokenizer of another model is refused by the gate, which comes later.
         token_ids = np.minimum(roles.tokenizer.encode(CANARY), roles.learner.shape.vocab_size - 1)
         self._canary = WeightCanary(
             token_ids[:1],
@@ -172,9 +169,9 @@ class Publishing:
             roles.engine.report_to(self._note_replica)
 
     async def publish(self, step: int) -> None:
-        """Have the engine serve what `step` steps have made; nothing is sent that it serves already.
+        """Have the engine serve the weights after `step` steps; nothing is sent if it does already.
 
-        Proven afterwards, while it samples: see `await_proof`.
+        The proof runs while the engine samples: see `await_proof`.
         Raises: WeightMismatch if no engine serves it; StoreError if it cannot be written.
         """
         await self.await_proof()
@@ -188,20 +185,19 @@ class Publishing:
                     allowed="the published version and digest",
                     next_step="read the engine's log and start the run again",
                 )
-            # What shares the learner's tensors cannot serve others.
+            # An engine that shares the learner's tensors cannot serve other ones.
             if update.transport is not WeightTransport.SHARED:
                 self._proof = asyncio.create_task(self._prove(update))
             if isinstance(self._roles.engine, Router):
-                # One of several that fails is taken out, and must not have sampled anything before.
+                # A replica that fails is taken out, and must not have sampled anything before.
                 await self.await_proof()
             self._version = update.version
         self.step = step
 
     async def await_proof(self) -> None:
-        """Wait until the engine has shown that it computes with what it was sent last.
+        """Wait until the engine has shown that it computes with the last update.
 
-        Due before anything counts that it has sampled under these weights, and before the learner has
-        something else to do.
+        Due before any rollout of these weights counts, and before the learner gets other work.
         Raises: WeightMismatch if it has not.
         """
         if self._proof is not None:
@@ -209,17 +205,16 @@ class Publishing:
             self._proof = None
 
     async def close(self) -> None:
-        """Ask for no proof any more: the run has ended."""
+        """Cancel a running proof: the run has ended."""
         if self._proof is not None:
             self._proof.cancel()
             await asyncio.wait([self._proof])
             self._proof = None
 
     async def _prove(self, update: WeightUpdate) -> None:
-        """Have every replica score the canary as the learner does."""
-        given = pack_given(self._canary.prompt_ids, [self._canary.reply_ids])
-        (learner_T,) = await self._roles.learner.score([given], 1.0)
-        await self._canary.hear(self._roles.engine, update.version, learner_T)
+        packed = pack_given(self._canary.prompt_ids, [self._canary.reply_ids])
+        (learner_T,) = await self._roles.learner.score([packed], 1.0)
+        await self._canary.check(self._roles.engine, update.version, learner_T)
 
     def _note_replica(self, event: ReplicaEvent) -> None:
         is_good = event.cause in (ReplicaCause.JOINED, ReplicaCause.BACK)

@@ -1,10 +1,10 @@
 """One training step: the terms of its loss, and the optimizer steps of its batch.
 
 Terms are a policy gradient, demonstrations, preference pairs and distillation. All go through the same
-packed forward, head and optimizer step; each is normalised over its own complete batch, and only then does
-its weight act. `StepTerms` is the one place that knows every kind of term. The loop hands over what a step
-sampled and its offline rows; further log-probabilities (of the weights that ratios start from, a reference
-or a teacher) are computed here, once for all optimizer steps of the batch.
+packed forward, head and optimizer step; each is normalised over its own complete batch, and only then
+multiplied by its weight. `StepTerms` is the one place that knows every kind of term. The loop hands over a
+step's rollouts and offline rows; further log-probabilities (of the weights that ratios start from, a
+reference or a teacher) are computed here, once for all optimizer steps of the batch.
 """
 
 from __future__ import annotations
@@ -59,8 +59,6 @@ from strop.train.batch import (
 from strop.train.data.offline import Demonstration, Demonstrations
 from strop.train.data.preferences import REFERENCE_NAME, Preferences, with_reference
 
-# Distillation: which replies a teacher scores, and behind which prompt.
-
 _STREAM = 7
 """Names the random stream of GKD's choices among those of the run's seed."""
 
@@ -77,7 +75,7 @@ def takes_own_replies(spec: TeacherSpec, seed: int, step: int) -> bool:
 
 
 def build_divergence(spec: TeacherSpec) -> Divergence | TopDivergence:
-    """Return the divergence that a run asks for."""
+    """Return the divergence between teacher and policy of a run."""
     divergence = Divergence(name=spec.divergence, beta=spec.jsd_beta)
     if spec.top_k is None:
         return divergence
@@ -85,7 +83,7 @@ def build_divergence(spec: TeacherSpec) -> Divergence | TopDivergence:
 
 
 def distill_term(spec: TeacherSpec, groups: Sequence[PackedGroup], temperature: float) -> DistillTerm:
-    """Return the term that compares whole distributions on packed replies."""
+    """Return the term that compares the distributions of teacher and policy at every reply token."""
     return DistillTerm(
         name="distill",
         groups=groups,
@@ -97,9 +95,9 @@ def distill_term(spec: TeacherSpec, groups: Sequence[PackedGroup], temperature: 
 
 
 def sampled_distillation(spec: TeacherSpec, chosen: AlgorithmSpec) -> Algorithm:
-    """Return the algorithm whose advantage is what the teacher finds likelier than the policy, alone.
+    """Return the algorithm whose advantage is log p(teacher) - log p(policy) alone, without rewards.
 
-    Of `chosen` it takes the correction: replies may be of earlier weights, as beside rewards.
+    It takes the correction of `chosen`: replies may come from earlier weights here too.
     """
     correction = CORRECTIONS[chosen.correction]
     return Algorithm(
@@ -118,13 +116,13 @@ def sampled_distillation(spec: TeacherSpec, chosen: AlgorithmSpec) -> Algorithm:
 
 
 def ignore_rewards(rewards_G: Float64Array) -> Float64Array:
-    """Return 0 for everybody. Shapes: G in and out."""
+    """Return an advantage of 0 for every rollout. Shapes: G in and out."""
     return np.zeros(len(rewards_G), dtype=np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TeacherPrompts:
-    """Writes what the teacher reads where it is shown more than the policy."""
+    """Renders the prompts of a teacher that reads more than the policy (`teacher.context`)."""
 
     context: str
     task: Task
@@ -156,7 +154,7 @@ def pack_for_teacher(
 ) -> list[PackedGroup]:
     """Pack the replies that the teacher scores, every token with the same weight; rewards are ignored.
 
-    A reply that leaves the teacher no room behind its longer prompt is left out.
+    A reply that does not fit behind the teacher's longer prompt is left out.
     """
     packed: list[PackedGroup] = []
     for group in groups:
@@ -171,14 +169,12 @@ def pack_for_teacher(
         if teacher_ids is not None:
             room = max_positions - len(teacher_ids)
             replies = [(ids, reply) for ids, reply in replies if len(reply.token_ids) <= room]
-        packed += [replace(one, teacher_prompt_ids=teacher_ids) for one in share_prompts(replies)]
-    return weigh_equally(packed)
+        packed += [replace(shared, teacher_prompt_ids=teacher_ids) for shared in share_prompts(replies)]
+    num_tokens = sum(int(reply.is_scored.sum()) for group in packed for reply in group.replies)
+    return _weigh_replies(packed, 1.0 / max(num_tokens, 1))
 
 
-def weigh_equally(groups: Sequence[PackedGroup]) -> list[PackedGroup]:
-    """Give every scored token of the batch the same weight; they add up to 1."""
-    counts = [int(reply.is_scored.sum()) for group in groups for reply in group.replies]
-    weight = 1.0 / max(sum(counts), 1)
+def _weigh_replies(groups: Sequence[PackedGroup], weight: float) -> list[PackedGroup]:
     return [
         replace(group, replies=tuple(replace(reply, weight=weight) for reply in group.replies))
         for group in groups
@@ -186,21 +182,16 @@ def weigh_equally(groups: Sequence[PackedGroup]) -> list[PackedGroup]:
 
 
 SFT_TEMPERATURE = 1.0
-"""Demonstrations were drawn from no distribution of this run: logits are taken as they are."""
+"""Demonstrations were not sampled by this run: their logits are not scaled."""
 
 
-def rl_term(algorithm: Algorithm, groups: Sequence[PackedGroup], temperature: float) -> LossTerm:
+def rl_term(
+    algorithm: Algorithm, groups: Sequence[PackedGroup], temperature: float, *, name: str = "rl"
+) -> LossTerm:
     """Return the policy-gradient term of credited groups.
 
     Raises: ConfigError if a reply is longer than a correction by whole replies accepts.
     """
-    return policy_term(algorithm, groups, temperature, name="rl")
-
-
-def policy_term(
-    algorithm: Algorithm, groups: Sequence[PackedGroup], temperature: float, *, name: str
-) -> LossTerm:
-    """Return the term of packed replies that an algorithm judges. Raises: like `rl_term`."""
     limit = algorithm.max_sequence_tokens
     if algorithm.correction.level == "sum" and limit is not None:
         longest = max((int(reply.is_scored.sum()) for group in groups for reply in group.replies), default=0)
@@ -239,20 +230,19 @@ def sft_term(members: Sequence[Demonstration], weight: float) -> LossTerm:
 
 
 def dpo_term(spec: DpoSpec, pairs: Sequence[PackedGroup], temperature: float) -> LossTerm:
-    """Return the mean loss of preference pairs, which stay together."""
+    """Return the mean loss of preference pairs; both replies of a pair go into one micro-batch."""
     preference = Preference(
         name=spec.loss,
         beta=spec.beta,
         label_noise_frac=spec.label_noise_frac,
         is_per_token=spec.loss == "pref_ipo" if spec.margin is None else spec.margin == "mean",
     )
-    weight = 1.0 / max(len(pairs), 1)
-    weighed = [
-        replace(pair, replies=tuple(replace(reply, weight=weight) for reply in pair.replies))
-        for pair in pairs
-    ]
     return LossTerm(
-        name="dpo", groups=weighed, temperature=temperature, token_terms=preference, scope=Scope.GROUP
+        name="dpo",
+        groups=_weigh_replies(pairs, 1.0 / max(len(pairs), 1)),
+        temperature=temperature,
+        token_terms=preference,
+        scope=Scope.GROUP,
     )
 
 
@@ -283,15 +273,21 @@ class StepTerms:
     roles: Roles
     task: Task
     demonstrations: Demonstrations | None = None
-    """None: no SFT data."""
     preferences: Preferences | None = None
-    """None: no preference pairs."""
 
     def __post_init__(self) -> None:
         self.algorithm = choose_algorithm(self.spec)
         self._demonstrations = schedule_demonstrations(self.spec, self.demonstrations)
-        self._prompts = self._build_prompts()
         self._pairs: ExampleSchedule[PackedGroup] | None = None
+        self._prompts: TeacherPrompts | None = None
+        context, tokenizer = self.spec.teacher.context, self.roles.tokenizer
+        if context is not None and self.spec.has_teacher:
+            self._prompts = TeacherPrompts(
+                context=context,
+                task=self.task,
+                tokenizer=tokenizer,
+                prompt_format=resolve_prompt_format(tokenizer, self.spec.model.prompt_format),
+            )
 
     def digest_offline_data(self) -> dict[str, str]:
         """Return the digests of the run's offline data. See `strop.record.parts`."""
@@ -299,13 +295,13 @@ class StepTerms:
         return {name: data.digest for name, data in offline.items() if data is not None}
 
     async def prepare(self, run_path: Path) -> None:
-        """Compute what is computed once per run, before its first step; read it where that was before.
+        """Attach the reference's log-probabilities to the preference pairs, once, before the first step.
 
-        Raises: CorruptRecord if what was computed is gone, and cannot be computed again.
+        Raises: CorruptRecord if their file is gone or damaged, and they cannot be computed again.
         """
         if self.preferences is None:
             return
-        # Without a model of its own the reference is the weights that the run starts from.
+        # Without `reference.model` the reference is the weights that the run starts from.
         untrained = self.roles.learner if self.roles.learner.version == 0 else None
         scorer = self.roles.reference or untrained
         temperature = self.spec.sampling.temperature
@@ -317,13 +313,13 @@ class StepTerms:
         )
 
     async def begin_window(self) -> None:
-        """Note that the weights were published: the engine samples with them from now on."""
+        """Keep a copy of the weights just published, where later steps compute ratios from them."""
         if self._asks_held:
             await self.roles.learner.hold()
 
     @property
     def _asks_held(self) -> bool:
-        """Whether ratios start from weights that a later step of the run has left behind."""
+        """Whether ratios start from the published weights and several steps follow a publication."""
         return self.algorithm.mode == "decoupled" and self.spec.train.sync_every > 1
 
     def samples(self, step: int) -> bool:
@@ -339,7 +335,7 @@ class StepTerms:
         return self._demonstrations.examples(step)
 
     async def credit(self, groups: Sequence[Group]) -> TrainBatch:
-        """Assign credit over what a step sampled, and attach the log-probabilities that its terms ask for."""
+        """Assign credit over a step's groups, and attach the log-probabilities that its terms ask for."""
         task = self.task
         limit_P = [attempt_tokens_of(task, limits_of(task, group.example)) for group in groups]
         batch = build_batch(self.algorithm, groups, attempt_tokens_of(task, task.limits), limit_P)
@@ -348,7 +344,7 @@ class StepTerms:
         return replace(batch, groups=await self._attach_logprobs(batch.groups))
 
     def list_advantages(self, batch: TrainBatch, groups: Sequence[Group]) -> list[list[TurnAdvantages]]:
-        """Return what each rollout's tokens are worth to the learner; nothing in distillation."""
+        """Return the advantages of each rollout's tokens; none in distillation."""
         if self.spec.train.terms == "distill":
             return [[()] * len(group.rollouts) for group in groups]
         return list_advantages(batch, groups)
@@ -360,7 +356,7 @@ class StepTerms:
         groups: Sequence[Group],
         demonstrations: Sequence[Demonstration],
     ) -> list[list[Term]]:
-        """Return the terms of every optimizer step, those that have something to count; none without any."""
+        """Return the terms of every optimizer step of a batch, without terms that have no token to count."""
         spec, temperature = self.spec, self.spec.sampling.temperature
         if self._pairs is not None:
             return [[dpo_term(spec.dpo, self._pairs.examples(step), temperature)]]
@@ -387,7 +383,7 @@ class StepTerms:
         if teacher.form == "exact":
             return [distill_term(teacher, replies, temperature)]
         scored = await self._attach_logprobs(replies)
-        return [policy_term(self.algorithm, scored, temperature, name="distill")]
+        return [rl_term(self.algorithm, scored, temperature, name="distill")]
 
     async def _attach_logprobs(self, groups: Sequence[PackedGroup]) -> tuple[PackedGroup, ...]:
         """Attach the log-probabilities that the algorithm asks for, each computed once."""
@@ -404,55 +400,42 @@ class StepTerms:
             groups = penalize_rewards(algorithm, groups)
         if algorithm.teacher_weight != 0.0:
             teacher = self.roles.teacher or self.roles.learner
-            # With the prompt that the teacher reads, where that is another one.
-            read = [
+            # The teacher may read another prompt than the policy.
+            shown = [
                 group
                 if group.teacher_prompt_ids is None
                 else replace(group, prompt_ids=group.teacher_prompt_ids)
                 for group in groups
             ]
-            scores = await teacher.score(read, temperature)
+            scores = await teacher.score(shown, temperature)
             groups = with_logprobs(groups, "teacher", scores)
         return groups
 
-    def _build_prompts(self) -> TeacherPrompts | None:
-        context, tokenizer = self.spec.teacher.context, self.roles.tokenizer
-        if context is None or not self.spec.has_teacher:
-            return None
-        return TeacherPrompts(
-            context=context,
-            task=self.task,
-            tokenizer=tokenizer,
-            prompt_format=resolve_prompt_format(tokenizer, self.spec.model.prompt_format),
-        )
-
 
 def choose_algorithm(spec: RunSpec) -> Algorithm:
-    """Return what turns a run's rewards, and its teacher's sampled judgements, into gradients."""
+    """Return the algorithm of a run; with a teacher, its log-probabilities are part of the advantage."""
     if spec.train.terms == "distill":
         return sampled_distillation(spec.teacher, spec.algorithm)
-    built = build_algorithm(spec.algorithm, spec.reference, spec.train)
-    return (
-        replace(built, teacher_weight=spec.teacher.weight, zero_variance="keep")
-        if spec.has_teacher
-        else built
-    )
+    algorithm = build_algorithm(spec.algorithm, spec.reference, spec.train)
+    if spec.has_teacher:
+        return replace(algorithm, teacher_weight=spec.teacher.weight, zero_variance="keep")
+    return algorithm
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Update:
-    """What became of the optimizer steps of a batch."""
+    """The optimizer steps of a batch."""
 
     steps: tuple[StepReport, ...] = ()
-    """Those whose gradient was computed and finite, in order; the last one may not have been taken."""
+    """Steps whose gradient was computed and finite, in order; the last one may not have been taken."""
     num_refused: int = 0
     """Steps whose loss or gradient was not finite."""
     num_left_out: int = 0
-    """Steps that the bound on the divergence left out."""
+    """Steps that were skipped because the policy had moved farther than `train.max_kl`."""
 
     @property
     def num_taken(self) -> int:
-        """Steps that have moved the weights."""
+        """Steps that moved the weights."""
         return sum(step.is_taken for step in self.steps)
 
 
@@ -463,10 +446,10 @@ async def take_steps(
     step: int,
     on_refused: Callable[[LearnerError], None],
 ) -> Update:
-    """Take the optimizer steps of the batch that follows `step` completed ones, for one version together.
+    """Take the optimizer steps of the batch that follows `step` completed ones: together one version.
 
-    One that is not finite is refused and reported, and the others go on. Where the policy is farther than
-    `train.max_kl` from where its ratios start, the rest of the batch is left out.
+    A step that is not finite is refused and reported, and the others go on. Where the policy is farther than
+    `train.max_kl` from the weights that its ratios start from, the rest of the batch is left out.
     """
     version, first = learner.version + 1, step * train.steps_per_batch
     reports: list[StepReport] = []

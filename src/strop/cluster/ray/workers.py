@@ -150,7 +150,7 @@ class RolloutWorker(RayRole):
 
         Pickled here, so that its arrays are no views of Ray's shared memory.
         """
-        from strop.engine.timed import TimedEngine
+        from strop.engine.contract import TimedEngine
         from strop.environments import choose_environment, run_group
         from strop.tasks.judging import TimedJudge
 

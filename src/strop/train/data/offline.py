@@ -50,11 +50,11 @@ class Framing:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Demonstration:
-    """One prompt and what is to follow it. Shapes: reply_ids and is_trained (T,)."""
+    """One prompt and the reply to imitate. Shapes: reply_ids and is_trained (T,)."""
 
     prompt_ids: IntArray
     num_asked: int
-    """Tokens before the first reply: those of the prompt, or more where they are trained too."""
+    """Tokens before the first reply: the prompt's, or more where the prompt is trained too."""
     reply_ids: IntArray
     """Everything after the prompt; where replies are trained, each ends in its terminator."""
     is_trained: BoolArray
@@ -70,13 +70,13 @@ class Demonstration:
 
     @property
     def asked_ids(self) -> IntArray:
-        """What is asked, before the first reply."""
+        """The ids before the first reply."""
         asked: IntArray = np.concatenate([self.prompt_ids, self.reply_ids])[: self.num_asked]
         return asked
 
     @property
     def content(self) -> bytes:
-        """What makes two demonstrations the same one."""
+        """The bytes that are equal in equal demonstrations."""
         lengths = np.array([len(self.prompt_ids), len(self.reply_ids)], dtype=np.int64)
         parts = (lengths, self.prompt_ids, self.reply_ids, self.is_trained)
         return b"".join(part.tobytes() for part in parts)
@@ -98,13 +98,13 @@ class Demonstrations:
     source: str
     members: tuple[Demonstration, ...]
     problems: frozenset[str]
-    """Problems that the rows name, white space evened out: none of them may be evaluated on."""
+    """Problems that the rows name, with single spaces: none of them may be evaluated on."""
     counts: Mapping[str, int]
-    """What became of the rows or rollouts that were read, in words."""
+    """Rows or rollouts that were left out, by reason."""
 
     @property
     def digest(self) -> str:
-        """Hash over all that is trained, in order."""
+        """Hash over all trained ids and weights, in order."""
         total = hashlib.sha256()
         for member in self.members:
             total.update(member.content + np.float64(member.weight).tobytes())
@@ -121,14 +121,20 @@ class Demonstrations:
         return sum(int(member.is_trained.sum()) for member in self.members)
 
     def describe(self) -> str:
-        """Return how many there are, and what became of the others."""
-        found = "; ".join(f"{number} {what}" for what, number in self.counts.items() if number)
-        return f"{len(self.members)} demonstrations from {self.source}" + (f" ({found})" if found else "")
+        """Return how many demonstrations there are, and why others were left out."""
+        left_out = _list_counts(self.counts)
+        return f"{len(self.members)} demonstrations from {self.source}" + (
+            f" ({left_out})" if left_out else ""
+        )
+
+
+def _list_counts(counts: Mapping[str, int]) -> str:
+    return "; ".join(f"{number} {reason}" for reason, number in counts.items() if number)
 
 
 @dataclass(kw_only=True, slots=True)
 class Sieve:
-    """Takes candidates one by one; keeps those that fit, once each, and counts the others."""
+    """Keeps the candidates that fit, once each, and counts the others by reason."""
 
     framing: Framing
     kept: dict[bytes, Demonstration] = field(default_factory=dict)
@@ -136,34 +142,28 @@ class Sieve:
     num_seen: int = 0
 
     def add(self, candidate: Candidate) -> None:
-        """Keep a candidate, or count why not."""
+        """Keep a candidate, or count the reason to drop it."""
         self.num_seen += 1
-        cause = self._find_cause(candidate)
-        if cause is not None:
-            self.counts[cause] += 1
-        elif candidate.demonstration.content in self.kept:
+        max_reply_tokens, demonstration = self.framing.task.limits.max_reply_tokens, candidate.demonstration
+        if demonstration.num_tokens > self.framing.max_positions:
+            self.counts[OVERLONG] += 1
+        elif any(num_tokens > max_reply_tokens for _, num_tokens in candidate.replies):
+            self.counts[LONG_REPLY] += 1
+        elif any(stop in text for text, _ in candidate.replies for stop in self._stops()):
+            self.counts[STOP_STRING] += 1
+        elif demonstration.content in self.kept:
             self.counts["repeated"] += 1
         else:
-            self.kept[candidate.demonstration.content] = candidate.demonstration
-
-    def _find_cause(self, candidate: Candidate) -> str | None:
-        limits = self.framing.task.limits
-        if candidate.demonstration.num_tokens > self.framing.max_positions:
-            return OVERLONG
-        if any(num_tokens > limits.max_reply_tokens for _, num_tokens in candidate.replies):
-            return LONG_REPLY
-        if any(stop in text for text, _ in candidate.replies for stop in self._stops()):
-            return STOP_STRING
-        return None
+            self.kept[demonstration.content] = demonstration
 
     def _stops(self) -> tuple[str, ...]:
         framing = self.framing
         return framing.task.limits.stops(is_base=framing.prompt_format is PromptFormat.BASE)
 
     def finish(self, source: str, max_dropped_frac: float) -> tuple[Demonstration, ...]:
-        """Return what was kept.
+        """Return the kept demonstrations.
 
-        Raises: DataError if that is nothing, or more than the share was dropped.
+        Raises: DataError if there is none, or more than `max_dropped_frac` of the candidates were dropped.
         """
         num_dropped = sum(self.counts[cause] for cause in _DROPPED)
         causes = ", ".join(f"{self.counts[cause]} {cause}" for cause in _DROPPED if self.counts[cause])
@@ -181,9 +181,9 @@ class Sieve:
         return tuple(self.kept.values())
 
 
-def require_some(source: str, found: Mapping[bytes, Demonstration] | Sequence[object], seen: str) -> None:
-    """Refuse an empty result. Raises: DataError saying what was seen instead."""
-    if found:
+def require_some(source: str, rows: Mapping[bytes, Demonstration] | Sequence[object], seen: str) -> None:
+    """Raises: DataError if there are no rows; `seen` describes the source's content."""
+    if rows:
         return
     raise DataError(
         f"sft.source={source} gives no demonstration: {seen}",
@@ -192,13 +192,13 @@ def require_some(source: str, found: Mapping[bytes, Demonstration] | Sequence[ob
     )
 
 
-def require_enough(found: Demonstrations, rows_per_step: int) -> None:
+def require_enough(demonstrations: Demonstrations, rows_per_step: int) -> None:
     """Refuse steps that would hold a demonstration twice. Raises: DataError with both numbers."""
-    if len(found.members) >= rows_per_step:
+    if len(demonstrations.members) >= rows_per_step:
         return
     raise DataError(
-        f"a step takes sft.rows_per_step={rows_per_step} and there are {found.describe()}",
-        allowed=f"sft.rows_per_step from 1 to {len(found.members)}",
+        f"a step takes sft.rows_per_step={rows_per_step} and there are {demonstrations.describe()}",
+        allowed=f"sft.rows_per_step from 1 to {len(demonstrations.members)}",
         next_step="lower sft.rows_per_step or give the run more demonstrations",
     )
 
@@ -217,7 +217,7 @@ class OfflineData(Protocol):
         ...
 
     def describe(self) -> str:
-        """Return how many rows there are, and what became of the others."""
+        """Return how many rows there are, and why others were left out."""
         ...
 
 
@@ -272,23 +272,27 @@ class Pairs:
     members: tuple[tuple[Rollout, Rollout], ...]
     """The better one first."""
     counts: Mapping[str, int]
-    """What became of the rollouts that were read, in words."""
+    """Rollouts and groups that were left out, by reason."""
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each pair: the prompt once, and both replies."""
-        return tuple(map(_count_tokens, self.members))
+        return tuple(
+            len(pair[0].turns[0].token_ids)
+            + sum(len(turn.token_ids) for rollout in pair for turn in rollout.turns[1:])
+            for pair in self.members
+        )
 
     @property
     def num_scored(self) -> int:
         """Tokens of all replies that were sampled."""
-        turns = (turn for pair in self.members for one in pair for turn in one.turns)
+        turns = (turn for pair in self.members for rollout in pair for turn in rollout.turns)
         return sum(len(turn.token_ids) for turn in turns if turn.is_sampled)
 
     def describe(self) -> str:
-        """Return how many there are, and what became of the others."""
-        found = "; ".join(f"{number} {what}" for what, number in self.counts.items() if number)
-        return f"{len(self.members)} pairs from {self.source}" + (f" ({found})" if found else "")
+        """Return how many pairs there are, and why others were left out."""
+        left_out = _list_counts(self.counts)
+        return f"{len(self.members)} pairs from {self.source}" + (f" ({left_out})" if left_out else "")
 
 
 def read_pairs(dpo: DpoSpec, framing: Framing) -> Pairs:
@@ -306,13 +310,13 @@ def read_pairs(dpo: DpoSpec, framing: Framing) -> Pairs:
     folder = find_source(dpo.source, setting="dpo.source")
     rollouts = itertools.chain.from_iterable(map(read_rollouts, find_rollouts_files(folder)))
     counts: Counter[str] = Counter()
-    found = list(pair_rollouts(dpo, rollouts, framing.max_positions, counts))
-    paired = {id(one): one for pair in found for one in pair}.values()
+    members = tuple(pair_rollouts(dpo, rollouts, framing.max_positions, counts))
+    paired = {id(rollout): rollout for pair in members for rollout in pair}.values()
     refuse_held_out("dpo.source", dpo.source, list(paired), framing)
     for rollout in paired:
         require_same_asking("dpo.source", rollout, framing)
-    pairs = Pairs(source=dpo.source, members=tuple(found), counts=counts)
-    if len(found) < dpo.pairs_per_step:
+    pairs = Pairs(source=dpo.source, members=members, counts=counts)
+    if len(members) < dpo.pairs_per_step:
         raise DataError(
             f"a step takes dpo.pairs_per_step={dpo.pairs_per_step} and there are {pairs.describe()}",
             allowed="at least as many pairs as a step takes",
@@ -326,7 +330,7 @@ def pair_rollouts(
 ) -> Iterator[tuple[Rollout, Rollout]]:
     """Yield (better, worse) of every group: rollouts of one example and step, to one prompt.
 
-    Equal rewards give no pair; of equals the earlier one is taken.
+    Equal rewards give no pair; among rollouts of equal reward the earlier one is taken.
     """
     groups: dict[tuple[int, str, bytes], list[Rollout]] = {}
     for rollout in rollouts:
@@ -337,10 +341,10 @@ def pair_rollouts(
         key = (rollout.step, rollout.example.example_id, rollout.turns[0].token_ids.tobytes())
         groups.setdefault(key, []).append(rollout)
     for members in groups.values():
-        ranked = sorted(members, key=lambda one: -_reward(one))
+        ranked = sorted(members, key=lambda rollout: -_reward(rollout))
         pairs = list(itertools.combinations(ranked, 2))
         if spec.pairs == "best_worst":
-            worst = next(one for one in members if _reward(one) == _reward(ranked[-1]))
+            worst = next(rollout for rollout in members if _reward(rollout) == _reward(ranked[-1]))
             pairs = [(ranked[0], worst)]
         kept = [
             (better, worse)
@@ -356,7 +360,7 @@ def _reward(rollout: Rollout) -> float:
 
 
 def _find_flaw(rollout: Rollout, max_positions: int) -> str | None:
-    """Say why a rollout cannot be half of a pair."""
+    """Return why a rollout cannot be half of a pair, None where it can."""
     if rollout.outcome.reward is None:
         return "rollouts without a score"
     if not rollout.num_sampled_tokens:
@@ -365,11 +369,6 @@ def _find_flaw(rollout: Rollout, max_positions: int) -> str | None:
         return "rollouts whose prompt was written anew"
     is_long = sum(len(turn.token_ids) for turn in rollout.turns) > max_positions
     return "rollouts longer than the model's positions" if is_long else None
-
-
-def _count_tokens(pair: tuple[Rollout, Rollout]) -> int:
-    replies = (turn for one in pair for turn in one.turns[1:])
-    return len(pair[0].turns[0].token_ids) + sum(len(turn.token_ids) for turn in replies)
 
 
 def read_demonstrations(sft: SftSpec, framing: Framing) -> Demonstrations:
@@ -406,9 +405,9 @@ def read_framing(model_dir: Path, task: Task, prompt_format: str) -> Framing:
 
 
 def find_source(source: str, *, setting: str = "sft.source") -> Path:
-    """Return the file or the folder of a run that a setting names, fetched where it lies in a store.
+    """Return the file or the folder of a run that a setting names, fetched if it is in a store.
 
-    The files that are read from it are noted as data files of the run (`note_data_file`).
+    Its files are noted as data files of the run (`note_data_file`).
     Raises: DataError if there is none; StoreErrors as `Store.get`.
     """
     path = locate_named(source)
@@ -420,7 +419,7 @@ def find_source(source: str, *, setting: str = "sft.source") -> Path:
             next_step=f"correct the path in {setting}",
         )
     if path.is_dir() and (saved := find_saved_split(path, ("train",)) or [path] * is_saved(path)):
-        for file in sorted(one for one in saved[0].rglob("*") if one.is_file()):
+        for file in sorted(entry for entry in saved[0].rglob("*") if entry.is_file()):
             name = file.relative_to(saved[0]).as_posix()
             note_data_file(DataFile(source=source, name=name, path=file, origin="disk"))
         return saved[0]

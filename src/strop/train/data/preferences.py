@@ -21,7 +21,7 @@ from strop.train.batch import pack_reply
 from strop.train.data.offline import Pairs
 
 REFERENCE_NAME = "reference.safetensors"
-"""File in a run's folder: the reference's log-probabilities of all pairs."""
+"""File in a run's folder with the reference's log-probabilities of all pairs."""
 _STREAM = "logprobs"
 
 
@@ -33,11 +33,11 @@ class Preferences:
     lengths: tuple[int, ...]
     num_scored: int
     words: str
-    """These three are copied from `Pairs`, whose rollouts are not kept."""
+    """The last three are copied from `Pairs`, whose rollouts are not kept."""
 
     @property
     def digest(self) -> str:
-        """Hash over all that is trained, in order."""
+        """Hash over all trained ids, in order."""
         total = hashlib.sha256()
         for pair in self.members:
             for ids in (pair.prompt_ids, *(reply.token_ids for reply in pair.replies)):
@@ -45,7 +45,7 @@ class Preferences:
         return total.hexdigest()
 
     def describe(self) -> str:
-        """Return how many there are, and what became of the others."""
+        """Return how many pairs there are, and why others were left out."""
         return self.words
 
 
@@ -64,16 +64,16 @@ def pack_pair(pair: tuple[Rollout, Rollout]) -> PackedGroup:
     replies = []
     for rollout, sign in zip(pair, (1.0, -1.0), strict=True):
         packed = pack_reply(rollout.turns, sign, 1.0)
-        # Sampled long ago by other weights: no value to measure drift from.
+        # Sampled by other weights, so useless to measure drift.
         unknown = np.full(len(packed.engine_logprobs), np.nan, dtype=np.float32)
         replies.append(replace(packed, engine_logprobs=unknown))
     return PackedGroup(prompt_ids=pair[0].turns[0].token_ids, replies=tuple(replies))
 
 
 async def with_reference(
-    found: Preferences, scorer: Scorer | None, path: Path, temperature: float
+    pairs: Preferences, scorer: Scorer | None, path: Path, temperature: float
 ) -> Preferences:
-    """Attach the reference's log-probabilities: those in `path`, else computed and kept there.
+    """Attach the reference's log-probabilities: read from `path`, else computed and written there.
 
     `scorer` is None where the reference's weights are gone, as in a run that has already trained.
 
@@ -81,18 +81,18 @@ async def with_reference(
     """
     from safetensors.numpy import save
 
-    scores = _read_scores(path, found)
+    scores = _read_scores(path, pairs)
     if scores is None:
         if scorer is None:
             raise _unusable(path, "it is missing, and the weights that it was computed with are gone")
-        scores = await scorer.score(found.members, temperature)
-        joined = np.concatenate([np.asarray(one, dtype=np.float32) for one in scores])
-        write_bytes_atomically(path, save({_STREAM: joined}, metadata={"pairs": found.digest}))
-    return replace(found, members=with_logprobs(found.members, "reference", scores))
+        scores = await scorer.score(pairs.members, temperature)
+        joined = np.concatenate([np.asarray(score, dtype=np.float32) for score in scores])
+        write_bytes_atomically(path, save({_STREAM: joined}, metadata={"pairs": pairs.digest}))
+    return replace(pairs, members=with_logprobs(pairs.members, "reference", scores))
 
 
-def _read_scores(path: Path, found: Preferences) -> list[FloatArray] | None:
-    """Return what was kept, None where nothing was."""
+def _read_scores(path: Path, pairs: Preferences) -> list[FloatArray] | None:
+    """Return the scores in the file; None where there is no file."""
     from safetensors import SafetensorError, safe_open
 
     if not path.exists():
@@ -102,8 +102,8 @@ def _read_scores(path: Path, found: Preferences) -> list[FloatArray] | None:
             digest, joined = (file.metadata() or {}).get("pairs"), file.get_tensor(_STREAM)
     except (OSError, SafetensorError) as error:
         raise _unusable(path, f"it cannot be read ({error})") from error
-    counts = [int(reply.is_scored.sum()) for pair in found.members for reply in pair.replies]
-    if digest != found.digest or len(joined) != sum(counts):
+    counts = [int(reply.is_scored.sum()) for pair in pairs.members for reply in pair.replies]
+    if digest != pairs.digest or len(joined) != sum(counts):
         raise _unusable(path, "it belongs to other pairs")
     return np.split(joined, np.cumsum(counts)[:-1])
 

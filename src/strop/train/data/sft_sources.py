@@ -31,8 +31,8 @@ from strop.train.data.offline import (
 )
 
 # From a data file (`tasks.rows.demonstrations` defines its rows). Conversations are extended turn by turn as
-# rollouts are: replies keep their ids, and where the chat template rewrites what was said, a new
-# demonstration begins. Every reply is followed by the terminator exactly once, whether or not the row has it.
+# rollouts are: replies keep their ids, and where the chat template rewrites earlier turns, a demonstration
+# ends. Every reply is followed by the terminator exactly once, whether or not the row has it.
 
 _MAX_SHOWN = 5
 
@@ -64,16 +64,16 @@ def read_file_demonstrations(spec: SftSpec, path: Path, framing: Framing) -> Dem
 
 @dataclass(kw_only=True, slots=True)
 class _Piece:
-    """Ids that the model sees in one piece: a prompt, then replies and what stands between them."""
+    """Ids that the model sees in one sequence: a prompt, then replies and the messages between them."""
 
     prompt_ids: IntArray
     ids: list[IntArray] = field(default_factory=list)
     texts: list[str | None] = field(default_factory=list)
-    """Of each part of `ids`: what was replied, or None between replies."""
+    """The reply's text for each part of `ids`; None for messages between replies."""
 
 
 def render_row(row: SftRow, framing: Framing) -> list[Candidate]:
-    """Return the demonstrations of a row: one, or more where the template rewrites what was said.
+    """Return the demonstrations of a row: one, or more where the template rewrites earlier turns.
 
     Raises: DataError naming the row, if the template refuses its messages or a text holds a terminator.
     """
@@ -134,7 +134,7 @@ def _row_to_candidate(piece: _Piece, row: SftRow) -> Candidate:
     marks = [np.full(len(ids), text is not None) for ids, text in zip(piece.ids, piece.texts, strict=True)]
     is_trained = np.concatenate(marks)
     if row.train_on == "all":
-        # The first token has nothing before it that could predict it.
+        # The first token has no context to predict it from.
         reply_ids = np.concatenate([prompt_ids[1:], reply_ids])
         prompt_ids, is_trained = prompt_ids[:1], np.ones(len(reply_ids), dtype=np.bool_)
     replies = zip(piece.texts, piece.ids, strict=True)
@@ -151,17 +151,17 @@ def _row_to_candidate(piece: _Piece, row: SftRow) -> Candidate:
     )
 
 
-# From recorded rollouts (rejection sampling): those that earned enough, the best of each example first. Their
-# ids are kept as the engine sampled them, so the run's tokenizer must give the same prompt ids and read the
-# same replies, and its task must still ask in the same words. The trained text is what was judged plus one
-# terminator, which replaces a stop string. A reply that was cut has no end to learn and is never taken.
+# From recorded rollouts (rejection sampling): those with a sufficient reward, the best of each example first.
+# Their ids are kept as the engine sampled them, so the run's tokenizer must give the same prompt ids and
+# decode the same replies, and its task must still use the same words. The trained text is the judged text
+# plus one terminator, which replaces a stop string. A truncated reply has no end to learn and is never taken.
 
 _ENDS = frozenset({FinishReason.EOS, FinishReason.STOP_STRING})
 
 
 @dataclass(kw_only=True, slots=True)
 class Choice:
-    """Takes rollouts one by one and keeps the best of each example, different ones only."""
+    """Chooses among rollouts the best different ones of each example."""
 
     tokenizer: Tokenizer
     min_reward: float
@@ -171,7 +171,7 @@ class Choice:
     _by_example: dict[str, dict[bytes, Rollout]] = field(default_factory=dict)
 
     def add(self, rollout: Rollout) -> None:
-        """Keep a rollout for now, or count why not."""
+        """Keep a rollout for now, or count the reason to drop it."""
         self.num_seen += 1
         reward = rollout.outcome.reward
         if reward is None:
@@ -182,13 +182,13 @@ class Choice:
             self.counts["rollouts below sft.min_reward"] += 1
         else:
             known = self._by_example.setdefault(rollout.example.example_id, {})
-            said = b"|".join(turn.token_ids.tobytes() for turn in rollout.turns)
-            if said in known:
+            content = b"|".join(turn.token_ids.tobytes() for turn in rollout.turns)
+            if content in known:
                 self.counts["repeated rollouts"] += 1
-            known.setdefault(said, rollout)
+            known.setdefault(content, rollout)
 
     def finish(self) -> list[Rollout]:
-        """Return what is left: by example in order of appearance, best first, earliest first among equals."""
+        """Return the chosen rollouts: by example in order of appearance, best first, then earliest first."""
         chosen: list[Rollout] = []
         for known in self._by_example.values():
             ranked = sorted(known.values(), key=lambda rollout: -(rollout.outcome.reward or 0.0))
@@ -199,13 +199,13 @@ class Choice:
 
 
 def is_whole(tokenizer: Tokenizer, rollout: Rollout) -> bool:
-    """Whether every reply came to its end, and no stop string begins inside one of its tokens."""
+    """Whether every reply is complete, and no stop string begins inside one of its tokens."""
     if rollout.outcome.truncated:
         return False
     replies = [turn for turn in rollout.turns if turn.is_sampled]
     spoken = [_spoken_ids(tokenizer, turn) for turn in replies if turn.finish_reason in _ENDS]
-    found = [ids for ids in spoken if ids is not None]
-    return len(found) == len(replies) and any(len(ids) for ids in found)
+    whole = [ids for ids in spoken if ids is not None]
+    return len(whole) == len(replies) and any(len(ids) for ids in whole)
 
 
 def _spoken_ids(tokenizer: Tokenizer, reply: Turn) -> IntArray | None:
@@ -213,8 +213,8 @@ def _spoken_ids(tokenizer: Tokenizer, reply: Turn) -> IntArray | None:
     if reply.finish_reason is not FinishReason.STOP_STRING or not reads_as(tokenizer, reply):
         return reply.token_ids
     num_tokens = len(reply.token_ids)
-    while (said := tokenizer.decode(reply.token_ids[:num_tokens])) != reply.text:
-        if not said.startswith(reply.text):
+    while (text := tokenizer.decode(reply.token_ids[:num_tokens])) != reply.text:
+        if not text.startswith(reply.text):
             return None
         num_tokens -= 1
     return reply.token_ids[:num_tokens]
@@ -238,13 +238,13 @@ def read_run_demonstrations(spec: SftSpec, folder: Path, framing: Framing) -> De
         for rollout in read_rollouts(path):
             choice.add(rollout)
     chosen = choice.finish()
-    seen = "; ".join(f"{number} {what}" for what, number in choice.counts.items() if number)
+    seen = "; ".join(f"{number} {reason}" for reason, number in choice.counts.items() if number)
     require_some(spec.source, chosen, f"{choice.num_seen} rollouts are recorded{seen and ', '}{seen}")
     refuse_held_out("sft.source", spec.source, chosen, framing)
     sieve = Sieve(framing=framing)
     for rollout in chosen:
         require_same_asking("sft.source", rollout, framing)
-        # One demonstration of each piece that the policy saw and answered.
+        # One demonstration of each sample that the policy answered.
         for turns in rollout.samples:
             if any(turn.is_sampled for turn in turns):
                 sieve.add(_turns_to_candidate(rollout, turns, framing))
@@ -265,10 +265,10 @@ def find_rollouts_files(folder: Path) -> list[Path]:
 
 
 def refuse_held_out(setting: str, source: str, chosen: Sequence[Rollout], framing: Framing) -> None:
-    """Refuse replies to problems that this run will be measured on: an evaluation may be of any split."""
+    """Refuse replies to held-out problems of this run: the source may be an evaluation of any split."""
     task = framing.task
     held_out = list_names(task, task.examples(Split.HELD_OUT))
-    asked = {one.example.example_id: one.example for one in chosen}
+    asked = {rollout.example.example_id: rollout.example for rollout in chosen}
     known = sorted(
         example_id
         for example_id, example in asked.items()
@@ -283,7 +283,7 @@ def refuse_held_out(setting: str, source: str, chosen: Sequence[Rollout], framin
 
 
 def require_same_asking(setting: str, rollout: Rollout, framing: Framing) -> None:
-    """Raises: DataError if this run would ask, write or read otherwise than the rollout has it."""
+    """Raises: DataError if this run would render, encode or decode the rollout differently."""
     tokenizer, task, opening = framing.tokenizer, framing.task, rollout.turns[0]
     is_same = np.array_equal(tokenizer.encode(opening.text), opening.token_ids)
     is_same = is_same and all(reads_as(tokenizer, turn) for turn in rollout.turns if turn.is_sampled)
@@ -302,12 +302,12 @@ def require_same_asking(setting: str, rollout: Rollout, framing: Framing) -> Non
 
 
 def _turns_to_candidate(rollout: Rollout, turns: tuple[Turn, ...], framing: Framing) -> Candidate:
-    """Train what was judged, and the terminator behind it, which a stop string kept from being said."""
+    """Train the judged text and one terminator, in place of a stop string."""
     tokenizer = framing.tokenizer
     last = max(index for index, turn in enumerate(turns) if turn.is_sampled)
-    said = turns[1 : last + 1]
+    answered = turns[1 : last + 1]
     parts, marks = [], []
-    for turn in said:
+    for turn in answered:
         ids = _spoken_ids(tokenizer, turn) if turn.is_sampled else turn.token_ids
         assert ids is not None, "only whole rollouts are taken"
         parts.append(ids)
@@ -324,5 +324,5 @@ def _turns_to_candidate(rollout: Rollout, turns: tuple[Turn, ...], framing: Fram
             weight=1.0,
             prompt_id=rollout.example.example_id,
         ),
-        replies=tuple((turn.text, len(turn.token_ids)) for turn in said if turn.is_sampled),
+        replies=tuple((turn.text, len(turn.token_ids)) for turn in answered if turn.is_sampled),
     )

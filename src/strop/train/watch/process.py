@@ -1,7 +1,7 @@
 """Watches of the process: a stalled stage, a blocked event loop, slow stages, memory and disk; and its end.
 
 A hung wait is worse than a crash: it costs the night. So a stall ends the process at once, and its children
-die with it. What only costs time or memory raises an alarm. `StopFlag` and `Ending` end a run in order.
+die with it. A waste of time or memory raises an alarm. `StopFlag` and `Ending` end a run in order.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ from strop.record.prediction import NUM_WARM_UP, Prediction, scale_to_work
 from strop.rollout import Group
 from strop.spec.run import RunSpec
 from strop.tasks.failures import find_causes, find_failures, sum_up
-from strop.train.checkpoint import TrainerState
 from strop.train.watch.trends import CollapseWatch
 
 TELL_LIMIT_S = 10.0
-"""How long telling of a stall may take: longer than children have."""
+"""How long the report of a stall may take: longer than `CHILDREN_LIMIT_S`."""
 CHILDREN_LIMIT_S = 3.0
 """How long children may take to write their stacks."""
 
 
 class Watchdog:
-    """Watches that `progress` is called often enough."""
+    """Ends the process where `progress` was not called for too long."""
 
     def __init__(
         self,
@@ -63,7 +62,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
-        """Begin to watch, unless no bound is set."""
+        """Begin to watch, where a bound is set."""
         self.progress("start")
         if self._max_stall_s is not None:
             self._thread.start()
@@ -76,7 +75,7 @@ class Watchdog:
             self._thread.join()
 
     def progress(self, stage: str) -> None:
-        """Say that work goes on, and which stage begins."""
+        """Note that work goes on, and which stage it is in."""
         self._stage = stage
         self._moved_at = time.monotonic()
 
@@ -87,14 +86,14 @@ class Watchdog:
             if stalled_s > self._max_stall_s:
                 faulthandler.dump_traceback(file=sys.__stderr__ or sys.stderr, all_threads=True)
                 # The report may hang or fail too, on the very disk that everything waits for.
-                telling = threading.Thread(target=self._tell, args=(self._stage, stalled_s), daemon=True)
-                telling.start()
-                telling.join(TELL_LIMIT_S)
+                report = threading.Thread(target=self._report, args=(self._stage, stalled_s), daemon=True)
+                report.start()
+                report.join(TELL_LIMIT_S)
                 # Not sys.exit: the main thread is the one that hangs.
                 os._exit(EXIT_FAILED)
 
-    def _tell(self, stage: str, stalled_s: float) -> None:
-        """Report the stall; write all threads' stacks to the run's log, and let children write theirs."""
+    def _report(self, stage: str, stalled_s: float) -> None:
+        """Report the stall; write all threads' stacks to the run's log, and have children write theirs."""
         try:
             self._on_stall(stage, stalled_s)
         finally:
@@ -105,20 +104,20 @@ class Watchdog:
             show_stacks_of_children(CHILDREN_LIMIT_S)
 
 
-# A blocked event loop answers nobody: engines wait and deadlines pass unseen, and what looks like a hang is
-# one long call. A thread pings the loop at short intervals and reports the stack of the call that blocks it.
+# While one long call blocks the event loop, engines wait and deadlines pass unseen, as in a hang. A thread
+# pings the loop at short intervals and reports the stack of the call that blocks it.
 
 ASK_S = 0.05
 _NEVER = 1 << 30
 LIMIT_S = 2.0
-"""A loop that is later than that is an alarm."""
+"""A ping that takes longer raises an alarm."""
 
 
 class LoopLagWatch:
-    """Watches the event loop that it is entered in. `on_lag` is called in the watching thread."""
+    """Watches the event loop that is running when it is entered."""
 
     def __init__(self, on_lag: Callable[[float, str], None], *, limit_s: float = LIMIT_S) -> None:
-        """Take what to do with seconds of lag and the stack of the loop's thread, as text."""
+        """`on_lag(seconds, stack)` is called in the watching thread, with the stack of the loop's thread."""
         self._on_lag = on_lag
         self._limit_s = limit_s
         self._stopped = threading.Event()
@@ -129,7 +128,7 @@ class LoopLagWatch:
         self._taken_at = time.monotonic()
 
     def __enter__(self) -> LoopLagWatch:
-        """Begin to watch the running loop, from its own thread."""
+        """Begin to watch. Called in the loop's thread."""
         self._loop = asyncio.get_running_loop()
         self._loop_thread = threading.get_ident()
         self._thread = threading.Thread(target=self._watch, name="loop-lag", daemon=True)
@@ -146,8 +145,8 @@ class LoopLagWatch:
     def take(self) -> dict[str, float]:
         """Return the lag since the last call, as metrics of a step.
 
-        `loop_lag_s` is the longest time that a sign took to come, `loop_late_frac` the share of the time in
-        which signs took longer than `ASK_S`.
+        `loop_lag_s` is the longest time that a ping took, `loop_late_frac` the share of the time that was
+        spent in pings longer than `ASK_S`.
         """
         now = time.monotonic()
         with self._lock:
@@ -160,7 +159,7 @@ class LoopLagWatch:
 
     def _watch(self) -> None:
         while True:
-            # Before `_stopped` is looked at: the call that stops this thread answers too, maybe last.
+            # Before `_stopped` is read: `__exit__` sets both events, `_answered` last.
             self._answered.clear()
             if self._stopped.wait(ASK_S):
                 return
@@ -182,12 +181,12 @@ class LoopLagWatch:
 
 @contextmanager
 def full_collections_by_hand() -> Iterator[None]:
-    """Leave it to the caller when Python looks for cycles among old objects (`gc.collect`).
+    """Leave full garbage collections to the caller (`gc.collect`).
 
-    By itself it walks through every rollout in flight, again and again: with 40,000 of them that was half of
-    the orchestrator's processor time, in pauses of up to 1.7 s, and found nothing, because rollouts that end
-    as they should leave no cycles. New objects are looked at once, as ever, so that a cycle that holds a
-    tensor does not live for a whole step. What exists at the beginning is never walked through.
+    By itself Python walks through every rollout in flight, again and again: with 40,000 of them that took
+    half of the orchestrator's processor time, in pauses of up to 1.7 s, and found nothing, because completed
+    rollouts leave no cycles. The youngest generation is collected as ever, so that a cycle that holds a
+    tensor does not survive a whole step. Objects that exist at the beginning are never walked through.
     """
     before = gc.get_threshold()
     gc.freeze()
@@ -200,16 +199,16 @@ def full_collections_by_hand() -> Iterator[None]:
 
 
 # A model on the wrong device, a wait for the device at every token, or ranks that all do the whole work cost
-# only time, so nothing else shows them. Stages are compared one by one (PRC-9).
+# only time: no other watch shows them. Stages are compared one by one (PRC-9).
 
 NUM_STEPS = 3
-"""Steps whose median counts: one slow step is the machine's affair."""
+"""Steps whose median is compared: one slow step may be the machine's fault."""
 MIN_EXCESS_S = 2.0
-"""A stage that lasts less than so much longer than planned is too short to be compared."""
+"""A smaller excess over the plan raises no alarm: the stage is too short to be compared."""
 ASSUMED_FACTOR = 2.0
-"""The bound counts so many times where the machine's speed was assumed and not measured."""
+"""Multiplies the bound where the machine's speed was assumed and not measured."""
 _STAGES = ("generate", "learn", "sync")
-"""Judging is not among them: how long a task's judge takes is not planned, only assumed."""
+"""Without judging: the plan does not predict a judge's time, it assumes one."""
 _CAUSES = {
     "generate": "look on which device the engine computes, and how many rows it decodes",
     "learn": "look on which device the learner computes, and whether each rank is given its own share",
@@ -218,25 +217,27 @@ _CAUSES = {
 
 
 class PaceWatch:
-    """Compares the stages of a process's steps with the plan. Without a prediction it watches nothing."""
+    """Compares the stages of each step with the plan. Without a prediction it raises no alarm."""
 
     def __init__(self, prediction: Prediction | None, max_slowdown_ratio: float | None) -> None:
         self._prediction = prediction
         self._max_ratio = max_slowdown_ratio
         self._num_seen = 0
-        self._excess: dict[str, deque[tuple[float, float]]] = {
+        self._seconds: dict[str, deque[tuple[float, float]]] = {
             stage: deque(maxlen=NUM_STEPS) for stage in _STAGES
         }
+        """Measured and planned seconds of the last steps."""
 
     def find_slow(self, step: int, metrics: Mapping[str, float]) -> list[Event]:
-        """Take the numbers of a step; return an alarm for each stage that keeps being slower than planned."""
+        """Take the metrics of a step; return an alarm for each stage that keeps being slower than planned."""
         self._num_seen += 1
-        if self._prediction is None or self._max_ratio is None or self._num_seen <= NUM_WARM_UP:
+        plan = self._prediction
+        if plan is None or self._max_ratio is None or self._num_seen <= NUM_WARM_UP:
             return []
-        bound = self._max_ratio * (1.0 if self._prediction.is_measured else ASSUMED_FACTOR)
-        planned = scale_to_work(self._prediction, metrics)
+        bound = self._max_ratio * (1.0 if plan.is_measured else ASSUMED_FACTOR)
+        planned = scale_to_work(plan, metrics)
         alarms = []
-        for stage, seen in self._excess.items():
+        for stage, seen in self._seconds.items():
             if f"seconds_{stage}" not in metrics or stage not in planned:
                 continue
             seen.append((metrics[f"seconds_{stage}"], planned[stage]))
@@ -244,8 +245,6 @@ class PaceWatch:
                 continue
             took_s, planned_s = (median(values) for values in zip(*seen, strict=True))
             if took_s > bound * planned_s and took_s > planned_s + MIN_EXCESS_S:
-                plan = self._prediction
-                assert plan is not None
                 basis = "" if plan.is_measured else f" (twice, because its speed is {plan.basis})"
                 detail = (
                     f"{stage} took {took_s:.3g} s in the last {NUM_STEPS} steps, and {planned_s:.3g} s were"
@@ -258,15 +257,16 @@ class PaceWatch:
         return alarms
 
 
-# The gate compares the plan with what is free; what no plan foresees are leaks, and other users of the disk.
+# The gate compares the plan with the free memory and disk; no plan foresees leaks and other users of the
+# disk.
 
 NUM_MEMORY_WARM_UP = 8
-"""Steps of a process whose growth counts for nothing: caches and pools fill in them."""
+"""First steps of a process whose growth is ignored: caches and pools fill in them."""
 NUM_BLOCKS = 6
 BLOCK_STEPS = 4
-"""A leak shows in every one of so many blocks of so many steps; a pool that fills up does not."""
+"""A leak shows in each of `NUM_BLOCKS` blocks of `BLOCK_STEPS` steps; a pool that fills up does not."""
 LOW_DISK_FACTOR = 1.25
-"""Room for so many checkpoints, or the run ends while one more can still be written."""
+"""Checkpoints that must fit on the disk, or the run ends while one more can still be written."""
 
 
 class MemoryWatch:
@@ -307,7 +307,7 @@ class MemoryWatch:
 def is_steady_growth(sizes: Sequence[float]) -> bool:
     """Whether sizes after each of `NUM_BLOCKS * BLOCK_STEPS` steps, and before, grow in every block.
 
-    What was given back later is no growth: each size is replaced by the smallest from there on. Each
+    Memory that was given back later is no growth: each size is replaced by the smallest from there on. Each
     block must grow at least half as much as blocks do on average, so one big jump is no leak.
     """
     floors = [min(sizes[index:]) for index in range(0, len(sizes), BLOCK_STEPS)]
@@ -316,27 +316,23 @@ def is_steady_growth(sizes: Sequence[float]) -> bool:
 
 
 class DiskWatch:
-    """Knows whether the next checkpoint still fits."""
+    """Checks whether the next checkpoint still fits."""
 
     def __init__(self, run_dir: RunDir, expected_bytes: int) -> None:
-        """Take what a checkpoint is expected to take, for as long as there is none."""
+        """`expected_bytes` is the size of a checkpoint for as long as none was written."""
         self._run_dir = run_dir
         self._expected_bytes = expected_bytes
 
     @classmethod
     def of_run(cls, spec: RunSpec, run_dir: RunDir, model_dir: Path) -> DiskWatch:
-        """Expect the checkpoints of a run of this model."""
+        """Return the watch of a run that trains this model."""
         size = read_model_size(model_dir)
         return cls(run_dir, checkpoint_bytes(size, spec.model.dtype, count_trained(size, spec.lora)))
 
-    def needed_bytes(self) -> int:
-        """Return the size of the last checkpoint, or what one is expected to take."""
-        latest = self._run_dir.latest_checkpoint()
-        return self._expected_bytes if latest is None else directory_bytes(latest[1])
-
     def find_low(self, step: int) -> tuple[Event, bool] | None:
         """Return an alarm where the disk is nearly full, and whether one more checkpoint fits."""
-        free_bytes, needed_bytes = free_disk_bytes(self._run_dir.path), self.needed_bytes()
+        free_bytes, latest = free_disk_bytes(self._run_dir.path), self._run_dir.latest_checkpoint()
+        needed_bytes = self._expected_bytes if latest is None else directory_bytes(latest[1])
         if free_bytes >= LOW_DISK_FACTOR * needed_bytes:
             return None
         detail = (
@@ -349,18 +345,18 @@ class DiskWatch:
 
 def directory_bytes(path: Path) -> int:
     """Return the size of all files below a directory."""
-    return sum(found.st_size for _, found in walk_files(path))
+    return sum(file.st_size for _, file in walk_files(path))
 
 
-# How a run stops: a signal, an alarm, a collapse, or nothing left to score.
+# A run stops by a signal, an alarm, a collapse, or because no rollout can be scored.
 
 MAX_REFUSED_IN_A_ROW = 3
-"""Steps without an update, because it was not finite or had nothing to count, after which a run ends."""
+"""Steps in a row without an update, not finite or without a token that counts, after which a run ends."""
 
 
 _Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
-# What a second signal of the kind does: end the process at once, for a person at a terminal.
+# A second signal of the kind ends the process at once, for a person at a terminal.
 _SECOND: dict[signal.Signals, _Handler] = {
     signal.SIGTERM: signal.SIG_DFL,
     signal.SIGINT: signal.default_int_handler,
@@ -370,16 +366,16 @@ _SECOND: dict[signal.Signals, _Handler] = {
 class StopFlag:
     """Set by the first signal. A second one ends the process at once, without a checkpoint.
 
-    Except SIGTERM in a job: Slurm sends it to every process of a step, and more than once, and the node's
-    agent passes it on. What takes too long in a job is killed.
+    A second SIGTERM in a job is ignored: Slurm sends it to every process of a step, and more than once, and
+    the node's agent passes it on. A job that takes too long to end is killed anyway.
 
-    Not the event loop's own handlers: those run when the loop next looks, which is after the step
-    that follows an optimizer step under way.
+    The event loop's own handlers would be too late: they run when the loop next turns, which is after the
+    step that follows the running optimizer step.
     """
 
     def __init__(self) -> None:
         self.cause: str | None = None
-        """Name of the signal in lower case, for example 'sigterm'; None while there was none."""
+        """Name of the signal in lower case, for example 'sigterm'; None before any signal."""
         self._previous: dict[signal.Signals, _Handler] = {}
 
     def __enter__(self) -> StopFlag:
@@ -393,7 +389,7 @@ class StopFlag:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Give the signals back."""
+        """Put the previous handlers back."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
@@ -406,32 +402,32 @@ class StopFlag:
 
 
 class Ending:
-    """Ends one run, as a tripwire does."""
+    """Ends one run with `RunStopped` and advice on how to go on."""
 
     def __init__(self, run_dir: RunDir, publish: Callable[[Event], None]) -> None:
         self._run_dir = run_dir
         self._publish = publish
         self._lost = ""
-        """Why rollouts of the step failed; empty where none did."""
+        """Why rollouts of the step failed; empty where none failed."""
         self._is_all_lost = False
 
-    def on_alarms(self, state: TrainerState, alarms: Sequence[Event], *, is_wanted: bool) -> None:
+    def on_alarms(self, step: int, num_refused: int, alarms: Sequence[Event], *, is_wanted: bool) -> None:
         """End the run where updates keep failing, or on any alarm where that `is_wanted`.
 
+        `num_refused` steps in a row had no update.
         Raises: RunStopped.
         """
-        step, num_refused = state.step, state.num_refused_in_a_row
         is_by_loss = self._is_all_lost or any(alarm.cause == "verifier_errors" for alarm in alarms)
         lead = f"{self._lost}; " if is_by_loss else ""
         if num_refused >= MAX_REFUSED_IN_A_ROW:
-            self.now(
+            self.stop(
                 step,
                 f"{lead}step {step} is number {num_refused} in a row without an update",
                 f"fewer than {MAX_REFUSED_IN_A_ROW} steps in a row whose update is empty or not finite",
             )
         if alarms and is_wanted:
             causes = ", ".join(alarm.cause for alarm in alarms)
-            self.now(
+            self.stop(
                 step,
                 f"{lead}step {step} raised {causes}",
                 "steps without alarm, as tripwires.on_alarm asks",
@@ -444,15 +440,15 @@ class Ending:
         Raises: RunStopped.
         """
         if watch.reason is not None:
-            self.now(
+            self.stop(
                 step,
                 f"{watch.reason}, up to step {step}",
                 "steps that are none of a collapse; tripwires.on_alarm='warn' goes on in any case",
-                # The weights that gave the numbers of the first of them.
+                # The weights that sampled the first of these steps.
                 suspect_step=step - watch.num_in_a_row,
             )
 
-    def where_all_failed(self, step: int, groups: Sequence[Group]) -> None:
+    def on_all_failed(self, step: int, groups: Sequence[Group]) -> None:
         """End the run where no rollout could be scored: such a failure will not go away by itself.
 
         Raises: RunStopped.
@@ -463,24 +459,24 @@ class Ending:
         self._is_all_lost = bool(causes) and sum(cause.num for cause in causes) == len(outcomes)
         kinds = {(cause.failure.owner, cause.failure.kind) for cause in causes}
         if self._is_all_lost and len(kinds) == 1:
-            self.now(step, self._lost, "steps in which some rollout can be scored")
+            self.stop(step, self._lost, "steps in which some rollout can be scored")
 
-    def now(self, step: int, given: str, allowed: str, *, suspect_step: int | None = None) -> NoReturn:
+    def stop(self, step: int, reason: str, allowed: str, *, suspect_step: int | None = None) -> NoReturn:
         """End the run.
 
-        `suspect_step` is the step whose weights gave the numbers that raised the alarm.
+        `suspect_step` is the step whose weights sampled the rollouts that raised the alarm.
         Raises: RunStopped.
         """
-        self._publish(Event(kind=EventKind.STOP, step=step, cause="tripwire", detail=given))
+        self._publish(Event(kind=EventKind.STOP, step=step, cause="tripwire", detail=reason))
         where = self._offer_checkpoint(suspect_step)
         raise RunStopped(
-            given,
+            reason,
             allowed=allowed,
             next_step=f"read {self._run_dir.path}/events.jsonl and mend the cause; {where}",
         )
 
     def _offer_checkpoint(self, suspect_step: int | None) -> str:
-        """Say where the run goes on: a checkpoint of suspect weights only together with one before it."""
+        """Name the checkpoint to go on from: beside one of suspect weights also the one before it."""
         steps = self._run_dir.checkpoint_steps()
         if not steps:
             return "no checkpoint yet"

@@ -1,4 +1,4 @@
-"""Alarms that only several steps show: numbers compared with the first steps of the run and with the last.
+"""Alarms that need several steps: metrics compared with those of the run's first and last steps.
 
 Every bound is relative to the run's own past. Replies may change length as far as they like while
 the reward gets better: a healthy run may end with replies a tenth as long as its first.
@@ -23,11 +23,11 @@ NUM_BEGIN = 2
 NUM_RECENT = 16
 """Steps back whose gradient norms a new one is compared with: a norm that grows slowly is no spike."""
 NUM_LOW = 8
-"""Steps in a row that are a trend and not the luck of one step's examples."""
+"""Steps in a row that make a trend; fewer may be the luck of one step's examples."""
 _MIN_STEPS = 6
 """Steps of a window that must have a metric."""
 _NUM_ERRORS = 3.0
-"""Standard errors beyond which a difference between two windows is no chance."""
+"""Standard errors beyond which a difference between two windows is not chance."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,21 +66,21 @@ class History:
         self.first: list[Mapping[str, float]] = []
         """The first steps of the run, of whichever attempt."""
         self.last: deque[Mapping[str, float]] = deque(maxlen=NUM_LOW - 1)
-        """The last steps, none of which is a first one: with the step that is looked at, `NUM_LOW`."""
+        """The last steps, none of which is in `first`: `NUM_LOW` together with the current step."""
         self.grad_norms: deque[float] = deque(maxlen=NUM_RECENT)
-        """Those of the last steps with a gradient."""
+        """Gradient norms of the last steps with a gradient."""
         self.rewards: deque[float] = deque(maxlen=NUM_LOW)
         """Mean rewards of the last steps."""
         self.best_rewards: tuple[float, ...] = ()
         """The `NUM_LOW` rewards in a row with the highest mean."""
         self.used_lengths = deque([1.0] * NUM_LOW, maxlen=NUM_LOW)
-        """Mean length of the replies used by the last steps, over that of all that were dispatched. Full from
-        the beginning: one odd step is no selection."""
+        """Mean length of the trained replies over that of all dispatched ones, for each of the last steps.
+        Full from the beginning: one odd step is no selection."""
         for record in records:
             self.add(record)
 
     def add(self, metrics: Mapping[str, float]) -> None:
-        """Take the numbers of the next step."""
+        """Take the metrics of the next step."""
         if len(self.first) < NUM_FIRST:
             self.first.append(dict(metrics))
         else:
@@ -119,8 +119,7 @@ class History:
 # The reward rises meanwhile: one short reply to every prompt earns partial marks, accuracy stays where it
 # was, and entropy falls. Each sign is weighed against learning: a run that is right more often than at first
 # may change its replies as it likes, and a reward that grades partial work may rise as long as different
-# prompts get different replies. One alarm only informs; several, step after step, end the run
-# (`CollapseWatch`).
+# prompts get different replies. One alarm informs; several, step after step, end the run (`CollapseWatch`).
 
 Alarm = tuple[str, str]
 """Cause and detail."""
@@ -131,15 +130,15 @@ SIGNS = frozenset(
         *("length_collapse", "duplicate_completions"),
     }
 )
-"""Alarms that a collapse raises. It takes two of them, one of them about what the policy says."""
+"""Alarms that a collapse raises. It takes two of them, one of them in `_DIRECT`: about the replies."""
 _DIRECT = frozenset({"reply_collapse", "entropy_collapse", "entropy_fall"})
 NUM_STOP = 5
 """Steps in a row with two signs of a collapse that end a run."""
 NUM_LOST = 16
-"""Steps in a row with `reward_collapse` alone that do: with few replies a step, eight low may be luck."""
+"""Steps in a row with `reward_collapse` alone that end a run: with few replies a step, eight may be luck."""
 _MIN_RISE_RATIO = 2.0
 _MIN_DEPENDENCE = 0.15
-"""Of replies on their prompts (`train.replies`); 0 is chance."""
+"""Of replies on their prompts (`measure.prompt_dependence`); 0 is chance."""
 _NUM_ERRORS_RIGHT = 2.0
 _MIN_UNEARNED_SHARE = 0.5
 _RIGHT_ENOUGH = 0.5
@@ -147,7 +146,7 @@ _RIGHT_ENOUGH = 0.5
 
 
 def is_more_right(metrics: Mapping[str, float], history: History) -> bool:
-    """Whether the last steps are right more often than the first ones; no where a task does not say."""
+    """Whether the last steps are right more often than the first ones; False where the task cannot say."""
     accuracy = history.compare("accuracy", metrics)
     return accuracy is not None and accuracy.now - accuracy.then > _NUM_ERRORS_RIGHT * accuracy.error
 
@@ -224,9 +223,9 @@ def find_unearned_reward(bound: float | None, metrics: Mapping[str, float], hist
 def find_entropy_fall(
     bound: float | None, metrics: Mapping[str, float], history: History, *, is_narrow: bool
 ) -> Alarm | None:
-    """Find a policy that says fewer things than at first and gains nothing by it.
+    """Find a policy whose entropy fell without a better reward.
 
-    `is_narrow`: different prompts get one reply, so that a better reward counts for nothing.
+    `is_narrow`: different prompts get one reply, so that a better reward does not excuse it.
     """
     entropy, reward = (history.compare(name, metrics) for name in ("entropy_nats", "reward_mean"))
     if bound is None or entropy is None or reward is None or is_more_right(metrics, history):
@@ -249,10 +248,10 @@ def _say_accuracy(metrics: Mapping[str, float], history: History) -> str:
 
 
 class CollapseWatch:
-    """Counts the steps in a row whose alarms together are a collapse, and remembers what they were."""
+    """Counts the steps in a row whose alarms together are a collapse, and keeps their causes."""
 
     def __init__(self, *, is_ordered: bool) -> None:
-        """Take whether the task orders its examples: then later ones may be harder, and earn less."""
+        """`is_ordered`: the task orders its examples, so later ones may be harder, and earn less."""
         self._is_ordered = is_ordered
         self._num_of_signs = 0
         self._num_lost = 0
@@ -262,7 +261,7 @@ class CollapseWatch:
         """Take the alarms of the next step; `history` does not hold the step yet."""
         signs = set() if _is_right(metrics, history) else set(causes) & SIGNS
         is_sign = bool(signs & _DIRECT) and len(signs) > 1
-        # What was learned is lost: a sign of its own, unless the examples themselves may have changed.
+        # A lost reward is a sign by itself, unless the examples may have become harder.
         is_lost = "reward_collapse" in signs and not self._is_ordered
         self._num_of_signs = self._num_of_signs + 1 if is_sign else 0
         self._num_lost = self._num_lost + 1 if is_lost else 0
@@ -270,7 +269,7 @@ class CollapseWatch:
 
     @property
     def reason(self) -> str | None:
-        """Why the run has to end; None while it has not."""
+        """Why the run has to end; None while it may go on."""
         if self._num_of_signs < NUM_STOP and self._num_lost < NUM_LOST:
             return None
         return f"for {self.num_in_a_row} steps in a row the policy collapses: {', '.join(self._causes)}"
@@ -282,9 +281,9 @@ class CollapseWatch:
 
 
 def _is_right(metrics: Mapping[str, float], history: History) -> bool:
-    """Whether a step is of a policy that does what it is asked, however narrow it is."""
+    """Whether the policy solves its task, however narrow it is."""
     accuracy = history.compare("accuracy", metrics)
-    # Before there are two windows, of this step alone.
+    # Before there are two windows, the accuracy of this step alone.
     now = metrics.get("accuracy", 0.0) if accuracy is None else accuracy.now
     return now >= _RIGHT_ENOUGH or is_more_right(metrics, history)
 
@@ -298,7 +297,7 @@ def find_trend_alarms(
     """Return the alarms that a step raises beside the steps before it. `history` does not hold it yet."""
     one_reply = find_one_reply(spec.max_common_reply_frac, metrics, history)
     is_narrow = one_reply is not None or ignores_prompts(metrics, history)
-    found = (
+    alarms = (
         one_reply,
         find_unearned_reward(spec.max_unearned_ratio, metrics, history),
         find_entropy_fall(spec.min_entropy_kept_frac, metrics, history, is_narrow=is_narrow),
@@ -309,23 +308,23 @@ def find_trend_alarms(
     )
     return [
         Event(kind=EventKind.TRIPWIRE, step=step, cause=cause, detail=detail)
-        for cause, detail in (alarm for alarm in found if alarm is not None)
+        for cause, detail in (alarm for alarm in alarms if alarm is not None)
     ]
 
 
 def _find_length_change(
     bound: float | None, metrics: Mapping[str, float], history: History, *, is_narrow: bool
-) -> tuple[str, str] | None:
+) -> Alarm | None:
     """Find replies far shorter or longer than in the first steps, without a better reward.
 
-    A better one counts for nothing where it is paid for one reply to different prompts.
+    A better one does not excuse them where it is paid for one reply to different prompts (`is_narrow`).
     """
     lengths, rewards = history.first_values("reply_tokens_mean"), history.first_values("reward_mean")
     now, reward = metrics.get("reply_tokens_mean"), metrics.get("reward_mean")
     if bound is None or now is None or reward is None or not lengths or not rewards:
         return None
     usual, usual_reward = median(lengths), fmean(rewards)
-    # Growing or shrinking replies that earn more are what was asked for.
+    # Replies that earn more may grow and shrink.
     if (reward > usual_reward and not is_narrow) or usual / bound <= now <= usual * bound:
         return None
     cause, word = ("length_collapse", "shorter") if now < usual else ("length_explosion", "longer")
@@ -337,9 +336,7 @@ def _find_length_change(
     )
 
 
-def _find_norm_spike(
-    bound: float | None, metrics: Mapping[str, float], history: History
-) -> tuple[str, str] | None:
+def _find_norm_spike(bound: float | None, metrics: Mapping[str, float], history: History) -> Alarm | None:
     """Find a gradient far above those of the last steps."""
     now = metrics.get("grad_norm")
     if bound is None or now is None or len(history.grad_norms) < _MIN_NORMS:
@@ -354,9 +351,7 @@ def _find_norm_spike(
     )
 
 
-def _find_reward_fall(
-    bound: float | None, metrics: Mapping[str, float], history: History
-) -> tuple[str, str] | None:
+def _find_reward_fall(bound: float | None, metrics: Mapping[str, float], history: History) -> Alarm | None:
     """Find a reward that stays far below what the run once had."""
     now = metrics.get("reward_mean")
     if bound is None or now is None or not history.best_rewards:
@@ -373,9 +368,7 @@ def _find_reward_fall(
     )
 
 
-def _find_selection(
-    bound: float | None, metrics: Mapping[str, float], history: History
-) -> tuple[str, str] | None:
+def _find_selection(bound: float | None, metrics: Mapping[str, float], history: History) -> Alarm | None:
     """Find long replies that keep coming too late to be trained on."""
     now = metrics.get("used_length_ratio")
     if bound is None or now is None:
@@ -401,7 +394,7 @@ def find_divergence(summary: EvalSummary, records: Sequence[Mapping[str, float]]
         return []
     rewards = [(line["step"], line["reward_mean"]) for line in records if "reward_mean" in line]
     between = [reward for step, reward in rewards if before < step <= summary.step]
-    # Neither window may hold the other's steps: at most half of what lies between, from either end.
+    # The windows may not overlap: each is at most half of the steps between the two evaluations.
     width = min(NUM_LOW, max(len(between) // 2, 1))
     if len(between) < 2:
         return []

@@ -1,7 +1,7 @@
-"""Alarms that the numbers of one step raise. Each has a name, a bound and advice.
+"""Alarms that the metrics of one step raise. Each has a name, a bound and advice.
 
-The bounds are settings (`tripwires.*`), and so is what an alarm does: it is recorded and shown, or it
-ends the run with its last checkpoint intact. `StepWatch` runs every watch on the numbers of a step.
+The bounds are settings (`tripwires.*`). An alarm is recorded and shown; where `tripwires.on_alarm` asks for
+it, it ends the run with its last checkpoint intact. `StepWatch` runs every watch on the metrics of a step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Wire:
     is_upper: bool
     advice: str
     max_accuracy: float = 1.0
-    """Above it, the policy does what it is asked, and the number is no sign of anything."""
+    """Above it the policy solves its task, and the metric is no sign of anything."""
 
 
 _WIRES = (
@@ -115,7 +115,7 @@ _WIRES = (
 
 
 def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> list[Event]:
-    """Return the alarms that the numbers of a step raise. An absent number raises none."""
+    """Return the alarms that the metrics of a step raise. An absent metric raises none."""
     alarms = []
     # Spelled out, so that a renamed setting is a type error.
     bounds: dict[str, float | None] = {
@@ -162,7 +162,7 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
 
 
 def _find_dominant_term(bound: float | None, step: int, metrics: Mapping[str, float]) -> list[Event]:
-    """Return an alarm where one term of the loss drowns another. One without gradient is no sign."""
+    """Return an alarm where one term of the loss drowns another; none where one has no gradient at all."""
     norms = {name: metrics.get(f"grad_norm_{name}", 0.0) for name in ("rl", "sft")}
     if bound is None or not all(norms.values()):
         return []
@@ -205,10 +205,10 @@ Key = tuple[str, int]
 
 
 def find_fate_leak(step: int, dispatched: Collection[Key], groups: Sequence[Group]) -> list[Event]:
-    """Return an alarm where attempts that were asked for did not end in exactly one fate.
+    """Return an alarm where a dispatched attempt did not end in exactly one rollout, scored or not.
 
-    A fate is a rollout, scored or with the reason why not. What has none, has two or was never asked for
-    would shift the batch in silence.
+    An attempt with no rollout or with two, and a rollout without an attempt, would shift the batch in
+    silence.
     """
     fates = Counter(
         (rollout.example.example_id, rollout.sample_index) for group in groups for rollout in group.rollouts
@@ -228,12 +228,12 @@ def find_fate_leak(step: int, dispatched: Collection[Key], groups: Sequence[Grou
     ]
 
 
-# Impossible numbers: such a step was measured or judged wrong, whatever else it says. A metric's name says
-# its range (`_frac` a share, `seconds_` a duration), so a new metric is checked without being listed here.
+# Impossible numbers: such a step was measured or judged wrong. A metric's name implies its range (`_frac` a
+# share, `seconds_` a duration), so a new metric is checked without being listed here.
 
 _ROUNDING = 1e-6
 _MAX_LOGPROB = 0.01
-"""A log-probability may be so far (nats) above 0 by rounding, where logits are bfloat16."""
+"""Nats above 0 that a log-probability may reach by rounding, where logits are bfloat16."""
 _STAGES = ("generate", "verify", "learn", "sync", "other")
 """They follow each other on one clock, so they add up to the step."""
 _MIN_CLOCK_S = 1e-3
@@ -241,13 +241,13 @@ _NOT_NEGATIVE = ("num_", "seconds_", "grad_norm", "entropy_nats", "drift_", "off
 
 
 def find_impossible(step: int, metrics: Mapping[str, float]) -> list[Event]:
-    """Return an alarm where a number of a step cannot be, naming all such numbers. Absent ones are fine."""
-    found = [text for name, value in metrics.items() if (text := _find_excess(name, value))]
-    found += _find_time_twice(metrics)
-    if not found:
+    """Return an alarm that names all metrics of a step with an impossible value, if there are any."""
+    flaws = [text for name, value in metrics.items() if (text := _find_excess(name, value))]
+    flaws += _find_time_twice(metrics)
+    if not flaws:
         return []
     detail = (
-        f"{'; '.join(found)}: this was measured wrong, and other numbers of the step may be. Nothing that the"
+        f"{'; '.join(flaws)}: this was measured wrong, and other numbers of the step may be. Nothing that the"
         " policy does leads here; report it with this run's metrics.jsonl"
     )
     return [_alarm(step, IMPOSSIBLE, detail)]
@@ -268,7 +268,7 @@ def _find_excess(name: str, value: float) -> str | None:
 
 
 def _find_time_twice(metrics: Mapping[str, float]) -> list[str]:
-    """Find durations that ran beside each other and were added up."""
+    """Describe durations that add up to more than the step took."""
     step_s = metrics.get("seconds_step")
     if step_s is None:
         return []
@@ -314,10 +314,10 @@ def find_impossible_rollouts(step: int, groups: Sequence[Group]) -> list[Event]:
 
 
 def _max_logprob(rollout: Rollout) -> float:
-    given = [
+    highest = (
         turn.logprobs.max() for turn in rollout.turns if turn.logprobs is not None and len(turn.logprobs)
-    ]
-    return float(max(given, default=-math.inf))
+    )
+    return float(max(highest, default=-math.inf))
 
 
 def _alarm(step: int, cause: str, detail: str, rollouts: Iterable[Rollout] = ()) -> Event:
@@ -325,11 +325,8 @@ def _alarm(step: int, cause: str, detail: str, rollouts: Iterable[Rollout] = ())
     return Event(kind=EventKind.TRIPWIRE, step=step, cause=cause, detail=detail, example_ids=ids[:MAX_IDS])
 
 
-# Every watch on the numbers of a step, and the log of why rollouts were lost.
-
-
 class StepWatch:
-    """Looks at the numbers of each step of one run, in order: bounds, trends, the plan and memory."""
+    """Checks the metrics of each step of one run, in order: bounds, trends, the plan and memory."""
 
     def __init__(self, spec: RunSpec, task: Task, prediction: Prediction | None) -> None:
         self._wires = spec.tripwires
@@ -341,15 +338,15 @@ class StepWatch:
         self._pace = PaceWatch(prediction, spec.tripwires.max_slowdown_ratio)
         self._memory = MemoryWatch(spec.tripwires.max_memory_growth_bytes)
         self.collapse = CollapseWatch(is_ordered=epoch_order_of(task) is not None)
-        """What the alarms of the last steps are together."""
+        """Whether the alarms of the last steps together are a collapse."""
 
     def recall(self, records: Iterable[Mapping[str, float]]) -> None:
-        """Take the steps that were done before, by an earlier attempt or another process."""
+        """Take the recorded steps of earlier attempts and processes."""
         for metrics in records:
             self._compare(int(metrics["step"]), metrics)
 
     def find_alarms(self, step: int, metrics: Mapping[str, float], groups: Sequence[Group]) -> list[Event]:
-        """Return the alarms of the next step; `groups` are what it sampled."""
+        """Return the alarms of the next step, which sampled `groups`."""
         alarms = find_impossible(step, metrics) + self._compare(step, metrics)
         alarms += self._pace.find_slow(step, metrics)
         alarms += find_format_drift(step, metrics, self._history.first[0])
@@ -358,7 +355,7 @@ class StepWatch:
         return with_samples(alarms, groups)
 
     def _compare(self, step: int, metrics: Mapping[str, float]) -> list[Event]:
-        """Compare a step with bounds and with the steps before, and keep it for later ones."""
+        """Compare a step with the bounds and with earlier steps, and add it to these."""
         alarms = find_alarms(self._wires, step, metrics)
         alarms += find_trend_alarms(self._wires, step, metrics, self._history)
         self.collapse.note([alarm.cause for alarm in alarms], metrics, self._history)
@@ -367,7 +364,7 @@ class StepWatch:
 
 
 class CauseLog:
-    """Publishes why rollouts were lost: each cause once, with its traceback, and not each rollout."""
+    """Publishes why rollouts were lost: each cause once, with its traceback."""
 
     def __init__(self, publish: Callable[[Event], None]) -> None:
         self._publish = publish
