@@ -21,12 +21,12 @@ from strop.policy.balancing import (
     PositionCost,
     partition,
     plan_batch,
-    require_disjoint,
     restore_order,
     shard_groups,
 )
 from strop.policy.footprint import ModelSize
 from strop.policy.learner import Learner
+from strop.policy.optimizer import require_disjoint
 from strop.policy.packing import PackedGroup
 from strop.spec.train import OptimizerSpec
 from tests.policy.worlds import World, load_model, make_model, reinforce

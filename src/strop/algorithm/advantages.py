@@ -5,10 +5,10 @@ not all equal, and returns one number per member. The two special cases are deci
 `compare_members`, so that no function can get them wrong: a member that was not scored takes no
 part, and a group without any difference gets the literal 0.
 
-What compares a rollout with the whole batch follows behind it (`scale_batch`): division by the batch's
-spread, which leaves zeros where they are, or whitening, which moves a group without differences off zero.
+Comparison with the whole batch follows (`scale_batch`): division by the batch's spread, which keeps zeros,
+or whitening, which moves a group without differences off zero.
 
-Not here: leave-one-out spread, which is 0 for the only loser.
+Left out: leave-one-out spread, which is 0 for the only loser.
 
 Shapes: P = groups, G = rollouts of one group.
 """
@@ -94,7 +94,7 @@ def relate_to_mean(rewards_G: Float64Array) -> Float64Array:
 
 
 def keep_reward(rewards_G: Float64Array) -> Float64Array:
-    """Return the rewards: what they are compared with is the batch.
+    """Return the rewards: they are compared over the batch.
 
     Shapes: G in and out.
     Units: reward units.
@@ -103,18 +103,18 @@ def keep_reward(rewards_G: Float64Array) -> Float64Array:
 
 
 OverBatch = Literal["none", "spread", "whiten"]
-"""What follows when all groups were compared: nothing, division by the standard deviation (n - 1) of all
-rewards plus 1e-4, or whitening over all tokens."""
+"""Scaling over the batch: none, division by the standard deviation (n - 1) of all rewards plus 1e-4, or
+whitening over all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Estimator:
-    """An advantage estimator: the comparison within a group, and what follows over the batch."""
+    """An advantage estimator: the comparison within a group, and the scaling over the batch."""
 
     compare: AdvantageFn
     over_batch: OverBatch = "none"
     is_relative: bool = True
-    """Whether a rollout needs others of its group."""
+    """Whether a rollout is compared with others of its group."""
 
 
 ADVANTAGES: dict[str, Estimator] = {
@@ -135,7 +135,7 @@ def whiten(values_N: Float64Array, counts_N: NDArray[np.integer] | None = None) 
     """Subtract the mean and divide by the population standard deviation, at least 1e-4.
 
     Equal values become zeros.
-    Shapes: N values, each of which stands `counts_N` times (None: once) in mean and spread.
+    Shapes: N values, each counted `counts_N` times (None: once) in mean and spread.
     """
     weight_N = np.ones(len(values_N)) if counts_N is None else counts_N.astype(np.float64)
     is_there_N = weight_N > 0
@@ -174,14 +174,14 @@ def scale_batch(
 
 
 def find_scored(rewards_G: Sequence[float | None]) -> NDArray[np.bool_]:
-    """Say which members of a group have a reward: not None, not NaN, not infinite."""
+    """Return which members of a group have a reward: not None, not NaN, not infinite."""
     return np.isfinite(as_rewards(rewards_G))
 
 
 def has_enough_scored(rewards_G: Sequence[float | None], *, is_relative: bool = True) -> bool:
     """Whether a group may take part: half of its members are scored, and two where they are compared.
 
-    Of fewer, the lost ones would decide what the others are compared with.
+    With fewer, the lost members would decide the baseline of the others.
     """
     num_scored = int(np.sum(find_scored(rewards_G)))
     return num_scored >= MIN_MEMBERS and 2 * num_scored >= len(rewards_G) if is_relative else num_scored > 0
@@ -206,8 +206,8 @@ def compare_members(
 ) -> Float64Array:
     """Give every member of one group its advantage.
 
-    Shapes: G in and out. Members without a reward take no part in the statistics and get 0; so
-        does everybody in a group with fewer than two scored members or without any difference, unless
+    Shapes: G in and out. Members without a reward are left out of the statistics and get 0; so
+        do all members of a group with fewer than two scored members or without any difference, unless
         the advantage is not relative to the group.
     Units: those of `advantage`.
     """
@@ -227,10 +227,10 @@ def compare_turns(
     earned_G_K: Sequence[Sequence[float]],
     discount: float,
 ) -> list[Float64Array]:
-    """Give every turn of the members of one group its advantage: its return, among those of turns as late.
+    """Give every turn of a group its advantage: its return compared with those of the same turn.
 
-    A turn's return is what it earned itself, and `discount` times that of the next turn. What the turns
-    leave of a member's reward was earned by its last.
+    A turn's return is its reward plus `discount` times the return of the next turn. The rest of a member's
+    reward, beyond its turns' rewards, counts for its last turn.
     Shapes: G members, ragged K turns, in and out. Members without a reward take no part and get 0, as does a
         turn that no other member has, or in which all have the same return.
     Units: those of `advantage`.

@@ -4,8 +4,8 @@
     def rank(rewards_G):
         return rewards_G.argsort().argsort() - (len(rewards_G) - 1) / 2
 
-User code is an advantage function, or an `Algorithm` with a loss of its own. It runs in the training process.
-A loss that gives its gradient itself is compared with autograd first.
+User code is an advantage function, or an `Algorithm` with another loss. It runs in the training process.
+A loss with a gradient in closed form is first compared with autograd.
 """
 
 from __future__ import annotations
@@ -48,18 +48,17 @@ _TWINS = {
     "sapo": "'grpo'",
     "cispo": "'grpo' with every token weighing the same",
 }
-"""Entries of which only the form of the ratio sets them apart, and what they are without it."""
+"""Entries that differ from another algorithm only by the form of the ratio, and that algorithm."""
 
 
 def build_algorithm(
     spec: AlgorithmSpec, reference: ReferenceSpec | None = None, train: TrainSpec | None = None
 ) -> Algorithm:
-    """Take an entry of `ALGORITHMS` and put the run's own settings in it.
+    """Return an entry of `ALGORITHMS`, or the user's algorithm, with the settings of a run.
 
-    `train` says how far the weights move from those that sampled a rollout; None: one optimizer step on
-    rollouts of the newest.
-    The spec admits only names that exist here, and code of the user's; a test compares the two lists.
-    Raises: ConfigError if code of the user's is no algorithm, or has no use for a setting.
+    `train` tells how far the weights move from those that sampled a rollout; None: one optimizer step on
+    rollouts of the newest weights.
+    Raises: ConfigError if user code is no algorithm, or a setting does not apply to the algorithm.
     """
     own = None if spec.name in ALGORITHMS else find_algorithm(spec.name)
     entry = ALGORITHMS[spec.name] if own is None else _load_own(own)
@@ -68,12 +67,12 @@ def build_algorithm(
     # A ratio that starts from the engine's value covers the gap itself.
     correction = NO_CORRECTION if mode == "bypass" else CORRECTIONS[spec.correction]
     if spec.advantage is not None:
-        chosen = ADVANTAGES[spec.advantage]
+        estimator = ADVANTAGES[spec.advantage]
         entry = replace(
             entry,
-            advantage=chosen.compare,
-            over_batch=chosen.over_batch,
-            is_relative=chosen.is_relative,
+            advantage=estimator.compare,
+            over_batch=estimator.over_batch,
+            is_relative=estimator.is_relative,
             zero_variance="keep" if spec.whitened else entry.zero_variance,
         )
     built = replace(
@@ -112,17 +111,19 @@ def build_algorithm(
 
 
 def find_idle_settings(spec: RunSpec) -> str | None:
-    """Say which settings that a run was given cannot matter, and what to do; None where all can.
+    """Return a note on settings of a run that have no effect; None where all have one.
 
-    Raises: ConfigError if an algorithm of the user's cannot be built.
+    Raises: ConfigError if the user's algorithm cannot be built.
     """
     if spec.train.terms not in ("rl", "rl+sft"):
         return None
     chosen = spec.algorithm
     if build_algorithm(chosen, spec.reference, spec.train).mode != "single":
         return None
-    given = {name: getattr(chosen, name) for name in _RANGE}
-    idle = [f"algorithm.{name}={value:g} stops nothing" for name, value in given.items() if value is not None]
+    ranges = {name: getattr(chosen, name) for name in _RANGE}
+    idle = [
+        f"algorithm.{name}={value:g} stops nothing" for name, value in ranges.items() if value is not None
+    ]
     if chosen.name in _TWINS:
         idle.append(f"algorithm.name={chosen.name!r} learns as {_TWINS[chosen.name]} does")
     if chosen.mode == "decoupled":
@@ -137,7 +138,7 @@ def find_idle_settings(spec: RunSpec) -> str | None:
 
 
 def _require_turns_compared(built: Algorithm) -> None:
-    """Refuse credit per turn where whole rollouts are looked at. Raises: ConfigError."""
+    """Refuse credit per turn where whole rollouts are compared. Raises: ConfigError."""
     if not built.has_turn_credit:
         return
     if built.over_batch != "none" or not built.is_relative:
@@ -156,43 +157,43 @@ def _require_turns_compared(built: Algorithm) -> None:
 
 
 def _load_own(ref: CodeRef) -> Algorithm:
-    """Return the algorithm that the user's code names; an advantage function takes the place of GRPO's.
+    """Return the user's algorithm; an advantage function replaces that of GRPO.
 
     Raises: ConfigError if it cannot be imported, is neither, or gives wrong numbers.
     """
     inspect_import(ref)
-    found = load_code(ref)
-    if isinstance(found, Algorithm):
-        own = replace(found, name=ref.name)
-    elif callable(found) and not isinstance(found, type):
-        own = replace(GRPO, name=ref.name, advantage=found)
+    loaded = load_code(ref)
+    if isinstance(loaded, Algorithm):
+        own = replace(loaded, name=ref.name)
+    elif callable(loaded) and not isinstance(loaded, type):
+        own = replace(GRPO, name=ref.name, advantage=loaded)
     else:
-        raise _refuse(ref, f"is a {type(found).__name__}", "an Algorithm, or a function of rewards")
+        raise _refuse(ref, f"is a {type(loaded).__name__}", "an Algorithm, or a function of rewards")
     _check_advantage(ref, own.advantage)
     _check_loss(ref, own.loss, own.clip_low, own.clip_high)
     return own
 
 
 def _check_advantage(ref: CodeRef, advantage: AdvantageFn) -> None:
-    """Refuse what is no number for each member of a group. Raises: ConfigError."""
+    """Refuse a function that does not return a finite number for each reward. Raises: ConfigError."""
     with blaming(ref, f"compare rewards {_REWARDS.tolist()}"):
-        found: Any = np.asarray(advantage(_REWARDS.copy()), dtype=float)
-    if found.shape != _REWARDS.shape or not np.isfinite(found).all():
+        values: Any = np.asarray(advantage(_REWARDS.copy()), dtype=float)
+    if values.shape != _REWARDS.shape or not np.isfinite(values).all():
         raise _refuse(
-            ref, f"makes {found.tolist()} of {_REWARDS.tolist()}", "one finite number for each reward"
+            ref, f"makes {values.tolist()} of {_REWARDS.tolist()}", "one finite number for each reward"
         )
 
 
 def _check_loss(ref: CodeRef, loss: TokenLoss, clip_low: float, clip_high: float) -> None:
-    """Refuse a gradient that is not that of the value. Raises: ConfigError naming both."""
+    """Refuse a gradient that is not the derivative of the value. Raises: ConfigError."""
     import torch
 
     generator = torch.Generator().manual_seed(0)
     logp_N, old_N, advantage_N = torch.randn(3, _NUM_TOKENS, generator=generator, dtype=torch.float64)
-    given = (logp_N - 2.0, old_N - 2.0, advantage_N, clip_low, clip_high)
+    inputs = (logp_N - 2.0, old_N - 2.0, advantage_N, clip_low, clip_high)
     with blaming(ref, "compute its loss"):
-        said_N, true_N = loss.grad(*given), differentiate(loss.value)(*given)
-    gap = float((said_N - true_N).abs().max()) if said_N.shape == true_N.shape else float("inf")
+        own_N, true_N = loss.grad(*inputs), differentiate(loss.value)(*inputs)
+    gap = float((own_N - true_N).abs().max()) if own_N.shape == true_N.shape else float("inf")
     if not gap <= _TOLERANCE:
         raise _refuse(
             ref,
@@ -201,12 +202,12 @@ def _check_loss(ref: CodeRef, loss: TokenLoss, clip_low: float, clip_high: float
         )
 
 
-def _refuse(ref: CodeRef, what: str, allowed: str) -> ConfigError:
-    return ConfigError(f"{ref} {what}", allowed=allowed, next_step=f"correct {ref.place}")
+def _refuse(ref: CodeRef, flaw: str, allowed: str) -> ConfigError:
+    return ConfigError(f"{ref} {flaw}", allowed=allowed, next_step=f"correct {ref.place}")
 
 
 def _choose_loss(entry: Algorithm, spec: AlgorithmSpec) -> TokenLoss:
-    """Return the entry's loss with what the run says of its form."""
+    """Return the entry's loss with the settings of the run."""
     above, below = spec.sapo_temperature_pos, spec.sapo_temperature_neg
     if entry.loss is SAPO and (above is not None or below is not None):
         return soft_gated(above or SAPO_TEMPERATURES[0], below or SAPO_TEMPERATURES[1])
@@ -222,7 +223,7 @@ def _choose_loss(entry: Algorithm, spec: AlgorithmSpec) -> TokenLoss:
 
 
 def _penalize(algorithm: Algorithm, reference: ReferenceSpec, *, is_off_policy: bool) -> Algorithm:
-    """Add the penalty on the distance from a reference, to the reward where that is no group's."""
+    """Add the penalty on the distance from a reference: to the loss, or to rewards that no group compares."""
     if not algorithm.is_relative:
         return replace(algorithm, reward_kl_beta=reference.kl_beta)
     penalty = KlPenalty(

@@ -2,10 +2,9 @@
 
 Adding one is adding an entry to `ALGORITHMS` and a case to tests/algorithm/test_catalog.py.
 
-An entry that acts on every token, whatever its advantage (a KL penalty, an entropy bonus, a teacher, a
-trust region), may not skip rollouts without advantage; the others may, exactly (see credit.py). Which
-engine made a token does not matter to them: the ratio between trainer and engine is corrected by
-`correction`.
+An entry that acts on every token, even without advantage (a KL penalty, an entropy bonus, a teacher, a trust
+region), may not skip rollouts without advantage; for the others skipping is exact (see credit.py). The gap
+between trainer and engine is corrected by `correction`, for all of them.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ ZeroVariance = Literal["skip", "keep", "drop", "resample"]
 Overlong = Literal["keep", "mask", "shape"]
 FilterOn = Literal["task", "shaped"]
 MAX_SEQUENCE_TOKENS = 512
-"""Scored tokens of a reply above which the product of its ratios says nothing."""
+"""Scored tokens of a reply above which the product of its ratios is meaningless."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,54 +62,52 @@ class Algorithm:
     clip_high: float
     """The ratio's range ends at 1 + clip_high."""
     over_batch: OverBatch = "none"
-    """What follows `advantage` when all groups of the batch were compared."""
+    """Scaling of the advantages over the batch, after all groups were compared."""
     is_relative: bool = True
-    """Whether a rollout needs others of its group to be compared with."""
+    """Whether a rollout is compared with others of its group."""
     has_turn_credit: bool = False
-    """Whether each turn has an advantage of its own (see `advantages.compare_turns`)."""
+    """Whether each turn has a separate advantage (see `advantages.compare_turns`)."""
     turn_discount: float = 1.0
-    """What a reward of the next turn counts in this one; for credit per turn."""
+    """Weight of the next turn's return in this turn's; for credit per turn."""
     has_sequence_ratio: bool = False
     """Whether all tokens of a sequence share the ratio of its mean log-ratio (GSPO)."""
     zero_variance: ZeroVariance = "skip"
-    """Groups without any difference: skip (not forwarded but counted, the same gradient as keep),
+    """Groups with equal rewards: skip (not forwarded but counted, the same gradient as keep),
     keep (forwarded), drop (neither forwarded nor counted, a different algorithm), resample (replaced
-    by other examples' groups; one that could not be is dropped)."""
+    by other examples' groups; dropped where that failed)."""
     filter_on: FilterOn = "shaped"
-    """Which rewards show the difference that drop and resample look for: the task's own, or those after
-    the shaping of overlong replies."""
+    """Rewards that drop and resample compare: the task's, or those after the shaping of overlong replies."""
     overlong: Overlong = "keep"
     """Rollouts cut at the limit: keep (ordinary) or mask (no token trained; they stay in the
-    statistics of their group and remain one of the batch's rollouts). shape takes up to 1 from the
-    reward of those that come near the limit."""
+    statistics of their group and remain one of the batch's rollouts). shape subtracts up to 1 from the
+    reward of replies near the limit."""
     overlong_buffer_tokens: int | None = None
-    """Where `shape` begins, in tokens before the limit. None: a fifth of the limit."""
+    """Tokens before the limit at which `shape` begins. None: a fifth of the limit."""
     mode: Mode = "single"
-    """Which log-probability a ratio starts from: the policy's own of this very optimizer step (single),
-    that of the weights that the engine was last given (decoupled), or the engine's, which then needs no
-    correction (bypass)."""
+    """The log-probability that a ratio starts from: the policy's of the same optimizer step (single), that of
+    the last published weights (decoupled), or the engine's, which then needs no correction (bypass)."""
     correction: Correction = NO_CORRECTION
     correction_cap: float = 2.0
-    """Upper bound of the correction weight; without meaning for `none`."""
+    """Upper bound of the correction weight; unused for `none`."""
     max_sequence_tokens: int | None = MAX_SEQUENCE_TOKENS
     """Longest reply under a correction by products over sequences. None: any."""
     kl: KlPenalty | None = None
     """Distance from a reference, as part of the loss; its token weights are the algorithm's."""
     reward_kl_beta: float = 0.0
-    """Factor of the same distance, as k1, in the reward of a token and of all that come before it."""
+    """Factor of the same distance, as k1, in the reward of a token and of all earlier ones."""
     entropy_weight: float = 0.0
-    """Factor of the entropy that is taken from the loss at every scored position; the head's part."""
+    """Factor of the entropy bonus at every scored position, which the head computes."""
     teacher_weight: float = 0.0
     """Factor of (teacher's minus own log-probability) in the advantage of every token."""
 
     @property
     def needs_reference(self) -> bool:
-        """Whether log-probabilities of a reference are asked for."""
+        """Whether it uses log-probabilities of a reference."""
         return self.kl is not None or self.reward_kl_beta != 0.0
 
     @property
     def whitens_tokens(self) -> bool:
-        """Whether advantages differ from token to token and are whitened as such."""
+        """Whether advantages differ from token to token and are whitened token by token."""
         return self.reward_kl_beta != 0.0 and self.over_batch == "whiten"
 
     @property
@@ -132,7 +129,7 @@ class Algorithm:
         """
         advantage_M = tokens.advantage_M
         if self.teacher_weight != 0.0:
-            # Where a batch takes several optimizer steps, its advantages are those of the first.
+            # Over several optimizer steps of a batch, advantages are those of the first step.
             is_fixed = self.mode == "decoupled"
             own_M = tokens.old_logprob_M if is_fixed else tokens.logprob_M.detach()
             advantage_M = advantage_M + self.teacher_weight * (tokens.teacher_logprob_M - own_M)
@@ -182,23 +179,23 @@ class Algorithm:
         log_ratio_N = old_N - engine_logp_N
         correction_N = self.correction(log_ratio_N, advantage_N, self.correction_cap, sequence_N)
         if self.has_sequence_ratio:
-            # With the mean for every token's own, the token loss is that of the sequence, and each
-            # token's weight 1 / (sequences x tokens) makes the sum one term per sequence.
+            # With the sequence's mean as every token's log-ratio, the token loss is that of the sequence, and
+            # each token's weight 1 / (sequences x tokens) makes the sum one term per sequence.
             old_N = current_N - mean_over(current_N - old_N, sequence_N)
-        given = (current_N, old_N, advantage_N, self.clip_low, self.clip_high)
+        inputs = (current_N, old_N, advantage_N, self.clip_low, self.clip_high)
         terms = TokenTerms(
-            loss_N=correction_N * self.loss.value(*given),
-            grad_N=correction_N * self.loss.grad(*given),
+            loss_N=correction_N * self.loss.value(*inputs),
+            grad_N=correction_N * self.loss.grad(*inputs),
             correction_N=correction_N,
             log_ratio_N=log_ratio_N,
         )
         if old_logp_N is None:
             return terms
-        # Of samples of the old policy: its divergence from the new one, never below 0.
+        # Estimates KL(old || new) from samples of the old policy; never below 0.
         moved_N = clamp_log_ratio(current_N - old_logp_N)
         means = {APPROX_KL: moved_N.expm1() - moved_N}
         if self.loss.bounded is not None:
-            is_low_N, is_high_N = self.loss.bounded(*given)
+            is_low_N, is_high_N = self.loss.bounded(*inputs)
             means |= {"clip_low_frac": is_low_N.float(), "clip_high_frac": is_high_N.float()}
         return replace(terms, ratio_N=clamp_log_ratio(current_N - old_N).exp(), means=means)
 

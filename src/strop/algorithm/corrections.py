@@ -1,15 +1,14 @@
 """Weights that correct for tokens sampled by another distribution than the trained one.
 
-The ratio is exp(old - engine): between the trainer's log-probability at the start of the
-step and the one the engine recorded when it sampled the token. It covers both gaps, differing
-numerics and older weights. A correction multiplies the policy term of a token. It is a constant:
-no gradient flows through it, and it does not change the aggregation weight.
+The ratio is exp(old - engine): the trainer's log-probability at the start of the step against the one that
+the engine recorded when it sampled the token. It covers both gaps, differing numerics and older weights. A
+correction multiplies the policy term of a token. It is a constant: no gradient flows through it, and it does
+not change the aggregation weight.
 
 The ratio of a sequence is the product over its tokens, so it shrinks or grows with their number: the
 corrections that use it refuse long replies (`algorithm.max_sequence_tokens`).
 
-A missing engine log-probability cannot reach this file: a sampled `Turn` without finite values
-cannot be built.
+Engine log-probabilities are always finite here: a sampled `Turn` without them cannot be built.
 
 Shapes: N = scored tokens. Log-ratios in nats, bounded to [-20, 20] before `exp`.
 """
@@ -41,18 +40,18 @@ class WeighFn(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Correction:
-    """One correction: what is done with a ratio, and whose ratio it is."""
+    """A function of ratios to weights, and the level of these ratios: token or sequence."""
 
     name: str
     weigh: WeighFn
     cap: float
-    """The bound that a run takes unless it names another; a ratio, of `opsm` nats."""
+    """Default bound: a ratio, for `opsm` in nats."""
     level: Literal["token", "sum", "mean"] = "token"
-    """The log-ratio of the token, or the sum or the mean of those of its sequence."""
+    """The log-ratio of the token, or the sum or the mean over its sequence."""
 
     @property
     def is_of_sequence(self) -> bool:
-        """Whether all scored tokens of a reply must be known."""
+        """Whether it needs all scored tokens of a reply."""
         return self.level != "token"
 
     def __call__(self, log_ratio_N: Tensor, advantage_N: Tensor, cap: float, sequence_N: Tensor) -> Tensor:
@@ -66,7 +65,7 @@ class Correction:
 
 
 def correct_nothing(log_ratio_N: Tensor, advantage_N: Tensor, cap: float) -> Tensor:
-    """Return 1 for every token; the cap takes no part."""
+    """Return 1 for every token; the cap is unused."""
     return log_ratio_N.new_ones(log_ratio_N.shape)
 
 
@@ -88,7 +87,7 @@ def mask_outside(log_ratio_N: Tensor, advantage_N: Tensor, cap: float, floor: fl
 
 
 def mask_unlikely(log_ratio_N: Tensor, advantage_N: Tensor, cap: float) -> Tensor:
-    """Return 0 where the advantage is negative and the engine found the sequence likelier by over `cap`.
+    """Return 0 if the advantage is negative and the engine finds the sequence likelier by over `cap`, else 1.
 
     Units: `cap` in nats per token; `log_ratio_N` is the sequence's mean.
     """
@@ -125,7 +124,7 @@ _MISMATCH_NAMES = (
 def describe_mismatch(
     log_ratio_N: NDArray[np.floating], correction_N: NDArray[np.floating]
 ) -> dict[str, float]:
-    """Summarise how far engine and trainer are apart over one batch.
+    """Summarise the distance of engine and trainer over one batch.
 
     Shapes: N in, named numbers out; all 0 for an empty batch.
     Units: `_nats` for log-ratios, `_frac` in [0, 1]. `effective_sample_frac` is (sum c)^2 / (n sum

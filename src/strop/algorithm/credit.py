@@ -1,15 +1,15 @@
 """From the rewards of a batch to the advantage and the weight of every rollout, once per batch.
 
-What is decided here is decided for the complete optimizer batch. Micro-batches, shards and skipped
-rollouts come later and cannot change it.
+Credit is assigned for the complete optimizer batch. Micro-batches, shards and skipped rollouts come later and
+cannot change it.
 
 Skipping (`zero_variance = "skip"`) leaves a rollout out of the forward pass and in the normaliser.
 That gives the gradient of forwarding it because:
 
 - its final advantage, whitened or not, is the literal 0 for all its tokens; nothing changes it afterwards;
 - a group without difference is found by comparing rewards, never by a spread near 0;
-- there is no KL, entropy or other term on the same tokens, whose gradient would not vanish: an
-  algorithm that `acts_on_all_tokens` is forwarded whole, whatever it says;
+- there is no KL, entropy or other term on the same tokens, whose gradient would not vanish: the batch of an
+  algorithm that `acts_on_all_tokens` is always forwarded whole;
 - its tokens, rollout and group stay in the weights of the others;
 - the optimizer step takes place even when nothing is forwarded (the loop's part), unless the batch
   has no scored token at all;
@@ -46,7 +46,7 @@ from strop.errors import DataError
 BoolArray = NDArray[np.bool_]
 _WEIGHT_SUM_TOLERANCE = 1e-9
 _DEFAULT_BUFFER_SHARE = 5
-"""One in so many tokens of the limit; arXiv:2503.14476 takes 4,096 of 20,480."""
+"""The buffer is a fifth of the limit; arXiv:2503.14476 takes 4,096 of 20,480 tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -56,12 +56,12 @@ class Credit:
     advantage_P_G: tuple[Float64Array, ...]
     """0 where a rollout has no score, or its group nothing to compare."""
     weight_P_G: tuple[Float64Array, ...]
-    """Aggregation weight of each scored token of the rollout; 0 where it does not count. Skipped
-    rollouts keep theirs: it is what their absence must not give to the others."""
+    """Aggregation weight of each scored token of the rollout; 0 where it does not count. Skipped rollouts
+    keep theirs: their absence must not raise the weights of others."""
     is_forwarded_P_G: tuple[BoolArray, ...]
     """Whether the rollout goes through the forward and backward pass."""
     num_trained_P_G: tuple[IntCounts, ...]
-    """Tokens with mask 1: those sampled, 0 for a masked rollout."""
+    """Sampled tokens; 0 for a masked rollout."""
     is_counted_P_G: tuple[BoolArray, ...]
     """Whether the rollout is in the normaliser."""
     num_counted_tokens: int
@@ -71,7 +71,7 @@ class Credit:
     num_zero_variance_groups: int
     """Groups with at least two scored rollouts and no difference between them."""
     num_dropped_groups: int
-    """Groups out of the batch: too few scored rollouts, or dropped for having no difference."""
+    """Groups that do not count: too few scored rollouts, or dropped for equal rewards."""
     num_rollouts: int
     num_unscored: int
     """Rollouts without a reward: in no mean, in no normaliser, not trained."""
@@ -80,7 +80,7 @@ class Credit:
     num_masked_overlong: int
     num_forwarded: int
     turn_advantage_P_G_K: tuple[tuple[Float64Array, ...], ...] | None = None
-    """Of each turn that the policy spoke; None: a rollout's are all its own."""
+    """Advantage of each turn that the policy sampled; None without credit per turn."""
 
 
 def needs_replacement(
@@ -91,9 +91,8 @@ def needs_replacement(
 ) -> bool:
     """Whether a group is to be replaced by another before the batch is full (dynamic sampling).
 
-    True only under `zero_variance = "resample"`, for a group that shows no difference. One with too few
-    scored members failed, which another group would only hide. The caller bounds how often new groups are
-    sampled.
+    True only under `zero_variance = "resample"`, for a group without difference. A group with too few scored
+    members failed, which a replacement would hide. The caller bounds the number of replacements.
     """
     if algorithm.zero_variance != "resample" or not has_enough_scored(rewards_G):
         return False
@@ -107,10 +106,10 @@ def shape_rewards(
     num_scored_G: Sequence[int],
     max_reply_tokens: int,
 ) -> list[float | None]:
-    """Return the rewards that advantages are made of.
+    """Return the rewards that advantages are computed from.
 
-    Under `overlong = "shape"`, from the buffer before the limit on a reply loses linearly up to 1. A buffer
-    is at most the whole limit.
+    Under `overlong = "shape"` a reply loses linearly up to 1 in the buffer before the limit. The buffer is at
+    most the whole limit.
     Units: reward units; an unscored member stays unscored.
     Source: arXiv:2503.14476, equation 13.
     """
@@ -136,11 +135,11 @@ def _has_signal(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _GroupCredit:
-    """The part of one group."""
+    """The credit of one group."""
 
     advantage_G: Float64Array
     reward_G: Float64Array
-    """After shaping; NaN where there is none."""
+    """After shaping; NaN for unscored rollouts."""
     num_trained_G: IntCounts
     is_scored_G: BoolArray
     is_counted_G: BoolArray
@@ -159,13 +158,14 @@ def assign_credit(
     limit_P: Sequence[int] | None = None,
     earned_P_G_K: Sequence[Sequence[Sequence[float]]] | None = None,
 ) -> Credit:
-    """Give every rollout of one optimizer batch its advantage, weight and fate.
+    """Give every rollout of one optimizer batch its advantage, weight and status.
 
     Shapes: ragged P, G in and out, all three inputs alike. `num_scored_P_G` holds the tokens that
         the policy sampled. An empty batch gives an empty credit.
-    Units: tokens for `max_reply_tokens`, the constant of a constant normaliser, and `limit_P`, what each
-        group's replies are cut at; None: all at the former.
-    Units: reward units for `earned_P_G_K`, what each turn earned by itself; for credit per turn.
+    Units: tokens for `max_reply_tokens`, the constant of a constant normaliser, and `limit_P`, the reply
+    limit
+        of each group; None: `max_reply_tokens` for all.
+    Units: reward units for `earned_P_G_K`, the reward of each turn; for credit per turn.
     Units: rewards in the task's units, None (or not finite) for a rollout without score.
     Raises: DataError if the inputs disagree about groups or members, or are not grouped at all.
     """
@@ -189,7 +189,7 @@ def assign_credit(
     is_counted_P_G = [group.is_counted_G for group in groups]
     weight_P_G = weigh_part(algorithm, num_trained_P_G, is_counted_P_G, max_reply_tokens)
     advantage_P_G = scale_batch(
-        # With a penalty in the reward, tokens are whitened when their penalties are known.
+        # With a penalty in the reward, tokens are whitened later, after their penalties.
         "none" if algorithm.whitens_tokens else algorithm.over_batch,
         [group.advantage_G for group in groups],
         [group.reward_G for group in groups],
@@ -234,7 +234,7 @@ def weigh_part(
     is_counted_P_G: Sequence[BoolArray],
     max_reply_tokens: int,
 ) -> list[Float64Array]:
-    """Return the weight of each scored token of the groups that one optimizer step is made of.
+    """Return the weight of each scored token of the groups of one optimizer step.
 
     Shapes: ragged P, G in and out.
     """
@@ -254,13 +254,15 @@ def weigh_part(
 
 
 def _find_forwarded(algorithm: Algorithm, group: _GroupCredit, advantage_G: Float64Array) -> BoolArray:
-    """Say which rollouts of a group have a gradient."""
+    """Return which rollouts of a group have a gradient."""
     is_forwarded_G = group.is_counted_G & (group.num_trained_G > 0)
     if algorithm.zero_variance != "keep" and not algorithm.acts_on_all_tokens:
-        # Exact comparison: what is compared is a literal 0, or a reward that equals its mean.
+        # Exact comparison: with a literal 0, or of a reward that equals its mean.
         has_advantage_G = advantage_G != 0.0
         if group.turn_advantage_G_K is not None:
-            has_advantage_G = np.array([bool(np.any(one_K)) for one_K in group.turn_advantage_G_K])
+            has_advantage_G = np.array(
+                [bool(np.any(advantage_K)) for advantage_K in group.turn_advantage_G_K]
+            )
         is_forwarded_G = is_forwarded_G & has_advantage_G
     return is_forwarded_G
 
@@ -276,7 +278,7 @@ def _credit_group(
     shaped_G = shape_rewards(algorithm, rewards_G, num_scored_G, max_reply_tokens)
     is_short = not has_enough_scored(rewards_G, is_relative=algorithm.is_relative)
     has_difference = _has_signal(algorithm, rewards_G, shaped_G)
-    # What was to be replaced and is still here could not be.
+    # A group still here under "resample" could not be replaced.
     is_dropped = is_short or (not has_difference and algorithm.zero_variance in ("drop", "resample"))
     is_masked_G = is_scored_G & np.array(truncated_G, dtype=np.bool_) & (algorithm.overlong == "mask")
     num_trained_G = np.where(is_masked_G, 0, np.array(num_scored_G, dtype=np.int64))
@@ -295,12 +297,14 @@ def _credit_group(
 def _credit_turns(
     algorithm: Algorithm, group: _GroupCredit, earned_G_K: Sequence[Sequence[float]]
 ) -> _GroupCredit:
-    """Give a group's turns advantages of their own; its rewards are those after shaping."""
-    found = compare_turns(algorithm.advantage, group.reward_G.tolist(), earned_G_K, algorithm.turn_discount)
+    """Give each turn of a group an advantage; its rewards are those after shaping."""
+    turns_G_K = compare_turns(
+        algorithm.advantage, group.reward_G.tolist(), earned_G_K, algorithm.turn_discount
+    )
     return replace(
         group,
-        turn_advantage_G_K=tuple(found),
-        has_difference=any(bool(np.any(one_K)) for one_K in found),
+        turn_advantage_G_K=tuple(turns_G_K),
+        has_difference=any(bool(np.any(advantage_K)) for advantage_K in turns_G_K),
     )
 
 

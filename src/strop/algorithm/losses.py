@@ -1,18 +1,17 @@
 """Policy losses of single tokens, each as a value and as its closed-form gradient.
 
-A loss is a pair. `value` is what autograd differentiates in the tests; `grad` is the derivative of
-the value with respect to `logp_N`, which is all that the language-model head needs to run its
-backward in chunks. Both take the same five arguments, and only `logp_N` is differentiated.
+A loss is a pair. Tests differentiate `value` by autograd; `grad` is its derivative with respect to `logp_N`,
+which is all that the language-model head needs to run its backward in chunks. Both take the same five
+arguments, and only `logp_N` is differentiated.
 
 Guard: every log-ratio is clamped to [-20, 20] before `exp`. Beyond it the value is constant and
 the gradient therefore 0, in both forms. A mask selects already clamped values; nothing here is
 multiplied by a mask, because 0 times infinity is not a number.
 
-A ratio of whole sequences (GSPO) is the same loss with the same log-ratio for all tokens of one; the
-catalog makes it.
+For a ratio of whole sequences (GSPO) the catalog passes the same log-ratio for all tokens of a sequence.
 
-Shapes: N = scored tokens, flat over all rollouts; `sequence_N` names each token's sequence (what was trained
-in one piece: a packed reply) by a number from 0. Log-probabilities in nats.
+Shapes: N = scored tokens, flat over all rollouts; `sequence_N` numbers each token's sequence (a packed reply)
+from 0. Log-probabilities in nats.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class TokenFn(Protocol):
 
 
 class BoundFn(Protocol):
-    """Says which tokens the clip range holds up; takes what a `TokenFn` takes."""
+    """Marks the tokens that the clip range bounds; same arguments as a `TokenFn`."""
 
     def __call__(
         self,
@@ -69,20 +68,20 @@ class TokenLoss:
     acts_on_all_tokens: bool = False
     """Whether a token without advantage has a gradient too; it may then not be skipped."""
     bounded: BoundFn | None = None
-    """Which tokens the clip range stops, or whose weight it bounds. None: unknown, or it has no range."""
+    """Marks tokens that the clip range stops, or whose weight it bounds. None: unknown, or no range."""
     has_range: bool = True
-    """Whether the clip range takes part."""
+    """Whether the clip range is used."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Settled:
-    """A function whose last arguments are known. Unlike `functools.partial` it equals its copy."""
+    """A function with its last arguments bound. Unlike `functools.partial` it equals its copy."""
 
     function: Callable[..., Any]
-    known: tuple[float, ...]
+    bound: tuple[float, ...]
 
-    def __call__(self, *given: Any, **named: Any) -> Any:
-        return self.function(*given, *self.known, **named)
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.function(*arguments, *self.bound, **named)
 
 
 def clamp_log_ratio(log_ratio_N: Tensor) -> Tensor:
@@ -101,8 +100,8 @@ def differentiate(value: TokenFn) -> TokenFn:
         with torch.enable_grad():
             current_N = logp_N.detach().requires_grad_()
             loss_N = value(current_N, old_logp_N.detach(), advantage_N, clip_low, clip_high)
-            (found_N,) = torch.autograd.grad(loss_N.sum(), current_N)
-        return found_N.detach()
+            (grad_N,) = torch.autograd.grad(loss_N.sum(), current_N)
+        return grad_N.detach()
 
     return grad
 
@@ -110,7 +109,7 @@ def differentiate(value: TokenFn) -> TokenFn:
 def sum_over(values_N: Tensor, sequence_N: Tensor) -> Tensor:
     """Return, for every token, the sum over its sequence. Shapes: (N,) to (N,)."""
     num_sequences = int(sequence_N.max()) + 1 if len(sequence_N) else 0
-    # float64: a sum of ten thousand log-ratios decides what all of them weigh.
+    # float64: a sum of ten thousand log-ratios determines all their weights.
     totals = values_N.new_zeros(num_sequences).double().index_add_(0, sequence_N, values_N.double())
     return totals[sequence_N].to(values_N.dtype)
 
@@ -134,7 +133,7 @@ def _ratio_slope(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
 def is_pg_value(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """Return minus ratio times A. The clip range takes no part."""
+    """Return minus ratio times A. The clip range is unused."""
     return -_ratio(logp_N, old_logp_N) * advantage_N
 
 
@@ -170,7 +169,7 @@ def clipped_grad(
 def clipped_sides(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Say where the ratio has left the range to the better side."""
+    """Mark tokens whose ratio has left the range to the better side."""
     ratio_N = _ratio(logp_N.detach(), old_logp_N)
     is_too_low_N = (advantage_N < 0) & (ratio_N < 1.0 - clip_low)
     return is_too_low_N, (advantage_N > 0) & (ratio_N > 1.0 + clip_high)
@@ -295,7 +294,7 @@ def cispo_grad(
 def cispo_sides(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Say whose weight is bounded, whatever the sign of A."""
+    """Mark tokens whose weight is bounded, for any sign of A."""
     ratio_N = _ratio(logp_N.detach(), old_logp_N)
     return ratio_N < 1.0 - clip_low, ratio_N > 1.0 + clip_high
 
@@ -320,7 +319,7 @@ def _mask_grad(logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, is_kept_
 def dppo_sides(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Say where the probability has moved too far to the better side."""
+    """Mark tokens whose probability has moved too far to the better side."""
     gain_N = logp_N.detach().exp() - old_logp_N.detach().exp()
     return (advantage_N <= 0) & (gain_N < -clip_low), (advantage_N > 0) & (gain_N > clip_high)
 
@@ -348,7 +347,7 @@ def dppo_grad(
 def ipo_mask_sides(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """Say where the probability has moved too far, whatever the sign of A."""
+    """Mark tokens whose probability has moved too far, for any sign of A."""
     gain_N = logp_N.detach().exp() - old_logp_N.detach().exp()
     return gain_N < -clip_low, gain_N > clip_high
 
@@ -356,7 +355,7 @@ def ipo_mask_sides(
 def ipo_mask_value(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    """Return the same as `dppo_value`, masked on either side whatever the sign of A.
+    """Return the same as `dppo_value`, masked on both sides for any sign of A.
 
     Not the preference loss of that name (`offline.py`).
     """
@@ -435,7 +434,7 @@ ESTIMATORS: Mapping[str, PenaltyFn] = {
 def measure_kl(logp_N: Tensor, reference_N: Tensor, engine_N: Tensor | None) -> Tensor:
     """Return each token's part of KL(policy || reference), as k3 (nats).
 
-    `engine_N` weighs tokens that another distribution drew by the ratio to it; None: the policy's own.
+    With `engine_N` tokens are weighed by the ratio of the policy to the engine that sampled them.
     """
     value_N, _ = penalize_k3(logp_N, reference_N)
     return value_N if engine_N is None else value_N * clamp_log_ratio(logp_N - engine_N).exp()
@@ -449,7 +448,7 @@ class KlPenalty:
     """Its factor, above 0."""
     estimate: PenaltyFn = penalize_k3_plus
     is_corrected: bool = False
-    """Whether tokens are weighed by the ratio of the policy to the engine that drew them."""
+    """Whether tokens are weighed by the ratio of the policy to the engine that sampled them."""
 
     def __call__(self, logp_N: Tensor, reference_N: Tensor, engine_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return value and gradient of every token, beta included. Nothing is differentiated."""
@@ -467,10 +466,10 @@ _TOY_RATE = 0.5
 
 
 def find_penalty_flaw(penalty: KlPenalty) -> str | None:
-    """Say what is wrong with a penalty, None where nothing is: by its effect on three known tokens.
+    """Return the flaw of a penalty, or None, by its effect on three tokens.
 
-    It must be 0 where policy and reference agree, and one step down its gradient, averaged over all
-    tokens, must come closer to a reference that differs. Swapped arguments keep its values and fail here.
+    It must be 0 where policy and reference agree, and one step down its gradient, averaged over all tokens,
+    must come closer to a reference that differs. Swapped arguments keep its values and fail here.
     """
     import torch
 

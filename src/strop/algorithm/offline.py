@@ -1,15 +1,15 @@
 """Losses without rewards: on demonstrations, on preference pairs, and distances from a teacher.
 
-The margin h of a pair is what the policy has gained over the reference on the preferred reply, minus what
-it has gained on the other: sums of log-probabilities over the scored tokens, or their means. With the policy
-as its own reference h = 0, and `dpo` starts at ln 2.
+The gain of a reply is its log-probability under the policy minus that under the reference, summed over the
+scored tokens or as their mean. The margin h of a pair is the gain of the preferred reply minus that of the
+other. With the policy as its own reference h = 0, and `dpo` starts at ln 2.
 
 A divergence of a teacher's and a policy's whole distributions returns its value and its gradient on the
-policy's logits, at the policy's temperature. Nothing is differentiated and nothing is held for later, so the
-caller may go through positions in chunks. Of the teacher's most likely tokens alone there are two honest
-readings: `tail` compares what is left of both sides in one bucket, a lower bound of the whole divergence;
-`renorm` scales both sides up to 1 on those tokens. A scaled teacher against the unscaled policy is not
-offered: it is not 0 where both agree.
+policy's logits, at the policy's temperature. Nothing is differentiated or held for later, so the caller may
+process positions in chunks. For the teacher's most likely tokens alone there are two sound definitions:
+`tail` compares the rest of both sides in one bucket, a lower bound of the whole divergence; `renorm` scales
+both sides up to 1 on those tokens. A scaled teacher against the unscaled policy is not offered: it is not 0
+where both agree.
 
 Shapes: h of one pair each; N scored tokens of any number of pairs; U positions, V vocabulary, K kept tokens.
 Log-probabilities in nats, float32 or wider.
@@ -42,22 +42,22 @@ class Preference:
     name: Literal["dpo", "cdpo", "pref_ipo"]
     beta: float
     label_noise_frac: float = 0.0
-    """Of `cdpo`: how many labels are believed to be wrong."""
+    """For `cdpo`: assumed share of wrong labels."""
     is_per_token: bool = False
-    """Whether a reply's gain is the mean over its tokens and not their sum."""
+    """Whether a reply's gain is the mean over its tokens instead of their sum."""
 
     def judge(self, margin: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of margins (nats), and its derivative with respect to them.
 
-        Source: arXiv:2305.18290, equation 7 (dpo); arXiv:2310.12036, equation 17 (pref_ipo), whose authors
-        mean log-probabilities per token.
+        Source: arXiv:2305.18290, equation 7 (dpo); arXiv:2310.12036, equation 17 (pref_ipo), with
+        log-probabilities per token, as its authors intend.
         """
         if self.name == "pref_ipo":
             distance = margin - 1.0 / (2.0 * self.beta)
             return distance.square(), 2.0 * distance
         noise = self.label_noise_frac if self.name == "cdpo" else 0.0
         scaled = self.beta * margin
-        # -log sigmoid(x) = log(1 + exp(-x)), from logaddexp, which overflows nowhere.
+        # -log sigmoid(x) = log(1 + exp(-x)), by logaddexp, which never overflows.
         nothing = scaled.new_zeros(scaled.shape)
         loss = (1 - noise) * nothing.logaddexp(-scaled) + noise * nothing.logaddexp(scaled)
         grad = self.beta * (noise * scaled.sigmoid() - (1 - noise) * (-scaled).sigmoid())
@@ -95,9 +95,9 @@ def cross_entropy_terms(logp_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def weigh_demonstrations(weight_S: Sequence[float], num_trained_S: Sequence[int]) -> Float64Array:
-    """Return the weight of each trained token of every demonstration of one batch.
+    """Return the weight of each trained token of every demonstration of one batch: a_S / sum of a_S x tokens.
 
-    Equal weights give the mean over all trained tokens of the batch: a_S / sum of a_S x tokens.
+    Equal weights give the mean over all trained tokens of the batch.
     Shapes: S demonstrations in and out. Weights are above 0, and a demonstration has a token.
     """
     weights, counts = np.asarray(weight_S, dtype=np.float64), np.asarray(num_trained_S, dtype=np.float64)
@@ -115,7 +115,7 @@ class Divergence:
 
     name: Literal["forward_kl", "reverse_kl", "jsd"]
     beta: float = 0.5
-    """Of `jsd`: the teacher's share, in the weights and in the mixture. 0 and 1 are the two KLs."""
+    """For `jsd`: the teacher's share, in the weights and in the mixture. 0 and 1 are the two KLs."""
 
     def __call__(self, student_logp_U_V: Tensor, teacher_logp_U_V: Tensor) -> tuple[Tensor, Tensor]:
         """Return the divergence of each position, and its gradient on the student's logits.
@@ -180,7 +180,7 @@ def compare_top(
     """Compare on the teacher's kept tokens alone.
 
     Shapes: (U, V), (U, K), int64 (U, K) to (U,) and (U, V). `teacher_logp_U_K` are log-probabilities
-        among all tokens, whatever `rest` makes of them.
+        among all tokens; `rest` may rescale them.
     """
     student_U_K = student_logp_U_V.gather(-1, ids_U_K)
     if rest == "renorm":
@@ -197,14 +197,14 @@ def compare_top(
 
 
 def _log_rest(logp_U_K: Tensor) -> Tensor:
-    """Return the logarithm of what is left of 1."""
+    """Return the logarithm of the remaining probability."""
     left = 1.0 - logp_U_K.exp().sum(dim=-1)
     return left.clamp(min=1e-30).log()
 
 
 def _with_rest(logp_U_K: Tensor) -> Tensor:
     """Append the bucket of all other tokens. Shapes: (U, K) to (U, K + 1)."""
-    # Without a function of torch: importing this room loads none.
+    # By tensor methods: this room does not import torch.
     bucketed = logp_U_K.new_empty((*logp_U_K.shape[:-1], logp_U_K.shape[-1] + 1))
     bucketed[..., :-1] = logp_U_K
     bucketed[..., -1] = _log_rest(logp_U_K)

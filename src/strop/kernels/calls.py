@@ -1,4 +1,4 @@
-"""The functions of kernels.c on tensors. What they compute is said there.
+"""The functions of kernels.c on tensors; kernels.c documents them.
 
 Shapes: N rows of a flat batch, D hidden width, H query and K key-value heads, E head width, I width of
 the MLP, V vocabulary, M scored tokens. Tensors are dense unless a row stride is taken from them.
@@ -15,7 +15,7 @@ import torch
 from strop.kernels.library import load_library
 
 LANES = 16
-"""Entries handled at once. D, I and E are multiples of it."""
+"""Vector width. D, I and E are multiples of it."""
 
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 _POINTER, _COUNT, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -74,7 +74,7 @@ def add_rms_norm_backward(
     weight: torch.Tensor,
     inverse_rms: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of x (and of what was added to it) and of the weight."""
+    """Return the gradients of x (equal to that of `added`) and of the weight."""
     num_shares = torch.get_num_threads()
     grad_x = torch.empty_like(total)
     grad_weight = torch.empty(weight.shape)
@@ -143,14 +143,14 @@ def gated_backward(grad: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CacheRows:
-    """What is stored in the rows of a KV cache. Shapes: all (rows), int64."""
+    """Lengths and shared prefixes of the rows of a KV cache. Shapes: all (rows), int64."""
 
     lengths: torch.Tensor
-    """Tokens stored."""
+    """Stored tokens."""
     owners: torch.Tensor
-    """Another row, or the same, that holds the same in its first slots."""
+    """The row, maybe the same, whose copy of the shared prefix is read."""
     shared: torch.Tensor
-    """How many slots that is; a multiple of LANES."""
+    """Slots of the shared prefix; a multiple of LANES."""
 
 
 def decode_attention(
@@ -214,7 +214,7 @@ def token_gradient_(
     grads: torch.Tensor,
     temperature: float,
 ) -> None:
-    """Replace logits by the gradient that tokens' log-probabilities send them.
+    """Replace logits by their gradient, from that of tokens' log-probabilities.
 
     Shapes: logits (N, V), log_sums (N), row (m) ascending, targets (m) int64, grads (m) fp32.
     """

@@ -1,9 +1,9 @@
-"""Compiling kernels.c for the instructions that PyTorch uses here, and finding it compiled the next time.
+"""Compiles kernels.c for the instructions that PyTorch uses here, and caches the library.
 
-PyTorch asks the processor itself, under an emulator too, and obeys ATEN_CPU_CAPABILITY; the compiler's own
-`-march=native` does neither. The file name in the cache is a hash of sources, flags and compiler, so a home
-directory that several machines share never hands one machine another's instructions. The library uses the
-OpenMP runtime that torch has loaded; therefore torch is imported first.
+PyTorch queries the processor, also under an emulator, and obeys ATEN_CPU_CAPABILITY; the compiler's
+`-march=native` does neither. The file name in the cache is a hash of sources, flags and compiler, so machines
+that share a home directory never load each other's instructions. The library uses the OpenMP runtime that
+torch has loaded; therefore torch is imported first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FLAGS = ("-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared",
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2", "-mlzcnt")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
 _OF_CAPABILITY = {"AVX2": _AVX2, "AVX512": _AVX512}
-"""By PyTorch's level; other processors have the instructions that their architecture always has."""
+"""By PyTorch's level; other processors use the base instructions of their architecture."""
 _COMPILE_LIMIT_S = 120.0
 
 
@@ -40,7 +40,7 @@ class KernelStatus:
     """The compiler, or why there is no library."""
 
     def describe(self) -> str:
-        """Say it in one line."""
+        """Return one line for a report."""
         if self.path is not None:
             return f"compiled by {self.note}"
         return f"not compiled ({self.note}); on CPUs everything works, at two thirds of the speed"
@@ -67,7 +67,7 @@ def kernel_status() -> KernelStatus:
 
 @functools.cache
 def load_library() -> ctypes.CDLL | None:
-    """Return the compiled kernels, or None where they cannot be had."""
+    """Return the compiled kernels, or None where they cannot be built or loaded."""
     path = kernel_status().path
     if path is None:
         return None
@@ -76,7 +76,7 @@ def load_library() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(path))
     except OSError:
-        # A cache that forbids execution; nothing is lost but speed.
+        # A cache that forbids execution; only speed is lost.
         return None
 
 
@@ -101,7 +101,7 @@ def _key(compiler: list[str], version: str, flags: tuple[str, ...]) -> str:
 
 
 def _compile(command: list[str], path: Path) -> None:
-    """Compile into a temporary file and move it into place, for others may be at it too."""
+    """Compile into a temporary file and move it into place: other processes may compile too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
         built = Path(folder) / path.name

@@ -3,5 +3,5 @@
 `language_model` loads it, `packing` lays rollouts out with each prompt held once, `head` turns
 hidden states into log-probabilities and gradients without ever holding all logits, `learner` owns
 the fp32 masters and takes optimizer steps, `weights` and `publication` publish, digest and export them.
-Modules here import torch; import them by path.
+Most modules import torch; import them by path.
 """

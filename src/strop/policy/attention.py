@@ -1,13 +1,13 @@
 """strop's attention inside any transformers decoder, through transformers' AttentionInterface.
 
-The model code stays transformers' own. Its attention calls land here and are passed to the
-`AttentionContext` of the forward under way: one that shares prompts between the replies of a group
+The model code remains that of transformers. Its attention calls arrive here and are passed to the
+`AttentionContext` of the current forward: one that shares prompts between the replies of a group
 (`PrefixSharedAttention`), or one that reads and writes a KV cache (`kv_cache`).
 All tokens of a forward are one flat row, so linears never see padding.
 
 Besides full causal attention the contexts compute sliding windows, soft caps on scores and sinks, and
-values of another width than keys (`ScoreRule`). A layer that asks for anything else cannot be packed:
-`proof` finds that out when a model is loaded, and each sequence is then computed by itself.
+values of another width than keys (`ScoreRule`). A layer that needs anything else cannot be packed:
+`proof` detects that when a model is loaded, and each sequence is then computed by itself.
 
 Shapes: N tokens of the flat row, P prompts, S replies that feed at least one position, Lp and Lr the longest
 of each, H query heads, K key-value heads, R = H / K, E head width, F width of values. In short attention:
@@ -31,18 +31,18 @@ ATTENTION_NAME = "strop"
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoreRule:
-    """What a layer does to its scores besides scaling."""
+    """How a layer changes its scores besides scaling."""
 
     window: int | None = None
-    """How many positions a token sees, itself included; None: all before it."""
+    """Positions that a token sees, itself included; None: all earlier ones."""
     cap: float | None = None
     """Scores s become cap * tanh(s / cap)."""
     sinks: torch.Tensor | None = None
-    """Scores of a key per head that every token sees and whose value is 0. Shapes: (H,)."""
+    """Scores of one further key per head, which every token sees and whose value is 0. Shapes: (H,)."""
 
     @property
     def is_linear(self) -> bool:
-        """Whether scores stay as they are, and none is added: windows only mask."""
+        """Whether scores are neither changed nor added: windows only mask."""
         return self.cap is None and self.sinks is None
 
 
@@ -86,8 +86,7 @@ def weigh(scores: torch.Tensor, rule: ScoreRule, bias: torch.Tensor, num_kv_head
     return torch.softmax(joined, dim=-1)[..., :-1]
 
 
-# What models pass along that says nothing about scores, or what the context knows better: dropout is 0
-# outside of training mode.
+# Options that do not affect scores, or that the context determines: dropout is 0 outside of training mode.
 _WITHOUT_MEANING = frozenset(
     {
         *("dropout", "is_causal", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
@@ -120,9 +119,9 @@ def _attend(
         cap=options.pop("softcap", None),
         sinks=options.pop("s_aux", None),
     )
-    asked = sorted(name for name in options.keys() - _WITHOUT_MEANING if options[name] is not None)
-    if asked:
-        raise NotImplementedError(f"its attention takes {', '.join(asked)}")
+    unknown = sorted(name for name in options.keys() - _WITHOUT_MEANING if options[name] is not None)
+    if unknown:
+        raise NotImplementedError(f"its attention takes {', '.join(unknown)}")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     output = attention_context.attend(layer, query[0], key[0], value[0], scale, rule)
@@ -135,8 +134,8 @@ AttentionInterface.register(ATTENTION_NAME, _attend)
 class PrefixSharedAttention:
     """Causal attention over a packed row: prompts among themselves, replies over prompt and self.
 
-    Gradients of the replies that share a prompt are summed into its keys and values, in fp32. Only here is
-    padding: segments are spread over a block of equal rows and collected again.
+    Gradients of the replies that share a prompt are summed into its keys and values, in fp32. Padding exists
+    only here: segments are spread over a block of equal rows and collected again.
     """
 
     def __init__(self, layout: PackedLayout, device: torch.device) -> None:
@@ -158,7 +157,7 @@ class PrefixSharedAttention:
         self._biases: dict[int | None, tuple[_FoldedBias, _FoldedBias]] = {}
 
     def _bias_of(self, window: int | None) -> tuple[_FoldedBias, _FoldedBias]:
-        """Return the masks of prompts and of replies, made once per window."""
+        """Return the masks of prompts and of replies, cached by window."""
         # A window that holds the longest sequence hides nothing.
         window = None if window is None or window >= self._longest else window
         if window not in self._biases:
@@ -211,7 +210,7 @@ class PrefixSharedAttention:
 
 
 class _Collect(torch.autograd.Function):
-    """Pick rows that are picked once each, so that the backward copies instead of adding."""
+    """Select rows, each at most once, so that the backward copies instead of adding."""
 
     @staticmethod
     def forward(ctx: Any, padded: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -268,13 +267,13 @@ class _Padding:
 
 
 def _banded(width: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """Say what each position of a sequence sees of it. Shapes: (width, width), bool."""
+    """Return which positions of a sequence each position sees. Shapes: (width, width), bool."""
     sees = torch.ones(width, width, dtype=torch.bool, device=device).tril()
     return sees if window is None else sees.triu(1 - window)
 
 
 class _FoldedBias:
-    """An additive mask, laid out for folded queries and made once per ratio and type."""
+    """An additive mask, laid out for folded queries and cached by ratio and type."""
 
     def __init__(self, visible: torch.Tensor) -> None:
         self._visible = visible
@@ -325,10 +324,10 @@ def _attend_folded(
 
 # PyTorch's fused attention for CPUs is made for long rows: at the few dozen to few hundred keys of a packed
 # reply, most of its backward is overhead. Short attention computes scores as one batched product, keeps
-# nothing but the inputs for the backward, and takes rows in blocks so that scores stay in the cache.
+# only the inputs for the backward, and processes rows in blocks so that scores stay in the cache.
 
 MAX_ROW_SCORES = 2**22
-"""Scores of one row above which fused attention, which never holds them all, is the better choice."""
+"""Scores of one row above which fused attention, which never holds them all, is used."""
 _BLOCK_SCORES = 2**20
 """Scores computed at once: 4 MiB in fp32."""
 

@@ -1,22 +1,21 @@
-"""Splitting a step's groups over learner ranks and micro-batches, so that all of them work equally long.
+"""Splits a step's groups over learner ranks and micro-batches of equal load.
 
 Ranks that shard a model wait for each other at every micro-batch, so each takes the same number of them, and
-the load that counts is that of single micro-batches. It is estimated in positions: one for each fed position,
-a share for each pair of positions that attention joins, and a share for each scored token, which passes the
+single micro-batches must have equal loads. The load is estimated in positions: one for each fed position, a
+share for each pair of positions that attention joins, and a share for each scored token, which passes the
 head. A group's prompt is fed by each rank that has replies of it: groups stay whole where that balances, and
 are cut between replies where it does not.
 
-Items are dealt out in rounds, the largest first, each round's largest to the least loaded; then the most and
-the least loaded bins exchange the pairs of items that even them out best, all pairs of bins at once. That is
-O(n log n), and a search ends when it has made a bounded number of comparisons. They are counted and not
-timed: the same groups are split the same way on every machine, however busy it is.
+Items are dealt out in rounds, the largest first, each round's largest to the least loaded bin; then the most
+and the least loaded bins exchange the pairs of items that balance them best, all pairs of bins at once. That
+is O(n log n), and a search ends after a bounded number of comparisons. They are counted and not timed: the
+same groups are split the same way on every machine, however busy it is.
 
 Shapes: P groups, D items that are dealt out, B bins, M slots of a bin, Q pairs of bins.
 """
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import math
 from collections.abc import Iterator, Sequence
@@ -26,22 +25,21 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from strop.errors import ConfigError, LearnerError
+from strop.errors import ConfigError
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, ModelSize
-from strop.policy.optimizer import Ranks
 from strop.policy.packing import PackedGroup
 
 GOAL_RATIO = 1.01
-"""Largest over mean load of a micro-batch that is good enough."""
+"""Ratio of the largest to the mean load of the micro-batches that is good enough."""
 MAX_COMPARED = 10_000_000
 """Pairs of items that one plan compares for exchanges: some tenths of a second of one core at most."""
 _PER_PIECE = 400
-"""Comparisons that take as long as cutting a piece from a group."""
+"""Cost of cutting a piece from a group, in comparisons."""
 _MAX_ROUNDS = 96
 _MAX_IDLE_ROUNDS = 12
 """Rounds of exchanges without a lighter heaviest bin, after which the search ends."""
 _MAX_OF_BIN = 24
-"""Items of a bin that one exchange chooses from. Bins with more items are even without."""
+"""Items of a bin that one exchange chooses from. Bins with more items are balanced anyway."""
 _MAX_EXTRA_MICRO_BATCHES = 3
 
 IndexArray = NDArray[np.int64]
@@ -57,7 +55,7 @@ class Effort:
 
     @property
     def is_spent(self) -> bool:
-        """Whether nothing is left."""
+        """Whether the budget is used up."""
         return self.num_left <= 0
 
 
@@ -66,9 +64,9 @@ class PositionCost:
     """Cost of training a token, in units of one fed position's matrix products."""
 
     per_pair: float = 0.0
-    """Of attention between two positions."""
+    """Cost of attention between two positions."""
     per_scored: float = 0.0
-    """Of the head for one scored token."""
+    """Cost of the head for one scored token."""
 
     @classmethod
     def of_model(cls, size: ModelSize) -> PositionCost:
@@ -105,7 +103,7 @@ class BatchPlan:
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean load of the micro-batches; 1 is perfect."""
+        """Ratio of the largest to the mean load of the micro-batches; 1 is perfect."""
         mean = float(self.loads_W_K.mean())
         return float(self.loads_W_K.max()) / mean if mean else 1.0
 
@@ -121,9 +119,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Split groups over ranks and micro-batches of at most `max_positions` fed positions each.
 
-    The number of micro-batches per rank is the least that holds everything, unless it is given. A single
-    reply that exceeds the budget is a micro-batch of its own, and each group is kept or cut as a whole term
-    may be: between replies. After `max_compared` comparisons the best split so far is taken.
+    `num_micro_batches` per rank defaults to the least that holds everything. Groups are cut between replies
+    only, and a single reply that exceeds the budget makes a micro-batch. After `max_compared` comparisons the
+    best split so far is taken.
     Raises: ConfigError if there is no rank, no position or no micro-batch to fill.
     """
     if num_ranks < 1 or max_positions < 1 or (num_micro_batches is not None and num_micro_batches < 1):
@@ -136,7 +134,7 @@ def plan_batch(
     effort = Effort(max_compared)
     cost = cost or PositionCost()
     least = num_micro_batches or max(
-        1, math.ceil(sum(one.num_positions for one in groups) / (num_ranks * max_positions))
+        1, math.ceil(sum(group.num_positions for group in groups) / (num_ranks * max_positions))
     )
     best: _Dealt | None = None
     for count in range(least, least + (1 if num_micro_batches else 1 + _MAX_EXTRA_MICRO_BATCHES)):
@@ -159,8 +157,8 @@ def shard_groups(
 ) -> list[list[PackedGroup]]:
     """Cut groups into one shard per rank, of about as much work each; a shard may be empty.
 
-    A large group is split between replies, unless `keeps_groups`, as the terms do whose scope is a group.
-    Weights of tokens are left as they are: they were fixed for the whole batch.
+    A large group is split between replies, unless `keeps_groups`, for terms whose scope is a group.
+    Weights of tokens are not changed: they were fixed for the whole batch.
     """
     if keeps_groups:
         measured = [_measure(group, cost or PositionCost()) for group in groups]
@@ -177,46 +175,17 @@ def shard_groups(
 def restore_order(
     groups: Sequence[PackedGroup],
     shards: Sequence[Sequence[PackedGroup]],
-    found: Sequence[Sequence[T]],
+    results: Sequence[Sequence[T]],
 ) -> list[T]:
-    """Return what each rank found for the replies of its shard in the order of the groups' replies.
+    """Return the results of all ranks, one for each reply of a shard, in the order of the groups' replies.
 
-    `shards` are those that `shard_groups` made of the same groups.
+    `shards` are those of `shard_groups` for the same groups.
     """
     by_reply: dict[int, T] = {}
-    for shard, values in zip(shards, found, strict=True):
+    for shard, values in zip(shards, results, strict=True):
         replies = [reply for group in shard for reply in group.replies]
         by_reply |= {id(reply): value for reply, value in zip(replies, values, strict=True)}
     return [by_reply[id(reply)] for group in groups for reply in group.replies]
-
-
-def require_disjoint(
-    ranks: Ranks, names: Sequence[str], shards: Sequence[Sequence[PackedGroup]], *, step: int
-) -> None:
-    """See that all ranks take the same step, each on its own shard. Every rank must call it.
-
-    `names` and `shards` are those of the step's terms. Compared are whole shards: a single rollout may
-    well have been sampled twice.
-
-    Raises: LearnerError, on every rank.
-    """
-    if ranks.num_ranks == 1:
-        return
-    own = _digest([group for shard in shards for group in shard])
-    given = ranks.gather((step, list(names), own))
-    plans = [(at, terms) for at, terms, _ in given]
-    if any(plan != plans[0] for plan in plans):
-        listed = "; ".join(f"rank {rank} step {at} of {terms}" for rank, (at, terms) in enumerate(plans))
-        raise LearnerError(f"ranks take different steps: {listed}. Nothing was trained.")
-    owner: dict[str, int] = {}
-    for rank, (_, _, digest) in enumerate(given):
-        if digest is not None and digest in owner:
-            raise LearnerError(
-                f"step {step} was given the same samples on ranks {owner[digest]} and {rank}."
-                " Nothing was trained."
-            )
-        if digest is not None:
-            owner[digest] = rank
 
 
 def partition(
@@ -228,18 +197,18 @@ def partition(
     goal_ratio: float = 1.001,
     effort: Effort | None = None,
 ) -> IndexArray:
-    """Return the bin of each item, so that the bins' weights are as equal as a bounded search finds.
+    """Return the bin of each item, so that the bins' weights are as equal as a bounded search gets them.
 
     No bin weighs more than the mean and the heaviest item together. An exchange makes no bin larger than
-    `max_size`, in the unit of `sizes_D`. What the search compares is taken from `effort`.
+    `max_size`, in the unit of `sizes_D`. The search's comparisons are subtracted from `effort`.
     Shapes: all (D,).
     """
     effort = Effort() if effort is None else effort
     sizes_D = weights_D if sizes_D is None else sizes_D
     items_M_B = _deal_in_rounds(weights_D, num_bins)
-    # One value more, which an empty slot (-1) finds.
+    # One more value, for empty slots (-1).
     weights, sizes = np.append(weights_D, 0.0), np.append(sizes_D, 0.0)
-    # No dealing is lighter at its heaviest than this.
+    # Lower bound of the heaviest bin.
     least = max(float(weights_D.sum()) / num_bins, float(weights.max()))
     best, best_at = math.inf, 0
     for index in range(_MAX_ROUNDS if num_bins > 1 else 0):
@@ -264,7 +233,7 @@ def _deal_in_rounds(weights_D: LoadArray, num_bins: int) -> IndexArray:
     num_rounds = -(-len(order) // num_bins)
     dealt = np.full(num_rounds * num_bins, -1, np.int64)
     dealt[: len(order)] = order
-    # One slot more, which lets a bin take an item without giving one.
+    # One more slot, so that a bin can take an item without giving one.
     items_M_B = np.full((num_rounds + 1, num_bins), -1, np.int64)
     loads_B = np.zeros(num_bins)
     weights = np.append(weights_D, 0.0)
@@ -285,14 +254,14 @@ def _exchange(
     max_size: float,
     index: int,
 ) -> int:
-    """Let bins above the goal exchange one item each with light ones, in place, where that evens them out.
+    """Exchange one item of each bin above the goal with a light bin, in place, where that balances them.
 
     Returns the number of pairs of items that were compared.
     """
     order = np.argsort(loads_B, kind="stable")
     num_pairs = min(len(order) // 2, int((loads_B > goal).sum()))
     heavy_Q = order[::-1][:num_pairs]
-    # Other partners in each round: two bins that have nothing to exchange must not be paired for ever.
+    # Other partners in each round: two bins with nothing to exchange must not be paired for ever.
     light_Q = np.roll(order[: len(order) // 2], -index)[:num_pairs]
     num_slots = len(items_M_B)
     slots = np.unique((np.arange(min(num_slots, _MAX_OF_BIN)) + index * _MAX_OF_BIN) % num_slots)
@@ -346,7 +315,7 @@ def _deal_finer(
     """Deal groups out whole, and again in smaller and smaller pieces until they balance."""
     measured = [_measure(group, cost) for group in groups]
     mean = sum(prompt + sum(replies) for prompt, replies in measured) / num_bins
-    # Where one reply outweighs a bin, the others need not be more even than it lets them.
+    # A reply that outweighs a bin bounds the balance.
     heaviest = max((prompt + max(replies, default=0.0) for prompt, replies in measured), default=0.0)
     best: _Dealt | None = None
     for share in (1.0, 1 / 2, 1 / 4, 1 / 8, 0.0):
@@ -370,7 +339,7 @@ def _deal_finer(
         if (is_even and not dealt.num_over) or effort.is_spent:
             break
         if len(pieces) == sum(len(group.replies) for group in groups):
-            break  # Nothing is left to cut.
+            break  # No piece can be cut further.
     assert best is not None
     return best
 
@@ -388,7 +357,7 @@ def _measure(group: PackedGroup, cost: PositionCost) -> tuple[float, list[float]
 def _cut(
     group: PackedGroup, prompt_cost: float, reply_costs: list[float], *, max_cost: float, max_positions: int
 ) -> Iterator[_Piece]:
-    """Cut a group between replies into pieces of equal cost, as few as keep within cost and positions."""
+    """Cut a group between replies into the fewest pieces of equal cost within the bounds."""
     num_replies, num_prompt = len(reply_costs), len(group.prompt_ids)
     total, num_fed = sum(reply_costs), group.num_positions - num_prompt
     if num_replies < 2 or (prompt_cost + total <= max_cost and num_prompt + num_fed <= max_positions):
@@ -403,13 +372,13 @@ def _cut(
             part = replace(group, replies=tuple(group.replies[index] for index in share))
             cost = prompt_cost + sum(reply_costs[index] for index in share)
             pieces.append(_Piece(part, cost, part.num_positions))
-        if all(one.num_positions <= max_positions for one in pieces):
+        if all(piece.num_positions <= max_positions for piece in pieces):
             break
     yield from pieces
 
 
 def _share_out(costs: list[float], num_shares: int) -> list[list[int]]:
-    """Give each cost, the largest first, to the least loaded share; each share is in the order given."""
+    """Assign each cost, largest first, to the least loaded share; a share keeps the order of the costs."""
     shares = [(0.0, index, list[int]()) for index in range(num_shares)]
     for place in sorted(range(len(costs)), key=lambda place: -costs[place]):
         load, index, members = shares[0]
@@ -423,10 +392,10 @@ def _num_pieces(total: float, room: float) -> int:
 
 
 def _arrange(dealt: _Dealt, groups: Sequence[PackedGroup], num_ranks: int) -> BatchPlan:
-    """Put bins of like load next to each other in time, and even the ranks out."""
+    """Place bins of similar load next to each other in time, and balance the ranks."""
     num_micro_batches = len(dealt.loads_B) // num_ranks
     bins_K_W = np.argsort(-dealt.loads_B, kind="stable").reshape(num_micro_batches, num_ranks)
-    # There and back: who had the largest of one round has the smallest of the next.
+    # Snake order: the rank with the largest bin of one round gets the smallest of the next.
     bins_K_W[1::2] = bins_K_W[1::2, ::-1]
     members: list[list[PackedGroup]] = [[] for _ in dealt.loads_B]
     for piece, index in zip(dealt.pieces, dealt.bin_D.tolist(), strict=True):
@@ -437,16 +406,3 @@ def _arrange(dealt: _Dealt, groups: Sequence[PackedGroup], num_ranks: int) -> Ba
         loads_W_K=dealt.loads_B[bins_K_W.T],
         num_repeated_positions=fed - sum(len(group.prompt_ids) for group in groups),
     )
-
-
-def _digest(groups: Sequence[PackedGroup]) -> str | None:
-    """Hash what a shard holds, None if it is empty."""
-    if not groups:
-        return None
-    digest = hashlib.sha256()
-    for group in groups:
-        digest.update(group.prompt_ids.tobytes())
-        for reply in group.replies:
-            digest.update(reply.token_ids.tobytes())
-            digest.update(reply.engine_logprobs.tobytes())
-    return digest.hexdigest()

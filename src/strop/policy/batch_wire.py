@@ -1,10 +1,10 @@
-"""The bytes in which packed groups cross to a learner's ranks: columns, read without copying.
+"""The wire format of packed groups for a learner's ranks: columns, read without copying.
 
-Of a reply's token travel its id (4 bytes), its mark (1) and, if it is scored, its log-probability (4), with 4
-more for each further stream: 9 bytes in plain GRPO. A prompt is sent once for its group, as ids alone. What
-there is once for a reply or a group is a column too, never repeated for its tokens.
+A token of a reply takes 4 bytes for its id, 1 for its mark and, if it is scored, 4 for its log-probability
+and for each further stream: 9 bytes in plain GRPO. A prompt is sent once for its group, as ids alone. Values
+of a reply or a group are columns too, never repeated for its tokens.
 
-Layout, little-endian: magic, CRC-32 of what follows, number of columns; for each column its name, type
+Layout, little-endian: magic, CRC-32 of the rest, number of columns; for each column its name, type
 and length; then the columns, each at a multiple of 8 bytes. Decoded arrays are read-only views of them.
 
 Shapes: P groups, S replies, T tokens of replies, M scored tokens.
@@ -32,16 +32,16 @@ _TYPES = ("<i4", "<f4", "<f8", "|u1")
 _ABSENT = -1
 """Length of an array that is None."""
 
-AUX_STREAMS = tuple(one.name for one in fields(PackedReply) if one.default is None)
+AUX_STREAMS = tuple(field.name for field in fields(PackedReply) if field.default is None)
 """Values of scored tokens that a reply may have beside the engine's."""
-OTHER_PROMPTS = tuple(one.name for one in fields(PackedGroup) if one.default is None)
-"""Prompts that a group may have beside its own."""
+OTHER_PROMPTS = tuple(field.name for field in fields(PackedGroup) if field.default is None)
+"""Further prompts that a group may have."""
 
 Columns = dict[str, NDArray[Any]]
 
 
 def encode_groups(groups: Sequence[PackedGroup]) -> bytes:
-    """Write groups down. Values keep every bit, and the order of groups and replies is kept."""
+    """Encode groups. Every bit of the values is kept, and the order of groups and replies."""
     replies = [reply for group in groups for reply in group.replies]
     columns: Columns = {
         "num_replies_P": np.array([len(group.replies) for group in groups], "<i4"),
@@ -63,7 +63,7 @@ def encode_groups(groups: Sequence[PackedGroup]) -> bytes:
     start = _HEADER.size + len(table)
     parts: list[Any] = [struct.pack("<I", len(columns)), table, bytes(-start % _ALIGNMENT_BYTES)]
     for column in columns.values():
-        # As it lies in memory: the only copy of a step's tokens is the one into the message.
+        # A view: the only copy of a step's tokens is the one into the message.
         body = column.view(np.uint8)
         parts += [body, bytes(-len(body) % _ALIGNMENT_BYTES)]
     checksum = 0
@@ -73,9 +73,9 @@ def encode_groups(groups: Sequence[PackedGroup]) -> bytes:
 
 
 def decode_groups(data: bytes | memoryview) -> tuple[PackedGroup, ...]:
-    """Read what `encode_groups` wrote. The arrays are views of `data`, which they keep alive.
+    """Decode the bytes of `encode_groups`. The arrays are views of `data`, which they keep alive.
 
-    Raises: UnfitRecord if a single bit differs from what was written, or another version wrote it.
+    Raises: UnfitRecord if a single bit is damaged, or another version encoded it.
     """
     columns = _read_columns(data)
     try:
@@ -126,11 +126,11 @@ def _join(parts: Sequence[NDArray[Any]], dtype: str) -> NDArray[Any]:
 
 def _write_ragged(name: str, parts: Sequence[NDArray[Any] | None], dtype: str) -> Columns:
     """Return arrays of different lengths as one column of values and one of lengths; none if all are None."""
-    given = [part for part in parts if part is not None]
-    if parts and not given:
+    present = [part for part in parts if part is not None]
+    if parts and not present:
         return {}
     lengths = [_ABSENT if part is None else len(part) for part in parts]
-    return {f"{name}.len": np.array(lengths, "<i4"), name: _join(given, dtype)}
+    return {f"{name}.len": np.array(lengths, "<i4"), name: _join(present, dtype)}
 
 
 def _read_ragged(columns: Columns, name: str) -> list[NDArray[Any] | None]:
@@ -149,10 +149,10 @@ def _read_ragged(columns: Columns, name: str) -> list[NDArray[Any] | None]:
 
 
 def _require_all(arrays: Sequence[NDArray[Any] | None]) -> list[NDArray[Any]]:
-    given = [array for array in arrays if array is not None]
-    if len(given) != len(arrays):
+    present = [array for array in arrays if array is not None]
+    if len(present) != len(arrays):
         raise ValueError("ids are absent")
-    return given
+    return present
 
 
 def _read_columns(data: bytes | memoryview) -> Columns:
@@ -160,9 +160,9 @@ def _read_columns(data: bytes | memoryview) -> Columns:
     if len(view) < _HEADER.size or bytes(view[: len(MAGIC)]) != MAGIC:
         raise _unreadable(f"it begins with {bytes(view[: len(MAGIC)])!r}")
     _, checksum, num_columns = _HEADER.unpack_from(view)
-    found = zlib.crc32(view[_HEADER.size - 4 :])
-    if found != checksum:
-        raise _unreadable(f"its checksum is {found:08x} and not {checksum:08x}")
+    actual = zlib.crc32(view[_HEADER.size - 4 :])
+    if actual != checksum:
+        raise _unreadable(f"its checksum is {actual:08x} and not {checksum:08x}")
     columns: Columns = {}
     start = _HEADER.size + num_columns * _COLUMN.size
     try:
@@ -177,8 +177,8 @@ def _read_columns(data: bytes | memoryview) -> Columns:
     return columns
 
 
-def _unreadable(given: str) -> UnfitRecord:
+def _unreadable(flaw: str) -> UnfitRecord:
     return UnfitRecord(
-        f"a batch for the learner cannot be read: {given}. The loop and all ranks must run the same version"
+        f"a batch for the learner cannot be read: {flaw}. The loop and all ranks must run the same version"
         " of strop; nothing was trained on it."
     )

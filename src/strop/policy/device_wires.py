@@ -1,13 +1,11 @@
-"""Weights on their way from one GPU to another, without the CPU: NCCL between two, CUDA IPC on one.
+"""Weights from GPU to GPU without the CPU: NCCL between two GPUs, CUDA IPC on one.
 
-A publication is offered as `publication` does, at a TCP store: `nccl://host:port/name` or `ipc://...`. All
+A publication is offered as in `publication`, at a TCP store: `nccl://host:port/name` or `ipc://...`. All
 ranks of a learner gather one tensor after the other and the first sends it to every receiver before the next
 one is gathered, so that no GPU holds more than one whole tensor beside its share. By IPC each rank sends to
-the receivers on its own GPU. Each receiver has a wire of its own: one that dies is left out, and the others
-go on.
+the receivers on its GPU. Each receiver has a separate wire: one that dies is left out, and the others go on.
 
-What arrives is proven by `device_digest`, which is computed where the tensors are. SHA-256 would take them
-through the CPU.
+Received tensors are proven by `device_digest`, which is computed on their device. SHA-256 would need the CPU.
 
 Sources: PyTorch, `torch.distributed.ProcessGroupNCCL` and `torch.multiprocessing.reductions.reduce_tensor`;
 CUDA C++ Programming Guide, 'Interprocess Communication'. NCCL refuses two ranks on one GPU; a handle of CUDA
@@ -40,17 +38,17 @@ LIMIT_S = 300.0
 """Limit of the rendezvous, and of each tensor's arrival."""
 _POLL_S = 0.0005
 _CHUNK = 1 << 24
-"""Words that are summed up at once: their products take 128 MB."""
+"""Words that are summed at once: their products take 128 MB."""
 # Odd numbers of Weyl's and Vigna's generators, as signed 64-bit words.
 _STEP, _MIX = -7046029254386353131, -4658895280553007687
 _FAILURES = (RuntimeError, ValueError, OSError)
 
 
 def fingerprint(tensor: torch.Tensor) -> int:
-    """Return a sum of a tensor's words times numbers that depend on their places, modulo 2^64.
+    """Return the sum of a tensor's words times factors that depend on their places, modulo 2^64.
 
-    Computed where the tensor is, and equal on every device: integers wrap around. Two tensors that differ
-    have the same one by chance once in 2^64 times; it is no proof against somebody who wants that.
+    Computed on the tensor's device, and equal on every device: integers wrap around. Two different tensors
+    have the same fingerprint by chance once in 2^64 times; it is not secure against an attacker.
     """
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if rest := -len(flat) % 8:
@@ -106,7 +104,7 @@ class _GroupLink:
         return tensor
 
     def _settle(self) -> None:
-        # The wait is the stream's; the next one to use the memory may be another process.
+        # `wait` only orders the stream, and another process may use the memory next.
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -125,7 +123,7 @@ class _HandleLink:
         self._store, self._limit = store, limit
 
     def send(self, number: int, tensor: torch.Tensor) -> None:
-        """Give the handle, and keep the memory until the receiver has copied it."""
+        """Publish the handle, and keep the memory until the receiver has copied it."""
         if tensor.is_cuda:
             torch.cuda.synchronize()
         self._store.set(f"handle/{number}", json.dumps(export_handle(tensor)))
@@ -145,21 +143,21 @@ class _HandleLink:
 
 
 def export_handle(tensor: torch.Tensor) -> list[Any]:
-    """Return what another process needs to see a tensor of this process's GPU; bytes as hexadecimal digits.
+    """Return the handle by which another process opens a tensor on this GPU; bytes as hexadecimal digits.
 
-    No pickle: whoever reaches the store could have an engine run what it says.
+    No pickle: anyone who reaches the store could make an engine run code.
     Raises: RuntimeError if the tensor is on no GPU.
     """
     if not tensor.is_cuda:
         raise RuntimeError("CUDA IPC is for tensors of a GPU")
     words = reduce_tensor(tensor)[1]  # type: ignore[no-untyped-call]
-    # Its place in the storage, and what `_new_shared_cuda` takes; type, sizes and strides are the form's.
+    # Offset in the storage, and the arguments of `_new_shared_cuda`; `form` has type, sizes and strides.
     kept = (words[3], *words[6:10], *words[11:])
     return [word.hex() if isinstance(word, bytes) else word for word in kept]
 
 
 def open_handle(words: Sequence[Any], form: tuple[str, list[int]]) -> torch.Tensor:
-    """Return the tensor that `export_handle` names: memory of the process that exported it."""
+    """Return the tensor of a handle of `export_handle`: memory of the process that exported it."""
     dtype, shape = getattr(torch, form[0]), form[1]
     place, device, handle, num_bytes, offset_bytes, counter, counter_offset, event, is_synced = words
     strides = torch.empty(shape, dtype=dtype, device="meta").stride()
@@ -194,7 +192,7 @@ def device_id() -> str:
 
 
 class DeviceSender:
-    """The sending side of one rank. That of the first keeps the TCP store that all others connect to."""
+    """The sending side of one rank. The first rank's keeps the TCP store that all others connect to."""
 
     def __init__(self, host: str, port: int = 0, *, limit_s: float = LIMIT_S) -> None:
         """Bind a free port of `host`, an address of this machine that the receivers reach.
@@ -217,16 +215,16 @@ class DeviceSender:
         self._place = f"{host}:{int(self._store.port)}"
 
     def address(self, wire: Wire, name: str) -> str:
-        """Return what a `WeightUpdate` of this publication names as its path."""
+        """Return the path for the `WeightUpdate` of this publication."""
         return f"{wire}://{self._place}/{name}"
 
     def send(
         self, wire: Wire, name: str, tensors: Iterator[tuple[str, torch.Tensor]], num_receivers: int
     ) -> int:
-        """Send tensors, each to every receiver before the next one is taken; return how many got all.
+        """Send tensors, each to every receiver before the next one; return how many receivers got all.
 
-        `tensors` is taken to its end whatever happens: on several ranks each of it is a collective. Missing
-        receivers are logged as a warning: an engine reports them itself, in its answer.
+        `tensors` is always consumed to its end: on several ranks each tensor is a collective. Missing
+        receivers are logged as a warning: an engine reports its failure in its answer.
         """
         links: dict[int, _Link] = {}
         number = -1
@@ -251,7 +249,7 @@ class DeviceSender:
         deadline = time.monotonic() + self._limit.total_seconds()
         while int(self._store.add(f"{name}/joined", 0)) < num_receivers and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        found: dict[int, _Link] = {}
+        links: dict[int, _Link] = {}
         num_joined = int(self._store.add(f"{name}/joined", 0))
         if num_joined < num_receivers and self._is_first:
             _log.warning("%d of %d receivers came for %s", num_joined, num_receivers, name)
@@ -259,10 +257,10 @@ class DeviceSender:
             try:
                 if wire == "ipc" and self._store.get(f"{name}/gpu/{index}").decode() != device_id():
                     continue
-                found[index] = _open(wire, self._store, f"{name}/{index}", rank=0, limit=self._limit)
+                links[index] = _open(wire, self._store, f"{name}/{index}", rank=0, limit=self._limit)
             except _FAILURES as error:
                 _log.warning("receiver %d of %s did not come: %s", index, name, error)
-        return found
+        return links
 
 
 def send_copies(
@@ -272,7 +270,7 @@ def send_copies(
     tensors: Iterator[tuple[str, torch.Tensor]],
     num_receivers: int,
 ) -> None:
-    """Send tensors from a rank that has a sender; the others take part in gathering each of them."""
+    """Send tensors from a rank that has a sender; the others only take part in gathering each tensor."""
     if sender is not None:
         sender.send(wire, name, tensors, num_receivers)
     else:
@@ -280,9 +278,9 @@ def send_copies(
 
 
 def receive_on_device(address: str, *, limit_s: float = LIMIT_S) -> dict[str, torch.Tensor]:
-    """Take what a sender sends under an address, onto this process's device.
+    """Receive the tensors that a sender offers at an address, onto this process's device.
 
-    Raises: WeightMismatch if the sender is not there, or is lost before everything came.
+    Raises: WeightMismatch if the sender is not there, or is lost before all tensors came.
     """
     wire, _, rest = address.partition("://")
     place, _, name = rest.rpartition("/")

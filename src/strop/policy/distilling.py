@@ -44,7 +44,7 @@ class DistillTerm:
     divergence: DistributionRule
     weight: float = 1.0
     is_own_teacher: bool = False
-    """Whether the weights being trained are the teacher's too; else the learner must have been given one."""
+    """Whether the trained weights are the teacher's too; else the learner must have a teacher."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -65,16 +65,16 @@ def read_teacher(teacher: LanguageModel, groups: Sequence[PackedGroup]) -> Teach
 
     The replies are the same ids, so its scored positions are the policy's, in the same order.
     """
-    given = [
+    shown = [
         group if group.teacher_prompt_ids is None else replace(group, prompt_ids=group.teacher_prompt_ids)
         for group in groups
     ]
-    batch = PackedBatch.of_groups(given, teacher.device)
+    batch = PackedBatch.of_groups(shown, teacher.device)
     return TeacherRows(hidden_U_D=teacher.read(batch), head=teacher.head)
 
 
 def require_same_vocabulary(policy: LanguageModel, other: LanguageModel, role: str) -> None:
-    """Refuse a model whose distributions are over something else.
+    """Refuse a model whose distributions are over another vocabulary.
 
     Raises: ConfigError with both sizes.
     """
@@ -99,8 +99,8 @@ def distill_and_gradients(
 ) -> HeadResult:
     """Compute divergence and gradients of the scored positions; add the head's own to buffers.
 
-    A position weighs what the scored tokens that it predicts weigh together. The term's weight scales the
-    gradient and not the loss that is returned.
+    The weight of a position is the sum over the scored tokens that it predicts. The term's weight scales the
+    gradient and not the returned loss.
 
     Shapes: hidden (U, D) without graph.
     """
@@ -122,7 +122,7 @@ def distill_and_gradients(
         grad_logits = grad.to(hidden.dtype)
         grad_hidden[rows] = grad_logits @ head.weight
         into.add(grad_logits, hidden)
-        # Else they would be held while the next chunk's are made.
+        # Freed before the next chunk allocates its own.
         del projected, logp, grad, grad_logits
     return HeadResult(logprob_M=logprob_M, loss=loss, grad_hidden_U_D=grad_hidden)
 

@@ -1,8 +1,8 @@
-"""How a family of models is run, as far as its config shows. Imports no torch, for `strop plan`.
+"""How each family of models is run, as far as its config shows. Imports no torch, for `strop plan`.
 
-What a model really does is proven when it is loaded (`proof`). This table says it beforehand, and holds
-what a short proof cannot see: layers that change only behind thousands of tokens. `docs/models.md` has the
-verdict on every family, and its test keeps both equal.
+The forwards are proven when a model is loaded (`proof`). This table predicts the result, and holds facts that
+a short proof cannot see: layers that change only after thousands of tokens. `docs/models.md` has the verdict
+on every family, and its test keeps both equal.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ _BECAUSE: Mapping[str, str] = {
     _CHOICE: "axk2 deepseek_v32 deepseek_v4 dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text",
     _TWICE: "hrm_text",
 }
-"""Why the sequences of a family are computed by themselves, and of which, by model type."""
+"""Families whose sequences are computed by themselves: reason, and model types."""
 _ALONE = {name: because for because, names in _BECAUSE.items() for name in names.split()}
 _STATELESS = frozenset({"attention", "full_attention", "sliding_attention"})
 """Kinds of layers without a state."""
 
 _SELECTING = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
-"""Families whose layers attend to so many keys (`index_topk`), and choose them among all of a sequence: what
-stands behind a token then changes what it sees. Sequences no longer than that are seen whole."""
+"""Families whose layers attend to the best `index_topk` keys of the whole sequence: later tokens then change
+what a token sees. Sequences up to that length are seen whole."""
 _UNLIMITED = 2**20
-"""Positions of a model whose config names no limit, as recurrent ones have none."""
+"""Positions of a model whose config names no limit, such as recurrent ones."""
 _LIMITS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_target_positions", "context_length")
 
 
 def why_alone(config: Mapping[str, Any]) -> str | None:
-    """Say why sequences of a model with this config.json are computed by themselves, None where packed.
+    """Return why sequences of a model with this config.json are computed by themselves; None if packed.
 
-    Of a hybrid family, a model that has attention alone is packed.
+    A model of a hybrid family that has only attention layers is packed.
     """
     because = _ALONE.get(str(config.get("model_type")))
     text = config.get("text_config") or config
@@ -67,15 +67,15 @@ def why_alone(config: Mapping[str, Any]) -> str | None:
 
 
 def say_alone(because: str) -> str:
-    """Say to a user that sequences are computed by themselves."""
+    """Return the note for users that sequences are computed by themselves."""
     return f"each sequence is computed by itself, prompts once for every reply, because {because}"
 
 
 def read_max_positions(config: Mapping[str, Any]) -> int:
-    """Return how long a sequence may be under this config, that of the text part.
+    """Return how long a sequence may be; `config` is that of the text part.
 
     Long-rope has two sets of frequencies, for sequences up to a length and for longer ones. Tokens that
-    were sampled below it and trained above would have two different log-probabilities: there the limit
+    were sampled below it and trained above would have two different log-probabilities, so the limit
     is that length.
     """
     limit = next((int(config[name]) for name in _LIMITS if config.get(name)), _UNLIMITED)

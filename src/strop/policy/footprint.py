@@ -1,6 +1,6 @@
 """Bytes and FLOP of a model, from its config alone. Imports no torch.
 
-Used before anything is loaded (`strop plan`) and by the gate. Formulas count matrix products and
+For `strop plan`, before a model is loaded, and the gate. Formulas count matrix products and
 the tensors that autograd keeps; norms and elementwise work are not counted as FLOP.
 """
 
@@ -23,33 +23,33 @@ if TYPE_CHECKING:
     from strop.spec.run import RunSpec
 
 DEFAULT_MICRO_BATCH_POSITIONS = 1280
-"""Fed positions per micro-batch; its activations are what training needs beyond weights.
+"""Fed positions per micro-batch, which determine the memory for activations.
 
 About 0.6 MiB each for a model of 135M parameters with fused layers, 1 MiB without. Fewer, larger
 micro-batches save only the adding of gradients, some 50 ms each on two cores.
 """
 MAX_GPU_POSITIONS = 32_768
-"""Of a micro-batch on a GPU; more keep none busier."""
+"""Positions of a micro-batch on a GPU at most; more do not use it better."""
 GPU_HEAD_BYTES = 2**30
-"""Workspace of the head on a GPU, whatever the vocabulary and the number of tokens."""
+"""Workspace of the head on a GPU, for any vocabulary and number of tokens."""
 _ACTIVATION_FRAC = 0.5
-"""Share of what weights and optimizer leave of a GPU that activations may take; caches need some too."""
+"""Share for activations of the GPU memory that weights and optimizer leave; caches need some too."""
 HEAD_CHUNK_ROWS = 256
 """Rows of logits held at once: 48 MiB in fp32 for a vocabulary of 49,152. Twice as many where they
 stay in bf16 and become their gradient in place."""
 _STATE_BYTES = {"bfloat16": 18, "float32": 16}
 """Per parameter: fp32 master 4, moments 8, gradient 4, and a bf16 copy 2 where there is one."""
 _EXPLAINED_FRAC = 0.05
-"""Norms and biases are no more of a model's parameters than that; beyond it there are others."""
+"""Norms and biases are at most this share of a model's parameters; a larger difference has another cause."""
 _SPARE_FRAC = 0.1
-"""Of a rank's memory, for caches of keys and values and for what is freed late."""
+"""Share of a rank's memory for KV caches and for memory that is freed late."""
 COPY_BYTES = {"bfloat16": 2, "float32": 4}
-"""Per parameter or cached value of the type that is computed with."""
+"""Per parameter or cached value, by compute type."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSize:
-    """The sizes of a decoder with grouped-query attention and a gated MLP, and what there is beside it."""
+    """The sizes of a decoder with grouped-query attention and a gated MLP, and its other parameters."""
 
     num_layers: int
     hidden_width: int
@@ -64,7 +64,7 @@ class ModelSize:
     """Parameters of the layers that a token does not pass through, or that these sizes do not explain:
     experts that are not chosen, states, narrower projections."""
     alone_because: str | None = None
-    """Why each sequence is computed by itself, as far as the config tells; None where rows are packed."""
+    """Why each sequence is computed by itself, as far as the config shows; None where rows are packed."""
 
     @property
     def body_params(self) -> int:
@@ -81,7 +81,7 @@ class ModelSize:
 
     @property
     def num_params(self) -> int:
-        """All parameters, norms left out."""
+        """All parameters without norms."""
         return self.layer_params * self.num_layers + self.outer_params
 
     @property
@@ -96,7 +96,7 @@ class ModelSize:
 
 
 def size_of_config(config: Mapping[str, Any]) -> ModelSize:
-    """Read sizes from what a config.json holds.
+    """Read sizes from the content of a config.json.
 
     Raises: KeyError, TypeError or ValueError if one is missing or no number.
     """
@@ -121,9 +121,9 @@ def size_of_config(config: Mapping[str, Any]) -> ModelSize:
 
 
 def _mlp_widths(text: Mapping[str, Any], hidden_width: int, num_layers: int) -> tuple[int, int]:
-    """Return the MLP's width for one token and that of all experts that it does not pass through.
+    """Return the MLP's width for one token, and the width of all experts that it does not pass through.
 
-    The first is the mean of the layers, the second their sum. Routers are too small to count.
+    The first is the mean over the layers, the second their sum. Routers are too small to count.
     """
     dense = _first(
         text, "intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", default=4 * hidden_width
@@ -144,14 +144,14 @@ def _mlp_widths(text: Mapping[str, Any], hidden_width: int, num_layers: int) -> 
 
 def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -> int:
     """Return the first size that a config has under one of its names."""
-    found = next((config[name] for name in names if config.get(name)), default)
-    if found is None:
+    size = next((config[name] for name in names if config.get(name)), default)
+    if size is None:
         raise KeyError(names[0])
-    return int(found)
+    return int(size)
 
 
 def read_model_size(model_dir: Path) -> ModelSize:
-    """Read sizes from a model directory's config.json, and from weights that are there, how many parameters.
+    """Read sizes from a model directory's config.json, and the number of parameters from its weights.
 
     Raises: ConfigError if the file is missing or lacks a size.
     """
@@ -170,7 +170,7 @@ def read_model_size(model_dir: Path) -> ModelSize:
 
 
 def _count_stored(model_dir: Path, config: Mapping[str, Any]) -> int | None:
-    """Count the numbers in a model's weights: by the files' headers, else by their index, else None."""
+    """Count the parameters in a model's weights, by the headers or index of its files; None if unknown."""
     index_path, index = model_dir / WEIGHTS_INDEX, None
     names = {"model.safetensors"}
     if index_path.is_file():
@@ -188,7 +188,7 @@ def _count_stored(model_dir: Path, config: Mapping[str, Any]) -> int | None:
 
 
 def _count_indexed(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
-    """Count the numbers in weights that are elsewhere, by what their index says; None if it does not."""
+    """Count the parameters by the index of the weights; None if it does not say."""
     if metadata.get("total_parameters"):
         return int(metadata["total_parameters"])
     dtype = config.get("dtype") or config.get("torch_dtype")
@@ -208,7 +208,7 @@ def state_bytes(size: ModelSize, dtype: str, num_trained: int | None = None) -> 
 def count_trained(size: ModelSize, lora: LoraSpec) -> int | None:
     """Return how many parameters a run's adapters have, None where it trains all weights instead.
 
-    Targets that are none of the usual seven layers count nothing.
+    Targets other than the usual seven layers are not counted.
     """
     if lora.rank is None:
         return None
@@ -228,8 +228,8 @@ def count_trained(size: ModelSize, lora: LoraSpec) -> int | None:
 def rank_kept_bytes(size: ModelSize, dtype: str, num_ranks: int, num_trained: int | None = None) -> int:
     """Bytes that one rank of several keeps between steps: its rows, and the fp32 gradient of the LM head.
 
-    Its rows are masters, moments and gradients, or of frozen weights the type computed with. The head's
-    gradient is whole, where the head is trained.
+    Its rows are masters, moments and gradients; of frozen weights only compute copies. The head's gradient is
+    whole, where the head is trained.
     """
     if num_trained is None:
         return -(-size.num_params * 16 // num_ranks) + 4 * size.head_params
@@ -239,9 +239,9 @@ def rank_kept_bytes(size: ModelSize, dtype: str, num_ranks: int, num_trained: in
 def rank_state_bytes(size: ModelSize, dtype: str, num_ranks: int, num_trained: int | None = None) -> int:
     """Bytes of one rank's share of weights, gradients and optimizer state, with what it gathers.
 
-    In a forward a rank gathers embedding, head and two layers (one computed, one on its way), in a
-    backward it holds the gradients of one of them as well, in fp32 on their way. On a CPU the resident
-    memory is more: the C library keeps what a layer gave back.
+    In a forward a rank gathers embedding, head and two layers (one computed, one in transfer), in a backward
+    also the gradients of one of them, in fp32 for their transfer. On a CPU the resident memory is larger: the
+    C library keeps freed memory.
     """
     if num_ranks == 1:
         return state_bytes(size, dtype, num_trained)
@@ -262,14 +262,14 @@ def terms_bytes(size: ModelSize, num_terms: int, num_trained: int | None = None)
 
 
 def held_bytes(spec: RunSpec, size: ModelSize, num_trained: int | None = None) -> int:
-    """Bytes of the weights that ratios start from, where later steps have left them behind."""
+    """Bytes of the weights that ratios start from, where a copy of them is held over several steps."""
     return 4 * (size.num_params if num_trained is None else num_trained) if spec.holds_start else 0
 
 
 def activation_bytes(size: ModelSize, dtype: str, num_positions: int, *, is_recomputed: bool = False) -> int:
     """Bytes that autograd keeps for one micro-batch, attention and head workspace included.
 
-    Counted for transformers' own layers; fused ones keep about two thirds of it. Recomputed: the inputs
+    Counted for the layers of transformers; fused ones keep about two thirds of it. Recomputed: the inputs
     of every layer, and the inside of one at a time.
     """
     item = COPY_BYTES[dtype]
@@ -290,11 +290,11 @@ def activation_bytes(size: ModelSize, dtype: str, num_positions: int, *, is_reco
 def frozen_bytes(
     size: ModelSize, dtype: str, *, num_positions: int, beside_bytes: int = 0, num_ranks: int = 1
 ) -> int:
-    """Bytes that a model which never learns adds to a learner's rank: its weights, and what a forward takes.
+    """Bytes that a frozen model adds to a learner's rank: its weights, and the memory of a forward.
 
-    Its forwards come while the learner holds no activations, so only what they take beyond those,
-    `beside_bytes`, is added; hidden states stay, as a teacher's do. Of several ranks each keeps its rows
-    and gathers what `rank_state_bytes` says of a forward.
+    Its forwards run while the learner holds no activations, so only their excess over these, `beside_bytes`,
+    is added; hidden states stay, such as a teacher's. Each of several ranks keeps its rows and gathers as in
+    a forward of `rank_state_bytes`.
     """
     item = COPY_BYTES[dtype]
     weights = -(-size.num_params * item // num_ranks)
@@ -315,10 +315,10 @@ def must_recompute(
     num_trained: int | None = None,
     frozen_bytes: int = 0,
 ) -> bool:
-    """Whether activations have to be computed again, because memory cannot keep them beside the weights.
+    """Whether activations must be recomputed, because they do not fit into memory beside the weights.
 
-    `have_bytes` is what a rank can get, None if unknown: they are kept then. `frozen_bytes` are those of
-    models beside the one that learns.
+    `have_bytes` is the memory that a rank can get; None if unknown: activations are kept then. `frozen_bytes`
+    is the memory of frozen models.
     """
     if have_bytes is None:
         return False
@@ -329,9 +329,9 @@ def must_recompute(
 def wants_recompute(
     spec: RunSpec, size: ModelSize, have_bytes: int | None, *, num_ranks: int, frozen: Iterable[ModelSize]
 ) -> bool:
-    """Whether a learner recomputes activations: as the run file says, else as `must_recompute`.
+    """Whether a learner recomputes activations: by the run file, else by `must_recompute`.
 
-    `frozen` are the models beside the one that learns.
+    `frozen` are the sizes of the frozen models.
     """
     if spec.train.activation_checkpointing is not None:
         return spec.train.activation_checkpointing
@@ -344,7 +344,7 @@ def wants_recompute(
         num_ranks=num_ranks,
         num_trained=count_trained(size, spec.lora),
         frozen_bytes=sum(
-            frozen_bytes(one, dtype, num_positions=num_positions, num_ranks=num_ranks) for one in frozen
+            frozen_bytes(model, dtype, num_positions=num_positions, num_ranks=num_ranks) for model in frozen
         ),
     )
 
@@ -358,7 +358,7 @@ def gpu_positions(
     num_trained: int | None = None,
     is_recomputed: bool = False,
 ) -> int:
-    """Return how many positions a rank trains at once on a GPU of so many bytes, in steps of 1024."""
+    """Return how many positions a rank trains at once on a GPU of `total_bytes`, in steps of 1024."""
     one, none = (activation_bytes(size, dtype, count, is_recomputed=is_recomputed) for count in (1, 0))
     left = total_bytes - rank_state_bytes(size, dtype, num_ranks, num_trained) - GPU_HEAD_BYTES
     fitting = int(_ACTIVATION_FRAC * left) // (one - none) // 1024 * 1024

@@ -1,13 +1,13 @@
 """The layers of Llama-like decoders, with everything beside the products fused.
 
-transformers' own layers spend more than a third of a decode step in small operators and in the calls
+The layers of transformers spend more than a third of a decode step in small operators and in the calls
 between them. Here a layer is two norms that also add the residual, two joined products (query, key and
 value; gate and up), rotary positions, the attention of the context, and two more products.
 
-The parameters stay the module's own; those of a joined product become neighbours in one storage, so
-that both views of them are always the same bytes. Recognised by structure: Llama, Qwen2, Qwen3,
-Mistral, SmolLM and what is built like them. `LanguageModel.load` proves the result against the module's
-own forward, and goes without where they differ.
+The parameters remain those of the module; the parameters of a joined product become neighbours in one
+storage, so that both views share their bytes. Recognised by structure: Llama, Qwen2, Qwen3, Mistral, SmolLM
+and similar families. `LanguageModel.load` proves the result against the module's forward, and does not use
+fused layers where they differ.
 
 Shapes: N positions of the flat row, D hidden width, H query and K key-value heads, E head width.
 """
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -77,7 +78,7 @@ class _PlainProducts:
 
 
 class _AdaptedProducts:
-    """Adds to other products what the adapters of the layers say."""
+    """Adds the outputs of the layers' adapters to other products."""
 
     def __init__(self, base: Products) -> None:
         self._base = base
@@ -100,7 +101,7 @@ class _Layer:
     input_norm: Any
     query_key_value: JoinedLinear
     head_norms: tuple[Any, Any] | None
-    """Norms of each query and each key head, where the family has them."""
+    """Norms of query and key heads, in families that have them."""
     output: JoinedLinear
     mlp_norm: Any
     gate_up: JoinedLinear
@@ -109,10 +110,10 @@ class _Layer:
     num_heads: int
     num_kv_heads: int
     attention: Any
-    """The module that it was taken from, which knows its window."""
+    """The attention module of the layer, which has its window."""
 
     def rule(self) -> ScoreRule:
-        """Return the layer's window: its own, or of families that have one for all layers, the config's."""
+        """Return the window of the layer; in some families it is in the config, for all layers."""
         config_window = getattr(self.attention.config, "sliding_window", None)
         window = getattr(self.attention, "sliding_window", config_window)
         return PLAIN if window is None else ScoreRule(window=window)
@@ -129,7 +130,7 @@ class FusedTrunk:
         self.is_adapted = False
         """Whether layers have adapters."""
         self.recomputes = False
-        """Whether a backward computes the inside of a layer again, instead of having kept it."""
+        """Whether a backward recomputes the inside of a layer."""
 
     def linears(self) -> list[JoinedLinear]:
         """Return all products of a forward, the head last."""
@@ -147,29 +148,27 @@ class FusedTrunk:
         products = products or _PlainProducts()
         if self.is_adapted:
             products = _AdaptedProducts(products)
-        # A dense gradient would be written, and added, for the whole vocabulary.
+        # Sparse: a dense gradient would be written and added for the whole vocabulary.
         table = self._base.embed_tokens.weight
         hidden = torch.nn.functional.embedding(token_ids_N, table, sparse=torch.is_grad_enabled())
         cosine, sine = self._base.rotary_emb(hidden[None], position_ids_N[None])
         rotary = (cosine[0].contiguous(), sine[0].contiguous())
         change: torch.Tensor | None = None
-        run = recompute if self.recomputes and torch.is_grad_enabled() else _call
+        run = _run_layer
+        if self.recomputes and torch.is_grad_enabled():
+            run = partial(recompute, _run_layer)
         for index, layer in enumerate(self._layers):
-            hidden, change = run(_run_layer, layer, index, hidden, change, rotary, attention, products)
+            hidden, change = run(layer, index, hidden, change, rotary, attention, products)
         return _norm(self._base.norm, hidden, change)[1]
 
 
 def recompute(run: Callable[..., T], *inputs: Any, **named: Any) -> T:
-    """Call a function of which a backward keeps only the inputs, and calls it again. It draws nothing.
+    """Call a deterministic function; a backward keeps only its inputs and calls it again.
 
-    Tensors that need gradients must be inputs of their own, not parts of others.
+    Tensors that need gradients must be separate inputs, not parts of others.
     """
     output: T = checkpoint(run, *inputs, use_reentrant=False, preserve_rng_state=False, **named)
     return output
-
-
-def _call(run: Callable[..., T], *inputs: Any) -> T:
-    return run(*inputs)
 
 
 def _run_layer(
@@ -181,7 +180,7 @@ def _run_layer(
     attention: AttentionContext,
     products: Products,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take the residual stream, with what is yet to be added to it, through one layer."""
+    """Run one layer. `hidden` is the residual stream, `change` the last output, not added to it yet."""
     hidden, normed = _norm(layer.input_norm, hidden, change)
     mixed = _attend(layer, products.multiply(layer.query_key_value, normed), rotary, attention, index)
     change = products.multiply(layer.output, mixed)
@@ -218,9 +217,9 @@ def _attend(
 
 
 def build_fused_trunk(module: Any, *, even_plain: bool = False) -> FusedTrunk | None:
-    """Take a transformers causal LM apart, or return None if it is not built like Llama.
+    """Build the fused layers of a transformers causal LM; None if it is not built like Llama.
 
-    None too on a CPU without the C kernels, where it gains nothing, unless `even_plain`.
+    None also on a CPU without the C kernels, where it would gain nothing, unless `even_plain`.
     """
     base, head = module.base_model, module.get_output_embeddings()
     device = head.weight.device
@@ -272,7 +271,7 @@ def _is_gated_mlp(mlp: Any) -> bool:
     if _children(mlp) != {"gate_proj", "up_proj", "down_proj", "act_fn"}:
         return False
     linears = (mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    # By class name: transformers has its own SiLU beside torch's.
+    # By class name: transformers has another SiLU beside torch's.
     return (
         all(type(linear) is torch.nn.Linear for linear in linears)
         and (mlp.gate_proj.bias is None) == (mlp.up_proj.bias is None)

@@ -1,8 +1,8 @@
 """The LM head over scored positions only, in chunks, never holding all logits.
 
-A head is a matrix, and in some families a bias, a factor and a soft cap besides (`Head`), each under names of
-its own. `find_head_form` finds them by asking: it runs the module's own forward with a ramp in place of the
-matrix's output, and what comes out of it is the function itself, at small values and at large ones.
+A head is a matrix, and in some families also a bias, a factor and a soft cap (`Head`), under names that
+differ by family. `find_head_form` measures them: it runs the module's forward with a ramp in place of the
+matrix's output, and the logits then show the function at small values and at large ones.
 
 For losses that are separable over tokens, the gradient of a logit row needs only that row's own
 log-probability, so one pass computes log-probability, loss and gradient (6 FLOP per head parameter
@@ -27,16 +27,16 @@ from strop.policy.footprint import GPU_HEAD_BYTES, HEAD_CHUNK_ROWS
 from strop.policy.packing import PackedBatch
 
 _LOGIT_BYTES = 6
-"""Held at once per logit: itself in bf16, and in fp32 where the passes over it are not one kernel."""
+"""Bytes per logit: bf16, and fp32 where the passes over it are not fused."""
 _MAX_GPU_ROWS = 8192
 _MIN_LOGPROB = -1e4
-"""Of what cannot be sampled: 0 times this is 0, and 0 times minus infinity is not a number."""
+"""Log-probability of tokens that cannot be sampled: 0 times minus infinity would be NaN."""
 TOP_RANKS = (20, 50, 100)
-"""How many of the likeliest tokens samplers are often cut to."""
+"""Common values of top-k."""
 _RAMP = 60.0
 """Largest value on the ramp; caps are at 15 to 50."""
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
-"""Relative, by rounding."""
+"""Relative rounding error."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,7 +89,7 @@ class HeadGradients:
     """Shapes: (V,)."""
 
     def add(self, grad_C_V: torch.Tensor, hidden_C_D: torch.Tensor) -> None:
-        """Add what the gradient of W h + b says about W and b."""
+        """Add the gradients of W and b, from the gradient of W h + b."""
         if self.weight is not None:
             add_into(self.weight, grad_C_V.t() @ hidden_C_D)
         if self.bias is not None:
@@ -106,23 +106,23 @@ class HeadResult:
 
     logprob_M: torch.Tensor
     loss: torch.Tensor
-    """A scalar in fp64, on the device: reading it waits for everything before it."""
+    """A scalar in fp64, on the device: reading it synchronises."""
     grad_hidden_U_D: torch.Tensor
     entropy_M: torch.Tensor | None = None
-    """Of the distribution that each scored token was drawn from (nats); None unless asked for."""
+    """Entropy of the distribution at each scored token (nats); only with a bonus."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EntropyBonus:
-    """Takes `factor` times the entropy behind every scored token, as it is weighed, from the loss."""
+    """Subtracts from the loss `factor` times the entropy at every scored token, weighed like the token."""
 
     factor: float
     term_weight: float = 1.0
-    """Of the term that it is part of; the loss is returned without it."""
+    """Weight of the term that the bonus is part of; it scales gradients, not the returned loss."""
 
 
 def choose_chunk_rows(device: torch.device, dtype: torch.dtype, vocab_size: int) -> int:
-    """Return how many rows of logits are held at once."""
+    """Return how many rows of logits to hold at once."""
     if device.type == "cuda":
         rows = GPU_HEAD_BYTES // (_LOGIT_BYTES * vocab_size)
         return min(max(rows // 128 * 128, HEAD_CHUNK_ROWS), _MAX_GPU_ROWS)
@@ -145,7 +145,7 @@ def head_chunks(
 
 
 class _PlainRows:
-    """Some rows of logits and what is asked of them, with PyTorch alone."""
+    """Log-probabilities, entropies and gradients of some rows of logits, in plain PyTorch."""
 
     def __init__(self, logits: torch.Tensor, temperature: float) -> None:
         self._dtype = logits.dtype
@@ -164,11 +164,11 @@ class _PlainRows:
         return -torch.einsum("cv,cv->c", self._all_logprobs.exp(), self._all_logprobs.clamp(min=_MIN_LOGPROB))
 
     def take_entropy(self, entropy_C: torch.Tensor, weight_C: torch.Tensor) -> None:
-        """Take `weight_C` times the entropies of the rows from the loss, in the gradient to come."""
+        """Subtract `weight_C` times the entropies of the rows from the loss, in the next gradient."""
         self._entropy = (entropy_C, weight_C)
 
     def into_gradient(self, row: torch.Tensor, target: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient that tokens' log-probabilities send the logits; ends this object's use.
+        """Return the gradient of the logits, from that of tokens' log-probabilities. Consumes this object.
 
         Shapes: row ascending, target, grad (m) to (C, V).
         """
@@ -187,7 +187,7 @@ class _PlainRows:
 
 
 class _FusedRows:
-    """The same in fused passes: logits stay in their own type and become their gradient in place."""
+    """The same in fused passes: logits keep their type and become their gradient in place."""
 
     def __init__(self, logits: torch.Tensor, temperature: float) -> None:
         self._logits = logits
@@ -205,7 +205,7 @@ class _FusedRows:
 
 
 class _CappedRows:
-    """Rows of capped logits. Besides them, what the cap lets through of a gradient is held."""
+    """Rows of capped logits, with the derivative of the cap."""
 
     def __init__(self, logits: torch.Tensor, head: Head, temperature: float, *, may_fuse: bool) -> None:
         assert head.cap is not None
@@ -240,7 +240,7 @@ def _rows(
     projected = head.project(hidden)
     if head.cap is not None:
         return _CappedRows(head.finish(projected), head, temperature, may_fuse=may_fuse)
-    # A factor is a temperature: no pass of its own, and the gradient is that of W h + b.
+    # A factor acts as a temperature: no further pass, and the gradient is that of W h + b.
     return _choose_rows(projected, may_fuse=may_fuse)(projected, temperature / head.scale)
 
 
@@ -266,13 +266,13 @@ def token_logprobs(
 def token_places(
     hidden_U_D: torch.Tensor, head: Head, batch: PackedBatch, temperature: float
 ) -> torch.Tensor:
-    """Return where each scored token stands in its distribution.
+    """Return the place of each scored token in its distribution.
 
-    Shapes: (M, 2 + 2 K), fp32: the mass of all tokens that are likelier, and of those that are as likely,
-    itself among them; then for each of the K `TOP_RANKS` the mass of all tokens less likely than the k-th,
-    and 1 where the token is one of them.
+    Shapes: (M, 2 + 2 K), fp32: the mass of all likelier tokens, and of all equally likely ones, itself
+    included; then for each of the K `TOP_RANKS` the mass of all tokens less likely than the k-th, and 1 where
+    the token is one of them.
     """
-    found = torch.empty(batch.target_M.numel(), 2 + 2 * len(TOP_RANKS), device=hidden_U_D.device)
+    places = torch.empty(batch.target_M.numel(), 2 + 2 * len(TOP_RANKS), device=hidden_U_D.device)
     for rows, tokens in head_chunks(batch, hidden_U_D, len(head), HEAD_CHUNK_ROWS):
         logits = head.logits(hidden_U_D[rows]).float() / temperature
         probs = torch.softmax(logits, dim=-1)[batch.row_M[tokens] - rows.start]
@@ -282,8 +282,8 @@ def token_places(
         for rank in TOP_RANKS:
             least = top[:, min(rank, top.shape[1]) - 1, None]
             parts += [(probs * (probs < least)).sum(dim=1), (own < least)[:, 0].float()]
-        found[tokens] = torch.stack(parts, dim=1)
-    return found
+        places[tokens] = torch.stack(parts, dim=1)
+    return places
 
 
 @torch.no_grad()
@@ -326,7 +326,7 @@ def loss_and_gradients(
         grad_logits = logits.into_gradient(row, target, token_gradient.grad_M)
         grad_hidden[rows] = grad_logits @ head.weight
         into.add(grad_logits, hidden)
-        # Else they would be held while the next chunk's are made.
+        # Freed before the next chunk allocates its own.
         del logits, grad_logits
     return HeadResult(logprob_M=logprob_M, loss=loss, grad_hidden_U_D=grad_hidden, entropy_M=entropy_M)
 
@@ -345,7 +345,7 @@ def add_into(total: torch.Tensor, gradient: torch.Tensor) -> None:
 
 
 class UnknownHead(Exception):
-    """The head is more than `Head` can express; says what."""
+    """The head is more than `Head` can express; the message says why."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -382,7 +382,7 @@ def find_head_form(module: Any, trunk: Any, token_ids_T: torch.Tensor) -> HeadFo
             hook.remove()
     if "ramp" not in seen:
         raise UnknownHead("its logits do not come from its output embeddings")
-    # Some call the trunk's inside.
+    # Some modules call the inside of the trunk.
     if "hidden" not in seen:
         seen["hidden"] = trunk(input_ids=token_ids_T[None], use_cache=False)[0]
     tolerance = _TOLERANCE.get(logits.dtype, 1e-2)
@@ -401,14 +401,13 @@ def find_head_form(module: Any, trunk: Any, token_ids_T: torch.Tensor) -> HeadFo
     return HeadForm(scale=_snap(form.scale * before, numbers, tolerance), cap=form.cap)
 
 
-def _factor(given: torch.Tensor, found: torch.Tensor, tolerance: float) -> float | None:
-    """Return c where found = c * given, None where there is none."""
-    if given.shape != found.shape:
+def _factor(x: torch.Tensor, y: torch.Tensor, tolerance: float) -> float | None:
+    """Return c where y = c * x, None where there is none."""
+    if x.shape != y.shape:
         return None
-    given, found = given.double().flatten(), found.double().flatten()
-    factor = float(given @ found / (given @ given))
-    is_same = float((found - factor * given).norm()) <= tolerance * float(found.norm())
-    if not is_same:
+    x, y = x.double().flatten(), y.double().flatten()
+    factor = float(x @ y / (x @ x))
+    if not float((y - factor * x).norm()) <= tolerance * float(y.norm()):
         return None
     return 1.0 if abs(factor - 1.0) < tolerance else factor
 
@@ -416,7 +415,7 @@ def _factor(given: torch.Tensor, found: torch.Tensor, tolerance: float) -> float
 def _fit(
     ramp_V: torch.Tensor, logits_V: torch.Tensor, numbers: Sequence[float], tolerance: float
 ) -> HeadForm:
-    """Find the factor, and the cap where there is one: a number of the config."""
+    """Find the factor, and the cap if there is one, among the numbers of the config."""
     factor = _factor(ramp_V, logits_V, tolerance)
     if factor is not None:
         return HeadForm(scale=factor)
@@ -433,7 +432,7 @@ def _fit(
 
 
 def _snap(factor: float, numbers: Sequence[float], tolerance: float) -> float:
-    """Return the exact number that a measured one is: 1, one of the config's, or its inverse."""
+    """Return the exact number near a measured one: 1, a number of the config, or its inverse."""
     exact = [1.0, *(form for number in numbers for form in (number, 1.0 / number))]
     near = (number for number in exact if abs(factor / number - 1.0) <= tolerance)
     return min(near, key=lambda number: abs(factor / number - 1.0), default=factor)

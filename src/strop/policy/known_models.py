@@ -1,9 +1,8 @@
-"""Sizes of well-known open models, so that a plan needs no file of theirs.
+"""Sizes of well-known open models, so that a plan needs none of their files.
 
 One row is one config.json: the names on the hub, and the numbers that `footprint.size_of_config` reads. The
-parameters that follow from a row are tested against the count in the model's name or its paper
-(`tests/policy/test_known_models.py`). Source: the config.json of each hub id, as published there. A file
-that is on this machine outranks the table.
+parameter count of a row is tested against the model's name or paper (`tests/policy/test_known_models.py`).
+Source: the config.json of each hub id, as published there. A file on this machine has precedence.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ deepseek-ai/DeepSeek-R1-0528-Qwen3-8B | 36 4096 12288 32 8 128 151936 131072 0
 
 
 def find_known_config(repo: str) -> Mapping[str, Any] | None:
-    """Return the sizes of a hub's model as its config.json has them, None for one that is not here."""
+    """Return the sizes of a model on the hub, as in its config.json; None if it is not in the table."""
     return _read_table().get(repo.lower())
 
 
@@ -131,7 +130,7 @@ def _read_table() -> Mapping[str, Mapping[str, int]]:
 
 
 def _expand(name: str) -> Iterator[str]:
-    """Yield the names that one with alternatives in braces stands for."""
+    """Yield all names of a pattern with alternatives in braces."""
     before, brace, rest = name.partition("{")
     if not brace:
         yield name

@@ -1,14 +1,14 @@
-"""Sequences being continued token by token: one row each, over a KV cache or a model's own states.
+"""Sequences that are decoded token by token: one row each, over a KV cache or the states of a model.
 
-In the preallocated cache every row has its own length, and live rows are dense. Rows occupy 0..n-1; a row's
-tokens occupy its slots from 0 on, so rows of any length and age lie side by side and nothing is ever moved
-but a last row into the hole of one that ended. Rows of one prompt each hold a copy of it, and all read the
-first's, which then stays in the processor's own cache. The engine decides how many rows there are, what is
-sampled and when a row ends.
+Rows of the preallocated cache have different lengths. Live rows are dense, 0..n-1; a row's tokens occupy its
+slots from 0 on, so rows of any length and age are side by side, and the only move is a last row into the hole
+of a finished one. Rows of one prompt each hold a copy of it, and all read the first row's copy, which then
+stays in the processor's cache. The engine decides how many rows there are, what is sampled and when a row
+ends.
 
 Keys are stored in tiles of T slots, transposed inside a tile: T scores are then one vector. The C kernel
-wants T = 16 and reads each row only as far as it is filled. Without it one tile holds all slots, and
-attention is two batched products over all rows up to the longest, with the slots behind a row's end
+needs T = 16 and reads each row only as far as it is filled. Without it one tile holds all slots, and
+attention is two batched products over all rows up to the longest, with the slots after a row's end
 masked.
 
 Shapes: P distinct prompts, V vocabulary, L layers, n live rows, K key-value heads, R query heads per
@@ -61,7 +61,7 @@ class KVCache:
         places = torch.zeros(3, max_num_seqs, dtype=torch.int64, device=device)
         self._rows = calls.CacheRows(lengths=places[0], owners=places[1], shared=places[2])
         self._prompts: list[int] = []
-        """Per live row the number of its prompt, which rows of one group share."""
+        """For each live row the number of its prompt, equal for rows of one group."""
         self._num_prompts = 0
         self._is_tiled = is_tiled
         self._window: CacheWindow | None = None
@@ -73,7 +73,7 @@ class KVCache:
         return shape.num_layers * shape.num_kv_heads * widths * dtype.itemsize
 
     def admit(self, keys: torch.Tensor, values: torch.Tensor, num_rows: int = 1) -> None:
-        """Append rows that hold these tokens, as the rows of one prompt do.
+        """Append `num_rows` rows that hold the same tokens: those of one prompt.
 
         Shapes: keys (L, K, length, E) and values (L, K, length, F), positions applied.
         """
@@ -101,16 +101,16 @@ class KVCache:
             new, old = to_device(np.array(moved, dtype=np.int64).T, self._keys.device)
             for stored in (self._keys, self._values):
                 stored[:, new] = stored[:, old]
-            for fact in (self._rows.lengths, self._rows.shared):
-                fact[new] = fact[old]
+            for column in (self._rows.lengths, self._rows.shared):
+                column[new] = column[old]
         self._prompts = [self._prompts[row] for row in rows]
         self.num_rows = len(rows)
         self._find_owners()
 
     def _find_owners(self) -> None:
-        """Let each row read its prompt where the first live row of the same prompt holds it.
+        """Let each row read its prompt from the first live row of the same prompt.
 
-        Every row has a copy of its own, so any of them may end first.
+        Every row has a copy, so any of them may end first.
         """
         if not self._is_tiled:
             return
@@ -142,7 +142,7 @@ class KVCache:
         return calls.decode_attention(keys, values, self._rows, query, key, value, scaling, rule.window)
 
     def window(self, lengths: torch.Tensor, width: int) -> CacheWindow:
-        """Return the attention of one decode step over the first rows and slots; not of tiled caches.
+        """Return the attention of one decode step over the first rows and slots; not for tiled caches.
 
         Shapes: lengths (n,), the tokens stored in each row, all less than `width`.
         """
@@ -150,15 +150,15 @@ class KVCache:
         return CacheWindow(self._keys[:, :, :, 0], self._values, lengths, width)
 
     def advance(self) -> None:
-        """Count the slot that a decode step has written in every row."""
+        """Advance the lengths by the slot that a decode step has written in every row."""
         self._rows.lengths[: self.num_rows] += 1
 
 
 class CacheWindow:
     """Decode attention with batched products over the first slots of the first rows of a cache.
 
-    Which tensors it touches depends on the number of rows and slots alone and not on what lies in them,
-    so that a GPU can replay it.
+    The tensors that it touches depend only on the number of rows and slots, not on their content, so that a
+    GPU can replay it as a graph.
 
     Shapes: keys (L, rows, K, E, W), values (L, rows, K, W, F), lengths (n,).
     """
@@ -187,7 +187,7 @@ class CacheWindow:
         query, key, value = (part.transpose(0, 1) for part in (query, key, value))
         num_rows, num_kv_heads = len(self._lengths), key.shape[1]
         if rule.window not in self._biases:
-            # Masks the slots behind each row's end, and those before its window. Shapes: (n, 1, 1, W).
+            # Masks the slots after each row's end, and those before its window. Shapes: (n, 1, 1, W).
             slots = torch.arange(self._width, device=self._lengths.device)
             hidden = slots > self._lengths[:, None]
             if rule.window is not None:
@@ -203,7 +203,7 @@ class CacheWindow:
         grouped = query.reshape(num_rows, num_kv_heads, -1, query.shape[-1]) * scaling
         scores = grouped @ keys
         if rule.is_linear:
-            # Sums in fp32 whatever the type; asking for fp32 weights would copy them there and back.
+            # softmax sums in fp32 for any type; fp32 weights would be copied back and forth.
             weights = torch.softmax(scores + bias, dim=-1)
         else:
             weights = weigh(scores, rule, bias, num_kv_heads).to(values.dtype)
@@ -211,18 +211,18 @@ class CacheWindow:
 
 
 def _with_dense_heads(part: torch.Tensor) -> torch.Tensor:
-    """Return (n, heads, E) with a row's heads one after the other; fused layers hand it over like that."""
+    """Return (n, heads, E) with the heads of a row contiguous, as fused layers produce it."""
     is_dense = part.stride(1) == part.shape[2] and part.stride(2) == 1
     return part if is_dense else part.contiguous()
 
 
 class PrefillRecorder:
-    """Attention context that computes prompts and keeps their keys and values."""
+    """Attention context that computes prompts and records their keys and values."""
 
     def __init__(self, inner: AttentionContext, num_layers: int) -> None:
         self._inner = inner
         self.keys: list[torch.Tensor] = [torch.empty(0)] * num_layers
-        """Per layer (K, N, E), values (K, N, F)."""
+        """By layer: keys (K, N, E), values (K, N, F)."""
         self.values: list[torch.Tensor] = [torch.empty(0)] * num_layers
 
     def attend(
@@ -240,22 +240,22 @@ class PrefillRecorder:
 
 
 _CACHES = ("cache", "past_key_values", "cache_params")
-"""What a trunk calls its states, among its inputs and its outputs; the first since transformers 5.24."""
+"""Names of a trunk's states among its inputs and outputs; the first since transformers 5.24."""
 
 
 class Rows(Protocol):
-    """The sequences of a batch being decoded."""
+    """The sequences of a batch that is decoded."""
 
     max_num_seqs: int
     num_slots: int
     """Tokens that a sequence may have."""
 
     def begin(self, prompts: Sequence[IntArray], counts: Sequence[int]) -> torch.Tensor:
-        """Add `counts` rows for each prompt. Returns the logits of what comes next. Shapes: (P, V)."""
+        """Add `counts` rows for each prompt. Returns the logits of the next tokens. Shapes: (P, V)."""
         ...
 
     def step(self, token_ids_n: torch.Tensor, position_ids_n: torch.Tensor) -> torch.Tensor:
-        """Feed every row its newest token. Returns the logits of what comes next. Shapes: (n, V)."""
+        """Feed every row its newest token. Returns the logits of the next tokens. Shapes: (n, V)."""
         ...
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -265,11 +265,11 @@ class Rows(Protocol):
 
 def open_rows(
     model: LanguageModel, *, max_num_seqs: int, num_slots: int, products: Products | None = None
-) -> CachedRows | AloneRows | AnewRows:
+) -> CachedRows | AloneRows | RecomputedRows:
     """Return empty rows of the kind that a model needs."""
     if not model.is_alone:
         return CachedRows(model, max_num_seqs=max_num_seqs, num_slots=num_slots, products=products)
-    kind = AloneRows if model.keeps_states else AnewRows
+    kind = AloneRows if model.keeps_states else RecomputedRows
     return kind(model, max_num_seqs=max_num_seqs, num_slots=num_slots)
 
 
@@ -331,11 +331,11 @@ class _Cohort:
     rows: list[int]
     cache: Any
     name: str
-    """What the trunk calls the cache."""
+    """The trunk's name for the cache."""
 
 
 class AloneRows:
-    """Sequences that a model continues from its own states. See `Rows`."""
+    """Sequences that a model continues from its states. See `Rows`."""
 
     def __init__(self, model: LanguageModel, *, max_num_seqs: int, num_slots: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -352,7 +352,7 @@ class AloneRows:
             output = self._model.run(input_ids=token_ids[None], use_cache=True)
             name = next((name for name in _CACHES if getattr(output, name, None) is not None), None)
             if name is None:
-                raise RuntimeError("its trunk gives back no states to go on from")
+                raise RuntimeError("its trunk returns no states to continue from")
             cohort = _Cohort(list(range(self._num_rows, self._num_rows + count)), getattr(output, name), name)
             self._choose(cohort, [0] * count)
             self._cohorts.append(cohort)
@@ -368,10 +368,9 @@ class AloneRows:
                 input_ids=token_ids_n[cohort.rows][:, None], use_cache=True, **{cohort.name: cohort.cache}
             )
             cohort.cache = getattr(output, cohort.name)
-            for row, found in zip(
-                cohort.rows, self._model.logits(output.last_hidden_state[:, -1]), strict=True
-            ):
-                logits[row] = found
+            of_rows = self._model.logits(output.last_hidden_state[:, -1])
+            for row, logits_V in zip(cohort.rows, of_rows, strict=True):
+                logits[row] = logits_V
         return torch.stack(logits)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -390,8 +389,8 @@ class AloneRows:
             cohort.cache.reorder_cache(torch.tensor(places, device=self._model.device))
 
 
-class AnewRows:
-    """Sequences that a model computes anew at every token, for want of states. See `Rows`."""
+class RecomputedRows:
+    """Sequences of a model without usable states: recomputed at every token. See `Rows`."""
 
     def __init__(self, model: LanguageModel, *, max_num_seqs: int, num_slots: int) -> None:
         self.max_num_seqs = max_num_seqs

@@ -1,9 +1,9 @@
-"""Loading a causal language model, and running its trunk over rollouts.
+"""Loads a causal language model, and runs its trunk over rollouts.
 
-Layers that carry a state from token to token, or whose attention is code of their own, know nothing of rows
-in which several sequences stand. They are given what they were made for (`read_alone`): a batch with one row
-per prompt and reply, padded behind. What stands behind a token changes nothing before it, which the proof at
-loading tries. In training a prompt is then computed once per reply.
+Layers that carry a state from token to token, or implement attention themselves, do not support rows that
+hold several sequences. They get a batch with one row per prompt and reply, padded at the end (`read_alone`).
+Padding changes no earlier token, as the proof at loading tests. In training a prompt is then computed once
+per reply.
 
 Shapes: N positions of the flat row, U scored positions, D hidden width, V vocabulary; R padded rows of T
 positions.
@@ -33,7 +33,7 @@ from strop.policy.packing import PackedBatch, PackedLayout, to_device
 from strop.policy.shared_attention import build_shared_attention
 from strop.spec.model import LoraSpec
 
-# What an architecture's own code raises at a config that it does not expect may be anything.
+# The code of an architecture may raise anything for a config that it does not expect.
 _LOADING_ERRORS = (
     *(OSError, ValueError, RuntimeError, ImportError),
     *(TypeError, LookupError, AttributeError, AssertionError),
@@ -44,7 +44,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The sizes that memory and caches are computed from, and how sequences are laid out."""
+    """The sizes that determine memory and caches, and how sequences are laid out."""
 
     num_layers: int
     num_heads: int
@@ -73,18 +73,18 @@ class LanguageModel:
     """
 
     def __init__(self, module: Any, *, shape: ModelShape | None = None, form: HeadForm | None = None) -> None:
-        """Take a module as it is; `load` proves it. `form` is that of its head."""
+        """Wrap a module without proof (see `load`). `form` is that of its head."""
         self.module = module
         self.module.eval()
         self.shape = shape or read_shape(module)
         self.dtype: torch.dtype = module.get_output_embeddings().weight.dtype
-        """Type that is computed with."""
+        """The compute type."""
         if not self.is_alone:
             self.module.set_attn_implementation(ATTENTION_NAME)
         self.fused: FusedTrunk | None = None
         """The layers for this processor, if the family is known and the kernels run here."""
         self.keeps_states = True
-        """Whether generation goes on from states, or computes every sequence anew at each token."""
+        """Whether generation continues from states, or recomputes every sequence at each token."""
         self.adapters: LoraSpec | None = None
         """The adapters that are trained beside frozen weights; None where the weights are trained."""
         self.recomputes = False
@@ -98,12 +98,12 @@ class LanguageModel:
     ) -> LanguageModel:
         """Load a Hugging Face model directory and prove strop's forwards on it.
 
-        Without `may_fuse`, or where the fused layers do not fit, the layers are transformers' own.
+        Without `may_fuse`, or where the fused layers do not fit, the layers are those of transformers.
 
         Raises: ConfigError if files are missing or weights do not match the architecture, or if the
-        architecture needs something that strop does not give it.
+        architecture needs something that strop does not support.
         """
-        # Proving runs models, so that it imports this.
+        # Here, because `proof` imports this module.
         from strop.policy.proof import prove
 
         return prove(cls, load_module(path, dtype).to(device), str(path), may_fuse=may_fuse)
@@ -115,7 +115,7 @@ class LanguageModel:
 
     @property
     def device(self) -> torch.device:
-        """Where the compute copies live."""
+        """The device of the compute copies."""
         return self.head_weight.device
 
     @property
@@ -127,7 +127,7 @@ class LanguageModel:
 
     @property
     def head(self) -> Head:
-        """The LM head, over the parameters as they are now: sharding replaces them."""
+        """The LM head, over the current parameters: sharding replaces them."""
         linear = self.module.get_output_embeddings()
         return Head(linear.weight, getattr(linear, "bias", None), self._form.scale, self._form.cap)
 
@@ -140,7 +140,7 @@ class LanguageModel:
         yield from (pair for pair in self.named_parameters() if pair[1].requires_grad)
 
     def adapt(self, spec: LoraSpec, *, seed: int) -> None:
-        """Freeze all weights and train adapters instead. `seed` decides how they start.
+        """Freeze all weights and train adapters instead. `seed` determines their initial values.
 
         Raises: ConfigError if the model has no layer of a target's name.
         """
@@ -156,17 +156,17 @@ class LanguageModel:
             self.fused.recomputes = True
             return
         for layer in decoder_layers(self.module):
-            # The function and not the call: what FSDP does around a call is done once.
-            layer.forward = partial(_forward_again, layer.forward)
+            # `forward` and not `__call__`: FSDP's hooks around a call run once.
+            layer.forward = partial(_forward_recomputed, layer.forward)
 
     def route(self, trunk: Callable[..., Any]) -> None:
-        """Run all layers through `trunk`, which calls the module's own after what it has to do."""
+        """Run all layers through `trunk`, a wrapper of the module's trunk."""
         self._trunk = trunk
 
     def read(self, batch: PackedBatch) -> torch.Tensor:
         """Run all layers and the final norm over a batch. Shapes: returns (U, D), scored positions alone."""
         if self.is_alone:
-            # Some keep the residual stream in float32.
+            # Some modules keep the residual stream in float32.
             return read_alone(self.run, batch).to(self.dtype)
         attention = build_shared_attention(batch.layout, self.device)
         hidden = self.trunk(batch.token_ids_N, batch.position_ids_N, attention)
@@ -181,7 +181,7 @@ class LanguageModel:
     ) -> torch.Tensor:
         """Run all layers and the final norm over a packed row. Shapes: returns (N, D).
 
-        `products` replaces the multiplications of fused layers; transformers' own ignore it.
+        `products` replaces the multiplications of fused layers; transformers' layers ignore it.
         """
         if self.fused is not None:
             return self.fused.forward(token_ids_N, position_ids_N, attention, products)
@@ -195,7 +195,7 @@ class LanguageModel:
         return hidden[0]
 
     def run(self, **inputs: Any) -> Any:
-        """Call the module's own trunk, which returns what transformers returns."""
+        """Call the module's trunk; returns the output of transformers."""
         return self._trunk(**inputs)
 
     def logits(self, hidden_N_D: torch.Tensor, products: Products | None = None) -> torch.Tensor:
@@ -205,7 +205,7 @@ class LanguageModel:
         return self.head.logits(hidden_N_D.to(self.dtype))
 
 
-def _forward_again(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+def _forward_recomputed(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
     return recompute(forward, *inputs, **named) if torch.is_grad_enabled() else forward(*inputs, **named)
 
 
@@ -228,16 +228,16 @@ def load_module(path: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
             ignore_mismatched_sizes=True,
         )
     except _LOADING_ERRORS as error:
-        said = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        line = next(iter(str(error).strip().splitlines()), type(error).__name__)
         raise ConfigError(
-            f"{path} cannot be loaded as a causal language model ({said})",
+            f"{path} cannot be loaded as a causal language model ({line})",
             allowed="a Hugging Face model directory with config.json and *.safetensors",
             next_step="fetch it anew with `strop model get URI`",
         ) from error
     finally:
         transformers_logging.set_verbosity(previous)
     module, info = loaded
-    # Tensors without a place count too: a bias that the config forgot would be left out silently.
+    # Unexpected tensors count too: a bias that the config forgot would be left out silently.
     kinds = ("missing_keys", "mismatched_keys", "unexpected_keys")
     flaws = {kind: sorted(info[kind]) for kind in kinds if info.get(kind)}
     if flaws:
@@ -246,8 +246,8 @@ def load_module(path: Path, dtype: torch.dtype | Literal["auto"]) -> Any:
             allowed="one stored tensor of the right shape for every parameter",
             next_step="fetch the model anew with `strop model get URI`; nothing was trained",
         )
-    # transformers would keep the pad id's embedding from learning; it is often the terminator's id too,
-    # which stands in every chat, and nothing that is padded here is ever seen.
+    # transformers would keep the pad id's embedding from learning; it is often the terminator's id too, which
+    # is in every chat. Padding here is never attended to.
     embeddings = module.get_input_embeddings()
     if embeddings is not None:
         embeddings.padding_idx = None
@@ -266,14 +266,14 @@ def read_alone(run: Callable[..., Any], batch: PackedBatch) -> torch.Tensor:
 
 
 def spread_rows(layout: PackedLayout) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return which packed position stands where in padded rows, and where each packed position is read.
+    """Return the packed position at each place of padded rows, and the place of each packed position.
 
-    A prompt is read in the first row of its group. Shapes: (R, T) and (N,).
+    A prompt's place is in the first row of its group. Shapes: (R, T) and (N,).
     """
     prompt_starts, reply_starts = layout.prompt_starts_P.tolist(), layout.reply_starts_S.tolist()
     fed = [reply for reply, length in enumerate(layout.reply_lens_S) if length > 0]
     groups = [layout.group_of_S[reply] for reply in fed]
-    # Of a group whose replies feed nothing, the prompt alone.
+    # The prompt alone for a group whose replies feed nothing.
     rows: list[tuple[int, int | None]] = list(zip(groups, fed, strict=True))
     rows += [(group, None) for group in sorted(set(range(len(layout.prompt_lens_P))) - set(groups))]
     lens = [layout.prompt_lens_P[g] + (0 if r is None else layout.reply_lens_S[r]) for g, r in rows]
@@ -292,7 +292,7 @@ def spread_rows(layout: PackedLayout) -> tuple[NDArray[np.int64], NDArray[np.int
 
 
 def read_shape(module: Any) -> ModelShape:
-    """Read the sizes of a model, from its head and the text part of its config."""
+    """Read the sizes of a model from its head and the text part of its config."""
     text = module.config.get_text_config()
     vocab_size, hidden_width = module.get_output_embeddings().weight.shape
     num_heads = _read_size(text, "num_attention_heads") or 1
@@ -310,7 +310,7 @@ def read_shape(module: Any) -> ModelShape:
 
 
 def _read_size(config: Any, name: str) -> int | None:
-    """Return a size, None where a config has none, or another one for each layer."""
+    """Return a size of a config; None if it has none, or different ones by layer."""
     try:
         value = getattr(config, name, None)
     except RuntimeError:

@@ -1,9 +1,8 @@
 """The parts of a decoder layer beside its products, each one pass through memory, with gradients.
 
-On CPUs they run on the C kernels (`strop.kernels`); without gradients, as when generating, the kernels are
-called as they are. Elsewhere, and for types that the kernels do not take, `plain_...` computes the same in
-PyTorch, compiled to one kernel on GPUs. On a GPU where nothing can be compiled it runs in several passes,
-after a warning.
+On CPUs they run on the C kernels (`strop.kernels`), which generation calls without autograd. Elsewhere, and
+for types that the kernels do not take, `plain_...` computes the same in PyTorch, compiled to one kernel on
+GPUs. On a GPU where nothing can be compiled it runs in several passes, after a warning.
 
 Shapes: N positions of the flat row or rows, D hidden width, H heads of all kinds, E head width, I MLP width,
 V vocabulary, M tokens.
@@ -153,11 +152,13 @@ def _compiled_on_gpus(function: Callable[..., Result]) -> Callable[..., Result]:
         nonlocal chosen
         if first.device.type != "cuda":
             return function(first, *others)
+        from torch._dynamo.exc import TorchDynamoException
+
         if chosen is None:
             chosen = compile_for_any_length(function)
         try:
             return chosen(first, *others)
-        except _compile_errors() as error:
+        except TorchDynamoException as error:
             lines = str(error).strip().splitlines() or [""]
             warnings.warn(
                 f"{function.__name__} runs uncompiled ({type(error).__name__}: {lines[0]}), in more passes",
@@ -174,27 +175,19 @@ def compile_for_any_length(function: Callable[..., Result]) -> Callable[..., Res
     """Compile a function whose tensors' lengths change from call to call."""
     import torch._dynamo
 
-    # With and without gradients, in inference mode, with and without optional inputs, in each type: more than
-    # the eight forms after which PyTorch would go on uncompiled.
+    # With and without gradients, in inference mode, with and without optional inputs, in each type: more
+    # than the eight variants after which PyTorch would run uncompiled.
     config: Any = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 64)
     compiled: Callable[..., Result] = torch.compile(function, dynamic=True)
     return compiled
 
 
-@functools.cache
-def _compile_errors() -> tuple[type[Exception], ...]:
-    """Return what a call raises that could not be compiled; what kernels raise is not among it."""
-    from torch._dynamo.exc import TorchDynamoException
-
-    return (TorchDynamoException,)
-
-
 @_compiled_on_gpus
 def plain_add_rms_norm(
     x: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do in PyTorch what `add_rms_norm` does."""
+    """`add_rms_norm` in PyTorch."""
     total = x if added is None else x + added
     wide = total.to(torch.promote_types(total.dtype, torch.float32))
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + epsilon)
@@ -205,7 +198,7 @@ def plain_add_rms_norm(
 def plain_rotate(
     heads: torch.Tensor, cosine: torch.Tensor, sine: torch.Tensor, num_rotated: int
 ) -> torch.Tensor:
-    """Do in PyTorch what `rotate` does."""
+    """`rotate` in PyTorch."""
     rotated, others = heads[:, :num_rotated], heads[:, num_rotated:]
     left, right = rotated.chunk(2, dim=-1)
     turned = torch.cat([-right, left], dim=-1)
@@ -214,14 +207,14 @@ def plain_rotate(
 
 @_compiled_on_gpus
 def plain_gate(gate_up: torch.Tensor) -> torch.Tensor:
-    """Do in PyTorch what `gate` does."""
+    """`gate` in PyTorch."""
     gate_part, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate_part) * up
 
 
 @_compiled_on_gpus
 def log_sum_exp(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Do in PyTorch what `calls.log_sum_exp` does."""
+    """`calls.log_sum_exp` in PyTorch."""
     return torch.logsumexp(logits.float() / temperature, dim=-1)
 
 
@@ -233,13 +226,13 @@ def token_gradient_(
     grads: torch.Tensor,
     temperature: float,
 ) -> None:
-    """Do in PyTorch what `calls.token_gradient_` does."""
+    """`calls.token_gradient_` in PyTorch."""
     # d logprob / d logits = (onehot - p) / temperature, summed over the tokens of a row.
     grads = grads / temperature
     factors = torch.zeros_like(log_sums).index_add_(0, row, grads)
     probs = torch.exp(logits[row, targets].float() / temperature - log_sums[row])
-    # Written and not added: of a likely token 1 - p is left, which a sum in bf16 would not keep.
-    # The gradients of one place add up: the same token of the same row, scored for several replies.
+    # Targets are overwritten, not added to: for a likely token 1 - p remains, which a sum in bf16 would lose.
+    # Gradients at one place add up: the same token of the same row, scored for several replies.
     ordered, order = torch.sort(row * logits.shape[1] + targets)
     places = torch.zeros_like(order)
     places[1:] = (ordered[1:] != ordered[:-1]).cumsum(0)

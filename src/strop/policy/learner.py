@@ -1,4 +1,4 @@
-"""The policy's optimizer: fp32 masters and moments, and one exact step at a time.
+"""The learner: fp32 masters and moments, and one exact optimizer step at a time.
 
 Forward and backward run on the compute copies (bf16, or the masters themselves in fp32). Gradients
 of micro-batches are summed in fp32; token weights were fixed for the whole batch before it was
@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 
 from strop.errors import ConfigError, LearnerError
-from strop.policy.balancing import require_disjoint
 from strop.policy.distilling import DistillTerm, distill_and_gradients, read_teacher
 from strop.policy.head import (
     EntropyBonus,
@@ -47,6 +46,7 @@ from strop.policy.optimizer import (
     add_up,
     count_missing,
     join,
+    require_disjoint,
     run_on_first,
 )
 from strop.policy.packing import EMPTY_GROUP, Load, PackedBatch, PackedGroup, split_by_budget
@@ -64,23 +64,23 @@ from strop.rollout import FloatArray
 from strop.spec.train import OptimizerSpec
 
 _CHANGED_STRIDE = 997
-"""Every so many parameters are compared to tell which share a step has changed."""
+"""Every 997th parameter is sampled to measure which share a step has changed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LossTerm:
-    """One term of a step's loss: the sum of what it says about each of its tokens. It can be pickled."""
+    """One term of a step's loss, a weighted sum over its tokens. Picklable."""
 
     name: str
     groups: Sequence[PackedGroup]
     temperature: float
     token_terms: TokenTermsFn
     scope: Scope = Scope.TOKEN
-    """What `token_terms` must see at once."""
+    """How much of a batch `token_terms` must see at once."""
     weight: float = 1.0
     """Factor of the whole term."""
     entropy_weight: float = 0.0
-    """Factor of the entropy that is taken from the loss at every scored position, weighed as its tokens."""
+    """Factor of the entropy bonus at every scored position, which is weighed like the position's tokens."""
 
 
 Term = LossTerm | DistillTerm
@@ -88,7 +88,7 @@ Term = LossTerm | DistillTerm
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Applied:
-    """What a step changed; see `StepReport`."""
+    """How far a step moved the weights; see `StepReport`."""
 
     changed_frac: float = 0.0
     master_changed_frac: float | None = None
@@ -111,13 +111,13 @@ class Learner:
         ranks: Ranks | None = None,
         num_steps: int | None = None,
     ) -> None:
-        """Take all weights of `model`, or with `masters` and `ranks` this rank's share of them.
+        """Train all weights of `model`, or with `masters` and `ranks` this rank's share of them.
 
-        `num_steps` are the optimizer steps of the whole run, which a learning rate that decays asks for.
+        `num_steps` are the optimizer steps of the whole run; a decaying learning rate needs them.
         """
         self.model = model
         self.version = 0
-        """Batches that have moved the weights: what an engine serves is named by it."""
+        """Batches that have moved the weights; names the weights that an engine serves."""
         self.teacher: FrozenModel | None = None
         """The teacher of distillation terms, of the policy's vocabulary."""
         self._spec = spec
@@ -125,7 +125,7 @@ class Learner:
         self.max_positions = micro_batch_positions or default_positions(
             model, num_ranks=self._ranks.num_ranks
         )
-        """Of a micro-batch."""
+        """Positions of a micro-batch."""
         self._weights = masters or LocalMasters(model)
         self._masters = self._weights.by_name
         self._optimizer = AdamW(self._masters, spec)
@@ -145,9 +145,9 @@ class Learner:
     def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
         """Take one optimizer step over the complete (mini-)batches of all terms.
 
-        The gradients of several terms are measured apart and then added up, which takes one more buffer
-        of the gradient's size. An empty batch still moves: moments decay and the version advances, as for
-        any batch whose gradient is zero.
+        The gradients of several terms are measured separately and then added up, which takes one more buffer
+        of the gradient's size. An empty batch is a step of zero gradient: moments decay and the version
+        advances.
 
         Raises: LearnerError if the loss or gradient is not finite; weights and moments stay.
         """
@@ -205,7 +205,7 @@ class Learner:
         return copies
 
     def hold(self) -> None:
-        """Keep the trained weights as they are now for `score`, in place of what was kept before."""
+        """Keep a copy of the current trained weights for `score`, in place of the last copy."""
         self._held = {name: master.detach().clone() for name, master in self._masters.items()}
 
     def score(
@@ -218,17 +218,17 @@ class Learner:
     ) -> list[FloatArray]:
         """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
 
-        The groups are this rank's share, which may be empty. Another `measure` returns its own. `is_held`:
-        under the weights that `hold` kept.
+        The groups are this rank's share, which may be empty. `measure` may compute other values of the
+        tokens. `is_held`: under the weights that `hold` kept.
         """
         with self._held_weights() if is_held else nullcontext():
-            found = score_shard(self.model, groups, temperature, self.max_positions, self._ranks, measure)
+            scores = score_shard(self.model, groups, temperature, self.max_positions, self._ranks, measure)
             self._weights.release()
-        return found
+        return scores
 
     @contextmanager
     def _held_weights(self) -> Iterator[None]:
-        """Exchange the weights for those that were kept, and back."""
+        """Swap the weights with the held ones, and back."""
         self._exchange()
         try:
             yield
@@ -245,7 +245,7 @@ class Learner:
         self._weights.refresh()
 
     def digest_tensors(self) -> dict[str, str]:
-        """Return the digest of each tensor computed with, adapters left out; on the first rank only."""
+        """Return the digest of each compute copy, without adapters; on the first rank only."""
         return digest_each(without_adapters(self.compute_copies()), is_kept=self._ranks.index == 0)
 
     def write_weights(self, path: Path) -> str:
@@ -262,12 +262,12 @@ class Learner:
         return run_on_first(self._ranks, lambda: publish_tensors(merged_tensors(model, copies), path))
 
     def weights_digest(self) -> str:
-        """Return the digest of the compute copies, adapters merged, as `write_weights` gives it."""
+        """Return the digest of the compute copies, adapters merged, the same as from `write_weights`."""
         copies = self._collect_copies()
         return run_on_first(self._ranks, lambda: tensors_digest(merged_tensors(self.model, copies).items()))
 
     def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor computed with, whole, on this rank's device; every rank must take them all."""
+        """Yield every compute copy, whole, on this rank's device; every rank must take them all."""
         return self._weights.compute_copies()
 
     def write_adapter(self, target: Path) -> str:
@@ -296,9 +296,9 @@ class Learner:
         return digest
 
     def _collect_copies(self) -> dict[str, torch.Tensor]:
-        """Return the whole model in the type computed with, on the first rank only."""
+        """Return all compute copies, on the first rank only."""
         is_first = self._ranks.index == 0
-        # One tensor after the other: no rank but the first ever holds more than one whole tensor.
+        # One tensor at a time: no rank but the first ever holds more than one whole tensor.
         return {name: tensor.detach().cpu() for name, tensor in self.compute_copies() if is_first}
 
     def save_state(self, target: Path) -> None:
@@ -314,7 +314,7 @@ class Learner:
             (target / "learner.json").write_text(json.dumps(counters))
 
     def load_state(self, source: Path) -> None:
-        """Restore what `save_state` wrote, on any number of ranks: all of it or nothing.
+        """Restore the files of `save_state`, on any number of ranks: all of them or nothing.
 
         Raises: CorruptRecord if a part is missing or does not fit the model.
         """
@@ -344,14 +344,14 @@ class Learner:
                 self._accumulate_term(term, accumulator)
             return []
         grads = [self._grad(name) for name in self._masters]
-        # Holds the sum of the terms before while the buffers hold one term alone.
+        # The sum of the earlier terms, while the buffers hold one term alone.
         aside = [torch.zeros_like(grad) for grad in grads]
         reports = []
         for term in terms:
             loss = sum(self._ranks.gather(self._accumulate_term(term, accumulator)))
             norm, norm_aside = self._norm(grads), self._norm(aside)
             pairs = zip(grads, aside, strict=True)
-            products = [torch.dot(one.reshape(-1), other.reshape(-1)) for one, other in pairs]
+            products = [torch.dot(grad.reshape(-1), earlier.reshape(-1)) for grad, earlier in pairs]
             dot = sum(self._ranks.gather(float(torch.stack(products).sum(dtype=torch.float64))))
             cosine = dot / (norm * norm_aside) if norm * norm_aside > 0.0 else None
             reports.append(TermReport(name=term.name, loss=loss, grad_norm=norm, cosine=cosine))
@@ -362,7 +362,7 @@ class Learner:
 
     def _accumulate_term(self, term: Term, accumulator: Accumulator) -> float:
         """Add one term's gradient, of all ranks, to the buffers. Returns this rank's share of its loss."""
-        # Read when everything is under way: a GPU would idle between micro-batches otherwise.
+        # Read after all micro-batches are launched: a GPU would idle between them otherwise.
         losses: list[torch.Tensor] = []
         gaps: list[tuple[torch.Tensor, torch.Tensor]] = []
         keeps = isinstance(term, LossTerm) and term.scope is Scope.GROUP
@@ -377,7 +377,7 @@ class Learner:
             accumulator.num_positions += reduce(Load.plus, micro_batch, Load(is_alone=is_alone)).num_positions
             accumulator.num_micro_batches += 1
             gap_M = (result.logprob_M - batch.engine_logprob_M).abs()
-            # Selected by the engine's part alone: a trainer that is not finite must be seen.
+            # Selected by the engine's value alone: a trainer's NaN must show.
             gaps.append((gap_M, ~batch.engine_logprob_M.isnan()))
         for _ in range(num_empty):
             batch = PackedBatch.of_groups([EMPTY_GROUP], self.model.device)
@@ -387,7 +387,7 @@ class Learner:
             self.teacher.release()
         accumulator.read_terms()
         accumulator.drifts += [gap_M[is_sampled].cpu().numpy() for gap_M, is_sampled in gaps]
-        loss = sum(term.weight * float(one) for one in losses)
+        loss = sum(term.weight * float(value) for value in losses)
         accumulator.loss += loss
         return loss
 
@@ -395,7 +395,7 @@ class Learner:
         self, batch: PackedBatch, groups: Sequence[PackedGroup], term: Term, accumulator: Accumulator
     ) -> HeadResult:
         """Add one micro-batch's gradient to the buffers."""
-        # Before the policy's own forward: nothing of the two is then held together but hidden states.
+        # Before the policy's forward, so that only the teacher's hidden states are held beside it.
         teacher = None
         if isinstance(term, DistillTerm):
             model = self.model
@@ -432,23 +432,23 @@ class Learner:
     def _build_rule(
         self, scored: torch.Tensor, batch: PackedBatch, term: LossTerm, accumulator: Accumulator
     ) -> TokenRule:
-        """Return what the head asks about its tokens, the weights of tokens and term included."""
-        known: TokenTerms | None = None
-        # An empty micro-batch has no token to ask about: it is fed for the ranks that have one.
+        """Return the rule for the gradient of the head, the weights of tokens and term included."""
+        all_terms: TokenTerms | None = None
+        # An empty micro-batch, which only the other ranks need, has no tokens.
         if term.scope is not Scope.TOKEN and len(batch.target_M):
             logprob_M = token_logprobs(scored, self.model.head, batch, term.temperature)
-            known = term.token_terms(batch.scored_tokens(logprob_M))
-            accumulator.add_terms(known, batch.weight_M)
-        given = batch.scored_tokens(batch.engine_logprob_M)
+            all_terms = term.token_terms(batch.scored_tokens(logprob_M))
+            accumulator.add_terms(all_terms, batch.weight_M)
+        all_tokens = batch.scored_tokens(batch.engine_logprob_M)
 
         def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
             weight = batch.weight_M[tokens]
-            if known is None:
-                terms = term.token_terms(replace(given.part(tokens), logprob_M=logprob))
+            if all_terms is None:
+                terms = term.token_terms(replace(all_tokens.part(tokens), logprob_M=logprob))
                 accumulator.add_terms(terms, weight)
                 loss, grad = terms.loss_N, terms.grad_N
             else:
-                loss, grad = known.loss_N[tokens], known.grad_N[tokens]
+                loss, grad = all_terms.loss_N[tokens], all_terms.grad_N[tokens]
             return TokenGradient(loss_M=weight * loss, grad_M=term.weight * weight * grad)
 
         return rule
@@ -473,7 +473,7 @@ class Learner:
         return math.hypot(*self._ranks.gather(float(torch.nn.utils.get_total_norm(parts))))
 
     def _apply(self, lr: float) -> _Applied:
-        """Move masters and refresh compute copies. Returns what that changed, on all ranks."""
+        """Move masters and refresh compute copies. Returns how far they moved, over all ranks."""
         before = _sample(self._masters.values())
         has_gradient = _sample(map(self._grad, self._masters)) != 0.0
         moved = self._optimizer.step(lr)
@@ -496,5 +496,5 @@ class Learner:
 
 
 def _sample(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Copy every so many entries of all tensors into one row."""
+    """Copy every `_CHANGED_STRIDE`-th entry of all tensors into one row."""
     return torch.cat([tensor.detach().view(-1)[::_CHANGED_STRIDE] for tensor in tensors])

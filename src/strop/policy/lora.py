@@ -27,30 +27,30 @@ PEFT_PREFIX = "base_model.model."
 ADAPTER_FILES = ("adapter_model.safetensors", "adapter_config.json")
 _PARTS = (".lora_A.weight", ".lora_B.weight")
 _NUM_PROBES, _NUM_SIGMA = 4, 6.0
-"""Inputs that a merged layer is tried on, and how far rounding may lead."""
+"""Random inputs that a merged layer is tested with, and the allowed multiple of the rounding error."""
 
 
 class AdaptedLinear(torch.nn.Linear):
-    """A frozen linear layer with an adapter. Made of a linear layer by `adapt_linears`, in place."""
+    """A frozen linear layer with an adapter; `adapt_linears` converts linear layers in place."""
 
     lora_A: torch.nn.Linear
     lora_B: torch.nn.Linear
     scaling: float
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Multiply, and add what the adapter says."""
+        """Multiply, and add the adapter's output."""
         return super().forward(input) + self.adapt(input)
 
     def adapt(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the adapter adds. Shapes: (N, D) to (N, O)."""
+        """Return the adapter's output. Shapes: (N, D) to (N, O)."""
         change: torch.Tensor = self.lora_B(self.lora_A(x)) * self.scaling
         return change
 
 
 def adapt_linears(module: Any, spec: LoraSpec, *, seed: int) -> None:
-    """Freeze a transformers model and give its target layers adapters, alike in every process.
+    """Freeze a transformers model and give its target layers adapters, equal in every process.
 
-    Raises: ConfigError naming the targets that no linear layer is called by.
+    Raises: ConfigError naming the targets that are no name of a linear layer.
     """
     assert spec.rank is not None
     module.requires_grad_(False)
@@ -85,7 +85,7 @@ def adapt_linears(module: Any, spec: LoraSpec, *, seed: int) -> None:
 
 
 def merge_adapters(tensors: Mapping[str, torch.Tensor], spec: LoraSpec) -> dict[str, torch.Tensor]:
-    """Return the weights of a plain model that says what the adapted one says, up to rounding.
+    """Return the weights of a plain model with the outputs of the adapted one, up to rounding.
 
     Products are added in fp32 and rounded once to the type of the weight.
     """
@@ -103,10 +103,10 @@ def merge_adapters(tensors: Mapping[str, torch.Tensor], spec: LoraSpec) -> dict[
 def find_merge_flaw(
     module: Any, tensors: Mapping[str, torch.Tensor], merged: Mapping[str, torch.Tensor]
 ) -> str | None:
-    """Name the first layer whose merged weight does not say what the layer of a live model says.
+    """Name the first layer whose merged weight gives other outputs than the layer of the live model.
 
-    Compared is what the adapter adds to a few random inputs, within what the weight's type can hold. `module`
-    is the live model, `tensors` are all of its tensors by name.
+    The adapter's outputs for a few random inputs are compared, within the rounding of the weight's type.
+    `module` is the live model, `tensors` are all of its tensors by name.
     """
     generator = torch.Generator().manual_seed(0)
     for name in tensors:
@@ -125,7 +125,7 @@ def find_merge_flaw(
 
 
 def without_adapters(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what is no part of an adapter."""
+    """Yield the tensors that are no part of an adapter."""
     yield from (pair for pair in tensors if not pair[0].endswith(_PARTS))
 
 
@@ -135,16 +135,16 @@ def name_for_peft(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def write_adapter(adapters: Mapping[str, torch.Tensor], spec: LoraSpec, target: Path) -> None:
-    """Write peft's two files into a directory, which is made where it is missing.
+    """Write peft's two files into a directory, created if it is missing.
 
-    `adapters` are named as by `name_for_peft`. Raises: StoreError if a file cannot be written.
+    `adapters` have the names of `name_for_peft`. Raises: StoreError if a file cannot be written.
     """
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": None,
         "r": spec.rank,
-        # An integer where it is one: vLLM compares ranks and alphas as numbers of that kind.
+        # A whole number as an integer: vLLM compares ranks and alphas as integers.
         "lora_alpha": int(spec.alpha) if spec.alpha == int(spec.alpha) else spec.alpha,
         "lora_dropout": 0.0,
         "target_modules": sorted(spec.target_names),

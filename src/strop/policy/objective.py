@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 APPROX_KL = "approx_kl_nats"
-"""Name of a mean over tokens: how far the policy is from the one that its ratios start from."""
+"""Name of the mean divergence, over tokens, of the policy from the weights that its ratios start from."""
 
 
 class Scope(StrEnum):
-    """What one call must contain for a loss to be exact."""
+    """How many tokens one call must contain for a loss to be exact."""
 
     TOKEN = "token"
-    """Nothing but the token: the head asks chunk by chunk, in its only pass."""
+    """Any: the head calls the loss chunk by chunk, in its only pass."""
     REPLY = "reply"
-    """All scored tokens of a reply. No reply is ever split, so any micro-batch will do; the head makes one
-    more pass to know all log-probabilities first."""
+    """All scored tokens of a reply. No reply is ever split, so any micro-batch will do; the head makes a
+    second pass to have all log-probabilities first."""
     GROUP = "group"
-    """All scored tokens of a packed group, as a preference pair is one. The group is then never split."""
+    """All scored tokens of a packed group, such as a preference pair. The group is then never split."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -41,7 +41,7 @@ class ScoredTokens:
     """Input of a loss: some scored tokens. Log-probabilities in nats; NaN where unknown."""
 
     logprob_M: Tensor
-    """Under the weights being trained. Constants: a loss returns its gradient in closed form."""
+    """Under the trained weights. Constants: a loss returns its gradient in closed form."""
     engine_logprob_M: Tensor
     old_logprob_M: Tensor
     reference_logprob_M: Tensor
@@ -53,7 +53,7 @@ class ScoredTokens:
 
     def part(self, tokens: slice) -> ScoredTokens:
         """Return a range of the tokens."""
-        return ScoredTokens(**{one.name: getattr(self, one.name)[tokens] for one in fields(self)})
+        return ScoredTokens(**{field.name: getattr(self, field.name)[tokens] for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -67,13 +67,13 @@ class TokenTerms:
     correction_N: Tensor | None = None
     """The off-policy correction; None where the loss has none."""
     log_ratio_N: Tensor | None = None
-    """What it was computed from, old minus engine (nats)."""
+    """The log-ratio that was corrected, old minus engine (nats)."""
     ratio_N: Tensor | None = None
-    """The probability ratio as the loss sees it; None where it is 1 by construction."""
+    """The probability ratio in the loss; None where it is 1 by construction."""
     shares: Mapping[str, Tensor] = field(default_factory=dict)
-    """What else the step shall report, by metric: each token's share (N,), summed with the loss's weights."""
+    """Further metrics of the step by name: each token's share (N,), summed with the loss's weights."""
     means: Mapping[str, Tensor] = field(default_factory=dict)
-    """The same where every token counts alike, whatever it weighs: the metric is the mean over tokens."""
+    """Further metrics that are unweighted means over tokens, by name."""
 
 
 class TokenTermsFn(Protocol):
@@ -85,17 +85,17 @@ class TokenTermsFn(Protocol):
 
 
 def lr_at(spec: OptimizerSpec, place: int, num_places: int | None) -> float:
-    """Return the learning rate of the optimizer step that has `place` others before it in the run.
+    """Return the learning rate of the optimizer step that follows `place` others.
 
-    `num_places` are those of the whole run; a constant schedule asks for none. Like transformers' own
-    schedules, the first step after warm-up has the full rate, and one behind the last would have the final
-    one.
+    `num_places` counts the steps of the whole run; a constant schedule needs none. As in transformers'
+    schedules, the first step after warm-up has the full rate, and one after the last would have the final
+    rate.
     """
     if place < spec.warmup_steps:
         return spec.lr * (place + 1) / (spec.warmup_steps + 1)
     if spec.schedule == "constant":
         return spec.lr
-    assert num_places is not None, "a decay knows how long the run is"
+    assert num_places is not None, "a decay needs the length of the run"
     passed = min((place - spec.warmup_steps) / max(num_places - spec.warmup_steps, 1), 1.0)
     kept = 1.0 - passed if spec.schedule == "linear" else (1.0 + math.cos(math.pi * passed)) / 2
     return spec.lr * (spec.final_frac + (1.0 - spec.final_frac) * kept)

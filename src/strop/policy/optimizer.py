@@ -1,13 +1,14 @@
 """The optimizer: fp32 masters with gradient buffers, AdamW, the ranks that share a step, and its report.
 
-`LocalMasters` are those of one process; `sharded.ShardedMasters` those of one rank of many. Every tensor
-in `by_name` is a plain one: the part of a parameter that this rank moves. Everything that is not a gradient
-or a weight crosses ranks as a plain value, and every rank computes the same result from the same list of
-them; so all ranks report, refuse and go on alike.
+`LocalMasters` serve one process, `sharded.ShardedMasters` one rank of many. Every tensor in `by_name` is a
+plain one: the part of a parameter that this rank moves. Everything but gradients and weights crosses ranks as
+a plain value, and every rank computes the same result from the same list of values; so all ranks report,
+refuse and go on alike.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -15,10 +16,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import torch
 
-from strop.errors import StropError
+from strop.errors import LearnerError, StropError
 from strop.policy.head import HeadGradients, add_into
 from strop.policy.language_model import LanguageModel
 from strop.policy.objective import TokenTerms
+from strop.policy.packing import PackedGroup
 from strop.rollout import FloatArray
 from strop.spec.train import OptimizerSpec
 
@@ -30,7 +32,7 @@ T = TypeVar("T")
 
 
 class Ranks(Protocol):
-    """The ranks of a learner, this one among them."""
+    """The ranks of a learner, including this one."""
 
     index: int
     num_ranks: int
@@ -64,26 +66,67 @@ def run_alike(ranks: Ranks, work: Callable[[], T]) -> list[T]:
 
     Raises: on every rank, the error of the first rank that failed.
     """
-    given: T | StropError
+    result: T | StropError
     try:
-        given = work()
+        result = work()
     except StropError as error:
-        given = error
-    made: list[T] = []
-    for value in ranks.gather(given):
+        result = error
+    results: list[T] = []
+    for value in ranks.gather(result):
         if isinstance(value, StropError):
             raise value
-        made.append(value)
-    return made
+        results.append(value)
+    return results
 
 
 def run_on_first(ranks: Ranks, work: Callable[[], T]) -> T:
     """Run a function on the first rank while the others wait, and return its result on all of them.
 
-    Raises: on every rank, what the function raised.
+    Raises: on every rank, the StropError of the function.
     """
-    made = run_alike(ranks, lambda: [work()] if ranks.index == 0 else [])
-    return made[0][0]
+    return run_alike(ranks, lambda: [work()] if ranks.index == 0 else [])[0][0]
+
+
+def require_disjoint(
+    ranks: Ranks, names: Sequence[str], shards: Sequence[Sequence[PackedGroup]], *, step: int
+) -> None:
+    """Check that all ranks take the same step, each on another shard. Every rank must call it.
+
+    `names` and `shards` are those of the step's terms. Whole shards are compared: a single rollout may
+    well have been sampled twice.
+
+    Raises: LearnerError, on every rank.
+    """
+    if ranks.num_ranks == 1:
+        return
+    own = _digest([group for shard in shards for group in shard])
+    steps = ranks.gather((step, list(names), own))
+    plans = [(at, terms) for at, terms, _ in steps]
+    if any(plan != plans[0] for plan in plans):
+        listed = "; ".join(f"rank {rank} step {at} of {terms}" for rank, (at, terms) in enumerate(plans))
+        raise LearnerError(f"ranks take different steps: {listed}. Nothing was trained.")
+    owner: dict[str, int] = {}
+    for rank, (_, _, digest) in enumerate(steps):
+        if digest is not None and digest in owner:
+            raise LearnerError(
+                f"step {step} was given the same samples on ranks {owner[digest]} and {rank}."
+                " Nothing was trained."
+            )
+        if digest is not None:
+            owner[digest] = rank
+
+
+def _digest(groups: Sequence[PackedGroup]) -> str | None:
+    """Hash a shard, None if it is empty."""
+    if not groups:
+        return None
+    digest = hashlib.sha256()
+    for group in groups:
+        digest.update(group.prompt_ids.tobytes())
+        for reply in group.replies:
+            digest.update(reply.token_ids.tobytes())
+            digest.update(reply.engine_logprobs.tobytes())
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -92,26 +135,26 @@ class TensorShard:
 
     name: str
     part: Tensor
-    """A run of rows of it, in the type to be written; none of them on a rank that has no share."""
+    """Consecutive rows, in the type to be written; empty on a rank without a share."""
     first: int
-    """Index of the first one."""
+    """Index of the first row."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
 
 
 _BLOCKS = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Entries moved at once: on a CPU 4 MiB of masters, and as much of what they were, lie in the cache."""
+"""Entries moved at once: on a CPU 4 MiB of masters, and their old values, fit in the cache."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Masters(Protocol):
-    """The trained weights of a model, as far as this rank moves them."""
+    """The part of a model's trained weights that this rank moves."""
 
     by_name: dict[str, torch.Tensor]
     """fp32, each with its gradient buffer in `grad`."""
 
     def head_gradients(self) -> HeadGradients:
-        """Return the buffers to which the gradients of the LM head are added, the whole of it."""
+        """Return the buffers to which the gradients of the whole LM head are added."""
         ...
 
     def collect_gradients(self) -> None:
@@ -123,26 +166,26 @@ class Masters(Protocol):
         ...
 
     def release(self) -> None:
-        """Give back what a forward without backward gathered."""
+        """Free the weights that a forward without backward gathered."""
         ...
 
     def as_stored(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Return a part of a tensor like a master, as a checkpoint takes it: knowing its place."""
+        """Return a part of a tensor shaped like a master in a checkpoint's form, which knows its place."""
         ...
 
     def whole(self, name: str, part: torch.Tensor) -> torch.Tensor:
-        """Put a tensor like a master together. Every rank must call it."""
+        """Gather the whole of a tensor shaped like a master. Every rank must call it."""
         ...
 
     def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor of the model, frozen ones too, whole and in the type computed with.
+        """Yield every tensor of the model, frozen ones too, whole and in the compute type.
 
         Every rank must take all of them.
         """
         ...
 
     def compute_shards(self) -> Iterator[TensorShard]:
-        """Yield what this rank keeps of every tensor, in the type computed with."""
+        """Yield this rank's rows of every tensor, in the compute type."""
         ...
 
 
@@ -167,7 +210,7 @@ class LocalMasters:
         return self._head
 
     def collect_gradients(self) -> None:
-        """Nothing to sum: backward added to the buffers."""
+        """Do nothing: backward has added to the buffers."""
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -177,7 +220,7 @@ class LocalMasters:
                 copy.copy_(self.by_name[name])
 
     def release(self) -> None:
-        """Nothing was gathered."""
+        """Do nothing: a forward gathers nothing."""
 
     def as_stored(self, name: str, part: torch.Tensor) -> torch.Tensor:
         """Return the tensor: it is whole."""
@@ -197,7 +240,7 @@ class LocalMasters:
             yield TensorShard(name=name, part=copy, first=0, shape=tuple(copy.shape))
 
     def _make_master(self, copy: torch.nn.Parameter) -> torch.Tensor:
-        """Return the fp32 master of a compute copy, with a gradient buffer of its own."""
+        """Return the fp32 master of a compute copy, with a gradient buffer."""
         if copy.dtype == torch.float32:
             copy.grad = torch.zeros_like(copy)
             return copy
@@ -216,25 +259,25 @@ class LocalMasters:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Moved:
-    """How far one step has moved the weights of one rank: squares of L2 norms, which add up over ranks."""
+    """How far one step has moved the weights of one rank: squared L2 norms, which add up over ranks."""
 
     change: float
     weights: float
-    """Of the weights before the step."""
+    """Before the step."""
 
 
 class AdamW:
     """Owns both moments of every master, which keeps its gradient in `grad`.
 
-    PyTorch's own fused kernel moves masters block by block. Between two blocks the masters of one lie in the
-    cache, so that telling how far a step has moved them costs no second way through memory and no copy.
+    PyTorch's fused kernel moves masters block by block. A block just moved is still in the cache, so
+    measuring how far it moved costs no second pass through memory.
     """
 
     def __init__(self, masters: Mapping[str, torch.Tensor], spec: OptimizerSpec) -> None:
         self._masters = masters
         self._spec = spec
         self.num_steps = 0
-        """Optimizer steps taken, which the moments' bias follows from."""
+        """Optimizer steps taken, for the bias correction of the moments."""
         self.moments = {
             name: {key: torch.zeros_like(master, requires_grad=False) for key in MOMENTS}
             for name, master in masters.items()
@@ -242,7 +285,7 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> Moved:
-        """Move every master along its gradient. Weight decay acts on matrices only, as is usual."""
+        """Move every master along its gradient. Weight decay acts on matrices only, as usual."""
         self.num_steps += 1
         sums: list[torch.Tensor] = []
         for name, master in self._masters.items():
@@ -253,14 +296,14 @@ class AdamW:
             size = _BLOCKS[master.device.type]
             blocks = zip(*(torch.split(tensor.view(-1), size) for tensor in tensors), strict=True)
             sums += [self._move(block, count, lr, decay) for block in blocks if len(block[0])]
-        # Read at once: a GPU would idle between blocks otherwise.
+        # One read for all blocks: a GPU would idle between them otherwise.
         change, weights = torch.stack(sums).sum(dim=0).tolist() if sums else (0.0, 0.0)
         return Moved(change=change, weights=weights)
 
     def _move(
         self, block: tuple[torch.Tensor, ...], count: torch.Tensor, lr: float, decay: float
     ) -> torch.Tensor:
-        """Move one block; return the squares of what it moved by and of what it was. Shapes: (2), fp64."""
+        """Move one block; return the squared norms of its change and of its old values. Shapes: (2), fp64."""
         master, grad, first, second = block
         before = master.clone()
         torch._fused_adamw_(
@@ -283,33 +326,29 @@ class AdamW:
         return torch.stack((change, weights))
 
 
-# A step's plan, its report, and the sums that the report is made of.
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPlan:
-    """Where an optimizer step stands in a run."""
+    """The place of an optimizer step in a run."""
 
     version: int | None = None
-    """Which version the weights are after it; None: the next. The steps of one batch make one version."""
+    """Version of the weights after the step; None: the next. The steps of one batch make one version."""
     place: int | None = None
-    """How many optimizer steps the run plans before it, which its learning rate follows from; None: as many
-    as were taken."""
+    """Optimizer steps that the run plans before it, for the learning rate; None: those that were taken."""
     max_kl: float | None = None
-    """Mean divergence (nats) from the policy that ratios start from above which the step is not taken."""
+    """The step is not taken above this mean divergence (nats) from the weights that ratios start from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TermReport:
-    """The part of one term in a step, its weight included."""
+    """One term of a step, its weight included."""
 
     name: str
     loss: float
     grad_norm: float
     """L2 norm of this term's gradient alone, before clipping."""
     cosine: float | None
-    """Between this gradient and the sum of those of the terms before; None for the first, and where
-    either is 0."""
+    """Cosine of this gradient with the sum of the earlier terms'; None for the first term, and where either
+    is 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -329,31 +368,31 @@ class StepReport:
     drift_M: FloatArray
     """abs(trainer - engine) log-probability (nats) of every trained token that an engine sampled."""
     num_positions: int
-    """Positions that were forwarded: each prompt once per micro-batch, or of families whose sequences are
-    computed by themselves, once per reply, with the padding behind."""
+    """Forwarded positions: each prompt once per micro-batch, or where sequences are computed by themselves,
+    once per reply, padding included."""
     num_micro_batches: int
     terms: tuple[TermReport, ...] = ()
     correction_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     """Off-policy correction of every token whose loss has one."""
     log_ratio_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
-    """What it was computed from, old minus engine (nats)."""
+    """The log-ratios that were corrected, old minus engine (nats)."""
     sums: Mapping[str, float] = field(default_factory=dict)
-    """What else the losses report, by metric."""
+    """Further metrics of the losses, by name: `TokenTerms.shares`."""
     totals: Mapping[str, Total] = field(default_factory=dict)
-    """Of what the losses report the mean over tokens of, by metric."""
+    """Further metrics that are means over tokens, by name: `TokenTerms.means`."""
     ratio_M: FloatArray = field(default_factory=lambda: np.zeros(0, dtype=np.float32))
     """Probability ratio of every token whose loss has one that is not 1 by construction."""
     update_ratio: float = 0.0
     """L2 norm of the step's change of the trained weights over that of the weights."""
     is_taken: bool = True
-    """Whether the weights were moved; False where the policy was too far from where it began."""
+    """Whether the weights were moved; False where the policy had moved farther than `StepPlan.max_kl`."""
     compute_s: float = 0.0
-    """Wall time of the step where it was computed; of the slowest rank."""
+    """Wall time of the step on the slowest rank."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Total:
-    """Sum and count of a mean, so that means of parts can be joined."""
+    """Sum and count of a mean, so that the means of parts can be joined."""
 
     sum: float = 0.0
     count: int = 0
@@ -363,12 +402,12 @@ class Total:
 
     @property
     def mean(self) -> float:
-        """The mean of what was counted, of which there must be something."""
+        """The mean; `count` must not be 0."""
         return self.sum / self.count
 
 
 def join_totals(parts: Iterable[Mapping[str, Total]]) -> dict[str, Total]:
-    """Add up totals by name, those of names that count nothing left out."""
+    """Add up totals by name, without names whose count is 0."""
     joined: dict[str, Total] = {}
     for part in parts:
         for name, total in part.items():
@@ -389,17 +428,17 @@ class Accumulator:
     ratios: list[FloatArray] = field(default_factory=list)
 
     sums: dict[str, float] = field(default_factory=dict)
-    """Of the shares that a loss reports, weighted as it is."""
+    """Of `TokenTerms.shares`, weighted like the loss."""
     totals: dict[str, Total] = field(default_factory=dict)
-    """Of what a loss reports the mean over tokens of."""
+    """Of `TokenTerms.means`."""
 
     unread: list[tuple[list[FloatArray], torch.Tensor]] = field(default_factory=list)
-    """Values of tokens that are still on the device, where reading them would wait, and where they belong."""
+    """Values of tokens that are still on the device, each with the list that they will be appended to."""
     unread_sums: list[tuple[str, torch.Tensor]] = field(default_factory=list)
     unread_totals: list[tuple[str, torch.Tensor, int]] = field(default_factory=list)
 
     def add_terms(self, terms: TokenTerms, weight_N: torch.Tensor) -> None:
-        """Keep the corrections and ratios of some tokens, and sum up what else is said of them."""
+        """Keep the corrections and ratios of some tokens, and sum up their further metrics."""
         if terms.correction_N is not None and terms.log_ratio_N is not None:
             self.unread += [(self.corrections, terms.correction_N), (self.log_ratios, terms.log_ratio_N)]
         if terms.ratio_N is not None:
@@ -409,13 +448,13 @@ class Accumulator:
             self.add_values(name, values_N)
 
     def add_values(self, name: str, values_N: torch.Tensor) -> None:
-        """Sum up a metric that is the mean over tokens or positions."""
+        """Sum up a metric that is a mean over tokens or positions."""
         self.unread_totals.append((name, values_N.sum(dtype=torch.float64), len(values_N)))
 
     def read_terms(self) -> None:
-        """Fetch what was kept, when everything is under way."""
-        for kept, values in self.unread:
-            kept.append(values.float().cpu().numpy())
+        """Read all kept values from the device, after the work is launched."""
+        for target, values in self.unread:
+            target.append(values.float().cpu().numpy())
         for name, value in self.unread_sums:
             self.sums[name] = self.sums.get(name, 0.0) + float(value)
         for name, value, count in self.unread_totals:
@@ -424,23 +463,23 @@ class Accumulator:
 
 
 def join(parts: Sequence[FloatArray]) -> FloatArray:
-    """Return what all micro-batches noted in a row."""
+    """Join the values of all micro-batches."""
     return np.concatenate([np.zeros(0, dtype=np.float32), *parts])
 
 
 def add_up(parts: Sequence[Accumulator]) -> Accumulator:
     """Return the sums over all ranks."""
     return Accumulator(
-        loss=sum(one.loss for one in parts),
-        num_positions=sum(one.num_positions for one in parts),
-        num_micro_batches=sum(one.num_micro_batches for one in parts),
-        drifts=[array for one in parts for array in one.drifts],
-        corrections=[array for one in parts for array in one.corrections],
-        log_ratios=[array for one in parts for array in one.log_ratios],
-        ratios=[array for one in parts for array in one.ratios],
-        totals=join_totals(one.totals for one in parts),
+        loss=sum(part.loss for part in parts),
+        num_positions=sum(part.num_positions for part in parts),
+        num_micro_batches=sum(part.num_micro_batches for part in parts),
+        drifts=[array for part in parts for array in part.drifts],
+        corrections=[array for part in parts for array in part.corrections],
+        log_ratios=[array for part in parts for array in part.log_ratios],
+        ratios=[array for part in parts for array in part.ratios],
+        totals=join_totals(part.totals for part in parts),
         sums={
-            name: sum(one.sums.get(name, 0.0) for one in parts)
-            for name in sorted({name for one in parts for name in one.sums})
+            name: sum(part.sums.get(name, 0.0) for part in parts)
+            for name in sorted({name for part in parts for name in part.sums})
         },
     )

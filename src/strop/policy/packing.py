@@ -1,4 +1,4 @@
-"""Laying rollouts out as one flat row in which each prompt stands once per group.
+"""Packs rollouts into one flat row that holds each prompt once per group.
 
 The row is all prompts, then all replies. Linears, norms and rotary embeddings run over it without
 padding; only the attention, a few percent of the work, pads inside one layer. A reply's last token
@@ -28,7 +28,7 @@ AUX_STREAMS = ("old", "reference", "teacher")
 
 
 def to_device(array: NDArray[Any], device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Copy an array to a device, without waiting for what a GPU has still to do."""
+    """Copy an array to a device, without waiting for the work of a GPU."""
     tensor = torch.from_numpy(np.ascontiguousarray(array)).to(dtype=dtype)
     if device.type != "cuda" or tensor.numel() == 0:
         return tensor.to(device)
@@ -44,7 +44,7 @@ class PackedReply:
     """True where the policy sampled the token; from stored turns, never from token values."""
     engine_logprobs: FloatArray
     """The engine's log-probabilities (nats) of the scored tokens only, in order; NaN for a token that was not
-    sampled, so that a loss which asks for it is not finite, and is refused."""
+    sampled, so that a loss which uses it is not finite, and is refused."""
     advantage: float
     weight: float
     """Aggregation weight of each scored token."""
@@ -55,7 +55,7 @@ class PackedReply:
     teacher_logprobs: FloatArray | None = None
     """Of the scored tokens under the teacher."""
     token_advantages: FloatArray | None = None
-    """Of the scored tokens, in place of `advantage`; None: it is that of all of them."""
+    """Of the scored tokens, instead of `advantage`; None: all have that."""
 
     def __post_init__(self) -> None:
         num_scored = int(self.is_scored.sum())
@@ -86,12 +86,12 @@ class PackedGroup:
 
 
 EMPTY_GROUP = PackedGroup(prompt_ids=np.zeros(1, dtype=np.int32), replies=())
-"""One position of which nothing is scored: a forward and backward that add nothing."""
+"""One position without scored tokens: its forward and backward add nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """Where each prompt and reply lies in the flat row. Lengths are explicit."""
+    """The place of each prompt and reply in the flat row. Lengths are explicit."""
 
     prompt_lens_P: tuple[int, ...]
     reply_lens_S: tuple[int, ...]
@@ -140,7 +140,7 @@ class PackedLayout:
         return ends - np.asarray(self.reply_lens_S, dtype=np.int64)
 
     def position_ids(self) -> NDArray[np.int64]:
-        """Rotary positions: replies go on where their prompt ends. Shapes: (N,)."""
+        """Rotary positions: replies continue those of their prompt. Shapes: (N,)."""
         prompt_lens_P = np.asarray(self.prompt_lens_P, dtype=np.int64)
         lens = np.concatenate((prompt_lens_P, np.asarray(self.reply_lens_S, dtype=np.int64)))
         first = np.concatenate((np.zeros_like(prompt_lens_P), prompt_lens_P[list(self.group_of_S)]))
@@ -167,9 +167,9 @@ class PackedBatch:
     advantage_M: torch.Tensor
     weight_M: torch.Tensor
     reply_M: NDArray[np.int64]
-    """Which reply of the micro-batch each scored token belongs to."""
+    """Index of each scored token's reply in the micro-batch."""
     host_row_M: NDArray[np.int64]
-    """`row_M` on the host: cutting the batch must not wait for a GPU."""
+    """`row_M` on the host: cutting the batch into chunks must not wait for a GPU."""
     side_logprob_M: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """By name of `AUX_STREAMS`; NaN where a reply has none. A stream that no reply has is absent."""
 
@@ -204,7 +204,7 @@ class PackedBatch:
         )
 
     def scored_tokens(self, logprob_M: torch.Tensor) -> ScoredTokens:
-        """Join the policy's log-probabilities with what the batch knows about its scored tokens."""
+        """Join the policy's log-probabilities with the batch's columns of its scored tokens."""
         device, side = logprob_M.device, self.side_logprob_M
         unknown_M = torch.full_like(self.engine_logprob_M, torch.nan)
         group_M = np.asarray(self.layout.group_of_S, dtype=np.int64)[self.reply_M]
@@ -221,10 +221,10 @@ class PackedBatch:
 
 
 def _scored_columns(groups: Sequence[PackedGroup], layout: PackedLayout) -> dict[str, NDArray[Any]]:
-    """List every scored token with the position that predicts it, in ascending order of these.
+    """List every scored token with the position that predicts it, in ascending order of these positions.
 
-    First come the first tokens of replies, which the prompts' last positions predict, then all others:
-    either are in order where they stand, so nothing is sorted.
+    First come the first tokens of replies, which the prompts' last positions predict, then all others.
+    Both parts are in order already, so nothing is sorted.
     Shapes: S replies, T tokens of replies, F scored first tokens, L scored later tokens, M = F + L.
     """
     replies = [reply for group in groups for reply in group.replies]
@@ -247,7 +247,7 @@ def _scored_columns(groups: Sequence[PackedGroup], layout: PackedLayout) -> dict
         return np.concatenate((values_S[has_first_S], np.repeat(values_S, num_later_S)))
 
     def arrange(values_M: NDArray[Any]) -> NDArray[Any]:
-        """Put values that stand in the order of replies first tokens first."""
+        """Reorder values from reply order: first tokens first."""
         return np.concatenate((values_M[~is_later_M], values_M[is_later_M]))
 
     groups_S = np.asarray(layout.group_of_S, dtype=np.int64)
@@ -274,8 +274,8 @@ def _scored_columns(groups: Sequence[PackedGroup], layout: PackedLayout) -> dict
         streams = [getattr(reply, f"{name}_logprobs") for reply in replies]
         if any(stream is not None for stream in streams):
             unknown = [np.full(num, np.nan, np.float32) for num in num_scored_S.tolist()]
-            given = [one if one is not None else nan for one, nan in zip(streams, unknown, strict=True)]
-            columns[name] = arrange(_join(given, np.float32))
+            filled = [nan if stream is None else stream for stream, nan in zip(streams, unknown, strict=True)]
+            columns[name] = arrange(_join(filled, np.float32))
     return columns
 
 
@@ -284,7 +284,7 @@ def _join(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
 
 
 def _edges(lens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return where each of several joined arrays begins, and how long each is."""
+    """Return start and length of each of several joined arrays."""
     lens_S = np.array(lens, dtype=np.int64)
     return np.cumsum(lens_S) - lens_S, lens_S
 
@@ -292,7 +292,7 @@ def _edges(lens: Sequence[int]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
 def with_logprobs(
     groups: Sequence[PackedGroup], name: str, scores: Sequence[FloatArray]
 ) -> tuple[PackedGroup, ...]:
-    """Return the groups with a side stream: one array per reply, in order, as a learner's `score` gives them.
+    """Return the groups with a side stream: one array per reply, in order, as from a learner's `score`.
 
     Raises: LengthMismatch if a stream is not as long as the reply's scored tokens.
     """
@@ -314,21 +314,21 @@ class Load:
     """The size of a forward of some groups."""
 
     is_alone: bool = False
-    """Whether every reply is a row with its prompt, and rows are padded to the longest."""
+    """Whether each prompt with each reply is a row, padded to the longest."""
     num_packed: int = 0
-    """Positions of the groups as one row."""
+    """Positions of the groups as one packed row."""
     num_rows: int = 0
     width: int = 0
-    """Of the longest row."""
+    """Length of the longest row."""
 
     @property
     def num_positions(self) -> int:
-        """Positions that are fed."""
+        """Fed positions."""
         return self.num_rows * self.width if self.is_alone else self.num_packed
 
     def plus(self, group: PackedGroup) -> Load:
         """Return the load with one more group."""
-        # A reply of one token feeds nothing; its prompt stands in another row, or alone.
+        # A reply of one token feeds nothing; its prompt is in another reply's row, or is a row alone.
         fed = [len(reply.token_ids) - 1 for reply in group.replies if len(reply.token_ids) > 1]
         return replace(
             self,
@@ -344,8 +344,8 @@ def split_by_budget(
     """Cut groups, longest first, into micro-batches of at most `max_positions` fed positions.
 
     A group that alone exceeds the budget is split between replies, unless `keeps_groups`; its prompt is
-    then fed more than once, which changes no gradient. A single reply that exceeds it is a micro-batch
-    of its own. What is fed with `is_alone`, `Load` says.
+    then fed more than once, which changes no gradient. A single reply that exceeds it makes a micro-batch.
+    `is_alone`: see `Load`.
     """
     nothing = Load(is_alone=is_alone)
     pieces = [
@@ -363,7 +363,7 @@ def split_by_budget(
 def cut_groups(
     groups: Sequence[PackedGroup], max_positions: int | None, *, is_alone: bool = False
 ) -> Iterator[list[PackedGroup]]:
-    """Cut groups into runs within a budget, in their order; one group may exceed it."""
+    """Cut groups into parts within a budget, in their order; one group may exceed it."""
     yield from _fill(groups, max_positions, Load(is_alone=is_alone))
 
 

@@ -1,7 +1,6 @@
-"""Inputs of the proof at loading, and three ways to run them: the module's own, a learner's, an engine's.
+"""Inputs of the proof at loading, and three ways to run them: as the module, a learner and an engine do.
 
-Two prompts of different lengths with two replies each, one of which feeds nothing and one of which outlives
-the others.
+Two prompts of different lengths with two replies each; one reply feeds nothing and one outlives the others.
 
 Shapes: M scored tokens, reply by reply, I distinct token ids, D width of the embeddings.
 """
@@ -25,7 +24,7 @@ from strop.rollout import IntArray
 _PROMPT_LENS = (9, 6)
 _REPLY_LENS = ((4, 2), (1, 3))
 _REPLY_WEIGHTS = (1.0, -0.7, 0.0, 0.0)
-"""Of the gradient that is compared. What reaches the second group through the first is found so too."""
+"""Weights of the replies in the compared gradient. The second group's are 0, so a leak into it would show."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,7 +34,8 @@ class Answer:
     logprob_M: torch.Tensor
     """Reply by reply."""
     gradient_I_D: torch.Tensor | None
-    """Of the weighted sum of log-probabilities, with respect to the embedding of each id; None: not asked."""
+    """Of the weighted sum of log-probabilities, with respect to the embedding of each id, if it was
+    computed."""
     largest_logit: float = 1.0
 
 
@@ -63,11 +63,11 @@ def make_groups(module: Any, shift: int) -> tuple[PackedGroup, ...]:
 
 
 def spread_token_ids(module: Any, num: int, *, shift: int) -> IntArray:
-    """Return fixed, spread token ids, none of them one that the config gives a meaning."""
+    """Return fixed, spread token ids, without special ones of the config."""
     text = module.config.get_text_config()
     settings = {**vars(module.config), **vars(text)}
-    given = (value for name, value in settings.items() if name.endswith(("_id", "_index")))
-    special = {value for value in given if isinstance(value, int)}
+    ids = (value for name, value in settings.items() if name.endswith(("_id", "_index")))
+    special = {value for value in ids if isinstance(value, int)}
     vocab_size = min(int(text.vocab_size), module.get_input_embeddings().weight.shape[0])
     spread = ((np.arange(num + len(special)) * 7919 + shift) % vocab_size).tolist()
     chosen = [token_id for token_id in spread if token_id not in special]
@@ -80,7 +80,7 @@ def _sequences(groups: Sequence[PackedGroup]) -> list[tuple[IntArray, IntArray]]
 
 
 def ask_module(module: Any, groups: Sequence[PackedGroup], change: float, *, has_gradient: bool) -> Answer:
-    """Ask the module's own forward, one sequence at a time."""
+    """Run the module's own forward, one sequence at a time."""
     logprobs, largest, gradient = [], 1.0, None
     device = module.get_output_embeddings().weight.device
     for (prompt, reply), weight in zip(_sequences(groups), _REPLY_WEIGHTS, strict=True):
@@ -99,7 +99,7 @@ def ask_module(module: Any, groups: Sequence[PackedGroup], change: float, *, has
 
 
 def ask_learner(model: LanguageModel, groups: Sequence[PackedGroup], *, has_gradient: bool) -> Answer:
-    """Ask as a learner does: trunk and head over a batch, and backward."""
+    """Run as a learner does: trunk and head over a batch, and backward."""
     batch = PackedBatch.of_groups(groups, model.device)
 
     def rule(logprob: torch.Tensor, tokens: slice) -> TokenGradient:
@@ -119,7 +119,7 @@ def ask_learner(model: LanguageModel, groups: Sequence[PackedGroup], *, has_grad
 
 @torch.inference_mode()
 def ask_engine(model: LanguageModel, groups: Sequence[PackedGroup]) -> torch.Tensor:
-    """Ask as an engine does: prefill, and a step per token over rows that end one after the other."""
+    """Run as an engine does: prefill, and a step per token over rows that end one after the other."""
     pairs = _sequences(groups)
     longest = max(len(prompt) + len(reply) for prompt, reply in pairs)
     rows = open_rows(model, max_num_seqs=len(pairs), num_slots=longest)
@@ -127,11 +127,11 @@ def ask_engine(model: LanguageModel, groups: Sequence[PackedGroup]) -> torch.Ten
     first = rows.begin([group.prompt_ids for group in groups], counts)
     logits = first.repeat_interleave(torch.tensor(counts, device=model.device), dim=0)
     live = list(range(len(pairs)))
-    found: list[list[torch.Tensor]] = [[] for _ in pairs]
+    by_pair: list[list[torch.Tensor]] = [[] for _ in pairs]
     for step in range(max(len(reply) for _, reply in pairs)):
         logprobs = torch.log_softmax(logits.float(), dim=-1)
         for row, pair in enumerate(live):
-            found[pair].append(logprobs[row, int(pairs[pair][1][step])])
+            by_pair[pair].append(logprobs[row, int(pairs[pair][1][step])])
         kept = [row for row, pair in enumerate(live) if len(pairs[pair][1]) > step + 1]
         if len(kept) < len(live):
             rows.keep(kept)
@@ -140,11 +140,11 @@ def ask_engine(model: LanguageModel, groups: Sequence[PackedGroup]) -> torch.Ten
             newest = torch.tensor([int(pairs[pair][1][step]) for pair in live], device=model.device)
             places = torch.tensor([len(pairs[pair][0]) + step for pair in live], device=model.device)
             logits = rows.step(newest, places)
-    return torch.stack([logprob for row in found for logprob in row])
+    return torch.stack([logprob for row in by_pair for logprob in row])
 
 
 class _Embeddings:
-    """The embeddings of a forward, whose gradients are asked for."""
+    """The embeddings of a forward, for their gradients."""
 
     def __init__(self, table: torch.Tensor | None, change: float) -> None:
         self._table = table
@@ -162,7 +162,7 @@ class _Embeddings:
     def gradient(
         self, output: torch.Tensor, upstream: torch.Tensor | None, groups: Sequence[PackedGroup]
     ) -> torch.Tensor:
-        """Return what reaches the embedding of each id of the probe. Shapes: (I, D)."""
+        """Return the gradient of the embedding of each id of the probe. Shapes: (I, D)."""
         if self._table is not None:
             (sparse,) = torch.autograd.grad(output, [self._table], upstream)
             pairs = [(sparse._indices()[0], sparse._values())]
@@ -186,9 +186,9 @@ class _Embeddings:
 def _embeddings_of(
     module: Any, table: torch.Tensor | None = None, *, change: float = 0.0
 ) -> Iterator[_Embeddings]:
-    """Watch the embeddings of a forward: those of a table, or where the module's own layer is called.
+    """Track the embeddings of a forward: of a table, or the outputs of the module's embedding layer.
 
-    There they may be changed by a fraction.
+    The latter may be changed by a fraction.
     """
     embeddings = _Embeddings(table, change)
     if table is not None:

@@ -1,15 +1,15 @@
-"""The proof at every load: strop's forwards say what the model's own says, one sequence at a time.
+"""The proof at every load: strop's forwards equal the model's eager forward of single sequences.
 
-Two prompts of different lengths with two replies each go through the very functions that training uses
+Two prompts of different lengths with two replies each go through the functions that training uses
 (trunk and head over a packed batch, and the backward through both) and those that generation uses (prefill,
 steps over states, rows that end before others). Log-probabilities, and the gradients that reach the
-embeddings, are compared with the model's own eager forward of each sequence alone. Windows are narrowed
+embeddings, are compared with the model's eager forward of each sequence alone. Windows are narrowed
 meanwhile, so that the few tokens reach beyond them. The first way of running the model that passes is
-taken: packed rows with fused layers, packed rows, each sequence by itself. A model that passes in none is
+chosen: packed rows with fused layers, packed rows, each sequence by itself. A model that passes in none is
 refused.
 
-The comparison is made in float32, where a wrong forward cannot hide behind rounding: a model in bfloat16
-is widened for it where memory allows, and then compared once more as it is.
+The comparison is made in float32, where rounding cannot hide a wrong forward: a model in bfloat16
+is widened for it where memory allows, and then compared once more in bfloat16.
 
 Shapes: T tokens of a sequence, M scored tokens, I distinct token ids, D hidden width, V vocabulary.
 """
@@ -38,25 +38,25 @@ from strop.policy.probe import Answer, ask_engine, ask_learner, ask_module, make
 _NARROW = 4
 """Positions that windows see during the proof; prompts and replies go beyond."""
 _SHIFTS = (17, 31)
-"""Of the token ids of one probe and another. Two experts that score alike may change places by rounding;
-with other tokens they do not once more."""
+"""Shifts of the token ids, one for each probe. Two experts with nearly equal scores may swap by rounding;
+they will not swap again with other tokens."""
 _EXACT_GAP = 1e-5
-"""Of float32: largest gap of a log-probability (nats), per unit of the largest logit, which is at least 1."""
+"""In float32: largest gap of a log-probability (nats), per unit of the largest logit, which is at least 1."""
 _LAST_BIT = {True: 2.0**-23, False: 2.0**-8}
 _ROUNDINGS = {True: 10.0, False: 3.0}
-"""A deep model with unruly weights is allowed so many times what the last bit of its embeddings changes, in
-float32 (True) and in bfloat16."""
+"""Allowed multiples of the change that the last bit of the embeddings makes, in float32 (True) and bfloat16:
+a deep model may amplify rounding."""
 _CAUSAL_GAP = 1e-4
-"""Relative to the largest logit: by which one changes with what stands behind, where a model looks ahead."""
+"""Change of a logit by later tokens, relative to the largest logit, above which a model is not causal."""
 _EXACT_COSINE_GAP = 1e-6
-"""Of float32: 1 - cosine of the gradients."""
+"""In float32: 1 - cosine of the gradients."""
 _ROUNDED_GAP_NATS = 0.1
-"""Of bfloat16: mean gap. Layers, head and layout were proven in float32 before."""
+"""In bfloat16: mean gap. Layers, head and layout were proven in float32 before."""
 _ROUNDED_COSINE_GAP = 0.02
 _SPARE = 1.25
-"""Times the bytes that widening takes must be free."""
+"""Free memory required, as a multiple of the bytes that widening takes."""
 
-# What code that expects something else than token ids may raise.
+# Errors that code may raise which expects other inputs than token ids.
 _FAILURES = (
     *(RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError),
     *(ArithmeticError, StopIteration, ImportError),
@@ -68,44 +68,44 @@ _WINDOWS = (
 
 
 class _Flaw(Exception):
-    """Why a way of running a model is not right, or what a model needs; the end of a sentence."""
+    """Why a way of running a model is wrong, or what a model lacks; the end of a sentence."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Probe:
-    """The sequences that a model is proven with, and what its own forward says about them."""
+    """The sequences that a model is proven with, and the results of its eager forward."""
 
     groups: tuple[PackedGroup, ...]
     own: Answer
     measure_change: Callable[[float], float]
-    """Returns by how much (nats) log-probabilities change with a fraction of the embeddings."""
+    """Returns the change of log-probabilities (nats) when embeddings change by a fraction."""
 
 
 Way = Callable[[str], LanguageModel | None]
-"""Builds a model that runs a module in one way, told the flaw of the way before; None where there is none."""
+"""Builds a model that runs a module in one way, from the flaw of the previous way; None if it cannot."""
 
 
-def prove(kind: type[LanguageModel], module: Any, given: str, *, may_fuse: bool) -> LanguageModel:
+def prove(kind: type[LanguageModel], module: Any, name: str, *, may_fuse: bool) -> LanguageModel:
     """Return a model that runs a transformers module in the first way that is right.
 
-    Raises: ConfigError saying what the model needs, if none is.
+    Raises: ConfigError with the flaw, if none is.
     """
     try:
         with _frozen(module):
             model = _choose(kind, module, may_fuse=may_fuse)
     except _Flaw as flaw:
         raise ConfigError(
-            f"{given}, of the family {module.config.model_type}, cannot be run exactly: {flaw}",
+            f"{name}, of the family {module.config.model_type}, cannot be run exactly: {flaw}",
             allowed="causal language models that are asked with token ids alone",
             next_step="choose a model of a family that docs/models.md lists as run",
         ) from flaw
     if model.shape.alone_because is not None:
-        warnings.warn(f"{given}: {say_alone(model.shape.alone_because)}", RuntimeWarning, stacklevel=3)
+        warnings.warn(f"{name}: {say_alone(model.shape.alone_because)}", RuntimeWarning, stacklevel=3)
     return model
 
 
 def _choose(kind: type[LanguageModel], module: Any, *, may_fuse: bool) -> LanguageModel:
-    """Try the ways of running a module in turn, in float32 and then as it is."""
+    """Try the ways of running a module in turn, in float32 and then in its type."""
     head = module.get_output_embeddings()
     if head is None or find_trunk(module) is None or module.get_input_embeddings() is None:
         raise _Flaw("it has no head over a vocabulary")
@@ -128,7 +128,7 @@ def _choose(kind: type[LanguageModel], module: Any, *, may_fuse: bool) -> Langua
 def _first_right(
     ways: Sequence[Way], probes: _Probes, flaw: str, *, is_exact: bool
 ) -> tuple[LanguageModel, int, str]:
-    """Return the first model that says what the probes expect, its way's place, and the last flaw before.
+    """Return the first model that passes a probe, the place of its way, and the flaw of the way before.
 
     Raises: _Flaw if there is none.
     """
@@ -138,16 +138,16 @@ def _first_right(
             continue
         flaws = []
         for probe in probes:
-            found = _find_flaw(model, probe, is_exact=is_exact)
-            if found is None:
+            flaw_here = _find_flaw(model, probe, is_exact=is_exact)
+            if flaw_here is None:
                 return model, place, flaw
-            flaws.append(found)
+            flaws.append(flaw_here)
         flaw = flaws[-1]
     raise _Flaw(flaw)
 
 
 def _require_causal(module: Any) -> None:
-    """Raises: _Flaw if what stands behind a token changes what the model says of the next one."""
+    """Raises: _Flaw if later tokens change the model's prediction of an earlier one."""
     module.set_attn_implementation("eager")
     device = module.get_output_embeddings().weight.device
     token_ids = torch.from_numpy(spread_token_ids(module, 12, shift=0)).long().to(device)[None]
@@ -158,13 +158,13 @@ def _require_causal(module: Any) -> None:
 
 
 class _Probes:
-    """One probe after the other, each asked of the module's own eager forward when it is needed."""
+    """The probes one by one, each computed by the module's eager forward when it is needed."""
 
     def __init__(self, module: Any, *, has_gradients: bool) -> None:
         self._module = module
         self._has_gradients = has_gradients
         self._known: list[_Probe] = []
-        # Asked before any way is tried, each of which may change the module's attention.
+        # Computed before any way is tried: each may change the module's attention.
         self._ask(0)
 
     def __iter__(self) -> Iterator[_Probe]:
@@ -185,13 +185,13 @@ class _Probes:
         self._known.append(_Probe(groups, own, measure))
 
     def _eager(self, groups: Sequence[PackedGroup], change: float) -> Answer:
-        """Ask the module's own forward, with embeddings that are changed by a fraction."""
+        """Run the module's eager forward, with embeddings changed by a fraction."""
         previous = self._module.config.get_text_config()._attn_implementation
         self._module.set_attn_implementation("eager")
         try:
             return ask_module(self._module, groups, change, has_gradient=self._has_gradients and not change)
         except _FAILURES as error:
-            raise _Flaw(f"its own forward fails on token ids alone ({_said(error)})") from error
+            raise _Flaw(f"its own forward fails on token ids alone ({_describe(error)})") from error
         finally:
             self._module.set_attn_implementation(previous)
 
@@ -235,13 +235,13 @@ def _ways(kind: type[LanguageModel], module: Any, form: HeadForm, *, may_fuse: b
 
 
 class _Observer:
-    """An attention that notes what layers ask of it."""
+    """An attention that records the calls of the layers."""
 
     def __init__(self, layout: PackedLayout, device: torch.device) -> None:
         self._inner = PrefixSharedAttention(layout, device)
         self.layers: list[int] = []
         self.sizes: set[tuple[int, int, int, int]] = set()
-        """Of query heads, key-value heads, and widths of keys and values."""
+        """Query heads, key-value heads, and widths of keys and values."""
         self.is_linear = True
 
     def attend(
@@ -253,7 +253,7 @@ class _Observer:
         scaling: float,
         rule: ScoreRule = PLAIN,
     ) -> torch.Tensor:
-        """Note and compute one layer. Shapes: see `AttentionContext.attend`."""
+        """Record and compute one layer. Shapes: see `AttentionContext.attend`."""
         self.layers.append(layer)
         self.sizes.add((query.shape[0], key.shape[0], key.shape[2], value.shape[2]))
         self.is_linear = self.is_linear and rule.is_linear
@@ -264,7 +264,7 @@ class _Observer:
 def _observe(kind: type[LanguageModel], module: Any, form: HeadForm) -> ModelShape:
     """Return the sizes of a model whose layers all attend through strop.
 
-    Raises: _Flaw saying what it does instead.
+    Raises: _Flaw if they do not.
     """
     device = module.get_output_embeddings().weight.device
     token_ids = spread_token_ids(module, 2, shift=0)
@@ -274,8 +274,8 @@ def _observe(kind: type[LanguageModel], module: Any, form: HeadForm) -> ModelSha
         model = kind(module, shape=shape, form=form)
         model.trunk(torch.from_numpy(token_ids).long().to(device), torch.arange(2, device=device), observer)
     except _FAILURES as error:
-        is_told = isinstance(error, NotImplementedError)
-        raise _Flaw(str(error) if is_told else f"it takes no packed rows ({_said(error)})") from error
+        is_ours = isinstance(error, NotImplementedError)
+        raise _Flaw(str(error) if is_ours else f"it takes no packed rows ({_describe(error)})") from error
     if observer.layers != list(range(shape.num_layers)):
         raise _Flaw("not each of its layers attends once")
     if len(observer.sizes) > 1:
@@ -299,17 +299,17 @@ def _read_head(module: Any) -> HeadForm:
     except UnknownHead as unknown:
         raise _Flaw(str(unknown)) from unknown
     except _FAILURES as error:
-        raise _Flaw(f"its own forward fails on token ids alone ({_said(error)})") from error
+        raise _Flaw(f"its own forward fails on token ids alone ({_describe(error)})") from error
 
 
 def _find_flaw(model: LanguageModel, probe: _Probe, *, is_exact: bool) -> str | None:
-    """Say what is wrong with what a model says about a probe, in training and in generation."""
+    """Return how a model's results for a probe are wrong, in training or in generation; None if right."""
     own = probe.own
     try:
         trained = ask_learner(model, probe.groups, has_gradient=own.gradient_I_D is not None)
         generated_M = ask_engine(model, probe.groups)
     except _FAILURES as error:
-        return f"it fails with {_said(error)}"
+        return f"it fails with {_describe(error)}"
     scale = max(own.largest_logit, 1.0)
     for doing, logprob_M in (("scoring", trained.logprob_M), ("generating", generated_M)):
         gaps = (logprob_M - own.logprob_M).abs()
@@ -330,7 +330,7 @@ def _find_flaw(model: LanguageModel, probe: _Probe, *, is_exact: bool) -> str | 
 
 @contextmanager
 def _frozen(module: Any) -> Iterator[None]:
-    """Let nothing but embeddings ask for a gradient: that of weights would take their bytes once more."""
+    """Freeze all weights: their gradients would take as many bytes again."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -361,26 +361,26 @@ def _narrowed(module: Any) -> Iterator[None]:
 
 @contextmanager
 def _widened(module: Any) -> Iterator[bool]:
-    """Hold a module in float32, where memory allows. Yields whether it does."""
-    tensors = {id(one): one for one in (*module.parameters(), *module.buffers())}.values()
-    narrow = [one for one in tensors if one.is_floating_point() and one.dtype.itemsize < 4]
-    missing = sum(one.numel() * (4 - one.dtype.itemsize) for one in narrow)
+    """Convert a module to float32 where memory allows, and back. Yields whether it is in float32."""
+    tensors = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}.values()
+    narrow = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.dtype.itemsize < 4]
+    missing = sum(tensor.numel() * (4 - tensor.dtype.itemsize) for tensor in narrow)
     device = module.get_output_embeddings().weight.device
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory_bytes()
     if free is not None and _SPARE * missing > free:
         yield False
         return
-    kept = [(one, one.dtype) for one in narrow]
-    for one in narrow:
-        one.data = one.data.float()
+    kept = [(tensor, tensor.dtype) for tensor in narrow]
+    for tensor in narrow:
+        tensor.data = tensor.data.float()
     try:
         yield True
     finally:
-        for one, dtype in kept:
-            one.data = one.data.to(dtype)
+        for tensor, dtype in kept:
+            tensor.data = tensor.data.to(dtype)
 
 
-def _said(error: BaseException) -> str:
-    """Say an error in a few words: a family's own code speaks to its authors."""
+def _describe(error: BaseException) -> str:
+    """Describe an error of a family's code in a few words."""
     lines = str(error).strip().splitlines() or [""]
     return f"{type(error).__name__}: {lines[0][:120]}"

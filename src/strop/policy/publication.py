@@ -1,13 +1,13 @@
-"""Published weights: sending and reading them wherever they lie, and their digests.
+"""Published weights: sends them through process groups, reads them from any source, computes their digests.
 
-Through process groups no disk is between learner and engines. A publication is offered at a TCP store that
-the sender keeps: `tcp://host:port/name`. It says there what the tensors look like; each receiver draws a
-number and takes the tensors, in order of name, in a gloo group of its own with the sender. So a receiver that
-dies or comes late does not affect the others; the price is one copy through the sender's network for each
-receiver. What was received is proven by its digest. Not here: what goes from GPU to GPU (`device_wires`), and
-encryption.
+Process groups need no disk between learner and engines. A publication is offered at a TCP store that the
+sender keeps: `tcp://host:port/name`. Names, types and shapes of the tensors are there; each receiver draws a
+number and receives the tensors, in order of name, in a gloo group with the sender alone. So a receiver that
+dies or comes late does not affect the others, at the price of one copy through the sender's network for each
+receiver. Received tensors are proven by their digest. Not here: transfers from GPU to GPU (`device_wires`),
+and encryption.
 
-Needs no package but torch and safetensors, so that an engine's process with pins of its own can import it.
+Needs no package but torch and safetensors, so that the process of an engine with other pins can import it.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from strop.errors import StoreError, WeightMismatch
 from strop.hardware.leftovers import SHARED_MEMORY
 from strop.policy.device_wires import DIGEST_PREFIX, SCHEMES, device_digest, receive_on_device
 
-# Its stubs lack most of what is used here.
+# Its stubs lack most of the functions used here.
 distributed: Any = torch.distributed
 _log = logging.getLogger("strop.policy.publication")
 LIMIT_S = 300.0
 """Limit of the rendezvous of both sides, and of each tensor's arrival."""
 CLOSE_LIMIT_S = 10.0
-"""Threads of a sender that is closed end within it, but for those whose receiver hangs."""
+"""Threads of a closed sender end within it, except those whose receiver hangs."""
 THREAD_NAME = "strop-send-weights"
 _POLL_S = 0.01
 _FAILURES = (RuntimeError, ValueError, OSError)
@@ -70,13 +70,13 @@ class WeightSender:
         self._offers: list[threading.Thread] = []
 
     def address(self, name: str) -> str:
-        """Return what a `WeightUpdate` of this publication names as its path."""
+        """Return the path for the `WeightUpdate` of this publication."""
         return f"tcp://{self._host}:{self._port}/{name}"
 
     def offer(self, name: str, tensors: Mapping[str, torch.Tensor], num_receivers: int) -> None:
-        """Begin to send, and return at once; the receivers of the offer before have come, or are lost.
+        """Begin to send, and return at once. Receivers of the previous offer that have not come are lost.
 
-        Missing receivers are logged as a warning: an engine reports them itself, in its answer.
+        Missing receivers are logged as a warning: an engine reports its failure in its answer.
         """
         self._is_over.set()
         self._is_over = is_over = threading.Event()
@@ -89,7 +89,7 @@ class WeightSender:
                     _log.warning("%s", error)
 
         self._offers = [thread for thread in self._offers if thread.is_alive()]
-        # A daemon: where a receiver hangs, the end of the process does not wait for it.
+        # A daemon: the end of the process does not wait for a receiver that hangs.
         self._offers.append(threading.Thread(target=send, name=THREAD_NAME, daemon=True))
         self._offers[-1].start()
 
@@ -101,14 +101,15 @@ class WeightSender:
         *,
         is_over: threading.Event | None = None,
     ) -> None:
-        """Send tensors to so many receivers, and return when all have them. A name is used once.
+        """Send tensors to `num_receivers`, and return when all have them. Each name is used once.
 
-        `is_over` is set when no more of them will come.
+        `is_over` is set when no more receivers will come.
         Raises: StoreError if one did not come or was lost; the others have their tensors.
         """
         ordered = {key: tensors[key].detach().cpu().contiguous() for key in sorted(tensors)}
         forms = [
-            [key, str(one.dtype).removeprefix("torch."), list(one.shape)] for key, one in ordered.items()
+            [key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+            for key, tensor in ordered.items()
         ]
         done: list[int] = []
         failures: list[BaseException] = []
@@ -116,7 +117,7 @@ class WeightSender:
 
         def give(number: int) -> None:
             try:
-                # A connection of its own: one that waits for a dead receiver would keep the others waiting.
+                # A separate connection: one that waits for a dead receiver would block the others.
                 group = _join(self._connect(), f"{name}/{number}", rank=0, limit=self._limit)
                 for tensor in ordered.values():
                     group.broadcast(_as_bytes(tensor), 0, self._limit).wait()
@@ -148,10 +149,10 @@ class WeightSender:
             raise _failed(f"publication {name} did not reach {num_receivers} receivers", cause)
 
     def close(self) -> None:
-        """End every sending. May be called twice; nothing is sent afterwards.
+        """End all sending. May be called twice; nothing is sent afterwards.
 
-        A thread that is inside torch when the interpreter ends would abort the process. The one that
-        sends to a receiver that hangs cannot be ended, and comes back no more: it does no harm.
+        A thread that is inside torch when the interpreter ends would abort the process, so they are joined. A
+        thread that sends to a receiver that hangs cannot be ended, but it never returns, so it does no harm.
         """
         self._is_over.set()
         # Closing the server breaks the connections of threads that still wait for a receiver.
@@ -162,18 +163,18 @@ class WeightSender:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _connect(self) -> Any:
-        """Return a connection to the own server. Raises: ConnectionError once it is closed."""
+        """Return a connection to this sender's server. Raises: ConnectionError once it is closed."""
         with self._connecting:
-            # Torch tries to reach a server that is gone until its limit is over.
+            # torch would try to reach a closed server until its limit is over.
             if self._server is None:
                 raise ConnectionError("the sender is closed")
             return distributed.TCPStore(self._host, self._port, is_master=False, timeout=self._limit)
 
 
 def receive_tensors(address: str, *, limit_s: float = LIMIT_S) -> dict[str, torch.Tensor]:
-    """Take what a sender sends under an address.
+    """Receive the tensors that a sender offers at an address.
 
-    Raises: WeightMismatch if the sender is not there, or is lost before everything came.
+    Raises: WeightMismatch if the sender is not there, or is lost before all tensors came.
     """
     place, _, name = address.removeprefix("tcp://").rpartition("/")
     host, _, port = place.rpartition(":")
@@ -203,24 +204,24 @@ def _join(store: Any, name: str, *, rank: int, limit: timedelta) -> Any:
 
 
 def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, sharing its memory: gloo knows fewer types than torch."""
+    """Return the bytes of a tensor, sharing its memory: gloo supports fewer types than torch."""
     return tensor.view(-1).view(torch.uint8)
 
 
-def _failed(given: str, error: BaseException) -> StoreError:
+def _failed(problem: str, error: BaseException) -> StoreError:
     return StoreError(
-        f"{given} ({type(error).__name__}: {error})",
+        f"{problem} ({type(error).__name__}: {error})",
         allowed="an address of this machine, and as many engines as were promised",
         next_step="see that the engines run and reach this machine, then start the run again",
     )
 
 
 _MAX_THREADS = 8
-"""Of hashing."""
+"""Threads that hash."""
 
 
 def read_published(source: Path | str, *, expected_digest: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a safetensors file, or those that come from an address of a sender.
+    """Return the tensors of a safetensors file, or those that a sender offers at an address.
 
     Raises: WeightMismatch if they cannot be read, or have another digest.
     """
@@ -241,27 +242,27 @@ def read_published(source: Path | str, *, expected_digest: str) -> dict[str, tor
 
 
 def unfit(source: Path | str, flaw: str) -> WeightMismatch:
-    """Return the refusal of tensors that are not those of the model."""
+    """Return the error for tensors that are not those of the model."""
     return _mismatch(f"published weights {source} do not fit the model: {flaw}")
 
 
-def _mismatch(given: str) -> WeightMismatch:
+def _mismatch(problem: str) -> WeightMismatch:
     return WeightMismatch(
-        given,
+        problem,
         allowed="exactly the tensors that the policy published",
         next_step="the engine keeps its old weights; start the run again to publish anew",
     )
 
 
 def memory_dir() -> str | None:
-    """Return a folder in memory, where the system has one."""
+    """Return a folder in memory, if the system has one."""
     return str(SHARED_MEMORY) if os.access(SHARED_MEMORY, os.W_OK) else None
 
 
 def fetch_object(uri: str, target: Path) -> None:
     """Download a publication: an object, or the record of an adapter.
 
-    Raises: WeightMismatch if it is not there, or not what was sent.
+    Raises: WeightMismatch if it is missing or damaged.
     """
     from strop.store.opening import open_store
 
@@ -277,7 +278,7 @@ def fetch_object(uri: str, target: Path) -> None:
 
 @contextmanager
 def fetched(uri: str) -> Iterator[str]:
-    """Yield the path of a copy of an object in memory, for as long as it is loaded.
+    """Yield the path of a temporary copy of an object, in memory if possible.
 
     Raises: WeightMismatch, see `fetch_object`.
     """
@@ -290,7 +291,7 @@ def fetched(uri: str) -> Iterator[str]:
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Hash name, type, shape and hashed bytes of each tensor, in order of name. Returns 64 hex digits.
 
-    SHA-256 throughout. Tensors are hashed side by side, since one core hashes 1 to 2 GB/s.
+    SHA-256 throughout. Tensors are hashed in parallel, since one core hashes 1 to 2 GB/s.
     """
     with ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1)) as threads:
         ordered = sorted(tensors, key=lambda pair: pair[0])
@@ -306,21 +307,21 @@ def tensor_digest(tensor: torch.Tensor) -> str:
 
 
 def digest_each(tensors: Iterable[tuple[str, torch.Tensor]], *, is_kept: bool = True) -> dict[str, str]:
-    """Return the digest of each tensor by its name. No more than a few are held at once.
+    """Return the digest of each tensor by its name. Only a few tensors are held at once.
 
-    Where it is not `is_kept` all are taken and none is hashed: of several ranks one does that work.
+    Without `is_kept` the tensors are consumed and not hashed: of several ranks only one hashes.
     """
     num_threads, left = min(_MAX_THREADS, os.cpu_count() or 1), iter(tensors)
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     with ThreadPoolExecutor(num_threads) as threads:
         while batch := dict(islice(left, num_threads)):
             if is_kept:
-                found |= zip(batch, threads.map(tensor_digest, batch.values()), strict=True)
-    return found
+                digests |= zip(batch, threads.map(tensor_digest, batch.values()), strict=True)
+    return digests
 
 
 def find_difference(own: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> str | None:
-    """Name the first tensor that is missing, left over, or of another type or shape."""
+    """Describe the first tensor that is missing, unexpected, or of another type or shape."""
     for name in sorted(own.keys() | other.keys()):
         if name not in other:
             return f"{name} is missing"

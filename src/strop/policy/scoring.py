@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens without gradients, under current weights or those of a frozen model."""
+"""Log-probabilities of known tokens, without gradients, under the policy or a frozen model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from strop.policy.publication import digest_each
 from strop.rollout import FloatArray, IntArray
 
 Measure = Callable[[torch.Tensor, Head, PackedBatch, float], torch.Tensor]
-"""What is computed of hidden states (U, D), head, batch and temperature, for its M scored tokens."""
+"""Maps hidden states (U, D), head, batch and temperature to values of the M scored tokens."""
 
 
 @torch.no_grad()
@@ -25,7 +25,7 @@ def score_batch(
 ) -> torch.Tensor:
     """Return the log-probability (nats) of every scored token of a batch. Shapes: (M,), fp32.
 
-    Another `measure` returns its own of each token, in the first dimension.
+    Another `measure` returns other values, with the tokens in the first dimension.
     """
     return measure(model.read(batch), model.head, batch, temperature)
 
@@ -65,18 +65,18 @@ def score_parts(
     temperature: float,
     measure: Measure = token_logprobs,
 ) -> list[FloatArray]:
-    """Score groups like `score_groups`, those of a part in one forward."""
-    found: list[FloatArray] = []
+    """Score groups like `score_groups`, each part in one forward."""
+    by_reply: list[FloatArray] = []
     for part in parts:
         batch = PackedBatch.of_groups(part, model.device)
         scores: FloatArray = score_batch(model, batch, temperature or 1.0, measure).cpu().numpy()
-        # Scored tokens stand in the order of the positions that predict them, replies among each other.
-        found += [scores[batch.reply_M == index] for index in range(sum(len(g.replies) for g in part))]
-    return found
+        # Scored tokens are ordered by the positions that predict them, so replies are interleaved.
+        by_reply += [scores[batch.reply_M == index] for index in range(sum(len(g.replies) for g in part))]
+    return by_reply
 
 
 def pack_given(prompt_ids: IntArray, replies: Sequence[IntArray]) -> PackedGroup:
-    """Pack replies that were given and not sampled, every token scored."""
+    """Pack known replies to one prompt, every token scored."""
     packed = tuple(
         PackedReply(
             token_ids=reply_ids,
@@ -108,7 +108,7 @@ def score_replies(
 
 
 class FrozenModel:
-    """A model that never learns, or one rank's rows of it: the reference and the teacher."""
+    """The reference or the teacher: a model that never learns, or one rank's rows of it."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class FrozenModel:
         weights: Masters | None = None,
         ranks: Ranks | None = None,
     ) -> None:
-        """Take the whole model, or with `weights` and `ranks` this rank's rows of it."""
+        """Hold the whole model, or with `weights` and `ranks` this rank's rows of it."""
         self.model = model
         self._max_positions = max_positions or default_positions(model)
         self._weights = weights
@@ -129,9 +129,9 @@ class FrozenModel:
 
         The groups are this rank's share, which may be empty. Every rank must call it.
         """
-        found = score_shard(self.model, groups, temperature, self._max_positions, self._ranks)
+        scores = score_shard(self.model, groups, temperature, self._max_positions, self._ranks)
         self.release()
-        return found
+        return scores
 
     def digest_tensors(self) -> dict[str, str]:
         """Return the digest of each tensor; on the first rank only. Every rank must call it."""
@@ -139,18 +139,16 @@ class FrozenModel:
         return digest_each(tensors, is_kept=self._ranks.index == 0)
 
     def release(self) -> None:
-        """Drop what a forward gathered of other ranks' rows."""
+        """Drop the rows of other ranks that a forward gathered."""
         if self._weights is not None:
             self._weights.release()
 
 
 def default_positions(model: LanguageModel, *, num_ranks: int = 1) -> int:
-    """Return how many positions a learner forwards at once where its run does not say.
+    """Return the default number of positions that a learner forwards at once.
 
-    With `num_ranks`, each of them keeps a share of the model.
-
-    On a GPU it follows from the device's size and the model's, not from what happens to be free, so that a
-    run that goes on later is cut the same way.
+    With `num_ranks`, each of them keeps a share of the model. On a GPU it follows from the sizes of device
+    and model, not from the free memory, so that a resumed run is cut the same way.
     """
     if model.device.type != "cuda":
         return DEFAULT_MICRO_BATCH_POSITIONS

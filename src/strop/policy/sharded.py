@@ -2,7 +2,7 @@
 
 A rank keeps a slice of the rows of every parameter: fp32 masters, moments and gradient buffers. A
 layer's forward gathers its compute copies and drops them again; its backward reduces gradients in fp32,
-by SUM: token weights were fixed for the whole batch, so nothing is averaged.
+by SUM, not by mean: token weights were fixed for the whole batch.
 
 The LM head works outside of autograd, in chunks. Embedding, last norm and head are FSDP's outermost
 group, which stays gathered from the start of a forward to the end of its backward, so the head reads it
@@ -31,12 +31,8 @@ T = TypeVar("T")
 
 
 def shard_frozen(model: LanguageModel, *, device: str = "cpu", max_positions: int) -> FrozenModel:
-    """Keep this rank's rows of a model of which nothing is trained, in the type that it is computed with.
-
-    Loaded and called like that of `shard_learner`.
-    """
-    mesh = init_device_mesh(device, (dist.get_world_size(),))
-    weights = ShardedMasters(model, mesh)
+    """Keep this rank's rows of a frozen model, in the compute type. Requirements as for `shard_learner`."""
+    weights = ShardedMasters(model, init_device_mesh(device, (dist.get_world_size(),)))
     return FrozenModel(model, max_positions=max_positions, weights=weights, ranks=GroupRanks())
 
 
@@ -50,9 +46,9 @@ def shard_learner(
 ) -> Learner:
     """Keep this rank's rows of a model, and drop the others. Every rank must call it, with equal weights.
 
-    The model was loaded on the CPU without fused layers; whether it has adapters or computes activations
-    again is decided before. `device` is where it is trained, "cpu" or "cuda". The default process group
-    must be initialised: gloo for "cpu", "cpu:gloo,cuda:nccl" for "cuda".
+    The model was loaded on the CPU without fused layers, and has its adapters and `recompute_activations`
+    already. `device` is where it is trained, "cpu" or "cuda". The default process group must be initialised:
+    gloo for "cpu", "cpu:gloo,cuda:nccl" for "cuda".
     """
     return Learner(
         model,
@@ -79,7 +75,7 @@ class GroupRanks:
 
 
 class ShardedMasters:
-    """This rank's rows of a model's weights; masters are made of those that are trained."""
+    """This rank's rows of a model's weights; trained ones have masters."""
 
     def __init__(self, model: LanguageModel, mesh: DeviceMesh) -> None:
         """Shard a model in place; it must have been loaded without fused layers.
@@ -92,7 +88,7 @@ class ShardedMasters:
         self._dtype = model.dtype
         names = dict(model.trained_parameters())
         self._head = find_head(model)
-        # In fp32: their sums over micro-batches are reduced once.
+        # Sums over micro-batches in fp32, reduced once.
         totals = [
             None
             if name is None
@@ -101,17 +97,17 @@ class ShardedMasters:
         ]
         self._head_totals = HeadGradients(*totals)
         trunk = _Trunk(model.module)
-        # Layer by layer: no more than one is whole in fp32.
+        # Layer by layer: at most one is whole in fp32.
         policy = MixedPrecisionPolicy(param_dtype=model.dtype, reduce_dtype=torch.float32)
         for layer in decoder_layers(model.module):
             _widen(layer)
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         _widen(model.module)
-        # Not resharded after its forward: the head is read before the backward begins.
+        # Not resharded after the forward: the head is read before the backward begins.
         fully_shard(trunk, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
         for part in trunk.modules():
             if isinstance(part, FSDPModule):
-                # Both: gloo knows plain sums only, and a factor alone asks for a scaled one.
+                # Both: gloo supports plain sums only, and a factor alone would request a scaled one.
                 part.set_gradient_divide_factor(1.0)
                 part.set_force_sum_reduction_for_comms(True)
         assert isinstance(trunk, FSDPModule)
@@ -140,10 +136,10 @@ class ShardedMasters:
             part.zero_()
 
     def refresh(self) -> None:
-        """Nothing to copy: the next forward gathers the masters anew."""
+        """Do nothing: the next forward gathers the masters again."""
 
     def release(self) -> None:
-        """Drop the outermost group, which only a backward drops by itself."""
+        """Reshard the outermost group, which otherwise only a backward does."""
         self._trunk.reshard()
 
     def as_stored(self, name: str, part: torch.Tensor) -> torch.Tensor:
@@ -155,12 +151,12 @@ class ShardedMasters:
         return self._placed(self._parameters[name], part).full_tensor()
 
     def compute_copies(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield every tensor, gathered in the type computed with."""
+        """Yield every tensor, gathered in the compute type."""
         for name, parameter, part in self._compute_parts():
             yield name, self._placed(parameter, part).full_tensor()
 
     def compute_shards(self) -> Iterator[TensorShard]:
-        """Yield this rank's rows: as many as of any other rank, but for the last ones."""
+        """Yield this rank's rows: equally many on all ranks but the last ones."""
         rank, num_ranks = self._mesh.get_local_rank(), self._mesh.size()
         for name, parameter, part in self._compute_parts():
             most = -(-len(parameter) // num_ranks)
@@ -174,7 +170,7 @@ class ShardedMasters:
             yield name, parameter, parameter.to_local().detach().to(self._dtype)
 
     def _open(self, parameter: DTensor) -> torch.Tensor:
-        """Return the plain tensor that a parameter keeps here; FSDP adds to its gradient buffer."""
+        """Return the local tensor of a parameter; FSDP adds to its gradient buffer."""
         master = parameter.to_local().detach()
         master.grad = torch.zeros_like(master)
         parameter.grad = self._placed(parameter, master.grad)
@@ -199,7 +195,7 @@ class _Trunk(torch.nn.Module):
 
 
 def _widen(module: torch.nn.Module) -> None:
-    """Make masters of what is trained; frozen weights stay as they are."""
+    """Convert trained weights to fp32; frozen ones keep their type."""
     for parameter in module.parameters():
         if parameter.requires_grad and not isinstance(parameter, DTensor):
             parameter.data = parameter.data.float()

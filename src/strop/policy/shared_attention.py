@@ -1,13 +1,13 @@
-"""Which attention computes a packed row here: FlexAttention on GPUs, PyTorch's fused one elsewhere.
+"""Chooses the attention of a packed row: FlexAttention on GPUs, `PrefixSharedAttention` elsewhere.
 
-For FlexAttention the whole row is one sequence. A position sees what its group's prompt and its own reply
-hold before it; which blocks of 128 by 128 hold anything to see is worked out from the layout, so nothing of
-size N by N is ever made. The kernel is compiled once with dynamic lengths; rows are padded to few lengths,
-and padding costs the blocks on its diagonal. Softmax and sums are in fp32.
+For FlexAttention the whole row is one sequence. A position sees the earlier positions of its group's prompt
+and of its reply. The layout tells which blocks of 128 by 128 hold visible pairs, so nothing of size N by N is
+ever built. The kernel is compiled once with dynamic lengths; rows are padded to few lengths, and padding
+costs the blocks on its diagonal. Softmax and sums are in fp32.
 
-The compiled kernel is first tried on a small row with the model's own heads, gradients included, against
-`PrefixSharedAttention`. Where it cannot be compiled or gives other values, a warning says so once, and that
-path of CPUs computes instead.
+The compiled kernel is first tested on a small row with the model's heads, gradients included, against
+`PrefixSharedAttention`. Where it cannot be compiled or gives other values, a warning says so once, and
+`PrefixSharedAttention` is used.
 
 Shapes: N positions of the row, W padded positions, B = W / 128 blocks, H query heads, K key-value heads,
 E head width.
@@ -39,19 +39,19 @@ FlexKernel = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, BlockMask, floa
 
 _PROBE = PackedLayout(prompt_lens_P=(70, 90), reply_lens_S=(130, 0, 75, 160), group_of_S=(0, 0, 1, 1))
 _PROBE_TOLERANCE = {torch.float32: 1e-2, torch.bfloat16: 3e-2}
-"""Of outputs and gradients, relative to their norm. fp32 products may run in TF32 inside the kernel."""
+"""For outputs and gradients, relative to their norm. fp32 products may run in TF32 inside the kernel."""
 
 
 def build_shared_attention(layout: PackedLayout, device: torch.device) -> AttentionContext:
     """Return the attention of a forward over a packed row."""
-    # Prompts alone are few and short, and compiling for them would take longer than all of them.
+    # Rows of prompts alone are few and short: compiling for them would take longer than computing them.
     if device.type == "cuda" and layout.reply_lens_S:
         return _ProvenAttention(layout, device)
     return PrefixSharedAttention(layout, device)
 
 
 class _ProvenAttention:
-    """FlexAttention for plain layers, if it is right for these heads; the path of CPUs for all others."""
+    """FlexAttention for plain layers whose heads passed the test; `PrefixSharedAttention` for all others."""
 
     def __init__(self, layout: PackedLayout, device: torch.device) -> None:
         self._layout = layout
@@ -89,7 +89,7 @@ def compiled_kernel() -> FlexKernel:
 
 @functools.cache
 def _compiled_flaw(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> str | None:
-    """Say why the compiled kernel cannot be used for heads of these sizes (H, K, E), and warn of it."""
+    """Return why the compiled kernel cannot be used for heads of these sizes (H, K, E), with a warning."""
     flaw = find_flex_flaw(compiled_kernel(), sizes, dtype, device)
     if flaw is not None:
         warnings.warn(
@@ -104,8 +104,8 @@ def _compiled_flaw(sizes: tuple[int, int, int], dtype: torch.dtype, device: torc
 def find_flex_flaw(
     kernel: FlexKernel, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device
 ) -> str | None:
-    """Compare a kernel with padded attention on a small row; return what is wrong with it, or None."""
-    # The caller may be scoring; what is proven here is that gradients are right too.
+    """Compare a kernel with padded attention on a small row; return its flaw, or None."""
+    # Gradients are compared too, even where the caller is scoring.
     with torch.inference_mode(mode=False), torch.enable_grad():
         num_heads, num_kv_heads, width = sizes
         generator = torch.Generator().manual_seed(0)
@@ -146,7 +146,7 @@ def padded_length(num_positions: int) -> int:
 def run_flex(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: BlockMask, scale: float
 ) -> torch.Tensor:
-    """Call FlexAttention with grouped queries; to be compiled."""
+    """Call FlexAttention with grouped queries; this function gets compiled."""
     output: torch.Tensor = flex_attention(
         query, key, value, block_mask=mask, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
     )
@@ -156,7 +156,7 @@ def run_flex(
 class FlexSharedAttention:
     """Causal attention over a packed row: prompts among themselves, replies over prompt and self.
 
-    Of layers without windows, caps and sinks; `_ProvenAttention` has the others computed elsewhere.
+    For layers without windows, caps and sinks.
     """
 
     def __init__(self, layout: PackedLayout, device: torch.device, kernel: FlexKernel) -> None:
@@ -184,7 +184,7 @@ class FlexSharedAttention:
 
 
 def build_block_mask(layout: PackedLayout, width: int, device: torch.device) -> BlockMask:
-    """Say what each position sees, and which blocks hold something to see."""
+    """Return the visibility of each pair of positions, and the blocks that hold visible pairs."""
     group_W, reply_W = label_positions(layout, width)
     groups, replies = to_device(group_W, device), to_device(reply_W, device)
 
@@ -204,7 +204,7 @@ def build_block_mask(layout: PackedLayout, width: int, device: torch.device) -> 
 def label_positions(layout: PackedLayout, width: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Return the group and the reply of each position; -1 for no reply. Shapes: (W,) both.
 
-    Padding is a group of its own, which nothing else sees.
+    Padding has a separate group, which no other position sees.
     """
     groups = np.full(width, -1, dtype=np.int32)
     replies = np.full(width, -1, dtype=np.int32)

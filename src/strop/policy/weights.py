@@ -1,14 +1,14 @@
 """Weights as files: publication to engines, export as a Hugging Face directory, and files of many ranks.
 
-`write_sharded_file` writes one safetensors file of a whole model, to which each rank writes the rows that it
-keeps. Nothing crosses between ranks but a few words, where gathering a model moves every weight. It needs
-one file system under all ranks, which is tried out rather than guessed: each must find the file that the
-first made. The format: https://huggingface.co/docs/safetensors, section Format.
+`write_sharded_file` writes one safetensors file of a whole model, to which each rank writes its rows. Only a
+few words cross between ranks, where gathering a model moves every weight. All ranks must share a file system,
+which is tested: each must see the file that the first created. The format:
+https://huggingface.co/docs/safetensors, section Format.
 
-An optimizer's state is readable on any number of ranks. One process writes `optimizer.safetensors` with
-whole tensors. Several write one file each, in the form of `torch.distributed.checkpoint`'s Hugging Face
+The state of an optimizer is readable on any number of ranks. One process writes `optimizer.safetensors` with
+whole tensors. Several write one file each, in the format of `torch.distributed.checkpoint`'s Hugging Face
 storage: plain safetensors, with the place of every slice in their headers. Both are read through that
-storage, each rank only the rows that it keeps.
+storage, each rank only its rows.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from strop.policy.optimizer import Ranks, TensorShard, run_alike, run_on_first
 from strop.policy.publication import digest_each, find_difference, read_published, tensors_digest, unfit
 from strop.tokenizer import Tokenizer
 
-# Besides the tokenizer's: the stop settings, verbatim, so that the export ends where the policy did.
+# The tokenizer's files, and the stop settings, so that the export ends replies where the policy did.
 _COPIED_FILES = (
     "generation_config.json",
     "tokenizer.json",
@@ -59,9 +59,9 @@ def weights_digest(model: LanguageModel) -> str:
 
 
 def merged_tensors(model: LanguageModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a model's tensors without adapters: what those say is added to the weights.
+    """Return a model's tensors with the adapters merged into the weights.
 
-    Raises: StoreError if the merged weights do not say what the live model says.
+    Raises: StoreError if the merged weights do not reproduce the live model.
     """
     if model.adapters is None or not tensors:
         return dict(tensors)
@@ -79,7 +79,7 @@ def own_tensors(model: LanguageModel) -> dict[str, torch.Tensor]:
 
 
 def publish_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> str:
-    """Write tensors to one safetensors file that appears when it is whole. Returns the digest.
+    """Write tensors to one safetensors file, atomically. Returns the digest.
 
     Raises: StoreError if it cannot be written.
     """
@@ -115,9 +115,9 @@ def load_published(model: LanguageModel, source: Path | str, *, expected_digest:
 def find_strange(live: Mapping[str, str], path: Path) -> list[str]:
     """Return the names of tensors that are not those of a model directory; `live` are digests by name.
 
-    Stored values are brought to the type that the live tensor has. What a family stores under other names, or
-    in other pieces, is loaded once more and compared as it then is.
-    Raises: OSError or SafetensorError if a file cannot be read; ConfigError if it does not fill the model.
+    Stored values are converted to the type of the live tensor. Tensors that a family stores under other
+    names, or in other pieces, are compared after loading the model once more. Raises: OSError or
+    SafetensorError if a file cannot be read; ConfigError if it does not fill the model.
     """
     stored: dict[str, str] = {}
     for shard in _listed_shards(path):
@@ -138,15 +138,15 @@ def _type_of(digest: str) -> torch.dtype:
 
 
 def export_tensors(module: Any, live: Mapping[str, torch.Tensor], tokenizer_dir: Path, target: Path) -> str:
-    """Write a Hugging Face model directory of given weights for a transformers module. Returns their digest.
+    """Write a Hugging Face model directory of `live` weights for a transformers module. Returns their digest.
 
-    The exported tensors are the compute copies. The files are read back and compared, so that an
-    export which is not the live policy, or ends elsewhere, never counts as one.
+    The exported tensors are the compute copies. The files are read back and compared, so that an export with
+    other weights or other stops than the live policy is refused.
 
-    Raises: StoreError if what was written is not what the policy holds.
+    Raises: StoreError if the files are not those of the live policy.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    # Buffers, as the balance of experts, belong to a model's files and are never trained.
+    # Buffers, such as the balance of experts, belong to a model's files and are never trained.
     stored = module.state_dict().keys()
     buffers = {name: buffer.cpu() for name, buffer in module.named_buffers() if name in stored}
     module.save_pretrained(target, state_dict=dict(live) | buffers)
@@ -164,13 +164,13 @@ def export_tensors(module: Any, live: Mapping[str, torch.Tensor], tokenizer_dir:
 
 
 def _find_export_flaw(live: Mapping[str, torch.Tensor], tokenizer_dir: Path, target: Path) -> str | None:
-    """Read an export back and name the first thing in which it is not the live policy."""
+    """Read an export back and describe the first difference to the live policy."""
     try:
         stored: dict[str, torch.Tensor] = {}
         for shard in _listed_shards(target):
             stored |= load_file(target / shard)
         if not live.keys() <= stored.keys():
-            # Families with experts are stored under other names than they are computed with.
+            # Files of families with experts have other tensor names than the module.
             stored = dict(load_module(target, "auto").named_parameters())
         exported, own = Tokenizer.load(target), Tokenizer.load(tokenizer_dir)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -187,7 +187,7 @@ def _find_export_flaw(live: Mapping[str, torch.Tensor], tokenizer_dir: Path, tar
 
 
 def _listed_shards(target: Path) -> list[str]:
-    """Name the files that a loader would read: those of the index where there is one."""
+    """Return the names of the files that a loader would read: those of the index if there is one."""
     index = target / "model.safetensors.index.json"
     if not index.exists():
         return ["model.safetensors"]
@@ -196,22 +196,22 @@ def _listed_shards(target: Path) -> list[str]:
 
 _TYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 _LENGTH_BYTES = 8
-"""Of the header's length, in front of it."""
+"""Bytes of the header's length, which precedes it."""
 
 
 def write_sharded_file(shards: Sequence[TensorShard], path: Path, ranks: Ranks) -> str | None:
-    """Write a file that appears when it is whole. Returns the digest; None if not all ranks see one file.
+    """Write a file, atomically. Returns the digest; None if the ranks do not share a file system.
 
     Every rank must call it, with the same tensors in the same order.
     Raises: StoreError, on every rank, if any could not write.
     """
     partial = path.with_suffix(".partial")
     fields = {}
-    for one, start in zip(shards, _starts(shards), strict=True):
-        fields[one.name] = {
-            "dtype": _TYPES[one.part.dtype],
-            "shape": one.shape,
-            "data_offsets": [start, start + _num_bytes(one)],
+    for shard, start in zip(shards, _starts(shards), strict=True):
+        fields[shard.name] = {
+            "dtype": _TYPES[shard.part.dtype],
+            "shape": shard.shape,
+            "data_offsets": [start, start + _num_bytes(shard)],
         }
     text = json.dumps(fields).encode()
     # Readers map tensors into memory, where their first byte must be aligned.
@@ -237,20 +237,20 @@ def _begin(partial: Path, header: bytes, shards: Sequence[TensorShard]) -> None:
 
 
 def _identify(partial: Path) -> tuple[int, ...] | None:
-    """Return what tells a file from one of the same name on another machine; None if there is none."""
+    """Return facts that differ from a file of the same name on another machine; None if there is no file."""
     try:
-        found = partial.stat()
+        facts = partial.stat()
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return facts.st_ino, facts.st_mtime_ns, facts.st_size
 
 
 def _write_shards(partial: Path, begin: int, shards: Sequence[TensorShard]) -> None:
     try:
         with partial.open("r+b", buffering=0) as file:
-            for one, start in zip(shards, _starts(shards), strict=True):
-                content = one.part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-                file.seek(begin + start + one.first * prod(one.shape[1:]) * one.part.element_size())
+            for shard, start in zip(shards, _starts(shards), strict=True):
+                content = shard.part.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+                file.seek(begin + start + shard.first * prod(shard.shape[1:]) * shard.part.element_size())
                 while len(content):
                     content = content[file.write(content) :]
     except OSError as error:
@@ -271,8 +271,8 @@ def _starts(shards: Sequence[TensorShard]) -> list[int]:
     return list(accumulate(map(_num_bytes, shards), initial=0))[:-1]
 
 
-def _num_bytes(one: TensorShard) -> int:
-    return prod(one.shape) * one.part.element_size()
+def _num_bytes(shard: TensorShard) -> int:
+    return prod(shard.shape) * shard.part.element_size()
 
 
 def save_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor], target: Path) -> None:
@@ -281,10 +281,9 @@ def save_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor], target: Path
     Raises: StoreError if a rank cannot write its file; OSError or SafetensorError in a single process.
     """
     if ranks.num_ranks == 1:
-        # What one rank holds alone is whole.
         whole = (
-            (name, one.full_tensor() if isinstance(one, torch.distributed.tensor.DTensor) else one)
-            for name, one in tensors.items()
+            (name, tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor)
+            for name, tensor in tensors.items()
         )
         stored = {name: tensor.cpu().contiguous() for name, tensor in whole}
         save_file(stored, target / "optimizer.safetensors")
@@ -311,7 +310,7 @@ def load_tensors(ranks: Ranks, wanted: Mapping[str, torch.Tensor], source: Path)
 
 
 def _load(wanted: Mapping[str, torch.Tensor], source: Path) -> dict[str, int]:
-    """Read what this rank needs. Raises: CorruptRecord."""
+    """Read this rank's rows. Raises: CorruptRecord."""
     try:
         stored = json.loads((source / "learner.json").read_text())
         counters = {name: int(stored[name]) for name in ("version", "num_steps")}
@@ -321,8 +320,8 @@ def _load(wanted: Mapping[str, torch.Tensor], source: Path) -> dict[str, int]:
         metadata = reader.read_metadata()
         for name, tensor in wanted.items():
             _require_fit(name, metadata.state_dict_metadata[name], tensor)
-        # What `torch.distributed.checkpoint.load` does on each rank. It would synchronise with the other
-        # ranks, although nothing is to be agreed on, and warns where there are none.
+        # The steps of `torch.distributed.checkpoint.load` on each rank. It would synchronise with the other
+        # ranks without need, and warns where there are none.
         planner = DefaultLoadPlanner()
         planner.set_up_planner(dict(wanted), metadata, is_coordinator=True)
         reader.set_up_storage_reader(metadata, is_coordinator=True)
