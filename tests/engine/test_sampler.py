@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.engine.sampler import draw, draw_plain, inverse_cdf, truncate, uniform_stream
+from strop.engine.decoding import draw, draw_plain, inverse_cdf, truncate, uniform_stream
 from strop.errors import EngineError
 from strop.rollout import Sampling
 

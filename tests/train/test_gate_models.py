@@ -16,14 +16,15 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from strop.cluster import ModelSource, Roles
+from strop.cluster import Roles
 from strop.cluster.contract import with_frozen
-from strop.engine.sampler import truncate
+from strop.engine.decoding import truncate
 from strop.errors import CheckRefused
 from strop.policy.head import TOP_RANKS
 from strop.policy.language_model import LanguageModel
 from strop.record import RunDir
 from strop.rollout import FloatArray, Sampling
+from strop.store import ModelHandle
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.gate_checks import GateCheck, GateInput
@@ -166,8 +167,8 @@ def test_a_frozen_model_is_that_of_its_files_too(tmp_path: Path, tiny_model_dir:
         "teacher": {"train": {"terms": "distill"}, "teacher": {"source": "model", "model": str(other)}},
     }
     gate = gate_of(tiny_model_dir, **settings[role])
-    fetch: Callable[[str], ModelSource] = lambda uri: ModelSource(path=Path(uri), digest="")  # noqa: E731
-    source = ModelSource(path=tiny_model_dir, digest="")
+    fetch: Callable[[str], ModelHandle] = lambda uri: ModelHandle(path=Path(uri), digest="")  # noqa: E731
+    source = ModelHandle(path=tiny_model_dir, digest="")
     gate = replace(gate, roles=asyncio.run(with_frozen(gate.roles, gate.spec, source, fetch)))
     check = tensors_of(gate)
     assert check.is_passed
