@@ -20,13 +20,14 @@ from benchmarks.arms.worker import Channel, Record, WorkerOrder, peak_bytes
 from benchmarks.cases import Case
 from benchmarks.prompts import Prompt, read_prompts, step_prompts
 from benchmarks.verifier import forced_rewards, last_number_reward
-from strop.cluster.contract import ModelSource, Roles
+from strop.cluster.contract import Roles
 from strop.cluster.local import InlinePlacement, LocalLearner
 from strop.hardware.number_format import AUTO
 from strop.policy.learner import Learner
 from strop.record import RunDir
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.run import RunSpec
+from strop.store import ModelHandle
 from strop.tasks import TaskLimits
 from strop.train import SilentObserver
 from strop.train.loop import TrainInput, TrainLoop
@@ -233,7 +234,7 @@ def build_loop(channel: Channel, order: WorkerOrder, roles: Roles, run_dir: RunD
 async def serve_grpo(channel: Channel, order: WorkerOrder, root: Path) -> None:
     """Train step by step, as the harness asks, with a run directory below `root`."""
     spec = build_spec(order.case, order.settings["dtype"])
-    placement = InlinePlacement(spec, ModelSource(path=Path(order.model_dir), digest=""))
+    placement = InlinePlacement(spec, ModelHandle(path=Path(order.model_dir), digest=""))
     roles = await placement.start()
     try:
         with RunDir.create(root, spec.name, "", "", {}) as run_dir:

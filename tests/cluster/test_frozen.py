@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from strop.algorithm import ALGORITHMS
-from strop.cluster import LearnerRole, ModelSource, Roles
+from strop.cluster import LearnerRole, Roles
 from strop.cluster.contract import with_frozen
 from strop.cluster.local import LocalLearner
 from strop.cluster.ray.learners import RayLearner
@@ -23,6 +23,7 @@ from strop.errors import ConfigError
 from strop.policy.optimizer import StepPlan, StepReport
 from strop.policy.packing import with_logprobs
 from strop.spec.run import RunSpec
+from strop.store import ModelHandle
 from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.step import rl_term
@@ -49,8 +50,8 @@ def roles_of(model_dir: Path, learner: LearnerRole | None = None) -> Roles:
 
 
 def freeze(roles: Roles, spec: RunSpec, model_dir: Path) -> Roles:
-    own = ModelSource(path=model_dir, digest="unused")
-    fetch = lambda uri: ModelSource(path=Path(uri), digest="unused")  # noqa: E731
+    own = ModelHandle(path=model_dir, digest="unused")
+    fetch = lambda uri: ModelHandle(path=Path(uri), digest="unused")  # noqa: E731
     return asyncio.run(with_frozen(roles, spec, own, fetch))
 
 
@@ -106,7 +107,7 @@ class NoDeaths:
 
 
 def test_ranks_elsewhere_score_their_shares_and_have_the_teacher(tiny_model_dir: Path) -> None:
-    spec, source = tiny_spec(), ModelSource(path=tiny_model_dir, digest="unused")
+    spec, source = tiny_spec(), ModelHandle(path=tiny_model_dir, digest="unused")
     # Without what makes an actor of one: it would take over the log of this process.
     ranks = [LearnerRank.__new__(LearnerRank) for _ in range(2)]
     # Each is a learner of its own here: what is shown is whom the loop asks, and the order of answers.
@@ -134,7 +135,7 @@ def test_what_a_step_is_within_the_run_crosses_to_ranks(tiny_model_dir: Path) ->
         train={"steps": 2, "mini_batches": 3}, optimizer={"lr": 1e-2, "schedule": "linear", "final_frac": 0.5}
     )
     rank = LearnerRank.__new__(LearnerRank)
-    facts = rank.load(spec, ModelSource(path=tiny_model_dir, digest="unused"), 0, 1, ("unused", 0))
+    facts = rank.load(spec, ModelHandle(path=tiny_model_dir, digest="unused"), 0, 1, ("unused", 0))
     far = RayLearner([NearRank(rank)], NoDeaths(), facts)  # type: ignore[arg-type]
     group = World(2).packed(4, [3, 5])
 

@@ -11,13 +11,14 @@ from pathlib import Path
 import httpx
 import pytest
 
-from strop.cluster import ModelSource, servers
+from strop.cluster import servers
 from strop.cluster.servers import JudgeRoles, guard
 from strop.engine.server import CHAT_PATH
 from strop.errors import ConfigError, EngineError
 from strop.io.endpoints import ENDPOINTS_VARIABLE, find_endpoint
 from strop.rollout import Failure, Split
 from strop.spec.run import RunSpec
+from strop.store import ModelHandle
 from strop.tasks.llm_judge import LlmJudge
 from strop.tasks.llm_judge.client import endpoint_name
 from tests.fixtures.judged import judge_spec
@@ -32,8 +33,8 @@ def run_of(folder: Path, **settings: str) -> RunSpec:
 
 
 def roles_of(spec: RunSpec, model_dir: Path, work_dir: Path, policy: str = "other") -> JudgeRoles:
-    source = ModelSource(path=model_dir, digest=DIGEST)
-    return JudgeRoles(spec, ModelSource(path=model_dir, digest=policy), {"org/judge": source}, work_dir)
+    source = ModelHandle(path=model_dir, digest=DIGEST)
+    return JudgeRoles(spec, ModelHandle(path=model_dir, digest=policy), {"org/judge": source}, work_dir)
 
 
 @pytest.mark.slow

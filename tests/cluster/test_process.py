@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from strop.cluster import ModelSource, Roles
+from strop.cluster import Roles
 from strop.cluster.contract import build_placement
 from strop.cluster.engine_process import EngineProcess, can_swap_adapters
 from strop.cluster.local import InlinePlacement, LocalLearner, ProcessPlacement
@@ -33,6 +33,7 @@ from strop.policy.publication import read_published, tensors_digest
 from strop.policy.weights import weights_digest
 from strop.spec import RunSpec
 from strop.spec.model import LoraSpec
+from strop.store import ModelHandle
 from tests.fixtures.ray_traces import holder_of, is_alive, wait_until
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.fixtures.tiny_run import learner_of, tiny_spec
@@ -40,12 +41,12 @@ from tests.fixtures.tiny_run import learner_of, tiny_spec
 PARENT = """
 import asyncio, sys, time
 from pathlib import Path
-from strop.cluster import ModelSource
+from strop.store import ModelHandle
 from strop.cluster.local import ProcessPlacement
 from tests.fixtures.tiny_run import tiny_spec
 
 async def act():
-    source = ModelSource(path=Path(sys.argv[1]), digest="unused")
+    source = ModelHandle(path=Path(sys.argv[1]), digest="unused")
     placement = ProcessPlacement(tiny_spec(), source, Path(sys.argv[2]))
     await placement.start()
     print(placement.engine_pid, flush=True)
@@ -64,7 +65,7 @@ def process_spec() -> RunSpec:
 
 
 def make_placement(model_dir: Path, work_dir: Path) -> ProcessPlacement:
-    return ProcessPlacement(process_spec(), ModelSource(path=model_dir, digest="unused"), work_dir)
+    return ProcessPlacement(process_spec(), ModelHandle(path=model_dir, digest="unused"), work_dir)
 
 
 def make_learner(model_dir: Path) -> Learner:
@@ -155,7 +156,7 @@ def test_a_publication_can_be_sent_and_leaves_no_file(tiny_model_dir: Path, tmp_
 
 
 def test_the_word_in_the_spec_chooses_the_placement(tiny_model_dir: Path, tmp_path: Path) -> None:
-    source = ModelSource(path=tiny_model_dir, digest="unused")
+    source = ModelHandle(path=tiny_model_dir, digest="unused")
     assert isinstance(build_placement(tiny_spec(), source, tmp_path / "w"), InlinePlacement)
     assert isinstance(build_placement(process_spec(), source, tmp_path / "w"), ProcessPlacement)
     assert not (tmp_path / "w").exists()

@@ -18,13 +18,13 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from strop.cluster import ModelSource
 from strop.cluster.contract import build_placement
 from strop.cluster.ray.attached import AttachedCluster
 from strop.errors import CheckRefused
 from strop.hardware.ports import LOOPBACK, hold_port
 from strop.hardware.process import spawn, terminate
 from strop.spec.layout import settle_layout
+from strop.store import ModelHandle
 from tests.fixtures.builders import request_for
 from tests.fixtures.ray_traces import needs_ray
 from tests.fixtures.tiny_run import tiny_spec
@@ -105,7 +105,7 @@ def attach_and_generate(address: str, model_dir: Path, folder: Path) -> tuple[di
     assert spec.placement.kind == "ray"
 
     async def act() -> tuple[dict[str, Any] | None, int]:
-        placement = build_placement(spec, ModelSource(path=model_dir, digest="d"), folder / "roles")
+        placement = build_placement(spec, ModelHandle(path=model_dir, digest="d"), folder / "roles")
         try:
             roles = await placement.start()
             meanwhile = await asyncio.to_thread(_ask, address)

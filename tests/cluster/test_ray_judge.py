@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from strop.cluster import ModelSource
 from strop.cluster.ray.placement import RayPlacement
 from strop.cluster.servers import JudgeRoles
 from strop.environments import RolloutPlan
@@ -24,6 +23,7 @@ from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE, find_interfa
 from strop.io.endpoints import ENDPOINTS_VARIABLE
 from strop.rollout import Group, Split
 from strop.spec.layout import RAY_NODE_MODULE
+from strop.store import ModelHandle
 from tests.fixtures.builders import plan_for
 from tests.fixtures.judged import JudgedSpell, judge_spec
 from tests.fixtures.ray_traces import needs_ray
@@ -68,11 +68,11 @@ async def attempt(run_path: Path) -> list[Group]:
     section = judge_spec(run_path / "judged", "role", judge_model=JUDGE, judge_revision=DIGEST)
     # A question and 512 tokens of an answer.
     judge_dir = tiny_model(run_path / "judge", max_position_embeddings=1280)
-    policy = ModelSource(path=model_dir, digest="unused")
+    policy = ModelHandle(path=model_dir, digest="unused")
     judges = JudgeRoles(
         spec.model_copy(update={"task": section}),
         policy,
-        {JUDGE: ModelSource(path=judge_dir, digest=DIGEST)},
+        {JUDGE: ModelHandle(path=judge_dir, digest=DIGEST)},
         run_path / "roles" / "judges",
     )
     make_task = partial(JudgedSpell, JUDGE, DIGEST)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.cluster import ModelSource
 from strop.cluster.ray.placement import RayPlacement
 from strop.rollout import Group, Split
+from strop.store import ModelHandle
 from strop.tasks import build_task
 from tests.fixtures.builders import plan_for
 from tests.fixtures.ray_traces import needs_ray
@@ -67,7 +67,7 @@ async def attempt(run_path: Path, parts: dict[str, dict[str, str]]) -> list[Grou
     )
     examples = build_task(spec.task).examples(Split.TRAIN)
     chosen = [next(one for one in examples if one.task == name) for name in ("rows", "Own")]
-    policy = ModelSource(path=tiny_model(run_path / "model"), digest="unused")
+    policy = ModelHandle(path=tiny_model(run_path / "model"), digest="unused")
     placement = RayPlacement(spec, policy, run_path / "roles")
     try:
         roles = await placement.start()

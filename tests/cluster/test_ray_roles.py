@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from strop.cluster import ModelSource
 from strop.cluster.ray.deaths import read_log
 from strop.cluster.ray.node import await_head, find_own_address, require_same_python
 from strop.cluster.ray.placement import RayPlacement, _Started
@@ -19,7 +18,7 @@ from strop.cluster.ray.settings import RAY_VERSION, describe_here
 from strop.cluster.ray.workers import assign_engines
 from strop.errors import CheckRefused, ConfigError
 from strop.spec.layout import RoleKind, RoleSlot
-from strop.store import get_model
+from strop.store import ModelHandle, get_model
 from tests.fixtures.tiny_run import tiny_spec
 
 VALUE = "a,b 'c' \"d\"\nnew\\n$HOME"
@@ -106,14 +105,14 @@ def test_the_log_of_another_machine_is_named_where_it_cannot_be_read(tmp_path: P
 ROLE = """
 import json, sys
 from pathlib import Path
-from strop.cluster import ModelSource
+from strop.store import ModelHandle
 from strop.cluster.ray.roles import RayRole, RoleStart
 from strop.errors import StropError
 role = RayRole(RoleStart(name="engine-1", node=1, log_path=sys.argv[1]))
 found = []
 for path, digest in json.loads(sys.argv[3]):
     try:
-        found.append(str(role.bring_model(ModelSource(path=Path(path), digest=digest, uri=sys.argv[2])).path))
+        found.append(str(role.bring_model(ModelHandle(path=Path(path), digest=digest, uri=sys.argv[2])).path))
     except StropError as error:
         found.append(str(error))
 print(json.dumps(found))
@@ -179,7 +178,7 @@ def test_a_role_knows_whether_it_sees_the_runs_disk_and_follows_its_store(tmp_pa
 
 
 def test_weights_by_file_are_refused_where_an_engine_does_not_see_them(tmp_path: Path) -> None:
-    source = ModelSource(path=tmp_path, digest="unused")
+    source = ModelHandle(path=tmp_path, digest="unused")
     role = _Started(
         slot=RoleSlot(kind=RoleKind.ENGINE, index=1, node=1),
         actor=None,

@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from strop.cluster import ModelSource, Roles
+from strop.cluster import Roles
 from strop.cluster.contract import build_placement, with_frozen
 from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.placement import RayPlacement
@@ -30,6 +30,7 @@ from strop.errors import CorruptRecord, EngineError, EngineLost
 from strop.policy.publication import THREAD_NAME
 from strop.record import RunDir
 from strop.spec import RunSpec
+from strop.store import ModelHandle
 from strop.train.loop import TrainInput, TrainLoop
 from tests.fixtures.builders import request_for
 from tests.fixtures.ray_traces import files_of_nodes, is_alive, needs_ray
@@ -80,7 +81,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory, model_dir: Path) -> Iterator
     spec = spec.model_copy(update={"engine": spec.engine.model_copy(update={"transport": "broadcast"})})
     run_dir = new_run(tmp_path_factory.mktemp("runs"))
     run_dir.begin_attempt()
-    source = ModelSource(path=model_dir, digest="unused")
+    source = ModelHandle(path=model_dir, digest="unused")
     placement = RayPlacement(spec, source, run_dir.path / "roles", make_task=SpellTask)
     try:
         started = loop.run_until_complete(placement.start())
@@ -228,7 +229,7 @@ def test_prc_5_a_killed_engine_is_survived_and_the_last_one_ends_every_wait(scen
 
 
 def test_a_spec_names_the_placement(tmp_path: Path) -> None:
-    source = ModelSource(path=tmp_path, digest="unused")
+    source = ModelHandle(path=tmp_path, digest="unused")
     assert isinstance(build_placement(make_spec(kind="ray"), source, tmp_path), RayPlacement)
 
 

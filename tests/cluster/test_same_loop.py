@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.cluster import ModelSource
 from strop.cluster.contract import build_placement
 from strop.record import RunDir
+from strop.store import ModelHandle
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import Composition, new_run, read_curve, tiny_spec
 
@@ -25,7 +25,7 @@ def train(root: Path, model_dir: Path, *, kind: str, dtype: str, num_steps: tupl
         )
         run_dir = new_run(root / kind) if run_path is None else reopen(run_path)
         run_path = run_dir.path
-        placement = build_placement(spec, ModelSource(path=model_dir, digest="unused"), run_path / "roles")
+        placement = build_placement(spec, ModelHandle(path=model_dir, digest="unused"), run_path / "roles")
         made = Composition(spec, model_dir, run_dir, placement=placement)
         made.run()
         assert made.notes.causes("tripwire") == []

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.cluster import ModelSource
 from strop.cluster.contract import build_placement
 from strop.engine.vllm.environment import VLLM
+from strop.store import ModelHandle
 from tests.conftest import require_system_part
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import Composition, new_run, read_curve, tiny_spec
@@ -25,7 +25,7 @@ def test_a_run_with_vllm_passes_the_gate_and_learns(tmp_path: Path) -> None:
     )
     run_dir = new_run(tmp_path / "runs")
     roles_dir = run_dir.path / "roles"
-    placement = build_placement(spec, ModelSource(path=model_dir, digest="unused"), roles_dir)
+    placement = build_placement(spec, ModelHandle(path=model_dir, digest="unused"), roles_dir)
     made = Composition(spec, model_dir, run_dir, placement=placement)
     made.run()
     curve = read_curve(run_dir.path)

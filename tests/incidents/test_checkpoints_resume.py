@@ -24,7 +24,7 @@ import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.algorithm import build_algorithm
-from strop.cluster import ModelSource, Roles
+from strop.cluster import Roles
 from strop.cluster.local import LocalLearner, build_learner
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.errors import CheckRefused, CorruptRecord
@@ -33,6 +33,7 @@ from strop.record.rollouts import read_rollouts
 from strop.rollout import Group
 from strop.run.training import train_here
 from strop.spec import load_spec
+from strop.store import ModelHandle
 from strop.train import SilentObserver
 from strop.train.batch import build_batch
 from strop.train.recording import load_checkpoint
@@ -237,7 +238,7 @@ def test_r1_equal_rollouts_give_equal_parameters_and_moments(tmp_path: Path, tin
     spec = tiny_spec(train={"steps": 4, "checkpoint_every": 1, "keep_checkpoints": 4})
     made = Composition(spec, tiny_model_dir, new_run(tmp_path))
     made.run()
-    learner = build_learner(spec, ModelSource(path=tiny_model_dir, digest="unused"))
+    learner = build_learner(spec, ModelHandle(path=tiny_model_dir, digest="unused"))
     asyncio.run(load_checkpoint(made.run_dir.checkpoint_path(2), LocalLearner(learner), num_threads=1))
     algorithm = build_algorithm(spec.algorithm)
 
@@ -347,7 +348,7 @@ def test_ckp_6_a_run_that_is_killed_holds_a_usable_checkpoint_at_every_moment(
     verify_directory(latest[1])
     # It serves without strop, and a run goes on from it.
     served: Any = AutoModelForCausalLM.from_pretrained(latest[1] / "model")
-    learner = build_learner(tiny_spec(), ModelSource(path=tiny_model_dir, digest="unused"))
+    learner = build_learner(tiny_spec(), ModelHandle(path=tiny_model_dir, digest="unused"))
     restored = asyncio.run(load_checkpoint(latest[1], LocalLearner(learner), num_threads=1))
     assert restored.step == latest[0]
     assert torch.equal(served.get_input_embeddings().weight, learner.model.head_weight)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from strop.cluster import ModelSource, Roles
+from strop.cluster import Roles
 from strop.cluster.local import ProcessPlacement
 from strop.engine import Completion, GenerationRequest
 from strop.errors import CheckRefused, EngineError, RunStopped, StoreError
@@ -29,6 +29,7 @@ from strop.record import RunDir, list_runs
 from strop.rollout import Example, Outcome
 from strop.run.held_out import Evaluation
 from strop.spec import RunSpec
+from strop.store import ModelHandle
 from strop.tasks.judging import InlineJudge
 from tests.fixtures.attempts import fork, wait_for_end
 from tests.fixtures.silent_engine import train_until_a_write_blocks, train_until_silence
@@ -296,7 +297,7 @@ class DoomedEngine:
         monkeypatch.setenv("PYTHONPATH", str(self.folder), prepend=os.pathsep)
 
     def compose(self, spec: RunSpec, run_dir: RunDir) -> Composition:
-        source = ModelSource(path=self.model_dir, digest="unused")
+        source = ModelHandle(path=self.model_dir, digest="unused")
         placement = ProcessPlacement(spec, source, run_dir.path / "roles")
         return Composition(spec, self.model_dir, run_dir, placement=placement)
 

@@ -13,7 +13,7 @@ from typing import cast
 import pytest
 import torch
 
-from strop.cluster import ModelSource, Roles
+from strop.cluster import Roles
 from strop.cluster.local import InlinePlacement
 from strop.errors import CheckRefused, ConfigError, RunStopped
 from strop.evaluate import Validity, read_result, write_result
@@ -30,7 +30,7 @@ from strop.run.held_out import Evaluation, TrainOutcome
 from strop.run.inference import open_model, read_trained_ids
 from strop.run.training import set_threads, train_here
 from strop.spec import load_spec
-from strop.store import get_model
+from strop.store import ModelHandle, get_model
 from strop.tasks import build_task, problem_of
 from strop.tasks.generated.reverse_text import ReverseText
 from strop.tasks.judging import InlineJudge
@@ -176,7 +176,7 @@ def test_an_evaluation_asks_as_the_run_says_and_the_model_can_read(
     task, run_dir = OneLongPrompt(max_reply_tokens=8), new_run(tmp_path)
 
     async def act() -> EvalSummary:
-        placement = InlinePlacement(spec, ModelSource(path=tiny_model_dir, digest="unused"))
+        placement = InlinePlacement(spec, ModelHandle(path=tiny_model_dir, digest="unused"))
         roles = await placement.start()
         try:
             return await Evaluation(spec, task, InlineJudge(task), roles, "digest", run_dir)(0, lambda: None)

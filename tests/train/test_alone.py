@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from strop.cluster import ModelSource
 from strop.cluster.local import InlinePlacement
 from strop.policy.language_model import LanguageModel
+from strop.store import ModelHandle
 from strop.train.gate import pass_gate
 from strop.train.gate_checks import GateInput
 from tests.fixtures.families import family_model
@@ -32,7 +32,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_gate_says_how_sequences_are_computed(tmp_path: Path, model_dir: Path) -> None:
     async def look() -> dict[str, str]:
         spec = tiny_spec()
-        placement = InlinePlacement(spec, ModelSource(path=model_dir, digest="unused"))
+        placement = InlinePlacement(spec, ModelHandle(path=model_dir, digest="unused"))
         roles = await placement.start()
         try:
             gate = GateInput(spec=spec, task=SpellTask(), roles=roles, model_dir=model_dir, run_path=tmp_path)

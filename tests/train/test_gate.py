@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from strop.cluster import ModelSource, Roles
+from strop.cluster import Roles
 from strop.cluster.local import InlinePlacement
 from strop.engine import Completion, GenerationRequest
 from strop.engine.native import NativeEngine
@@ -20,7 +20,7 @@ from strop.errors import CheckRefused, ConfigError
 from strop.policy.footprint import checkpoint_bytes, read_model_size
 from strop.policy.language_model import LanguageModel
 from strop.rollout import Example, Outcome, Split
-from strop.store import follow_store
+from strop.store import ModelHandle, follow_store
 from strop.tokenizer import Tokenizer
 from strop.train import gate_checks
 from strop.train.gate import pass_gate, read_accepted
@@ -81,7 +81,7 @@ class ChangedEngine:
 def test_a_healthy_run_passes_every_check(tmp_path: Path, tiny_model_dir: Path) -> None:
     async def look() -> list[GateCheck]:
         spec = tiny_spec()
-        placement = InlinePlacement(spec, ModelSource(path=tiny_model_dir, digest="unused"))
+        placement = InlinePlacement(spec, ModelHandle(path=tiny_model_dir, digest="unused"))
         roles = await placement.start()
         try:
             gate = GateInput(

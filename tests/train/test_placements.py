@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from strop.cluster import ModelSource, Roles
+from strop.cluster import Roles
 from strop.cluster.contract import build_placement
 from strop.cluster.local import InlinePlacement, ProcessPlacement
 from strop.engine import Completion, GenerationRequest
@@ -19,19 +19,20 @@ from strop.errors import RunStopped
 from strop.io import verify_directory
 from strop.record import RunDir
 from strop.spec import RunSpec
+from strop.store import ModelHandle
 from tests.fixtures.tiny_run import NUM_GATE_REQUESTS, Composition, new_run, read_curve, tiny_spec
 
 SIZES = {"steps": 4, "checkpoint_every": 2}
 
 
 def over_processes(spec: RunSpec, model_dir: Path, run_dir: RunDir) -> Composition:
-    source = ModelSource(path=model_dir, digest="unused")
+    source = ModelHandle(path=model_dir, digest="unused")
     placement = ProcessPlacement(spec, source, run_dir.path / "roles")
     return Composition(spec, model_dir, run_dir, placement=placement)
 
 
 def test_the_spec_names_the_placement(tmp_path: Path) -> None:
-    source = ModelSource(path=tmp_path, digest="unused")
+    source = ModelHandle(path=tmp_path, digest="unused")
     for kind, built in (("inline", InlinePlacement), ("process", ProcessPlacement)):
         spec = tiny_spec(placement={"kind": kind})
         assert type(build_placement(spec, source, tmp_path / "roles")) is built

@@ -6,6 +6,6 @@ gets the same `Roles` from either and cannot tell which it has: this is the only
 Placements import torch; import them by path, or let `contract.build_placement` do it.
 """
 
-from strop.cluster.contract import LearnerRole, ModelSource, Placement, Publisher, Roles, Scorer
+from strop.cluster.contract import LearnerRole, Placement, Publisher, Roles, Scorer
 
-__all__ = ["LearnerRole", "ModelSource", "Placement", "Publisher", "Roles", "Scorer"]
+__all__ = ["LearnerRole", "Placement", "Publisher", "Roles", "Scorer"]

@@ -26,17 +26,7 @@ if TYPE_CHECKING:
     from strop.policy.optimizer import StepPlan, StepReport
     from strop.policy.packing import PackedGroup
     from strop.spec.run import RunSpec
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelSource:
-    """The model directory that the roles load."""
-
-    path: Path
-    digest: str
-    """As the store computed it; recorded, and checked where a role loads elsewhere."""
-    uri: str = ""
-    """What it was fetched by, for a role on a machine without that directory; empty: it is everywhere."""
+    from strop.store import ModelHandle
 
 
 class LearnerRole(Protocol):
@@ -101,7 +91,7 @@ class LearnerRole(Protocol):
         """
         ...
 
-    async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
+    async def add_frozen(self, role: str, source: ModelHandle) -> Scorer:
         """Load a model beside the policy, on its devices and in its type, which never learns.
 
         `role` is "reference" or "teacher"; the terms of distillation compare with the teacher.
@@ -220,7 +210,7 @@ async def start_all(start: Callable[[], Awaitable[Roles]], stop: Callable[[], Aw
     return roles
 
 
-def build_placement(spec: RunSpec, source: ModelSource, work_dir: Path) -> Placement:
+def build_placement(spec: RunSpec, source: ModelHandle, work_dir: Path) -> Placement:
     """Build the placement of `spec.layout`; nothing is started yet.
 
     `work_dir` is where a placement keeps logs and files of its own; it need not exist.
@@ -241,7 +231,7 @@ def build_placement(spec: RunSpec, source: ModelSource, work_dir: Path) -> Place
 
 
 async def with_frozen(
-    roles: Roles, spec: RunSpec, source: ModelSource, fetch: Callable[[str], ModelSource]
+    roles: Roles, spec: RunSpec, source: ModelHandle, fetch: Callable[[str], ModelHandle]
 ) -> Roles:
     """Return the roles with the reference and the teacher that a run asks for; nothing else is loaded.
 

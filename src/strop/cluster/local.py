@@ -21,7 +21,7 @@ from typing import TypeVar
 
 import torch
 
-from strop.cluster.contract import LearnerRole, ModelSource, Publisher, Roles, Scorer, start_all
+from strop.cluster.contract import LearnerRole, Publisher, Roles, Scorer, start_all
 from strop.cluster.engine_process import EngineProcess
 from strop.cluster.publishers import (
     clear_publications,
@@ -48,6 +48,7 @@ from strop.policy.sharded import shard_frozen, shard_learner
 from strop.policy.weights import weights_digest
 from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
+from strop.store import ModelHandle
 from strop.tokenizer import Tokenizer
 
 Answer = TypeVar("Answer")
@@ -119,7 +120,7 @@ class LocalLearner:
         owner = self.local if role is None else self._frozen[role]
         return await self._do(owner.digest_tensors)
 
-    async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
+    async def add_frozen(self, role: str, source: ModelHandle) -> Scorer:
         """Load a model that never learns. See `LearnerRole.add_frozen`."""
         self._frozen[role] = frozen = await self._do(partial(load_frozen, self.local, role, source))
         return _LocalScorer(frozen, self._do)
@@ -181,7 +182,7 @@ class _LocalScorer:
         return await self._do(partial(self._frozen.score, groups, temperature))
 
 
-def build_learner(spec: RunSpec, source: ModelSource) -> Learner:
+def build_learner(spec: RunSpec, source: ModelHandle) -> Learner:
     """Load a run's model and give it an optimizer.
 
     Raises: ConfigError if the model cannot be loaded.
@@ -196,7 +197,7 @@ def build_learner(spec: RunSpec, source: ModelSource) -> Learner:
     )
 
 
-def build_rank(spec: RunSpec, source: ModelSource, *, num_ranks: int) -> Learner:
+def build_rank(spec: RunSpec, source: ModelHandle, *, num_ranks: int) -> Learner:
     """Load a run's model and keep this rank's part of it. See `shard_learner`.
 
     Raises: ConfigError if the model cannot be loaded.
@@ -212,7 +213,7 @@ def build_rank(spec: RunSpec, source: ModelSource, *, num_ranks: int) -> Learner
     )
 
 
-def load_frozen(learner: Learner, role: str, source: ModelSource, *, num_ranks: int = 1) -> FrozenModel:
+def load_frozen(learner: Learner, role: str, source: ModelHandle, *, num_ranks: int = 1) -> FrozenModel:
     """Load a model beside a learner, in its type; of several ranks, keep this one's rows of it.
 
     Raises: ConfigError if it cannot be loaded or has another vocabulary.
@@ -235,7 +236,7 @@ def load_frozen(learner: Learner, role: str, source: ModelSource, *, num_ranks: 
     return frozen
 
 
-def load_policy(spec: RunSpec, source: ModelSource, *, device: str, num_ranks: int = 1) -> LanguageModel:
+def load_policy(spec: RunSpec, source: ModelHandle, *, device: str, num_ranks: int = 1) -> LanguageModel:
     """Load a run's model for training, with its adapters where the run trains those.
 
     Raises: ConfigError if the model cannot be loaded, or lacks a layer that is to be adapted.
@@ -273,7 +274,7 @@ class SharedPublisher:
 class InlinePlacement:
     """Learner and engine in this process."""
 
-    def __init__(self, spec: RunSpec, source: ModelSource) -> None:
+    def __init__(self, spec: RunSpec, source: ModelHandle) -> None:
         self._spec = spec
         self._source = source
         self._roles: Roles | None = None
@@ -298,7 +299,7 @@ class InlinePlacement:
 class ProcessPlacement:
     """Learner here, engine in a child process."""
 
-    def __init__(self, spec: RunSpec, source: ModelSource, work_dir: Path) -> None:
+    def __init__(self, spec: RunSpec, source: ModelHandle, work_dir: Path) -> None:
         self._spec = spec
         self._source = source
         self._process = EngineProcess(spec, source.path, work_dir)

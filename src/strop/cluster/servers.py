@@ -15,7 +15,6 @@ from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from strop.cluster.contract import ModelSource
 from strop.cluster.engine_process import EngineProcess
 from strop.engine.server import LOOPBACK
 from strop.errors import ConfigError, EngineError, SandboxLost
@@ -31,6 +30,7 @@ from strop.spec.layout import DeviceShare, RoleKind
 from strop.spec.model import LoraSpec
 from strop.spec.run import RunSpec
 from strop.spec.sandboxing import RuntimeSpec
+from strop.store import ModelHandle
 from strop.tasks.llm_judge.client import endpoint_name
 from strop.tokenizer import Tokenizer
 
@@ -45,7 +45,7 @@ class JudgeRoles:
     """The judges that a run starts itself; there may be none."""
 
     def __init__(
-        self, spec: RunSpec, policy: ModelSource, models: Mapping[str, ModelSource], work_dir: Path
+        self, spec: RunSpec, policy: ModelHandle, models: Mapping[str, ModelHandle], work_dir: Path
     ) -> None:
         """`models` are those of `role_judges`, by name.
 

@@ -296,17 +296,14 @@ async def _train(
 ) -> TrainOutcome:
     """Start the roles and train; stop the roles in any case."""
     with importing():
-        from strop.cluster.contract import ModelSource, build_placement, with_frozen
+        from strop.cluster.contract import build_placement, with_frozen
         from strop.cluster.servers import JudgeRoles, RuntimeRole, guard
         from strop.environments.printed import forget_prints, keep_prints
         from strop.train.loop import TrainInput, TrainLoop
 
     spec, task = parts.spec, parts.task
-    sources = {
-        handle.uri: ModelSource(path=handle.path, digest=handle.digest, uri=handle.uri)
-        for handle in (parts.model, *parts.frozen.values(), *parts.judges.values())
-    }
-    source = sources[parts.model.uri]
+    source = parts.model
+    sources = {handle.uri: handle for handle in (source, *parts.frozen.values(), *parts.judges.values())}
     # With it rollouts can be read token by token on a machine without the model.
     kept, tokenizer = run_dir.path / TOKENIZER_NAME, source.path / TOKENIZER_NAME
     if tokenizer.is_file() and not kept.exists():

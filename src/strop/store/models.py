@@ -68,9 +68,9 @@ class ModelHandle:
     """A model that is on disk and complete."""
 
     path: Path
-    uri: str
-    """As requested."""
-    source: str
+    uri: str = ""
+    """As requested; empty for a directory that every machine of a run has."""
+    source: str = "directory"
     """Where the bytes come from: 'directory', 'hub', 'store' or 'package'."""
     digest: str
     """SHA-256 over the files that determine the model's output; see `model_files`."""

@@ -20,13 +20,13 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import numpy as np
 
-from strop.cluster import ModelSource, Roles
+from strop.cluster import Roles
 from strop.cluster.ray.placement import RayPlacement
 from strop.cluster.ray.runtime import read_nodes
 from strop.engine.router import ReplicaEvent, Router
 from strop.errors import StropError
 from strop.record import RunDir
-from strop.store import get_model
+from strop.store import ModelHandle, get_model
 from strop.train.loop import TrainInput, TrainLoop
 from tests.fixtures.builders import request_for
 from tests.fixtures.spell import SpellTask
@@ -48,7 +48,7 @@ async def act(run_path: Path, model_uri: str) -> None:
     )
     with RunDir.create(run_path, "tiny", "", "digest", {}) as run_dir:
         digest = get_model(model_uri).digest if is_apart else "unused"
-        source = ModelSource(path=model_dir, digest=digest, uri=model_uri)
+        source = ModelHandle(path=model_dir, digest=digest, uri=model_uri)
         placement = RayPlacement(spec, source, run_path / "roles")
         try:
             roles = await placement.start()

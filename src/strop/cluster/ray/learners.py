@@ -11,11 +11,12 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.cluster.contract import ModelSource, Scorer
+from strop.cluster.contract import Scorer
 from strop.cluster.ray.deaths import DeathWatch
 from strop.cluster.ray.ranks import PIECE_BYTES, LearnerFacts, TermShare, append_piece
 from strop.errors import EngineLost
 from strop.rollout import FloatArray
+from strop.store import ModelHandle
 
 if TYPE_CHECKING:
     from strop.policy.device_wires import Wire
@@ -113,7 +114,7 @@ class RayLearner:
         """Return the digest of each tensor. See `LearnerRole.digest_tensors`."""
         return dict(await self._ask_all("digest_tensors", role))
 
-    async def add_frozen(self, role: str, source: ModelSource) -> Scorer:
+    async def add_frozen(self, role: str, source: ModelHandle) -> Scorer:
         """Load a model that never learns on all ranks. See `LearnerRole.add_frozen`."""
         # Ranks may run elsewhere than in the folder of the run.
         found = replace(source, path=source.path.absolute())

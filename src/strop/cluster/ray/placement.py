@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from strop.cluster.contract import ModelSource, Publisher, Roles, start_all
+from strop.cluster.contract import Publisher, Roles, start_all
 from strop.cluster.publishers import has_memory_room, open_publisher
 from strop.cluster.ray.attached import AttachedCluster
 from strop.cluster.ray.deaths import DeathWatch, FollowedRole, read_log
@@ -43,6 +43,7 @@ from strop.io.variables import log_level_of
 from strop.record.fence import ATTEMPT_VARIABLE, rendezvous_path
 from strop.spec.layout import SANDBOX, RoleKind, RoleSlot
 from strop.spec.run import RunSpec
+from strop.store import ModelHandle
 from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
 from strop.tasks import Task, task_builder
 from strop.tokenizer import Tokenizer
@@ -70,7 +71,7 @@ class _Started:
     slot: RoleSlot
     actor: Any
     log_path: Path
-    source: ModelSource
+    source: ModelHandle
     """The model, where this role finds it."""
     facts: Any = field(default=None)
 
@@ -81,7 +82,7 @@ class RayPlacement:
     def __init__(
         self,
         spec: RunSpec,
-        source: ModelSource,
+        source: ModelHandle,
         work_dir: Path,
         *,
         make_task: Callable[[], Task] | None = None,

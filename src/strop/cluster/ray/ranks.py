@@ -15,12 +15,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from strop.cluster.contract import ModelSource
 from strop.cluster.ray.roles import RayRole, RoleStart
 from strop.hardware.tuning import importing
 from strop.io.atomic import explain_write_failure
 from strop.rollout import FloatArray
 from strop.spec.run import RunSpec
+from strop.store import ModelHandle
 
 if TYPE_CHECKING:
     from strop.policy.balancing import PositionCost
@@ -85,7 +85,7 @@ class LearnerRank(RayRole):
         return int(self._store.port)
 
     def load(
-        self, spec: RunSpec, source: ModelSource, rank: int, num_ranks: int, rendezvous: tuple[str, int]
+        self, spec: RunSpec, source: ModelHandle, rank: int, num_ranks: int, rendezvous: tuple[str, int]
     ) -> LearnerFacts:
         """Load the model, or this rank's rows of it. `rendezvous`: where the ranks meet.
 
@@ -155,7 +155,7 @@ class LearnerRank(RayRole):
         """Return the digest of each tensor, on the first rank."""
         return (self._learner if role is None else self._frozen[role]).digest_tensors()
 
-    def add_frozen(self, role: str, source: ModelSource) -> None:
+    def add_frozen(self, role: str, source: ModelHandle) -> None:
         """Load a model beside the policy, or this rank's rows of it.
 
         Raises: ConfigError if it cannot be loaded or has another vocabulary.

@@ -25,7 +25,7 @@ from strop.io.variables import log_from
 from strop.spec.layout import DeviceShare
 
 if TYPE_CHECKING:
-    from strop.cluster.contract import ModelSource
+    from strop.store import ModelHandle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,7 +106,7 @@ class RayRole:
         sees_run = not start.mark_path or Path(start.mark_path).exists()
         return RoleFacts(pid=os.getpid(), host=socket.gethostname(), sees_run=sees_run)
 
-    def bring_model(self, source: ModelSource) -> ModelSource:
+    def bring_model(self, source: ModelHandle) -> ModelHandle:
         """Return where a model is on this machine, fetched first if it is not here.
 
         Raises: StoreError if it cannot be had; CheckRefused if it is another one than the run's.

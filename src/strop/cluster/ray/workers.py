@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.cluster.contract import ModelSource
 from strop.cluster.ray.deaths import DeathWatch
 from strop.cluster.ray.node import find_own_address
 from strop.cluster.ray.roles import RayRole
@@ -28,6 +27,7 @@ from strop.io.endpoints import Endpoint, hand_over
 from strop.record.timeline import ENGINE, VERIFIER
 from strop.rollout import Group
 from strop.spec.run import RunSpec
+from strop.store import ModelHandle
 
 if TYPE_CHECKING:
     from strop.cluster.engine_process import EngineProcess
@@ -55,7 +55,7 @@ class EngineHost(RayRole):
 
     _process: EngineProcess | None = None
 
-    def load(self, spec: RunSpec, source: ModelSource, work_dir: Path, num_nodes: int) -> EngineAddress:
+    def load(self, spec: RunSpec, source: ModelHandle, work_dir: Path, num_nodes: int) -> EngineAddress:
         """Start the engine and wait until it listens, of several nodes at the address of this one.
 
         Its log goes beside this role's, its key into `work_dir`.
@@ -117,7 +117,7 @@ class RolloutWorker(RayRole):
 
     async def load(
         self,
-        source: ModelSource,
+        source: ModelHandle,
         address: EngineAddress,
         make_task: Callable[[], Task],
         endpoints: Mapping[str, Endpoint],

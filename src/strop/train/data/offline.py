@@ -384,9 +384,9 @@ def read_demonstrations(sft: SftSpec, framing: Framing) -> Demonstrations:
     path = find_source(sft.source)
     is_from_file = sft.is_from_file or is_saved(path)
     read = read_file_demonstrations if is_from_file else read_run_demonstrations
-    found = read(sft, path, framing)
-    require_enough(found, sft.rows_per_step)
-    return found
+    demonstrations = read(sft, path, framing)
+    require_enough(demonstrations, sft.rows_per_step)
+    return demonstrations
 
 
 def read_framing(model_dir: Path, task: Task, prompt_format: str) -> Framing:
