@@ -74,6 +74,20 @@ def find_format(chat_template: str | None) -> CallFormat:
     return next((form for form, mark in marks if mark in source), CallFormat.HERMES)
 
 
+_MARKS = (
+    ("<function=", CallFormat.QWEN_XML),
+    ("<tool_call>", CallFormat.HERMES),
+    (_MISTRAL, CallFormat.MISTRAL),
+    (_PYTHON_TAG, CallFormat.LLAMA),
+    ("```tool", CallFormat.FENCE),
+)
+
+
+def guess_format(text: str) -> CallFormat | None:
+    """Return the format of the calls in a reply of an unknown model; None if it has no call's mark."""
+    return next((form for mark, form in _MARKS if mark in text), None)
+
+
 def read_reply(text: str, form: CallFormat, schemas: Mapping[str, Mapping[str, Any]]) -> Spoken:
     """Take a reply apart.
 

@@ -11,7 +11,7 @@ import numpy as np
 from strop.errors import StropError
 from strop.record import EventKind
 from strop.rollout import ToolCall
-from strop.tool_calls import CallFormat, read_reply
+from strop.tool_calls import guess_format, read_reply
 from strop.view.live import EVALUATION, NOTES, TRAINING, LiveRun
 
 if TYPE_CHECKING:
@@ -168,18 +168,9 @@ def describe_row(live: LiveRun, step: int, key: str, of: str = TRAINING) -> dict
     }
 
 
-_MARKS = (
-    ("<function=", CallFormat.QWEN_XML),
-    ("<tool_call>", CallFormat.HERMES),
-    ("[TOOL_CALLS]", CallFormat.MISTRAL),
-    ("<|python_tag|>", CallFormat.LLAMA),
-    ("```tool", CallFormat.FENCE),
-)
-
-
 def read_calls(text: str) -> Sequence[ToolCall]:
     """Return the tool calls in a reply, in the syntax of any model family."""
-    form = next((form for mark, form in _MARKS if mark in text), None)
+    form = guess_format(text)
     # The tools are not recorded, so a call of any name counts.
     return () if form is None else read_reply(text, form, {"any": {}}).calls
 

@@ -28,18 +28,11 @@ from strop.tasks.failures import catch_failure
 from strop.tasks.judging import open_judge
 from strop.tasks.prompt import tools_of
 from strop.tasks.user.posing import OPENING_SEED
-from strop.tool_calls import CallFormat, Spoken, read_reply
+from strop.tool_calls import CallFormat, Spoken, guess_format, read_reply
 
 P = ParamSpec("P")
 
 _JSON = TypeAdapter(dict[str, Any])
-_MARKS = (
-    ("<function=", CallFormat.QWEN_XML),
-    ("<tool_call>", CallFormat.HERMES),
-    ("[TOOL_CALLS]", CallFormat.MISTRAL),
-    ("<|python_tag|>", CallFormat.LLAMA),
-)
-"""Marks of calls that the server left in the text."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -171,8 +164,9 @@ def _take_apart(
     if not tools:
         return None, ()
     if not calls:
-        form = next((form for mark, form in _MARKS if mark in text), None)
-        return None if form is None else read_reply(text, form, tools), ()
+        # Calls that the server left in the text; fences are the environment's own format.
+        form = guess_format(text)
+        return None if form in (None, CallFormat.FENCE) else read_reply(text, form, tools), ()
     read, mistakes, unread = [], [], []
     for call_id, name, arguments in calls:
         try:
