@@ -322,10 +322,10 @@ def _learner_parts(
             (
                 f"{role} (frozen{of})",
                 frozen_bytes(
-                    one, dtype, num_positions=positions, beside_bytes=activations, num_ranks=num_ranks
+                    model_size, dtype, num_positions=positions, beside_bytes=activations, num_ranks=num_ranks
                 ),
             )
-            for role, one in frozen.items()
+            for role, model_size in frozen.items()
         ),
     ]
     return tuple(Part(name=name, amount=float(amount)) for name, amount in parts if amount)

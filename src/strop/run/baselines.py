@@ -64,7 +64,9 @@ def read_baselines(
                 allowed=f"a baseline with one of the tasks; it has {', '.join(sorted(available)) or 'none'}",
                 next_step="name another baseline, or evaluate that one on the task first",
             )
-        on_tasks = {path: one for path, one in baseline.results.items() if tasks_of([one], split) & wanted}
+        on_tasks = {
+            path: result for path, result in baseline.results.items() if tasks_of([result], split) & wanted
+        }
         # The last step of each task.
         last = {path: result for group in group_last(on_tasks).values() for path, result in group.items()}
         baselines.append(replace(baseline, results=last))
