@@ -162,10 +162,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     # After the results were shown, because the numbers explain the refusal.
     if len(results) == 1:
         refuse_invalid(results[0])
-    for invalid in [result for result in results if not result.is_valid]:
-        output.say(f"strop: {invalid.task}: {invalid.verdict}")
-    if not all(result.is_valid for result in results):
-        raise typer.Exit(EXIT_FAILED)
+    _exit_if_invalid(output, results)
     if options.write_order is not None:
         write_order(results[0], options.write_order)
 
@@ -211,7 +208,11 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
         show_beside(output, evaluated.rows)
     for table in evaluated.tables:
         output.say(f"table: {table}")
-    invalid = [result for result in evaluated.own if not result.is_valid]
+    _exit_if_invalid(output, evaluated.own)
+
+
+def _exit_if_invalid(output: Output, results: Sequence[EvalResult]) -> None:
+    invalid = [result for result in results if not result.is_valid]
     for result in invalid:
         output.say(f"strop: {result.task}: {result.verdict}")
     if invalid:
