@@ -165,7 +165,7 @@ def read_request(
         command=options.command,
         resources=resources,
         roles=tuple(roles),
-        environment=_say_price(environment, profile, resources),
+        environment=_add_price(environment, profile, resources),
         snapshot=_take_code(project_path, root, resolved, options, site) if options.has_snapshot else None,
         project_path=project_path,
         home=home,
@@ -388,7 +388,7 @@ def _count_resources(resolved: ResolvedSpec, site: str, profile: SiteOptions) ->
     )
 
 
-def _say_price(environment: JobEnvironment, profile: SiteOptions, resources: Resources) -> JobEnvironment:
+def _add_price(environment: JobEnvironment, profile: SiteOptions, resources: Resources) -> JobEnvironment:
     """Add a variable with the price of an hour of the job, for the run's report."""
     price = profile.usd_per_gpu_hour
     num_gpus = profile.count_paid_gpus(resources.num_nodes, resources.gpus_per_node)

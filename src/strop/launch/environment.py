@@ -119,7 +119,9 @@ def gather_environment(
     layers.add(VariableSource.SITE, f"site {site.name}", profile.variables())
     layers.add(VariableSource.DOTENV, ".env", dotenv)
     layers.add(
-        VariableSource.SUBMITTER, "your environment", _take_named(plain_names, submitter, profile, dotenv)
+        VariableSource.SUBMITTER,
+        "your environment",
+        _select_variables(plain_names, submitter, profile, dotenv),
     )
     layers.add(VariableSource.FLAG, "--env-file", from_file)
     layers.add(VariableSource.FLAG, "a flag", flags.variables())
@@ -221,7 +223,7 @@ def describe_auth(environment: JobEnvironment) -> str | None:
     return f"{HUB_TOKEN}: taken from the {HUB_LOGIN}, for this job only"
 
 
-def _take_named(
+def _select_variables(
     names: Sequence[str],
     environ: Mapping[str, str],
     profile: SiteOptions,

@@ -76,12 +76,12 @@ def fetch_run(record: RecordFiles, dest: Path, part: Part, *, step: int | None =
         complete = [step]
     names = _choose(record, part, complete)
     if not names:
-        raise _nothing(record, part)
+        raise _nothing_to_fetch(record, part)
     moved = sum(_copy(record, name, incoming / name) for name in names)
     steps = sorted({step for name in names if (step := step_of(name)) is not None})
     steps = [step for step in steps if _verify(record, incoming, step)]
     if part in {Part.CHECKPOINTS, Part.LATEST} and not steps:
-        raise _nothing(record, part)
+        raise _nothing_to_fetch(record, part)
     kept = {f"step-{step:06d}" for step in steps}
     for path in incoming.glob(f"{CHECKPOINTS}*"):
         # Left unverified by an interrupted call that requested more.
@@ -111,7 +111,7 @@ def follow_run(
 
     Raises: like `fetch_run`; StoreError if the folder exists and is not a copy of this run.
     """
-    _begin_following(record, dest)
+    _claim_folder(record, dest)
     moved, steps = 0, set[int]()
     while True:
         # Checked before the last copy, so that this includes everything written until the end.
@@ -121,24 +121,24 @@ def follow_run(
         for step in complete if part is not Part.TRACES else []:
             of_step = [name for name in names if step_of(name) == step]
             if of_step and step not in steps:
-                size = _bring_checkpoint(record, of_step, dest, step)
+                size = _fetch_checkpoint(record, of_step, dest, step)
                 moved, steps = moved + (size or 0), steps | ({step} if size is not None else set())
                 if size:
                     say(f"{dest / CHECKPOINTS}/step-{step:06d}: {size / 1e6:.1f} MB")
         # At the end growing files are compared whole: a resumed attempt may have rewritten them.
-        bring = _replace if over else _bring
-        moved += sum(bring(record, name, dest / name) for name in names if step_of(name) is None)
+        copy = _replace if over else _update_file
+        moved += sum(copy(record, name, dest / name) for name in names if step_of(name) is None)
         if over:
             break
         pause()
     (dest / FOLLOWED_NAME).unlink()
     num_files = sum(1 for path in dest.rglob("*") if path.is_file())
     if not num_files:
-        raise _nothing(record, part)
+        raise _nothing_to_fetch(record, part)
     return Fetched(path=dest, num_files=num_files, moved_bytes=moved, steps=tuple(sorted(steps)))
 
 
-def _begin_following(record: RecordFiles, dest: Path) -> None:
+def _claim_folder(record: RecordFiles, dest: Path) -> None:
     """Create and mark the folder, or accept a marked one. Raises: StoreError."""
     mark, source = dest / FOLLOWED_NAME, record.describe("")
     marked = mark.read_text("utf-8") if mark.is_file() else None
@@ -156,7 +156,7 @@ def _begin_following(record: RecordFiles, dest: Path) -> None:
         raise explain_write_failure(error, dest) from error
 
 
-def _bring_checkpoint(record: RecordFiles, names: Sequence[str], dest: Path, step: int) -> int | None:
+def _fetch_checkpoint(record: RecordFiles, names: Sequence[str], dest: Path, step: int) -> int | None:
     """Copy a complete checkpoint, verify it and move it into place; return None if its run removed it."""
     name = f"step-{step:06d}"
     place = dest / CHECKPOINTS / name
@@ -172,7 +172,7 @@ def _bring_checkpoint(record: RecordFiles, names: Sequence[str], dest: Path, ste
     return moved
 
 
-def _bring(record: RecordFiles, name: str, path: Path) -> int:
+def _update_file(record: RecordFiles, name: str, path: Path) -> int:
     """Update one file, a growing one by its new lines; return the number of bytes moved."""
     if name.startswith(_NEVER_CHANGING) and path.is_file():
         return 0
@@ -208,7 +208,7 @@ def _replace(record: RecordFiles, name: str, path: Path) -> int:
     return len(data)
 
 
-def _nothing(record: RecordFiles, part: Part) -> StoreError:
+def _nothing_to_fetch(record: RecordFiles, part: Part) -> StoreError:
     return StoreError(
         f"{record.describe('')} has no {part.value} to fetch",
         allowed="a job that has written something",

@@ -243,7 +243,7 @@ def watch(
         words = f"{ref.job_id}: {', '.join(map(describe_status, statuses))}"
         notices.say_new("state", words)
         has_ended = all(status.state.is_terminal and not status.is_silent for status in statuses)
-        if has_ended and not _goes_on(launcher, ref, statuses, notices, now):
+        if has_ended and not _submit_next(launcher, ref, statuses, notices, now):
             return
         pause_s = ask_every_s(ref) * random.uniform(1.0, 1.25)
         is_lost = any(status.state is JobState.UNKNOWN and not status.is_silent for status in statuses)
@@ -257,7 +257,7 @@ def watch(
         pause(pause_s)
 
 
-def _goes_on(
+def _submit_next(
     launcher: Launcher,
     ref: JobRef,
     statuses: list[JobStatus],

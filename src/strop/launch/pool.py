@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _START_LIMIT_S = 600.0
 _ANSWER_LIMIT_S = 10.0
 _STOP_GRACE_S = 5.0
-_LOOK_EVERY_S = 5.0
+_ADJUST_EVERY_S = 5.0
 _REPLACE_S = 900.0
 """A job that ends so soon, and is in the last tenth of its time, no longer counts: another may replace it."""
 
@@ -138,17 +138,17 @@ class Pool:
             ) as client:
                 while not is_stopped.is_set():
                     try:
-                        await self._look(client)
+                        await self._adjust(client)
                     except (StropError, httpx.HTTPError) as error:
                         # The scheduler or controller may be restarting; the next query may succeed.
                         self.say(f"the pool stays as it is: {error}")
                     with suppress(TimeoutError):
-                        await asyncio.wait_for(is_stopped.wait(), _LOOK_EVERY_S)
+                        await asyncio.wait_for(is_stopped.wait(), _ADJUST_EVERY_S)
         finally:
             for ref in self._jobs.values():
                 self.launcher.backend.stop(ref, None, grace_s=_STOP_GRACE_S)
 
-    async def _look(self, client: httpx.AsyncClient) -> None:
+    async def _adjust(self, client: httpx.AsyncClient) -> None:
         answer = (await client.get("/nodes")).raise_for_status().json()
         nodes = self._read_nodes(answer["nodes"])
         await asyncio.to_thread(self._forget_ended)

@@ -138,7 +138,7 @@ def unpack_code(archive_path: Path, target: Path, sha256: str) -> None:
         ):
             archive.extractall(target, filter="data")
     except (OSError, tarfile.TarError) as error:
-        raise _another_code(archive_path, f"cannot be unpacked ({error})") from error
+        raise _wrong_code(archive_path, f"cannot be unpacked ({error})") from error
     unpacked: list[str] = []
     for folder, folders, names in os.walk(target):
         links = [name for name in folders if (Path(folder) / name).is_symlink()]
@@ -146,7 +146,7 @@ def unpack_code(archive_path: Path, target: Path, sha256: str) -> None:
     files = tuple(sorted(unpacked))
     unpacked_sha256 = hash_code(target, files)
     if unpacked_sha256 != sha256:
-        raise _another_code(
+        raise _wrong_code(
             archive_path, f"has the hash {unpacked_sha256[:12]}, and {sha256[:12]} was submitted"
         )
 
@@ -290,7 +290,7 @@ def _git(root: Path, *words: str, is_raw: bool = False) -> str | None:
     return text if is_raw else text.rstrip("\n")
 
 
-def _another_code(path: Path, why: str) -> CheckRefused:
+def _wrong_code(path: Path, why: str) -> CheckRefused:
     return CheckRefused(
         f"the code of the job, {path}, {why}",
         allowed="the very code that was submitted",

@@ -111,7 +111,7 @@ class Submitter:
         with lock_name(home.parent, read_plan(job_path_of(home)).name):
             old = read_plan(job_path_of(home))
             last = read_ref(job_path_of(home)) if has_ref(home) else None
-            num_past = 0 if last is None else self._count_attempts(last, old)
+            num_past = 0 if last is None else self._next_number(last, old)
             request = replace(request, home=str(home), num_past=num_past)
             plan = make_plan(request, self.backend)
             refuse_other_run(plan, old)
@@ -153,7 +153,7 @@ class Submitter:
                 plan = replace(
                     old,
                     submitted_at=submitted_at,
-                    num_past=self._count_attempts(last, old),
+                    num_past=self._next_number(last, old),
                     follows=last.job_id,
                     start_step=self.backend.find_saved_step(last),
                     num_resubmitted=old.num_resubmitted + 1,
@@ -213,7 +213,7 @@ class Submitter:
                 next_step="wait for its end, or `strop cancel` it",
             )
 
-    def _count_attempts(self, ref: JobRef, plan: JobPlan) -> int:
+    def _next_number(self, ref: JobRef, plan: JobPlan) -> int:
         """Return the number of the next attempt of a job."""
         records = [self.backend.open_record(ref, trial.index) for trial in plan.trials]
         numbers = [attempt.number for record in records for attempt in read_attempts(record)]

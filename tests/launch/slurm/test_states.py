@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.launch.contract import JobState
-from strop.launch.slurm.states import SeenState, read_state
+from strop.launch.slurm.states import ReportedState, read_state
 
 Q, S, R, P = JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.PREEMPTED
 F, C, T, U = JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT, JobState.UNKNOWN
@@ -43,7 +43,7 @@ TABLE = [
 @pytest.mark.parametrize(("long", "short", "restarts", "state"), TABLE)
 def test_long_and_short_names_mean_the_same(long: str, short: str, restarts: int, state: JobState) -> None:
     for name in (long, short, long.lower()):
-        assert read_state(SeenState(names=(name,), num_restarts=restarts))[0] is state
+        assert read_state(ReportedState(names=(name,), num_restarts=restarts))[0] is state
 
 
 @settings(deadline=None)
@@ -51,9 +51,9 @@ def test_long_and_short_names_mean_the_same(long: str, short: str, restarts: int
 def test_lau_6_a_name_that_nobody_knows_is_unknown(name: str) -> None:
     known = {word for row in TABLE for word in row[:2]}
     if name.strip().upper().removesuffix("+") not in known:
-        assert read_state(SeenState(names=(name,)))[0] is U
-        assert read_state(SeenState(names=("RUNNING", name)))[0] in {U, R}
-        assert read_state(SeenState(names=("COMPLETED", name)))[0] is not F
+        assert read_state(ReportedState(names=(name,)))[0] is U
+        assert read_state(ReportedState(names=("RUNNING", name)))[0] in {U, R}
+        assert read_state(ReportedState(names=("COMPLETED", name)))[0] is not F
 
 
 @pytest.mark.parametrize(
@@ -71,53 +71,53 @@ def test_lau_6_a_name_that_nobody_knows_is_unknown(name: str) -> None:
     ],
 )
 def test_flags_and_base_state_together(names: tuple[str, ...], state: JobState) -> None:
-    assert read_state(SeenState(names=names))[0] is state
+    assert read_state(ReportedState(names=names))[0] is state
 
 
 @pytest.mark.parametrize(
     ("seen", "state", "reason"),
     [
-        (SeenState(names=("PENDING",), reason="Resources"), Q, "Resources"),
+        (ReportedState(names=("PENDING",), reason="Resources"), Q, "Resources"),
         (
-            SeenState(names=("PENDING",), reason="DependencyNeverSatisfied"),
+            ReportedState(names=("PENDING",), reason="DependencyNeverSatisfied"),
             F,
             "dependency: DependencyNeverSatisfied",
         ),
-        (SeenState(names=("PENDING",), reason="JobHeldUser"), Q, "held: JobHeldUser"),
-        (SeenState(names=("PENDING",), reason="JobHeldAdmin", num_restarts=1), Q, "held: JobHeldAdmin"),
-        (SeenState(names=("PENDING",), reason="BeginTime", num_restarts=1), P, "BeginTime"),
-        (SeenState(names=("FAILED",), exit_code=3), F, "exit 3"),
-        (SeenState(names=("FAILED",), exit_code=75), F, "exit 75: saved, and not started again"),
-        (SeenState(names=("FAILED",), exit_code=76), F, "exit 76: preflight"),
-        (SeenState(names=("FAILED",), exit_code=143), F, "signal 15"),
+        (ReportedState(names=("PENDING",), reason="JobHeldUser"), Q, "held: JobHeldUser"),
+        (ReportedState(names=("PENDING",), reason="JobHeldAdmin", num_restarts=1), Q, "held: JobHeldAdmin"),
+        (ReportedState(names=("PENDING",), reason="BeginTime", num_restarts=1), P, "BeginTime"),
+        (ReportedState(names=("FAILED",), exit_code=3), F, "exit 3"),
+        (ReportedState(names=("FAILED",), exit_code=75), F, "exit 75: saved, and not started again"),
+        (ReportedState(names=("FAILED",), exit_code=76), F, "exit 76: preflight"),
+        (ReportedState(names=("FAILED",), exit_code=143), F, "signal 15"),
         (
-            SeenState(names=("FAILED",), exit_code=0, exit_signal=15, reason="JobLaunchFailure"),
+            ReportedState(names=("FAILED",), exit_code=0, exit_signal=15, reason="JobLaunchFailure"),
             F,
             "signal 15",
         ),
         (
-            SeenState(names=("FAILED",), exit_code=0, exit_signal=53, reason="JobLaunchFailure"),
+            ReportedState(names=("FAILED",), exit_code=0, exit_signal=53, reason="JobLaunchFailure"),
             F,
             "could not start: its log's folder is missing or not writable (JobLaunchFailure 0:53)",
         ),
-        (SeenState(names=("FAILED",), reason="NonZeroExitCode"), F, "NonZeroExitCode"),
-        (SeenState(names=("NODE_FAIL",), nodes="n7"), F, "a node was lost on n7"),
+        (ReportedState(names=("FAILED",), reason="NonZeroExitCode"), F, "NonZeroExitCode"),
+        (ReportedState(names=("NODE_FAIL",), nodes="n7"), F, "a node was lost on n7"),
         (
-            SeenState(names=("OUT_OF_MEMORY",), reason="OutOfMemory", nodes="n7"),
+            ReportedState(names=("OUT_OF_MEMORY",), reason="OutOfMemory", nodes="n7"),
             F,
             "out of memory (OutOfMemory) on n7",
         ),
         # A cancelled job can show any exit code.
-        (SeenState(names=("CANCELLED by 1000",), exit_code=75), C, ""),
-        (SeenState(names=("TIMEOUT",), exit_code=0, exit_signal=9), T, "its time limit ended it"),
-        (SeenState(names=("PREEMPTED",), may_requeue=False), F, "preempted, and not started again"),
-        (SeenState(names=("PREEMPTED",), may_requeue=True, ended_ago_s=3.0), P, ""),
+        (ReportedState(names=("CANCELLED by 1000",), exit_code=75), C, ""),
+        (ReportedState(names=("TIMEOUT",), exit_code=0, exit_signal=9), T, "its time limit ended it"),
+        (ReportedState(names=("PREEMPTED",), may_requeue=False), F, "preempted, and not started again"),
+        (ReportedState(names=("PREEMPTED",), may_requeue=True, ended_ago_s=3.0), P, ""),
         (
-            SeenState(names=("PREEMPTED",), may_requeue=True, ended_ago_s=300.0),
+            ReportedState(names=("PREEMPTED",), may_requeue=True, ended_ago_s=300.0),
             F,
             "preempted, and not started again",
         ),
     ],
 )
-def test_reasons_are_slurms_own_or_say_more(seen: SeenState, state: JobState, reason: str) -> None:
+def test_reasons_are_slurms_own_or_say_more(seen: ReportedState, state: JobState, reason: str) -> None:
     assert read_state(seen) == (state, reason)

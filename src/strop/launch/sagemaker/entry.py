@@ -180,7 +180,7 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
         if start.hosts.is_head:
             evaluation_path = start.tree.checkpoint_path / EVALUATION
     uploader = RecordUploader(
-        _choose_place(start), start.home, start.attempt, has_run=has_run, evaluation_path=evaluation_path
+        _choose_sender(start), start.home, start.attempt, has_run=has_run, evaluation_path=evaluation_path
     )
     started_at = time.time()
     rendezvous = join_hosts(
@@ -360,7 +360,7 @@ def _arrival_check(place: str) -> Callable[[str], bool]:
     return has_arrived
 
 
-def _choose_place(start: _Start) -> Send:
+def _choose_sender(start: _Start) -> Send:
     """Return the function that sends files of the record."""
     if not _reaches_store(start):
         return partial(copy_into, start.tree.checkpoint_path / "record")

@@ -75,11 +75,11 @@ class PlatformSync:
         self._folder, self._uri, self._objects, self._every_s = folder, uri.rstrip("/"), objects, every_s
         self._seen: dict[str, tuple[int, int]] = {}
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._go_on, name="checkpoint-sync", daemon=True)
+        self._thread = threading.Thread(target=self._repeat, name="checkpoint-sync", daemon=True)
 
     def start(self) -> None:
         """Begin; files that were copied in are not uploaded."""
-        self._seen = self._look()
+        self._seen = self._list_versions()
         self._thread.start()
 
     def stop(self, *, is_last: bool) -> None:
@@ -91,7 +91,7 @@ class PlatformSync:
 
     def copy_changes(self) -> None:
         """Upload changed files as they are now, and delete missing ones."""
-        versions = self._look()
+        versions = self._list_versions()
         for name in sorted(self._seen.keys() - versions.keys()):
             self._objects.remove(f"{self._uri}/{name}")
         for name, version in versions.items():
@@ -100,13 +100,13 @@ class PlatformSync:
                     self._objects.write(f"{self._uri}/{name}", (self._folder / name).read_bytes())
         self._seen = versions
 
-    def _look(self) -> dict[str, tuple[int, int]]:
+    def _list_versions(self) -> dict[str, tuple[int, int]]:
         return {
             path.relative_to(self._folder).as_posix(): (stat.st_mtime_ns, stat.st_size)
             for path, stat in walk_files(self._folder)
         }
 
-    def _go_on(self) -> None:
+    def _repeat(self) -> None:
         while not self._stopped.wait(self._every_s):
             self.copy_changes()
 

@@ -331,10 +331,12 @@ def read_gpu_shares(train: str | None, evaluation: str | None, *, has_split: boo
     texts = {flag: text for flag, text in ((_TRAIN, train), (_EVAL, evaluation)) if text is not None}
     for flag, text in texts.items():
         if _LIST.fullmatch(text) is None:
-            raise _wrong(f"{flag} {show_value(text)}", "it is neither a number of GPUs nor a list of indices")
+            raise _gpu_error(
+                f"{flag} {show_value(text)}", "it is neither a number of GPUs nor a list of indices"
+            )
     if not any(mark in text for text in texts.values() for mark in ",-"):
         numbers = {flag: int(text) for flag, text in texts.items()}
-        return _name(numbers, "train_gpus")
+        return _name_settings(numbers, "train_gpus")
     lists: dict[str, list[int]] = {}
     for flag, text in texts.items():
         indices = lists[flag] = []
@@ -342,29 +344,29 @@ def read_gpu_shares(train: str | None, evaluation: str | None, *, has_split: boo
             first, hyphen, last = part.partition("-")
             part_indices = range(int(first), int(last if hyphen else first) + 1)
             if not part_indices:
-                raise _wrong(f"{flag} {text}", f"{part} runs backwards")
+                raise _gpu_error(f"{flag} {text}", f"{part} runs backwards")
             indices += part_indices
         twice = sorted({index for index in indices if indices.count(index) > 1})
         if twice:
-            raise _wrong(f"{flag} {text}", f"it names GPU {', '.join(map(str, twice))} twice")
+            raise _gpu_error(f"{flag} {text}", f"it names GPU {', '.join(map(str, twice))} twice")
         if max(indices) >= _MAX_GPUS:
-            raise _wrong(f"{flag} {text}", f"instances have GPUs 0 to {_MAX_GPUS - 1}")
+            raise _gpu_error(f"{flag} {text}", f"instances have GPUs 0 to {_MAX_GPUS - 1}")
     shared = sorted(set(lists.get(_TRAIN, ())) & set(lists.get(_EVAL, ())))
     if shared:
-        raise _wrong(
+        raise _gpu_error(
             f"{_TRAIN} {train} and {_EVAL} {evaluation}",
             f"both name GPU {', '.join(map(str, shared))}, and two roles cannot share one",
         )
     counts = {flag: len(indices) for flag, indices in lists.items()}
-    return _name(counts, "train_gpus" if has_split else "gpus")
+    return _name_settings(counts, "train_gpus" if has_split else "gpus")
 
 
-def _name(numbers: dict[str, int], train_name: str) -> dict[str, int]:
+def _name_settings(numbers: dict[str, int], train_name: str) -> dict[str, int]:
     names = {_TRAIN: train_name, _EVAL: "eval_gpus"}
     return {names[flag]: number for flag, number in numbers.items()}
 
 
-def _wrong(flags: str, why: str) -> ConfigError:
+def _gpu_error(flags: str, why: str) -> ConfigError:
     return ConfigError(
         f"{flags}: {why}",
         allowed=f"numbers ({_TRAIN} 4 {_EVAL} 2), or lists without a GPU in common ({_TRAIN} 0-5"

@@ -125,7 +125,7 @@ class Rendezvous:
                 self._take(node, message)
         except (OSError, ValueError):
             pass
-        self._lose(node)
+        self._note_loss(node)
 
     def _take(self, node: int, message: dict[str, Any]) -> None:
         kind = message.get("kind")
@@ -172,7 +172,7 @@ class Rendezvous:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(str(code))
 
-    def _lose(self, node: int) -> None:
+    def _note_loss(self, node: int) -> None:
         """Note the loss of a host, whose link ended without an exit code."""
         if self._stopped.is_set() or node in self.codes or self.verdict is not None:
             return
@@ -195,7 +195,7 @@ class Rendezvous:
             self.send({"kind": "alive"})
             for node, heard_at in list(self._heard_at.items()):
                 if time.monotonic() - heard_at > SILENCE_LIMIT_S and node not in self.codes:
-                    self._lose(node)
+                    self._note_loss(node)
 
     def _send_shared_file(self, path: Path) -> None:
         """Send the file whenever it changes, and None once it is removed."""

@@ -66,7 +66,7 @@ class SageMakerSettings:
         if self.profile.image:
             return self.profile.image
         if self.profile.repository is None:
-            raise _lacks("image or repository", "the image that the job runs in")
+            raise _missing_setting("image or repository", "the image that the job runs in")
         return f"{self.profile.repository}:{self.profile.image_tag or f'v{__version__}'}"
 
 
@@ -83,7 +83,7 @@ def read_settings(request: JobRequest) -> SageMakerSettings:
         ("bucket", "where code, state and results are kept"),
     ):
         if getattr(profile, name) is None:
-            raise _lacks(name, why)
+            raise _missing_setting(name, why)
     parse_s3(f"s3://{profile.bucket}/{profile.prefix}")
 
     limit_s = request.resources.time_limit_s
@@ -135,7 +135,7 @@ def _split_roles(arns: Mapping[str, str]) -> tuple[dict[str, str], dict[str, tup
     return secrets, roles
 
 
-def _lacks(name: str, why: str) -> ConfigError:
+def _missing_setting(name: str, why: str) -> ConfigError:
     return ConfigError(
         f"the site profile has no {name}: {why}",
         allowed="a profile with region, role, bucket, and repository or image",

@@ -29,7 +29,7 @@ from strop.launch.slurm.script import (
     require_fit,
     write_script,
 )
-from strop.launch.slurm.states import SeenJob, read_state
+from strop.launch.slurm.states import ReportedJob, read_state
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 
 _ACCEPTED = re.compile(r"^(?P<id>\d+)(?:;(?P<cluster>\S+))?$", re.MULTILINE)
@@ -124,7 +124,7 @@ class SlurmBackend:
         job = _ACCEPTED.search(reply.output)
         if reply.code or job is None:
             raise CheckRefused(
-                f"sbatch refused {plan.name} with exit code {reply.code}: {_words(reply)}",
+                f"sbatch refused {plan.name} with exit code {reply.code}: {reply.message}",
                 allowed="a request that the cluster can meet",
                 next_step=f"change it, or read {plan.home}/job/{SCRIPT_NAME}",
             )
@@ -192,7 +192,7 @@ class SlurmBackend:
                 base_ids.add(job.base_id)
                 yield self._ref_of(job)
 
-    def _ref_of(self, job: SeenJob) -> JobRef:
+    def _ref_of(self, job: ReportedJob) -> JobRef:
         return JobRef(
             name=job.name,
             site=self.site,
@@ -217,14 +217,10 @@ def _target(ref: JobRef, trial: int | None) -> str:
     return f"{ref.job_id}_{trial}" if trial is not None and ref.details.get("is_array") else ref.job_id
 
 
-def _words(reply: ClientReply) -> str:
-    return (reply.errors.strip() or reply.output.strip()) or "no word"
-
-
 def _require(reply: ClientReply, what: str) -> None:
     if reply.code:
         raise CheckRefused(
-            f"{what} failed with {reply.code}: {_words(reply)}",
+            f"{what} failed with {reply.code}: {reply.message}",
             allowed="a job of yours on this cluster",
             next_step="look at it with squeue",
         )
@@ -308,8 +304,8 @@ def _check_account(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
     except StoreError as error:
         return [find_refusal("account", error, severity=Severity.UNKNOWN)]
     if reply.code:
-        words = reply.errors.strip() or reply.output.strip()
-        return [_unknown("account", f"whether account {account} exists is unknown: {words}", "go on")]
+        problem = f"whether account {account} exists is unknown: {reply.message}"
+        return [_unknown("account", problem, "go on")]
     accounts = sorted(set(reply.output.split()))
     if account in accounts:
         return []

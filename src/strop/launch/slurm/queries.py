@@ -18,7 +18,7 @@ from strop.launch.environment import clean_inherited
 from strop.launch.slurm.states import (
     ACCOUNTING_FIELDS,
     PLAIN_FORMAT,
-    SeenJob,
+    ReportedJob,
     add_restarts,
     read_accounting,
     read_json,
@@ -59,6 +59,11 @@ class ClientReply:
     code: int
     output: str
     errors: str
+
+    @property
+    def message(self) -> str:
+        """Slurm's message, from standard error if it has any."""
+        return self.errors.strip() or self.output.strip() or "no word"
 
 
 def clean_environment(environ: Mapping[str, str], *, secrets: Sequence[str] = ()) -> dict[str, str]:
@@ -112,7 +117,7 @@ def _silent(program: str, words: str) -> StoreError:
 Client = Callable[[Sequence[str]], ClientReply]
 
 
-def list_jobs(*, client: Client = ask_client, now: float | None = None) -> list[SeenJob]:
+def list_jobs(*, client: Client = ask_client, now: float | None = None) -> list[ReportedJob]:
     """Return all jobs of this user that the controller remembers, including finished ones.
 
     Raises: StoreError if it does not answer in a known form.
@@ -126,7 +131,7 @@ def list_jobs(*, client: Client = ask_client, now: float | None = None) -> list[
     reply = client(("squeue", "-h", "-r", "--me", "--states=all", "-o", PLAIN_FORMAT))
     if reply.code:
         raise StoreError(
-            f"squeue failed with {reply.code}: {reply.errors.strip() or reply.output.strip()}",
+            f"squeue failed with {reply.code}: {reply.message}",
             allowed="an answer as JSON or as fields, as Slurm 20.11 to 24.11 give it",
             next_step="run squeue by hand, and read what it says",
         )
@@ -162,7 +167,7 @@ def answer_for(
     return answers
 
 
-def _answers_of(jobs: Sequence[SeenJob]) -> dict[tuple[str, int], SchedulerStatus]:
+def _answers_of(jobs: Sequence[ReportedJob]) -> dict[tuple[str, int], SchedulerStatus]:
     """Return one status per base id and task; for a heterogeneous job that of its first component."""
     answers: dict[tuple[str, int], SchedulerStatus] = {}
     nodes: dict[tuple[str, int], list[str]] = {}

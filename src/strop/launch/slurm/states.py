@@ -31,7 +31,7 @@ ACCOUNTING_FIELDS = ("JobID", "State", "ExitCode", "NodeList")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeenJob:
+class ReportedJob:
     """A job, or a component of a heterogeneous one, in the reply to a query."""
 
     base_id: str
@@ -39,7 +39,7 @@ class SeenJob:
     own_id: str
     tasks: tuple[int, ...]
     """Array tasks that the entry covers; (0,) without an array."""
-    state: SeenState
+    state: ReportedState
     component: int = 0
     """Offset in a heterogeneous job."""
     name: str = ""
@@ -50,7 +50,7 @@ class SeenJob:
     since: float | None = None
 
 
-def read_json(text: str, *, now: float) -> list[SeenJob] | None:
+def read_json(text: str, *, now: float) -> list[ReportedJob] | None:
     """Read `squeue --json`; None if the text is not such a reply. Unreadable jobs are left out."""
     try:
         document = json.loads(text)
@@ -63,7 +63,7 @@ def read_json(text: str, *, now: float) -> list[SeenJob] | None:
     return [parsed for job in jobs if isinstance(job, dict) and (parsed := _read_job(job, now)) is not None]
 
 
-def read_plain(text: str) -> list[SeenJob]:
+def read_plain(text: str) -> list[ReportedJob]:
     """Read `squeue -h -o PLAIN_FORMAT`, which lacks the number of restarts."""
     jobs = []
     for record in text.split(RECORD)[1:]:
@@ -76,12 +76,12 @@ def read_plain(text: str) -> list[SeenJob]:
             continue
         base_id, tasks, component = place
         jobs.append(
-            SeenJob(
+            ReportedJob(
                 base_id=base_id,
                 own_id=own_id,
                 tasks=tasks,
                 component=component,
-                state=SeenState(names=(state,), reason=reason, nodes=nodes),
+                state=ReportedState(names=(state,), reason=reason, nodes=nodes),
                 name=name,
                 comment="" if comment == "(null)" else comment,
                 work_path=work_path,
@@ -91,7 +91,7 @@ def read_plain(text: str) -> list[SeenJob]:
     return jobs
 
 
-def read_restarts(text: str) -> dict[str, SeenState]:
+def read_restarts(text: str) -> dict[str, ReportedState]:
     """Read `scontrol show job -o` into job id to state, with restarts and exit code."""
     states = {}
     for line in text.splitlines():
@@ -101,7 +101,7 @@ def read_restarts(text: str) -> dict[str, SeenState]:
         if not {"JobId", "JobState", "Restarts"} <= values.keys() or not values["Restarts"].isdigit():
             continue
         code, number = _parse_exit(values.get("ExitCode", ""))
-        states[values["JobId"]] = SeenState(
+        states[values["JobId"]] = ReportedState(
             names=(values["JobState"],),
             reason=values.get("Reason", ""),
             num_restarts=int(values["Restarts"]),
@@ -113,12 +113,12 @@ def read_restarts(text: str) -> dict[str, SeenState]:
     return states
 
 
-def add_restarts(jobs: list[SeenJob], states: Mapping[str, SeenState]) -> list[SeenJob]:
+def add_restarts(jobs: list[ReportedJob], states: Mapping[str, ReportedState]) -> list[ReportedJob]:
     """Return jobs of `read_plain` with the states of `read_restarts`."""
     return [replace(job, state=states[job.own_id]) if job.own_id in states else job for job in jobs]
 
 
-def read_accounting(text: str) -> list[SeenJob]:
+def read_accounting(text: str) -> list[ReportedJob]:
     """Read `sacct -X -n -P` of ACCOUNTING_FIELDS: the last run of each job."""
     jobs = []
     for line in text.splitlines():
@@ -129,12 +129,14 @@ def read_accounting(text: str) -> list[SeenJob]:
         base_id, tasks, component = place
         code, number = _parse_exit(fields[2])
         nodes = "" if fields[3] == "None assigned" else fields[3]
-        state = SeenState(names=(fields[1],), exit_code=code, exit_signal=number, nodes=nodes)
-        jobs.append(SeenJob(base_id=base_id, own_id=fields[0], tasks=tasks, component=component, state=state))
+        state = ReportedState(names=(fields[1],), exit_code=code, exit_signal=number, nodes=nodes)
+        jobs.append(
+            ReportedJob(base_id=base_id, own_id=fields[0], tasks=tasks, component=component, state=state)
+        )
     return jobs
 
 
-def _read_job(job: Mapping[str, Any], now: float) -> SeenJob | None:
+def _read_job(job: Mapping[str, Any], now: float) -> ReportedJob | None:
     own_id = _number(job.get("job_id"))
     states = job.get("job_state")
     names = (states,) if isinstance(states, str) else tuple(states) if isinstance(states, list) else ()
@@ -150,7 +152,7 @@ def _read_job(job: Mapping[str, Any], now: float) -> SeenJob | None:
         tasks = _expand(waiting) if waiting else None if task is None else (task,)
     if tasks is None:
         return None
-    state = SeenState(
+    state = ReportedState(
         names=names,
         reason=_text(job.get("state_reason")),
         num_restarts=_number(job.get("restart_cnt")) or 0,
@@ -162,7 +164,7 @@ def _read_job(job: Mapping[str, Any], now: float) -> SeenJob | None:
     )
     since_key = {"PENDING": "submit_time", "RUNNING": "start_time"}.get(names[0], "end_time")
     since = _number(job.get(since_key))
-    return SeenJob(
+    return ReportedJob(
         base_id=str(array_id or leader_id or own_id),
         own_id=str(own_id),
         tasks=tasks,
@@ -247,7 +249,7 @@ def _parse_local_time(text: str) -> float:
         return 0.0
 
 
-def tasks_by_number(jobs: list[SeenJob]) -> Iterator[tuple[tuple[str, int], SeenJob]]:
+def tasks_by_number(jobs: list[ReportedJob]) -> Iterator[tuple[tuple[str, int], ReportedJob]]:
     """Yield each job once for each array task that it covers, with base id and task."""
     for job in jobs:
         for task in job.tasks:
@@ -299,7 +301,7 @@ _PREEMPTION_SETTLES_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SeenState:
+class ReportedState:
     """The unchanged state of one job in one reply."""
 
     names: tuple[str, ...]
@@ -319,7 +321,7 @@ class SeenState:
         return "+".join(self.names)
 
 
-def read_state(job_state: SeenState) -> tuple[JobState, str]:
+def read_state(job_state: ReportedState) -> tuple[JobState, str]:
     """Return a job's state for strop, and the reason in Slurm's words or strop's.
 
     A job that is COMPLETING is still running until Slurm reports its end.
@@ -362,7 +364,7 @@ def _long_names(names: Sequence[str]) -> list[str]:
     return [_SHORT.get(word, word) for word in words]
 
 
-def _read_waiting(name: str, why: str, job_state: SeenState) -> tuple[JobState, str]:
+def _read_waiting(name: str, why: str, job_state: ReportedState) -> tuple[JobState, str]:
     if why.startswith(_BROKEN_DEPENDENCY):
         return JobState.FAILED, f"dependency: {why}"
     if why.startswith(("JobHeld", "job requeued in held state")):
@@ -373,7 +375,7 @@ def _read_waiting(name: str, why: str, job_state: SeenState) -> tuple[JobState, 
     return JobState.QUEUED, why
 
 
-def _explain_exit(job_state: SeenState, why: str) -> str:
+def _explain_exit(job_state: ReportedState, why: str) -> str:
     code, number = job_state.exit_code, job_state.exit_signal
     # Slurm gives the same reason for a missing log folder (0:53) and for a batch shell ended by a signal.
     if number == 53 and not code:
