@@ -38,8 +38,13 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_a_file_describes_another_one(tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text(FILE + "learn_frac = 0.4\n")
-    found = find_accelerator(str(path))
-    assert (found.name, found.bf16_tflops, found.learn_frac, found.decode_frac) == ("mine", 100.0, 0.4, None)
+    accelerator = find_accelerator(str(path))
+    assert (accelerator.name, accelerator.bf16_tflops, accelerator.learn_frac, accelerator.decode_frac) == (
+        "mine",
+        100.0,
+        0.4,
+        None,
+    )
 
 
 @pytest.mark.parametrize(
@@ -77,9 +82,9 @@ def test_a_file_that_describes_none_is_refused(tmp_path: Path, text: str, said: 
     ],
 )
 def test_the_drivers_names_are_known(driver: str, name: str) -> None:
-    found = match_gpu(driver)
-    assert found is not None
-    assert found.name == name
+    accelerator = match_gpu(driver)
+    assert accelerator is not None
+    assert accelerator.name == name
 
 
 @pytest.mark.parametrize("driver", ["NVIDIA L40", "NVIDIA A10M", "Tesla T4", ""])
@@ -99,5 +104,5 @@ def test_one_that_is_only_alike_is_not_taken_for_it(driver: str) -> None:
     ],
 )
 def test_a_schedulers_name_of_a_gpu(name: str, expected: str | None) -> None:
-    found = match_gpu_type(name)
-    assert (None if found is None else found.name) == expected
+    accelerator = match_gpu_type(name)
+    assert (None if accelerator is None else accelerator.name) == expected

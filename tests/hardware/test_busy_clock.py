@@ -61,10 +61,10 @@ def test_intervals_are_told_once_and_up_to_now() -> None:
 
 
 def test_the_smallest_pauses_are_joined() -> None:
-    found = [(0.0, 1.0), (1.5, 2.0), (9.0, 10.0), (4.0, 5.0), (4.5, 6.0)]
-    assert join_intervals(found, 9) == [(0.0, 1.0), (1.5, 2.0), (4.0, 6.0), (9.0, 10.0)]
-    assert join_intervals(found, 3) == [(0.0, 2.0), (4.0, 6.0), (9.0, 10.0)]
-    assert join_intervals(found, 1) == [(0.0, 10.0)]
+    intervals = [(0.0, 1.0), (1.5, 2.0), (9.0, 10.0), (4.0, 5.0), (4.5, 6.0)]
+    assert join_intervals(intervals, 9) == [(0.0, 1.0), (1.5, 2.0), (4.0, 6.0), (9.0, 10.0)]
+    assert join_intervals(intervals, 3) == [(0.0, 2.0), (4.0, 6.0), (9.0, 10.0)]
+    assert join_intervals(intervals, 1) == [(0.0, 10.0)]
     assert join_intervals([], 1) == []
 
 
@@ -72,6 +72,6 @@ def test_intervals_that_nobody_takes_do_not_fill_the_memory() -> None:
     clock = BusyClock()
     for number in range(3 * MAX_INTERVALS):
         clock.add((number, number + 0.5))
-    found = clock.take_intervals(MAX_INTERVALS)
-    assert len(found) < MAX_INTERVALS
-    assert (found[0][0], found[-1][1]) == (0.0, 3 * MAX_INTERVALS - 0.5)
+    intervals = clock.take_intervals(MAX_INTERVALS)
+    assert len(intervals) < MAX_INTERVALS
+    assert (intervals[0][0], intervals[-1][1]) == (0.0, 3 * MAX_INTERVALS - 0.5)

@@ -193,9 +193,9 @@ def test_a_process_is_itself_until_it_ends() -> None:
         assert who.is_alive()
         # While it becomes another program, it has no environment for a moment.
         deadline = time.monotonic() + 60
-        while not (found := find_processes("x")) and time.monotonic() < deadline:
+        while not (pids := find_processes("x")) and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert found == [process.pid]
+        assert pids == [process.pid]
         process.kill()
         # Until it is waited for, its number is there: a zombie, which has ended.
         deadline = time.monotonic() + 60

@@ -85,9 +85,9 @@ def asleep(**variables: str) -> Iterator[subprocess.Popen[bytes]]:
 def wait_for_processes(lease_id: str) -> list[int]:
     """Return those that carry an id. While one becomes its program, it has no environment for a moment."""
     deadline = time.monotonic() + 60
-    while not (found := find_processes(lease_id)) and time.monotonic() < deadline:
+    while not (pids := find_processes(lease_id)) and time.monotonic() < deadline:
         time.sleep(0.01)
-    return found
+    return pids
 
 
 def change(folder: Path, **values: Any) -> None:

@@ -84,12 +84,12 @@ def test_an_address_of_another_machine_cannot_be_bound() -> None:
 def test_listeners_are_named() -> None:
     with hold_port() as held, socket.socket(fileno=held.detach()) as listening:
         listening.listen()
-        found = {one.port: one for one in read_listening_ports()}
-        assert (found[held.port].host, found[held.port].pid) == ("127.0.0.1", os.getpid())
-        assert f"process {os.getpid()}: " in str(found[held.port])
+        by_port = {entry.port: entry for entry in read_listening_ports()}
+        assert (by_port[held.port].host, by_port[held.port].pid) == ("127.0.0.1", os.getpid())
+        assert f"process {os.getpid()}: " in str(by_port[held.port])
     with hold_port("::1") as held, socket.socket(fileno=held.detach()) as listening:
         listening.listen()
-        assert {one.port: one.host for one in read_listening_ports()}[held.port] == "::1"
+        assert {entry.port: entry.host for entry in read_listening_ports()}[held.port] == "::1"
 
 
 def test_nodes_listen_where_others_reach_them() -> None:
@@ -119,9 +119,9 @@ def test_ports_of_an_attempt_are_read_by_that_attempt_only(tmp_path: Path) -> No
     assert read_ports(tmp_path, 3) is None
     path = publish_ports(tmp_path, 3, {"store": "10.0.0.1:4711"}, node="n1")
     assert path == tmp_path / PORTS_NAME
-    found = read_ports(tmp_path, 3)
-    assert found is not None
-    assert (found.node, found.addresses) == ("n1", {"store": "10.0.0.1:4711"})
+    published = read_ports(tmp_path, 3)
+    assert published is not None
+    assert (published.node, published.addresses) == ("n1", {"store": "10.0.0.1:4711"})
     # For the next attempt that is not its own yet.
     assert read_ports(tmp_path, 4) is None
     publish_ports(tmp_path, 4, {"store": "10.0.0.2:4712"}, node="n2")
@@ -154,24 +154,24 @@ def test_who_waits_gets_it_when_it_is_there(tmp_path: Path) -> None:
     timer = threading.Timer(0.2, publish_ports, (tmp_path, 1, {"store": "h:1"}), {"node": "n1"})
     timer.start()
     began = time.monotonic()
-    found = wait_for_ports(tmp_path, 1, ["store"], node="n1", wait_limit_s=120)
-    assert found.addresses == {"store": "h:1"}
+    published = wait_for_ports(tmp_path, 1, ["store"], node="n1", wait_limit_s=120)
+    assert published.addresses == {"store": "h:1"}
     assert time.monotonic() - began >= 0.1
     timer.join()
 
 
 def test_a_program_that_takes_numbers_alone_is_started_on_another_one() -> None:
-    said: list[str] = []
+    notices: list[str] = []
     tried: list[int] = []
 
     def start(port: int) -> str | None:
         tried.append(port)
         return None if len(tried) < 3 else f"runs on {port}"
 
-    assert start_on_port(start, on_retry=said.append) == f"runs on {tried[2]}"
-    assert said == [
+    assert start_on_port(start, on_retry=notices.append) == f"runs on {tried[2]}"
+    assert notices == [
         f"port {port} of 127.0.0.1 was taken between its choice and its use, try {number}"
         for number, port in enumerate(tried[:2], start=1)
     ]
     with pytest.raises(CheckRefused, match=r"5 ports of 127\.0\.0\.1 were taken one after the other"):
-        start_on_port(lambda _: None, on_retry=said.append)
+        start_on_port(lambda _: None, on_retry=notices.append)

@@ -263,8 +263,8 @@ class Listing(AbstractContextManager["Listing"], Iterator[Any]):
 
 
 def test_files_come_in_order_with_their_sizes(root: Path) -> None:
-    found = [(path.relative_to(root).as_posix(), stat.st_size) for path, stat in walk_files(root)]
-    assert found == [("a/one", 5), ("b/c/two", 7), ("three", 5)]
+    listing = [(path.relative_to(root).as_posix(), stat.st_size) for path, stat in walk_files(root)]
+    assert listing == [("a/one", 5), ("b/c/two", 7), ("three", 5)]
     assert list(walk_files(root / "absent")) == []
 
 

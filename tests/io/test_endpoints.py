@@ -46,8 +46,10 @@ def test_servers_are_found_by_name_here_and_in_processes_that_are_started(tmp_pa
     program = (
         "from strop.io.endpoints import find_endpoint as f; print(f('sandboxes').url, f('judge org/a').key)"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert told.split() == [SANDBOXES.url, JUDGE.key]
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    assert output.split() == [SANDBOXES.url, JUDGE.key]
 
 
 def test_another_machine_is_handed_what_one_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

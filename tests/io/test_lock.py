@@ -57,9 +57,9 @@ def test_the_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
         process.communicate()
     with lock:
         assert lock.is_held
-        found = lock.holder()
-        assert found is not None
-        assert found.pid == os.getpid()
+        holder = lock.holder()
+        assert holder is not None
+        assert holder.pid == os.getpid()
     assert not lock.is_held
 
 

@@ -29,9 +29,9 @@ __all__ = ["run"]
 def test_one_attack_on_one_backend(run: Run) -> None:
     ended = run("sandbox", "attack", "process", "sparse-file", "--json")
     assert ended.code == 0
-    (found,) = json.loads(ended.out)
-    (verdict,) = found["verdicts"]
-    assert found["name"] == "process"
+    (result,) = json.loads(ended.out)
+    (verdict,) = result["verdicts"]
+    assert result["name"] == "process"
     assert (verdict["attack"], verdict["row"], verdict["code"], verdict["expected"]) == (
         "sparse-file",
         5,
@@ -39,7 +39,7 @@ def test_one_attack_on_one_backend(run: Run) -> None:
         "B",
     )
     # One attack says nothing of a level.
-    assert found["confirmed"] is None
+    assert result["confirmed"] is None
 
 
 def test_unknown_names_are_refused(run: Run) -> None:
@@ -88,8 +88,8 @@ def test_an_attack_sees_what_is_open(backend: str, monkeypatch: pytest.MonkeyPat
     names = ["kernel-calls", "keyrings"]
     if backend == "process" and IS_ROOT:
         names += ["set-uid-program", "capable-program"]
-    (found,) = asyncio.run(attack_sandboxes([backend], names))
-    assert {verdict.attack: verdict.code for verdict in found.verdicts} == dict.fromkeys(names, Code.EXPOSED)
+    (result,) = asyncio.run(attack_sandboxes([backend], names))
+    assert {verdict.attack: verdict.code for verdict in result.verdicts} == dict.fromkeys(names, Code.EXPOSED)
 
 
 OPEN = """
@@ -103,8 +103,8 @@ def test_an_attack_sees_a_list_that_is_open(monkeypatch: pytest.MonkeyPatch) -> 
     code = daemon_handle._DAEMON_CODE.replace("main(", OPEN + "main(", 1)
     monkeypatch.setattr(daemon_handle, "_DAEMON_CODE", code)
     names = ["list-other-port", "list-rebound-name"]
-    (found,) = asyncio.run(attack_sandboxes(["bubblewrap"], names))
-    assert {verdict.attack: verdict.code for verdict in found.verdicts} == dict.fromkeys(names, Code.EXPOSED)
+    (result,) = asyncio.run(attack_sandboxes(["bubblewrap"], names))
+    assert {verdict.attack: verdict.code for verdict in result.verdicts} == dict.fromkeys(names, Code.EXPOSED)
 
 
 def test_only_a_service_of_the_suites_own_is_attacked() -> None:
@@ -124,9 +124,9 @@ def test_an_attack_sees_what_is_open_at_a_node(monkeypatch: pytest.MonkeyPatch) 
     def serve(*words: str) -> AbstractAsyncContextManager[Endpoint]:
         return served_beside(*words, "--disable-auth")
 
-    (found,) = asyncio.run(attack_sandboxes(["remote"], list(worst), serve=serve))
-    assert found.isolation is not None, found.refusal
-    codes = {verdict.attack: (verdict.code, verdict.expected) for verdict in found.verdicts}
+    (result,) = asyncio.run(attack_sandboxes(["remote"], list(worst), serve=serve))
+    assert result.isolation is not None, result.refusal
+    codes = {verdict.attack: (verdict.code, verdict.expected) for verdict in result.verdicts}
     assert codes == {name: (Code.EXPOSED, expected) for name, expected in worst.items()}
 
 
@@ -138,16 +138,16 @@ OVER_A_SERVICE = (
 """What goes another way, or is seen another way, where a node makes the sandbox."""
 
 
-def with_rest_of_page(found: dict[str, Any], written: str) -> dict[str, Any]:
+def with_rest_of_page(result: dict[str, Any], written: str) -> dict[str, Any]:
     """Return what was found of the last backend, with the page's codes of attacks that were not made."""
-    made = {one["attack"] for one in found["verdicts"]}
+    made = {verdict["attack"] for verdict in result["verdicts"]}
     rows = [line.split(" | ") for line in written.splitlines() if " | `" in line]
     rest = [
         {"attack": row[1].strip("`"), "code": row[-1].rstrip(" |"), "why": ""}
         for row in rows
         if len(row) == 4 + len(BACKENDS) and row[1].strip("`") not in made
     ]
-    return {**found, "verdicts": [*found["verdicts"], *rest]}
+    return {**result, "verdicts": [*result["verdicts"], *rest]}
 
 
 @pytest.mark.slow
@@ -160,18 +160,18 @@ def test_the_page_says_what_attacks_do_here(run: Run) -> None:
     *local, remote = BACKENDS
     ended = run("sandbox", "attack", "--json", *local)
     assert ended.code == 0, ended.err
-    found = json.loads(ended.out)
+    results = json.loads(ended.out)
     ended = run("sandbox", "attack", "--json", remote, *OVER_A_SERVICE)
     assert ended.code == 0, ended.err
     (served,) = json.loads(ended.out)
     assert {one["attack"] for one in served["verdicts"]} == set(OVER_A_SERVICE)
     written = page.read_text("utf-8").partition(MARK)[2].strip().partition("\n\n")[2]
-    assert render([*found, with_rest_of_page(served, written)]).strip() == written
-    levels = {one["name"]: IsolationLevel(one["confirmed"]).word for one in found}
+    assert render([*results, with_rest_of_page(served, written)]).strip() == written
+    levels = {one["name"]: IsolationLevel(one["confirmed"]).word for one in results}
     reached = {"podman": "container", "docker": "container", "bubblewrap": "namespace", "process": "rlimit"}
     assert levels == reached
     assert {name: level.word for name, level in read_confirmed(read_facts()).items()} == levels
-    by_name = {one["name"]: one["verdicts"] for one in found}
+    by_name = {one["name"]: one["verdicts"] for one in results}
     for name in ("bubblewrap", "podman", "docker"):
         assert [one["attack"] for one in by_name[name] if one["code"] > Code.CONTAINED] == []
     assert {one["row"] for one in by_name["podman"]} == set(range(1, 25)) - {22}

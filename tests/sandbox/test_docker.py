@@ -62,8 +62,8 @@ def test_a_root_has_its_mounts_and_nothing_of_dockers_own(tmp_path: Path) -> Non
         assert await say(sandbox, "cat /data/deep/file /data/file /written/file") == "readreadwritten"
         assert "Read-only file system" in await say(sandbox, "echo x > /data/deep/new")
         assert "Read-only file system" in await say(sandbox, "echo x > /data/file")
-        told = await say(sandbox, "echo x > /written/new; ls /new /.strop-init 2>&1 | grep -c 'No such'")
-        assert told == "2\n"
+        output = await say(sandbox, "echo x > /written/new; ls /new /.strop-init 2>&1 | grep -c 'No such'")
+        assert output == "2\n"
         # One root, which is the overlay; and of docker's what hides parts of /proc and /sys.
         assert await say(sandbox, "grep -c ' / ' /proc/mounts; ls /sys/firmware; cat /proc/keys") == "1\n"
         assert "No such file" in await say(sandbox, "cat /etc/resolv.conf /etc/hosts")
@@ -120,16 +120,16 @@ def test_the_death_of_a_supervisor_and_of_all_leaves_no_container(tmp_path: Path
     client = subprocess.Popen([sys.executable, "-c", CLIENT, image], stdout=subprocess.PIPE, env=environ)
     assert client.stdout is not None
     pid = int(client.stdout.readline())
-    (folder,) = (one.removesuffix(f"-{pid}") for one in names() if one.endswith(f"-{pid}"))
+    (folder,) = (container.removesuffix(f"-{pid}") for container in names() if container.endswith(f"-{pid}"))
     assert {f"{folder}-{pid}", f"{folder}-image-0"} <= set(names())
     pids = [client.pid, *find_descendants(client.pid)]
     for number in (signal.SIGSTOP, signal.SIGKILL):
-        for one in pids:
-            os.kill(one, number)
+        for each in pids:
+            os.kill(each, number)
     client.wait()
     client.stdout.close()
     deadline = time.monotonic() + 300.0
-    while any(one.startswith(folder) for one in names()):
+    while any(entry.startswith(folder) for entry in names()):
         clear_abandoned()
         assert time.monotonic() < deadline
         time.sleep(0.2)
@@ -139,7 +139,11 @@ def test_the_death_of_a_supervisor_and_of_all_leaves_no_container(tmp_path: Path
 def test_the_image_of_containers_is_the_same_wherever_it_is_made() -> None:
     name, archive = _own_image()
     assert (name, archive) == _own_image()
-    assert set(archive) == {"manifest.json", "layer.tar", next(one for one in archive if one[0] not in "ml")}
+    assert set(archive) == {
+        "manifest.json",
+        "layer.tar",
+        next(entry for entry in archive if entry[0] not in "ml"),
+    }
     assert len(archive["layer.tar"]) <= 10240
 
 

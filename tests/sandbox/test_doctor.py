@@ -24,14 +24,14 @@ def test_what_it_says_of_a_backend_is_what_its_sandboxes_reach(
     monkeypatch.setattr(doctor, "_TIMES", 1)
     # Engines, which are slow, have a test of their own.
     monkeypatch.setattr(doctor, "BACKENDS", ("bubblewrap", "process"))
-    found = json.loads(run("sandbox", "doctor", "--json").out)
-    by_name = {one["name"]: one for one in found["backends"]}
+    diagnosis = json.loads(run("sandbox", "doctor", "--json").out)
+    by_name = {one["name"]: one for one in diagnosis["backends"]}
     for name, level in (("bubblewrap", IsolationLevel.NAMESPACE), ("process", IsolationLevel.RLIMIT)):
         assert by_name[name]["isolation"]["level"] == level
         assert by_name[name]["has_list"] is (name == "bubblewrap")
         assert by_name[name]["start_s"] > 0.0
         assert by_name[name]["command_s"] > 0.0
-    assert found["facts"]["bwrap"].startswith("bubblewrap ")
+    assert diagnosis["facts"]["bwrap"].startswith("bubblewrap ")
     monkeypatch.setattr(doctor, "BACKENDS", ("bubblewrap",))
     shown = run("sandbox", "doctor")
     assert shown.code == 0
@@ -55,17 +55,17 @@ def test_a_host_without_programs_is_told_what_would_give_more(
     program = tmp_path / "podman"
     program.write_text("#!/bin/sh\necho 'the storage is locked' >&2\nexit 125\n")
     program.chmod(0o755)
-    found = asyncio.run(diagnose_sandboxes())
-    bubblewrap, podman, docker, process = found.backends
+    diagnosis = asyncio.run(diagnose_sandboxes())
+    bubblewrap, podman, docker, process = diagnosis.backends
     assert bubblewrap.isolation is podman.isolation is docker.isolation is None
     assert process.isolation is not None
     assert "program bwrap was not found" in bubblewrap.refusal
     assert "program docker was not found" in docker.refusal
     assert ("the storage is locked" if os.geteuid() == 0 else "newuidmap is not installed") in podman.refusal
-    assert found.facts["bwrap"] == "missing"
-    assert found.facts["podman"] == "the storage is locked"
-    assert any("bubblewrap isolates quickest" in one for one in found.advice)
-    assert any("Delegate=yes" in one for one in found.advice)
+    assert diagnosis.facts["bwrap"] == "missing"
+    assert diagnosis.facts["podman"] == "the storage is locked"
+    assert any("bubblewrap isolates quickest" in one for one in diagnosis.advice)
+    assert any("Delegate=yes" in one for one in diagnosis.advice)
 
 
 def test_what_attacks_have_confirmed_is_told_while_the_host_stays_as_it_is(
@@ -77,8 +77,8 @@ def test_what_attacks_have_confirmed_is_told_while_the_host_stays_as_it_is(
     monkeypatch.setattr(doctor, "_version_of", lambda *_: "1.0")
 
     def look() -> tuple[IsolationLevel | None, list[str]]:
-        found = json.loads(run("sandbox", "doctor", "--json").out)
-        return found["backends"][0]["confirmed"], [one for one in found["advice"] if "attack" in one]
+        diagnosis = json.loads(run("sandbox", "doctor", "--json").out)
+        return diagnosis["backends"][0]["confirmed"], [one for one in diagnosis["advice"] if "attack" in one]
 
     untried = (None, ["strop sandbox attack confirms the levels, in about a minute"])
     assert look() == untried
@@ -107,11 +107,11 @@ def test_a_docker_without_a_daemon_is_told_what_to_do(
         "echo Cannot connect to the Docker daemon >&2; exit 1\n"
     )
     docker.chmod(0o755)
-    found = asyncio.run(diagnose_sandboxes())
-    assert found.backends[0].isolation is None
-    assert "Cannot connect to the Docker daemon" in found.backends[0].refusal
-    assert found.facts["docker daemon"] == "Cannot connect to the Docker daemon"
-    assert any("group docker are root" in one for one in found.advice)
+    diagnosis = asyncio.run(diagnose_sandboxes())
+    assert diagnosis.backends[0].isolation is None
+    assert "Cannot connect to the Docker daemon" in diagnosis.backends[0].refusal
+    assert diagnosis.facts["docker daemon"] == "Cannot connect to the Docker daemon"
+    assert any("group docker are root" in one for one in diagnosis.advice)
 
 
 @pytest.mark.parametrize(

@@ -416,9 +416,9 @@ def test_the_death_of_the_owner_ends_everything(backend: str) -> None:
     try:
         deadline = time.monotonic() + 120
         # The last look counts: while one becomes another program, it has no arguments for a moment.
-        while len(found := processes_with("7204")) < 3 and time.monotonic() < deadline:
+        while len(pids := processes_with("7204")) < 3 and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert len(found) == 3
+        assert len(pids) == 3
     finally:
         owner.kill()
         owner.wait()

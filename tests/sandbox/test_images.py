@@ -96,8 +96,8 @@ def test_an_image_needs_nothing_but_its_program(
     async def work(sandbox: ServedSandbox) -> None:
         assert sandbox.isolation.level is IsolationLevel.CONTAINER
         assert sandbox.isolation.cpu.value == "enforced"
-        told = await sandbox.exec(["/bin/tell", "x"], wall_limit_s=60)
-        assert (told.exit_code, told.stdout) == (2, b"/bin/tell of the image")
+        result = await sandbox.exec(["/bin/tell", "x"], wall_limit_s=60)
+        assert (result.exit_code, result.stdout) == (2, b"/bin/tell of the image")
         assert (await sandbox.exec(["/bin/sh"], wall_limit_s=60)).kind is ExecKind.NOT_STARTED
         with pytest.raises(SandboxRefused, match="no Python can be started"):
             _ = sandbox.python_argv
@@ -147,8 +147,8 @@ def test_a_podman_that_does_not_work_is_told(tmp_path: Path) -> None:
     program = tmp_path / "podman"
     program.write_text("#!/bin/sh\necho cannot find subuid ranges >&2; exit 125\n")
     program.chmod(0o755)
-    for path, said in ((program, "cannot find subuid ranges"), (tmp_path / "none", "No such file")):
-        with pytest.raises(SandboxRefused, match=said) as caught:
+    for path, message in ((program, "cannot find subuid ranges"), (tmp_path / "none", "No such file")):
+        with pytest.raises(SandboxRefused, match=message) as caught:
             require_engine("podman", str(path))
         assert caught.value.kind == "podman"
 
@@ -156,8 +156,8 @@ def test_a_podman_that_does_not_work_is_told(tmp_path: Path) -> None:
 @on_every_engine
 def test_what_is_no_image_is_refused(backend: str, tmp_path: Path) -> None:
     unknown = "image not known" if backend == "podman" else "[Nn]o such image"
-    for name, said in (("localhost/none", unknown), (str(tmp_path / "none"), "No such file")):
-        with pytest.raises(SandboxRefused, match=said) as caught:
+    for name, message in (("localhost/none", unknown), (str(tmp_path / "none"), "No such file")):
+        with pytest.raises(SandboxRefused, match=message) as caught:
             asyncio.run(make_backend(backend).create(replace(spec_of(), image=name)))
         assert caught.value.kind == "image"
 

@@ -51,7 +51,7 @@ def places_of_containers(pids: list[int]) -> list[Path]:
                 states |= {
                     Path("/run", runtime, name.removeprefix("libpod-")) for runtime in ("runc", "crun")
                 }
-    return [one for one in (*groups, *states) if one.exists()]
+    return [path for path in (*groups, *states) if path.exists()]
 
 
 def places_held_by(pids: list[int]) -> set[str]:
@@ -62,7 +62,7 @@ def places_held_by(pids: list[int]) -> set[str]:
                 places.add(os.readlink(link))
             except OSError:
                 continue
-    return {one for one in places if Path(one).name.startswith(FOLDER_PREFIX) and one.count("/") == 2}
+    return {path for path in places if Path(path).name.startswith(FOLDER_PREFIX) and path.count("/") == 2}
 
 
 @pytest.mark.slow
@@ -101,7 +101,7 @@ def test_nothing_stays_when_all_are_killed(backend: str, state: str) -> None:
         words = ["podman", "ps", "--all", "--quiet", "--filter", f"name={Path(place).name}"]
         if backend == "podman":
             assert subprocess.run(words, capture_output=True, check=True).stdout == b""
-    assert [one for one in of_containers if one.exists()] == []
+    assert [path for path in of_containers if path.exists()] == []
     # One that only init has not waited for yet has ended.
     assert [pid for pid in pids if read_start_ticks(pid) is not None] == []
 
@@ -113,14 +113,14 @@ def test_a_container_whose_monitor_was_killed_leaves_nothing() -> None:
         assert isinstance(sandbox, LocalSandbox)
         await sandbox.start(["/bin/sleep", "3600"])
         pids = find_descendants(sandbox.supervisor_pid)
-        found = places_of_containers(pids)
+        places = places_of_containers(pids)
         (monitor,) = (pid for pid in pids if read_file(f"/proc/{pid}/comm").strip() == "conmon")
         os.kill(monitor, signal.SIGKILL)
-        return found
+        return places
 
     of_container = in_sandbox("podman", work)
     assert of_container
-    assert [one for one in of_container if one.exists()] == []
+    assert [path for path in of_container if path.exists()] == []
 
 
 # Waits before there is a bwrap, or between what that does first, cloning, and letting the clone go on. bwrap
@@ -135,12 +135,12 @@ exec 9<>{folder}/go""",
 
 def find_naming(word: str) -> list[int]:
     """Return the processes that have a word in their command line or environment."""
-    found = []
+    pids = []
     for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
         with suppress(OSError):
             if word in read_file(f"/proc/{pid}/cmdline") + read_file(f"/proc/{pid}/environ"):
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 @needs_bubblewrap
@@ -209,8 +209,8 @@ def test_what_lives_is_left_alone() -> None:
     async def work(sandbox: ServedSandbox) -> None:
         held = asyncio.create_task(sandbox.exec(["/bin/sleep", "2.5"], wall_limit_s=60.0))
         await asyncio.sleep(2.1)
-        told = clear_abandoned()
-        assert [line for line in told if Path(sandbox.scratch).parent.name in line] == []
+        removed = clear_abandoned()
+        assert [line for line in removed if Path(sandbox.scratch).parent.name in line] == []
         assert (await held).kind is ExecKind.EXITED
 
     in_sandbox("process", work)

@@ -35,10 +35,10 @@ async def read_amount(job: Job, num_bytes: int) -> bytes:
 
 
 async def read_all(job: Job) -> list[JobOutput]:
-    found = []
+    outputs = []
     while (output := await job.read()) is not None:
-        found.append(output)
-    return found
+        outputs.append(output)
+    return outputs
 
 
 @on_every_backend
@@ -70,15 +70,15 @@ def test_who_reads_late_misses_the_middle_and_learns_how_much(backend: str) -> N
         seen = ["/bin/sh", "-c", "until ls done; do sleep 0.02; done"]
         assert (await sandbox.exec(seen, wall_limit_s=60)).exit_code == 0
         await job.stop()
-        found = await read_all(job)
-        assert sum(len(part.stdout) + part.stdout_omitted for part in found) == 300_004
-        assert sum(len(part.stderr) + part.stderr_omitted for part in found) == 4
+        outputs = await read_all(job)
+        assert sum(len(part.stdout) + part.stdout_omitted for part in outputs) == 300_004
+        assert sum(len(part.stderr) + part.stderr_omitted for part in outputs) == 4
         # The head, then the tail behind the gap: 1000 and 500 bytes.
-        assert [(len(part.stdout), part.stdout_omitted) for part in found if part.stdout] == [
+        assert [(len(part.stdout), part.stdout_omitted) for part in outputs if part.stdout] == [
             (1000, 0),
             (500, 300_004 - 1500),
         ]
-        assert found[-1].stdout.endswith(b"aend\n")
+        assert outputs[-1].stdout.endswith(b"aend\n")
         assert (await job.wait()).stdout == b"a" * 1496 + b"end\n"
 
     in_sandbox(backend, work, limits=Limits(output_head_bytes=1000, output_tail_bytes=500))

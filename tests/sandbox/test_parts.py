@@ -46,9 +46,9 @@ def test_frames_survive_any_cut() -> None:
     stream = pack({"a": 1}, b"\x00\xff" * 3) + pack({}, b"")
     for cut in range(len(stream)):
         buffer = bytearray(stream[:cut])
-        found = list(unpack(buffer))
+        frames = list(unpack(buffer))
         buffer += stream[cut:]
-        assert [*found, *unpack(buffer)] == [({"a": 1}, b"\x00\xff" * 3), ({}, b"")]
+        assert [*frames, *unpack(buffer)] == [({"a": 1}, b"\x00\xff" * 3), ({}, b"")]
         assert buffer == b""
 
 
@@ -110,11 +110,11 @@ def test_version_2_controllers_count_only_where_they_are_handed_down(tmp_path: P
     (own_dir / "cgroup.subtree_control").write_text("io memory\n")
     (own_dir / "cgroup.controllers").write_text("cpu memory pids\n")
     # In a group that others made for a container, what this group itself has counts.
-    found = find_controllers(membership="0::/user/me\n", mounts=mounts, is_for_children=False)
-    assert {controller.name for controller in found} == {"cpu", "memory", "pids"}
-    found = find_controllers(membership="0::/user/me\n", mounts=mounts)
-    assert [(controller.name, controller.version) for controller in found] == [("memory", 2)]
-    assert found[0].own_dir.resolve() == own_dir.resolve()
+    controllers = find_controllers(membership="0::/user/me\n", mounts=mounts, is_for_children=False)
+    assert {controller.name for controller in controllers} == {"cpu", "memory", "pids"}
+    controllers = find_controllers(membership="0::/user/me\n", mounts=mounts)
+    assert [(controller.name, controller.version) for controller in controllers] == [("memory", 2)]
+    assert controllers[0].own_dir.resolve() == own_dir.resolve()
 
 
 def test_version_2_limits_are_written_and_kills_are_read(tmp_path: Path) -> None:

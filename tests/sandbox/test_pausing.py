@@ -123,10 +123,10 @@ def test_what_is_used_is_told(backend: str) -> None:
 
 @pytest.mark.parametrize("kind", ["version 1", "version 2", "signals"])
 def test_a_tree_of_processes_stands_still(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = find_freezers()
+    freezers = find_freezers()
     chosen = {
-        "version 1": [one for one in found if one[0] == 1],
-        "version 2": [one for one in found if one[0] == 2],
+        "version 1": [group for group in freezers if group[0] == 1],
+        "version 2": [group for group in freezers if group[0] == 2],
         "signals": [],
     }[kind]
     monkeypatch.setattr(freezer, "find_freezers", lambda: chosen)

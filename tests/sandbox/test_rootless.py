@@ -169,8 +169,8 @@ def test_containers_of_an_ordinary_user(user: User) -> None:
     user.run(
         f"import json, subprocess; subprocess.run({imported}, check=True, capture_output=True); print(0)"
     )
-    found = user.run(_WORK)
-    reached = found["isolation"]
+    answer = user.run(_WORK)
+    reached = answer["isolation"]
     assert {name: reached[name] for name in ("level", "userns", "netns", "seccomp", "caps")} == {
         "level": 2,
         "userns": True,
@@ -184,18 +184,18 @@ def test_containers_of_an_ordinary_user(user: User) -> None:
     assert reached["lacks"] == ["snapshots", "users"]
     assert (reached["disk"], reached["pids"]) == ("enforced", "enforced")
     # Not this user, and nobody's user twice.
-    assert user.uid not in found["users"]
-    assert len(set(found["users"])) == 2
-    assert found["write"] == "x"
-    assert found["others"].endswith("\n1")
-    assert "root:" not in found["others"]
-    assert "fork" in found["many"]
-    assert found["proxy"] == "http://127.0.0.1:3128"
-    assert (found["tell"], found["tree"]) == ("told\n", "told\n")
-    assert (found["snapshot"], found["user"], found["min_level"]) == ("snapshot", "user", "level")
-    assert found["lost"] == "infra"
-    assert {"container", "directory"} <= set(found["cleared"])
-    assert found["containers"] == ""
+    assert user.uid not in answer["users"]
+    assert len(set(answer["users"])) == 2
+    assert answer["write"] == "x"
+    assert answer["others"].endswith("\n1")
+    assert "root:" not in answer["others"]
+    assert "fork" in answer["many"]
+    assert answer["proxy"] == "http://127.0.0.1:3128"
+    assert (answer["tell"], answer["tree"]) == ("told\n", "told\n")
+    assert (answer["snapshot"], answer["user"], answer["min_level"]) == ("snapshot", "user", "level")
+    assert answer["lost"] == "infra"
+    assert {"container", "directory"} <= set(answer["cleared"])
+    assert answer["containers"] == ""
 
 
 _REFUSED = """
@@ -213,18 +213,18 @@ except SandboxRefused as refusal:
 @pytest.mark.slow
 @needs_rootless_podman
 def test_a_user_without_ids_is_told_what_is_missing(user: User) -> None:
-    kind, said = user.run(_REFUSED, num_ids=0)
+    kind, message = user.run(_REFUSED, num_ids=0)
     assert kind == "subuid"
-    assert "/etc/subuid gives user strop-test no ids" in said
-    assert "usermod --add-subuids" in said
+    assert "/etc/subuid gives user strop-test no ids" in message
+    assert "usermod --add-subuids" in message
     shelf = user.home / "shelf"
     shelf.mkdir()
     for name in ("podman", "cat", "sh", "env", "runc"):
         (shelf / name).symlink_to(str(shutil.which(name)))
-    kind, said = user.run(_REFUSED, num_ids=0, path=str(shelf))
+    kind, message = user.run(_REFUSED, num_ids=0, path=str(shelf))
     assert kind == "newuidmap"
-    assert "newuidmap is not installed" in said
-    assert "uidmap" in said
+    assert "newuidmap is not installed" in message
+    assert "uidmap" in message
 
 
 def test_a_podman_that_fails_otherwise_is_told_in_its_own_words(

@@ -44,15 +44,15 @@ def forking(backend: str, prepare: str, work: Callable[[ServedSandbox, Snapshot]
 
 def layers_of_daemons() -> list[str]:
     """Return the layers that any daemon below this process has, by the mounts and directories it sees."""
-    found = []
+    leftovers = []
     for pid in find_descendants(os.getpid()):
         for base in SCRATCH_BASES:
             # Folders of others come and go.
             with suppress(FileNotFoundError):
-                found += [
+                leftovers += [
                     str(path) for path in Path(f"/proc/{pid}/root{base}").glob("strop-sandbox-*/snap-*")
                 ]
-    return found
+    return leftovers
 
 
 def assert_no_layer_is_left() -> None:
@@ -77,8 +77,8 @@ def test_a_workspace_is_the_programs_own_bounded_and_in_snapshots(backend: str) 
             await first.write("/workspace/deep/file", b"one")
             assert await say(first, "cd /workspace && mkdir made && cat deep/file") == "one"
             script = "head -c 8388608 /dev/zero > /workspace/much; rm /workspace/much"
-            told = await first.exec(["/bin/sh", "-c", script], wall_limit_s=60)
-            assert b"No space left" in told.stderr
+            result = await first.exec(["/bin/sh", "-c", script], wall_limit_s=60)
+            assert b"No space left" in result.stderr
             async with (
                 await first.snapshot() as snapshot,
                 await make_backend(backend).create(replace(spec, snapshot=snapshot)) as second,

@@ -49,8 +49,8 @@ def test_a_tree_goes_in_and_comes_out_as_it_was(backend: str, tmp_path: Path) ->
 
     in_sandbox(backend, work)
     back = tmp_path / "back"
-    found = {str(path.relative_to(back)) for path in back.rglob("*")}
-    assert found == {"a", "a/empty", "a/data", "run.sh", "new", odd}
+    names = {str(path.relative_to(back)) for path in back.rglob("*")}
+    assert names == {"a", "a/empty", "a/data", "run.sh", "new", odd}
     assert (back / "a" / "data").read_bytes() == (source / "a" / "data").read_bytes()
     assert (back / "a" / "data").read_bytes() == (tmp_path / "one").read_bytes()
     assert os.access(back / "run.sh", os.X_OK)

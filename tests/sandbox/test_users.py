@@ -50,8 +50,8 @@ def test_root_inside_has_its_container_and_is_nobody_outside(backend: str) -> No
         assert reached.host_uid >= 0x70000000
         assert reached.caps == "800404db/800404db"
         # The work of an installer: anywhere, for others, as others.
-        told = await say(sandbox, "id -u; echo x > /new; chown 33:44 /new; stat -c %u:%g / /tmp /new")
-        assert told == "0\n0:0\n0:0\n33:44\n"
+        output = await say(sandbox, "id -u; echo x > /new; chown 33:44 /new; stat -c %u:%g / /tmp /new")
+        assert output == "0\n0:0\n0:0\n33:44\n"
         switched = "setpriv --reuid 33 --regid 44 --clear-groups id -u"
         assert await say(sandbox, switched) == "33\n"
         await sandbox.write("/root-file", b"x")
@@ -150,11 +150,11 @@ def test_a_user_that_cannot_be_is_refused(backend: str) -> None:
 
 
 def test_no_two_have_the_same_range() -> None:
-    found = [claim_ids(7) for _ in range(3)]
+    claims = [claim_ids(7) for _ in range(3)]
     try:
-        firsts = sorted(first for first, _ in found)
+        firsts = sorted(first for first, _ in claims)
         assert all(later - earlier >= NUM_IDS for earlier, later in itertools.pairwise(firsts))
         assert firsts[0] >= 0x70400000
     finally:
-        for _, claim in found:
+        for _, claim in claims:
             claim.close()

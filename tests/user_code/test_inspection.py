@@ -48,9 +48,9 @@ def test_code_is_a_file_and_a_name(text: str, expected: bool) -> None:
 
 def test_a_signature_is_read(tmp_path: Path) -> None:
     ref = write(tmp_path / "r.py", "import os\n\ndef score(reply, answer, *, hint=1, **others): ...\n")
-    found = inspect_function(ref)
-    assert found.parameters == ("reply", "answer", "hint")
-    assert (sorted(found.required), found.takes_others, found.line) == (["answer", "reply"], True, 3)
+    function = inspect_function(ref)
+    assert function.parameters == ("reply", "answer", "hint")
+    assert (sorted(function.required), function.takes_others, function.line) == (["answer", "reply"], True, 3)
 
 
 @pytest.mark.parametrize(
@@ -137,13 +137,13 @@ class Half:
 '''
     )
     ref = CodeRef(place=str(tmp_path / "t.py"), name="Doubling")
-    found = inspect_task(ref, {"low": 5})
-    assert (found.meaning, found.values, found.mistakes) == (
+    task = inspect_task(ref, {"low": 5})
+    assert (task.meaning, task.values, task.mistakes) == (
         "Doubles numbers.",
         {"low": 5, "names": ["a"]},
         (),
     )
-    assert found.schema["properties"]["low"]["type"] == "integer"
+    assert task.schema["properties"]["low"]["type"] == "integer"
     assert inspect_task(ref, {"low": "5"}).mistakes == (("low", "Input should be a valid integer"),)
     assert inspect_task(ref, {"lo": 5}).mistakes == (("lo", ""),)
     with pytest.raises(ConfigError, match=r"Half has no render and no verify \(line 16\)"):

@@ -163,8 +163,8 @@ def test_an_interface_that_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_where_all_are_slow_with_the_first_one_it_is_that(tmp_path: Path) -> None:
     group = NodeGroup(names=("n0", "n1", "n2"), index=1, attempt_path=tmp_path, attempt=1)
-    found = list(judge_collective(group, {"is_exact": True, "pairs": {"n1": 4e6, "n2": 5e6}}))
-    assert [(one.code, one.where) for one in found] == [("bandwidth", "n0")] * 2
+    findings = list(judge_collective(group, {"is_exact": True, "pairs": {"n1": 4e6, "n2": 5e6}}))
+    assert [(problem.code, problem.where) for problem in findings] == [("bandwidth", "n0")] * 2
     # Of two nodes nobody can tell; the other one is named.
     pair = NodeGroup(names=("n0", "n1"), index=0, attempt_path=tmp_path, attempt=1)
     (finding,) = judge_collective(pair, {"is_exact": True, "pairs": {"n1": 4e6}})

@@ -75,18 +75,18 @@ def test_a_node_without_complaints(site: Site) -> None:
 def test_what_the_tools_complain_of_is_a_warning_or_a_refusal_by_policy(site: Site) -> None:
     site.say("dcgmi", FAILED_DIAG)
     site.say("dmesg", XIDS)
-    found = require_ready(site.request("1"))
-    assert [(one.code, one.where, one.severity) for one in found] == [
+    findings = require_ready(site.request("1"))
+    assert [(finding.code, finding.where, finding.severity) for finding in findings] == [
         ("dcgmi", "n7", Severity.WARNING),
         ("ecc", "GPU-1", Severity.WARNING),
         ("xid", "n7", Severity.WARNING),
     ]
-    assert found[0].given == "dcgmi diag -r 1 fails: Graphics Processes | Fail"
-    assert found[1].given == "1 uncorrected memory errors since the driver was loaded"
+    assert findings[0].given == "dcgmi diag -r 1 fails: Graphics Processes | Fail"
+    assert findings[1].given == "1 uncorrected memory errors since the driver was loaded"
     # 31 is a fault of a program.
-    assert found[2].given == "the kernel has reported XID 79 of PCI 0000:3b:00 since its start"
+    assert findings[2].given == "the kernel has reported XID 79 of PCI 0000:3b:00 since its start"
     # The errors of another GPU are not this run's business.
-    assert [one.code for one in run_preflight(site.request("0"))] == ["dcgmi", "xid"]
+    assert [finding.code for finding in run_preflight(site.request("0"))] == ["dcgmi", "xid"]
     with pytest.raises(CheckRefused, match=r"(?s)dcgmi: n7: .*\necc: GPU-1: .*\nxid: n7: ") as caught:
         require_ready(site.request("1", is_strict=True))
     assert caught.value.exit_code == 76
@@ -101,20 +101,20 @@ def test_tools_that_are_missing_or_forbidden_say_neither_good_nor_bad(
     (site.folder / "bin" / "nvidia-smi").write_text(
         "#!/bin/sh\necho 'Field is not a valid field' >&2\nexit 2\n"
     )
-    found = run_preflight(wanted)
-    assert [(one.code, one.severity) for one in found] == [
+    findings = run_preflight(wanted)
+    assert [(finding.code, finding.severity) for finding in findings] == [
         ("dcgmi", Severity.ERROR),
         ("ecc", Severity.UNKNOWN),
         ("xid", Severity.UNKNOWN),
     ]
-    assert "Error: unable to connect" in found[0].given
-    assert "Field is not a valid field" in found[1].given
-    assert "Operation not permitted" in found[2].given
+    assert "Error: unable to connect" in findings[0].given
+    assert "Field is not a valid field" in findings[1].given
+    assert "Operation not permitted" in findings[2].given
     monkeypatch.setenv("PATH", str(site.folder / "nowhere"))
-    found = require_ready(wanted)
-    assert [(one.code, one.severity) for one in found] == [
+    findings = require_ready(wanted)
+    assert [(finding.code, finding.severity) for finding in findings] == [
         ("dcgmi", Severity.UNKNOWN),
         ("ecc", Severity.UNKNOWN),
         ("xid", Severity.UNKNOWN),
     ]
-    assert found[0].given == "dcgmi diag -r 1 gives no answer: there is no dcgmi here"
+    assert findings[0].given == "dcgmi diag -r 1 gives no answer: there is no dcgmi here"
