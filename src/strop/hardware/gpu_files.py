@@ -167,7 +167,7 @@ def _require_open(path: Path, needed: int) -> None:
         raise CheckRefused(
             f"{path} is {why}, and programs in sandboxes reach a GPU by it",
             allowed="device files of the driver that every user may open",
-            next_step="run nvidia-modprobe -u -c=0 as root, or ask who administers the machine",
+            next_step="run nvidia-modprobe -u -c=0 as root, or ask the machine's administrators",
         )
 
 

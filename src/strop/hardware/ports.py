@@ -122,7 +122,7 @@ def start_on_port(
     raise CheckRefused(
         f"{_NUM_TRIES} ports of {host} were taken one after the other between choice and use",
         allowed="a machine where a port that was free a moment ago still is",
-        next_step="see what else binds ports on this machine, then start again",
+        next_step="look which other programs bind ports on this machine, then start again",
     )
 
 

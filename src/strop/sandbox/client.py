@@ -203,7 +203,7 @@ class Client:
             answer.set_exception(
                 SandboxError(
                     f"the {self._backend} sandbox could not do it: {header['why']}",
-                    allowed="what it is able to do in the state that it is in",
+                    allowed="an operation that its current state allows",
                     next_step=_NEXT_STEPS.get(header["failed"], "look at its message"),
                     kind=header["failed"],
                 )

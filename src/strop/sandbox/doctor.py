@@ -247,7 +247,7 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
             " docker are root too, by what they can ask of it"
         )
     if facts["user namespaces"] != "allowed" and "bubblewrap" in failed:
-        yield f"user namespaces are {facts['user namespaces']}; whoever runs this host may allow them"
+        yield f"user namespaces are {facts['user namespaces']}; its administrators may allow them"
     if not facts["control groups"].startswith("version"):
         yield (
             "no control group may be made, so memory and processes are watched and processor time is not"

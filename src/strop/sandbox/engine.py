@@ -120,7 +120,7 @@ def require_engine(name: str, program: str) -> None:
         raise SandboxRefused(
             f"{name} does not tell what it is: {getattr(error, 'strerror', '') or error}",
             allowed=f"a {name} that works for this user",
-            next_step=f"run {name} info, and mend what it says",
+            next_step=f"run {name} info, and mend the error that it reports",
             kind=name,
         ) from error
     if is_podman:

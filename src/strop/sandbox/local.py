@@ -277,7 +277,7 @@ def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str
     if backend == "process":
         raise SandboxRefused(
             f"GPUs {', '.join(spec.gpus)} in a process sandbox, whose programs reach all GPUs of the machine",
-            allowed="a backend with a /dev of its own: bubblewrap, podman, docker",
+            allowed="a backend with a private /dev: bubblewrap, podman, docker",
             next_step="use one of them, or give the sandbox no GPUs",
             kind="gpus",
         )
@@ -329,7 +329,7 @@ def _refuse_unsupported(spec: SandboxSpec, backend: str) -> None:
             raise SandboxRefused(
                 f"backend process was asked to mount {mount.host_path!r} at {mount.inside_path!r}"
                 + (", to write to it" if not mount.read_only else ""),
-                allowed="files that a program reads where they are, or where `find_mount` says",
+                allowed="files that a program reads at their own paths, or at those of `find_mount`",
                 next_step="use backend bubblewrap, or write the files into the sandbox",
                 kind="mounts",
             )

@@ -327,7 +327,7 @@ def _raise_refusal(status: int, body: bytes) -> NoReturn:
     error = SandboxLost if kind in ("stopped", "from_inside", "infra") else SandboxError
     raise error(
         f"the remote sandbox could not do it: {why}",
-        allowed="what it is able to do in the state that it is in",
+        allowed="an operation that its current state allows",
         next_step="wait until something listens there",
         kind=kind,
     )
@@ -440,7 +440,7 @@ _NEXT_STEPS = {
 def _refused(why: str, kind: str) -> SandboxRefused:
     return SandboxRefused(
         f"no remote sandbox was created: {why}",
-        allowed="what a node of the service makes, has room for, and keeps",
+        allowed="a sandbox that a node of the service supports and has room for",
         next_step=_NEXT_STEPS.get(kind, "look at its message, and at the service's nodes"),
         kind=kind,
     )

@@ -45,7 +45,7 @@ def require_ranges(program: str, environ: Mapping[str, str]) -> None:
 
     Blocks for a tenth of a second. Raises: SandboxRefused with kind newuidmap, subuid or podman.
     """
-    kind, why, next_step = "podman", "", "run podman unshare true, and mend what it says"
+    kind, why, next_step = "podman", "", "run podman unshare true, and mend the error that it reports"
     try:
         done = run_program(
             [program, "unshare", "cat", "/proc/self/uid_map"], environ, limit_s=_ANSWER_LIMIT_S

@@ -207,7 +207,7 @@ class ServedSandbox(ABC):
                 raise SandboxError(
                     f"cannot upload {str(place)!r}: it is a link or a special file",
                     allowed="regular files and directories",
-                    next_step="copy what it points to, or leave it out",
+                    next_step="copy its target, or leave it out",
                     kind="not_regular",
                 )
 

@@ -58,7 +58,7 @@ def edited(paths: Sequence[str]) -> ConfigError:
     return ConfigError(
         f"{', '.join(paths)} was edited since it was looked at: replies would be judged in two ways",
         allowed="the code that this began with",
-        next_step="put it back, or begin anew with the new one",
+        next_step="restore it, or start again with the edited code",
     )
 
 

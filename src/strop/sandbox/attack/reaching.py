@@ -112,8 +112,8 @@ async def _raw_sockets(stage: Stage) -> Observation:
             return Observation(Code.EXPOSED, f"it ended: {result.kind.value} {result.stderr[-200:]!r}")
         # Without such sockets a table has only its header.
         tables = {kind: read_or_empty(f"/proc/{pids[0]}/net/{kind}") for kind in ("raw", "raw6", "packet")}
-    found = [kind for kind, table in tables.items() if len(table.splitlines()) > 1]
-    return Observation(Code.EXPOSED if found else Code.BLOCKED, ", ".join(found) or "none was made")
+    opened = [kind for kind, table in tables.items() if len(table.splitlines()) > 1]
+    return Observation(Code.EXPOSED if opened else Code.BLOCKED, ", ".join(opened) or "none was made")
 
 
 @attack(

@@ -281,8 +281,8 @@ async def _namespaces(stage: Stage) -> Observation:
 )
 async def _make_devices(stage: Stage) -> Observation:
     await stage.python(_MKNOD)
-    found = await stage.measure("find . -type b -o -type c")
-    return Observation(Code.EXPOSED if found else Code.BLOCKED, found.replace("\n", " ") or "none was made")
+    nodes = await stage.measure("find . -type b -o -type c")
+    return Observation(Code.EXPOSED if nodes else Code.BLOCKED, nodes.replace("\n", " ") or "none was made")
 
 
 @attack(
@@ -449,8 +449,8 @@ async def _holds(stage: Stage, code: str, words: Sequence[str], is_bad: Callable
         if result is not None:
             return _ended(result)
         links = [_link(f"/proc/{pid}/fd/{name}") for pid in pids for name in os.listdir(f"/proc/{pid}/fd")]
-    found = sorted(filter(is_bad, links))
-    return Observation(Code.EXPOSED if found else Code.BLOCKED, ", ".join(found) or "it holds none")
+    held = sorted(filter(is_bad, links))
+    return Observation(Code.EXPOSED if held else Code.BLOCKED, ", ".join(held) or "it holds none")
 
 
 def _ended(result: ExecResult) -> Observation:

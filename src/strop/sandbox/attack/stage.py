@@ -244,7 +244,7 @@ async def control_beside(sandbox: ServedSandbox) -> AsyncIterator[Control]:
                 raise SandboxError(
                     f"the sandbox beside the attacks does not run: {running.result()}",
                     allowed="a sandbox with a Python that has sockets and threads",
-                    next_step="look at what it says",
+                    next_step="look at its output",
                     kind="control",
                 )
             with suppress(SandboxError):

@@ -127,10 +127,10 @@ async def _download_names(stage: Stage) -> Observation:
     await stage.python(_MAKE_NAMES, *(name.hex() for name in _NAMES))
     with _destination() as place:
         await stage.sandbox.download("tree", place)
-        found = {os.fsencode(path.name): path.read_bytes() for path in place.iterdir()}
+        contents = {os.fsencode(path.name): path.read_bytes() for path in place.iterdir()}
         wrong = _find_unexpected(stage, place)
-    wrong += [] if found == {name: name for name in _NAMES} else ["names or contents differ"]
-    return _judge(wrong, f"{len(found)} names arrived byte for byte")
+    wrong += [] if contents == {name: name for name in _NAMES} else ["names or contents differ"]
+    return _judge(wrong, f"{len(contents)} names arrived byte for byte")
 
 
 @attack(
