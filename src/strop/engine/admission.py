@@ -2,10 +2,9 @@
 
 A replica has a bounded number of places. A request takes one at the least loaded replica, in tokens, or
 at the one that holds the other requests of its prompt while that one is not far ahead. The others wait in
-the order they came; each place that becomes free wakes one waiter, and those of the same prompt that stand
-right behind it go in with it.
+order of arrival; each free place wakes one waiter, and those of the same prompt right behind it join it.
 
-Nothing here knows engines, health or weights; a replica is an index that is open or closed.
+This module knows no engines, health or weights; a replica is an index that is open or closed.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ _CLOSED = np.iinfo(np.int64).max
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """A request's way to a place."""
+    """A request in the queue or at its place."""
 
     arrival: int
-    """Order among all requests; one that goes to a second replica keeps it."""
+    """Order among all requests; kept when a request goes to a second replica."""
     key: int
     """Equal for requests with equal prompts. Two prompts with one key only share a replica."""
     cost_tokens: int
     arrived_at: float
-    """Seconds of the event loop's clock."""
+    """On the event loop's clock (seconds)."""
     avoid: int | None = None
-    """The replica that did not answer it."""
+    """The replica that failed to answer it."""
     place: asyncio.Future[int] | None = None
 
     def __lt__(self, other: Ticket) -> bool:
@@ -50,9 +49,9 @@ class Admission:
         self._load_tokens = [0] * num_replicas
         self._is_open = [True] * num_replicas
         self._offers = np.zeros(num_replicas, np.int64)
-        """Load of each replica that has a place, to find the least one at a glance; else `_CLOSED`."""
+        """Load of each replica that has a place; else `_CLOSED`."""
         self._homes: dict[int, list[int]] = {}
-        """Where the requests of a prompt are: index of the replica, and how many they are."""
+        """For each prompt with requests: index of their replica, and their number."""
         self._queue: list[Ticket] = []
         self.longest_wait_s = 0.0
 
@@ -63,7 +62,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for one."""
+        """Requests that wait for a place."""
         return sum(1 for ticket in self._queue if ticket.place and not ticket.place.done())
 
     def add(self) -> int:
@@ -109,7 +108,7 @@ class Admission:
         return index
 
     def leave(self, index: int, ticket: Ticket) -> None:
-        """Give a place back, and wake the request that has waited longest."""
+        """Free a place, and wake the request that has waited longest."""
         self._num_running[index] -= 1
         self._load_tokens[index] -= ticket.cost_tokens
         home = self._homes.get(ticket.key)
@@ -126,7 +125,7 @@ class Admission:
         if least == ticket.avoid:
             others = self._offers.copy()
             others[least] = _CLOSED
-            # A place at the one that failed is better than none.
+            # A place at the replica that failed is better than none.
             least = least if others.min() == _CLOSED else int(others.argmin())
         if self._offers[least] == _CLOSED:
             return None
@@ -142,7 +141,7 @@ class Admission:
         self._load_tokens[index] += ticket.cost_tokens
         home = self._homes.get(ticket.key)
         if home is None or home[0] != index:
-            # The latest replica is where the rest of the group goes.
+            # The rest of the group follows to the latest replica.
             home = self._homes[ticket.key] = [index, 0]
         home[1] += 1
         self._offer(index)

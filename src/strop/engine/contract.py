@@ -39,7 +39,7 @@ def default_rows(*, is_gpu: bool) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GenerationRequest:
-    """One prompt, one reply wanted."""
+    """A request for one reply to one prompt."""
 
     prompt_ids: IntArray
     seed: int
@@ -63,14 +63,14 @@ class Completion:
     """Decoded reply without its terminator, cut before the stop string."""
     finish_reason: FinishReason
     policy_version: int
-    """Of the oldest token."""
+    """Version of the weights that sampled the oldest token."""
     segments: tuple[VersionSegment, ...] = ()
-    """Which version sampled which tokens; empty where one version sampled all."""
+    """Tokens by the version that sampled them; empty where one version sampled all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplyScore:
-    """Log-probabilities of a given reply."""
+    """Log-probabilities of a reply."""
 
     logprobs: FloatArray
     """Nats, one for each token, full vocabulary support."""
@@ -91,14 +91,14 @@ class WeightTransport(StrEnum):
 
 
 class UpdateMode(StrEnum):
-    """What happens to replies under way when new weights arrive."""
+    """How an engine handles unfinished replies when new weights arrive."""
 
     DRAIN = "drain"
-    """They end first, under the weights that they began with."""
+    """They are finished first, under the weights that they began with."""
     RESTART = "restart"
-    """They are sampled again from their start, under the new weights; what was sampled is wasted."""
+    """They are sampled again from their start, under the new weights; their tokens are wasted."""
     CONTINUE = "continue"
-    """They go on under the new weights; each token keeps the version that sampled it."""
+    """They continue under the new weights; each token keeps the version that sampled it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,7 +114,7 @@ class WeightUpdate:
     """Absolute path of the safetensors file, for FILE; the object's URI, for STORE."""
     mode: UpdateMode = UpdateMode.DRAIN
     is_adapter: bool = False
-    """Whether the tensors are those of a LoRA adapter, which is put on the weights that the engine loaded."""
+    """Whether the tensors are a LoRA adapter for the weights that the engine loaded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -131,22 +131,22 @@ class Engine(Protocol):
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one reply.
 
-        Raises: EngineError if no usable reply was produced. A reply that was cut by the engine
-        itself comes back with FinishReason.ABORT and is not a sample.
+        Raises: EngineError if no usable reply was produced. A reply that the engine aborted has
+        FinishReason.ABORT and is not a sample.
         """
         ...
 
     async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
-        """Return the log-probability of each token of a given reply. A temperature of 0 counts as 1.
+        """Return the log-probability of each token of `reply_ids`. A temperature of 0 counts as 1.
 
         Raises: EngineError if nothing could be scored.
         """
         ...
 
     async def update(self, update: WeightUpdate) -> WeightReceipt:
-        """Serve new weights from now on. `update.mode` says what becomes of replies under way.
+        """Serve new weights from now on. `update.mode` tells how to handle unfinished replies.
 
-        Nothing that was computed under other weights is used again: no cached prefix, no score.
+        Values that were computed under other weights are not used again: neither cached prefixes nor scores.
         Raises: WeightMismatch if the bytes do not have the promised digest; the old weights stay.
         """
         ...
@@ -185,8 +185,8 @@ class TimedEngine:
 def stream_seed(run_seed: int, example_id: str, step: int, sample_index: int, turn: int = 0) -> int:
     """Derive the seed of one reply, in [0, 2**64).
 
-    It is a function of what is asked and nothing else, so it does not depend on batch slot, compaction,
-    engine or resume, and needs no state in a checkpoint.
+    It is a function of these arguments alone, so it does not depend on batch slot, compaction, engine or
+    resume, and needs no state in a checkpoint.
     """
     name = f"{run_seed}/{example_id}/{step}/{sample_index}/{turn}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -199,10 +199,7 @@ _CYCLES = 4
 
 
 def check_room(num_prompt: int, num_reply: int, how: str, max_positions: int) -> None:
-    """Refuse a prompt and a reply that the model has no positions for.
-
-    Raises: EngineError.
-    """
+    """Raises: EngineError if prompt and reply exceed the model's positions, or one of them is empty."""
     if num_prompt == 0 or num_reply < 1 or num_prompt + num_reply > max_positions:
         raise EngineError(
             f"a request has {num_prompt} prompt tokens and {how} {num_reply}",
@@ -212,10 +209,7 @@ def check_room(num_prompt: int, num_reply: int, how: str, max_positions: int) ->
 
 
 def check_ids(token_ids: IntArray, vocab_size: int) -> None:
-    """Refuse token ids that the model has no row for.
-
-    Raises: EngineError.
-    """
+    """Raises: EngineError if a token id is outside of the vocabulary."""
     lowest, highest = int(token_ids.min()), int(token_ids.max())
     if lowest < 0 or highest >= vocab_size:
         raise EngineError(
@@ -226,7 +220,7 @@ def check_ids(token_ids: IntArray, vocab_size: int) -> None:
 
 
 def closed() -> EngineError:
-    """Return the refusal of an engine that is closed."""
+    """Return the error of a closed engine."""
     return EngineError("a request to an engine that is closed")
 
 
@@ -248,7 +242,7 @@ class WaitingScore:
 
 
 async def settle(count_waiting: Callable[[], int]) -> None:
-    """Give way to the event loop until the number of waiting requests stays the same."""
+    """Yield to the event loop until the number of waiting requests stays the same."""
     import asyncio  # Here, because light commands import this module.
 
     previous = -1
@@ -258,10 +252,10 @@ async def settle(count_waiting: Callable[[], int]) -> None:
             await asyncio.sleep(0)
 
 
-def deliver(future: asyncio.Future[Answer], found: Answer) -> None:
-    """Deliver a result, unless the caller was cancelled."""
+def deliver(future: asyncio.Future[Answer], answer: Answer) -> None:
+    """Set the result of a future, unless its caller was cancelled."""
     if not future.done():
-        future.set_result(found)
+        future.set_result(answer)
 
 
 def fail(

@@ -1,13 +1,13 @@
-"""The in-process engine: generation on the policy's own weights.
+"""The in-process engine: generation on the policy's weights.
 
-One asyncio task decodes while anything is asked for and gives way to other coroutines between
-tokens, so environments go on and new requests are admitted while rows are being decoded. Requests
-with equal prompts that are admitted together share one prefill, and replies to one prompt that are
-scored together one forward. Finished rows are compacted away.
+One asyncio task decodes while there are requests and yields to other coroutines between tokens, so
+environments continue and new requests are admitted while rows are being decoded. Requests with equal prompts
+that are admitted together share one prefill, and replies to one prompt that are scored together one forward.
+Finished rows are compacted away.
 
-Weights arrive by reference (the policy's own tensors) or as a safetensors file with a digest. While an
-update waits, nothing is admitted; between two tokens the batch is let run out, taken back or kept, as
-the update's mode says, and the weights are changed.
+Weights arrive by reference (the policy's tensors) or as a safetensors file with a digest. While an update
+waits, no request is admitted; depending on the update's mode the batch is finished, restarted or kept, and
+the weights are changed between two tokens.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ from strop.rollout import IntArray
 from strop.tokenizer import Tokenizer
 
 _GPU_CACHE_FRAC = 0.3
-"""Share of a GPU's memory that a KV cache may take; a learner may live beside it."""
+"""Share of a GPU's memory that a KV cache may take; a learner may share the GPU."""
 
 
 @dataclass(slots=True, eq=False)
 class _Change:
-    """An update that waits for its place between two tokens."""
+    """An update that waits to be applied between two tokens."""
 
     update: WeightUpdate
     receipt: asyncio.Future[WeightReceipt]
@@ -79,9 +79,9 @@ class NativeEngine:
         version: int = 0,
         is_static: bool | None = None,
     ) -> None:
-        """Serve a model. `is_static` decodes as GPUs do, from graphs; by default on GPUs alone.
+        """Serve a model. `is_static`: decode with static tensors, for CUDA graphs; by default on GPUs.
 
-        A model that goes on from states of its own is never decoded so.
+        Models whose sequences are computed by themselves are never decoded so.
         """
         self._model = model
         self._tokenizer = tokenizer
@@ -96,7 +96,7 @@ class NativeEngine:
         self._update_lock = asyncio.Lock()
         self._change: _Change | None = None
         self._batch: DecodeBatch | None = None
-        # Packed copies go stale where weights change in place, as graphs rely on.
+        # Not with graphs: weights then change in place, and packed copies would be stale.
         self._products = None if self._is_static else PrepackedProducts.for_model(model)
         self._is_closed = False
 
@@ -108,7 +108,7 @@ class NativeEngine:
     async def generate(self, request: GenerationRequest) -> Completion:
         """Sample one reply. See `Engine.generate`."""
         self._require_open()
-        # Refused before anything else waits on it.
+        # Refused before it joins a batch.
         shape = self._model.shape
         check_room(len(request.prompt_ids), request.max_tokens, "asks for", shape.max_positions)
         check_ids(request.prompt_ids, shape.vocab_size)
@@ -151,7 +151,7 @@ class NativeEngine:
         return WeightReceipt(version=update.version, digest=update.digest)
 
     def _make_change(self, batch: DecodeBatch, waiting: dict[int, Waiting]) -> None:
-        """Change the weights between two tokens, as soon as the mode of the update allows."""
+        """Apply a waiting update between two tokens, as soon as its mode allows."""
         change = self._change
         if change is None or change.receipt.done():
             return
@@ -179,18 +179,18 @@ class NativeEngine:
             self._products.invalidate()
 
     async def _score_waiting(self) -> None:
-        """Score what waits, prompt by prompt: what else is scored changes no value."""
+        """Score the waiting replies, prompt by prompt: values do not depend on other prompts."""
         try:
             await settle(lambda: sum(map(len, self._unscored.values())))
             while self._unscored:
                 key = next(iter(self._unscored))
                 entries = self._unscored[key]
-                found = score_replies(
+                scores = score_replies(
                     self._model, entries[0].prompt_ids, [entry.reply_ids for entry in entries], key[1]
                 )
-                # Only now: requests that are in no collection when a forward fails would wait for ever.
+                # Only now: if the forward fails, `_fail_scores` must still find these requests.
                 del self._unscored[key]
-                for entry, logprobs in zip(entries, found, strict=True):
+                for entry, logprobs in zip(entries, scores, strict=True):
                     deliver(entry.score, ReplyScore(logprobs=logprobs, policy_version=self._version))
                 await asyncio.sleep(0)
         except (RuntimeError, MemoryError) as error:
@@ -201,14 +201,14 @@ class NativeEngine:
     def _load(self, update: WeightUpdate) -> None:
         """Copy published tensors into the model, once their digest is proven."""
         if update.path is None or update.transport is WeightTransport.SHARED:
-            named = update.path or "none"
-            raise WeightMismatch(f"weight update {update.version} is by {update.transport} and names {named}")
+            path = update.path or "none"
+            raise WeightMismatch(f"weight update {update.version} is by {update.transport} and names {path}")
         is_stored = update.transport is WeightTransport.STORE
         with fetched(update.path) if is_stored else nullcontext(update.path) as source:
             load_published(self._model, source, expected_digest=update.digest)
 
     async def _run(self) -> None:
-        """Decode until nothing is asked for any more."""
+        """Decode until there are no more requests."""
         waiting: dict[int, Waiting] = {}
         try:
             await settle(lambda: len(self._inbox))
@@ -218,9 +218,9 @@ class NativeEngine:
                     await settle(lambda: len(self._inbox))
                     batch = self._fitting_batch([entry.request for entry in self._inbox])
                 self._make_change(batch, waiting)
-                # Left before giving way: the mode is the thread's, and others train in this thread.
+                # Left before yielding: the mode is per thread, and a learner may train in this thread.
                 with torch.inference_mode():
-                    # Nothing new may join while an update waits for the batch to end.
+                    # No request may join while an update waits for the batch to end.
                     if self._change is None or self._change.receipt.done():
                         self._admit(batch, waiting)
                     completions = batch.step(self._version)
@@ -230,12 +230,12 @@ class NativeEngine:
         except (RuntimeError, MemoryError) as error:
             self._fail_all(waiting, error)
         finally:
-            # After a cancellation or a bug too: no caller may wait for a reply that never comes.
+            # Also after a cancellation or a bug: no caller may wait for a reply that never comes.
             self._fail_all(waiting, sys.exception())
             self._end_change()
 
     def _end_change(self) -> None:
-        """Make a change that waited for a batch which is over now, however it ended."""
+        """Apply an update whose batch is over, however it ended."""
         change = self._change
         if change is None or change.receipt.done():
             return
@@ -248,10 +248,10 @@ class NativeEngine:
             change.receipt.set_exception(error)
 
     def _fitting_batch(self, requests: Sequence[GenerationRequest]) -> DecodeBatch:
-        """Return a batch for these requests, the previous one where its cache is the same."""
+        """Return a batch for these requests: the previous one if its cache has the same sizes."""
         max_num_seqs = self._max_num_seqs
         if self._model.device.type == "cuda":
-            # As many rows of the longest request as a GPU's share for caches holds.
+            # As many rows of the longest request as fit into the share of the GPU for caches.
             total_bytes = torch.cuda.get_device_properties(self._model.device).total_memory
             longest = max(len(request.prompt_ids) + request.max_tokens for request in requests)
             per_row = longest * KVCache.bytes_per_slot(self._model.shape, self._model.dtype)
@@ -269,14 +269,14 @@ class NativeEngine:
         return self._batch
 
     def _admit(self, batch: DecodeBatch, waiting: dict[int, Waiting]) -> None:
-        """Move requests from the inbox into free rows, in the order asked."""
+        """Move requests from the inbox into free rows, in order of arrival."""
         chosen: list[Waiting] = []
         for entry in islice(self._inbox, batch.num_admissible(len(self._inbox))):
             if not batch.fits(entry.request):
                 break  # Waits until the batch is empty, when a larger cache is built.
             chosen.append(entry)
         tickets = batch.admit([entry.request for entry in chosen])
-        # Only now: requests that are in neither collection when a prefill fails would wait for ever.
+        # Only now: if the prefill fails, `_fail_all` must still find these requests.
         for ticket, entry in zip(tickets, chosen, strict=True):
             waiting[ticket] = entry
             self._inbox.popleft()
@@ -286,7 +286,7 @@ class NativeEngine:
         entries = [*waiting.values(), *self._inbox]
         if not entries:
             return
-        self._batch = None  # Its rows belong to no request now.
+        self._batch = None  # Its rows have no requests any more.
         failure = closed() if self._is_closed else _failed("generation", error)
         fail([entry.reply for entry in entries], failure)
         waiting.clear()
@@ -303,29 +303,29 @@ class NativeEngine:
             raise closed()
 
 
-def _failed(what: str, error: BaseException | None) -> EngineError:
+def _failed(task: str, error: BaseException | None) -> EngineError:
     """Return the error for waiting callers, with its cause."""
     if error is None:
-        return EngineError(f"{what} failed: it ended before its time")
-    # Its frames hold caches, which must not live as long as the error does.
+        return EngineError(f"{task} failed: it ended before its time")
+    # Its frames hold caches, which would live as long as the error.
     traceback.clear_frames(error.__traceback__)
-    failure = EngineError(f"{what} failed: {describe_error(error)}")
+    failure = EngineError(f"{task} failed: {describe_error(error)}")
     failure.__cause__ = error
     return failure
 
 
 class PrepackedProducts:
-    """Multiplies by copies of a model's weights in the layout that the CPU's matrix kernels want.
+    """Multiplies by copies of a model's weights in the layout of the CPU's matrix kernels.
 
-    A plain product packs the weight matrix anew at every call, a good part of the work at the few rows of a
+    A plain product packs the weight matrix at every call, a good part of the work at the few rows of a
     decode step. With SmolLM2-135M's matrices, the time of a product falls
 
     * in bf16 by 8 % at 64 rows, 23 % at 16 and 40 % at 5 (one thread of an AMD EPYC with avx512_bf16),
     * in float32 by 20 to 40 % at 64 rows, and by half at 16, at 4 and in the LM head (two threads, AVX2).
 
-    The copies, made when first asked for and again when the weights change, cost the bytes of the weights
-    once more. Layout and products are PyTorch's own (oneDNN), reached by the operators that its compiler uses
-    for frozen models. Covered: processors whose instructions these operators take, models with fused layers.
+    The copies, made at first use and again when the weights change, take as many bytes as the weights.
+    Layout and products are those of PyTorch (oneDNN), through the operators that its compiler uses for frozen
+    models. Covered: processors that these operators support, models with fused layers.
     """
 
     def __init__(self) -> None:
@@ -357,7 +357,7 @@ class PrepackedProducts:
 
 @functools.cache
 def _can_pack(dtype: torch.dtype) -> bool:
-    """Whether the operators work here and are right, which a small weight tells: both differ by version."""
+    """Whether the operators work here and are right, tested on a small weight: both differ by version."""
     # Small whole numbers, whose products and sums are exact in either type.
     weight = (torch.arange(16 * 32) % 7 - 3.0).view(16, 32).to(dtype)
     x = (torch.arange(3 * 32) % 5 - 2.0).view(3, 32).to(dtype)

@@ -1,10 +1,9 @@
 """Any server that speaks OpenAI's completions, as an engine for evaluation. Never for training.
 
-Prompts go as token ids, so the server's own template and tokenizer play no part. Replies are taken by their
-token ids where the server names them (vLLM does); elsewhere the text is encoded again, and refused where the
-number of ids is not the number of log-probabilities. What weights it serves is the server's word alone, and
-so is the temperature that its log-probabilities are at: that is enough to judge texts, and to choose among
-given replies, and not to train on.
+Prompts are sent as token ids, so the server's template and tokenizer are not used. Replies are read as token
+ids where the server returns them (vLLM does); elsewhere the text is encoded again, and refused where the
+number of ids is not the number of log-probabilities. The weights that it serves, and the temperature of its
+log-probabilities, cannot be verified: that suffices to judge texts and to choose among replies, not to train.
 
 The key of a server that wants one is read from `STROP_ENGINE_KEY`.
 """
@@ -57,7 +56,7 @@ class OpenAiEngine:
         self._model = model
         self._version = version
         self._is_vllm = False
-        self._found: asyncio.Task[None] | None = None
+        self._choosing: asyncio.Task[None] | None = None
         self._places = asyncio.Semaphore(max_num_seqs or DEFAULT_MAX_ROWS)
         self._is_closed = False
         self._client = httpx.AsyncClient(
@@ -86,7 +85,7 @@ class OpenAiEngine:
             call["stop"] = list(request.stop_strings)
         if self._is_vllm:
             call |= {"stop_token_ids": sorted(request.stop_token_ids), "return_token_ids": True}
-            # The text is then whole where a server is too old to name the ids.
+            # The text is then complete if a server is too old to return ids.
             call |= {"top_k": sampling.top_k or 0, "include_stop_str_in_output": True}
         elif sampling.top_k is not None:
             raise self._unusable(f"sampling.top_k={sampling.top_k} is no setting of its completions")
@@ -100,10 +99,8 @@ class OpenAiEngine:
                 f"it gave {len(values or ())} log-probabilities and {len(token_ids)} token ids of a reply"
             )
         finish = self._read_finish(request, choice, token_ids)
-        spoken = (
-            token_ids[:-1] if finish is FinishReason.EOS and self._is_stop(request, token_ids) else token_ids
-        )
-        text = self._tokenizer.decode(spoken)
+        is_eos = finish is FinishReason.EOS and self._is_stop(request, token_ids)
+        text = self._tokenizer.decode(token_ids[:-1] if is_eos else token_ids)
         if request.stop_strings:
             text = StopStrings(self._tokenizer, request.stop_strings).cut(text)
         return Completion(
@@ -138,18 +135,18 @@ class OpenAiEngine:
     async def close(self) -> None:
         """Drop every connection."""
         self._is_closed = True
-        if self._found is not None:
-            self._found.cancel()
-            await asyncio.gather(self._found, return_exceptions=True)
+        if self._choosing is not None:
+            self._choosing.cancel()
+            await asyncio.gather(self._choosing, return_exceptions=True)
         await self._client.aclose()
 
     async def _find_model(self) -> None:
-        """Ask once what the server has, and choose."""
+        """List the server's models and choose one, at the first call."""
         if self._is_closed:
             raise closed()
-        if self._found is None:
-            self._found = asyncio.create_task(self._choose_model())
-        await asyncio.shield(self._found)
+        if self._choosing is None:
+            self._choosing = asyncio.create_task(self._choose_model())
+        await asyncio.shield(self._choosing)
 
     async def _choose_model(self) -> None:
         answer = await self._exchange("models", None)
@@ -165,7 +162,7 @@ class OpenAiEngine:
         self._is_vllm = listed[chosen].get("owned_by") == "vllm"
 
     async def _ask(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Return the first choice that the server answers with."""
+        """Return the first choice of the server's answer."""
         async with self._places:
             answer = await self._exchange("completions", call)
         choices = answer.get("choices") or []
@@ -179,8 +176,8 @@ class OpenAiEngine:
 
         try:
             address = f"{self._url.rstrip('/')}/{path}"
-            asking = self._client.get(address) if call is None else self._client.post(address, json=call)
-            response = await asking
+            exchange = self._client.get(address) if call is None else self._client.post(address, json=call)
+            response = await exchange
         except httpx.HTTPError as error:
             raise self._unusable(f"it did not answer /{path} ({error!r})") from error
         text = response.text[:_SHOWN_CHARACTERS]
@@ -210,9 +207,9 @@ class OpenAiEngine:
     def _is_stop(request: GenerationRequest, token_ids: list[int]) -> bool:
         return token_ids[-1] in request.stop_token_ids
 
-    def _unusable(self, what: str) -> EngineError:
+    def _unusable(self, flaw: str) -> EngineError:
         return EngineError(
-            f"the server at {self._url} cannot be used so: {what}",
+            f"the server at {self._url} cannot be used so: {flaw}",
             allowed="a server of OpenAI's /models and /completions that takes token ids and gives"
             " log-probabilities, for evaluation",
             next_step="read the server's log, or evaluate the model's own files",

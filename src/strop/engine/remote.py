@@ -1,15 +1,15 @@
 """The client of an engine in another process.
 
-Calls of `generate` that are issued together travel as one batch in the order they were made, by the rule of
-the engine in this process, so the other engine forms the same batch and gives the same bits. Their replies
-come home together, or each as it ends: then the next request does not wait for the longest reply. Calls of
-`score` with one prompt travel together too, a few prompts at a time.
+Calls of `generate` that are issued together are sent as one batch in their order, by the rule of the engine
+in this process, so the other engine forms the same batch and gives the same bits. Their replies return
+together, or each as it ends: then the next request does not wait for the longest reply. Calls of `score` with
+one prompt are sent together too, a few prompts at a time.
 
-Every wait ends: with the answer, with the server's death, when the server gives no sign of life for
-`silence_limit_s`, or after `reply_limit_s` in all. Nothing is retried: a reply asked for twice could be
-of another policy version, and the rollout worker knows better what to do.
+Every wait ends: with the answer, with the server's death, when the server is silent for `silence_limit_s`, or
+after `reply_limit_s` in all. Nothing is retried: a second reply could be of another policy version, and the
+caller can decide better.
 
-Weights go by file, where both processes see the same disk, or as an object of a store.
+Weights are sent by file, where both processes see the same disk, or as an object of a store.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from strop.rollout import IntArray
 if TYPE_CHECKING:
     import httpx
 
-# How long a dead connection may precede the news of the server's death.
+# The exit of the server's process may show this long after its connection broke.
 _OBITUARY_S = 2.0
 _OBITUARY_LOOKS = 40
 
 _MAX_SCORED_PROMPTS = 8
-"""Prompts whose replies are being scored. Each has a connection; the server scores one after the other."""
+"""Prompts that are scored at the same time. Each has a connection; the server scores one after the other."""
 
 Answer = TypeVar("Answer", bound=Form)
 Result = TypeVar("Result")
@@ -74,17 +74,17 @@ class WaitLimits:
     """A server that does not answer /health for so long counts as hung. Longer than its longest
     uninterrupted work: one prefill, or reading one publication of weights."""
     reply_limit_s: float = 3600.0
-    """One batch of replies or one update takes no longer."""
+    """Limit of one batch of replies or one update."""
     poll_s: float = 0.25
-    """Between two looks at the server's process; /health is asked at every tenth."""
+    """Between two checks of the server's process; every tenth also requests /health."""
 
 
 class RemoteEngine:
     """An `Engine` over HTTP. One instance serves one event loop at a time.
 
-    `find_death` says how the server's process ended, or None while it runs; `read_log` returns its
-    last log lines. Without them only silence is noticed. `is_streamed` has replies come home as they end;
-    then the batches in which their successors are asked depend on the pace of both processes.
+    `find_death` returns how the server's process ended, or None while it runs; `read_log` returns its
+    last log lines. Without them only silence is noticed. `is_streamed`: replies return as they end; then the
+    batches of later requests depend on the pace of both processes.
 
     Raises: ConfigError if the server extra is not installed.
     """
@@ -107,14 +107,14 @@ class RemoteEngine:
         self._read_log = read_log or (lambda: "")
         self._limits = limits or WaitLimits()
         self.is_streamed = is_streamed
-        # The environment's proxies and passwords are not for a server on this machine.
+        # trust_env: proxies and passwords of the environment are not for a server on this machine.
         self._client = httpx.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"},
             trust_env=False,
             timeout=httpx.Timeout(None, connect=self._limits.silence_limit_s),
-            # A connection per message: on one machine it costs nothing, and a kept one could be closed
-            # by the server just when it is used again.
+            # A connection per message: on one machine it is cheap, and the server could close a kept one
+            # just when it is used again.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         )
         self._inbox: list[Waiting] = []
@@ -171,7 +171,7 @@ class RemoteEngine:
         return receipt
 
     async def health(self) -> HealthForm:
-        """Ask the server what it is and what it serves. Raises: EngineError."""
+        """Return the server's status. Raises: EngineError."""
         self._require_open()
         return await self._ask("/health", None, HealthForm)
 
@@ -186,7 +186,7 @@ class RemoteEngine:
         await self._client.aclose()
 
     async def _send_inbox(self) -> None:
-        """Send what has gathered as one batch; requests that come later make the next one."""
+        """Send the waiting requests as one batch; later ones make the next batch."""
         await settle(lambda: len(self._inbox))
         batch, self._inbox = self._inbox, []
         self._keep_post(self._post_batch(batch), lambda: [waiting.reply for waiting in batch])
@@ -196,9 +196,9 @@ class RemoteEngine:
         exchange: Coroutine[Any, Any, None],
         list_waiting: Callable[[], Sequence[asyncio.Future[Any]]],
     ) -> None:
-        """Let an exchange run beside those who wait for it, until it ends or the engine is closed.
+        """Run an exchange in the background, until it ends or the engine is closed.
 
-        Futures still pending at its end fail: no caller may wait for ever, also after a bug, and after a
+        Futures still pending at its end fail: no caller may wait for ever, not even after a bug or a
         cancellation before the exchange began.
         """
 
@@ -214,7 +214,7 @@ class RemoteEngine:
         post.add_done_callback(end)
 
     async def _post_scores(self, key: tuple[bytes, float]) -> None:
-        """Have all replies to a prompt scored that wait when its turn comes."""
+        """Have all waiting replies to a prompt scored, when its turn comes."""
         entries = self._unscored[key]
         try:
             await settle(lambda: len(entries))
@@ -238,7 +238,7 @@ class RemoteEngine:
                 return
             answer = await self._ask("/v1/generate", call, GenerateAnswer)
             for waiting, outcome in zip(batch, answer.read(len(batch)), strict=True):
-                _tell(waiting, outcome)
+                _settle(waiting, outcome)
         except StropError as error:
             fail([waiting.reply for waiting in batch], error)
 
@@ -260,7 +260,7 @@ class RemoteEngine:
                         raise _unreadable(
                             path, f"request {place} of {len(batch)} is answered twice, or is none"
                         )
-                    _tell(left.pop(place), outcome)
+                    _settle(left.pop(place), outcome)
         if left:
             raise _unreadable(path, f"{len(left)} of {len(batch)} requests are not answered")
 
@@ -274,9 +274,9 @@ class RemoteEngine:
         except ValidationError as error:
             raise _unreadable(path, _shown(response)) from error
 
-    async def _guard(self, path: str, exchanging: Coroutine[Any, Any, Result]) -> Result:
-        """Wait for an exchange, and no longer when the server is dead, silent or too slow."""
-        exchange = asyncio.create_task(exchanging)
+    async def _guard(self, path: str, coroutine: Coroutine[Any, Any, Result]) -> Result:
+        """Wait for an exchange, until the server is dead, silent or too slow."""
+        exchange = asyncio.create_task(coroutine)
         trouble = asyncio.create_task(self._await_trouble())
         limit_s = self._limits.reply_limit_s
         try:
@@ -297,7 +297,7 @@ class RemoteEngine:
 
     @asynccontextmanager
     async def _post(self, path: str, call: Form | None) -> AsyncIterator[httpx.Response]:
-        """Yield an answer of which only the head has come. Without a call it is only asked for."""
+        """Yield a response whose body is not read yet. Without a call the request is a GET."""
         import httpx
 
         method, content = ("GET", None) if call is None else ("POST", call.model_dump_json())
@@ -309,7 +309,7 @@ class RemoteEngine:
             raise self._lost(path, await self._await_obituary() or repr(error)) from error
 
     async def _await_trouble(self) -> str:
-        """Return once the server is dead or silent, and say which."""
+        """Return how the server died, or that it is silent, once either is true."""
         import httpx
 
         while True:
@@ -323,10 +323,10 @@ class RemoteEngine:
             except httpx.TimeoutException:
                 return f"no sign of life for {self._limits.silence_limit_s:g} s"
             except httpx.TransportError:
-                continue  # Broken connections are reported by the exchange itself.
+                continue  # The exchange reports broken connections.
 
     async def _await_obituary(self) -> str | None:
-        """Give the news of a death the time to follow the broken connection."""
+        """Return how the server died; wait a while, as its exit shows after the broken connection."""
         for _ in range(_OBITUARY_LOOKS):
             cause = self._find_death()
             if cause is not None:
@@ -348,7 +348,7 @@ class RemoteEngine:
             raise closed()
 
 
-def _tell(waiting: Waiting, outcome: Completion | StropError) -> None:
+def _settle(waiting: Waiting, outcome: Completion | StropError) -> None:
     """Deliver a reply or an error to a waiting caller."""
     if isinstance(outcome, StropError):
         fail([waiting.reply], outcome)
@@ -381,9 +381,9 @@ def _shown(response: httpx.Response) -> str:
     return f"status {response.status_code}: {response.text[:500]}"
 
 
-def _unreadable(path: str, found: str) -> EngineError:
+def _unreadable(path: str, flaw: str) -> EngineError:
     return EngineError(
-        f"the engine's answer to {path} cannot be used ({found})",
+        f"the engine's answer to {path} cannot be used ({flaw})",
         allowed="the answers of the server of the same version of strop",
         next_step="read the engine's log; the rollouts of this batch are masked",
     )

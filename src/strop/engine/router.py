@@ -5,12 +5,12 @@ that are asked together go to one replica, which prefills the prompt once, as lo
 far ahead of the others. A replica takes a bounded number of requests; the others wait in the order they
 came, and each place that becomes free wakes one waiter (a group that stands together is let in together).
 
-A replica that is lost, hangs, fails where another succeeds, or answers under a version that it must not
-have any more, is taken out with a named event, and its requests go to another replica once: they carry
-their seeds, so nothing is lost. A weight update goes to all at once. A replica is closed from the moment
-the update is sent until it has acknowledged version and digest, whatever the mode: what becomes of the
-replies under way is the engine's part. One that does not acknowledge is out. Replicas that are out are
-sent later updates too, and serve again once they have acknowledged one.
+A replica that is lost, hangs, fails where another succeeds, or answers under an outdated version is taken out
+with a named event, and its requests go to another replica once: they carry their seeds, so nothing is lost. A
+weight update goes to all at once. In every mode a replica is closed from the moment the update is sent until
+it has acknowledged version and digest; the engine handles its unfinished replies. A replica that does not
+acknowledge is out. Replicas that are out are sent later updates too, and serve again once they have
+acknowledged one.
 
 Left out: priorities among requests, and prefixes shared by different prompts.
 """
@@ -49,20 +49,20 @@ class RouterLimits:
     """Bounds of a router."""
 
     max_running: int = _MIN_RUNNING
-    """Requests that a replica is given at the same time; the others wait at the router."""
+    """Requests at a replica at the same time; the others wait at the router."""
     max_group_lead: int = 16
     """A group stays together while its replica is at most so many of its requests ahead of the least
     loaded one. A group that waited together may exceed `max_running` by as many."""
     reply_limit_s: float = 3600.0
-    """A request takes no longer. Beyond it the replica counts as hung."""
+    """A replica with a request that takes longer counts as hung."""
     update_limit_s: float = 600.0
-    """A replica acknowledges an update within this time, replies that it ends first included."""
+    """Time for acknowledging an update, including the replies that are finished first."""
     max_failures_in_a_row: int = 3
     """Failed requests of one replica, each of which another replica answered, before it is taken out."""
 
     @classmethod
     def for_rows(cls, num_rows: int) -> RouterLimits:
-        """Return limits for replicas that decode so many replies at once: the next ones are there already."""
+        """Return limits for replicas that decode `num_rows` replies at once; as many wait there."""
         return cls(max_running=max(2 * num_rows, _MIN_RUNNING))
 
 
@@ -80,7 +80,7 @@ class ReplicaCause(StrEnum):
     UNPROVEN = "replica_unproven"
     """It did not acknowledge the version and digest of an update."""
     CANARY = "weight_canary"
-    """It acknowledged an update, and does not compute with its weights."""
+    """It acknowledged an update but does not compute with its weights."""
     JOINED = "replica_joined"
     """It was added, and serves after the next update."""
     BACK = "replica_back"
@@ -96,7 +96,7 @@ class ReplicaEvent:
     detail: str
     """The sentence for a person."""
     num_moved: int = 0
-    """Requests under way that go to other replicas."""
+    """Its requests that go to other replicas."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,14 +106,14 @@ class RouterLoad:
     num_running: int
     num_waiting: int
     num_serving: int
-    """Replicas that may be given requests, or are being updated."""
+    """Replicas that take requests or are being updated."""
     longest_wait_s: float
     """The longest time that any request has waited for a place since the router was built."""
 
 
 @dataclass(slots=True, eq=False)
 class _Replica:
-    """One engine and what it has been given."""
+    """One engine and its requests."""
 
     index: int
     name: str
@@ -121,13 +121,13 @@ class _Replica:
     is_out: bool = False
     out_because: str = ""
     version: int | None = None
-    """The last acknowledged one; None before the first update."""
+    """The last acknowledged version; None before the first update."""
     num_failures: int = 0
     """In a row."""
     patiences: dict[asyncio.Timeout, float] = field(default_factory=dict)
-    """When each request under way was sent, in order. All expire when the replica is taken out."""
+    """When each running request was sent, in order. All expire when the replica is taken out."""
     watch: asyncio.TimerHandle | None = None
-    """The next look at the oldest of them."""
+    """Timer of the next check of the oldest request."""
     busy: BusyClock = field(default_factory=BusyClock)
 
 
@@ -176,29 +176,29 @@ class Router:
 
     @property
     def busy(self) -> dict[str, BusyClock]:
-        """When each replica had requests, by its name."""
+        """The clock of each replica by name; it runs while the replica has requests."""
         return {replica.name: replica.busy for replica in self._replicas}
 
     def add(self, name: str, engine: Engine) -> None:
-        """Take in one more engine, or another one under a lost one's name; it serves after the next update.
+        """Add an engine, or replace a lost one of the same name; it serves after the next update.
 
         Raises: ConfigError if an engine of this name serves.
         """
-        known = next((replica for replica in self._replicas if replica.name == name), None)
-        if known is None:
-            known = _Replica(self._admission.add(), name, engine, is_out=True)
-            self._replicas.append(known)
-        elif not known.is_out:
+        replica = next((other for other in self._replicas if other.name == name), None)
+        if replica is None:
+            replica = _Replica(self._admission.add(), name, engine, is_out=True)
+            self._replicas.append(replica)
+        elif not replica.is_out:
             raise ConfigError(
                 f"a second engine named {name}, while the first one serves",
                 allowed="a new name, or that of an engine that is out",
                 next_step="choose another name",
             )
-        known.engine, known.version = engine, None
-        known.out_because = "has not acknowledged an update yet"
-        self._tell(known, ReplicaCause.JOINED, "serves once it has acknowledged an update")
+        replica.engine, replica.version = engine, None
+        replica.out_because = "has not acknowledged an update yet"
+        self._report(replica, ReplicaCause.JOINED, "serves once it has acknowledged an update")
 
-    # The next two return what `_route` does instead of waiting for it: a hundred thousand frames less.
+    # The next two return the coroutine of `_route` instead of awaiting it: a hundred thousand frames less.
     def generate(self, request: GenerationRequest) -> Coroutine[Any, Any, Completion]:
         """Sample one reply. See `Engine.generate`.
 
@@ -217,7 +217,7 @@ class Router:
     async def update(self, update: WeightUpdate) -> WeightReceipt:
         """Serve new weights on every replica. See `Engine.update`. Updates are applied one at a time.
 
-        Returns once each replica that served has acknowledged or is out; the others are not waited for.
+        Returns once each replica that served has acknowledged or is out, without waiting for the others.
         Raises: WeightMismatch if none acknowledged the version and digest; then none serves.
         """
         async with self._update_lock:
@@ -225,12 +225,13 @@ class Router:
             await self._end_returns()
             serving = [replica for replica in self._replicas if not replica.is_out]
             absent = [replica for replica in self._replicas if replica.is_out]
-            # All are closed before the first is told: none may take a request in between.
+            # All are closed before the first is updated: none may take a request in between.
             for replica in serving:
                 self._admission.set_open(replica.index, False)
             returning = [asyncio.create_task(self._update_one(replica, update)) for replica in absent]
             self._returning.update(returning)
-            has_acknowledged = await asyncio.gather(*(self._update_one(one, update) for one in serving))
+            updates = (self._update_one(replica, update) for replica in serving)
+            has_acknowledged = await asyncio.gather(*updates)
             if not any(has_acknowledged) and not any(await asyncio.gather(*returning)):
                 raise WeightMismatch(
                     f"no engine acknowledged version {update.version} with digest {update.digest}:"
@@ -243,7 +244,7 @@ class Router:
     async def score_each(
         self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float
     ) -> dict[str, ReplyScore]:
-        """Return what each replica that serves scores, by its name; one that cannot score is out.
+        """Return the score of each serving replica, by its name; a replica that cannot score is taken out.
 
         Raises: EngineError if none is left.
         """
@@ -252,7 +253,9 @@ class Router:
 
         async def ask(replica: _Replica) -> ReplyScore | None:
             try:
-                return await self._ask(replica, lambda one: one.score(prompt_ids, reply_ids, temperature))
+                return await self._ask(
+                    replica, lambda engine: engine.score(prompt_ids, reply_ids, temperature)
+                )
             except WeightMismatch:
                 raise
             except EngineError as error:
@@ -261,23 +264,24 @@ class Router:
                 return None
 
         scores = await asyncio.gather(*(ask(replica) for replica in serving))
-        found = {one.name: score for one, score in zip(serving, scores, strict=True) if score is not None}
-        if not found:
+        pairs = zip(serving, scores, strict=True)
+        by_name = {replica.name: score for replica, score in pairs if score is not None}
+        if not by_name:
             raise self._none_left()
-        return found
+        return by_name
 
     def report_to(self, on_event: Callable[[ReplicaEvent], None]) -> None:
-        """Set the callback for replicas that leave and come back."""
+        """Set the callback for replicas that leave or come back."""
         self._on_event = on_event
 
     def condemn(self, name: str, detail: str, cause: ReplicaCause = ReplicaCause.CANARY) -> None:
-        """Take a replica out that was lost or has other weights, until it acknowledges later ones."""
+        """Take out a replica that is lost or has wrong weights, until it acknowledges a later update."""
         for replica in self._replicas:
             if replica.name == name:
                 self._take_out(replica, cause, detail)
 
     def serves(self, name: str) -> bool:
-        """Whether a replica of this name may be asked."""
+        """Whether a replica of this name takes requests."""
         return any(replica.name == name and not replica.is_out for replica in self._replicas)
 
     async def close(self) -> None:
@@ -291,7 +295,7 @@ class Router:
             async with asyncio.timeout(_CLOSE_LIMIT_S):
                 await replica.engine.close()
 
-        # One that cannot be closed any more must not keep the others open.
+        # An engine that cannot be closed must not keep the others open.
         await asyncio.gather(*(close_one(replica) for replica in self._replicas), return_exceptions=True)
 
     async def _route(
@@ -332,7 +336,7 @@ class Router:
                 self._admission.leave(replica.index, ticket)
             replica.num_failures = 0
             if first is not None and first is not replica and not first.is_out:
-                # It failed, since another one answered the same request.
+                # The replica is at fault: another one answered the same request.
                 first.num_failures += 1
                 if first.num_failures >= self._limits.max_failures_in_a_row:
                     detail = (
@@ -342,7 +346,7 @@ class Router:
             return answer
 
     async def _ask(self, replica: _Replica, ask: Callable[[Engine], Awaitable[Answer]]) -> Answer:
-        """Ask one replica, until it answers, fails, or is found to be out."""
+        """Ask one replica, until it answers, fails, or is taken out."""
         admitted_version = replica.version
         patience = asyncio.timeout(None)
         try:
@@ -371,9 +375,9 @@ class Router:
         return answer
 
     def _watch(self, replica: _Replica) -> None:
-        """Take a replica out whose oldest request takes too long, or look again when it could.
+        """Take out a replica whose oldest request takes too long, or check again when it could.
 
-        One timer for all of them: a timer for each request would cost more than sending it.
+        One timer for all requests: a timer for each would cost more than sending it.
         """
         replica.watch = None
         oldest = next(iter(replica.patiences.values()), None)
@@ -405,7 +409,7 @@ class Router:
             raise
         else:
             if replica.engine is not engine:
-                return False  # Another one has taken its name, and has acknowledged nothing.
+                return False  # Another engine has taken its name, and has acknowledged nothing.
             if (receipt.version, receipt.digest) == (update.version, update.digest):
                 self._put_in(replica, update.version)
                 return True
@@ -421,12 +425,11 @@ class Router:
         replica.is_out, replica.out_because = False, ""
         replica.version, replica.num_failures = version, 0
         if was_out:
-            detail = f"serves version {version}"
-            self._tell(replica, ReplicaCause.BACK, detail)
+            self._report(replica, ReplicaCause.BACK, f"serves version {version}")
         self._admission.set_open(replica.index, True)
 
     def _take_out(self, replica: _Replica, cause: ReplicaCause | None, detail: str) -> None:
-        """Close a replica, and send away what it has been given. A replica leaves once, with one event."""
+        """Close a replica, and expire its requests. A replica leaves once, with one event."""
         was_out = replica.is_out
         self._num_serving -= not was_out
         replica.is_out = True
@@ -438,15 +441,15 @@ class Router:
                 patience.reschedule(now)
         num_moved, replica.patiences = len(replica.patiences), {}
         if cause is not None and not was_out:
-            self._tell(replica, cause, detail, num_moved)
+            self._report(replica, cause, detail, num_moved)
         if not self._num_serving:
             self._admission.refuse(self._none_left())
 
-    def _tell(self, replica: _Replica, cause: ReplicaCause, detail: str, num_moved: int = 0) -> None:
+    def _report(self, replica: _Replica, cause: ReplicaCause, detail: str, num_moved: int = 0) -> None:
         self._on_event(ReplicaEvent(replica=replica.name, cause=cause, detail=detail, num_moved=num_moved))
 
     async def _end_returns(self) -> None:
-        """Stop waiting for replicas that are out: what they would acknowledge is not the newest any more."""
+        """Stop waiting for replicas that are out: they would acknowledge an outdated version."""
         tasks, self._returning = self._returning, set()
         for task in tasks:
             task.cancel()
@@ -466,4 +469,6 @@ class Router:
         )
 
     def _list_causes(self) -> str:
-        return "; ".join(f"{one.name}: {one.out_because}" for one in self._replicas if one.is_out)
+        return "; ".join(
+            f"{replica.name}: {replica.out_because}" for replica in self._replicas if replica.is_out
+        )

@@ -9,11 +9,11 @@ when all its replies have ended, POST /v1/replies line by line as they end; POST
 without token ids (`ChatService`).
 `strop.engine.vllm.serve` serves vLLM by the same app, with the same arguments and more.
 
-Covered: the socket is held from the choice of its port on; every path but /health wants the key,
-which stands in a file that only its owner may read and never in arguments.
+Covered: the socket is held from the choice of its port on; every path but /health requires the key,
+which is in a file that only its owner may read and never in arguments.
 Not covered: encryption, several users. Another address than loopback is bound only where a placement
-asks for it, and belongs on a network that nobody else listens to. Weights come as a file, so both
-processes need to see the same disk, or as an object in a store.
+asks for it, and must be on a private network. Weights come as a file, so both processes need to see the same
+disk, or as an object in a store.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ AsgiApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class KeyGuard:
-    """Answers 401 to every request without the key, before anything of it is read."""
+    """Answers 401 to every request without the key, before its body is read."""
 
     def __init__(self, app: AsgiApp, key: str) -> None:
         self._app = app
@@ -86,9 +86,9 @@ class KeyGuard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or refuse it."""
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        header = dict(scope.get("headers", ())).get(b"authorization", b"")
         is_open = scope["type"] != "http" or scope["path"] == "/health"
-        if is_open or hmac.compare_digest(given, self._expected):
+        if is_open or hmac.compare_digest(header, self._expected):
             await self._app(scope, receive, send)
             return
         message = format_error(
@@ -103,7 +103,7 @@ class KeyGuard:
 
 
 class EngineService:
-    """Answers in wire form for one engine, and remembers what it serves."""
+    """Answers in wire form for one engine, and keeps its status."""
 
     def __init__(
         self, engine: Engine, *, model_digest: str, tokenizer_digest: str = "", version: int = 0
@@ -119,14 +119,14 @@ class EngineService:
         )
 
     async def generate(self, call: GenerateCall) -> GenerateAnswer:
-        """Ask for all replies together; what became of one says nothing about the others."""
+        """Ask for all replies together; the failure of one does not affect the others."""
         replies = [asyncio.create_task(self._reply(request)) for request in call.read()]
         with self._sampling.running():
             await asyncio.gather(*replies, return_exceptions=True)
         return GenerateAnswer.of(list(map(_outcome, replies)))
 
     async def generate_parts(self, call: GenerateCall) -> StreamingResponse:
-        """Ask for all replies together, and answer with a line for those that end at the same time."""
+        """Ask for all replies together, and stream a line for those that end at the same time."""
         from starlette.responses import StreamingResponse
 
         return StreamingResponse(self._list_parts(call.read()), media_type="application/x-ndjson")
@@ -151,7 +151,7 @@ class EngineService:
         return ReceiptForm.of(receipt)
 
     async def health(self) -> HealthForm:
-        """Say what is served."""
+        """Return the status."""
         return self._health
 
     async def close(self) -> None:
@@ -160,14 +160,17 @@ class EngineService:
 
     async def _list_parts(self, requests: Sequence[GenerationRequest]) -> AsyncIterator[str]:
         """Yield lines until all replies have ended. If the client disconnects, they are cancelled."""
-        places = {asyncio.create_task(self._reply(one)): place for place, one in enumerate(requests)}
+        tasks = [asyncio.create_task(self._reply(request)) for request in requests]
+        places = {task: place for place, task in enumerate(tasks)}
         left = set(places)
         try:
             with self._sampling.running():
                 while left:
                     ended, left = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED)
-                    found = {places[task]: _outcome(task) for task in sorted(ended, key=places.__getitem__)}
-                    yield AnswerPart.of(found).model_dump_json(exclude_defaults=True) + "\n"
+                    outcomes = {
+                        places[task]: _outcome(task) for task in sorted(ended, key=places.__getitem__)
+                    }
+                    yield AnswerPart.of(outcomes).model_dump_json(exclude_defaults=True) + "\n"
         finally:
             for task in left:
                 task.cancel()
@@ -181,7 +184,7 @@ class EngineService:
 
 
 def _outcome(task: asyncio.Task[Completion | StropError]) -> Completion | StropError:
-    """Return what became of a request. A bug is an error in its place: the others have their replies."""
+    """Return the reply to a request or its error. A bug counts as an error of this request alone."""
     error = task.exception()
     if error is None:
         return task.result()
@@ -190,18 +193,19 @@ def _outcome(task: asyncio.Task[Completion | StropError]) -> Completion | StropE
 
 
 def _as_engine_error(error: BaseException) -> EngineError:
-    """Return a bug as the error that the client gets."""
+    """Return the error that the client gets for a bug."""
     failure = EngineError(f"it failed in the engine: {describe_error(error)}")
     failure.__cause__ = error
     return failure
 
 
 def _read_messages(values: list[Any]) -> list[Message]:
-    """Read the messages of a client; keys that no message has are ignored."""
+    """Read the messages of a client; unknown keys are ignored."""
     known = {field.name for field in dataclasses.fields(Message)} | {REASONING}
     try:
         return [
-            Message.from_json({key: value for key, value in one.items() if key in known}) for one in values
+            Message.from_json({key: value for key, value in message.items() if key in known})
+            for message in values
         ]
     except (AttributeError, DataError) as error:
         raise ValueError(str(error)) from error
@@ -239,11 +243,11 @@ class ChatService:
             max_tokens=call.max_tokens,
             stop_token_ids=frozenset(self._tokenizer.stop_token_ids),
         )
-        found = await self._engine.generate(request)
-        is_cut = found.finish_reason is FinishReason.LENGTH
+        reply = await self._engine.generate(request)
+        is_cut = reply.finish_reason is FinishReason.LENGTH
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": found.text},
+            "message": {"role": "assistant", "content": reply.text},
             "finish_reason": "length" if is_cut else "stop",
         }
         return {"object": "chat.completion", "model": call.model, "choices": [choice]}
@@ -260,7 +264,7 @@ def build_app(
 ) -> FastAPI:
     """Build the web application around an engine that has loaded weights of a version.
 
-    With its `tokenizer` it also answers chats, for those who know no token ids: judged replies.
+    With its `tokenizer` it also answers chats, for clients without token ids, such as judging tasks.
 
     Raises: ConfigError if the server extra is not installed.
     """
@@ -282,12 +286,12 @@ def build_app(
         app.post(CHAT_PATH)(ChatService(engine, tokenizer).complete)
 
     async def answer_error(request: Any, error: Exception) -> JSONResponse:
-        told = error if isinstance(error, StropError) else _as_engine_error(error)
-        _log.warning("%s: %s", type(told).__name__, told)
-        return JSONResponse(ErrorForm.of(told).model_dump(), status_code=500)
+        answer = error if isinstance(error, StropError) else _as_engine_error(error)
+        _log.warning("%s: %s", type(answer).__name__, answer)
+        return JSONResponse(ErrorForm.of(answer).model_dump(), status_code=500)
 
     app.add_exception_handler(StropError, answer_error)
-    # A bug goes on to the log of the server once it is answered.
+    # A bug is also logged by the server, once it is answered.
     app.add_exception_handler(Exception, answer_error)
     app.add_middleware(KeyGuard, key=key)
     return app
@@ -314,8 +318,8 @@ def listen(host: str = LOOPBACK) -> socket.socket:
 
     Raises: ConfigError if the address is none of this machine's.
     """
-    # The protocol is named: only then does asyncio send what is written at once, and an answer of two writes
-    # waits 40 ms for the acknowledgement of the first otherwise.
+    # With the protocol named asyncio sets TCP_NODELAY; otherwise an answer of two writes waits 40 ms for the
+    # acknowledgement of the first.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.bind((host, 0))
@@ -340,7 +344,7 @@ def announce(listener: socket.socket, ready_path: Path) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """An engine that can be served, and what it has loaded."""
+    """An engine to serve, and the digests of its model and tokenizer."""
 
     engine: Engine
     model_digest: str
@@ -436,7 +440,7 @@ async def _load(options: argparse.Namespace) -> Loaded:
         from strop.policy.weights import weights_digest
         from strop.tokenizer import Tokenizer
 
-    # Kernels split sums by thread, so the learner's count gives the learner's values.
+    # Kernels split sums by thread, so the learner's number of threads gives the learner's values.
     torch.set_num_threads(options.threads)
     model = LanguageModel.load(options.model, dtype=DTYPES[options.dtype], device=options.device)
     tokenizer = Tokenizer.load(options.model)
@@ -444,9 +448,9 @@ async def _load(options: argparse.Namespace) -> Loaded:
     return Loaded(engine=engine, model_digest=weights_digest(model), tokenizer=tokenizer)
 
 
-def _bad_key(given: str) -> ConfigError:
+def _bad_key(problem: str) -> ConfigError:
     return ConfigError(
-        given,
+        problem,
         allowed="a file of mode 0600 with a random key of at least 16 characters",
         next_step="let the placement of the run write it, or make one with `chmod 600`",
     )

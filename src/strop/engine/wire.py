@@ -1,11 +1,10 @@
 """The JSON form in which requests, replies, weight updates and errors cross between processes.
 
-Token ids in, token ids out: no prompt is ever tokenized twice. Ids and log-probabilities travel as the bytes
-of their int32 and float32 values, and Python's JSON writes float64 so that it reads back equal, so a value
-that crossed is the value that was sent. What the requests of a batch share, prompts above all, is sent once,
-and replies are columns: a token costs 10.7 bytes (two values in base64) and its text, 15 in all in English.
-Where replies come home as they end, each line costs some 120 bytes more.
-Errors come home as the class that was raised.
+Token ids in, token ids out: no prompt is ever tokenized twice. Ids and log-probabilities are sent as the
+bytes of their int32 and float32 values, and Python's JSON round-trips float64, so every value arrives
+exactly. Values that the requests of a batch share, above all prompts, are sent once, and replies are columns:
+a token takes 10.7 bytes (two values in base64) and its text, 15 in all in English. Where replies return as
+they end, each line takes some 120 bytes more. Errors return as the class that was raised.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _MAX_TRACE_CHARS = 2500
 
 
 class Form(BaseModel):
-    """Base of everything on the wire: complete, exact, and nothing besides."""
+    """Base of all messages: no defaults for missing fields, no further fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,7 +56,7 @@ class MannerForm(Form):
 
     @classmethod
     def of(cls, request: GenerationRequest) -> MannerForm:
-        """Write down what a request says beside its prompt and seed."""
+        """Encode a request without its prompt and seed."""
         return cls(
             temperature=request.sampling.temperature,
             top_p=request.sampling.top_p,
@@ -69,7 +68,7 @@ class MannerForm(Form):
 
 
 class RequestForm(Form):
-    """A `GenerationRequest`: what is its own, and where the rest stands in the message."""
+    """A `GenerationRequest`: its seed, and the places of its other parts in the message."""
 
     prompt: int = Field(ge=0)
     manner: int = Field(ge=0)
@@ -77,7 +76,7 @@ class RequestForm(Form):
 
 
 class GenerateCall(Form):
-    """Requests that belong to one batch, in the order they were asked. What they share is sent once."""
+    """Requests of one batch, in their order. Parts that they share are sent once."""
 
     prompts: list[str]
     """In the form of `write_ids`."""
@@ -86,7 +85,7 @@ class GenerateCall(Form):
 
     @classmethod
     def of(cls, requests: Sequence[GenerationRequest]) -> GenerateCall:
-        """Write requests down."""
+        """Encode requests."""
         prompts: dict[str, int] = {}
         manners: dict[str, tuple[int, MannerForm]] = {}
         forms = []
@@ -98,9 +97,9 @@ class GenerateCall(Form):
         return cls(prompts=list(prompts), manners=[manner for _, manner in manners.values()], requests=forms)
 
     def read(self) -> list[GenerationRequest]:
-        """Return the requests that were written down; equal prompts are one array.
+        """Decode the requests; equal prompts are one array.
 
-        Raises: EngineError if a prompt is damaged, or a request names one that is not there.
+        Raises: EngineError if a prompt is damaged, or a request names one that is missing.
         """
         prompts = [read_ids(prompt) for prompt in self.prompts]
         for form in self.requests:
@@ -121,7 +120,7 @@ class GenerateCall(Form):
 
 
 class RemoteTraceback(Exception):
-    """Stands before an error from another process in its traceback; its text is the traceback there."""
+    """The cause of an error from another process; its text is the traceback there."""
 
 
 class ErrorForm(Form):
@@ -130,16 +129,16 @@ class ErrorForm(Form):
     kind: str
     message: str
     trace: str = ""
-    """Of an error that came from another one, the end of both tracebacks."""
+    """For an error with a cause: the end of both tracebacks."""
 
     @classmethod
     def of(cls, error: StropError) -> ErrorForm:
-        """Write an error down."""
+        """Encode an error."""
         trace = "".join(traceback.format_exception(error))[-_MAX_TRACE_CHARS:] if error.__cause__ else ""
         return cls(kind=type(error).__name__, message=str(error), trace=trace)
 
     def read(self) -> StropError:
-        """Return the error as its own class; as EngineError if this side does not know the class."""
+        """Return the error as its class; as EngineError if this side does not know the class."""
         known = {kind.__name__: kind for kind in _walk_errors(StropError)}
         error = known.get(self.kind, EngineError)(self.message)
         error.__cause__ = RemoteTraceback(self.trace) if self.trace else None
@@ -147,13 +146,13 @@ class ErrorForm(Form):
 
 
 class GenerateAnswer(Form):
-    """The outcome of each request, in the order they were asked, as columns.
+    """The outcome of each request, in their order, as columns.
 
-    A version has no default: a reply without its engine's stamp is refused.
+    Versions have no default: a reply without one is refused.
     """
 
     num_tokens: list[int]
-    """Of each reply; `ABSENT` where there is an error in its place."""
+    """Of each reply; `ABSENT` for an error."""
     token_ids: str
     """Of all replies, joined, in the form of `write_ids`."""
     logprobs: str
@@ -167,10 +166,12 @@ class GenerateAnswer(Form):
 
     @classmethod
     def of(cls, outcomes: Sequence[Completion | StropError]) -> GenerateAnswer:
-        """Write down replies, and errors in place of some."""
-        replies = [one for one in outcomes if isinstance(one, Completion)]
+        """Encode replies and errors."""
+        replies = [outcome for outcome in outcomes if isinstance(outcome, Completion)]
         return cls(
-            num_tokens=[len(one.token_ids) if isinstance(one, Completion) else ABSENT for one in outcomes],
+            num_tokens=[
+                len(outcome.token_ids) if isinstance(outcome, Completion) else ABSENT for outcome in outcomes
+            ],
             token_ids=write_ids(_join([reply.token_ids for reply in replies], np.int32)),
             logprobs=write_floats(_join([reply.logprobs for reply in replies], np.float32)),
             texts=[reply.text for reply in replies],
@@ -181,11 +182,11 @@ class GenerateAnswer(Form):
                 for place, reply in enumerate(replies)
                 if reply.segments
             },
-            errors=[ErrorForm.of(one) for one in outcomes if isinstance(one, StropError)],
+            errors=[ErrorForm.of(outcome) for outcome in outcomes if isinstance(outcome, StropError)],
         )
 
     def read(self, num_requests: int) -> list[Completion | StropError]:
-        """Return what was written down.
+        """Decode replies and errors.
 
         Raises: EngineError if the columns do not fit each other or the number of requests.
         """
@@ -211,7 +212,7 @@ class GenerateAnswer(Form):
                 outcomes.append(next(errors).read())
                 continue
             place, start, end = next(replies), end, end + length
-            segments = [VersionSegment(start=at, version=one) for at, one in self.segments.get(place, ())]
+            segments = [VersionSegment(start=at, version=v) for at, v in self.segments.get(place, ())]
             reply = Completion(
                 token_ids=ids[start:end],
                 logprobs=logprobs[start:end],
@@ -228,16 +229,16 @@ class AnswerPart(Form):
     """The outcomes of some requests of a call: one line of a streamed answer."""
 
     places: list[int]
-    """Of these requests in the call."""
+    """Places of these requests in the call."""
     answer: GenerateAnswer
 
     @classmethod
     def of(cls, outcomes: Mapping[int, Completion | StropError]) -> AnswerPart:
-        """Write down what became of the requests at some places."""
+        """Encode the outcomes of the requests at some places."""
         return cls(places=list(outcomes), answer=GenerateAnswer.of(list(outcomes.values())))
 
     def read(self) -> list[tuple[int, Completion | StropError]]:
-        """Return what was written down, by place. Raises: EngineError as `GenerateAnswer.read` does."""
+        """Decode the outcomes by place. Raises: EngineError as `GenerateAnswer.read` does."""
         return list(zip(self.places, self.answer.read(len(self.places)), strict=True))
 
 
@@ -250,7 +251,7 @@ class ScoreCall(Form):
 
     @classmethod
     def of(cls, prompt_ids: IntArray, replies: Sequence[IntArray], temperature: float) -> ScoreCall:
-        """Write down what is to be scored."""
+        """Encode replies to score."""
         return cls(
             prompt_ids=write_ids(prompt_ids),
             replies=[write_ids(ids) for ids in replies],
@@ -267,11 +268,11 @@ class ScoreForm(Form):
 
     @classmethod
     def of(cls, score: ReplyScore) -> ScoreForm:
-        """Write a score down."""
+        """Encode a score."""
         return cls(logprobs=write_floats(score.logprobs), policy_version=score.policy_version)
 
     def read(self, num_tokens: int) -> ReplyScore:
-        """Return the score that was written down. Raises: EngineError if it is of another length."""
+        """Decode the score. Raises: EngineError if it has another length."""
         return ReplyScore(logprobs=read_floats(self.logprobs, num_tokens), policy_version=self.policy_version)
 
 
@@ -293,11 +294,11 @@ class UpdateForm(Form):
 
     @classmethod
     def of(cls, update: WeightUpdate) -> UpdateForm:
-        """Write an update down."""
+        """Encode an update."""
         return cls(**asdict(update))
 
     def read(self) -> WeightUpdate:
-        """Return the update that was written down."""
+        """Decode the update."""
         return WeightUpdate(**dict(self))
 
 
@@ -309,11 +310,11 @@ class ReceiptForm(Form):
 
     @classmethod
     def of(cls, receipt: WeightReceipt) -> ReceiptForm:
-        """Write a receipt down."""
+        """Encode a receipt."""
         return cls(version=receipt.version, digest=receipt.digest)
 
     def read(self) -> WeightReceipt:
-        """Return the receipt that was written down."""
+        """Decode the receipt."""
         return WeightReceipt(version=self.version, digest=self.digest)
 
 
@@ -323,11 +324,11 @@ class HealthForm(Form):
     pid: int
     version: int
     digest: str
-    """Of the weights served now."""
+    """Digest of the weights served now."""
     model_digest: str
-    """Of the weights that the server loaded when it started."""
+    """Digest of the weights that the server loaded when it started."""
     tokenizer_digest: str = ""
-    """Of the tokenizer that it cuts replies with; empty where it has none."""
+    """Digest of its tokenizer; empty without one."""
 
 
 class ReadyForm(Form):
@@ -369,19 +370,19 @@ def read_floats(text: str, num_values: int) -> FloatArray:
     return values
 
 
-def _read_array(text: str, dtype: str, what: str) -> NDArray[Any]:
+def _read_array(text: str, dtype: str, values: str) -> NDArray[Any]:
     try:
         return np.frombuffer(base64.b64decode(text, validate=True), dtype=dtype)
     except (binascii.Error, ValueError) as error:
-        raise _damaged(f"{what} are unreadable ({error})") from error
+        raise _damaged(f"{values} are unreadable ({error})") from error
 
 
 def _join(parts: Sequence[NDArray[Any]], dtype: type[Any]) -> NDArray[Any]:
     return np.concatenate(parts).astype(dtype) if parts else np.zeros(0, dtype)
 
 
-def require_server_part(module: str, what: str = "an engine in a process of its own") -> None:
-    """Make sure that a module of the `server` extra is installed, which `what` needs.
+def require_server_part(module: str, user: str = "an engine in a process of its own") -> None:
+    """Check that a module of the `server` extra is installed, which `user` needs.
 
     Raises: ConfigError naming the extra if it is missing.
     """
@@ -389,7 +390,7 @@ def require_server_part(module: str, what: str = "an engine in a process of its 
         import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{what} needs the Python module {module!r}, which is missing",
+            f"{user} needs the Python module {module!r}, which is missing",
             allowed="an installation with the server extra; engines with placement.kind = inline need none",
             next_step="run `pip install strop[server]`",
         ) from error
@@ -401,5 +402,5 @@ def _walk_errors(kind: type[StropError]) -> Iterator[type[StropError]]:
         yield from _walk_errors(child)
 
 
-def _damaged(given: str) -> EngineError:
-    return EngineError(f"{given}. Engine and learner must run the same version of strop.")
+def _damaged(flaw: str) -> EngineError:
+    return EngineError(f"{flaw}. Engine and learner must run the same version of strop.")

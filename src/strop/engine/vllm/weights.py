@@ -1,15 +1,14 @@
 """Loads new weights into vLLM's workers, and proves that they are live.
 
-A worker reads the file, compares digest, names, shapes and types with what it must get, and only then hands
-the tensors to vLLM's own reload. Then it looks at the live model, because a reload that drops a tensor says
-nothing: on a CPU, vLLM keeps matrices repacked for its kernels, and its reload leaves the packed copy of a
-tied LM head as it was. Tensors that are held plainly are compared bit for bit; repacked ones are asked for
-some of their columns through the kernel that serves requests, with inputs of one 1 among zeros, which give
-the stored values exactly.
+A worker reads the file, compares digest, names, shapes and types with the expected ones, and only then passes
+the tensors to vLLM's reload. Then it checks the live model, because a reload that drops a tensor is silent:
+on a CPU, vLLM keeps matrices repacked for its kernels, and its reload does not update the packed copy of a
+tied LM head. Plain tensors are compared bit for bit; some columns of repacked ones are read through the
+kernel that serves requests, with one-hot inputs, which give the stored values exactly.
 
-Proven: Llama-like models (every tensor lies where the checkpoint's name says, alone or fused), one worker
-per engine. With tensor parallelism a worker holds a part of each tensor, and only that its tensors changed
-is proven. Runs inside vLLM's processes: torch, safetensors and light modules of strop only.
+Proven: Llama-like models (every tensor is at its checkpoint's name, alone or fused), one worker per engine.
+With tensor parallelism a worker holds a part of each tensor, and only that its tensors changed is proven.
+Runs inside vLLM's processes: torch, safetensors and light modules of strop only.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from strop.errors import WeightMismatch
 from strop.policy.publication import read_published, tensors_digest, unfit
 
 _PROBED_COLUMNS = 16
-"""Of each repacked matrix. A step of training changes far more than one value in so many columns."""
+"""Probed columns of each repacked matrix. A step of training changes many values in so many columns."""
 _EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 ADAPTER_FILE = "adapter_model.safetensors"
 RAISED = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError, OSError)
-"""What vLLM raises for failures of its workers and loaders."""
+"""Errors of vLLM's workers and loaders."""
 
 
 class WeightWorker:
@@ -45,13 +44,13 @@ class WeightWorker:
     reload_weights: Any
 
     def strop_follow_parent(self) -> None:
-        """Die with the process that started this one, however that ends."""
+        """End with the process that started this one, however that ends."""
         follow_parent()
 
     def strop_load(self, path: str, digest: str) -> dict[str, Any]:
         """Load a file of weights, all of it or nothing, and prove it.
 
-        Returns why nothing was loaded (`refusal`), or what is wrong with what was (`flaw`).
+        Returns why nothing was loaded (`refusal`), or why the loaded weights are wrong (`flaw`).
         """
         forms = read_forms(Path(self.model_config.model))
         try:
@@ -72,7 +71,7 @@ class WeightWorker:
         return {"refusal": None, "flaw": find_stale(model, tensors)}
 
     def _take(self, model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Hand the tensors to vLLM's reload, and repack what it forgets."""
+        """Pass the tensors to vLLM's reload, and repack the LM head, which it omits."""
         self.reload_weights(weights_iterator=iter(tensors.items()))
         head: Any = getattr(model, "lm_head", None)
         if hasattr(head, "cpu_linear") and head.weight.numel():
@@ -118,7 +117,7 @@ def require_forms(
 
 
 def find_stale(model: Any, tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Name the first tensor that the live model does not hold, None if it holds them all."""
+    """Describe the first tensor that is not in the live model; None if all are."""
     modules = {name.replace(".base_layer", ""): module for name, module in model.named_modules()}
     if _HEAD not in tensors and _EMBEDDING in tensors and "lm_head" in modules:
         tensors = {**tensors, _HEAD: tensors[_EMBEDDING]}
@@ -148,7 +147,7 @@ def _places(model: Any, tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[s
 
 
 def _is_live(module: Any, leaf: str, start: int, tensor: torch.Tensor) -> bool:
-    """Whether a module computes with these values, in its plain tensor and in its repacked one."""
+    """Whether a module has these values, in its plain tensor and in its repacked one."""
     rows = slice(start, start + len(tensor))
     plain = getattr(module, leaf)
     if plain.numel():
@@ -157,7 +156,7 @@ def _is_live(module: Any, leaf: str, start: int, tensor: torch.Tensor) -> bool:
             return False
     if leaf != "weight" or not hasattr(module, "cpu_linear"):
         return bool(plain.numel())
-    # Which columns are probed depends on the values themselves: nobody can foresee them.
+    # The probed columns depend on the values, so they are not predictable.
     sample = tensor[0].contiguous().view(torch.uint8).numpy().tobytes()
     seed = int.from_bytes(hashlib.blake2b(sample, digest_size=7).digest(), "little")
     generator = torch.Generator().manual_seed(seed)
@@ -174,7 +173,7 @@ def _live_digest(model: Any) -> str:
 
 
 def find_adapter_flaw(path: str, digest: str) -> str | None:
-    """Say what is wrong with a LoRA adapter's directory, None if it has the promised digest."""
+    """Return the flaw of a LoRA adapter's directory; None if it has the promised digest."""
     try:
         tensors = load_file(Path(path) / ADAPTER_FILE)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
