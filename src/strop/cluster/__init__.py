@@ -1,8 +1,8 @@
-"""Who runs where: starting the roles of a run, connecting them, and stopping them all.
+"""Placements: they start the roles of a run, connect them, and stop them all.
 
 A role is the policy's learner or an engine. `inline` keeps both in one process over one set of
-weights; `process` puts the engine into a process of its own and sends weights by file. The loop
-gets the same `Roles` from either and cannot tell which it has: this is the only room that knows.
+weights; `process` runs the engine in a separate process and sends weights by file; `ray` makes every role an
+actor. The loop gets the same `Roles` from each and cannot tell them apart.
 Placements import torch; import them by path, or let `contract.build_placement` do it.
 """
 

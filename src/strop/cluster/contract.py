@@ -1,7 +1,7 @@
-"""The seam to placement: what a run needs started, what it gets, and which placement its run file names.
+"""The interfaces of placements and roles, and the choice of a run's placement.
 
-Frozen models (reference, teacher) live on the learner's ranks, sharded as it is: a teacher's hidden states
-need not travel.
+Frozen models (reference, teacher) are on the learner's ranks, sharded like the learner: a teacher's hidden
+states never cross processes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class LearnerRole(Protocol):
-    """What is being trained, wherever its ranks are."""
+    """The trained policy, on any ranks."""
 
     @property
     def version(self) -> int:
@@ -44,17 +44,17 @@ class LearnerRole(Protocol):
 
     @property
     def device(self) -> str:
-        """Kind of device that it computes on: 'cpu' or 'cuda'."""
+        """Kind of its device: 'cpu' or 'cuda'."""
         ...
 
     @property
     def recomputes(self) -> bool:
-        """Whether it computes activations again instead of keeping them."""
+        """Whether it recomputes activations instead of keeping them."""
         ...
 
     @property
     def is_async(self) -> bool:
-        """Whether a step leaves the loop's event loop free."""
+        """Whether the event loop runs during a step."""
         ...
 
     async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
@@ -65,7 +65,7 @@ class LearnerRole(Protocol):
         ...
 
     async def hold(self) -> None:
-        """Keep the trained weights as they are now for `score`, in place of what was kept before."""
+        """Keep a copy of the current trained weights for `score`, in place of the last copy."""
         ...
 
     async def score(
@@ -78,23 +78,23 @@ class LearnerRole(Protocol):
         ...
 
     async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
-        """Return where scored tokens stand in their distributions, in order of the groups' replies.
+        """Return the places of scored tokens in their distributions, in order of the groups' replies.
 
         Shapes: (T, 2 + 2 K) each; see `strop.policy.head.token_places`.
         """
         ...
 
     async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
-        """Return type, shape and SHA-256 of each tensor by name, adapters left out.
+        """Return type, shape and SHA-256 of each tensor by name, without adapters.
 
-        Of the policy, or of the frozen model of a role.
+        `role`: of this frozen model; None: of the policy.
         """
         ...
 
     async def add_frozen(self, role: str, source: ModelHandle) -> Scorer:
-        """Load a model beside the policy, on its devices and in its type, which never learns.
+        """Load a frozen model beside the policy, on its devices and in its type.
 
-        `role` is "reference" or "teacher"; the terms of distillation compare with the teacher.
+        `role` is "reference" or "teacher"; distillation compares with the teacher.
         Raises: ConfigError if it cannot be loaded or has another vocabulary.
         """
         ...
@@ -109,24 +109,24 @@ class LearnerRole(Protocol):
     async def offer_weights(self, wire: Wire, host: str, num_receivers: int) -> tuple[str, str]:
         """Begin to send the compute copies from device to device; return their address and digest at once.
 
-        What is asked of the learner next waits until they are sent. See `strop.policy.device_wires`.
+        The learner's next call waits until they are sent. See `strop.policy.device_wires`.
         Raises: StoreError if `host` is no address of this machine.
         """
         ...
 
     async def weights_digest(self) -> str:
-        """Return the digest of the compute copies, adapters merged, as `write_weights` gives it."""
+        """Return the digest of the compute copies, adapters merged, the same as from `write_weights`."""
         ...
 
     async def write_adapter(self, target: Path) -> str:
-        """Write the adapters of a run that trains them in peft's form. Returns the digest of their tensors.
+        """Write the trained adapters in peft's form. Returns the digest of their tensors.
 
         Raises: StoreError if a file cannot be written.
         """
         ...
 
     async def export(self, target: Path, tokenizer_dir: Path) -> str:
-        """Write a Hugging Face model directory. Returns the digest of its tensors, as `weights_digest` does.
+        """Write a Hugging Face model directory. Returns the digest of its tensors, that of `weights_digest`.
 
         Raises: StoreError if it is not the live policy.
         """
@@ -137,12 +137,12 @@ class LearnerRole(Protocol):
         ...
 
     async def load_state(self, source: Path) -> None:
-        """Restore what `save_state` wrote. Raises: CorruptRecord if a part is missing or does not fit."""
+        """Restore the files of `save_state`. Raises: CorruptRecord if a part is missing or does not fit."""
         ...
 
 
 class Scorer(Protocol):
-    """A model that takes part and never learns."""
+    """A frozen model that scores replies."""
 
     async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
         """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups."""
@@ -160,9 +160,9 @@ class Publisher(Protocol):
         ...
 
     async def close(self) -> None:
-        """End what is still being sent, and remove every publication. May be called twice.
+        """End all sending, and remove every publication. May be called twice.
 
-        Raises: StoreError if a store does not let them be removed.
+        Raises: StoreError if a store refuses to remove one.
         """
         ...
 
@@ -176,14 +176,13 @@ class Roles:
     publisher: Publisher
     tokenizer: Tokenizer
     run_group: Callable[[Sequence[RolloutPlan]], Awaitable[Group]] | None = None
-    """Has one group attempted by workers elsewhere. None: rollouts are walked in the loop's process."""
+    """Attempts one group on rollout workers. None: rollouts run in the loop's process."""
     reference: Scorer | None = None
-    """None: the run asks none."""
     teacher: Scorer | None = None
     busy: Mapping[str, BusyClock] = field(default_factory=dict)
-    """When `engine-N` and the `verifier` worked for `run_group`; empty where that is None."""
+    """The clocks of `engine-N` and the `verifier` for `run_group`; empty where that is None."""
     frozen_dirs: Mapping[str, Path] = field(default_factory=dict)
-    """Where reference and teacher were loaded from, by role."""
+    """Model directories of reference and teacher, by role."""
 
 
 class Placement(Protocol):
@@ -197,12 +196,12 @@ class Placement(Protocol):
         ...
 
     async def stop(self) -> None:
-        """End every role that `start` started. May be called at any time, and twice."""
+        """End all roles. May be called at any time, and twice."""
         ...
 
 
 async def start_all(start: Callable[[], Awaitable[Roles]], stop: Callable[[], Awaitable[None]]) -> Roles:
-    """Return what `start` started. Where it fails or is cancelled, what it left is stopped first."""
+    """Start all roles. If `start` fails or is cancelled, `stop` runs first."""
     async with AsyncExitStack() as undo:
         undo.push_async_callback(stop)
         roles = await start()
@@ -213,9 +212,9 @@ async def start_all(start: Callable[[], Awaitable[Roles]], stop: Callable[[], Aw
 def build_placement(spec: RunSpec, source: ModelHandle, work_dir: Path) -> Placement:
     """Build the placement of `spec.layout`; nothing is started yet.
 
-    `work_dir` is where a placement keeps logs and files of its own; it need not exist.
+    The placement keeps logs and other files in `work_dir`, which need not exist.
     """
-    # Inside the branches: all import torch, and Ray is an extra.
+    # Imported inside the branches: all import torch, and Ray is an extra.
     kind = spec.layout.kind
     if kind == "process":
         from strop.cluster.local import ProcessPlacement
@@ -233,24 +232,24 @@ def build_placement(spec: RunSpec, source: ModelHandle, work_dir: Path) -> Place
 async def with_frozen(
     roles: Roles, spec: RunSpec, source: ModelHandle, fetch: Callable[[str], ModelHandle]
 ) -> Roles:
-    """Return the roles with the reference and the teacher that a run asks for; nothing else is loaded.
+    """Add the run's reference and teacher to the roles, if it has any.
 
     `source` is the model that the run starts from, `fetch` finds another by its URI.
 
     Raises: ConfigError if a model has another vocabulary or tokenizer.
     """
-    for role, named in spec.frozen_models.items():
-        found = source if named is None else fetch(named)
-        if found.path != source.path:
-            _require_same_tokens(Tokenizer.load(source.path), Tokenizer.load(found.path), role)
-        scorer = await roles.learner.add_frozen(role, found)
+    for role, uri in spec.frozen_models.items():
+        model = source if uri is None else fetch(uri)
+        if model.path != source.path:
+            _require_same_tokens(Tokenizer.load(source.path), Tokenizer.load(model.path), role)
+        scorer = await roles.learner.add_frozen(role, model)
         roles = replace(roles, reference=scorer) if role == "reference" else replace(roles, teacher=scorer)
-        roles = replace(roles, frozen_dirs={**roles.frozen_dirs, role: found.path})
+        roles = replace(roles, frozen_dirs={**roles.frozen_dirs, role: model.path})
     return roles
 
 
 def _require_same_tokens(own: Tokenizer, other: Tokenizer, role: str) -> None:
-    """Refuse a tokenizer that means something else by an id. Raises: ConfigError naming the first."""
+    """Refuse a tokenizer with another token for an id. Raises: ConfigError naming the first."""
     num_own, num_other = own.vocab_size, other.vocab_size
     differing = [i for i in range(min(num_own, num_other)) if own.token_text(i) != other.token_text(i)]
     if num_own == num_other and not differing:

@@ -1,8 +1,8 @@
-"""An engine in a child process, from its start to its end: the native one, or vLLM, as the spec says.
+"""An engine in a child process, from its start to its end: the native one, or vLLM.
 
-vLLM runs with an interpreter of its own, which is shown strop's modules and no other package of ours. The
-child dies with this process, however it ends, and writes its log, `engine.log`, from its first byte. Key and
-address are handed over by files under `work_dir`, which go as soon as they were read.
+vLLM runs with another interpreter, which sees strop's modules and no other package of this environment. The
+child ends with this process, however that ends, and writes its log, `engine.log`, from its first byte. Key
+and address are exchanged by files under `work_dir`, which are removed once they are read.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from strop.store.python_environment import KEEP_BYTECODE
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Largest ranks of adapters that vLLM 0.32 accepts (its LoRAConfig); smaller adapters fit as well."""
 START_LIMITS_S = {"native": 300.0, "vllm": 900.0}
-"""Loading a model and listening take no longer. vLLM may compile first."""
+"""Time until an engine has loaded its model and listens. vLLM may compile first."""
 _STOP_GRACE_S = 5.0
 _POLL_S = 0.05
 
 
 class EngineProcess:
-    """One engine, and the process that it lives in."""
+    """One engine and its process."""
 
     def __init__(
         self,
@@ -54,10 +54,10 @@ class EngineProcess:
         environment: Mapping[str, str] | None = None,
         log_dir: Path | None = None,
     ) -> None:
-        """Nothing is started yet. `log_dir` is where its log goes, `work_dir` without it.
+        """Nothing is started yet. `log_dir` is the folder of its log, by default `work_dir`.
 
-        `version` is what the engine calls the weights that it loads, `host` the address of this machine
-        that it listens on, `environment` what its process gets beside this one's: devices, for example.
+        `version` is the version of the weights that the engine loads, `host` the address of this machine
+        that it listens on, `environment` adds variables to those of this process: devices, for example.
         """
         self._spec = spec
         self._model_dir = model_dir.absolute()
@@ -65,8 +65,8 @@ class EngineProcess:
         self._log_dir = (log_dir or work_dir).absolute()
         self._version = version
         self._host = host
-        own = level_variables(log_level_of(spec.output.log_level, "engine"))
-        self._environment = {**own, **(environment or {})}
+        levels = level_variables(log_level_of(spec.output.log_level, "engine"))
+        self._environment = {**levels, **(environment or {})}
         self._key = ""
         self._python = sys.executable
         self._url = ""
@@ -80,7 +80,7 @@ class EngineProcess:
 
     @property
     def served_version(self) -> int | None:
-        """Version of the weights that it acknowledged last, None before the first."""
+        """Version of the last weights that it acknowledged, None before the first."""
         return None if self._engine is None else self._engine.version
 
     @property
@@ -90,15 +90,15 @@ class EngineProcess:
 
     @property
     def log_path(self) -> Path:
-        """Where it writes from its first byte."""
+        """Its log."""
         return self._log_dir / "engine.log"
 
     def find_death(self) -> str | None:
-        """Say how the process ended, None while it runs."""
+        """Return how the process ended, None while it runs."""
         return None if self._child is None else _describe_end(self._child)
 
     def launch(self) -> None:
-        """Start the process and do not wait for it.
+        """Start the process, without waiting for it.
 
         Raises: ConfigError if the server extra or an interpreter with vLLM is missing; StoreError if
         `work_dir` cannot be written.
@@ -149,7 +149,7 @@ class EngineProcess:
         return self._engine
 
     async def stop(self) -> None:
-        """End the process and remove what was handed over. May be called at any time, and twice."""
+        """End the process and remove its files. May be called at any time, and twice."""
         if self._engine is not None:
             await self._engine.close()
             self._engine = None
@@ -170,7 +170,7 @@ class EngineProcess:
         if engine.max_num_seqs is not None:
             args += ["--max-num-seqs", str(engine.max_num_seqs)]
         if can_swap_adapters(self._spec):
-            # The smallest rank that vLLM makes room for and the adapters fit in.
+            # The smallest rank of vLLM's table that fits the adapters.
             rank = self._spec.lora.rank or 0
             args += ["--lora-rank", str(next(size for size in _VLLM_RANKS if size >= rank))]
         if not is_vllm:
@@ -189,7 +189,7 @@ class EngineProcess:
         return args
 
     def _remove_start_files(self) -> None:
-        """Remove the files that only the start needs; left ones are of an attempt that was killed."""
+        """Remove the files that only the start needs; a killed attempt may have left some."""
         try:
             self._key_path.unlink(missing_ok=True)
             self._ready_path.unlink(missing_ok=True)
@@ -214,7 +214,7 @@ class EngineProcess:
 
 
 def _describe_end(child: ChildProcess) -> str | None:
-    """Say how a child ended, None while it runs."""
+    """Return how a child ended, None while it runs."""
     exit_code = child.poll()
     if exit_code is None:
         return None
@@ -231,25 +231,25 @@ def _not_started(child: ChildProcess, cause: str) -> EngineError:
 
 
 def can_swap_adapters(spec: RunSpec) -> bool:
-    """Whether a run's engines keep the base model and take adapters, instead of whole weights."""
+    """Whether a run's engines keep the base model and receive adapters instead of whole weights."""
     has_adapters = spec.lora.rank is not None and spec.lora.rank <= _VLLM_RANKS[-1]
     return has_adapters and spec.engine.kind == "vllm"
 
 
 def streams_replies(spec: RunSpec) -> bool:
-    """Whether an engine's replies come home as they end, and not a batch at a time.
+    """Whether an engine's replies return as they end, and not a batch at a time.
 
-    Where a run gives the same bits each time (the native engine, nothing sampled ahead or
-    `train.deterministic`), replies that end together for the loop make their successors one batch.
+    A run that gives the same bits each time (the native engine, nothing sampled ahead or
+    `train.deterministic`) needs whole batches: replies that return together make later requests one batch.
     """
     is_free = spec.engine.kind == "vllm" or spec.train.max_staleness > 0
     return is_free and not spec.train.deterministic
 
 
 def vllm_environment(modules_dir: Path) -> dict[str, str]:
-    """Return what vLLM's interpreter needs to find strop, and to keep to this machine and to our cores.
+    """Return the variables by which vLLM's interpreter finds strop, and stays offline and on our cores.
 
-    `modules_dir` is made to hold strop and nothing else of this interpreter's packages.
+    `modules_dir` is created to hold strop and none of this interpreter's other packages.
     """
     modules_dir.mkdir(parents=True, exist_ok=True)
     link = modules_dir / "strop"

@@ -1,10 +1,10 @@
-"""One machine: a learner in this process, the engine beside it or in a child with its own copy of the model.
+"""One machine: a learner in this process, the engine beside it or in a child with a copy of the model.
 
 `InlinePlacement` has one model in memory and no weight copy; publishing only names the new version.
 `ProcessPlacement` sends weights by file, `v000012.safetensors`, with version and digest: in shared memory, or
 in `<work_dir>/weights` where that has no room or `engine.transport` is 'file'. The child dies with this
-process, however it ends, and writes `<work_dir>/engine.log` from its first byte. Everything else under
-`work_dir` that the placement made is gone after `stop`.
+process, however it ends, and writes `<work_dir>/engine.log` from its first byte. `stop` removes all other
+files of the placement under `work_dir`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ TEACHER = "teacher"
 class LocalLearner:
     """A `LearnerRole` around one `Learner`.
 
-    A step holds the event loop up, unless `is_async`: then it runs in a thread, for loops that have
-    something to do meanwhile. One step, score or write at a time, as the loop does it anyway.
+    A step blocks the event loop, unless `is_async`: then it runs in a thread, while rollouts continue. One
+    step, score or write runs at a time.
     """
 
     def __init__(self, local: Learner, *, is_async: bool = False) -> None:
@@ -69,7 +69,7 @@ class LocalLearner:
         self._sender: DeviceSender | None = None
         self._sending: asyncio.Task[None] | None = None
         self._num_offers = count()
-        # The same one each time: every thread that computes keeps a team of OpenMP's and the memory it freed.
+        # One thread for all steps: every thread that computes keeps an OpenMP team and its freed memory.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="learner") if is_async else None
 
     @property
@@ -89,12 +89,12 @@ class LocalLearner:
 
     @property
     def device(self) -> str:
-        """Kind of device that it computes on."""
+        """Kind of its device."""
         return self.local.model.device.type
 
     @property
     def recomputes(self) -> bool:
-        """Whether it computes activations again."""
+        """Whether it recomputes activations."""
         return self.local.model.recomputes
 
     async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
@@ -102,7 +102,7 @@ class LocalLearner:
         return await self._do(partial(self.local.step_terms, terms, plan))
 
     async def hold(self) -> None:
-        """Keep the weights as they are now. See `LearnerRole.hold`."""
+        """Keep a copy of the current weights. See `LearnerRole.hold`."""
         await self._do(self.local.hold)
 
     async def score(
@@ -112,7 +112,7 @@ class LocalLearner:
         return await self._do(partial(self.local.score, groups, temperature, is_held=is_held))
 
     async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
-        """Return where scored tokens stand. See `LearnerRole.place_tokens`."""
+        """Return the places of scored tokens. See `LearnerRole.place_tokens`."""
         return await self._do(partial(self.local.score, groups, temperature, token_places))
 
     async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
@@ -121,12 +121,12 @@ class LocalLearner:
         return await self._do(owner.digest_tensors)
 
     async def add_frozen(self, role: str, source: ModelHandle) -> Scorer:
-        """Load a model that never learns. See `LearnerRole.add_frozen`."""
+        """Load a frozen model. See `LearnerRole.add_frozen`."""
         self._frozen[role] = frozen = await self._do(partial(load_frozen, self.local, role, source))
         return _LocalScorer(frozen, self._do)
 
     async def write_weights(self, path: Path) -> str:
-        """Write the compute copies; in a thread, because hashing is no work for the event loop."""
+        """Write the compute copies; in a thread, because hashing would block the event loop."""
         return await compute_in_thread(partial(self.local.write_weights, path))
 
     async def weights_digest(self) -> str:
@@ -156,12 +156,12 @@ class LocalLearner:
         await self._do(partial(self.local.save_state, target))
 
     async def load_state(self, source: Path) -> None:
-        """Restore what `save_state` wrote. See `LearnerRole.load_state`."""
+        """Restore the files of `save_state`. See `LearnerRole.load_state`."""
         self.local.load_state(source)
 
     async def _do(self, work: Callable[[], Answer]) -> Answer:
         if self._sending is not None:
-            # The weights that are being sent must not move.
+            # Weights must not move while they are sent.
             await self._sending
             self._sending = None
         if self._thread is None:
@@ -214,7 +214,7 @@ def build_rank(spec: RunSpec, source: ModelHandle, *, num_ranks: int) -> Learner
 
 
 def load_frozen(learner: Learner, role: str, source: ModelHandle, *, num_ranks: int = 1) -> FrozenModel:
-    """Load a model beside a learner, in its type; of several ranks, keep this one's rows of it.
+    """Load a frozen model beside a learner, in its type; with several ranks, keep only this rank's rows.
 
     Raises: ConfigError if it cannot be loaded or has another vocabulary.
     """
@@ -241,7 +241,7 @@ def load_policy(spec: RunSpec, source: ModelHandle, *, device: str, num_ranks: i
 
     Raises: ConfigError if the model cannot be loaded, or lacks a layer that is to be adapted.
     """
-    # Before the weights take their part of it.
+    # Measured before the weights are loaded.
     have_bytes = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else free_memory_bytes()
     model = LanguageModel.load(
         source.path, dtype=DTYPES[spec.model.dtype], device=device, may_fuse=num_ranks == 1
@@ -249,7 +249,7 @@ def load_policy(spec: RunSpec, source: ModelHandle, *, device: str, num_ranks: i
     if spec.lora.rank is not None:
         model.adapt(spec.lora, seed=spec.seed)
     size = read_model_size(source.path)
-    # Which are not loaded yet, and taken to be of the policy's size.
+    # Frozen models are not loaded yet, and assumed to have the policy's size.
     frozen = [size] * len(spec.frozen_models)
     if wants_recompute(spec, size, have_bytes, num_ranks=num_ranks, frozen=frozen):
         model.recompute_activations()
@@ -268,7 +268,7 @@ class SharedPublisher:
         return WeightUpdate(version=version, digest=f"shared-{version}", transport=WeightTransport.SHARED)
 
     async def close(self) -> None:
-        """Nothing was made."""
+        """Do nothing: there is no publication."""
 
 
 class InlinePlacement:
@@ -334,7 +334,7 @@ class ProcessPlacement:
     async def _start(self) -> Roles:
         clear_publications(self._weights_dir)
         self._process.launch()
-        # Aside where rollouts are walked meanwhile.
+        # In a thread where rollouts run during a step.
         learner = LocalLearner(
             build_learner(self._spec, self._source), is_async=self._spec.train.max_staleness > 0
         )
@@ -352,10 +352,10 @@ class ProcessPlacement:
         tokenizer = Tokenizer.load(self._source.path)
         # An engine with other weights or another tokenizer than the learner's is refused.
         health = await engine.health()
-        found, expected = health.model_digest, weights_digest(learner.local.model)
-        if found != expected:
+        actual, expected = health.model_digest, weights_digest(learner.local.model)
+        if actual != expected:
             raise EngineError(
-                f"the engine loaded weights with digest {found[:12]} from {self._source.path}",
+                f"the engine loaded weights with digest {actual[:12]} from {self._source.path}",
                 allowed=f"those of the learner, {expected[:12]}",
                 next_step="see that nothing writes to the model directory, then start the run again",
             )

@@ -1,7 +1,7 @@
-"""How the learner's weights are made available to engines: by file, by sending, through a store.
+"""Publishers of the learner's weights for engines: by file, by sending, through a store.
 
-Which one is `engine.transport`, and with `auto` where the roles are (`choose_transport`). A file lies in the
-memory of the machine where all roles are on one and it has room (`open_memory_dir`).
+`engine.transport` chooses one, with `auto` by the machines of the roles (`choose_transport`). A file is in
+shared memory where all roles are on one machine and it has room (`open_memory_dir`).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from strop.store.uris import join_uri
 
 _WEIGHTS_SUFFIX = ".safetensors"
 _MAX_COPIES = 3
-"""Of the weights at the same time: the served ones, the new ones, and those being written."""
+"""Copies of the weights at the same time: the served ones, the new ones, and those being written."""
 
 
 class FilePublisher:
     """Publishes by file, and keeps only the files that an engine may still read.
 
     Publishing a version again writes the same bytes again. `find_acknowledged` returns the version
-    that the engine serves, or None: older files are removed, that one stays until the next is served.
+    that the engine serves, or None: older files are removed, the served one stays until the next is served.
 
     `sends_adapters` is for engines that keep the base model and swap adapters (`can_swap_adapters`). The
     first publication is whole all the same: it proves that the engine loaded the learner's base, to
@@ -61,7 +61,7 @@ class FilePublisher:
         self.find_acknowledged = find_acknowledged
 
     async def publish(self) -> WeightUpdate:
-        """Write the learner's compute copies to a file of their own, or its adapters to a directory.
+        """Write the learner's compute copies to a new file, or its adapters to a new directory.
 
         Raises: StoreError if they cannot be written.
         """
@@ -88,7 +88,7 @@ class FilePublisher:
 
 
 def clear_publications(weights_dir: Path) -> None:
-    """Remove every publication; they only ever served transport."""
+    """Remove every publication: they are only for transport."""
     for path in _published(weights_dir):
         _remove(path)
     if weights_dir.is_dir() and not any(weights_dir.iterdir()):
@@ -96,7 +96,7 @@ def clear_publications(weights_dir: Path) -> None:
 
 
 def _make_place(weights_dir: Path, version: int, suffix: str) -> Path:
-    """Return where a version is written. Raises: StoreError if the directory cannot be made."""
+    """Return the path for a version. Raises: StoreError if the directory cannot be made."""
     path = weights_dir / f"v{version:06d}{suffix}"
     try:
         weights_dir.mkdir(parents=True, exist_ok=True)
@@ -118,13 +118,13 @@ def _remove(path: Path) -> None:
 
 
 class BroadcastPublisher:
-    """Publishes by sending: every engine takes the tensors from this process, and no file stays.
+    """Publishes by sending: every engine receives the tensors from this process, and no file stays.
 
-    Sending goes on beside the update that it belongs to, because engines fetch when the update reaches them.
+    Sending runs in the background, because engines fetch when the update reaches them.
     """
 
     def __init__(self, learner: LearnerRole, weights_dir: Path, *, host: str, num_receivers: int) -> None:
-        """`weights_dir` takes the learner's tensors for a moment; `host` is reached by all receivers.
+        """`weights_dir` holds the learner's tensors briefly; all receivers reach `host`.
 
         Fewer than `num_receivers` may come: a lost one does not block the others.
 
@@ -157,21 +157,21 @@ class BroadcastPublisher:
         )
 
     async def close(self) -> None:
-        """End sending; called once the engines have ended, it waits for no lost one."""
+        """End sending. To be called after the engines have ended: it does not wait for lost ones."""
         await asyncio.to_thread(self._sender.close)
         clear_publications(self._weights_dir)
 
 
 class DevicePublisher:
-    """Publishes from GPU to GPU, once the first publication has gone another way.
+    """Publishes from GPU to GPU, except for the first publication.
 
-    That one has a digest of the stored files, by which an engine proves that it loaded the learner's base.
+    That one has the digest of the stored files, which proves that an engine loaded the learner's base.
     """
 
     def __init__(
         self, learner: LearnerRole, first: Publisher, wire: Wire, *, host: str, num_receivers: int
     ) -> None:
-        """`host` is reached by all receivers; `first` publishes the first time."""
+        """All receivers reach `host`; `first` publishes the first time."""
         self._learner = learner
         self._first = first
         self._wire: Wire = wire
@@ -189,27 +189,27 @@ class DevicePublisher:
         return WeightUpdate(version=version, digest=digest, transport=WeightTransport.BROADCAST, path=path)
 
     async def close(self) -> None:
-        """Remove the first publication; what is being sent ends with the learner."""
+        """Remove the first publication; sending ends with the learner."""
         await self._first.close()
 
 
 class StorePublisher:
-    """Publishes by file, and sends each file to a store that engines read; it keeps only what is needed.
+    """Publishes by file, and uploads each file to a store that engines read; old ones are removed.
 
     Weights are one object, an adapter is one record.
     """
 
     def __init__(self, files: FilePublisher, store: RecordStore, uri: str) -> None:
-        """`uri` is the folder of this run's publications: nothing else writes below it."""
+        """`uri` is the folder of this run's publications alone."""
         self._files = files
         self._store = store
         self._uri = uri
         self._sent: dict[int, str] = {}
 
     async def publish(self) -> WeightUpdate:
-        """Write and send the learner's compute copies, or its adapters.
+        """Write and upload the learner's compute copies, or its adapters.
 
-        Raises: StoreError if they cannot be written, or the store does not take them.
+        Raises: StoreError if they cannot be written, or the store refuses them.
         """
         update = await self._files.publish()
         assert update.path is not None
@@ -222,16 +222,13 @@ class StorePublisher:
     async def close(self) -> None:
         """Remove every publication, here and from the store. Raises: StoreError."""
         await self._files.close()
-        await asyncio.to_thread(self._remove_sent)
-
-    def _remove_sent(self) -> None:
-        for uri in self._sent.values():
-            _remove_object(self._store, uri)
-        self._sent = {}
+        sent, self._sent = self._sent, {}
+        for uri in sent.values():
+            await asyncio.to_thread(_remove_object, self._store, uri)
 
     def _send(self, path: Path, uri: str) -> None:
         acknowledged = self._files.find_acknowledged()
-        for version in [one for one in self._sent if acknowledged is not None and one < acknowledged]:
+        for version in [sent for sent in self._sent if acknowledged is not None and sent < acknowledged]:
             _remove_object(self._store, self._sent.pop(version))
         if path.is_dir():
             self._store.sync(path, uri)
@@ -247,13 +244,13 @@ def _remove_object(store: RecordStore, uri: str) -> None:
         store.remove_record(uri)
 
 
-def choose_transport(asked: str, *, is_apart: bool) -> str:
-    """Return how weights travel: 'file', 'broadcast' or 'store'.
+def choose_transport(setting: str, *, is_apart: bool) -> str:
+    """Return the transport of weights: 'file', 'broadcast' or 'store'.
 
-    `is_apart`: the roles are on several machines.
+    `setting` is `engine.transport`; `is_apart`: the roles are on several machines.
     """
-    if asked != "auto":
-        return asked
+    if setting != "auto":
+        return setting
     return "broadcast" if is_apart else "file"
 
 
@@ -267,20 +264,21 @@ def open_publisher(
     host: str,
     is_apart: bool = False,
 ) -> Publisher:
-    """Return the publisher that a run file asks for.
+    """Return the publisher of a run.
 
-    `host` is where all engines reach the learner's machine; `run_name` names the run's folder in a store.
-    Raises: ConfigError if weights go through a store and there is none; StoreError if `host` is not ours.
+    All engines reach the learner's machine at `host`; `run_name` names the run's folder in a store.
+    Raises: ConfigError if weights go through a store and there is none; StoreError if `host` is no address of
+        this machine.
     """
     transport = choose_transport(spec.engine.transport, is_apart=is_apart)
     layout = spec.layout
-    # Each of vLLM's workers receives for itself.
+    # Each of vLLM's workers is a receiver.
     num_receivers = layout.num_engines * layout.tensor_parallel
     files = FilePublisher(learner, weights_dir, find_acknowledged, sends_adapters=can_swap_adapters(spec))
     sent: Publisher = files
     if transport == "broadcast":
         sent = BroadcastPublisher(learner, weights_dir, host=host, num_receivers=num_receivers)
-    # Adapters are small, or merged on the CPU.
+    # Not for adapters, which are small or merged on the CPU.
     is_whole = spec.lora.rank is None and spec.engine.transport in ("auto", "broadcast")
     if is_whole and layout.has_gpus and learner.device == "cuda":
         wire: Wire = "ipc" if layout.is_shared else "nccl"
@@ -298,7 +296,7 @@ def open_publisher(
 
 
 def has_memory_room(model_dir: Path, *, reserved_bytes: int = 0) -> bool:
-    """Whether the machine's shared memory takes all copies of a model's weights that are kept at a time."""
+    """Whether the machine's shared memory has room for all copies of a model's weights."""
     need = reserved_bytes + _MAX_COPIES * 4 * read_model_size(model_dir).num_params
     return SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > need
 
@@ -307,7 +305,7 @@ def has_memory_room(model_dir: Path, *, reserved_bytes: int = 0) -> bool:
 def open_memory_dir() -> Iterator[Path]:
     """Yield a private directory in shared memory, gone afterwards.
 
-    After kill -9 of this process it is removed by the next one that comes here, or by the job's agent.
+    After kill -9 of this process it is removed by the next process that calls this, or by the job's agent.
     Raises: StoreError if it cannot be made.
     """
     path = SHARED_MEMORY / f"{MEMORY_PREFIX}{secrets.token_hex(4)}"

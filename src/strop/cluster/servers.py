@@ -1,9 +1,9 @@
-"""Servers of a run's own, from before the first rollout to its end: judges, and the sandbox service.
+"""The servers of a run, from before the first rollout to its end: judges, and the sandbox service.
 
-A judge is an engine process; what it does not answer stays unscored. It listens on this machine only, or
-where rollout workers of other nodes ask it too. A server that is started here dies with this process, and its
-death ends the run with its name. A sandbox service may also be a role of the job on its CPU nodes, which ends
-with the job, or one that was there before and stays.
+A judge is an engine process; replies that it does not answer for stay unscored. It listens on this machine
+only, or where rollout workers of other nodes need it too. A server that is started here dies with this
+process, and its death ends the run with its name. A sandbox service may also be a role of the job on its CPU
+nodes, which ends with the job, or an existing service, which stays.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class JudgeRoles:
     ) -> None:
         """`models` are those of `role_judges`, by name.
 
-        Raises: ConfigError if a judge is another revision than the run file says, has no chat template, or
+        Raises: ConfigError if a judge has another revision than in the run file, has no chat template, or
         is the policy.
         """
         self._spec = spec
@@ -57,32 +57,32 @@ class JudgeRoles:
         self._work_dir = work_dir.absolute()
         self._started: dict[str, EngineProcess] = {}
         """By model."""
-        self._sections = {one.judge_model: one for one in role_judges(spec.task)}
+        self._sections = {section.judge_model: section for section in role_judges(spec.task)}
         for name, section in self._sections.items():
-            found = models[name]
+            judge = models[name]
             revision = section.judge_revision
-            if len(revision) < _MIN_REVISION_CHARS or not found.digest.startswith(revision):
+            if len(revision) < _MIN_REVISION_CHARS or not judge.digest.startswith(revision):
                 raise ConfigError(
                     f"task.judge_revision={revision}, and {section.judge_model} has the digest"
-                    f" {found.digest}",
+                    f" {judge.digest}",
                     allowed=f"at least {_MIN_REVISION_CHARS} characters of the digest, from its first:"
                     " judgements are kept under it",
-                    next_step=f'set task.judge_revision = "{found.digest[:16]}"',
+                    next_step=f'set task.judge_revision = "{judge.digest[:16]}"',
                 )
-            if found.digest == policy.digest and not section.can_judge_itself:
+            if judge.digest == policy.digest and not section.can_judge_itself:
                 raise ConfigError(
                     f"task.judge_model={section.judge_model} has the digest of the policy,"
                     f" {policy.digest[:16]}",
                     allowed="a judge that is another model, or task.can_judge_itself = true",
                     next_step="name another judge",
                 )
-            Tokenizer.load(found.path).require_chat_template()
+            Tokenizer.load(judge.path).require_chat_template()
 
     async def start(self) -> None:
         """Start every judge and wait until it listens.
 
         Raises: EngineError with its last log lines if one does not come up; StoreError if the directory of
-        the run cannot be written; CheckRefused if other nodes are to ask it and could not.
+        the run cannot be written; CheckRefused if other nodes could not reach this one.
         """
         host = _find_host(self._spec) if self._sections else LOOPBACK
         slots = self._spec.layout.of(RoleKind.JUDGE)
@@ -94,22 +94,22 @@ class JudgeRoles:
             process.launch()
         for name, process in self._started.items():
             await process.connect()
-            found = process.endpoint
-            judge = {endpoint_name(name): Endpoint(url=f"{found.url}/v1", key=found.key)}
+            endpoint = process.endpoint
+            judge = {endpoint_name(name): Endpoint(url=f"{endpoint.url}/v1", key=endpoint.key)}
             try:
                 hand_over(self._work_dir, judge)
             except OSError as error:
                 raise explain_write_failure(error, self._work_dir) from error
 
     async def stop(self) -> None:
-        """End every judge and remove what was handed over. May be called at any time, and twice."""
+        """End every judge and remove its key. May be called at any time, and twice."""
         for name, process in self._started.items():
             withdraw(self._work_dir, [endpoint_name(name)])
             await process.stop()
         self._started = {}
 
     def find_failure(self) -> EngineError | None:
-        """Return an error with the name of a judge that has ended, its process and its last log lines."""
+        """Return an error with name, process and last log lines of a judge that has ended, if any."""
         for name, process in self._started.items():
             end = process.find_death()
             if end is not None:
@@ -139,20 +139,20 @@ class JudgeRoles:
 
 
 class RuntimeRole:
-    """The service that a run's workers use; there may be none."""
+    """The sandbox service of a run; there may be none."""
 
     def __init__(self, spec: RuntimeSpec, run_path: Path, servers_dir: Path) -> None:
-        """`servers_dir` is where the run hands its servers over."""
+        """`servers_dir` is the folder with addresses and keys of the run's servers."""
         self._spec = spec
         self._servers_dir = servers_dir
         self._folder = ServiceDir(run_path / "runtime")
         self._child: ChildProcess | None = None
 
     async def start(self) -> None:
-        """Find or start the service, wait until it listens, and hand it over.
+        """Find or start the service, wait until it listens, and publish its address and key.
 
-        Raises: ConfigError for a bad key file; SandboxRefused if one that was there does not answer, or not
-        to that key; CheckRefused if one does not come; SandboxLost with its last log lines if it ended.
+        Raises: ConfigError for a bad key file; SandboxRefused if an existing service does not answer, or not
+        to that key; CheckRefused if none starts; SandboxLost with its last log lines if it ended.
         """
         endpoint = await self._find()
         if endpoint is not None:
@@ -160,13 +160,13 @@ class RuntimeRole:
 
     async def _find(self) -> Endpoint | None:
         if self._spec.url is not None and self._spec.key_file is not None:
-            found = Endpoint(url=self._spec.url, key=read_key(Path(self._spec.key_file)))
-            await require_service(found)
-            return found
+            endpoint = Endpoint(url=self._spec.url, key=read_key(Path(self._spec.key_file)))
+            await require_service(endpoint)
+            return endpoint
         if self._spec.serve == "none":
             return None
         if self._spec.serve == "here":
-            # What an earlier attempt announced is gone.
+            # Remove the address of an earlier attempt.
             self._folder.retire()
             self._child = spawn(
                 serve_argv(sys.executable, str(self._folder.path), *backend_words(self._spec.backend)),
@@ -187,7 +187,7 @@ class RuntimeRole:
             raise failure
 
     def find_failure(self) -> SandboxLost | None:
-        """Return an error with the last log lines of a service that was started here and has ended."""
+        """Return an error with the last log lines of a service that was started here, if it has ended."""
         if self._child is None or (code := self._child.poll()) is None:
             return None
         return SandboxLost(
@@ -202,14 +202,14 @@ def _find_host(spec: RunSpec) -> str:
     """Return the address of this machine at which judging processes reach a judge."""
     if not spec.placement.rollout_workers:
         return LOOPBACK
-    # Here: a run without Ray does without this module.
+    # Imported here: a run without Ray does not need it.
     from strop.cluster.ray.node import find_own_address
 
     return find_own_address(os.environ, len(spec.layout.nodes))
 
 
 async def guard(work: Coroutine[Any, Any, T], *find_failures: Callable[[], Exception | None]) -> T:
-    """Wait for a work, and end it once one of `find_failures` says why it cannot go on, which is raised."""
+    """Await `work`; once one of `find_failures` returns an error, cancel it and raise the error."""
     task = asyncio.ensure_future(work)
     try:
         while not (await asyncio.wait({task}, timeout=_LOOK_EVERY_S))[0]:

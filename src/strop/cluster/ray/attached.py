@@ -1,7 +1,7 @@
-"""A Ray cluster that is already running, to which a run attaches and which it leaves as it was.
+"""A Ray cluster that is already running, to which a run attaches and which it leaves unchanged.
 
-Its scheduler knows its GPUs, so the run asks it for them, role by role, in one placement group that goes with
-the run. Its processes have other environments than the run: roles are given the variables that the run needs.
+Its scheduler knows its GPUs, so the run requests them from it, role by role, in one placement group that ends
+with the run. Its processes have other environments than the run: roles get the variables that the run needs.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
 from strop.spec.layout import RoleSlot
 
 _NODE_SHARE = 0.001
-"""Of the resource that Ray gives every node by its address: it only says where a role lives."""
+"""Share of the resource that Ray gives every node by its address; it only pins a role to the node."""
 _KNOCK_LIMIT_S = 10.0
 _CARRIED = (ATTEMPT_VARIABLE, NUMBER_VARIABLE, GRACE_VARIABLE, "HF_HOME", "HF_HUB_OFFLINE", "STROP_CACHE")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seats:
-    """What a placement group reserves, and each role's place in it."""
+    """The bundles of a placement group, and each role's place in it."""
 
     bundles: Sequence[dict[str, float]]
     indices: Sequence[int]
     """The bundle of each role, in the order of the roles."""
     num_gpus: Sequence[float]
-    """What each role asks of it; roles that share GPUs ask for parts of them."""
+    """GPUs that each role requests; roles that share GPUs request parts of them."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """What the processes of the cluster lack."""
+    """Variables that the processes of the cluster lack."""
 
 
 class AttachedCluster:
     """The cluster at `ray.address`, with this process connected to it."""
 
     def __init__(self, address: str, work_dir: Path, num_nodes: int) -> None:
-        """`work_dir`: takes a file by which a role knows that it sees the disk of the run."""
+        """`work_dir`: for a mark file; a role that sees it shares the run's disk."""
         self._address = address
         self._num_nodes = num_nodes
         self._hosts: list[str] = []
@@ -68,7 +68,7 @@ class AttachedCluster:
         host, colon, port = self._address.rpartition(":")
         try:
             if colon and port.isdecimal():
-                # Ray itself goes on asking for minutes.
+                # Ray itself would retry for minutes.
                 knock = asyncio.open_connection(host.strip("[]"), int(port))
                 (await asyncio.wait_for(knock, _KNOCK_LIMIT_S))[1].close()
         except (OSError, TimeoutError) as error:
@@ -77,7 +77,7 @@ class AttachedCluster:
         from ray._private import ray_constants
         from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
-        # Both as the user's environment has them; a run of this process may have changed them before.
+        # Reset both to the user's environment; an earlier run in this process may have changed them.
         switch = os.environ.get("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "1")
         ray_constants.ENABLE_RAY_CLUSTER = switch.lower() in ("1", "true")
         AuthenticationTokenLoader.instance().reset_cache()
@@ -86,7 +86,7 @@ class AttachedCluster:
             context = await asyncio.to_thread(
                 ray.init,
                 address=self._address,
-                # A name of its own: actors of two runs on one cluster do not meet.
+                # A unique name, so that actors of two runs on one cluster do not collide.
                 namespace=f"strop-{uuid.uuid4().hex[:12]}",
                 log_to_driver=False,
                 configure_logging=False,
@@ -106,10 +106,7 @@ class AttachedCluster:
         return str(context.address_info["address"])
 
     async def await_nodes(self, indices: Iterable[int], limit_s: float) -> None:
-        """Refuse a cluster with fewer nodes than the job asks for: nobody adds to it.
-
-        Raises: CheckRefused.
-        """
+        """Raises: CheckRefused if the cluster has fewer nodes than the job needs; it will not grow."""
         wanted = len(list(indices))
         if len(self._hosts) < wanted:
             raise CheckRefused(
@@ -121,7 +118,7 @@ class AttachedCluster:
     def reserve(self, slots: Sequence[RoleSlot]) -> Seats:
         """Return one bundle for each share of GPUs, which its roles divide, and one for each other role.
 
-        Raises: CheckRefused if the cluster's nodes do not have so many GPUs.
+        Raises: CheckRefused if the cluster's nodes have fewer GPUs.
         """
         import ray
 
@@ -150,7 +147,7 @@ class AttachedCluster:
             )
         indices = [order.index(key) for key in keys]
         shares = [counts[index] / sharing[key] for index, key in zip(indices, keys, strict=True)]
-        # Ray divides one GPU, and hands out several whole.
+        # Ray accepts fractions of one GPU, and only whole numbers above.
         num_gpus = [share if share < 1 else float(int(share)) for share in shares]
         paths = os.pathsep.join(path for path in sys.path if path)
         carried = {name: os.environ[name] for name in _CARRIED if name in os.environ}
@@ -159,11 +156,11 @@ class AttachedCluster:
         )
 
     def find_death(self) -> str | None:
-        """Return None: the cluster is not the run's, and its nodes' ends show in its list."""
+        """Return None: the cluster outlives the run, and the deaths of its nodes show in its list."""
         return None
 
     async def stop(self) -> None:
-        """Disconnect; the cluster goes on. May be called at any time, and twice."""
+        """Disconnect; the cluster keeps running. May be called at any time, and twice."""
         if self._is_connected:
             import ray
 

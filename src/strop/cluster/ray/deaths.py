@@ -1,7 +1,7 @@
-"""Notices the end of any role within seconds, names it, and fails every pending call.
+"""Detects the end of any role within seconds, names it, and fails every pending call.
 
-Of replicas (roles that do the same work) all but the last may end: that is reported, and the others go on.
-A role's process is followed by a call to it that never returns: the moment it dies, Ray fails that call.
+Of replicas (roles that do the same work) all but the last may end: that is reported, and the others continue.
+A role's process is watched by a call to it that never returns: when it dies, Ray fails that call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from strop.errors import EngineLost, StropError, describe_error, format_error
 from strop.hardware.process import tail
 
 VERDICT_LIMIT_S = 25.0
-"""A failed call may be known before the death behind it: of a silent node Ray knows after 20 s at most."""
+"""A call may fail before Ray reports the death behind it, which takes 20 s at most for a silent node."""
 _LOOK_EVERY_S = 1.0
 _DETAIL = re.compile(r"Worker exit detail: (.*?)(?: There are some potential root causes|$)", re.DOTALL)
 T = TypeVar("T")
@@ -34,11 +34,11 @@ class FollowedRole:
     host: str
     log_path: Path
     is_replica: bool = False
-    """Whether others do the same work, so that the run goes on while one of them lives."""
+    """Whether others do the same work, so that the run continues while one of them is alive."""
 
 
 class DeathWatch:
-    """Knows all roles of a run, which have ended, and what the run ended by."""
+    """Watches all roles of a run, and keeps how they ended and which death ended the run."""
 
     def __init__(
         self, read_nodes: Callable[[], list[JoinedNode]], find_head_death: Callable[[], str | None]
@@ -58,7 +58,7 @@ class DeathWatch:
         self._keep(self._follow(role, ending))
 
     def start(self) -> None:
-        """Begin to look at nodes and at the head."""
+        """Begin to watch nodes and the head."""
         self._death = asyncio.get_running_loop().create_future()
         self._keep(self._look_at_nodes())
 
@@ -69,15 +69,15 @@ class DeathWatch:
             task.cancel()
 
     def report_to(self, on_lost: Callable[[str, str], None]) -> None:
-        """Tell from now on which replica ended and how, while others live."""
+        """Set the callback for a replica that ended while others are alive: its name, and how."""
         self._on_lost = on_lost
 
     def find_end(self, name: str) -> str | None:
-        """Say how a role itself ended; None while it lives."""
+        """Return how a role itself ended; None while it is alive."""
         return self._ends.get(name)
 
     def find(self, name: str) -> str | None:
-        """Say how a role ended, or what ended the run; None while it lives."""
+        """Return how a role or else the run ended; None while they are alive."""
         if name in self._ends:
             return self._ends[name]
         if self._death is None or not self._death.done():
@@ -88,7 +88,7 @@ class DeathWatch:
         """Return the answer of a role.
 
         Raises: EngineLost naming the role that ended, this one or any other, or that no answer came in
-            `limit_s`; what the role itself raised, if that is strop's.
+            `limit_s`; the StropError that the role raised.
         """
         from ray.exceptions import RayError, RayTaskError
 
@@ -111,13 +111,13 @@ class DeathWatch:
             if isinstance(error.cause, StropError):
                 raise error.cause from error
             failure: Exception = error
-            said = describe_error(error.cause)
+            cause = describe_error(error.cause)
         except RayError as error:
-            failure, said = error, str(error)
-        # A call that failed for no reason of ours failed with its role, or with another one's connection.
+            failure, cause = error, str(error)
+        # Without a StropError the call failed with its role, or with the connection of another one.
         await asyncio.wait({self._death}, timeout=VERDICT_LIMIT_S)
         raise (
-            self._death.result() if self._death.done() else EngineLost(_explain("a role failed", said))
+            self._death.result() if self._death.done() else EngineLost(_explain("a role failed", cause))
         ) from failure
 
     async def _follow(self, role: FollowedRole, ending: Awaitable[str]) -> None:
@@ -127,14 +127,14 @@ class DeathWatch:
             cause = await ending
         except RayError as error:
             cause = await self._explain_loss(error)
-        words = read_log(role.log_path, role.host)
+        lines = read_log(role.log_path, role.host)
         where = f"role {role.name} on node {role.node} ({role.host}), process {role.pid}, ended"
-        self._end([role], _explain(where, f"{cause}\nIts last log lines ({role.log_path}):\n{words}\n"))
+        self._end([role], _explain(where, f"{cause}\nIts last log lines ({role.log_path}):\n{lines}\n"))
 
     async def _explain_loss(self, error: Exception) -> str:
-        """Say why a process ended, as far as Ray knows; that of a whole node is the node's."""
-        found = _DETAIL.search(str(error))
-        cause = found[1].strip() if found else str(error).strip()
+        """Return why a process ended, as far as Ray knows, with the cause of its node's death, if any."""
+        detail = _DETAIL.search(str(error))
+        cause = detail[1].strip() if detail else str(error).strip()
         if "node" not in cause.lower():
             return cause
         nodes = await asyncio.to_thread(self._read_nodes)
@@ -165,12 +165,12 @@ class DeathWatch:
                         role for role in self._roles.values() if str(role.node) == node.name.split("@")[0]
                     ]
                     names = ", ".join(role.name for role in lost) or "no role"
-                    given = f"node {node.name} ({node.address}) was lost, and with it {names}"
-                    self._end(lost, _explain(given, node.why))
+                    event = f"node {node.name} ({node.address}) was lost, and with it {names}"
+                    self._end(lost, _explain(event, node.why))
             await asyncio.sleep(_LOOK_EVERY_S)
 
     def _end(self, roles: Sequence[FollowedRole], message: str) -> None:
-        """Take note of roles that ended; the run ends too, unless others do their work."""
+        """Note roles that ended; the run ends too, unless replicas do their work."""
         if self._is_stopping:
             return
         new = [role for role in roles if role.name not in self._ends]
@@ -198,13 +198,13 @@ def read_log(path: Path, host: str) -> str:
 
 
 async def _wait(call: Awaitable[T]) -> T:
-    # As a task of its own: calls that were gathered would complain of their cancellation.
+    # A coroutine for the task: cancelling gathered calls directly would log errors.
     return await call
 
 
-def _explain(given: str, cause: str) -> str:
+def _explain(event: str, cause: str) -> str:
     return format_error(
-        f"{given}: {cause}",
+        f"{event}: {cause}",
         allowed="roles that live as long as the run",
         next_step="mend the cause and start the run again: it goes on from its last checkpoint",
     )

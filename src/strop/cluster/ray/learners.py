@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from strop.policy.packing import PackedGroup
 
 CALL_LIMIT_S = 3600.0
-"""A step, a score or a write takes no longer."""
+"""Limit of a step, a score or a write."""
 
 
 class RayLearner:
@@ -42,7 +42,7 @@ class RayLearner:
     ) -> None:
         """`ranks` are actors of `LearnerRank` that have loaded.
 
-        `apart`: ranks that do not see this process's disk, and the node of each.
+        `apart`: ranks that do not see this process's disk, with their nodes.
         """
         self._apart = dict(apart or {})
         self._ranks = ranks
@@ -64,17 +64,17 @@ class RayLearner:
 
     @property
     def is_async(self) -> bool:
-        """Whether a step leaves the event loop free: ranks are in processes of their own."""
+        """True: ranks are other processes, so a step does not block the event loop."""
         return True
 
     @property
     def device(self) -> str:
-        """Kind of device that it computes on."""
+        """Kind of its device."""
         return self._facts.device
 
     @property
     def recomputes(self) -> bool:
-        """Whether every rank computes activations again."""
+        """Whether every rank recomputes activations."""
         return self._facts.recomputes
 
     async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
@@ -97,7 +97,7 @@ class RayLearner:
         return report
 
     async def hold(self) -> None:
-        """Keep the weights as they are now. See `LearnerRole.hold`."""
+        """Keep a copy of the current weights. See `LearnerRole.hold`."""
         await self._ask_all("hold")
 
     async def score(
@@ -107,7 +107,7 @@ class RayLearner:
         return await self._score(groups, lambda rank, share: rank.score.remote(share, temperature, is_held))
 
     async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
-        """Return where scored tokens stand. See `LearnerRole.place_tokens`."""
+        """Return the places of scored tokens. See `LearnerRole.place_tokens`."""
         return await self._score(groups, lambda rank, share: rank.place_tokens.remote(share, temperature))
 
     async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
@@ -115,16 +115,15 @@ class RayLearner:
         return dict(await self._ask_all("digest_tensors", role))
 
     async def add_frozen(self, role: str, source: ModelHandle) -> Scorer:
-        """Load a model that never learns on all ranks. See `LearnerRole.add_frozen`."""
-        # Ranks may run elsewhere than in the folder of the run.
-        found = replace(source, path=source.path.absolute())
-        await self._ask_all("add_frozen", role, found)
+        """Load a frozen model on all ranks. See `LearnerRole.add_frozen`."""
+        # Ranks may have another working directory.
+        await self._ask_all("add_frozen", role, replace(source, path=source.path.absolute()))
         return _RayScorer(self, role)
 
     async def score_frozen(
         self, role: str, groups: Sequence[PackedGroup], temperature: float
     ) -> list[FloatArray]:
-        """Return what the model of a role says, each rank of its share."""
+        """Return the scores of the frozen model of a role; each rank scores its share."""
         return await self._score(
             groups, lambda rank, share: rank.score_frozen.remote(role, share, temperature)
         )
@@ -138,11 +137,11 @@ class RayLearner:
         digest = str(await self._ask_all("device_digest"))
         place = await self._ask(self._ranks[0].open_sender.remote(host))
         if wire == "ipc":
-            # Each rank has receivers on its own GPU.
+            # Each rank has receivers on its GPU.
             port = int(place.rstrip("/").rpartition(":")[2])
             await self._gather([rank.open_sender.remote(host, port) for rank in self._ranks[1:]])
         name = f"v{self.version:06d}-{next(self._num_offers)}"
-        # A rank answers one call after the other: what comes next waits.
+        # A rank processes one call after the other, so the next call waits.
         self._sending = [rank.send_weights.remote(wire, name, num_receivers) for rank in self._ranks]
         return f"{wire}://{place}{name}", digest
 
@@ -175,8 +174,8 @@ class RayLearner:
             await self._clear_staged(self._apart)
 
     async def load_state(self, source: Path) -> None:
-        """Restore what `save_state` wrote. See `LearnerRole.load_state`."""
-        # One rank of a machine takes the files for all of them.
+        """Restore the files of `save_state`. See `LearnerRole.load_state`."""
+        # One rank of a machine receives the files for all of its ranks.
         takers = {node: index for index, node in reversed(self._apart.items())}
         places = dict.fromkeys(range(len(self._ranks)), source)
         try:
@@ -189,7 +188,7 @@ class RayLearner:
             await self._clear_staged(takers.values())
 
     async def _stage_files(self, rank: Any, source: Path) -> Path:
-        """Bring a folder's files to the machine of a rank; return where they are there."""
+        """Copy a folder's files to the machine of a rank; return their folder there."""
         staged: Path = await self._ask(rank.open_staged.remote())
         for path in await asyncio.to_thread(lambda: sorted(source.iterdir())):
             with path.open("rb") as file:
@@ -198,7 +197,7 @@ class RayLearner:
         return staged
 
     async def _clear_staged(self, indices: Iterable[int]) -> None:
-        # Where a role has ended, the attempt's folder goes with the attempt.
+        # If a role has ended, its files go with the attempt's folder.
         with suppress(EngineLost):
             await self._gather([self._ranks[index].clear_staged.remote() for index in indices])
 
@@ -206,14 +205,14 @@ class RayLearner:
         return await self._watch.guard(call, CALL_LIMIT_S)
 
     async def _ask_all(self, method: str, *arguments: Any) -> Any:
-        """Have all ranks do the same, and return what the first one says."""
+        """Call a method of all ranks, and return the first one's answer."""
         answers = await self._gather([getattr(rank, method).remote(*arguments) for rank in self._ranks])
         return answers[0]
 
     async def _score(
         self, groups: Sequence[PackedGroup], ask: Callable[[Any, bytes], Any]
     ) -> list[FloatArray]:
-        """Ask every rank about its share; return the answers in the order of the groups' replies."""
+        """Call every rank with its share; return the results in the order of the groups' replies."""
         from strop.policy.balancing import restore_order
         from strop.policy.batch_wire import encode_groups
 

@@ -1,17 +1,17 @@
-"""Keeps one Ray node of a run: `python -m strop.cluster.ray.node`, with `--settings FILE` the head.
+"""Runs one Ray node of a run: `python -m strop.cluster.ray.node`, with `--settings FILE` the head.
 
-With the directory of a run it joins that run's cluster: a role like any other, started by the node's agent
-with the run's environment, which all roles that Ray places here inherit. It waits for the head's file
-(`record.fence`), joins, and ends its Ray processes when that file goes; then it waits for the agent's order,
-since a sidecar does not leave a run by itself.
+With the directory of a run it joins that run's cluster, started by the node's agent like any other role, with
+the run's environment, which all roles that Ray places here inherit. It waits for the head's file
+(`record.fence`), joins, and ends its Ray processes when that file is removed; then it waits for the agent's
+signal, since a sidecar does not leave a run by itself.
 
-It starts `ray start --block`, waits, and ends everything that it started when it is told to (SIGTERM), when
-the process that started it dies, or when the node ends by itself. Ray's own processes watch each other,
-but its agents outlive a killed raylet by more than a minute (2.60): this process adopts them.
+It starts `ray start --block`, waits, and ends everything that it started on SIGTERM, when the process that
+started it dies, or when the node ends by itself. Ray's processes watch each other, but its agents outlive a
+killed raylet by more than a minute (2.60): this process adopts them.
 
-Covered: kill -9 of the owner; death of any of Ray's processes; workers in sessions of their own.
-Not covered: kill -9 of this process itself, after which Ray's processes end with it, agents a minute later;
-the temporary directory is then removed by the next keeper of this user.
+Covered: kill -9 of the owner; death of any of Ray's processes; workers in other sessions.
+Not covered: kill -9 of this process: Ray's processes then end with it, agents a minute later, and the next
+keeper of this user removes the temporary directory.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ _LOG_ENDINGS = {".out", ".err", ".log"}
 
 
 class Order:
-    """Whether this process is to end, and why. Made before anything is started, by the main thread."""
+    """Why this process must end, if it must. Created by the main thread before anything is started."""
 
     def __init__(self) -> None:
         self.signal_name = ""
         self._owner_pid = os.getppid()
-        # The kernel's kill at the owner's death would come before anything is cleared. 1 is PR_SET_PDEATHSIG.
+        # No signal at the owner's death (1 is PR_SET_PDEATHSIG): it would kill this process before cleanup.
         ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
         become_subreaper()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -83,24 +83,24 @@ class Order:
         self.signal_name = signal.Signals(number).name
 
     def find(self) -> str | None:
-        """Return why the node is to end; None while it is not."""
+        """Return why the node must end; None while it must not."""
         if self.signal_name:
             return f"told to by {self.signal_name}"
         return "its owner has ended" if os.getppid() != self._owner_pid else None
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Keep a node until it is to end; return 0 if it was told to, 1 if it ended by itself."""
+    """Run a node until it must end; return 0 after an order, 1 if it ended by itself."""
     order = Order()
     parser = argparse.ArgumentParser(prog=RAY_NODE_MODULE, description=__doc__)
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("run", nargs="?", type=Path, help="the directory of the run that is joined")
     which.add_argument("--settings", type=Path, help="those of a head")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        if given.settings is not None:
-            return keep_node(NodeSettings.read(given.settings), None, order.find)
-        code = join_run(given.run.absolute(), order)
+        if options.settings is not None:
+            return keep_node(NodeSettings.read(options.settings), None, order.find)
+        code = join_run(options.run.absolute(), order)
     except StropError as error:
         say(str(error))
         return error.exit_code
@@ -110,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def join_run(run_path: Path, order: Order) -> int:
-    """Keep a node of a run's cluster as long as its head lives; return what `keep_node` does.
+    """Run a node of a run's cluster while its head is alive; return the result of `keep_node`.
 
     Raises: as `keep_node`; CheckRefused if there is no head, or one with other software.
     """
@@ -135,13 +135,13 @@ def say(text: str) -> None:
 
 
 def keep_node(settings: NodeSettings, address: str | None, find_order: Callable[[], str | None]) -> int:
-    """Start a node, of the head at `address` or the head itself, and wait for its end; nothing is left then.
+    """Start a node, of the head at `address` or the head itself, wait for its end, and clean up.
 
-    `find_order` says why it is to end, None while it is not. Returns 0 after an order, 1 otherwise.
+    `find_order` returns why it must end, None while it must not. Returns 0 after an order, 1 otherwise.
     Raises: CheckRefused if its ports are taken; StoreError if its directories cannot be made.
     """
     log_path = Path(settings.log_path)
-    # For the roles that Ray starts here: on a node that joins, no run has done it.
+    # For the roles that Ray starts here: a joining node has no other process that does it.
     tune_process()
     environment = ray_environment(os.environ, host=settings.host, token_path=Path(settings.token_path))
     ports = choose_ports(settings)
@@ -166,7 +166,7 @@ def keep_node(settings: NodeSettings, address: str | None, find_order: Callable[
 
 
 def _keep_logs(temp_dir: Path, target: Path) -> None:
-    """Copy the ends of the logs of Ray's processes, of those that said anything."""
+    """Copy the ends of the logs of Ray's processes that are not empty."""
     with suppress(OSError):
         for path in sorted(temp_dir.glob("session_2*/logs/*")):
             if path.suffix not in _LOG_ENDINGS or not path.stat().st_size:
@@ -178,9 +178,9 @@ def _keep_logs(temp_dir: Path, target: Path) -> None:
 
 
 def find_own_address(environ: Mapping[str, str], num_nodes: int = 2) -> str:
-    """Return the address at which the other nodes reach this one; loopback where it is the only one.
+    """Return the address at which the other nodes reach this one; loopback for a single node.
 
-    Raises: CheckRefused if this node has none but loopback.
+    Raises: CheckRefused if this node has only loopback.
     """
     address = find_host_address(num_nodes, environ.get("GLOO_SOCKET_IFNAME"))
     if num_nodes > 1 and address.startswith("127."):
@@ -208,9 +208,9 @@ def require_same_python(head: Mapping[str, Any]) -> None:
 def await_head(
     path: Path, find_order: Callable[[], str | None], limit_s: float = HEAD_LIMIT_S
 ) -> dict[str, Any]:
-    """Return what the head says of itself once it does.
+    """Return the content of the head's file once it exists.
 
-    Raises: CheckRefused if it does not within `limit_s`, or an end is ordered meanwhile.
+    Raises: CheckRefused if it does not within `limit_s`, or `find_order` returns an order.
     """
     deadline = time.monotonic() + limit_s
     while not path.exists():
@@ -222,15 +222,15 @@ def await_head(
                 next_step="read the log of node 0",
             )
         time.sleep(_POLL_S)
-    found: dict[str, Any] = json.loads(path.read_bytes())
-    return found
+    head: dict[str, Any] = json.loads(path.read_bytes())
+    return head
 
 
 def _choose_settings(head: Mapping[str, Any], run_path: Path) -> NodeSettings:
-    """Return how this node is started: as the head was, with directories of its own."""
-    given, index = head["settings"], int(os.environ[NODE_VARIABLE])
-    check_object_store(given["object_store_bytes"])
-    temp_dir = choose_temp_dir(Path(given["temp_parent"]) if given["temp_parent"] else None)
+    """Return the settings of this node: those of the head, with other directories."""
+    shared, index = head["settings"], int(os.environ[NODE_VARIABLE])
+    check_object_store(shared["object_store_bytes"])
+    temp_dir = choose_temp_dir(Path(shared["temp_parent"]) if shared["temp_parent"] else None)
     logs_dir = run_path / "attempts" / os.environ.get(ATTEMPT_VARIABLE, "local") / str(index)
     token_path = temp_dir.with_name(f"{temp_dir.name}.{TOKEN_NAME}")
     try:
@@ -247,9 +247,9 @@ def _choose_settings(head: Mapping[str, Any], run_path: Path) -> NodeSettings:
         name=f"{index}@{socket.gethostname()}",
         index=index,
         num_cpus=os.cpu_count() or 1,
-        object_store_bytes=given["object_store_bytes"],
-        first_port=given["first_port"],
-        last_port=given["last_port"],
+        object_store_bytes=shared["object_store_bytes"],
+        first_port=shared["first_port"],
+        last_port=shared["last_port"],
     )
 
 

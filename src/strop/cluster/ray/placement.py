@@ -1,8 +1,8 @@
 """Every role of a run as an actor on Ray: learner ranks, engines, rollout workers.
 
-The loop stays where it is and gets the same `Roles` as from every other placement. Where learners and
-engines are on several nodes, the loop's process sends weights; on one they go by file, in shared memory if
-it has room. Of several engines all but the last may be lost; any other role that ends, ends the run.
+The loop stays in its process and gets the same `Roles` as from every other placement. Where learners and
+engines are on several nodes, the loop's process sends weights; on one node they go by file, in shared memory
+if it has room. Of several engines all but the last may be lost; the end of any other role ends the run.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ DEFAULT_OBJECT_STORE_BYTES = 256 << 20
 JOIN_LIMIT_S = 300.0
 """Longest wait until all nodes of a job have joined."""
 START_LIMIT_S = 300.0
-"""A role's process begins within it: importing torch from a cold network disk takes a minute."""
+"""Limit for the start of a role's process: importing torch from a cold network disk takes a minute."""
 LOAD_LIMIT_S = 900.0
 FETCH_LIMIT_S = 3600.0
-"""A model comes to a node's own disk within it."""
+"""Limit for fetching a model to a node's disk."""
 STOP_LIMIT_S = 15.0
 _CLASSES: Mapping[RoleKind, type[RayRole]] = {
     RoleKind.LEARNER: LearnerRank,
@@ -66,18 +66,18 @@ _CLASSES: Mapping[RoleKind, type[RayRole]] = {
 
 @dataclass(kw_only=True)
 class _Started:
-    """A role that runs."""
+    """A running role."""
 
     slot: RoleSlot
     actor: Any
     log_path: Path
     source: ModelHandle
-    """The model, where this role finds it."""
+    """The model on this role's machine."""
     facts: Any = field(default=None)
 
 
 class RayPlacement:
-    """Roles on a Ray cluster, of this run's own or one that is already running (`ray.address`)."""
+    """Roles on a Ray cluster that the run starts, or one that is already running (`ray.address`)."""
 
     def __init__(
         self,
@@ -87,10 +87,7 @@ class RayPlacement:
         *,
         make_task: Callable[[], Task] | None = None,
     ) -> None:
-        """Nothing is started yet.
-
-        `make_task` builds what rollout workers judge by, the spec's task without it.
-        """
+        """Nothing is started yet. `make_task` builds the task of rollout workers, by default the spec's."""
         self._spec = spec
         self._make_task = make_task or task_builder(spec.task)
         self._source = replace(source, path=source.path.absolute())
@@ -135,7 +132,7 @@ class RayPlacement:
             roles, self._roles = self._roles, []
             for role in roles:
                 with suppress(RayError, TimeoutError):
-                    # One after the other has no cost: all but engines only set a flag.
+                    # Sequentially is fast enough: all but engines only set a flag.
                     await asyncio.wait_for(role.actor.end.remote(), STOP_LIMIT_S)
                 ray.kill(role.actor)
             if self._group is not None:
@@ -169,14 +166,14 @@ class RayPlacement:
         self._require_transport()
         # Every role finds the model on its machine, or fetches it there.
         calls = [role.actor.bring_model.remote(self._source) for role in self._roles]
-        found = await self._guard(asyncio.gather(*calls), FETCH_LIMIT_S)
-        for role, source in zip(self._roles, found, strict=True):
+        sources = await self._guard(asyncio.gather(*calls), FETCH_LIMIT_S)
+        for role, source in zip(self._roles, sources, strict=True):
             role.source = source
         facts, addresses = await asyncio.gather(self._load_learners(host), self._load_engines())
         return await self._connect(facts, addresses, host)
 
     def _make_head(self, host: str) -> RayHead:
-        """Return a cluster of the run's own, which is not started yet."""
+        """Return a new cluster for the run, which is not started yet."""
         ray = self._spec.ray
         store_bytes = ray.object_store_bytes or DEFAULT_OBJECT_STORE_BYTES
         check_object_store(store_bytes)
@@ -197,7 +194,7 @@ class RayPlacement:
             first_port=first,
             last_port=last,
         )
-        # In memory of this node, if it has room.
+        # Weights in shared memory of this node, if it has room.
         if self._spec.engine.transport != "file" and has_memory_room(
             self._source.path, reserved_bytes=store_bytes
         ):
@@ -206,7 +203,7 @@ class RayPlacement:
         return RayHead(settings, rendezvous, temp_parent=self._spec.ray.temp_dir)
 
     async def _connect(self, facts: LearnerFacts, addresses: Sequence[EngineAddress], host: str) -> Roles:
-        """Make the clients of roles that have loaded, and give all engines the learner's weights."""
+        """Make the clients of the loaded roles, and publish the learner's weights to all engines."""
         assert self._watch is not None
         learner = RayLearner(
             [role.actor for role in self._of(RoleKind.LEARNER)],
@@ -230,7 +227,7 @@ class RayPlacement:
             for worker, engine in zip(workers, chosen, strict=True)
         ]
         await self._guard(asyncio.gather(*calls), START_LIMIT_S)
-        # It publishes from this process, which is on the first rank's node.
+        # Weights are published from this process, which is on the first rank's node.
         nodes = {role.slot.node for role in self._roles if role.slot.kind is not RoleKind.WORKER}
         self._publisher = publisher = open_publisher(
             self._spec,
@@ -259,7 +256,7 @@ class RayPlacement:
     def _join_workers(
         self, workers: Sequence[_Started], chosen: Sequence[int], engine: Engine
     ) -> RolloutWorkers:
-        """Return the workers as one, of which each asks only an engine that serves."""
+        """Return all workers as one object, which only uses workers whose engine serves."""
         from strop.engine.router import Router
 
         def serves(worker: int) -> bool:
@@ -318,7 +315,7 @@ class RayPlacement:
                 )
 
     async def _begin_roles(self, slots: Sequence[RoleSlot]) -> None:
-        """Make an actor of every slot on its node, and let each check itself."""
+        """Make an actor of every slot on its node, and have each check its environment."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -328,15 +325,15 @@ class RayPlacement:
         self._group = group = placement_group(list(seats.bundles), strategy="PACK")
         await self._guard(group.ready(), START_LIMIT_S)
         salt = secrets.token_hex(16)
-        # What the run file says of the store changes these variables in this process: roles are given them.
+        # The run file's store section changes these variables in this process, so roles get them.
         store = {name: os.environ[name] for name in (URI_VARIABLE, ORDER_VARIABLE) if name in os.environ}
-        named = os.environ.get(NAMES_VARIABLE, "").split(",")
-        names = [name for name in named if name and name not in store]
+        listed = os.environ.get(NAMES_VARIABLE, "").split(",")
+        names = [name for name in listed if name and name not in store]
         proofs = prove_environment(names, salt, os.environ)
         import torch
 
         logs_dir, mark_path = self._find_logs_dir(), self._head.mark_path
-        # A cluster that is not the run's has processes with other variables.
+        # The processes of an attached cluster have other variables.
         own, runtime_env = {}, None
         if seats.variables:
             own = {name: os.environ[name] for name in names}
@@ -356,7 +353,7 @@ class RayPlacement:
                 variables={**seats.variables, **own, **store},
                 mark_path=str(mark_path),
             )
-            # One call at a time, and beside it one that waits for the end.
+            # One call at a time, and in parallel the one that waits for the end.
             make = ray.remote(concurrency_groups={"watch": 1})
             actor = (
                 make(_CLASSES[slot.kind])
@@ -373,7 +370,7 @@ class RayPlacement:
             )
             log_path = Path(start.log_path)
             self._roles.append(_Started(slot=slot, actor=actor, log_path=log_path, source=self._source))
-        # All at once: each may import torch from a slow disk.
+        # In parallel: each may import torch from a slow disk.
         calls = [role.actor.begin.remote() for role in self._roles]
         for role, call in zip(self._roles, calls, strict=True):
             role.facts = await self._guard(call, START_LIMIT_S)
@@ -414,8 +411,8 @@ class RayPlacement:
             role.actor.load.remote(self._spec, role.source, index, len(ranks), rendezvous)
             for index, role in enumerate(ranks)
         ]
-        found: list[LearnerFacts] = await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S)
-        return found[0]
+        facts: list[LearnerFacts] = await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S)
+        return facts[0]
 
     async def _load_engines(self) -> list[EngineAddress]:
         own_dir = self._find_own_dir()
@@ -433,10 +430,10 @@ class RayPlacement:
         return [role for role in self._roles if role.slot.kind is kind]
 
     def _find_own_dir(self) -> Path:
-        """Return where keys lie for a while: not the attempt's folder, all of which is sent to a store."""
+        """Return a folder for keys: not the attempt's folder, which is mirrored to a store."""
         return rendezvous_path(self._work_dir, self._attempt).parent
 
     def _find_logs_dir(self) -> Path:
-        """Return where roles write: the attempt's folder, where the run has begun one."""
+        """Return the folder of the roles' logs: in the attempt's folder, if there is one."""
         latest = self._work_dir.parent / "latest"
         return latest.resolve() / "roles" if latest.is_dir() else self._work_dir

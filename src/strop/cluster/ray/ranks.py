@@ -1,7 +1,7 @@
-"""What each of the learner's ranks does in its actor.
+"""The learner's ranks as actors.
 
-One rank holds everything; several are FSDP2 ranks of one process group. Each gets its own share of a step, in
-the columns of `policy.batch_wire`; the rest of a term crosses pickled.
+One rank holds everything; several are FSDP2 ranks of one process group. Each gets its share of a step in the
+columns of `policy.batch_wire`; the rest of a term is pickled.
 """
 
 from __future__ import annotations
@@ -31,33 +31,33 @@ if TYPE_CHECKING:
     from strop.policy.scoring import FrozenModel
 
 GROUP_LIMIT_S = 600.0
-"""A rank that waits longer for another one in a collective gives up."""
+"""Limit of a rank's wait for others in a collective."""
 PIECE_BYTES = 64 << 20
-"""Of a file in one call: some of them fit into Ray's smallest object store at a time."""
+"""Bytes of a file in one call: some pieces fit into Ray's smallest object store at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LearnerFacts:
-    """What the loop may ask of a learner without waiting."""
+    """Facts about a learner that the loop reads without waiting."""
 
     version: int
     shape: ModelShape
     device: str
     recomputes: bool
     max_positions: int
-    """Of a micro-batch."""
+    """Positions of a micro-batch."""
     cost: PositionCost
-    """By which a step's work is split over the ranks."""
+    """For splitting a step's work over the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TermShare:
-    """One rank's share of a term of the loss, as it crosses."""
+    """One rank's share of a term of the loss, on the wire."""
 
     term: bytes
     """Pickled, without its groups."""
     groups: bytes
-    """In columns."""
+    """In columns, see `batch_wire`."""
 
 
 class LearnerRank(RayRole):
@@ -71,7 +71,7 @@ class LearnerRank(RayRole):
         self._sender: DeviceSender | None = None
 
     def open_rendezvous(self, host: str, num_ranks: int) -> int:
-        """Listen where all ranks meet; return the port. Only the first rank does this."""
+        """Open the rendezvous of all ranks; return its port. Only called on the first rank."""
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         self._store = TCPStore(
@@ -87,7 +87,7 @@ class LearnerRank(RayRole):
     def load(
         self, spec: RunSpec, source: ModelHandle, rank: int, num_ranks: int, rendezvous: tuple[str, int]
     ) -> LearnerFacts:
-        """Load the model, or this rank's rows of it. `rendezvous`: where the ranks meet.
+        """Load the model, or this rank's rows of it. `rendezvous`: host and port of the first rank's store.
 
         Raises: ConfigError if the model cannot be loaded.
         """
@@ -127,15 +127,15 @@ class LearnerRank(RayRole):
         )
 
     def step_terms(self, shares: Sequence[TermShare], plan: StepPlan | None) -> tuple[StepReport, int]:
-        """Take one optimizer step; return the report and the version that it made."""
+        """Take one optimizer step; return the report and the new version."""
         from strop.policy.batch_wire import decode_groups
 
-        # From our own loop, over a connection that carries the run's token.
-        terms = [replace(pickle.loads(one.term), groups=decode_groups(one.groups)) for one in shares]
+        # Trusted: from the run's loop, over a connection that carries the run's token.
+        terms = [replace(pickle.loads(share.term), groups=decode_groups(share.groups)) for share in shares]
         return self._learner.step_terms(terms, plan), self._learner.version
 
     def hold(self) -> None:
-        """Keep the weights as they are now."""
+        """Keep a copy of the current weights."""
         self._learner.hold()
 
     def score(self, groups: bytes, temperature: float, is_held: bool) -> list[FloatArray]:
@@ -145,7 +145,7 @@ class LearnerRank(RayRole):
         return self._learner.score(decode_groups(groups), temperature, is_held=is_held)
 
     def place_tokens(self, groups: bytes, temperature: float) -> list[FloatArray]:
-        """Return where the tokens of this rank's share stand in their distributions."""
+        """Return the places of this rank's tokens in their distributions."""
         from strop.policy.batch_wire import decode_groups
         from strop.policy.head import token_places
 
@@ -166,7 +166,7 @@ class LearnerRank(RayRole):
         self._frozen[role] = load_frozen(self._learner, role, here, num_ranks=self._num_ranks)
 
     def score_frozen(self, role: str, groups: bytes, temperature: float) -> list[FloatArray]:
-        """Return what the model of a role says of this rank's share."""
+        """Return the scores of a frozen model for this rank's share."""
         from strop.policy.batch_wire import decode_groups
 
         return self._frozen[role].score(decode_groups(groups), temperature)
@@ -176,13 +176,13 @@ class LearnerRank(RayRole):
         return self._learner.write_weights(path)
 
     def device_digest(self) -> str:
-        """Return the digest of the compute copies as `device_wires` has it."""
+        """Return the `device_digest` of the compute copies."""
         from strop.policy.device_wires import device_digest
 
         return device_digest(self._learner.compute_copies())
 
     def open_sender(self, host: str, port: int = 0) -> str:
-        """Open the place of all receivers, or join it at a port, once; return the address of names."""
+        """Open the store for receivers, or connect to it at a port, once; return `host:port/`."""
         from strop.policy.device_wires import DeviceSender
 
         self._sender = self._sender or DeviceSender(host, port)
@@ -211,23 +211,23 @@ class LearnerRank(RayRole):
         self._learner.save_state(target)
 
     def load_state(self, source: Path) -> int:
-        """Restore what `save_state` wrote; return its version."""
+        """Restore the files of `save_state`; return its version."""
         self._learner.load_state(source)
         return self._learner.version
 
-    # The state of a rank that does not see the run's disk crosses in pieces, through a folder on its machine.
+    # The state of a rank that does not see the run's disk is sent in pieces, through a folder on its machine.
 
     def stage_state(self) -> dict[str, int]:
         """Write masters, moments and counters into the folder; return the files' sizes in bytes by name."""
         path = self.open_staged()
         self._learner.save_state(path)
-        return {one.name: one.stat().st_size for one in sorted(path.iterdir())}
+        return {file.name: file.stat().st_size for file in sorted(path.iterdir())}
 
     def open_staged(self) -> Path:
-        """Make the folder, empty; return where. Raises: StoreError."""
+        """Create the folder, empty; return its path. Raises: StoreError."""
         self.clear_staged()
         try:
-            # In the attempt's own folder, which goes with its lease.
+            # In the attempt's folder, which is removed with its lease.
             self._staged_path = Path(tempfile.mkdtemp(prefix="strop-state-"))
         except OSError as error:
             raise explain_write_failure(error, Path(tempfile.gettempdir())) from error

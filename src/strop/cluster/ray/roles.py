@@ -1,8 +1,8 @@
-"""What all roles of a run on Ray have in common.
+"""The base of all roles of a run on Ray.
 
-`spec/layout.py` says which node and GPUs each gets: Ray's own scheduler never chooses a GPU, and a run is
-laid out alike every time. A role is a plain class; `placement` makes actors of it. It logs from its first
-line, and `begin` proves its environment and takes its GPUs before anything is loaded.
+`spec/layout.py` assigns node and GPUs to each role: Ray's scheduler never chooses a GPU, and a run always has
+the same layout. A role is a plain class; `placement` makes actors of it. It logs from its first line, and
+`begin` checks its environment and takes its GPUs before anything is loaded.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ class RoleStart:
     log_path: str
     num_threads: int = 1
     log_level: str | None = None
-    """As `output.log_level` says it for the role; None where it says nothing."""
+    """From `output.log_level` for the role, if that is set."""
     devices: DeviceShare | None = None
     hands_out_gpus: bool = False
     """Whether its GPUs are for the sandboxes of its attempts."""
     proofs: Mapping[str, str] = field(default_factory=dict)
-    """Of the environment: see `prove_environment`."""
+    """Digests of the environment: see `prove_environment`."""
     salt: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Those of `store.policy`, which the run's own process may have from its run file; on a cluster that is
-    not the run's, all that it needs."""
+    """The variables of `store.policy`, which the run's process may have from its run file; on an attached
+    cluster all that the role needs."""
     mark_path: str = ""
-    """A file on the disk of the run's own process: a role that sees it sees that disk."""
+    """A file on the disk of the run's process: a role that sees it shares that disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleFacts:
-    """Who a role is."""
+    """Identity of a role's process."""
 
     pid: int
     host: str
     sees_run: bool = True
-    """Whether it sees the disk of the run's own process."""
+    """Whether it sees the disk of the run's process."""
 
 
 class RayRole:
@@ -72,7 +72,7 @@ class RayRole:
         self._ended = threading.Event()
         path = Path(start.log_path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Everything that this process and its children say, native code too.
+        # All output of this process and its children, including native code.
         with path.open("ab") as log:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
@@ -92,7 +92,7 @@ class RayRole:
             for name in PART_DEVICES.values():
                 os.environ.pop(name, None)
         if start.hands_out_gpus:
-            # What this process has its sandboxes have.
+            # The GPUs are for its sandboxes, not for this process.
             os.environ[SANDBOX_DEVICES] = os.environ.get(VISIBLE_DEVICES, "")
             os.environ[VISIBLE_DEVICES] = ""
         if self.computes:
@@ -107,9 +107,9 @@ class RayRole:
         return RoleFacts(pid=os.getpid(), host=socket.gethostname(), sees_run=sees_run)
 
     def bring_model(self, source: ModelHandle) -> ModelHandle:
-        """Return where a model is on this machine, fetched first if it is not here.
+        """Return the model on this machine, fetched if it is not here.
 
-        Raises: StoreError if it cannot be had; CheckRefused if it is another one than the run's.
+        Raises: StoreError if it cannot be fetched; CheckRefused if it is another one than the run's.
         """
         if not source.uri or source.path.is_dir():
             return source
@@ -128,7 +128,7 @@ class RayRole:
         return replace(source, path=model.path)
 
     def wait_for_end(self) -> str:
-        """Return why this role ended, once it has; a killed one never returns, which says it too."""
+        """Return why this role ended, once it has; for a killed role the call fails instead."""
         self._ended.wait()
         return "it was told to end"
 

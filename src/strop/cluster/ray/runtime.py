@@ -1,10 +1,10 @@
-"""A Ray cluster of this run's own, from the head's side: up, joined by all nodes, down without a trace.
+"""The Ray cluster of one run, on the head: starts it, waits for all nodes, stops it without leftovers.
 
 The head's processes belong to a keeper, which ends with this process, however that ends. The token that
-every connection must carry lies in a file that only this user reads.
+every connection must carry is in a file that only this user can read.
 
-Covered: one machine on loopback; several nodes, each of which sees the file by which they meet.
-Not covered: encryption between nodes; other users who can read the token's file, root for one.
+Covered: one machine on loopback; several nodes that all see the rendezvous file.
+Not covered: encryption between nodes; other users who can read the token's file, such as root.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ from strop.io.endpoints import write_secret
 from strop.spec.layout import RAY_NODE_MODULE, RoleSlot
 
 START_LIMIT_S = 120.0
-"""Ray's own processes take two to ten seconds."""
+"""Ray's processes take two to ten seconds."""
 JOIN_LIMIT_S = 300.0
 HEAD_LIMIT_S = 3600.0
-"""How long a node waits for the head: the run's own process may fetch a model before it starts Ray."""
+"""How long a node waits for the head, whose process may fetch a model before it starts Ray."""
 _STOP_GRACE_S = 25.0
-"""The keeper ends Ray by asking, then by killing; that takes it a second, fifteen at most."""
+"""The keeper terminates Ray, then kills it; that takes a second, fifteen at most."""
 _POLL_S = 0.05
 _NODE_SHARE = 0.001
-"""Of a node's own resource: it only says where a role lives."""
+"""Share of a node's resource that a role requests, which only pins the role to the node."""
 TOKEN_NAME = "ray.token"
 
 
@@ -57,7 +57,7 @@ class JoinedNode:
     address: str
     is_alive: bool
     why: str = ""
-    """Of its death, in Ray's words."""
+    """Reason of its death, from Ray."""
 
 
 class RayHead:
@@ -68,7 +68,7 @@ class RayHead:
     ) -> None:
         """`rendezvous_path`: the file by which other nodes join, in a folder of this attempt alone.
 
-        `temp_parent`: the folder that the run file names for Ray's directories on every node.
+        `temp_parent`: the run file's folder for Ray's directories on every node.
         """
         self._settings = settings
         self._temp_parent = temp_parent
@@ -80,11 +80,11 @@ class RayHead:
 
     @property
     def mark_path(self) -> Path:
-        """The head's own settings: a file of this machine's disk, which no other node is sent."""
+        """The head's settings: a file on this machine's disk that is never sent to other nodes."""
         return self._rendezvous_path.with_name("node-0.json")
 
     def reserve(self, slots: Sequence[RoleSlot]) -> Seats:
-        """Return one bundle for each role, on its node. Ray knows of no GPUs."""
+        """Return one bundle for each role, on its node. GPUs are unknown to this cluster."""
         return Seats(
             bundles=[{node_resource(slot.node): _NODE_SHARE} for slot in slots],
             indices=range(len(slots)),
@@ -97,7 +97,7 @@ class RayHead:
         return None if self._keeper is None else self._keeper.pid
 
     def launch(self) -> None:
-        """Start the head's processes and do not wait for them.
+        """Start the head's processes, without waiting for them.
 
         Raises: StoreError if the folder of `rendezvous_path` cannot be written.
         """
@@ -113,15 +113,15 @@ class RayHead:
         self._keeper = spawn(args, Path(self._settings.log_path).with_name("ray-keeper.log"))
 
     async def connect(self) -> str:
-        """Wait until the head answers, connect this process, and tell other nodes. Return the address.
+        """Wait until the head answers, connect this process, and announce the head. Return the address.
 
         Raises: EngineError with the last log lines if it does not come up.
         """
         deadline = time.monotonic() + START_LIMIT_S
-        # This process and its children become clients; before Ray is imported, which reads these once.
-        own = ray_variables(host=self._settings.host, token_path=Path(self._settings.token_path))
-        self._variables = {name: os.environ.get(name) for name in own}
-        os.environ.update(own)
+        # This process and its children become clients; set before Ray is imported, which reads these once.
+        variables = ray_variables(host=self._settings.host, token_path=Path(self._settings.token_path))
+        self._variables = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
         path = Path(self._settings.temp_dir) / ADDRESS_NAME
         while not path.exists() or not (address := path.read_text().strip()):
             self._require_alive(deadline, "it wrote no address")
@@ -130,7 +130,7 @@ class RayHead:
         from ray._private import ray_constants
         from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
 
-        # Read from the environment once, and Ray may have been imported before.
+        # Ray reads it from the environment once, and may have been imported before.
         ray_constants.ENABLE_RAY_CLUSTER = self._settings.host != LOOPBACK
         # Each run has its own token, and this process may have been part of another one.
         AuthenticationTokenLoader.instance().reset_cache()
@@ -142,7 +142,7 @@ class RayHead:
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
                 self._require_alive(deadline, f"{type(error).__name__}: {error}")
                 await asyncio.sleep(_POLL_S)
-        # Ray takes both for itself, and a run's end by SIGTERM is the loop's business.
+        # Ray replaces both, but the loop handles SIGTERM.
         signal.signal(signal.SIGTERM, handler)
         sys.excepthook = hook
         self._announce(address)
@@ -167,7 +167,7 @@ class RayHead:
             await asyncio.sleep(_POLL_S)
 
     def find_death(self) -> str | None:
-        """Say how Ray ended on this machine, None while it runs."""
+        """Return how Ray ended on this machine, None while it runs."""
         if self._keeper is None or self._keeper.poll() is None:
             return None
         return f"Ray ended on the head:\n{self._keeper.tail()}\n{self._tail()}"
@@ -191,7 +191,7 @@ class RayHead:
         self._clear_start_files()
 
     def _announce(self, address: str) -> None:
-        """Write what a node needs to join, for this user alone: the token is in it."""
+        """Write the rendezvous file, readable by this user alone: the token is in it."""
         settings = {
             "temp_parent": self._temp_parent,
             "object_store_bytes": self._settings.object_store_bytes,
@@ -229,7 +229,7 @@ class RayHead:
         return tail(Path(self._settings.log_path))
 
     def _clear_start_files(self) -> None:
-        """Remove what only this start needs; left ones are of a start that was killed."""
+        """Remove the files that only the start needs; a killed start may have left some."""
         for path in (self._rendezvous_path, Path(self._settings.token_path)):
             try:
                 path.unlink(missing_ok=True)
@@ -238,7 +238,7 @@ class RayHead:
 
 
 def read_nodes() -> list[JoinedNode]:
-    """Return the nodes of the cluster that this process is connected to, dead ones too."""
+    """Return the nodes of the cluster that this process is connected to, including dead ones."""
     import ray
 
     return [
@@ -258,5 +258,5 @@ def read_indices() -> list[int]:
     import ray
 
     prefix = "strop_node_"
-    found = [name for node in ray.nodes() if node["Alive"] for name in node["Resources"]]
-    return [int(name.removeprefix(prefix)) for name in found if name.startswith(prefix)]
+    names = [name for node in ray.nodes() if node["Alive"] for name in node["Resources"]]
+    return [int(name.removeprefix(prefix)) for name in names if name.startswith(prefix)]

@@ -1,7 +1,7 @@
-"""How one Ray node is started: its command line, its environment, and what is refused beforehand.
+"""Settings of one Ray node: its command line, its environment, and checks before it starts.
 
-Every Ray process gets port 0 unless a range is named: then the kernel picks, and the process that listens
-is the one that binds, so nothing can take a port in between.
+Every Ray process gets port 0 unless `ray.ports` names a range: then the kernel picks a port for the process
+that binds it, so no other process can take it in between.
 
 Facts about Ray 2.60 that this file relies on (ray/scripts/scripts.py, ray/_private/services.py):
 loopback is an address to Ray only where RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is off, and its native processes
@@ -50,7 +50,7 @@ _HELD_PORTS = (
 _OWN_VARIABLES = re.compile(
     r"RAY_(ADDRESS|NAMESPACE|JOB_CONFIG_JSON_ENV_VAR|START_HOOK|AUTH_.*|TMPDIR|BACKEND_.*)"
 )
-"""Of another Ray cluster: they would lead the run's processes there."""
+"""Variables of another Ray cluster, which would lead the run's processes there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,25 +60,25 @@ class NodeSettings:
     temp_dir: str
     """Private to this node; removed at its end."""
     shared_dir: str
-    """The same in shared memory, for what the roles of one machine hand over."""
+    """The same in shared memory, for files between the roles of one machine."""
     token_path: str
     log_path: str
-    """What `ray start` says."""
+    """Output of `ray start`."""
     keep_logs_dir: str
-    """Where the logs of Ray's own processes are kept after the end."""
+    """Folder for the logs of Ray's processes after the end."""
     host: str = LOOPBACK
-    """Address that the node is reached at; loopback binds to nothing else."""
+    """Address of the node; with loopback it binds to nothing else."""
     name: str = ""
-    """What people call the node."""
+    """Name for people."""
     index: int = 0
     """0 is the head."""
     num_cpus: int = 1
     object_store_bytes: int = MIN_OBJECT_STORE_BYTES
     port: int = 0
-    """Of the head. 0: any."""
+    """Port of the head. 0: any."""
     first_port: int = 0
     last_port: int = 0
-    """Range for all other ports, both included. 0: any."""
+    """Range for all other ports, both ends included. 0: any."""
 
     def write(self, path: Path) -> None:
         """Write the settings for a keeper."""
@@ -86,12 +86,12 @@ class NodeSettings:
 
     @classmethod
     def read(cls, path: Path) -> NodeSettings:
-        """Read what `write` wrote."""
+        """Read the file of `write`."""
         return cls(**json.loads(path.read_bytes()))
 
 
 def node_resource(index: int) -> str:
-    """Return the resource that only a certain node has; a role asks for a little of it to live there."""
+    """Return the resource that only one node has; a role requests a little of it to run there."""
     return f"strop_node_{index}"
 
 
@@ -108,7 +108,7 @@ def start_args(settings: NodeSettings, address: str | None, ports: Mapping[str, 
         f"--temp-dir={settings.temp_dir}",
         f"--object-store-memory={settings.object_store_bytes}",
         f"--num-cpus={settings.num_cpus}",
-        # Devices are the allocator's business: each role sets what it sees before torch is imported.
+        # The run's allocator assigns devices: each role sets its visible ones before torch is imported.
         "--num-gpus=0",
         "--resources=" + json.dumps({node_resource(settings.index): 1}),
         "--include-log-monitor=false",
@@ -118,14 +118,14 @@ def start_args(settings: NodeSettings, address: str | None, ports: Mapping[str, 
 
 
 def choose_ports(settings: NodeSettings) -> dict[str, int]:
-    """Return an option and a port for each of Ray's processes; workers share what is left of a range.
+    """Return an option and a port for each of Ray's processes; workers share the rest of the range.
 
     Raises: CheckRefused if the range has too few free ports, or the head's port is taken.
     """
     if settings.index == 0 and settings.port:
         hold_port(settings.host, settings.port).close()
     if not settings.first_port:
-        # 0 lets every process bind what the kernel picks; Ray's own default is a fixed range for workers.
+        # 0: the kernel picks a port for every process; Ray's own default for workers is a fixed range.
         return {"min-worker-port": 0, "max-worker-port": 0}
     chosen: dict[str, int] = {}
     taken: list[int] = []
@@ -151,7 +151,7 @@ def choose_ports(settings: NodeSettings) -> dict[str, int]:
 def ray_environment(environ: Mapping[str, str], *, host: str, token_path: Path) -> dict[str, str]:
     """Return the environment of a node and of all its workers: that of this role, and Ray's switches.
 
-    Workers inherit it byte by byte from the node's processes; nothing passes through a command line.
+    Workers inherit it unchanged from the node's processes; none of it passes through a command line.
     """
     kept = {name: value for name, value in environ.items() if not _OWN_VARIABLES.fullmatch(name)}
     return kept | ray_variables(host=host, token_path=token_path)
@@ -164,13 +164,13 @@ def ray_variables(*, host: str, token_path: Path) -> dict[str, str]:
         TOKEN_PATH: str(token_path),
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0" if host == LOOPBACK else "1",
         "RAY_USAGE_STATS_ENABLED": "0",
-        # An order to end is obeyed at once: what is worth saving, the loop has saved.
+        # Shut down at once: the loop has saved everything.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1",
-        # Workers in advance cost a second of CPU each, and ours are few and known.
+        # Prestarted workers cost a second of CPU each, and a run starts few.
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
-        # A node that fell silent is given up after five failed checks, 5 to 20 s; Ray's own limit is longer.
+        # A silent node counts as dead after five failed checks, 5 to 20 s; Ray's own limit is longer.
         "RAY_health_check_initial_delay_ms": "5000",
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_timeout_ms": "3000",
@@ -180,7 +180,7 @@ def ray_variables(*, host: str, token_path: Path) -> dict[str, str]:
 
 
 def check_object_store(num_bytes: int) -> None:
-    """Refuse an object store that shared memory has no room for: Ray would put it on a disk, without a word.
+    """Refuse an object store that does not fit into shared memory: Ray would silently put it on a disk.
 
     Raises: CheckRefused, ConfigError.
     """
@@ -200,43 +200,43 @@ def check_object_store(num_bytes: int) -> None:
 
 
 def require_ray() -> None:
-    """Raise ConfigError if Ray is missing here, CheckRefused if it is another release than this strop's."""
-    # Not imported: Ray reads its switches from the environment when it is, and they are not set yet.
+    """Raise ConfigError if Ray is missing here, CheckRefused if it is another release than strop's."""
+    # Not imported: Ray then reads its switches from the environment, which are not set yet.
     try:
-        found = version("ray")
+        installed = version("ray")
     except PackageNotFoundError as error:
         raise ConfigError(
             "several processes of a role run on Ray, which is not installed here",
             allowed=f"ray=={RAY_VERSION}, which the extra 'ray' brings",
             next_step="pip install 'strop[ray]'",
         ) from error
-    require_same_version("this machine", found)
+    require_same_version("this machine", installed)
 
 
-def require_same_version(where: str, found: str) -> None:
+def require_same_version(where: str, installed: str) -> None:
     """Raise CheckRefused if a node has another release of Ray."""
-    if found != RAY_VERSION:
+    if installed != RAY_VERSION:
         raise CheckRefused(
-            f"{where} has Ray {found}",
+            f"{where} has Ray {installed}",
             allowed=f"Ray {RAY_VERSION} on every node",
             next_step=f"pip install ray=={RAY_VERSION} there",
         )
 
 
 def describe_here() -> dict[str, Any]:
-    """Return what a head says of itself to nodes that want to join: versions must be equal."""
+    """Return the head's facts for nodes that join: versions must be equal."""
     return {"ray": RAY_VERSION, "python": ".".join(map(str, sys.version_info[:3])), "pid": os.getpid()}
 
 
 def choose_temp_dir(configured: Path | None = None) -> Path:
-    """Return the path of a directory that is to be made, below the one that the run file names if it does.
+    """Return the path for a new directory below `configured`, the run file's folder.
 
-    Else below this user's own folder of this machine, TMPDIR, or in memory: the first that is short enough.
-    Raises: ConfigError if the named one is too long for a socket; StoreError if it is not writable.
+    Without one, below this user's folder of this machine, TMPDIR, or in memory: the first that is short
+    enough. Raises: ConfigError if `configured` is too long for a socket; StoreError if it is not writable.
     """
     name = PREFIX + secrets.token_hex(4)
     if configured is None:
-        # For this user alone, and made as leases make it.
+        # For this user alone, created like the folder of leases.
         usual = open_folder(leases_dir()).parent
         places = [usual, Path(tempfile.gettempdir()), SHARED_MEMORY]
         chosen = next((place for place in places if _is_short(place / name)), places[-1])

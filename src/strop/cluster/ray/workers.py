@@ -1,7 +1,7 @@
 """Engines and rollout workers as actors.
 
 An engine's actor only starts, watches and ends its process: requests go over HTTP, never through Ray. A
-rollout worker attempts and judges whole groups and asks an engine by itself; the loop sends plans and gets
+rollout worker attempts and judges whole groups and calls an engine directly; the loop sends plans and gets
 groups.
 """
 
@@ -39,11 +39,11 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineAddress:
-    """Where an engine listens, and what opens it."""
+    """Address and key of an engine, and facts about it."""
 
     endpoint: Endpoint
     is_streamed: bool
-    """Whether replies come home as they end."""
+    """Whether replies return as they end."""
     model_digest: str
     tokenizer_digest: str
     pid: int
@@ -51,14 +51,14 @@ class EngineAddress:
 
 
 class EngineHost(RayRole):
-    """Keeps one engine's process on its node. No coroutines here: Ray would run all calls in one loop."""
+    """Runs one engine's process on its node. Without coroutines, which Ray would all run in one loop."""
 
     _process: EngineProcess | None = None
 
     def load(self, spec: RunSpec, source: ModelHandle, work_dir: Path, num_nodes: int) -> EngineAddress:
-        """Start the engine and wait until it listens, of several nodes at the address of this one.
+        """Start the engine and wait until it listens; with several nodes, at the address of this one.
 
-        Its log goes beside this role's, its key into `work_dir`.
+        Its log is beside this role's, its key in `work_dir`.
 
         Raises: EngineError with its last log lines if it does not; ConfigError if a part of it is missing.
         """
@@ -75,9 +75,9 @@ class EngineHost(RayRole):
         while not self._ended.is_set():
             end = None if self._process is None else self._process.find_death()
             if end is not None:
-                # The run may not see this machine's disk.
-                words = tail(self._process.log_path) if self._process is not None else ""
-                return f"the engine of {os.uname().nodename} ended: {end}\nIt said last:\n{words}"
+                # With its log: the run may not see this machine's disk.
+                lines = tail(self._process.log_path) if self._process is not None else ""
+                return f"the engine of {os.uname().nodename} ended: {end}\nIt said last:\n{lines}"
             time.sleep(_POLL_S)
         return "it was told to end"
 
@@ -89,7 +89,7 @@ class EngineHost(RayRole):
 
 
 async def _connect(process: EngineProcess) -> EngineAddress:
-    """Wait until an engine listens, and return what a client needs."""
+    """Wait until an engine listens, and return its address."""
     engine = await process.connect()
     health = await engine.health()
     await engine.close()
@@ -104,9 +104,9 @@ async def _connect(process: EngineProcess) -> EngineAddress:
 
 
 CALL_LIMIT_S = 3600.0
-"""A group takes no longer."""
+"""Limit of one group."""
 MAX_SPANS = 16
-"""In which one group asked its engine, or its judge; more are joined."""
+"""Spans of one group's calls of its engine, or its judge; more are joined."""
 
 
 class RolloutWorker(RayRole):
@@ -125,9 +125,9 @@ class RolloutWorker(RayRole):
     ) -> None:
         """Build the task, open its judge and the engine's client.
 
-        `endpoints` are servers of the run, such as judges: their keys go into `work_dir`.
+        `endpoints` are servers of the run, such as judges: their keys are written into `work_dir`.
 
-        Raises: StropError as building the task does; OSError if `work_dir` cannot be written.
+        Raises: StropError from building the task; OSError if `work_dir` cannot be written.
         """
         from strop.engine.remote import RemoteEngine
         from strop.environments.printed import keep_prints
@@ -146,9 +146,9 @@ class RolloutWorker(RayRole):
         self._tokenizer = Tokenizer.load(source.path)
 
     async def run_group(self, plans: Sequence[RolloutPlan]) -> bytes:
-        """Attempt one group, and say when it asked engine and judge, in seconds from its begin.
+        """Attempt one group; return it with the spans of engine and judge, in seconds from its begin.
 
-        Pickled here, so that its arrays are no views of Ray's shared memory.
+        Pickled here, so that its arrays are not views of Ray's shared memory.
         """
         from strop.engine.contract import TimedEngine
         from strop.environments import choose_environment, run_group
@@ -165,7 +165,7 @@ class RolloutWorker(RayRole):
         return pickle.dumps((group, *spans))
 
     async def wait_for_end(self) -> str:  # type: ignore[override]
-        """Return once this worker was told to end; a killed one never returns."""
+        """Return once `end` was called; a killed worker never returns."""
         await asyncio.to_thread(self._ended.wait)
         return "it was told to end"
 
@@ -192,12 +192,12 @@ class RolloutWorkers:
     ) -> None:
         """`actors` are of `RolloutWorker` and have loaded.
 
-        `engines` are those that each worker asks, by number; None: all the first. `serves` says whether a
-        worker's engine may be asked.
+        `engines` is the number of each worker's engine; None: all use the first. `serves` returns whether a
+        worker's engine takes requests.
         """
         self._engines = [f"{ENGINE}-{engine}" for engine in engines or [0] * len(actors)]
         self.busy = {name: BusyClock() for name in [*dict.fromkeys(self._engines), VERIFIER]}
-        """When each engine, and any worker's judge, was asked."""
+        """The clocks of each engine, and of all workers' judges."""
         self._actors = actors
         self._watch = watch
         self._serves = serves
@@ -206,7 +206,7 @@ class RolloutWorkers:
     async def run_group(self, plans: Sequence[RolloutPlan]) -> Group:
         """Have one group attempted. See `Roles.run_group`.
 
-        A group whose engine left meanwhile is attempted again with another one.
+        A group whose engine was taken out meanwhile is attempted again with another one.
         Raises: EngineLost naming the role that ended; else like `environments.run_group`.
         """
         while True:
@@ -235,5 +235,5 @@ class RolloutWorkers:
 
 
 def assign_engines(num_workers: int, num_engines: int) -> list[int]:
-    """Return the engine of each worker; the run file gives as many to each."""
+    """Return the engine of each worker, evenly."""
     return [index % num_engines for index in range(num_workers)]
