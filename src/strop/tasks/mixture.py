@@ -40,9 +40,7 @@ from strop.tasks.traits import (
 class _Part:
     label: str
     task: Task
-    weight: float
-    count: int | None
-    repeat: int
+    settings: MixturePart
 
 
 class MixturePart(TaskPart):
@@ -112,14 +110,8 @@ class Mixture:
     def __init__(self, spec: MixtureSpec, tasks: Mapping[str, Task]) -> None:
         self._spec = spec
         self._parts = [
-            _Part(
-                label=label,
-                task=tasks[label],
-                weight=part.weight,
-                count=part.count,
-                repeat=part.repeat,
-            )
-            for label, part in spec.read_parts().items()
+            _Part(label=label, task=tasks[label], settings=settings)
+            for label, settings in spec.read_parts().items()
         ]
         self._examples: dict[Split, tuple[Example, ...]] = {}
         limits = [part.task.limits for part in self._parts]
@@ -140,7 +132,8 @@ class Mixture:
     def version(self) -> str:
         """Hash over the parts' versions and how they are mixed; not over the paths of their data."""
         parts = [
-            f"{part.label}:{part.task.version}:{part.weight}:{part.count}:{part.repeat}"
+            f"{part.label}:{part.task.version}:{part.settings.weight}:{part.settings.count}"
+            f":{part.settings.repeat}"
             for part in self._parts
         ]
         return hashlib.sha256("\n".join([self.name, self._spec.mode, *parts]).encode()).hexdigest()[:16]
@@ -219,7 +212,7 @@ class Mixture:
         orders = [self._part_order(index, seed, epoch) for index in range(len(self._parts))]
         if self._spec.mode == "sequential":
             return [position for order in orders for position in order]
-        weights = np.array([part.weight for part in self._parts])
+        weights = np.array([part.settings.weight for part in self._parts])
         if self._spec.mode == "proportional":
             weights = np.array([len(order) for order in orders], dtype=float)
         return _draw(orders, weights, np.random.Generator(np.random.Philox(key=[seed, 2**32 + epoch])))
@@ -227,15 +220,16 @@ class Mixture:
     def _part_order(self, index: int, seed: int, epoch: int) -> list[int]:
         """Return the positions of one part, in its own order or shuffled."""
         part, size = self._parts[index], len(self._part_examples[index])
+        repeat = part.settings.repeat
         first = sum(len(examples) for examples in self._part_examples[:index])
         order: list[int] = []
-        for round_index in range(part.repeat):
+        for round_index in range(repeat):
             own_order = epoch_order_of(part.task)
             if own_order is not None:
                 chosen: Sequence[int] = [place for place in own_order(seed, epoch) if place < size]
             else:
                 digest = hashlib.blake2b(f"{part.label}/{seed}".encode(), digest_size=8).digest()
-                key = [int.from_bytes(digest, "little"), epoch * part.repeat + round_index]
+                key = [int.from_bytes(digest, "little"), epoch * repeat + round_index]
                 chosen = np.random.Generator(np.random.Philox(key=key)).permutation(size).tolist()
             order += [first + position for position in chosen]
         return order
@@ -256,14 +250,14 @@ class Mixture:
         """The training examples of each part, as many as its settings ask for."""
         chosen = []
         for part in self._parts:
-            examples = part.task.examples(Split.TRAIN)
-            if part.count is not None and part.count > len(examples):
+            examples, count = part.task.examples(Split.TRAIN), part.settings.count
+            if count is not None and count > len(examples):
                 raise DataError(
-                    f"task.parts.{part.label}.count={part.count}",
+                    f"task.parts.{part.label}.count={count}",
                     allowed=f"1 to {len(examples)}, the part's training examples, or none for all",
                     next_step="lower the count, or raise task.parts.*.repeat to see examples more often",
                 )
-            chosen.append(examples[: part.count])
+            chosen.append(examples[:count])
         return chosen
 
     @cached_property

@@ -12,8 +12,8 @@ import json
 import math
 import secrets
 import warnings
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, partial
@@ -220,8 +220,12 @@ def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) 
     Raises: SandboxError if there is none and the program did not cause that.
     """
     lines = result.stdout.decode(errors="replace").splitlines()
-    verdict = _find_verdict(lines, nonce)
-    if verdict is not None:
+    for line in lines:
+        verdict: Any = None
+        with suppress(ValueError):
+            verdict = json.loads(line) if line.startswith("{") else None
+        if not isinstance(verdict, dict) or verdict.get("nonce") != nonce:
+            continue
         counts = verdict["counts"]
         return JudgeVerdict(
             num_tests=verdict["total"],
@@ -254,19 +258,6 @@ def _silent_verdict(job: JudgeJob, kind: ExecKind, isolation: str) -> JudgeVerdi
         cause=f"the program ended its judge ({kind})",
         isolation=isolation,
     )
-
-
-def _find_verdict(lines: list[str], nonce: str) -> Mapping[str, Any] | None:
-    for line in lines:
-        if not line.startswith("{"):
-            continue
-        try:
-            verdict: Any = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(verdict, dict) and verdict.get("nonce") == nonce:
-            return verdict
-    return None
 
 
 # The runner is one text that defines `main`: the sandbox has no file that a candidate could change.
