@@ -13,7 +13,6 @@ difference.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
@@ -22,7 +21,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from strop.evaluate.harness.result import HarnessPart, HarnessResult
+from strop.evaluate.harness.result import HarnessResult
 from strop.evaluate.result import EvalResult
 from strop.rollout import Split
 
@@ -165,11 +164,32 @@ def find_model_name(text: str) -> str | None:
 
 def compare_with_references(model: str, result: HarnessResult) -> list[ReferenceComparison]:
     """Compare a result of lm-eval, and each part of a group, with the model's reference scores."""
-    return [
-        comparison
+    comparisons = []
+    scores = [
+        (task, part, key, metric)
         for task, part in result.scored_parts.items()
-        for comparison in _compare_part(model, result, task, part)
+        for key, metric in part.metrics.items()
     ]
+    for task, part, key, metric in scores:
+        for baseline in _references(model):
+            if baseline.harness_task != task or baseline.metric != _published_name(key):
+                continue
+            is_same_split = result.split is Split.HELD_OUT and baseline.split == "test"
+            differing = _differing(
+                ("harness_task_version", result.task_version, baseline.harness_task_version),
+                ("num_fewshot", result.num_fewshot, baseline.num_fewshot),
+                ("max_reply_tokens", result.max_reply_tokens, baseline.max_reply_tokens),
+                ("stops", "harness", baseline.stops),
+                ("split", baseline.split if is_same_split else result.split.value, baseline.split),
+                ("num_examples", part.num_examples, baseline.num_asked),
+                ("temperature", 0.0, baseline.temperature),
+                ("seed", result.seed, baseline.seed),
+            )
+            value_pct = 100 * metric.value
+            comparisons.append(
+                ReferenceComparison(baseline=baseline, metric=key, value_pct=value_pct, differing=differing)
+            )
+    return comparisons
 
 
 def compare_own_result(model: str, result: EvalResult) -> list[ReferenceComparison]:
@@ -199,31 +219,6 @@ def compare_own_result(model: str, result: EvalResult) -> list[ReferenceComparis
         for baseline in references
         if len(baseline.harness_task or "") == shortest
     ]
-
-
-def _compare_part(
-    model: str, result: HarnessResult, task: str, part: HarnessPart
-) -> Iterator[ReferenceComparison]:
-    for key, metric in part.metrics.items():
-        for baseline in _references(model):
-            if baseline.harness_task != task or baseline.metric != _published_name(key):
-                continue
-            is_same_split = result.split is Split.HELD_OUT and baseline.split == "test"
-            yield ReferenceComparison(
-                baseline=baseline,
-                metric=key,
-                value_pct=100 * metric.value,
-                differing=_differing(
-                    ("harness_task_version", result.task_version, baseline.harness_task_version),
-                    ("num_fewshot", result.num_fewshot, baseline.num_fewshot),
-                    ("max_reply_tokens", result.max_reply_tokens, baseline.max_reply_tokens),
-                    ("stops", "harness", baseline.stops),
-                    ("split", baseline.split if is_same_split else result.split.value, baseline.split),
-                    ("num_examples", part.num_examples, baseline.num_asked),
-                    ("temperature", 0.0, baseline.temperature),
-                    ("seed", result.seed, baseline.seed),
-                ),
-            )
 
 
 def _references(model: str) -> list[Baseline]:

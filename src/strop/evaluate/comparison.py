@@ -73,7 +73,13 @@ def _interval_of_mean(
         holds for both with few problems. Over problems of several examples the mean is a ratio, with the
         variance of W. G. Cochran, Sampling Techniques (1977), section 9A.1.
     """
-    totals_C, sizes_C = _sum_up(values_P, problems_P)
+    if problems_P is None:
+        totals_C, sizes_C = np.asarray(values_P, dtype=np.float64), np.ones(len(values_P))
+    else:
+        places = {name: place for place, name in enumerate(dict.fromkeys(problems_P))}
+        places_P = [places[name] for name in problems_P]
+        totals_C = np.bincount(places_P, weights=values_P).astype(np.float64)
+        sizes_C = np.bincount(places_P).astype(np.float64)
     low, high = ends
     mean_size = float(sizes_C.mean())
     num_problems = len(sizes_C) + 2 * PSEUDO_PROBLEMS
@@ -85,18 +91,6 @@ def _interval_of_mean(
     return Interval(
         estimate=float(np.mean(values_P)), low=max(low, middle - half), high=min(high, middle + half)
     )
-
-
-def _sum_up(
-    values_P: Sequence[float] | NDArray[np.float64], problems_P: Sequence[str] | None
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the sum of the values of each problem and the number of its examples, (C,) and (C,)."""
-    if problems_P is None:
-        return np.asarray(values_P, dtype=np.float64), np.ones(len(values_P))
-    places = {name: place for place, name in enumerate(dict.fromkeys(problems_P))}
-    places_P = [places[name] for name in problems_P]
-    totals_C: NDArray[np.float64] = np.bincount(places_P, weights=values_P).astype(np.float64)
-    return totals_C, np.bincount(places_P).astype(np.float64)
 
 
 def clustered_interval(

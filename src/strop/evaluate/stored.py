@@ -1,9 +1,9 @@
-"""A score beside the user's own stored ones: those of an evaluation before this one, of any model.
+"""Compare a score with the user's own stored ones, from an earlier evaluation of any model.
 
-A difference is given where the protocols are the same, with a 95 % interval: over the same problems for
-strop's own tasks (`compare_results`); for lm-eval from both standard errors, as if they were other examples,
-which is wider. Otherwise the fields that differ are named. Engine and number format are no part of a
-protocol; where they differ they are named beside the difference.
+With equal protocols there is a difference with a 95 % interval: over the same problems for strop's own tasks
+(`compare_results`); for lm-eval from both standard errors, as if the examples were others, which is wider.
+Otherwise the differing fields are named. Engine and number format are not part of a protocol; if they differ,
+the notes say so.
 """
 
 from __future__ import annotations
@@ -34,54 +34,54 @@ _HARNESS_PROTOCOL = (
     *("task_version", "split", "data_digest", "num_fewshot", "max_reply_tokens", "stops", "seed"),
     "arguments",
 )
-"""What must agree of two results of lm-eval, beside task and number of examples."""
+"""Fields that comparable results of lm-eval share, besides task and number of examples."""
 _NO_SHARES = ("perplexity", "bits_per_byte")
-"""Metrics of lm-eval that may lie in [0, 1] and are no shares."""
+"""Metrics of lm-eval that are no shares although they may be in [0, 1]."""
 
 Result = EvalResult | HarnessResult
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
-    """A score that stands beside another one; percentages where they are shares."""
+class BaselineScore:
+    """A baseline's score for comparison with another one; shares are percentages."""
 
     of: str = ""
-    """Whose score it is, for people."""
+    """Origin of the score, for people."""
     value: float | None
     low: float | None = None
     high: float | None = None
     """Ends of the 95 % interval."""
     stderr: float | None = None
     difference: Interval | None = None
-    """Points above it; None if the scores may not be compared. Without width where an error is not known."""
+    """Points above it; None if the scores are not comparable. Its ends are NaN if an error is unknown."""
     differing: tuple[str, ...] = ()
-    """Why they may not be compared: each field of the protocol that differs, with both values."""
+    """Each field of the protocol that differs, with both values; empty if the scores are comparable."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredBaseline:
-    """Stored results under a name of the user's."""
+    """Stored results under a name that the user chose."""
 
     name: str
     results: Mapping[Path, Result] = field(default_factory=dict)
     published: str | None = None
-    """A model whose published scores are meant instead."""
+    """A model whose published scores are the baseline instead."""
 
     def choose(self, result: Result) -> Result | None:
-        """Return what stands beside a result: of its task, at the last step, of its protocol if possible."""
+        """Return the result to compare with: of the same task, at its last step, comparable if possible."""
         same = group_last(self.results).get(_kind_of(result), {})
-        ranked = sorted((bool(list_obstacles(one, result)), str(path)) for path, one in same.items())
+        ranked = sorted((bool(list_obstacles(other, result)), str(path)) for path, other in same.items())
         return same[Path(ranked[0][1])] if ranked else None
 
 
 def name_of(result: Result) -> str:
-    """Return the task of a result, as its evaluation calls it."""
+    """Return the full name of a result's task."""
     return result.full_name if isinstance(result, EvalResult) else result.task
 
 
 Kind = tuple[type[Result], str, Split]
-"""Who asked, the task and the split."""
+"""The harness (by the class of its results), the task and the split."""
 
 
 def _kind_of(result: Result) -> Kind:
@@ -91,34 +91,34 @@ def _kind_of(result: Result) -> Kind:
 def group_last(results: Mapping[Path, Result]) -> dict[Kind, dict[Path, Result]]:
     """Return the results of each task at its last step."""
     groups: dict[Kind, dict[Path, Result]] = {}
-    for path, one in results.items():
-        groups.setdefault(_kind_of(one), {})[path] = one
+    for path, result in results.items():
+        groups.setdefault(_kind_of(result), {})[path] = result
     for kind, group in groups.items():
-        last = max(one.step for one in group.values())
-        groups[kind] = {path: one for path, one in group.items() if one.step == last}
+        last = max(result.step for result in group.values())
+        groups[kind] = {path: result for path, result in group.items() if result.step == last}
     return groups
 
 
-def read_stored(place: Path) -> dict[Path, Result]:
-    """Return the results in a file or a folder, by path; in a folder of a run also those in its `eval/`.
+def read_stored(path: Path) -> dict[Path, Result]:
+    """Return the results in a file or a folder, by path; of a run's folder also those in its `eval/`.
 
-    Raises: StoreError if a file cannot be read; CorruptRecord if one is damaged, or a file is no result.
+    Raises: StoreError if a file cannot be read; CorruptRecord if one is damaged, or `path` is no result.
     """
-    if place.is_file():
-        found = _read(place)
-        if found is None:
+    if path.is_file():
+        result = _read(path)
+        if result is None:
             raise CorruptRecord(
-                f"{place} is no result",
+                f"{path} is no result",
                 allowed="a file that `strop eval` wrote, by strop or by lm-eval",
                 next_step="name such a file, or the folder of an evaluation",
             )
-        return {place: found}
-    paths = sorted([*place.glob("*.json"), *(place / "eval").glob("*.json")])
-    return {path: result for path in paths if (result := _read(path)) is not None}
+        return {path: result}
+    files = sorted([*path.glob("*.json"), *(path / "eval").glob("*.json")])
+    return {file: result for file in files if (result := _read(file)) is not None}
 
 
 def _read(path: Path) -> Result | None:
-    """Return the result in a file; None if it is something else."""
+    """Return the result in a file; None if it is another kind of file."""
     try:
         data = path.read_bytes()
         values = json.loads(data)
@@ -147,17 +147,17 @@ def _read(path: Path) -> Result | None:
 
 
 def list_obstacles(before: Result, after: Result) -> tuple[str, ...]:
-    """Return why two results of one task may not be compared; empty if they may."""
+    """Return the reasons why two results of one task are not comparable; empty if they are."""
     if isinstance(before, EvalResult) and isinstance(after, EvalResult):
-        found = {one.key: one for one in list_plan_differences(before, after)}
+        by_key = {difference.key: difference for difference in list_plan_differences(before, after)}
         words = (" there", " here")
-        shown = [describe_difference(found[key], words) for key in PROTOCOL_FIELDS if key in found]
-        shown += [
-            f"the result {where} is {one.validity.value}"
-            for one, where in ((before, "there"), (after, "here"))
-            if not one.is_valid
+        reasons = [describe_difference(by_key[key], words) for key in PROTOCOL_FIELDS if key in by_key]
+        reasons += [
+            f"the result {where} is {result.validity.value}"
+            for result, where in ((before, "there"), (after, "here"))
+            if not result.is_valid
         ]
-        return tuple(shown)
+        return tuple(reasons)
     if isinstance(before, HarnessResult) and isinstance(after, HarnessResult):
         fields = ("num_examples", *_HARNESS_PROTOCOL)
         return tuple(
@@ -168,8 +168,8 @@ def list_obstacles(before: Result, after: Result) -> tuple[str, ...]:
     return ("lm-eval's prompts and filters on one side, strop's own on the other",)
 
 
-def compare_with_stored(baseline: StoredBaseline, result: Result) -> dict[tuple[str, str], Beside]:
-    """Return what stands beside each score of a result, by task (or part of a group) and metric.
+def compare_with_stored(baseline: StoredBaseline, result: Result) -> dict[tuple[str, str], BaselineScore]:
+    """Return the baseline's score for each score of a result, by task (or part of a group) and metric.
 
     Empty if the baseline has no result of the task.
     """
@@ -185,24 +185,24 @@ def compare_with_stored(baseline: StoredBaseline, result: Result) -> dict[tuple[
     ]
     notes += ["the same weights there and here"] if before.model_digest == result.model_digest else []
     if isinstance(before, EvalResult) and isinstance(result, EvalResult):
-        found = _compare_own(before, result, may_compare=not obstacles)
+        scores = _compare_own(before, result, may_compare=not obstacles)
     else:
         assert isinstance(before, HarnessResult)
         assert isinstance(result, HarnessResult)
-        found = _compare_harness(before, result, may_compare=not obstacles)
-    return {key: replace(one, of=of, differing=obstacles, notes=tuple(notes)) for key, one in found}
+        scores = _compare_harness(before, result, may_compare=not obstacles)
+    return {key: replace(score, of=of, differing=obstacles, notes=tuple(notes)) for key, score in scores}
 
 
 def _compare_own(
     before: EvalResult, after: EvalResult, *, may_compare: bool
-) -> Iterator[tuple[tuple[str, str], Beside]]:
+) -> Iterator[tuple[tuple[str, str], BaselineScore]]:
     task = after.full_name
     comparison = compare_results(before, after) if may_compare else None
     for name, score in before.scores.items():
         change = getattr(comparison, name, None)
         yield (
             (task, name),
-            Beside(
+            BaselineScore(
                 value=None if score.accuracy is None else 100 * score.accuracy,
                 low=100 * score.low,
                 high=100 * score.high,
@@ -213,7 +213,7 @@ def _compare_own(
         difference = _compare_pass(before, after, k) if may_compare else None
         yield (
             (task, f"pass@{k}"),
-            Beside(
+            BaselineScore(
                 value=None if estimate.value is None else 100 * estimate.value,
                 low=100 * estimate.low,
                 high=100 * estimate.high,
@@ -227,15 +227,15 @@ def _compare_pass(before: EvalResult, after: EvalResult, k: int) -> Interval | N
     if before.sampled is None or after.sampled is None:
         return None
     pairs = [
-        (one, other, one.problem or name)
-        for name, one in before.sampled.by_example.items()
-        if min(one.num_judged, (other := after.sampled.by_example[name]).num_judged) >= k
+        (earlier, later, earlier.problem or name)
+        for name, earlier in before.sampled.by_example.items()
+        if min(earlier.num_judged, (later := after.sampled.by_example[name]).num_judged) >= k
     ]
     if not pairs:
         return None
     return paired_difference(
-        [_pass_of(one, k) for one, _, _ in pairs],
-        [_pass_of(other, k) for _, other, _ in pairs],
+        [_pass_of(earlier, k) for earlier, _, _ in pairs],
+        [_pass_of(later, k) for _, later, _ in pairs],
         [problem for _, _, problem in pairs],
     )
 
@@ -246,7 +246,7 @@ def _pass_of(example: ExampleScore, k: int) -> float:
 
 def _compare_harness(
     before: HarnessResult, after: HarnessResult, *, may_compare: bool
-) -> Iterator[tuple[tuple[str, str], Beside]]:
+) -> Iterator[tuple[tuple[str, str], BaselineScore]]:
     parts_after = after.scored_parts
     for task, part in before.scored_parts.items():
         other = parts_after.get(task)
@@ -260,7 +260,7 @@ def _compare_harness(
                 difference = compare_apart(earlier, widen(now, other.num_examples, scale), scale)
             yield (
                 (task, name),
-                Beside(
+                BaselineScore(
                     value=scale * metric.value,
                     stderr=None if metric.stderr is None else scale * metric.stderr,
                     low=low,
@@ -271,9 +271,9 @@ def _compare_harness(
 
 
 def widen(metric: HarnessMetric, num_examples: int | None, scale: float) -> HarnessMetric:
-    """Return a number with an error above 0, also where all examples came out alike: lm-eval's is 0 there.
+    """Return a share with a standard error above 0; lm-eval's is 0 if all examples have the same score.
 
-    Of a share, at least that of the interval in `comparison`, with `PSEUDO_PROBLEMS` at either end.
+    The minimum is that of the intervals in `comparison`, with `PSEUDO_PROBLEMS` at either end.
     """
     if metric.stderr is None or num_examples is None or scale != _PERCENT:
         return metric
@@ -284,7 +284,7 @@ def widen(metric: HarnessMetric, num_examples: int | None, scale: float) -> Harn
 
 
 def compare_apart(before: HarnessMetric, after: HarnessMetric, scale: float) -> Interval:
-    """Return by how much a number changed, as if over other examples; ends are NaN without both errors."""
+    """Return the change of a metric, as if over other examples; the ends are NaN without both errors."""
     change = scale * (after.value - before.value)
     if before.stderr is None or after.stderr is None:
         return Interval(estimate=change, low=math.nan, high=math.nan)
@@ -293,13 +293,13 @@ def compare_apart(before: HarnessMetric, after: HarnessMetric, scale: float) -> 
 
 
 def scale_of(name: str, metric: HarnessMetric) -> float:
-    """Return 100 for a share. Perplexities and their like are no shares, and stay as they are."""
+    """Return 100 for a share, which is shown as a percentage, else 1 (for example a perplexity)."""
     is_share = 0.0 <= metric.value <= 1.0 and not any(word in name for word in _NO_SHARES)
     return _PERCENT if is_share else 1.0
 
 
 def interval_of(name: str, metric: HarnessMetric, num_examples: int) -> tuple[float | None, float | None]:
-    """Return the 95 % interval of a number of lm-eval, by its standard error; None without one."""
+    """Return the 95 % interval of a metric of lm-eval from its standard error; None without one."""
     scale = scale_of(name, metric)
     stderr = widen(metric, num_examples, scale).stderr
     if stderr is None:
@@ -313,9 +313,9 @@ def _scaled(change: Interval) -> Interval:
 
 
 def require_one_model(name: str, results: Mapping[Path, Result]) -> str | None:
-    """Return why results cannot be one baseline: those of a task at its last step are of several models."""
+    """Return an error text if the results of a task at its last step are of several models, else None."""
     for (_, task, _), same in group_last(results).items():
-        models = {one.model_digest: path for path, one in same.items()}
+        models = {result.model_digest: path for path, result in same.items()}
         if len(models) > 1:
             shown = ", ".join(map(str, models.values()))
             return f"{name} has results of {len(models)} models on {task}: {shown}"
@@ -323,5 +323,5 @@ def require_one_model(name: str, results: Mapping[Path, Result]) -> str | None:
 
 
 def tasks_of(results: Sequence[Result], split: Split) -> set[tuple[bool, str]]:
-    """Return the tasks of results of a split: whether lm-eval asked, and the name."""
-    return {(isinstance(one, HarnessResult), one.task) for one in results if one.split is split}
+    """Return the tasks of the results of a split: whether lm-eval evaluated it, and the name."""
+    return {(isinstance(result, HarnessResult), result.task) for result in results if result.split is split}

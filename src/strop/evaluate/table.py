@@ -1,7 +1,7 @@
-"""All scores of an evaluation in one table, beside published and stored ones: as text, JSON and CSV.
+"""All scores of an evaluation in one table, with published and stored baselines: as text, JSON and CSV.
 
-A score has a row for each baseline that it may be compared with, or might be: where the protocols differ
-there is no difference, and `note` says which fields differ.
+A score has a row for each baseline. If the protocols differ, the row has no difference, and `note` names the
+differing fields.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from strop.evaluate.harness import HarnessMetric, HarnessResult
 from strop.evaluate.result import EvalResult
 from strop.evaluate.stored import (
     NORMAL_95,
-    Beside,
+    BaselineScore,
     Result,
     StoredBaseline,
     compare_apart,
@@ -34,13 +34,13 @@ from strop.io import write_bytes_atomically
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoreRow:
-    """One score. Values are percentages where they are shares, as metrics of lm-eval say it themselves."""
+    """One score. Shares are percentages, other metrics of lm-eval have their own unit."""
 
     task: str
     metric: str
     value: float | None
     low: float | None
-    """Of the 95% interval."""
+    """Lower end of the 95% interval."""
     high: float | None
     num_examples: int
     num_few_shot: int | None
@@ -51,36 +51,36 @@ class ScoreRow:
     baseline: float | None = None
     baseline_stderr: float | None = None
     baseline_of: str = ""
-    """The model whose published score it is, and when it was published; or the user's name of a result."""
+    """The model of a published score with the date of publication, or the user's name of a stored result."""
     difference: float | None = None
     """Points above it; None if the protocols differ."""
     note: str = ""
     baseline_low: float | None = None
-    """Of its 95% interval."""
+    """Lower end of its 95% interval."""
     baseline_high: float | None = None
     difference_low: float | None = None
-    """Of the difference's 95% interval; None where an error is not known."""
+    """Lower end of the difference's 95% interval; None if an error is unknown."""
     difference_high: float | None = None
     same_protocol: bool | None = None
-    """Whether the two may be compared; None without a baseline."""
+    """Whether the two are comparable; None without a baseline."""
 
 
 def list_rows(
     results: Sequence[Result], model: str | None, stored: Sequence[StoredBaseline] = ()
 ) -> list[ScoreRow]:
-    """Return a row for each score and each baseline beside it, in the order of the results.
+    """Return a row for each score and each of its baselines, in the order of the results.
 
-    `model`: a name with published scores; those of `stored` stand behind its.
+    `model`: a name with published scores; they precede those of `stored`.
     """
     rows: list[ScoreRow] = []
     for result in results:
-        published = [model, *[one.published for one in stored if one.published]]
-        beside = [_published(name, result) for name in dict.fromkeys(published) if name is not None]
-        beside += [compare_with_stored(one, result) for one in stored]
+        models = [model, *[baseline.published for baseline in stored if baseline.published]]
+        tables = [_published_scores(name, result) for name in dict.fromkeys(models) if name is not None]
+        tables += [compare_with_stored(baseline, result) for baseline in stored]
         scores = _rows_of_harness(result) if isinstance(result, HarnessResult) else _rows_of_own(result)
         for row in scores:
-            found = [one[row.task, row.metric] for one in beside if (row.task, row.metric) in one]
-            rows += [_place(row, one) for one in found] or [row]
+            key = row.task, row.metric
+            rows += [_with_baseline(row, table[key]) for table in tables if key in table] or [row]
     return rows
 
 
@@ -136,64 +136,66 @@ def _rows_of_harness(result: HarnessResult) -> Iterator[ScoreRow]:
 
 
 def show_metric(name: str, metric: HarnessMetric) -> tuple[str, str]:
-    """Return value and standard error as people read them; a share as a percentage."""
+    """Format value and standard error; a share as a percentage."""
     scale = scale_of(name, metric)
     unit = "%" if scale == 100.0 else ""
     stderr = "-" if metric.stderr is None else f"{scale * metric.stderr:.1f}{unit}"
     return f"{scale * metric.value:.2f}{unit}", stderr
 
 
-def _published(model: str, result: Result) -> dict[tuple[str, str], Beside]:
-    """Return the published score of a model beside each score, by task and metric."""
+def _published_scores(model: str, result: Result) -> dict[tuple[str, str], BaselineScore]:
+    """Return the published scores of a model for the scores of a result, by task and metric."""
     if isinstance(result, HarnessResult):
         parts = result.scored_parts
         return {
-            (task, one.metric): _of_published(one, widen(part.metrics[one.metric], part.num_examples, 100.0))
-            for one in reversed(compare_with_references(model, result))
+            (task, reference.metric): _published_score(
+                reference, widen(part.metrics[reference.metric], part.num_examples, 100.0)
+            )
+            for reference in reversed(compare_with_references(model, result))
             for task, part in parts.items()
-            if one.baseline.harness_task == task
+            if reference.baseline.harness_task == task
         }
     return {
-        (result.full_name, one.metric): _of_published(one, None)
-        for one in reversed(compare_own_result(model, result))
+        (result.full_name, reference.metric): _published_score(reference, None)
+        for reference in reversed(compare_own_result(model, result))
     }
 
 
-def _of_published(found: ReferenceComparison, metric: HarnessMetric | None) -> Beside:
-    published = found.baseline
+def _published_score(reference: ReferenceComparison, metric: HarnessMetric | None) -> BaselineScore:
+    published = reference.baseline
     value, stderr = published.value_pct, published.stderr_pct
     half = None if stderr is None else NORMAL_95 * stderr
     difference = None
-    if metric is not None and value is not None and found.delta_points is not None:
-        there = HarnessMetric(value=value / 100, stderr=None if stderr is None else stderr / 100)
-        difference = compare_apart(there, metric, 100.0)
-    return Beside(
+    if metric is not None and value is not None and reference.delta_points is not None:
+        earlier = HarnessMetric(value=value / 100, stderr=None if stderr is None else stderr / 100)
+        difference = compare_apart(earlier, metric, 100.0)
+    return BaselineScore(
         of=f"{published.model}, {published.published}",
         value=value,
         low=None if value is None or half is None else value - half,
         high=None if value is None or half is None else value + half,
         stderr=stderr,
         difference=difference,
-        differing=found.differing,
+        differing=reference.differing,
     )
 
 
-def _place(row: ScoreRow, found: Beside) -> ScoreRow:
-    """Return a score with one baseline beside it."""
-    change = found.difference
-    is_sure = change is not None and not math.isnan(change.low)
+def _with_baseline(row: ScoreRow, baseline: BaselineScore) -> ScoreRow:
+    """Return a row with one of its baselines."""
+    change = baseline.difference
+    has_interval = change is not None and not math.isnan(change.low)
     return replace(
         row,
-        baseline=found.value,
-        baseline_stderr=found.stderr,
-        baseline_of=found.of,
+        baseline=baseline.value,
+        baseline_stderr=baseline.stderr,
+        baseline_of=baseline.of,
         difference=None if change is None else change.estimate,
-        note="; ".join(filter(None, [row.note, *found.differing, *found.notes])),
-        baseline_low=found.low,
-        baseline_high=found.high,
-        difference_low=change.low if change is not None and is_sure else None,
-        difference_high=change.high if change is not None and is_sure else None,
-        same_protocol=not found.differing,
+        note="; ".join(filter(None, [row.note, *baseline.differing, *baseline.notes])),
+        baseline_low=baseline.low,
+        baseline_high=baseline.high,
+        difference_low=change.low if change is not None and has_interval else None,
+        difference_high=change.high if change is not None and has_interval else None,
+        same_protocol=not baseline.differing,
     )
 
 
@@ -213,7 +215,7 @@ COLUMNS = (
 
 
 def show_row(row: ScoreRow) -> tuple[object, ...]:
-    """Return what a table for people has of a row, below `COLUMNS`."""
+    """Return the cells of a row in a table for people, in the order of `COLUMNS`."""
     interval = "-" if row.low is None or row.high is None else f"{row.low:.1f} to {row.high:.1f}"
     stderr = "" if row.baseline_stderr is None else f" ± {row.baseline_stderr:.2f}"
     change = "-" if row.difference is None else f"{row.difference:+.2f}"
@@ -231,31 +233,31 @@ def show_row(row: ScoreRow) -> tuple[object, ...]:
 
 
 def describe_note(row: ScoreRow) -> str:
-    """Return what is to be said of a row behind the table; empty if nothing is."""
+    """Return the line below the table for a row's note; empty if it has none."""
     of = f" ({row.baseline_of})" if row.baseline_of else ""
     return f"{row.task} {row.metric}{of}: {row.note}" if row.note else ""
 
 
 def write_tables(rows: Sequence[ScoreRow], folder: Path, name: str) -> list[Path]:
-    """Write a table beside results in a folder, as text, JSON and CSV; return paths. Raises: StoreError."""
-    # In a folder of its own: what reads the results would take a table for one of them.
+    """Write a table into a folder of results, as text, JSON and CSV; return paths. Raises: StoreError."""
+    # Into `tables/`: readers of the results would take a table for one of them.
     stem = folder / "tables" / name
     stem.parent.mkdir(parents=True, exist_ok=True)
     lines = [tuple(map(str, show_row(row))) for row in rows]
     widths = [max(map(len, column)) for column in zip(COLUMNS, *lines, strict=True)]
-    shown = [
+    text_lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
         for line in (COLUMNS, *lines)
     ]
-    shown += [line for row in rows if (line := describe_note(row))]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(ScoreRow)], lineterminator="\n")
+    text_lines += [line for row in rows if (line := describe_note(row))]
+    table = io.StringIO()
+    writer = csv.DictWriter(table, [field.name for field in fields(ScoreRow)], lineterminator="\n")
     writer.writeheader()
     writer.writerows(asdict(row) for row in rows)
     contents = {
-        ".txt": "\n".join(shown) + "\n",
+        ".txt": "\n".join(text_lines) + "\n",
         ".json": json.dumps([asdict(row) for row in rows], indent=1, ensure_ascii=False) + "\n",
-        ".csv": text.getvalue(),
+        ".csv": table.getvalue(),
     }
     paths = []
     for suffix, content in contents.items():

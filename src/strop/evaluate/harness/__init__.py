@@ -1,4 +1,4 @@
-"""Scores that others can repeat: a foreign harness beside strop, on examples of ours or on its own."""
+"""Scores by lm-eval, which others can repeat, on the examples of strop's tasks or on lm-eval's own data."""
 
 from strop.evaluate.harness.engine import LM_EVAL, HarnessEngine, choose_engine
 from strop.evaluate.harness.jobs import FreeJob, HarnessJob, change_protocol

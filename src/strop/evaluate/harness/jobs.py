@@ -1,4 +1,4 @@
-"""What the harness is asked in one run: a task with examples of ours, or any task of its own."""
+"""The jobs of lm-eval: one of its tasks with the examples of a strop task, or on its own data."""
 
 from __future__ import annotations
 
@@ -19,71 +19,71 @@ _CHANGING = (
     *("gen_kwargs", "chat_template", "system_prompt", "model_args", "arguments", "max_model_tokens"),
     *("include",),
 )
-"""Settings that no field of a protocol stands for."""
+"""Settings that change the scores and are no field of a protocol."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AskedModel:
-    """The model that is asked, by which engine and how."""
+    """The evaluated model, its engine and the settings."""
 
     model_path: Path
     model_digest: str
     step: int
     dtype: str | None
-    """None: a server's own, which it does not tell."""
+    """None: chosen by a server, and unknown."""
     max_positions: int
-    """Tokens that the model can look at; the harness cuts longer prompts from the left without a word."""
+    """The model's context length; lm-eval silently cuts longer prompts from the left."""
     num_examples: int | None
-    """From the first. None: all."""
+    """Examples used, from the first. None: all."""
     settings: HarnessSpec = field(default_factory=HarnessSpec)
     engine: HarnessEngine = field(default_factory=own_engine)
     threads: int | None = None
     """Compute threads; None: the engine's own default."""
     file_name: str | None = None
-    """Name of the evaluation that a file describes: results' names begin with it."""
+    """Name of an evaluation file's evaluation: the names of its results begin with it."""
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """Return the settings beside the protocol's own."""
+        """The settings that are no field of the protocol."""
         values = {name: getattr(self.settings, name) for name in _CHANGING}
         return tuple(f"{name}={value}" for name, value in values.items() if value)
 
     def digest(self, words: list[str], data_digest: str) -> str:
-        """Return a hash over everything that the harness is given."""
+        """Return a hash over all inputs of lm-eval."""
         content: list[Any] = [words, data_digest, self.model_digest, self.engine.kind, LM_EVAL.stamp]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HarnessJob(AskedModel):
-    """A task with a pinned protocol, on the examples of one of ours."""
+    """A task of lm-eval with a pinned protocol, on the examples of a strop task."""
 
     protocol: HarnessProtocol
     task: Task
 
     @property
     def name(self) -> str:
-        """The harness's name."""
+        """lm-eval's name of the task."""
         return self.protocol.task
 
     @property
     def examples(self) -> list[Example]:
-        """What is asked."""
+        """The evaluated examples."""
         return list(self.task.examples(Split.HELD_OUT))[: self.num_examples]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeJob(AskedModel):
-    """A task, group or tag of the harness, on its own data."""
+    """A task, group or tag of lm-eval, on its own data."""
 
     name: str
     may_run_code: bool = False
 
 
 def change_protocol(protocol: HarnessProtocol, settings: HarnessSpec) -> HarnessProtocol:
-    """Return a protocol with the shots and the budget that a user asks for.
+    """Apply the user's shots and budget to a protocol.
 
-    Raises: ConfigError for what the harness's task would not follow.
+    Raises: ConfigError for a value that lm-eval's task would not follow.
     """
     shots, budget = settings.num_few_shot, settings.max_reply_tokens
     if shots is not None:

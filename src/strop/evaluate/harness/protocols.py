@@ -1,11 +1,11 @@
-"""How lm-eval 0.4.13 is asked for each of its tasks that has one of ours behind it.
+"""Protocols of lm-eval 0.4.13 for each of its tasks that strop has, too.
 
-A protocol pins what changes a score: the harness's task file with its prompt, stops and filters, the
-number of examples shown, and a budget that cuts no solution. The rows are those of our task in the
-harness's own columns. `prompt` is how the harness writes the problem; a run whose logged prompts do not
-end so is not believed. Source of the forms: the task files under lm_eval/tasks (MIT).
+A protocol pins everything that changes a score: lm-eval's task file with its prompt, stops and filters, the
+number of few-shot examples, and a sufficient budget. The rows are those of strop's task in lm-eval's columns.
+`prompt` is lm-eval's form of the problem; a run whose logged prompts do not end like that is refused. Source
+of the forms: the task files under lm_eval/tasks (MIT).
 
-Left out: mmlu_generative, which is no published score.
+Left out: mmlu_generative, for which no scores are published.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from strop.rollout import Example
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HarnessProtocol:
-    """How the harness is asked for a task."""
+    """The pinned conditions of a task of lm-eval."""
 
     task: str
-    """The harness's name of the task or group."""
+    """lm-eval's name of the task or group."""
     files: Mapping[str, str]
-    """The harness's task files, by the names of its tasks: one, or those of a group."""
+    """lm-eval's task files, by the names of its tasks: one, or those of a group."""
     own_task: str
-    """The task of ours that has the examples."""
+    """strop's task with the examples."""
     own_settings: Mapping[str, str] = field(default_factory=dict)
-    """Settings of our task that belong to the protocol, whatever the user set."""
+    """Settings of strop's task that belong to the protocol and override the user's."""
     num_fewshot: int
     num_written: int = 0
-    """How many examples the harness's task file has to show; where they come from our data, no matter."""
+    """Number of few-shot examples in lm-eval's task file; unused if they come from strop's data."""
     draws_shown: bool = False
-    """Whether the shown examples are drawn from the training split; else the task file has them."""
+    """Whether the few-shot examples are drawn from the training split; else the task file has them."""
     shows_own_split: bool = False
-    """Whether they are the first ones of a split of their own, `dev`, which our task has as `shots`."""
+    """Whether they are the first ones of the split `dev`, which strop's task has as `shots`."""
     chooses: bool = False
-    """Whether the harness takes the likeliest of given replies: nothing is generated."""
+    """Whether lm-eval takes the likeliest of several replies: nothing is generated."""
     max_reply_tokens: int
-    """Budget of a reply; where one is chosen, tokens that it may have."""
+    """Budget of a reply; for a choice, its largest number of tokens."""
     row: Callable[[Example], Mapping[str, Any]]
-    """A row as the harness's task reads it.
+    """The row of an example in the columns of lm-eval's task.
 
-    Raises: DataError if the harness's task cannot ask this example."""
+    Raises: DataError if lm-eval's task cannot pose this example."""
     prompt: Callable[[Example], str]
-    """The problem as the harness writes it, without the examples before it."""
+    """lm-eval's form of the problem, without few-shot examples."""
     part_of: Callable[[Example], str] | None = None
-    """Name of the task in a group that an example belongs to. None: there is one task."""
+    """Returns the task, in a group, of an example. None: there is one task."""
     runs_code: bool = False
-    """Whether the harness runs what the model wrote, outside of any sandbox."""
+    """Whether lm-eval runs code that the model wrote, without a sandbox."""
 
     @property
     def stages_shown(self) -> bool:
-        """Whether the shown examples come from our data."""
+        """Whether the few-shot examples come from strop's data."""
         return self.draws_shown or self.shows_own_split
 
 
@@ -103,13 +103,13 @@ def _humaneval_row(example: Example) -> Mapping[str, Any]:
 
 def _ifeval_row(example: Example) -> Mapping[str, Any]:
     constraints = example.fields["constraints"]
-    # A column of tables has the same keys in every row; the harness drops what is null.
-    none = dict.fromkeys(_IFEVAL_ARGUMENTS)
+    # A column of tables has the same keys in every row; lm-eval drops nulls.
+    nulls = dict.fromkeys(_IFEVAL_ARGUMENTS)
     return {
         "key": int(example.example_id[:8], 16),
         "prompt": example.fields["prompt"],
         "instruction_id_list": [item["id"] for item in constraints],
-        "kwargs": [{**none, **item["arguments"]} for item in constraints],
+        "kwargs": [{**nulls, **item["arguments"]} for item in constraints],
     }
 
 
@@ -169,7 +169,7 @@ _SUBJECTS: Mapping[str, str] = MappingProxyType(
         "Precalculus": "precalc",
     }
 )
-"""The column `type` of MATH, and how the harness shortens it."""
+"""The values of MATH's column `type`, and lm-eval's short forms."""
 _MMLU_SUBJECTS = (
     *("abstract_algebra", "anatomy", "astronomy", "business_ethics", "clinical_knowledge"),
     *("college_biology", "college_chemistry", "college_computer_science", "college_mathematics"),
@@ -186,7 +186,7 @@ _MMLU_SUBJECTS = (
     *("public_relations", "security_studies", "sociology", "us_foreign_policy", "virology"),
     "world_religions",
 )
-"""The column `subject` of MMLU."""
+"""The values of MMLU's column `subject`."""
 _IFEVAL_ARGUMENTS = (
     *("capital_frequency", "capital_relation", "end_phrase", "first_word", "forbidden_words", "frequency"),
     *("keyword", "keywords", "language", "let_frequency", "let_relation", "letter", "nth_paragraph"),
@@ -195,8 +195,8 @@ _IFEVAL_ARGUMENTS = (
 )
 
 
-# Numbers of shown examples are the harness's default for gsm8k, and those of the published baselines for the
-# rest. The harness's default budget of 256 tokens cut 13 % of the answers (EVA-2).
+# The numbers of few-shot examples are lm-eval's default for gsm8k, and those of the published baselines for
+# the rest. lm-eval's default budget of 256 tokens truncated 13 % of the answers (EVA-2).
 def _number_protocols() -> tuple[HarnessProtocol, ...]:
     return (
         HarnessProtocol(
@@ -325,6 +325,6 @@ _ALL = (*_number_protocols(), *_formula_protocols(), *_checked_protocols(), *_ch
 GENERATING: Mapping[str, HarnessProtocol] = MappingProxyType(
     {protocol.task: protocol for protocol in _ALL if not protocol.chooses}
 )
-"""Those whose replies the model writes, by the harness's name."""
+"""Protocols with generated replies, by lm-eval's name of the task."""
 PROTOCOLS: Mapping[str, HarnessProtocol] = MappingProxyType({protocol.task: protocol for protocol in _ALL})
-"""By the harness's name."""
+"""All protocols, by lm-eval's name of the task."""

@@ -1,4 +1,4 @@
-"""What the harness said of a model: read from its files, and refused where it is not the pinned protocol."""
+"""Results of lm-eval: read from its files, and refused if they do not follow the pinned protocol."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from strop.rollout import Split
 from strop.tokenizer import Tokenizer
 
 DEFAULT_REPLY_TOKENS = 256
-"""Of lm-eval's engines, where neither task nor user says how long a reply may get."""
+"""Reply budget of lm-eval's engines if neither task nor user sets one."""
 LOCAL_PREFIX = "strop_"
-"""Before the harness's name of a task, whose data is then ours."""
+"""Before lm-eval's name of a task that runs on the examples of a strop task."""
 
 
 class HarnessMetric(Record):
-    """One number of the harness."""
+    """One metric of lm-eval."""
 
     value: float
     stderr: float | None
@@ -40,50 +40,50 @@ class HarnessPart(Record):
 
 
 class HarnessResult(Record):
-    """What the harness said of one model on one task."""
+    """The result of one model on one task of lm-eval."""
 
     harness: str
     task: str
-    """The harness's name."""
+    """lm-eval's name of the task."""
     task_version: str
-    """The harness's version of its task."""
+    """lm-eval's version of its task."""
     split: Split
     step: int
     model_digest: str
     dtype: str | None
-    """None: a server's own, which it does not tell."""
+    """None: chosen by a server, and unknown."""
     num_examples: int
     data_digest: str
-    """Hash over the rows that were asked and, of our data, that few-shot examples were drawn from."""
+    """Hash over the evaluated rows and, for strop's data, the rows that few-shot examples come from."""
     num_fewshot: int
     max_reply_tokens: int | None
-    """None where lm-eval's own task generates nothing."""
+    """None if lm-eval's own task generates nothing."""
     stops: tuple[str, ...]
     seed: int
     engine: str = "hf"
-    """What generated: 'vllm', 'hf' or 'server'."""
+    """The generating engine: 'vllm', 'hf' or 'server'."""
     arguments: tuple[str, ...] = ()
-    """Settings beside the protocol's own that change what is asked or how it is answered."""
+    """Settings that change the scores and are no field of the protocol."""
     num_cut_prompts: int = 0
-    """Prompts that were longer than the model's positions, which lm-eval cuts without a word."""
+    """Prompts longer than the model's context, which lm-eval silently cuts."""
     plan: str = ""
-    """Hash over everything that the harness was given; empty in results of older versions."""
+    """Hash over all inputs of lm-eval; empty in results of older versions."""
     metrics: dict[str, HarnessMetric]
-    """By metric and filter, for example 'exact_match,strict-match'. Of a group: over all its examples; empty
-    for lm-eval's groups without a score of their own."""
+    """By metric and filter, for example 'exact_match,strict-match'. For a group: over all its examples; empty
+    for groups for which lm-eval computes no score."""
     parts: dict[str, HarnessPart]
     """The tasks of a group by name; empty for one task."""
     truncated_frac: float
-    """Share of replies that are as long as the budget when they are encoded again."""
+    """Share of replies whose re-encoded length reaches the budget."""
 
     @property
     def scored_parts(self) -> dict[str, HarnessPart]:
-        """The task or group, and the tasks of a group, by name."""
+        """The task or group itself, and the tasks of a group, by name."""
         return {self.task: HarnessPart(num_examples=self.num_examples, metrics=self.metrics), **self.parts}
 
     @classmethod
     def read(cls, data: bytes) -> HarnessResult:
-        """Read a result as it was written. Raises: ValueError if it is none."""
+        """Parse a result file. Raises: ValueError if it is none."""
         content = json.loads(data)
         content.pop("truncation_suspect", None)
         return cls.model_validate_json(json.dumps(content))
@@ -91,29 +91,29 @@ class HarnessResult(Record):
     @computed_field  # type: ignore[prop-decorator]
     @property
     def truncation_suspect(self) -> bool:
-        """Whether so many replies were cut that the score may say more about the budget than the model."""
+        """Whether so many replies were truncated that the score may reflect the budget, not the model."""
         return self.truncated_frac > SUSPECT_TRUNCATED_FRAC
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HarnessOutput:
-    """A result, with what it was read from."""
+    """A result, and the facts of its files."""
 
     result: HarnessResult
     samples: bytes
-    """The harness's log of replies, as it stands; one line for each example and filter."""
+    """lm-eval's log of replies, verbatim; one line for each example and filter."""
     longest_prompt_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Said:
-    """What stands in the files on one of the harness's tasks."""
+class _TaskOutput:
+    """The output of one task of lm-eval."""
 
     name: str
     version: str
     num_fewshot: int
     max_reply_tokens: int | None
-    """None where nothing is generated."""
+    """None if nothing is generated."""
     stops: tuple[str, ...]
     seed: int
     part: HarnessPart
@@ -123,27 +123,26 @@ class _Said:
 
 
 def read_output(job: HarnessJob, out_dir: Path, names: Sequence[str], data_digest: str) -> HarnessOutput:
-    """Read what the harness wrote on its tasks `names`.
+    """Read the output of lm-eval's tasks `names`.
 
     Raises: CorruptRecord if a file or a number is missing, or the protocol is not the pinned one.
     """
     try:
-        results_path = _find_one(out_dir, "*/results_*.json")
-        found = json.loads(results_path.read_bytes())
-        said = [_read_task(found, out_dir, name) for name in names]
-        rows = {example_id: row for one in said for example_id, row in one.rows.items()}
-        # Of likelihoods nothing is cut.
+        content = json.loads(_find_one(out_dir, "*/results_*.json").read_bytes())
+        outputs = [_read_task(content, out_dir, name) for name in names]
+        rows = {example_id: row for output in outputs for example_id, row in output.rows.items()}
+        # Choices are not truncated.
         replies = [] if job.protocol.chooses else [str(row["resps"][0][0]) for row in rows.values()]
         prompts = {
             example_id: str(row["arguments"]["gen_args_0"]["arg_0"]) for example_id, row in rows.items()
         }
-        metrics = pool_metrics([one.part for one in said])
+        metrics = pool_metrics([output.part for output in outputs])
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise _unexpected(f"{type(error).__name__}: {error}") from error
-    _require_pinned(job, said, prompts)
+    _require_pinned(job, outputs, prompts)
     tokenizer = Tokenizer.load(job.model_path)
     num_cut = sum(len(tokenizer.encode(reply)) >= job.protocol.max_reply_tokens for reply in replies)
-    versions = sorted({one.version for one in said})
+    versions = sorted({output.version for output in outputs})
     result = HarnessResult(
         harness=LM_EVAL.name,
         task=job.protocol.task,
@@ -156,54 +155,55 @@ def read_output(job: HarnessJob, out_dir: Path, names: Sequence[str], data_diges
         data_digest=data_digest,
         num_fewshot=job.protocol.num_fewshot,
         max_reply_tokens=job.protocol.max_reply_tokens,
-        stops=said[0].stops,
+        stops=outputs[0].stops,
         seed=job.settings.seed,
         engine=job.engine.kind,
         arguments=job.arguments,
         metrics=metrics,
-        parts={one.name: one.part for one in said} if job.protocol.part_of else {},
+        parts={output.name: output.part for output in outputs} if job.protocol.part_of else {},
         truncated_frac=num_cut / max(len(replies), 1),
     )
     return HarnessOutput(
         result=result,
-        samples=b"".join(one.samples for one in said),
+        samples=b"".join(output.samples for output in outputs),
         longest_prompt_tokens=max(len(tokenizer.encode(prompt)) for prompt in prompts.values()),
     )
 
 
 def read_free_output(job: FreeJob, out_dir: Path) -> HarnessOutput:
-    """Read what the harness wrote on a task, group or tag of its own.
+    """Read the output of a task, group or tag on lm-eval's own data.
 
-    Raises: CorruptRecord if a file or a number is missing, or more examples were shown than asked for.
+    Raises: CorruptRecord if a file or a number is missing, or the number of few-shot examples is not that of
+        the settings.
     """
     try:
-        found = json.loads(_find_one(out_dir, "*/results_*.json").read_bytes())
-        said = [_read_task(found, out_dir, name) for name in found["configs"]]
-        whole = found["results"].get(job.name, {})
-        rows = [row for one in said for row in one.rows.values()]
+        content = json.loads(_find_one(out_dir, "*/results_*.json").read_bytes())
+        outputs = [_read_task(content, out_dir, name) for name in content["configs"]]
+        whole = content["results"].get(job.name, {})
+        rows = [row for output in outputs for row in output.rows.values()]
         prompts = [str(row["arguments"]["gen_args_0"]["arg_0"]) for row in rows]
     except (ValueError, KeyError, TypeError, IndexError) as error:
         raise _unexpected(f"{type(error).__name__}: {error}") from error
-    shots, wanted = {one.num_fewshot for one in said}, job.settings.num_few_shot
-    if not said or (wanted is not None and shots != {wanted}):
-        raise _unexpected(f"it showed {sorted(shots)} examples, and {wanted} were asked for")
+    shots, num_few_shot = {output.num_fewshot for output in outputs}, job.settings.num_few_shot
+    if not outputs or (num_few_shot is not None and shots != {num_few_shot}):
+        raise _unexpected(f"it showed {sorted(shots)} examples, and {num_few_shot} were asked for")
     tokenizer = Tokenizer.load(job.model_path)
-    # Of likelihoods there is no budget, and nothing is cut.
+    # Choices have no budget, and are not truncated.
     replies = [
-        (str(row["resps"][0][0]), one.max_reply_tokens)
-        for one in said
-        if one.max_reply_tokens is not None
-        for row in one.rows.values()
+        (str(row["resps"][0][0]), output.max_reply_tokens)
+        for output in outputs
+        if output.max_reply_tokens is not None
+        for row in output.rows.values()
     ]
     num_cut = sum(len(tokenizer.encode(reply)) >= budget for reply, budget in replies)
-    budget = max((one.max_reply_tokens for one in said if one.max_reply_tokens is not None), default=None)
+    budget = max((o.max_reply_tokens for o in outputs if o.max_reply_tokens is not None), default=None)
     lengths = [len(tokenizer.encode(prompt)) for prompt in prompts]
-    # lm-eval's own hash of each row, in no order.
-    hashes = [sorted(str(row.get("doc_hash")) for row in one.rows.values()) for one in said]
+    # lm-eval's own hash of each row, independent of their order.
+    hashes = [sorted(str(row.get("doc_hash")) for row in output.rows.values()) for output in outputs]
     result = HarnessResult(
         harness=LM_EVAL.name,
         task=job.name,
-        task_version=", ".join(sorted({one.version for one in said})),
+        task_version=", ".join(sorted({output.version for output in outputs})),
         split=Split.HELD_OUT,
         step=job.step,
         model_digest=job.model_digest,
@@ -212,48 +212,52 @@ def read_free_output(job: FreeJob, out_dir: Path) -> HarnessOutput:
         data_digest=hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16],
         num_fewshot=max(shots),
         max_reply_tokens=budget,
-        stops=said[0].stops,
+        stops=outputs[0].stops,
         seed=job.settings.seed,
         engine=job.engine.kind,
         arguments=job.arguments,
-        metrics=_read_metrics(whole) if len(said) > 1 else dict(said[0].part.metrics),
-        parts={one.name: one.part for one in said} if len(said) > 1 else {},
+        metrics=_read_metrics(whole) if len(outputs) > 1 else dict(outputs[0].part.metrics),
+        parts={output.name: output.part for output in outputs} if len(outputs) > 1 else {},
         truncated_frac=num_cut / max(len(replies), 1),
         num_cut_prompts=sum(length > job.max_positions - (budget or 0) for length in lengths),
     )
     return HarnessOutput(
         result=result,
-        samples=b"".join(one.samples for one in said),
+        samples=b"".join(output.samples for output in outputs),
         longest_prompt_tokens=max(lengths, default=0),
     )
 
 
 def _read_metrics(numbers: Mapping[str, Any]) -> dict[str, HarnessMetric]:
-    return {
-        key: HarnessMetric(value=value, stderr=_read_stderr(numbers, key))
-        for key, value in numbers.items()
-        if "," in key and "_stderr," not in key and isinstance(value, int | float)
-    }
+    metrics = {}
+    for key, value in numbers.items():
+        if "," not in key or "_stderr," in key or not isinstance(value, int | float):
+            continue
+        metric, _, filter_name = key.partition(",")
+        stderr = numbers.get(f"{metric}_stderr,{filter_name}")
+        metrics[key] = HarnessMetric(
+            value=value, stderr=float(stderr) if isinstance(stderr, int | float) else None
+        )
+    return metrics
 
 
-def _read_task(found: Mapping[str, Any], out_dir: Path, name: str) -> _Said:
+def _read_task(content: Mapping[str, Any], out_dir: Path, name: str) -> _TaskOutput:
     samples = _find_one(out_dir, f"*/samples_{name}_*.jsonl").read_bytes()
-    numbers = found["results"][name]
-    config = found["configs"][name]
+    config = content["configs"][name]
     settings = config.get("generation_kwargs") or {}
-    # Without a budget of its own, lm-eval's engines take their default.
+    # lm-eval's engines have a default budget.
     default = DEFAULT_REPLY_TOKENS if config.get("output_type") == "generate_until" else None
-    num_examples = int(found["n-samples"][name]["effective"])
-    return _Said(
+    num_examples = int(content["n-samples"][name]["effective"])
+    return _TaskOutput(
         name=name.removeprefix(LOCAL_PREFIX),
-        version=str(found["versions"][name]),
-        num_fewshot=int(found["n-shot"][name]),
+        version=str(content["versions"][name]),
+        num_fewshot=int(content["n-shot"][name]),
         max_reply_tokens=settings.get("max_gen_toks", default),
         stops=tuple(settings.get("until", ())),
-        seed=int(found["config"]["fewshot_seed"]),
-        part=HarnessPart(num_examples=num_examples, metrics=_read_metrics(numbers)),
+        seed=int(content["config"]["fewshot_seed"]),
+        part=HarnessPart(num_examples=num_examples, metrics=_read_metrics(content["results"][name])),
         samples=samples,
-        # Of ours by example id; lm-eval's own rows have a number.
+        # strop's rows have an example id, lm-eval's own a number.
         rows={
             str(row["doc"].get("example_id", row.get("doc_id"))): row
             for row in map(json.loads, samples.splitlines())
@@ -262,42 +266,43 @@ def _read_task(found: Mapping[str, Any], out_dir: Path, name: str) -> _Said:
 
 
 def _find_one(out_dir: Path, pattern: str) -> Path:
-    found = list(out_dir.glob(pattern))
-    if len(found) != 1:
-        raise ValueError(f"it has {len(found)} files {pattern}, not 1")
-    return found[0]
+    paths = list(out_dir.glob(pattern))
+    if len(paths) != 1:
+        raise ValueError(f"it has {len(paths)} files {pattern}, not 1")
+    return paths[0]
 
 
-def _require_pinned(job: HarnessJob, said: Sequence[_Said], prompts: Mapping[str, str]) -> None:
-    """Compare what was run with what is pinned.
-
-    Raises: CorruptRecord.
-    """
+def _require_pinned(job: HarnessJob, outputs: Sequence[_TaskOutput], prompts: Mapping[str, str]) -> None:
+    """Compare the run with the pinned protocol. Raises: CorruptRecord."""
     settings = job.settings
     budget = None if job.protocol.chooses else job.protocol.max_reply_tokens
     pinned = (job.protocol.num_fewshot, budget, job.settings.seed)
-    for one in said:
-        ran = (one.num_fewshot, one.max_reply_tokens, one.seed)
-        if ran != pinned or one.part.num_examples != len(one.rows) or not one.part.metrics:
+    for output in outputs:
+        ran = (output.num_fewshot, output.max_reply_tokens, output.seed)
+        num_rows, num_examples = len(output.rows), output.part.num_examples
+        if ran != pinned or num_examples != num_rows or not output.part.metrics:
             raise _unexpected(
-                f"shots, budget and seed of {one.name} are {ran}, pinned are {pinned}; {len(one.rows)} logged"
-                f" examples of {one.part.num_examples}"
+                f"shots, budget and seed of {output.name} are {ran}, pinned are {pinned}; {num_rows} logged"
+                f" examples of {num_examples}"
             )
-    asked = {example.example_id: example for example in job.examples}
-    if set(asked) != set(prompts):
-        raise _unexpected(f"it logged {len(prompts)} examples, and {len(asked)} were given")
+    examples = {example.example_id: example for example in job.examples}
+    if set(examples) != set(prompts):
+        raise _unexpected(f"it logged {len(prompts)} examples, and {len(examples)} were given")
     for example_id, prompt in prompts.items():
-        wanted = job.protocol.prompt(asked[example_id])
-        # Behind it a chat template writes whose turn it is.
-        if not (wanted.strip() in prompt if settings.chat_template else prompt.endswith(wanted)):
-            raise _unexpected(f"the prompt of example {example_id} does not end in {wanted[-60:]!r}")
+        pinned_prompt = job.protocol.prompt(examples[example_id])
+        # A chat template appends the assistant's turn.
+        is_pinned = (
+            pinned_prompt.strip() in prompt if settings.chat_template else prompt.endswith(pinned_prompt)
+        )
+        if not is_pinned:
+            raise _unexpected(f"the prompt of example {example_id} does not end in {pinned_prompt[-60:]!r}")
 
 
 def pool_metrics(parts: Sequence[HarnessPart]) -> dict[str, HarnessMetric]:
     """Join the metrics of a group's tasks, weighted by their examples.
 
-    The standard error is that of the pooled sample variance, as lm-eval's `pooled_sample_stderr` defines it;
-    None where a part has none, as one with a single example.
+    The standard error is that of the pooled sample variance, like lm-eval's `pooled_sample_stderr`; None if a
+    part has none, such as one with a single example.
     Raises: KeyError if a part lacks a metric of the first one.
     """
     if len(parts) == 1:
@@ -305,22 +310,16 @@ def pool_metrics(parts: Sequence[HarnessPart]) -> dict[str, HarnessMetric]:
     total = sum(part.num_examples for part in parts)
     pooled = {}
     for name in parts[0].metrics:
-        found = [(part.num_examples, part.metrics[name]) for part in parts]
-        value = math.fsum(count * metric.value for count, metric in found) / total
+        counted = [(part.num_examples, part.metrics[name]) for part in parts]
+        value = math.fsum(count * metric.value for count, metric in counted) / total
         # (n - 1) * (the sample's variance), from a standard error s / sqrt(n).
         squares = [
-            (count - 1) * count * metric.stderr**2 for count, metric in found if metric.stderr is not None
+            (count - 1) * count * metric.stderr**2 for count, metric in counted if metric.stderr is not None
         ]
         is_known = len(squares) == len(parts) and total > len(parts)
         stderr = math.sqrt(math.fsum(squares) / (total - len(parts)) / total) if is_known else None
         pooled[name] = HarnessMetric(value=value, stderr=stderr)
     return pooled
-
-
-def _read_stderr(numbers: Mapping[str, Any], key: str) -> float | None:
-    metric, _, filter_name = key.partition(",")
-    stderr = numbers.get(f"{metric}_stderr,{filter_name}")
-    return float(stderr) if isinstance(stderr, int | float) else None
 
 
 def _unexpected(cause: str) -> CorruptRecord:

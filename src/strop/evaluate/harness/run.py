@@ -1,13 +1,13 @@
-"""Scores that others can repeat: lm-eval 0.4.13 in its own process, on the examples of one of our tasks.
+"""Run lm-eval 0.4.13 in its own process, for scores that others can repeat.
 
-For a task with a protocol, what the user leaves open is pinned: the harness's own prompt, few-shot examples,
-stops and filters; greedy, seed 42, and a budget that cuts no solution. The rows are those of our task, so the
-harness's scores can be matched by example id, and nothing is fetched: the process is offline. Any other task
-is asked as the harness has it, on the data that it finds or fetches.
+A task with a protocol has defaults for all settings: lm-eval's own prompt, few-shot examples, stops and
+filters; greedy, seed 42, and a sufficient budget. The rows are those of a strop task, so lm-eval's scores can
+be matched by example id, and nothing is fetched: the process is offline. Any other task runs as lm-eval
+defines it, on the data that it finds or fetches.
 
-Replies are kept beside the result until that is there: the same command goes on where a killed one stopped.
+Replies are stored next to the result until that exists: the same command resumes a killed run.
 
-Tried: lm_eval 0.4.13 on CPU with `hf`, `vllm` and `local-completions`.
+Tested: lm_eval 0.4.13 on CPU with `hf`, `vllm` and `local-completions`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _CLOSED_PORT = "http://127.0.0.1:9"
 _GRACE_S = 5.0
 _TELL_EVERY_S = 10.0
 Say = Callable[[str], None]
-# The metric `code_eval` of the package evaluate is fetched from a hub; a folder of its name in the current
-# folder comes first. Relative imports of such a module are found beside it.
+# The metric `code_eval` of the package evaluate is fetched from a hub, unless the current folder has a folder
+# of that name. Relative imports of such a module are resolved in that folder.
 _CODE_EVAL = """
 import datasets
 import evaluate
@@ -77,9 +77,9 @@ class ProgramsPass(evaluate.Metric):
 
 
 def split_parts(protocol: HarnessProtocol, examples: Sequence[Example]) -> dict[str, list[Example]]:
-    """Sort examples by the harness's tasks; those without any are left out.
+    """Group examples by lm-eval's tasks; tasks without examples are left out.
 
-    Raises: DataError if an example belongs to none.
+    Raises: DataError if an example belongs to no task.
     """
     parts: dict[str, list[Example]] = {name: [] for name in protocol.files}
     for example in examples:
@@ -88,14 +88,14 @@ def split_parts(protocol: HarnessProtocol, examples: Sequence[Example]) -> dict[
 
 
 def stage_rows(job: HarnessJob, work_dir: Path) -> str:
-    """Write the examples as the harness's rows, one folder for each of its tasks; return a hash over them.
+    """Write the examples as lm-eval's rows, one folder for each of its tasks; return a hash over them.
 
-    Raises: DataError if an example cannot be asked by the harness, or there are too few to show.
+    Raises: DataError if lm-eval cannot pose an example, or there are too few few-shot examples.
     """
     protocol = job.protocol
     held_out = split_parts(protocol, job.examples)
     shown_split = "dev" if protocol.shows_own_split else "train"
-    # Solved examples that the harness takes from our data; none where its task file has them.
+    # Few-shot examples from strop's data; none if lm-eval's task file has them.
     solved = job.task.examples(Split.TRAIN) if protocol.draws_shown else ()
     if protocol.shows_own_split:
         assert isinstance(job.task, Mmlu)
@@ -122,9 +122,8 @@ def stage_rows(job: HarnessJob, work_dir: Path) -> str:
 
 
 def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir: Path) -> list[str]:
-    """Write the harness's tasks with their data replaced by staged rows; return their names.
+    """Write lm-eval's tasks with the staged rows as their data, as JSON, which is YAML; return their names.
 
-    As JSON, which is YAML.
     Raises: StoreError if the environment has no lm-eval.
     """
     packages = list(environment_dir.glob("lib/python3*/site-packages/lm_eval"))
@@ -138,14 +137,14 @@ def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir:
     tasks_dir.mkdir(exist_ok=True)
     parts = sorted(path.name for path in (work_dir / "rows").iterdir())
     for part in parts:
-        found = {path.stem: str(path) for path in sorted((work_dir / "rows" / part).glob("*.jsonl"))}
+        data_files = {path.stem: str(path) for path in sorted((work_dir / "rows" / part).glob("*.jsonl"))}
         content = {
             "include": str(packages[0] / "tasks" / protocol.files[part]),
             "task": LOCAL_PREFIX + part,
             "tag": None,
             "dataset_path": "json",
             "dataset_name": None,
-            "dataset_kwargs": {"data_files": found},
+            "dataset_kwargs": {"data_files": data_files},
             "test_split": "test",
         }
         if not protocol.draws_shown:
@@ -156,7 +155,7 @@ def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir:
 
 
 def write_code_metric(work_dir: Path) -> None:
-    """Write the metric that runs programs, where `evaluate` looks before it asks a hub."""
+    """Write the metric that runs programs into the folder that `evaluate` searches before a hub."""
     folder = work_dir / "code_eval"
     folder.mkdir(exist_ok=True)
     (folder / "code_eval.py").write_text(_CODE_EVAL.lstrip())
@@ -165,9 +164,9 @@ def write_code_metric(work_dir: Path) -> None:
 
 
 def harness_command(job: HarnessJob | FreeJob, work_dir: Path) -> list[str]:
-    """Return the command line: for a pinned protocol all tasks that are staged, else the task itself.
+    """Return the command line: for a pinned protocol all staged tasks, else the task itself.
 
-    Raises: ConfigError for settings that say the same twice.
+    Raises: ConfigError if two settings have the same effect.
     """
     words = engine_words(
         job.engine,
@@ -205,28 +204,28 @@ def harness_command(job: HarnessJob | FreeJob, work_dir: Path) -> list[str]:
 
 
 def harness_variables(job: HarnessJob | FreeJob, work_dir: Path) -> Mapping[str, str]:
-    """Return the environment of a run; of a pinned protocol, and in offline mode, it fetches nothing."""
-    found = {**os.environ, **KEEP_BYTECODE}
+    """Return the environment variables of a run. A pinned protocol, and offline mode, fetch nothing."""
+    variables = {**os.environ, **KEEP_BYTECODE}
     if job.threads is not None:
-        found["OMP_NUM_THREADS"] = str(job.threads)
+        variables["OMP_NUM_THREADS"] = str(job.threads)
     if job.engine.kind == "server":
-        # lm-eval sends this one to any server; the user's own of that name is for another.
-        found.pop("OPENAI_API_KEY", None)
-        found |= {"OPENAI_API_KEY": found[KEY_VARIABLE]} if KEY_VARIABLE in found else {}
+        # lm-eval sends this variable to any server; the user's value is for another one.
+        variables.pop("OPENAI_API_KEY", None)
+        variables |= {"OPENAI_API_KEY": variables[KEY_VARIABLE]} if KEY_VARIABLE in variables else {}
     if isinstance(job, FreeJob) and not is_offline():
-        return found
-    found |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
+        return variables
+    variables |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
     if isinstance(job, HarnessJob):
-        found["HF_HOME"] = str(work_dir / "hf")
-    # nltk knows no offline mode: it would fetch what is missing when lm-eval's ifeval is imported.
-    found |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), _CLOSED_PORT)
+        variables["HF_HOME"] = str(work_dir / "hf")
+    # nltk has no offline mode: it would fetch missing data when lm-eval's ifeval is imported.
+    variables |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), _CLOSED_PORT)
     if job.engine.url is not None:
-        found |= dict.fromkeys(("no_proxy", "NO_PROXY"), urlsplit(job.engine.url).hostname or "")
-    return found
+        variables |= dict.fromkeys(("no_proxy", "NO_PROXY"), urlsplit(job.engine.url).hostname or "")
+    return variables
 
 
 def refuse_small_model(job: HarnessJob) -> None:
-    """Refuse a model that has no room for a whole reply.
+    """Refuse a model without room for a complete reply.
 
     Raises: CheckRefused.
     """
@@ -235,7 +234,7 @@ def refuse_small_model(job: HarnessJob) -> None:
 
 
 def refuse_unconfirmed_code(protocol: HarnessProtocol, *, is_confirmed: bool) -> None:
-    """Refuse to let the harness run what a model wrote, unless the user said so.
+    """Refuse to let lm-eval run code that a model wrote, unless the user confirmed it.
 
     Raises: ConfigError.
     """
@@ -250,7 +249,7 @@ def refuse_unconfirmed_code(protocol: HarnessProtocol, *, is_confirmed: bool) ->
 
 
 def too_few_positions(job: HarnessJob, prompt: str) -> CheckRefused:
-    """Return the refusal of a model in which prompt and reply have no room beside each other."""
+    """Return the error for a model whose context cannot hold prompt and reply together."""
     return CheckRefused(
         f"{job.protocol.task} asks for {job.protocol.max_reply_tokens} tokens, {prompt} beside them, of a"
         f" model with {job.max_positions} positions; the harness would cut the prompt",
@@ -268,14 +267,14 @@ def run_harness(
     is_shared: bool = False,
     say: Say = lambda line: None,
 ) -> HarnessResult | None:
-    """Run the harness and write `lm-eval-<task>-step-N.json`, its log and its samples into a folder.
+    """Run lm-eval and write `lm-eval-<task>-step-N.json`, its log and its samples into a folder.
 
-    Of several parts, each asks its share, on any machine that sees the folder; part 0 returns the result, the
-    others None. A result that is there already is returned as it is. `is_shared`: beside the result of
-    another evaluation this one gets a name of its own, with its digest. `say`: is told how far it is.
-    Raises: DataError if the harness cannot ask an example; EngineError if it fails; CorruptRecord if it
-        says something else than expected; CheckRefused if prompts were cut, or the folder has the result of
-        another evaluation; StoreError if the disk fails.
+    Each of several parts sends its share of the requests, on any machine with the folder; part 0 returns the
+    result, the others None. An existing result is returned unchanged. `is_shared`: if the folder has the
+    result of another evaluation, this one's name contains its digest. `say` is called with progress lines.
+    Raises: DataError if lm-eval cannot pose an example; EngineError if it fails; CorruptRecord if its output
+        is unexpected; CheckRefused if prompts were cut, or the folder has the result of another evaluation;
+        StoreError if the disk fails.
     """
     stem = result_stem(job, out_dir)
     out_dir.mkdir(parents=True, exist_ok=True)
@@ -288,15 +287,15 @@ def run_harness(
                 write_code_metric(work_dir)
         command = harness_command(job, work_dir)
         digest = job.digest([word.replace(name, "") for word in command[1:]], data_digest)
-        replies = _beside(stem, f".replies-{digest[:8]}")
-        found = read_kept_result(_beside(stem, ".json"))
-        if found is not None and found.plan != digest:
+        replies = _with_suffix(stem, f".replies-{digest[:8]}")
+        stored = read_kept_result(_with_suffix(stem, ".json"))
+        if stored is not None and stored.plan != digest:
             if not is_shared:
-                raise _belongs_to_another(job, _beside(stem, ".json"), found)
-            stem = _beside(stem, f"-{digest[:8]}")
-            found = read_kept_result(_beside(stem, ".json"))
-        if found is not None:
-            return found
+                raise _belongs_to_another(job, _with_suffix(stem, ".json"), stored)
+            stem = _with_suffix(stem, f"-{digest[:8]}")
+            stored = read_kept_result(_with_suffix(stem, ".json"))
+        if stored is not None:
+            return stored
         replies.mkdir(exist_ok=True)
         _run(job, command, work_dir, stem, replies=replies, part=part, num_parts=num_parts, say=say)
         if part:
@@ -308,10 +307,10 @@ def run_harness(
     longest = output.longest_prompt_tokens
     if isinstance(job, HarnessJob) and longest + job.protocol.max_reply_tokens > job.max_positions:
         raise too_few_positions(job, f"and a prompt of {longest} tokens")
-    write_bytes_atomically(_beside(stem, ".samples.jsonl"), output.samples)
+    write_bytes_atomically(_with_suffix(stem, ".samples.jsonl"), output.samples)
     result = output.result.model_copy(update={"plan": digest})
     text = json.dumps(result.model_dump(mode="json"), indent=1)
-    write_bytes_atomically(_beside(stem, ".json"), (text + "\n").encode())
+    write_bytes_atomically(_with_suffix(stem, ".json"), (text + "\n").encode())
     shutil.rmtree(replies, ignore_errors=True)
     return result
 
@@ -322,40 +321,39 @@ def result_stem(job: HarnessJob | FreeJob, out_dir: Path) -> Path:
     return out_dir / f"{before}lm-eval-{job.name.replace('/', '_')}-step-{job.step:06d}"
 
 
-def _beside(stem: Path, suffix: str) -> Path:
-    """Return one of a job's files. Not by `with_suffix`: names of tasks and files have dots."""
+def _with_suffix(stem: Path, suffix: str) -> Path:
+    """Append a suffix to a path. Not `Path.with_suffix`: names of tasks and files have dots."""
     return stem.with_name(stem.name + suffix)
 
 
 def read_kept_result(path: Path) -> HarnessResult | None:
-    """Return the result in a file, if it is one."""
+    """Return the result in a file, or None if it has none."""
     try:
         return HarnessResult.read(path.read_bytes())
     except (OSError, ValueError, AttributeError):
         return None
 
 
-def _belongs_to_another(job: HarnessJob | FreeJob, path: Path, found: HarnessResult) -> CheckRefused:
-    """Return the refusal to write over the result of another evaluation."""
+def _belongs_to_another(job: HarnessJob | FreeJob, path: Path, stored: HarnessResult) -> CheckRefused:
+    """Return the refusal to overwrite the result of another evaluation."""
     settings = job.settings
-    wanted: dict[str, object] = {
+    now: dict[str, object] = {
         "model_digest": job.model_digest,
         "dtype": job.dtype,
         "engine": job.engine.kind,
         "seed": settings.seed,
         "arguments": job.arguments,
     }
-    wanted |= {} if settings.num_few_shot is None else {"num_fewshot": settings.num_few_shot}
-    wanted |= {} if settings.max_reply_tokens is None else {"max_reply_tokens": settings.max_reply_tokens}
-    wanted |= {} if job.num_examples is None else {"num_examples": job.num_examples}
-    there = {name: getattr(found, name) for name in wanted}
-    shown = [
-        f"{name} {there[name]!r} there and {wanted[name]!r} now"
-        for name in wanted
-        if there[name] != wanted[name]
+    now |= {} if settings.num_few_shot is None else {"num_fewshot": settings.num_few_shot}
+    now |= {} if settings.max_reply_tokens is None else {"max_reply_tokens": settings.max_reply_tokens}
+    now |= {} if job.num_examples is None else {"num_examples": job.num_examples}
+    differences = [
+        f"{name} {getattr(stored, name)!r} there and {value!r} now"
+        for name, value in now.items()
+        if getattr(stored, name) != value
     ]
     return CheckRefused(
-        f"{path} is of another evaluation: {'; '.join(shown) or 'lm-eval was given something else'}",
+        f"{path} is of another evaluation: {'; '.join(differences) or 'lm-eval was given something else'}",
         allowed="an empty folder, or the evaluation that was begun in it",
         next_step="repeat the command that began it, or name another folder with --out",
     )
@@ -373,21 +371,21 @@ def _run(
     say: Say,
 ) -> None:
     shots = job.protocol.num_fewshot if isinstance(job, HarnessJob) else job.settings.num_few_shot
-    given = {"paths": job.engine.paths, "shots": shots, "replies": str(replies)}
+    options = {"paths": job.engine.paths, "shots": shots, "replies": str(replies)}
     variables = {
         **harness_variables(job, work_dir),
-        VARIABLE: json.dumps(given | {"part": part, "num_parts": num_parts}),
+        VARIABLE: json.dumps(options | {"part": part, "num_parts": num_parts}),
     }
-    log_path = _beside(stem, f".part-{part}.log" if part else ".log")
+    log_path = _with_suffix(stem, f".part-{part}.log" if part else ".log")
     words = [*command, "--use_cache", str(replies / f"part-{part}")]
     child = spawn(words, log_path, variables, cwd=work_dir)
     try:
-        told = ""
-        # It writes a log of its own. Without these lines a job would look silent, and may be ended for that.
+        last = ""
+        # lm-eval writes to its own log. A job without output may be killed as hanging.
         while (exit_code := child.wait(_TELL_EVERY_S)) is None:
             line = "".join(filter(str.isprintable, child.tail(1))).strip()
-            if line not in {"", told}:
-                told = line
+            if line not in {"", last}:
+                last = line
                 say(f"{job.name}: {line}")
     finally:
         terminate(child, _GRACE_S)
