@@ -29,7 +29,7 @@ _DIGITS = "0123456789"
 _FIRST_CHARS = 256
 """Characters of a reply's end that are searched first: most answers are there."""
 _CLOSING = re.compile(r"[\s.!)\]}*$_`'\"]*")
-"""What may follow an answer without moving it from the end of the reply."""
+"""Characters that may follow an answer at the end of the reply."""
 
 
 def parse_number(text: str) -> Decimal | None:

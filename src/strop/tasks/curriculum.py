@@ -1,4 +1,4 @@
-"""Training examples in a given order, or of a given difficulty, read from an order file.
+"""Training examples in the order, or of the difficulty, that an order file sets.
 
 An order file is JSONL: one object per line with an `example_id`, and `solved_frac` where the file was
 made from measured pass rates; an optional first line names the `task` and `task_version` it was made for.

@@ -102,7 +102,7 @@ class RlvrMixed(RowTask):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many examples are of which kind, and how many rows are left out; reads the data."""
+        """Counts of examples by kind, and of rows left out; reads the data."""
         splits = self._splits
         kinds = Counter(example.fields["kind"] for example in (*splits.train, *splits.held_out))
         return {**kinds, **super().counts}

@@ -85,10 +85,10 @@ def repeats_keyword(text: str, *, keyword: Text, frequency: Count, relation: Rel
 @GOOGLE.edit("keywords:frequency", stage=Stage.CONTENT)
 def _repeat_keyword(draft: str, *, keyword: str, frequency: int, relation: str) -> str:
     keyword = keyword.strip()
-    found = count_text(draft, keyword)
+    count = count_text(draft, keyword)
     if relation == "at least":
-        return f"{draft} {repeat_words([keyword], frequency - found)}".strip()
-    return remove_text(draft, keyword) if found >= frequency else draft
+        return f"{draft} {repeat_words([keyword], frequency - count)}".strip()
+    return remove_text(draft, keyword) if count >= frequency else draft
 
 
 def remove_text(draft: str, unwanted: str) -> str:
@@ -118,10 +118,10 @@ def counts_letter(text: str, *, letter: Text, let_frequency: Count, let_relation
 @GOOGLE.edit("keywords:letter_frequency", stage=Stage.CONTENT)
 def _repeat_letter(draft: str, *, letter: str, let_frequency: int, let_relation: str) -> str:
     letter = letter.strip() or letter
-    found = draft.lower().count(letter.lower())
+    count = draft.lower().count(letter.lower())
     if let_relation == "at least":
-        return f"{draft} {letter * max(let_frequency - found, 0)}".strip()
-    return remove_text(draft, letter) if found >= let_frequency else draft
+        return f"{draft} {letter * max(let_frequency - count, 0)}".strip()
+    return remove_text(draft, letter) if count >= let_frequency else draft
 
 
 @GOOGLE.check("language:response_language")
@@ -144,10 +144,10 @@ def counts_sentences(text: str, *, num_sentences: Count, relation: Relation) -> 
 
 @GOOGLE.edit("length_constraints:number_sentences", stage=Stage.LENGTH)
 def _fill_sentences(draft: str, *, num_sentences: int, relation: str) -> str:
-    found = len(sentences(draft))
+    count = len(sentences(draft))
     if relation == "at least":
-        return " ".join(fill_sentences(draft, max(num_sentences, found)))
-    return " ".join(fill_sentences(draft, min(num_sentences - 1, found)))
+        return " ".join(fill_sentences(draft, max(num_sentences, count)))
+    return " ".join(fill_sentences(draft, min(num_sentences - 1, count)))
 
 
 @GOOGLE.check("length_constraints:number_paragraphs")

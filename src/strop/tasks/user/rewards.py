@@ -142,8 +142,8 @@ def _contains(text: str, answer: Any) -> bool:
 
 
 def _is_equal_math(text: str, answer: Any) -> bool:
-    found = find_answer(text)
-    return found is not None and answers_equal(show_answer(answer), found.text, Strictness.STANDARD)
+    own = find_answer(text)
+    return own is not None and answers_equal(show_answer(answer), own.text, Strictness.STANDARD)
 
 
 def _fits_schema(text: str, answer: Any) -> bool:
