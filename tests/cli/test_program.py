@@ -142,7 +142,7 @@ os.dup2(write, 1)
 def test_explain_says_meaning_value_and_origin(run: Run, folder: Path) -> None:
     ended = run("explain", "train.steps", "run.toml", "train.steps=7")
     assert ended.out.splitlines() == [
-        "train.steps: Steps until the run is done, each with a batch of its own.",
+        "train.steps: Number of steps of the run, one batch each.",
         "  allowed  an integer from 1 to 10000000",
         "  default  40",
         "  value    7 (override)",

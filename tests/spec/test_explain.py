@@ -22,7 +22,7 @@ def test_a_setting_without_a_run() -> None:
     known = explain("train.steps")
     assert (known.key, known.type, known.default) == ("train.steps", "integer", "40")
     assert known.allowed == "an integer from 1 to 10000000"
-    assert known.description == "Steps until the run is done, each with a batch of its own."
+    assert known.description == "Number of steps of the run, one batch each."
     assert (known.value, known.origin, known.keys) == (None, None, ())
 
 

@@ -41,27 +41,27 @@ class AlgorithmSpec(Section):
 
     name: Annotated[str, AfterValidator(_is_known)] = Field(
         default="grpo",
-        description="Which algorithm. All but 'reinforce_pp' compare the rollouts of one prompt with each"
-        " other. One of your own is FILE.py:NAME, or a name that an installed package announces as an entry"
-        " point of the group strop.algorithms: an advantage function, or an Algorithm.",
+        description="The algorithm. All but 'reinforce_pp' compare the rollouts of one prompt with each"
+        " other. Your own is FILE.py:NAME, or an entry point of an installed package in the group"
+        " strop.algorithms: an advantage function, or an Algorithm.",
     )
     advantage: AdvantageName | None = Field(
         default=None,
-        description="How much better than others a rollout was. Within its group: 'grpo' in sample and"
-        " 'grpo_pop' in population standard deviations from the mean, 'centered' from the mean, 'rloo' from"
-        " the mean of the others, 'max_rl' in means from the mean, 'batch_std' from the mean in standard"
-        " deviations of the whole batch. Whitened over all tokens of the batch: 'rpp_baseline' the distance"
-        " from the group's mean, 'rpp' the reward itself, from which a KL penalty is taken. none = the"
-        " algorithm's own.",
+        description="How a rollout's reward is compared. Within its group: 'grpo' and 'grpo_pop' are the"
+        " distance from the mean in sample and population standard deviations, 'centered' the distance from"
+        " the mean, 'rloo' from the mean of the others, 'max_rl' in units of the mean, 'batch_std' in"
+        " standard deviations of the whole batch. Whitened over all tokens of the batch: 'rpp_baseline' the"
+        " distance from the group's mean, 'rpp' the reward itself, minus a KL penalty. none = the algorithm's"
+        " own.",
         json_schema_extra=expert("ablations exchange one part of an algorithm"),
     )
     mode: Literal["single", "decoupled", "bypass"] | None = Field(
         default=None,
-        description="Where a token's probability ratio starts: 'single' at the weights of this very optimizer"
-        " step, so it is 1 and the correction covers the gap to the engine; 'decoupled' at the weights that"
-        " the engine was last given, or the batch began with where that is the same, for one more forward"
-        " pass; 'bypass' at the engine's own value, without correction. none = the algorithm's own:"
-        " 'decoupled' in place of 'single' where a batch takes several optimizer steps.",
+        description="Weights at which a token's probability ratio starts: 'single' those of the current"
+        " optimizer step, so the ratio is 1 and the correction covers the gap to the engine; 'decoupled'"
+        " those that the engine last received (or the batch began with, where these are the same), at the"
+        " cost of one more forward pass; 'bypass' the engine's own log-probability, without correction. none"
+        " = the algorithm's own: 'decoupled' instead of 'single' if a batch takes several optimizer steps.",
         json_schema_extra=expert(
             "it decides which weights a ratio starts from, on which published methods differ"
         ),
@@ -86,16 +86,16 @@ class AlgorithmSpec(Section):
         default=None,
         gt=1.0,
         le=100.0,
-        description="Probability ratio above which a token of a rollout worse than its group has no gradient,"
-        " in the clipped loss; 3 is usual. none = no such bound.",
+        description="Probability ratio above which a token of a rollout with negative advantage has no"
+        " gradient, in the clipped loss; 3 is usual. none = no such bound.",
         json_schema_extra=expert("large negative advantages at large ratios unsettle some runs"),
     )
     sapo_temperature_pos: float | None = Field(
         default=None,
         gt=0.0,
         le=100.0,
-        description="How fast the gate of 'sapo' closes as the probability ratio leaves 1, for tokens of"
-        " rollouts better than their group. none = 1.",
+        description="How fast the gate of 'sapo' closes as the probability ratio leaves 1, for tokens with"
+        " positive advantage. none = 1.",
         json_schema_extra=expert("it is the one constant of SAPO"),
     )
     sapo_temperature_neg: float | None = Field(
@@ -109,17 +109,17 @@ class AlgorithmSpec(Section):
         default=0.0,
         ge=0.0,
         le=1e3,
-        description="Factor of the policy's entropy, over the whole vocabulary at every trained position,"
-        " that is taken from the loss. 0 = no bonus.",
+        description="Weight of an entropy bonus: the policy's entropy over the whole vocabulary at every"
+        " trained position. 0 = no bonus.",
         json_schema_extra=expert("some recipes hold the entropy up"),
     )
     zero_variance: Literal["skip", "keep", "drop", "resample"] | None = Field(
         default=None,
-        description="What happens to a group whose rewards are all equal. 'skip' leaves its computation out"
-        " and keeps its tokens in the normaliser (same gradient, less work), 'keep' computes it, 'drop'"
-        " takes it out of the normaliser too, 'resample' samples another example in its place, up to three"
-        " times as many groups as the batch has. none = the algorithm's own; 'keep' in place of 'skip' where"
-        " a term acts on tokens without advantage.",
+        description="What happens to a group whose rewards are all equal. 'skip' omits its computation and"
+        " keeps its tokens in the normaliser (same gradient, less work), 'keep' computes it, 'drop' also"
+        " removes it from the normaliser, 'resample' replaces it by another example, up to three times as"
+        " many groups as the batch has. none = the algorithm's own; 'keep' instead of 'skip' if a term acts"
+        " on tokens without advantage.",
         json_schema_extra=expert("dynamic sampling costs generation, and its use is a choice"),
     )
     filter_on: Literal["task", "shaped"] | None = Field(
@@ -130,26 +130,27 @@ class AlgorithmSpec(Section):
     )
     overlong: Literal["keep", "mask", "shape"] | None = Field(
         default=None,
-        description="What happens to a reply that was cut at its token limit: 'keep' trains on it, 'mask'"
-        " leaves its tokens out of the loss, 'shape' takes up to 1 from the reward of every reply that comes"
-        " near the limit. none = the algorithm's own.",
+        description="What happens to a reply that was truncated at its token limit: 'keep' trains on it,"
+        " 'mask' removes its tokens from the loss, 'shape' lowers the reward of every reply near the limit by"
+        " up to 1. none = the algorithm's own.",
         json_schema_extra=expert("published recipes treat truncated replies in three ways"),
     )
     overlong_buffer_tokens: int | None = Field(
         default=None,
         ge=1,
         le=10**7,
-        description="How many tokens before the reply's own limit 'shape' begins, the whole limit at most."
-        " none = a fifth of the limit.",
+        description="Number of tokens before a reply's limit at which 'shape' begins, at most the whole"
+        " limit. none = a fifth of the limit.",
         json_schema_extra=expert("the published buffer is a number of tokens"),
     )
     correction: Literal["none", "tis_token", "tis_seq", "mis_token", "mis_seq", "icepop", "opsm"] = Field(
         default="tis_token",
-        description="Correction for sampling by an engine whose probabilities differ from the trainer's."
+        description="Correction for the difference between the engine's and the trainer's probabilities."
         " 'tis' weights by the probability ratio, truncated at the cap; 'mis' by the ratio, and by 0 above"
-        " the cap; '_token' by that of the token, '_seq' by that of the reply; 'icepop' by the token's, and"
-        " by 0 outside 0.5 and the cap; 'opsm' leaves out replies worse than their group that the engine"
-        " found likelier by more than the cap, in nats per token; 'none' does nothing.",
+        " the cap; with '_token' the ratio is that of the token, with '_seq' that of the reply; 'icepop'"
+        " weights by the token's ratio, and by 0 outside 0.5 and the cap; 'opsm' omits replies with negative"
+        " advantage that the engine found likelier by more than the cap, in nats per token; 'none' does"
+        " nothing.",
         json_schema_extra=expert("published corrections for the engine's probabilities differ"),
     )
     correction_cap: float | None = Field(
@@ -165,25 +166,26 @@ class AlgorithmSpec(Section):
         ge=1,
         le=10**7,
         description="Longest reply, in tokens, that 'tis_seq' and 'mis_seq' accept: the ratio of a reply is a"
-        " product over its tokens, and says nothing for long ones. none = any.",
+        " product over its tokens, and meaningless for long replies. none = any.",
         json_schema_extra=expert(
-            "the ratio of a whole reply says nothing for long ones, and where it ends is a judgement"
+            "the ratio of a whole reply is meaningless for long replies, and the limit is a judgement"
         ),
     )
 
     credit: Literal["rollout", "turn"] = Field(
         default="rollout",
-        description="What has an advantage: 'rollout' all turns of an attempt together, by its reward; 'turn'"
-        " each turn, by what was earned from it on, among the turns of the group's other attempts that are as"
-        " late. An environment says what a turn earned in Outcome.turn_rewards; the last earned the rest.",
+        description="Unit of the advantage: 'rollout' gives all turns of an attempt one advantage, by its"
+        " reward; 'turn' gives each turn its own, by the rewards from that turn on, compared with the same"
+        " turn of the group's other attempts. An environment reports a turn's reward in Outcome.turn_rewards;"
+        " the last turn gets the rest.",
         json_schema_extra=expert("in long attempts a few turns decide"),
     )
     turn_discount: float = Field(
         default=1.0,
         ge=0.0,
         le=1.0,
-        description="What is earned in the next turn counts so many times in this one, under credit by turn.",
-        json_schema_extra=expert("late rewards say little of early turns"),
+        description="Discount per turn of later rewards, with credit by turn.",
+        json_schema_extra=expert("late rewards say little about early turns"),
     )
 
     @property

@@ -19,15 +19,15 @@ class EngineSpec(Section):
 
     kind: Literal["native", "vllm"] = Field(
         default="native",
-        description="'native' generates with the policy's own code; 'vllm' with vLLM, which runs in a process"
-        " and a Python environment of its own.",
+        description="'native' generates with the policy's own code; 'vllm' with vLLM, in a separate process"
+        " and Python environment.",
     )
     max_num_seqs: int | None = Field(
         default=None,
         ge=1,
         le=10**6,
-        description="Replies decoded at the same time; more wait until a row is free. none = 64 on"
-        " a CPU, 512 on a GPU.",
+        description="Replies decoded at the same time; others wait for a free row. none = 64 on a CPU, 512 on"
+        " a GPU.",
         json_schema_extra=expert(
             "an estimate of memory can be wrong, and few rows are quicker for each reply"
         ),
@@ -35,20 +35,19 @@ class EngineSpec(Section):
     python: str | None = Field(
         default=None,
         min_length=1,
-        description="Interpreter that has vLLM. none = this one if it has vLLM, else the one of"
-        " `make vllm-deps`.",
-        json_schema_extra=expert("vLLM may be installed apart"),
+        description="Interpreter with vLLM. none = this one if it has vLLM, else that of `make vllm-deps`.",
+        json_schema_extra=expert("vLLM may be installed in another environment"),
     )
     is_eager: bool | None = Field(
         default=None,
-        description="Whether vLLM runs the model as it is, which starts sooner, or compiles it first, which"
-        " is faster afterwards. none = as it is on a CPU, compiled on a GPU.",
+        description="Whether vLLM runs the model eagerly, which starts sooner, or compiles it first, which is"
+        " faster afterwards. none = eager on a CPU, compiled on a GPU.",
         json_schema_extra=expert("compiling pays in long runs and costs minutes in short ones"),
     )
     kv_cache_bytes: int | None = Field(
         default=None,
         ge=2**20,
-        description="Memory for vLLM's keys and values, on each device. none = 1 GiB on a CPU, what"
+        description="Memory for vLLM's KV cache, on each device. none = 1 GiB on a CPU, what"
         " engine.gpu_memory_frac leaves on a GPU.",
         json_schema_extra=expert("a shared machine must leave memory to others"),
     )
@@ -56,38 +55,37 @@ class EngineSpec(Section):
         default=None,
         gt=0.0,
         le=1.0,
-        description="Share of a GPU's memory that vLLM takes for everything. none = vLLM's own default.",
+        description="Share of a GPU's memory that vLLM uses in total. none = vLLM's own default.",
         json_schema_extra=expert("a shared GPU must leave memory to others"),
     )
     max_model_tokens: int | None = Field(
         default=None,
         ge=2,
-        description="Tokens of a prompt and its reply together, for vLLM. none = as many as the model has"
-        " positions.",
+        description="Most tokens of a prompt and its reply together, for vLLM. none = the model's context.",
         json_schema_extra=expert("the cache of a model with very many positions does not fit"),
     )
     tensor_parallel: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="GPUs that share one copy of the model in vLLM. none = 1, or where placement.engines is"
-        " given, the GPUs for generation divided among them.",
+        description="GPUs that share one copy of the model in vLLM. none = 1, or, if placement.engines is"
+        " set, the GPUs for generation divided among the engines.",
         json_schema_extra=expert("a model may not fit on one GPU"),
     )
     update_mode: Literal["drain", "restart", "continue"] = Field(
         default="drain",
-        description="What becomes of replies under way when new weights come: 'drain' lets them end,"
-        " 'restart' samples them again from their start, 'continue' goes on with the new weights.",
+        description="Replies in flight when new weights arrive: 'drain' lets them finish, 'restart' samples"
+        " them again from their start, 'continue' goes on with the new weights.",
         json_schema_extra=expert(
             "long replies make a drain slow, and going on under new weights is a choice of method"
         ),
     )
     transport: Literal["auto", "file", "broadcast", "store"] = Field(
         default="auto",
-        description="How weights reach an engine in another process. 'file' writes a file below the run's"
-        " directory, 'broadcast' sends the tensors through process groups (NCCL between GPUs, handles of CUDA"
-        " IPC on one GPU, gloo on CPUs), 'store' goes through the store (store.uri). 'auto' is a broadcast"
-        " between GPUs of the job and between machines, else a file in shared memory.",
+        description="How weights reach an engine in another process. 'file' writes a file in the run's"
+        " directory, 'broadcast' sends the tensors through process groups (NCCL between GPUs, CUDA IPC"
+        " handles on one GPU, gloo on CPUs), 'store' goes through the store (store.uri). 'auto' is a"
+        " broadcast between GPUs of the job and between machines, else a file in shared memory.",
         json_schema_extra=expert("a cluster may forbid a path between its nodes"),
     )
 
@@ -116,8 +114,7 @@ class SamplingSpec(Section):
         default=1.0,
         ge=0.0,
         le=100.0,
-        description="Logits are divided by it; the trainer divides by the same. 0 = greedy, for evaluation"
-        " only.",
+        description="Divisor of the logits; the trainer uses the same. 0 = greedy, for evaluation only.",
     )
     top_p: float = Field(
         default=1.0,
@@ -141,10 +138,10 @@ class PlacementSpec(Section):
 
     kind: Literal["inline", "process", "ray"] | None = Field(
         default=None,
-        description="'inline' runs everything in one process, where the engine uses the policy's own"
-        " weights; 'process' puts the engine in a second process that is sent weights by file; 'ray' makes"
-        " every role an actor on Ray, on this machine or on all nodes of the job. none = the least of these"
-        " that has every role which nodes, GPUs, engine.kind and train.max_staleness ask for.",
+        description="'inline' runs everything in one process, where the engine uses the policy's own weights;"
+        " 'process' runs the engine in a second process, which gets the weights by file; 'ray' makes every"
+        " role an actor on Ray, on this machine or on all nodes of the job. none = the simplest of these that"
+        " supports the requested nodes, GPUs, engine.kind and train.max_staleness.",
     )
     learners: int | None = Field(
         default=None,
@@ -157,7 +154,7 @@ class PlacementSpec(Section):
         default=None,
         ge=1,
         le=4096,
-        description="Engines, all of the same weights. none = as many as the GPUs for generation make with"
+        description="Engines, all with the same weights. none = as many as the GPUs for generation allow with"
         " engine.tensor_parallel; without GPUs one on each node that generates.",
         json_schema_extra=expert("how many engines feed a learner depends on the length of replies"),
     )
@@ -166,16 +163,16 @@ class PlacementSpec(Section):
         ge=0,
         le=4096,
         description="Processes that attempt and judge examples. 0 = the run's own process does. none = 0, or"
-        " with job.env_gpus the fewest that use these.",
+        " with job.env_gpus the fewest that use all of them.",
         json_schema_extra=expert("slow judges and environments need processes of their own"),
     )
     threads: int | None = Field(
         default=None,
         ge=1,
         le=4096,
-        description="Compute threads. Bit-equal resume needs the same count. none = physical cores.",
+        description="Compute threads. Bit-equal resume needs the same number. none = the physical cores.",
         json_schema_extra=expert(
-            "a shared machine must leave cores to others, and equal bits need an equal count"
+            "a shared machine must leave cores to others, and bit-equal resume needs the same number"
         ),
     )
 
@@ -190,22 +187,22 @@ class RaySpec(Section):
         default=None,
         min_length=1,
         max_length=300,
-        description="Address of a Ray cluster that is already running, as Ray writes it, or 'auto' on a node"
-        " of it. The run asks Ray for its GPUs, and leaves the cluster as it was. none = a cluster of the"
-        " run's own, which ends with it.",
+        description="Address of a running Ray cluster, in Ray's form, or 'auto' on one of its nodes. The run"
+        " asks Ray for its GPUs, and leaves the cluster unchanged. none = the run starts its own cluster,"
+        " which ends with it.",
         json_schema_extra=expert("groups keep one Ray cluster running for all of their work"),
     )
     temp_dir: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder of each node for Ray's sockets and logs, 30 bytes long at most; what is made"
-        " there goes with the run. none = the user's own folder below /tmp.",
+        description="Folder on each node for Ray's sockets and logs, at most 30 bytes long; the run removes"
+        " what it makes there. none = the user's own folder in /tmp.",
         json_schema_extra=expert("temporary folders are small on some clusters, and paths of sockets short"),
     )
     object_store_bytes: int | None = Field(
         default=None,
         ge=75 << 20,
-        description="Shared memory of each node for what passes through Ray. Steps and rollouts do,"
+        description="Shared memory on each node for Ray's object store. Steps and rollouts pass through it,"
         " weights do not. none = 256 MiB.",
         json_schema_extra=expert("containers often have little shared memory"),
     )
@@ -213,15 +210,15 @@ class RaySpec(Section):
         default=None,
         ge=1024,
         le=MAX_PORT,
-        description="Port of the first node that the others join. none = any that is free.",
-        json_schema_extra=expert("firewalls open named ports"),
+        description="Port of the first node that the others join. none = any free port.",
+        json_schema_extra=expert("firewalls open only named ports"),
     )
     ports: str | None = Field(
         default=None,
         pattern=r"^\d{4,5}-\d{4,5}$",
-        description="Range for all other ports of Ray on each node, '20000-20099', where a firewall asks for"
-        " one. none = any that are free.",
-        json_schema_extra=expert("firewalls open named ports"),
+        description="Range for all other ports of Ray on each node, such as '20000-20099'. none = any free"
+        " ports.",
+        json_schema_extra=expert("firewalls open only named ports"),
     )
 
     @property

@@ -33,32 +33,32 @@ class HarnessSpec(Section):
     tasks: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Tasks, groups or tags of lm-eval by its names: lm-eval evaluates a file that has some."
-        " Those of the table in docs/evaluation.md are asked on strop's own examples, others on lm-eval's.",
+        description="lm-eval's tasks, groups or tags; a file that lists some is evaluated by lm-eval. The"
+        " tasks in the table of docs/evaluation.md use strop's own examples, others lm-eval's.",
     )
     engine: Literal["auto", "vllm", "hf"] = Field(
         default="auto",
-        description="Who generates. 'auto' = 'vllm' where it is installed, else 'hf', which is transformers."
-        " A running server is named by the model: http://host:port/v1#NAME.",
+        description="Engine of lm-eval. 'auto' = 'vllm' if it is installed, else 'hf', which is transformers."
+        " A running server is given as the model: http://host:port/v1#NAME.",
         json_schema_extra=expert("transformers computes what vLLM only approximates"),
     )
     num_few_shot: int | None = Field(
         default=None,
         ge=0,
-        description="Solved examples shown before each question. none = as many as published scores have, or"
-        " as lm-eval's task says.",
+        description="Solved examples shown before each question. none = as for published scores, or as"
+        " lm-eval's task says.",
     )
     batch_size: str | None = Field(
         default=None,
         pattern=r"^(auto(:[1-9]\d*)?|[1-9]\d*)$",
-        description="Requests that lm-eval hands over at once: a number, 'auto' or 'auto:N'. none ="
-        " 'auto' for vLLM, which batches by itself, '8' for 'hf', '1' for a server.",
+        description="Requests that lm-eval submits at once: a number, 'auto' or 'auto:N'. none = 'auto' for"
+        " vLLM, which batches by itself, '8' for 'hf', '1' for a server.",
         json_schema_extra=expert("engines run out of memory at different sizes"),
     )
     max_model_tokens: int | None = Field(
         default=None,
         ge=2,
-        description="Prompt and reply of one request together. none = all positions of the model.",
+        description="Most tokens of prompt and reply together. none = the model's context.",
         json_schema_extra=expert("long contexts take memory that short tasks do not need"),
     )
     max_reply_tokens: int | None = Field(
@@ -71,38 +71,38 @@ class HarnessSpec(Section):
         default=None,
         gt=0.0,
         le=1.0,
-        description="Share of a GPU's memory that vLLM takes for everything. none = vLLM's own default.",
+        description="Share of a GPU's memory that vLLM uses in total. none = vLLM's own default.",
         json_schema_extra=expert("other programs may share the GPU"),
     )
     tensor_parallel: int = Field(
         default=1,
         ge=1,
-        description="GPUs that share one copy of the model; the others hold further copies.",
+        description="GPUs that share one copy of the model; the other GPUs hold further copies.",
         json_schema_extra=expert("a large model does not fit one GPU"),
     )
     chat_template: bool = Field(
         default=False,
-        description="Whether prompts are written by the model's chat template.",
+        description="Whether prompts use the model's chat template.",
         json_schema_extra=expert("published scores of base models have none"),
     )
     system_prompt: str | None = Field(
         default=None,
         min_length=1,
-        description="Text before everything else. none = no such text.",
-        json_schema_extra=expert("some models are asked with one"),
+        description="System prompt. none = no system prompt.",
+        json_schema_extra=expert("some models are evaluated with one"),
     )
     include: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder of the user's own task files for lm-eval (YAML). none = lm-eval's tasks alone.",
-        json_schema_extra=expert("lm-eval takes task files of the user's own"),
+        description="Folder of your own task files for lm-eval (YAML). none = lm-eval's tasks only.",
+        json_schema_extra=expert("lm-eval supports custom task files"),
     )
     gen_kwargs: str | None = Field(
         default=None,
         pattern=r"^\w+=",
-        description="Further settings of generation as lm-eval takes them: 'temperature=0.6,do_sample=true'."
-        " none = as the task says.",
-        json_schema_extra=expert("engines differ in what they take, and lm-eval hands it through"),
+        description="Further generation settings in lm-eval's form: 'temperature=0.6,do_sample=true'. none ="
+        " as the task says.",
+        json_schema_extra=expert("engines accept different settings, which lm-eval passes through"),
     )
     model_args: str | None = Field(
         default=None,
@@ -113,13 +113,13 @@ class HarnessSpec(Section):
     arguments: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Further words for `lm_eval run`, such as ['--fewshot_as_multiturn', 'true'].",
-        json_schema_extra=expert("lm-eval has options that no setting here stands for"),
+        description="Further arguments for `lm_eval run`, such as ['--fewshot_as_multiturn', 'true'].",
+        json_schema_extra=expert("lm-eval has options without a setting here"),
     )
     seed: int = Field(
         default=42,
         ge=0,
-        description="Seed of everything that lm-eval draws, shown examples among it.",
+        description="Seed of all of lm-eval's random choices, few-shot examples included.",
         json_schema_extra=expert("published scores differ in the examples that were shown"),
     )
 

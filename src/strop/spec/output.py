@@ -16,69 +16,68 @@ class StoreSpec(Section):
         default=None,
         min_length=1,
         description="Root of the store: s3://bucket/prefix, or a directory that starts with '/', '~' or '.'."
-        " Models are looked for under models/ID in it, data sets under datasets/ID; `strop stage` puts them"
-        " there. none = what STROP_STORE_URI says, else no store.",
+        " Models are under models/ID, data sets under datasets/ID; `strop stage` uploads them. none = the"
+        " value of STROP_STORE_URI, else no store.",
     )
     order: Literal["store-first", "hub-first", "store-only"] = Field(
         default="store-first",
-        description="Which source is asked first for hub ids. The other one is asked only for what the first"
-        " one does not have; a store that fails is an error, and no reason to ask a hub. STROP_OFFLINE=1"
-        " leaves the hub out, whatever the order.",
-        json_schema_extra=expert("some sites may not ask a hub, and some must"),
+        description="Which source is asked first for hub ids. The other one is asked only if the first does"
+        " not have the id; a failing store is an error, and no reason to ask a hub. STROP_OFFLINE=1 excludes"
+        " the hub, whatever the order.",
+        json_schema_extra=expert("some sites must not contact a hub, and others must"),
     )
     mirror: Literal["auto"] | bool = Field(
         default="auto",
-        description="Whether the run is mirrored to the store while it trains: checkpoints, metrics,"
-        " rollouts, logs, below checkpoints/NAME, so that it can go on from there on another machine. auto ="
-        " where the store, as said here or by STROP_STORE_URI, is an s3:// URI; a directory is mirrored to on"
-        " true only.",
+        description="Whether the run is mirrored to the store while it trains (checkpoints, metrics,"
+        " rollouts, logs, under checkpoints/NAME), so that it can resume from there on another machine. auto"
+        " = if the store, here or by STROP_STORE_URI, is an s3:// URI; a directory only with true.",
         json_schema_extra=expert("a store on a disk is not mirrored to unless asked"),
     )
     mirror_as: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*$",
         max_length=200,
-        description="Folder of this run below checkpoints/. none = the name of the run's directory.",
+        description="Folder of this run in checkpoints/. none = the name of the run's directory.",
         json_schema_extra=expert("a run that moves to another machine finds its mirror by name"),
     )
     mirror_every_s: float = Field(
         default=30.0,
         gt=0.0,
         le=86_400.0,
-        description="Seconds between two looks at metrics, rollouts and logs. Checkpoints are sent at once.",
-        json_schema_extra=expert("requests to a store are paid for, and a machine may vanish"),
+        description="Seconds between uploads of metrics, rollouts and logs. Checkpoints are sent at once.",
+        json_schema_extra=expert("requests to a store cost money, and a machine may vanish"),
     )
     max_mb_per_s: float | None = Field(
         default=None,
         gt=0.0,
-        description="Most that the mirror sends, in 10^6 bytes. none = no limit.",
+        description="Upload rate limit, in 10^6 bytes per second. none = no limit.",
         json_schema_extra=expert("a shared uplink must be left to others"),
     )
     keep_last: int = Field(
         default=2,
         ge=1,
         le=10**7,
-        description="Newest checkpoints that are kept in the store; older ones that this run sent are removed"
-        " once a newer one is there.",
-        json_schema_extra=expert("stores have more room than disks, and are paid by it"),
+        description="Number of newest checkpoints to keep in the store; older ones that this run uploaded are"
+        " removed once a newer one is there.",
+        json_schema_extra=expert("storage is paid for by size"),
     )
     keep_every: int | None = Field(
         default=None,
         ge=1,
         le=10**7,
-        description="Checkpoints of every so many steps are kept as well. none = keep_last alone decides.",
-        json_schema_extra=expert("a study of training wants checkpoints from all of it"),
+        description="Also keep the checkpoints of every so many steps. none = keep_last alone decides.",
+        json_schema_extra=expert("studies of training need checkpoints from all of it"),
     )
     flush_limit_s: float = Field(
         default=600.0,
         ge=0.0,
-        description="Longest wait for the mirror when training has ended.",
+        description="Longest wait for the mirror after training has ended.",
         json_schema_extra=expert("a slow uplink needs longer for the last checkpoint"),
     )
     stop_flush_limit_s: float = Field(
         default=60.0,
         ge=0.0,
-        description="Longest wait for the mirror after a signal: the newest checkpoint first.",
+        description="Longest wait for the mirror after a signal; the newest checkpoint goes first.",
         json_schema_extra=expert("a scheduler kills after a grace that differs by site"),
     )
 
@@ -93,23 +92,23 @@ class OutputSpec(Section):
     root: str = Field(
         default="runs",
         min_length=1,
-        description="Folder that new run folders are made in. Relative to the file that names it; the"
-        " default and an override are relative to the current folder.",
+        description="Folder for new run directories. Relative to the file that names it; the default and an"
+        " override are relative to the current folder.",
     )
     dir: str | None = Field(
         default=None,
         min_length=1,
-        description="The run's own folder. Relative as for output.root; a folder called none is written"
-        " './none'. none = a new folder under output.root, named after the run and the time.",
-        json_schema_extra=expert("a run may be started again in the very directory that it left"),
+        description="The run's directory. Relative as for output.root; write a folder called none as"
+        " './none'. none = a new folder in output.root, named after the run and the time.",
+        json_schema_extra=expert("a run may be restarted in its own directory"),
     )
     log_level: str | None = Field(
         default=None,
         pattern=f"^({_LEVEL}|{_ROLE_LEVEL})(,{_ROLE_LEVEL})*$",
-        description="Least serious message that the roles' logs hold: debug, info, warning or error; for"
-        " single roles as in 'warning,engine=debug', of train, engine (vLLM included) and judge. none ="
-        " info of engines and judges, warning of train.",
-        json_schema_extra=expert("a fault is looked for in one role's log, and the others would hide it"),
+        description="Lowest level in the roles' logs: debug, info, warning or error; per role as in"
+        " 'warning,engine=debug', for train, engine (vLLM included) and judge. none = info for engines and"
+        " judges, warning for train.",
+        json_schema_extra=expert("debugging one role needs its log without the noise of the others"),
     )
 
 
@@ -122,21 +121,19 @@ class TrackersSpec(Section):
     use: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Which trackers are sent the run: wandb, tensorboard, mlflow, trackio, each of them"
-        " installed by pip install 'strop[NAME]'. Their keys and addresses are read from their own"
-        " environment variables.",
-        json_schema_extra=expert("a group that already watches its runs somewhere wants this one there"),
+        description="Trackers that the run is sent to: wandb, tensorboard, mlflow, trackio; install each with"
+        " pip install 'strop[NAME]'. Keys and addresses come from the trackers' own environment variables.",
+        json_schema_extra=expert("a group may already watch its runs in a tracker"),
     )
     project: str = Field(
         default="strop",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
-        description="What the run belongs to there: the project of wandb and trackio, the experiment of"
-        " MLflow. TensorBoard has none.",
+        description="Project in wandb and trackio, experiment in MLflow. TensorBoard has none.",
         json_schema_extra=expert("runs of several studies share one account"),
     )
     offline: bool = Field(
         default=False,
-        description="Whether trackers write below trackers/ in the run's directory and ask no network."
+        description="Whether trackers write to trackers/ in the run's directory and use no network."
         " STROP_OFFLINE=1 has the same effect.",
         json_schema_extra=expert("nodes of many clusters reach no network"),
     )
@@ -144,16 +141,16 @@ class TrackersSpec(Section):
         default=10,
         ge=1,
         le=10**7,
-        description="Steps between two samples of rollouts, three of one prompt, with their texts. none = no"
+        description="Steps between two samples of rollouts with their texts, three of one prompt. none = no"
         " text leaves this machine.",
-        json_schema_extra=expert("prompts may be confidential, and a tracker's server is another's"),
+        json_schema_extra=expert("prompts may be confidential, and a tracker's server may belong to others"),
     )
 
     finish_limit_s: float = Field(
         default=60.0,
         ge=0.0,
         le=86_400.0,
-        description="Longest wait for the trackers when training has ended; what they lack then is said.",
+        description="Longest wait for the trackers after training has ended; missing data is reported.",
         json_schema_extra=expert("a slow uplink needs longer for the last tables"),
     )
 

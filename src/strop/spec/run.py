@@ -43,7 +43,7 @@ class RunSpec(Section):
         default=0,
         ge=0,
         lt=2**63,
-        description="Every random choice of the run is derived from it.",
+        description="Seed of every random choice in the run.",
     )
     model: ModelSpec = Field(default=ModelSpec(), description="Which model is trained.")
     task: TaskSpec = Field(description="What the model practises.")

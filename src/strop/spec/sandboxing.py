@@ -114,27 +114,27 @@ class RuntimeSpec(Section):
 
     serve: Literal["none", "here", "cpu-nodes"] = Field(
         default="none",
-        description="Whether a sandbox service comes with the run, and where it has its sandboxes. 'here':"
-        " beside the run, on its first node; 'cpu-nodes': on the job's cpu_nodes. Every worker of the run is"
-        " handed its address and key.",
-        json_schema_extra=expert("agents need sandboxes, and most clusters give no container service"),
+        description="Whether the run starts a sandbox service, and where its sandboxes are. 'here': on the"
+        " run's first node; 'cpu-nodes': on the job's cpu_nodes. Every worker of the run gets its address and"
+        " key.",
+        json_schema_extra=expert("agents need sandboxes, and most clusters offer no container service"),
     )
     url: str | None = Field(
         default=None,
         pattern=r"^https?://[^/\s]+$",
-        description="Address of a sandbox service that is there already, http://HOST:PORT. none = none.",
-        json_schema_extra=expert("one service may outlive runs, and serve several"),
+        description="Address of an existing sandbox service, http://HOST:PORT. none = no such service.",
+        json_schema_extra=expert("one service may outlive runs, and serve several of them"),
     )
     key_file: str | None = Field(
         default=None,
         min_length=1,
-        description="File that holds the key of runtime.url, readable by this user alone. none = none.",
-        json_schema_extra=expert("one service may outlive runs, and serve several"),
+        description="File with the key of runtime.url, readable by this user only. none = no key.",
+        json_schema_extra=expert("one service may outlive runs, and serve several of them"),
     )
     backend: Literal["auto", "podman", "docker", "bubblewrap", "process"] = Field(
         default="auto",
-        description="What a service that comes with the run makes sandboxes with. 'auto': podman, or docker,"
-        " for images where one is, else bubblewrap.",
+        description="Sandbox backend of a service that the run starts. 'auto': podman or docker, whichever is"
+        " installed, for images; else bubblewrap.",
         json_schema_extra=expert("a host may allow less than it has installed"),
     )
 
