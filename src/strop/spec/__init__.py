@@ -1,4 +1,4 @@
-"""What was asked for: the typed run spec, its reader, its writer and its explanations.
+"""The typed run spec: its reader, its writer and its explanations.
 
 Each setting is documented where it is defined: meaning, unit and special values. `load_spec` reads a run file
 with everything that it extends and overrides; every value keeps its origin. Importing this room reads no file

@@ -1,4 +1,4 @@
-"""What counts as better. The entries behind the names are `algorithm`'s business."""
+"""The section of the algorithm. The room `algorithm` has the entries behind the names."""
 
 from __future__ import annotations
 
@@ -190,12 +190,12 @@ class AlgorithmSpec(Section):
 
     @property
     def is_own(self) -> bool:
-        """Whether the algorithm is code of the user's or of an installed package."""
+        """Whether the algorithm is the user's code or that of an installed package."""
         return self.name not in algorithm_names()
 
     @property
     def whitened(self) -> Literal["rpp", "rpp_baseline"] | None:
-        """The advantage that is whitened over the whole batch, None where none is."""
+        """The advantage if it is whitened over the whole batch, else None."""
         own: dict[str, Literal["rpp", "rpp_baseline"]] = {
             "reinforce_pp": "rpp",
             "reinforce_pp_baseline": "rpp_baseline",
@@ -206,5 +206,5 @@ class AlgorithmSpec(Section):
 
     @property
     def takes_single_rollouts(self) -> bool:
-        """Whether a rollout needs no others of its prompt to be compared with."""
+        """Whether a group may have a single rollout."""
         return self.whitened == "rpp"

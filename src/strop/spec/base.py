@@ -1,4 +1,4 @@
-"""What every section of a run spec shares: frozen, strict, and closed to unknown keys.
+"""Base of all sections of a run spec: frozen, strict, and closed to unknown keys.
 
 Not for reading files (`reader.py`) and not for wording of single settings (their own section).
 """
@@ -42,7 +42,7 @@ def expert(why: str) -> JsonDict:
 
 
 class SpecConflict(ValueError):
-    """Raised by a section when its settings are fine alone and impossible together.
+    """Raised by a section whose settings are valid alone and contradict each other.
 
     Never leaves the models as it is: pydantic wraps it, and the reader turns it into a ConfigError
     that also says where each value was written.
@@ -81,7 +81,7 @@ MAX_INTEGER_BITS = 63
 
 
 def check_free_table(path: KeyPath, value: Any) -> None:
-    """Refuse values that a TOML file could not give back: null, odd numbers, dates, other objects.
+    """Refuse values that TOML cannot represent: null, odd numbers, dates, other objects.
 
     `path` is the table, then the key at fault; what is nested deeper is refused under that key.
     Raises: SpecConflict naming the key.

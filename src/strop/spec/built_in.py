@@ -1,4 +1,4 @@
-"""Where the list of the built-in tasks is found: in the room `tasks`, which is above this one."""
+"""Access to the list of built-in tasks, which is in the room `tasks`, above this one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class BuiltInTasks(Protocol):
     """The list of the built-in tasks, which the room `tasks` keeps."""
 
     def names(self) -> Sequence[str]:
-        """Return what `task.name` may be, in the order of listings. Imports no task."""
+        """Return the allowed values of `task.name`, in the order of listings. Imports no task."""
 
     def summary(self, name: str) -> str:
-        """Return what a task is, in a sentence. Imports no task."""
+        """Return a one-sentence description of a task. Imports no task."""
 
     def section(self, name: str) -> type[TaskSection]:
         """Return the section of a task; imports its module. Raises: KeyError for another name."""

@@ -59,7 +59,7 @@ def write_spec(resolved: ResolvedSpec) -> str:
 
 
 def value_of(spec: RunSpec, setting: Setting) -> Any:
-    """Return the value that a spec has for a setting of its own."""
+    """Return the value of a setting in a spec."""
     value: Any = spec
     for part in setting.path:
         value = getattr(value, part)
@@ -84,11 +84,11 @@ def _free_table(spec: RunSpec, setting: Setting, origins: Mapping[str, str]) -> 
 
 
 NOT_ASKED = frozenset({"output", "store", "job", "runtime", "trackers"})
-"""Sections that say where and how a run lives, and nothing of what was asked for."""
+"""Sections about where and how a run executes, which do not change what it computes."""
 
 
 def spec_digest(spec: RunSpec) -> str:
-    """Return a hash over what was asked for: equal specs have equal digests, on every machine.
+    """Return a hash of the spec: equal specs have equal digests, on every machine.
 
     The sections of `NOT_ASKED` are left out: moving a run elsewhere does not change it, nor does showing it.
     """
@@ -103,7 +103,7 @@ def spec_digest(spec: RunSpec) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """Everything that is known about a key."""
+    """Everything known about a setting or a section."""
 
     key: str
     type: str
@@ -175,7 +175,7 @@ def _unknown(path: KeyPath) -> ConfigError:
 def describe_settings(
     found: tuple[Setting, ...], value: Any = None, origin: str | None = None
 ) -> Explanation:
-    """Return what is known about a setting: one, or one per task that has it."""
+    """Explain a setting that exists once, or once per task."""
     reasons = [setting.reason or "" for setting in found]
     return Explanation(
         key=found[0].key,
@@ -201,7 +201,7 @@ def _join(texts: list[tuple[str, str | None]]) -> str:
 
 
 def _explain_free_key(path: KeyPath, resolved: ResolvedSpec | None) -> Explanation:
-    """Explain a key of a table that strop hands on: it knows the value, not the meaning."""
+    """Explain a key of a free table: strop knows its value, not its meaning."""
     table: Any = getattr(resolved.spec.task, path[1], {}) if resolved is not None else {}
     for part in path[2:-1]:
         table = table.get(part, {})

@@ -1,4 +1,4 @@
-"""How keys, values and places are written in messages, comments and explanations.
+"""How keys, values and places are shown in messages, comments and explanations.
 
 Nothing that passes through here breaks a line, moves a cursor or shows a credential.
 """

@@ -134,7 +134,7 @@ class SamplingSpec(Section):
 
 
 class PlacementSpec(Section):
-    """Which processes a run has."""
+    """The processes of a run."""
 
     kind: Literal["inline", "process", "ray"] | None = Field(
         default=None,
@@ -223,7 +223,7 @@ class RaySpec(Section):
 
     @property
     def port_range(self) -> tuple[int, int]:
-        """First and last port; zeros for any."""
+        """First and last port; zeros for any port."""
         if self.ports is None:
             return 0, 0
         first, _, last = self.ports.partition("-")

@@ -1,4 +1,4 @@
-"""The run file of an evaluation: which tasks, asked how, on how many examples. Reads the file alone.
+"""The run file of an evaluation: tasks, sampling, number of examples. Only reads the file.
 
 It has the form of a run file, `extends` included, and holds only what plays a part in asking a model: `name`,
 `seed`, `eval.num_examples`, `eval.num_samples`, `eval.baselines`, and the sections task, sampling, model,
@@ -38,7 +38,7 @@ _OF_JOBS = ("output", "job")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalFile:
-    """What an evaluation's run file says."""
+    """The content of an evaluation's run file."""
 
     origin: str
     """The file, for messages."""
@@ -57,21 +57,21 @@ class EvalFile:
 
     @property
     def is_by_harness(self) -> bool:
-        """Whether lm-eval evaluates; the tasks then say where the examples of its tasks are."""
+        """Whether lm-eval evaluates; the tasks then only name the examples of its tasks."""
         return bool(self.values.get(_HARNESS_TASKS))
 
     @property
     def has_several(self) -> bool:
-        """Whether the tasks stand in tables of their own."""
+        """Whether the tasks are in separate tables."""
         return any(place[:2] == PARTS_TABLE for place in self.values)
 
     def to_text(self) -> str:
-        """Return a run file that says the same from any folder. What is for a job alone is not in it."""
+        """Return an equivalent run file that is independent of its folder, without job settings."""
         kept = {place: value for place, value in self.values.items() if place[0] not in _OF_JOBS}
         lines: dict[KeyPath, Any] = {("name",): self.name}
         if len(self.tasks) == 1 and not self.has_several:
             lines[("task", "name")] = self.tasks[0]
-        # A default that nobody wrote is no wish: lm-eval refuses samples that are asked for.
+        # A default is not a request: lm-eval refuses requested samples.
         given = [name for name in _OF_EVAL if name in self.counts.model_fields_set]
         given = [name for name in given if getattr(self.counts, name) != ()]
         lines |= kept | {("eval", name): getattr(self.counts, name) for name in given}
@@ -80,7 +80,7 @@ class EvalFile:
         return "".join(f"{dotted(path)} = {format_value(value)}\n" for path, value in lines.items())
 
     def words_for(self, run: RunSpec | None, task: str = "") -> list[str]:
-        """Return the `key=value` words of asking a model about one of the tasks, as `read_setup` takes them.
+        """Return the `key=value` words for one of the tasks, as `read_setup` takes them.
 
         `run`: whose model it is; what the file leaves open of the model is as it was trained there. `task`
         empty: the only one.
@@ -116,7 +116,7 @@ class EvalFile:
 def read_eval_file(
     path: str | os.PathLike[str], overrides: Sequence[str] = (), *, is_job: bool = False
 ) -> EvalFile:
-    """Read an evaluation's run file with everything that it extends. `is_job`: it may ask for a job.
+    """Read an evaluation's run file with everything that it extends. `is_job`: it may have job settings.
 
     Values are not judged here: `words_for` and `read_setup` do.
     Raises: ConfigError if there is no such file, it names no task, or it sets what plays no part.
@@ -174,7 +174,7 @@ def read_eval_file(
 
 
 def _absolute_baseline(word: str, folder: str) -> str:
-    """Return NAME=PLACE with the full path of a place beside the file, or where the command is given."""
+    """Return NAME=PLACE, made absolute if the place exists beside the file or in the current folder."""
     name, equals, place = word.rpartition("=")
     for base in (folder, os.getcwd()):
         full = os.path.abspath(os.path.join(base, os.path.expanduser(place)))
@@ -184,7 +184,7 @@ def _absolute_baseline(word: str, folder: str) -> str:
 
 
 def _take_tasks(values: dict[KeyPath, Any], shown: str) -> tuple[str, ...]:
-    """Return the names of the tasks of a file; `task.name` is taken out of its values.
+    """Return the names of a file's tasks; `task.name` is removed from its values.
 
     Raises: ConfigError if there is none, one stands twice, or a setting does not say whose it is.
     """
@@ -216,7 +216,7 @@ def _take_tasks(values: dict[KeyPath, Any], shown: str) -> tuple[str, ...]:
 
 
 def resolve_job(path: str, overrides: Sequence[str], flags: Sequence[Flag]) -> tuple[EvalFile, ResolvedSpec]:
-    """Read the file of an evaluation that is a job: what is asked, and what the job asks of its site.
+    """Read the file of an evaluation job: the evaluation, and the resources of the job.
 
     The spec names the first task alone, and no sampling: it is what launchers and sites read.
     Raises: ConfigError as `read_eval_file` and `load_spec` do.
@@ -236,7 +236,7 @@ def resolve_job(path: str, overrides: Sequence[str], flags: Sequence[Flag]) -> t
 
 
 def guess_command(path: str, overrides: Sequence[str]) -> tuple[str, str | None]:
-    """Return whether a run file is to be trained or evaluated, and a notice where it does not say so plainly.
+    """Return whether a run file is for training or evaluation, and a notice if it is ambiguous.
 
     Raises: ConfigError if it cannot be read.
     """
@@ -256,7 +256,7 @@ def guess_command(path: str, overrides: Sequence[str]) -> tuple[str, str | None]
 
 
 def is_of_file(path: Path) -> bool:
-    """Whether a result in a run's `eval/` is of an evaluation that a file described, not the run's own."""
+    """Whether a result in a run's `eval/` belongs to an evaluation file, not to the run's own evaluations."""
     return _OF_FILE.fullmatch(path.name) is not None
 
 

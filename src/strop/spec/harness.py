@@ -1,4 +1,4 @@
-"""How lm-eval is asked: its tasks, its engine, what it is given beside them."""
+"""How lm-eval is run: its tasks, its engine and further arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ GIVEN_BY_STROP = frozenset(
 
 
 class HarnessSpec(Section):
-    """What lm-eval is asked, and by which engine; no part of training."""
+    """Settings of lm-eval and its engine; not used in training."""
 
     tasks: tuple[str, ...] = Field(
         default=(),

@@ -1,4 +1,4 @@
-"""What a run asks for when it is sent somewhere as a job."""
+"""Resources that a run requests when it is submitted as a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DURATION_HELP = "90s, 30m, 2h, 5d, HH:MM:SS or D-HH:MM:SS"
 
 
 class JobSpec(Section):
-    """Resources and manners of a job. Not part of what was asked: not in the spec's digest."""
+    """Resources and policies of a job. Not part of the spec's digest."""
 
     nodes: int = Field(
         default=1, ge=1, le=256, description="Number of nodes, without those of job.cpu_nodes."
@@ -222,7 +222,7 @@ class JobSpec(Section):
 
     @property
     def gpu_roles(self) -> dict[str, int]:
-        """How many GPUs of a node each part of training gets, generation first; {} for a run on CPUs."""
+        """GPUs of a node by part of training, generation first; {} for a run on CPUs."""
         if self.gpus is not None:
             return {"train": self.gpus} if self.gpus else {}
         if self.single_gpu:
@@ -233,7 +233,7 @@ class JobSpec(Section):
 
     @property
     def gpus_per_node(self) -> int:
-        """GPUs that a node of the main part must have."""
+        """GPUs that each node must have, without those of cpu_nodes."""
         return sum(self.gpu_roles.values()) + self.judge_gpus + self.env_gpus + self.eval_gpus
 
 
@@ -245,7 +245,7 @@ DURATION_PATTERN = rf"^(?:{_WITH_UNIT.pattern}|{_CLOCK.pattern})$"
 
 
 def parse_duration_s(text: str) -> float:
-    """Return the seconds that a text names.
+    """Parse a duration into seconds.
 
     A bare number is refused: for one program it is minutes, for another seconds, and 10:00 likewise.
     Raises: ValueError if it is of no such form.

@@ -1,4 +1,4 @@
-"""The section of the task llm-judge: here, because a run starts such a judge, places it and pays for it."""
+"""The section of the task llm-judge: here, because a run starts, places and prices such a judge."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def is_this_machine(url: str) -> bool:
-    """Whether an address leads to a server on this machine."""
+    """Whether an address is on this machine."""
     return urlsplit(url).hostname in _LOOPBACK
 
 
@@ -32,88 +32,90 @@ class LlmJudgeSpec(TrainingRows):
     source: str | None = Field(
         default=None,
         min_length=1,
-        description=SOURCE_HELP.format("some/prompts") + " none = only where it judges a part of a blend.",
+        description="Source of the problems: a hub id such as some/prompts, or a folder or file of Parquet or"
+        " JSONL. A text that starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path; a"
+        " relative one is relative to the file that names it. none = only as a part of a blend.",
     )
     rubric: str = Field(
         default="quality",
         min_length=1,
-        description="What is judged: 'quality', 'correctness' (compares with the column gold), or a text file"
-        " (.txt, .md, or marked as a path) with the places {{prompt}} and {{reply}}, and {{gold}} or any"
-        " other column of the rows.",
-        json_schema_extra=expert("what a judge looks at is a text of one's own"),
+        description="Criterion of the judge: 'quality', 'correctness' (compares with the column gold), or a"
+        " text file (.txt, .md, or marked as a path) with the placeholders {{prompt}} and {{reply}}, and"
+        " {{gold}} or any other column of the rows.",
+        json_schema_extra=expert("the criterion depends on the task"),
     )
     judge_url: str = Field(
         pattern=r"^(role|https?://[^\s@?#]+)$",
-        description="Where the judge answers the OpenAI protocol, such as http://127.0.0.1:8000/v1. 'role' ="
-        " the run starts task.judge_model itself, in a process of its own.",
-        json_schema_extra=expert("a judge is served somewhere"),
+        description="Address of the judge's OpenAI endpoint, such as http://127.0.0.1:8000/v1. 'role' = the"
+        " run starts task.judge_model itself, in a separate process.",
+        json_schema_extra=expert("a judge has an address"),
     )
     judge_model: str = Field(
         min_length=1,
         max_length=300,
-        description="Name that the judge is asked for by.",
-        json_schema_extra=expert("a judge is asked for by name"),
+        description="Model name in requests to the judge.",
+        json_schema_extra=expert("servers select a model by name"),
     )
     judge_revision: str = Field(
         min_length=1,
         max_length=300,
-        description="Which weights that is: a commit, a digest or a date. Part of the task's version. Of a"
-        " 'role', the beginning of the model's digest.",
+        description="Revision of the judge's weights: a commit, a digest or a date. Part of the task's"
+        " version. For a 'role', the beginning of the model's digest.",
         json_schema_extra=expert("verdicts of two judges are not comparable"),
     )
     judge_engine: Literal["native", "vllm"] = Field(
         default="native",
-        description="What generates for a judge that is a 'role'.",
-        json_schema_extra=expert("a judge that the run starts is served by one of two engines"),
+        description="Engine of a judge that is a 'role'.",
+        json_schema_extra=expert("a judge that the run starts can use either engine"),
     )
     judge_key_env: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        description="Environment variable that holds the judge's key, which is sent as a bearer token."
-        " none = no key.",
-        json_schema_extra=expert("a served judge may ask for a key"),
+        description="Environment variable with the judge's key, which is sent as a bearer token. none = no"
+        " key.",
+        json_schema_extra=expert("a served judge may require a key"),
     )
     judge_concurrency: int = Field(
         default=8,
         ge=1,
         le=256,
-        description="Calls under way at once, at most.",
-        json_schema_extra=expert("servers limit calls at once"),
+        description="Most concurrent calls.",
+        json_schema_extra=expert("servers limit concurrent calls"),
     )
     judge_calls_per_s: float | None = Field(
         default=None,
         gt=0.0,
         le=1e4,
-        description="Calls begun per second, at most. none = as fast as it goes.",
-        json_schema_extra=expert("servers limit calls a second"),
+        description="Most calls started per second. none = no limit.",
+        json_schema_extra=expert("servers limit the rate of calls"),
     )
     max_judge_calls: int = Field(
         default=100_000,
         ge=1,
         le=10**9,
-        description="Calls that one start of a run, evaluation or audit may make; replies beyond it have no"
-        " score. Cached judgements cost none.",
+        description="Most calls per start of a run, evaluation or audit; further replies are unscored. Cached"
+        " judgements do not count.",
         json_schema_extra=expert("calls of a served judge cost money"),
     )
     pass_score: float = Field(
         default=0.5,
         gt=0.0,
         le=1.0,
-        description="A reply of this score or more counts as solved.",
-        json_schema_extra=expert("what counts as right is a threshold on the judge's score"),
+        description="Lowest score of a reply that counts as solved.",
+        json_schema_extra=expert("the threshold for a right answer is a judgement"),
     )
     calibration: str | None = Field(
         default=None,
         min_length=1,
         description="File of at least 50 replies that people judged, with the columns prompt, reply, label"
         " (true or false) and, if known, gold. The gate refuses a judge whose Cohen's kappa with them is"
-        " below 0.6. none = the judge is not compared with people.",
-        json_schema_extra=expert("a judge is compared with people before it is trusted"),
+        " below 0.6. none = the judge is not calibrated.",
+        json_schema_extra=expert("a judge must be compared with people before it is trusted"),
     )
     can_judge_itself: bool = Field(
         default=False,
-        description="Whether the judge may be the model that is trained or evaluated.",
-        json_schema_extra=expert("a model that judges itself drifts, and is only meant in a study of that"),
+        description="Whether the judge may be the trained or evaluated model itself.",
+        json_schema_extra=expert("a model that judges itself drifts, so this is only for studies of that"),
     )
 
     @model_validator(mode="after")

@@ -1,4 +1,4 @@
-"""The roles of a run, and the node and GPUs of each: one function, which plan, check, submit and run call.
+"""The placement of a run's roles on nodes and GPUs: one function for plan, check, submit and run.
 
 GPUs are shared out by the `job` section; what `placement` and `engine` leave open follows from them. A GPU
 that no role would use is refused, and so is a node without a role.
@@ -32,7 +32,7 @@ Kind = Literal["inline", "process", "ray"]
 
 
 class RoleKind(StrEnum):
-    """What a role does."""
+    """The kinds of roles."""
 
     LEARNER = "learner"
     ENGINE = "engine"
@@ -42,7 +42,7 @@ class RoleKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceShare:
-    """GPUs of a node, by their places among those of one part."""
+    """Consecutive GPUs of a node within one part."""
 
     part: str
     """One of `PARTS`."""
@@ -52,7 +52,7 @@ class DeviceShare:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RoleSlot:
-    """One role and where it lives."""
+    """One role and its placement."""
 
     kind: RoleKind
     index: int
@@ -62,13 +62,13 @@ class RoleSlot:
 
     @property
     def name(self) -> str:
-        """For people, files and messages."""
+        """The role's name in files and messages."""
         return f"{self.kind}-{self.index}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutNode:
-    """One node of a job, and how many of its GPUs each part has."""
+    """One node of a job, and its number of GPUs by part."""
 
     index: int
     gpus: Mapping[str, int] = field(default_factory=dict)
@@ -77,13 +77,13 @@ class LayoutNode:
 
     @property
     def num_gpus(self) -> int:
-        """All that it must have."""
+        """All GPUs that the node must have."""
         return sum(self.gpus.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """Where every role of a run lives."""
+    """The placement of every role of a run."""
 
     kind: Kind
     nodes: tuple[LayoutNode, ...]
@@ -108,21 +108,21 @@ class Layout:
 
     @property
     def num_workers(self) -> int:
-        """Processes that attempt and judge examples; 0 = the run's own does."""
+        """Processes that attempt and judge examples; 0 = the run's own process does."""
         return len(self.of(RoleKind.WORKER))
 
     @property
     def has_gpus(self) -> bool:
-        """Whether learner and engines have GPUs that the run file shares out."""
+        """Whether learner and engines have GPUs assigned by the run file."""
         return any({INFER, TRAIN} & node.gpus.keys() for node in self.nodes)
 
     @property
     def is_shared(self) -> bool:
-        """Whether learner and engines take turns on the same devices, so that neither hides the other."""
+        """Whether learner and engines take turns on the same devices, so that they cannot overlap."""
         return self.kind == "inline" or not any(INFER in node.gpus for node in self.nodes)
 
     def describe(self) -> str:
-        """Return kind and roles in a line."""
+        """Return kind and roles in one line."""
         counts = {kind.value: len(self.of(kind)) for kind in RoleKind}
         roles = [f"{n} {name}{'s' if n > 1 else ''}" for name, n in counts.items() if n]
         turns = ", learners and engines in turns on the same GPUs" if self.is_shared and self.has_gpus else ""
@@ -133,7 +133,7 @@ class Layout:
 
 
 def settle_layout(spec: RunSpec, num_nodes: int | None = None) -> RunSpec:
-    """Return the spec with what follows from its GPUs filled in: placement, learners, engines, and theirs.
+    """Return the spec with placement, learners, engines and tensor_parallel filled in from its GPUs.
 
     `num_nodes`: those that are there, of both parts, as `job` then says, too; None: as many as it asks for.
     Raises: ConfigError if the roles do not go into these nodes and their GPUs.
@@ -160,7 +160,7 @@ def settle_layout(spec: RunSpec, num_nodes: int | None = None) -> RunSpec:
 
 
 def lay_out(spec: RunSpec) -> Layout:
-    """Return the layout of a run on the nodes that its job asks for.
+    """Return the layout of a run on the nodes that its job requests.
 
     Raises: SpecConflict if the roles do not go into the nodes and their GPUs, or a GPU or node would be idle.
     """
@@ -207,7 +207,7 @@ def _list_nodes(spec: RunSpec) -> tuple[LayoutNode, ...]:
 
 
 def gpus_per_attempt(task: object) -> float:
-    """Return the GPUs that the sandboxes of an attempt have: whole ones, a part of one, or 0."""
+    """Return the GPUs of an attempt's sandboxes: a whole number, a fraction, or 0."""
     return task.sandbox_gpus if isinstance(task, GpuSettings) else 0.0
 
 
@@ -216,7 +216,7 @@ def _env_part(spec: RunSpec) -> str:
 
 
 def _places(nodes: Sequence[LayoutNode], part: str) -> list[tuple[int, int]]:
-    """Return node and place of every GPU of a part."""
+    """Return (node, index) of every GPU of a part."""
     return [(node.index, place) for node in nodes for place in range(node.gpus.get(part, 0))]
 
 
@@ -244,7 +244,7 @@ def _place_learners(spec: RunSpec, nodes: Sequence[LayoutNode]) -> list[RoleSlot
 
 
 def _place_engines(spec: RunSpec, nodes: Sequence[LayoutNode]) -> tuple[list[RoleSlot], int]:
-    """Put engines on the GPUs for generation, else on those for learning, in turns; return GPUs of each, too.
+    """Place engines on the GPUs for generation, else in turns on those for learning; return also their GPUs.
 
     Without GPUs they go round the nodes that generate.
     """
@@ -293,7 +293,7 @@ def _place_engines(spec: RunSpec, nodes: Sequence[LayoutNode]) -> tuple[list[Rol
 
 
 def _place_workers(spec: RunSpec, nodes: Sequence[LayoutNode], num_engines: int) -> list[RoleSlot]:
-    """Let rollout workers go round: nodes with GPUs for environments, else those without GPUs, else all.
+    """Distribute rollout workers over nodes with GPUs for environments, else those without GPUs, else all.
 
     Those of a node divide its GPUs for sandboxes; on a single node, the run's own process can have them all.
     """
@@ -334,14 +334,14 @@ def _place_workers(spec: RunSpec, nodes: Sequence[LayoutNode], num_engines: int)
 
 
 def _divide(share: DeviceShare, index: int, number: int, width: int) -> DeviceShare:
-    """Return what one of several workers has of a node's GPUs, which go to attempts `width` together."""
+    """Return one worker's share of a node's GPUs, which are assigned to attempts in units of `width`."""
     each, over = divmod(share.count // width, number)
     first = index * each + min(index, over)
     return DeviceShare(part=share.part, first=first * width, count=(each + (index < over)) * width)
 
 
 def _require_sandbox_gpus(spec: RunSpec) -> None:
-    """Refuse attempts whose GPUs the job does not have, or has in another number."""
+    """Refuse attempts that need GPUs which the job lacks, or of which some would be idle."""
     asked, there = gpus_per_attempt(spec.task), spec.job.env_gpus
     width = math.ceil(asked)
     if width and spec.train.branches > 1:
@@ -363,7 +363,7 @@ def _require_sandbox_gpus(spec: RunSpec) -> None:
 
 
 def _place_judges(spec: RunSpec, nodes: Sequence[LayoutNode]) -> list[RoleSlot]:
-    """Put the judges that the run starts on the first node, beside the loop that asks them."""
+    """Place the judges that the run starts on the first node, beside the loop that queries them."""
     judges, total = role_judges(spec.task), spec.job.judge_gpus
     width = total // len(judges) if judges else 0
     is_native = any(judge.judge_engine == "native" for judge in judges)
@@ -388,7 +388,7 @@ def _place_judges(spec: RunSpec, nodes: Sequence[LayoutNode]) -> list[RoleSlot]:
 
 
 def _choose_kind(spec: RunSpec, nodes: Sequence[LayoutNode], roles: tuple[Sequence[RoleSlot], ...]) -> Kind:
-    """Return the placement: what was asked for, else the least that these roles take."""
+    """Return the requested placement, else the simplest one that supports these roles."""
     asked, num_main = spec.placement.kind, sum(not node.is_cpu for node in nodes)
     learners, engines, workers = map(len, roles)
     is_attached = spec.ray.address is not None

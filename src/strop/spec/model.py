@@ -1,4 +1,4 @@
-"""The models that take part: the one that is trained, its adapters, the reference, the teacher."""
+"""The models of a run: the policy, its adapters, the reference, the teacher."""
 
 from __future__ import annotations
 
@@ -69,13 +69,13 @@ class LoraSpec(Section):
 
     @property
     def scaling(self) -> float:
-        """Factor of what an adapter adds. Only where there are adapters."""
+        """Factor of the adapters' outputs. Only defined with adapters."""
         assert self.rank is not None
         return self.alpha / self.rank
 
     @property
     def target_names(self) -> tuple[str, ...]:
-        """The targets, one by one."""
+        """The targets as a list."""
         return tuple(self.targets.split(","))
 
 
@@ -106,7 +106,7 @@ class ReferenceSpec(Section):
 
 
 class TeacherSpec(Section):
-    """A teacher, and how the policy is made to answer like it."""
+    """A teacher, and how the policy learns from it."""
 
     source: Literal["none", "model", "initial", "current"] = Field(
         default="none",

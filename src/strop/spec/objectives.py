@@ -1,4 +1,4 @@
-"""What must hold between the parts of a loss: the algorithm, the reference, the teacher, the pairs."""
+"""Consistency of the loss terms: the algorithm, the reference, the teacher, the pairs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _UNCLIPPED = ("cispo", "sapo", "dppo", "ipo_mask")
 
 
 def choose_mode(wanted: Mode, train: TrainSpec) -> Mode:
-    """Return where ratios start; a ratio that is 1 by construction needs no forward pass to be known.
+    """Return where ratios start; `single` if the ratio is 1 by construction.
 
     `wanted` is the run's choice, or else the algorithm's own.
     """
@@ -92,7 +92,7 @@ def require_acting_settings(spec: RunSpec) -> None:
 
 
 def _require_turns(spec: RunSpec) -> None:
-    """Refuse credit per turn where there are no turns, or no credit. Raises: SpecConflict."""
+    """Refuse credit by turn without turns or without credit. Raises: SpecConflict."""
     chosen = spec.algorithm
     if chosen.credit == "rollout" and chosen.turn_discount != 1.0:
         raise SpecConflict(
@@ -113,7 +113,7 @@ def _require_turns(spec: RunSpec) -> None:
 
 
 def _require_branches(spec: RunSpec) -> None:
-    """Refuse shared turns where there are none to share, or to compare. Raises: SpecConflict."""
+    """Refuse shared turns if there is nothing to share or to compare. Raises: SpecConflict."""
     train, chosen = spec.train, spec.algorithm
     if train.branches == 1:
         if train.shared_turns != 1:
@@ -153,7 +153,7 @@ def _require_branches(spec: RunSpec) -> None:
 def _refuse_given(
     spec: RunSpec, names: tuple[str, ...], beside: dict[str, str], why: str, *, allowed: str
 ) -> None:
-    """Refuse settings of the algorithm that have a value. Raises: SpecConflict."""
+    """Refuse algorithm settings that are set. Raises: SpecConflict."""
     found = {f"algorithm.{name}": getattr(spec.algorithm, name) for name in names}
     given = {key: value for key, value in found.items() if value is not None}
     if given:
@@ -162,7 +162,7 @@ def _refuse_given(
 
 
 def _require_one_place_of_kl(spec: RunSpec) -> None:
-    """Refuse what says how a penalty is part of the loss, where it is part of the reward."""
+    """Refuse settings of a KL loss term if the penalty is part of the reward."""
     reference = spec.reference
     is_changed = reference.kl_estimator != ReferenceSpec().kl_estimator
     if spec.algorithm.whitened == "rpp" and reference.kl_beta > 0.0 and is_changed:
@@ -179,7 +179,7 @@ def _require_one_place_of_kl(spec: RunSpec) -> None:
 
 
 def require_exact_skipping(spec: RunSpec) -> None:
-    """Refuse to skip rollouts that have a gradient without advantage. Raises: SpecConflict."""
+    """Refuse to skip rollouts without advantage that still have a gradient. Raises: SpecConflict."""
     chosen = spec.algorithm
     has_mask = chosen.name in ("dppo", "ipo_mask")
     if has_mask and chosen.mode not in (None, "bypass"):
@@ -209,7 +209,7 @@ def require_exact_skipping(spec: RunSpec) -> None:
 
 
 def require_short_sequences(spec: RunSpec) -> None:
-    """Refuse a product of ratios over replies that are too long for it. Raises: SpecConflict."""
+    """Refuse sequence-level ratios for replies that are too long. Raises: SpecConflict."""
     chosen, reply = spec.algorithm, spec.task.max_reply_tokens
     limit = chosen.max_sequence_tokens
     is_of_sequence = chosen.correction in ("tis_seq", "mis_seq")
@@ -273,7 +273,7 @@ def require_teacher(spec: RunSpec) -> None:
 
 
 def require_read_settings(spec: RunSpec) -> None:
-    """Refuse settings of the algorithm that a run without rewards does not read. Raises: SpecConflict."""
+    """Refuse algorithm settings that a run without rewards ignores. Raises: SpecConflict."""
     if spec.train.terms != "distill":
         return
     read = ("correction", "correction_cap", "max_sequence_tokens") if spec.teacher.form == "sampled" else ()

@@ -136,5 +136,5 @@ _DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 
 
 def is_data_file(text: str) -> bool:
-    """Whether a text ends as data files do."""
+    """Whether a text ends like a data file."""
     return text.lower().endswith(_DATA_SUFFIXES)

@@ -1,4 +1,4 @@
-"""Where a run is written and mirrored, which store its models and data come from, and who else shows it."""
+"""Where a run is written and mirrored, its store of models and data, and its trackers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from strop.spec.base import Section, SpecConflict, expert
 
 
 class StoreSpec(Section):
-    """Where bytes are kept between machines. Not part of what was asked: not in the spec's digest."""
+    """Storage shared between machines. Not part of the spec's digest."""
 
     uri: str | None = Field(
         default=None,
@@ -87,7 +87,7 @@ _ROLE_LEVEL = f"(train|engine|judge)={_LEVEL}"
 
 
 class OutputSpec(Section):
-    """Folders and logs of the run. Not part of what was asked: they do not enter the spec's digest."""
+    """Folders and logs of the run. Not part of the spec's digest."""
 
     root: str = Field(
         default="runs",
@@ -116,7 +116,7 @@ TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
 
 
 class TrackersSpec(Section):
-    """Where a run's numbers go beside its record. Not part of what was asked: not in the spec's digest."""
+    """Trackers that a run is sent to. Not part of the spec's digest."""
 
     use: tuple[str, ...] = Field(
         default=(),

@@ -1,4 +1,4 @@
-"""The section of a task that is made of others: its parts, and what they leave to each other."""
+"""Base of composite tasks: their parts, and the settings that belong to the parts."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from strop.user_code import CodeRef
 
 
 class TaskPart(Section):
-    """One part of a task that is made of others."""
+    """One part of a composite task."""
 
-    task: TaskSpec = Field(description="What the part asks, or whose verifier judges.")
+    task: TaskSpec = Field(description="The part's task, whose problems are posed or whose verifier judges.")
 
 
 AnyPart = TypeVar("AnyPart", bound=TaskPart)
 
 
 class PartedSection(TaskSection):
-    """What the tasks share whose problems and settings are their parts'; each names its `parts` itself."""
+    """Base of composite tasks, whose problems and settings are their parts'; each defines its `parts`."""
 
     def read_parts(self) -> Mapping[str, TaskPart]:
         """Return the parts by label, checked.
@@ -34,7 +34,7 @@ class PartedSection(TaskSection):
         raise NotImplementedError
 
     def posed_parts(self) -> Mapping[str, TaskPart]:
-        """Return the parts whose problems are posed."""
+        """Return the parts that pose problems."""
         return self.read_parts()
 
     @field_validator("parts", mode="before", check_fields=False)
@@ -59,38 +59,38 @@ class PartedSection(TaskSection):
 
     @property
     def num_train(self) -> int | None:
-        """None: only the parts' data can tell."""
+        """None: known only from the parts' data."""
         return None
 
     @property
     def num_held_out(self) -> int | None:
-        """None: only the parts' data can tell."""
+        """None: known only from the parts' data."""
         return None
 
     @property
     def user_code(self) -> list[CodeRef]:
-        """That of all parts."""
+        """The user code of all parts."""
         return [*(ref for part in plain_sections(self) for ref in part.user_code), *super().user_code]
 
     @property
     def judges_by_data(self) -> bool:
-        """True: whose an example is, its data say."""
+        """True: the data says which part an example belongs to."""
         return True
 
 
 def plain_sections(task: TaskSection) -> list[TaskSection]:
-    """Return the sections of the tasks that a task is made of: its own, or its parts'."""
+    """Return the sections of a task's parts, or its own."""
     return [part.task for part in task.read_parts().values()] if isinstance(task, PartedSection) else [task]
 
 
 def needs_service(task: TaskSection) -> bool:
-    """Whether code of the model runs in sandboxes of the run's service."""
+    """Whether model-written code runs in sandboxes of the run's service."""
     sections: Sequence[object] = plain_sections(task)
     return any(isinstance(one, SandboxSettings) and one.sandbox == "remote" for one in sections)
 
 
 def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> AnyPart:
-    """Return a part of a task that is made of others; what `kind` does not name is its task's.
+    """Read a part of a composite task; keys that `kind` does not name belong to the part's task.
 
     Raises: SpecConflict naming the setting that is wrong.
     """
@@ -126,7 +126,7 @@ def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> A
 
 
 def refuse_same_names(parts: Mapping[str, TaskSection]) -> None:
-    """Refuse two classes of one name: results would not tell their examples apart.
+    """Refuse two classes of the same name, because results could not tell their examples apart.
 
     Raises: SpecConflict naming both.
     """

@@ -46,7 +46,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedSpec:
-    """A run spec and where each of its values was written."""
+    """A run spec with the origin of each value."""
 
     spec: RunSpec
     origins: Mapping[str, str]
@@ -87,7 +87,7 @@ def load_section(name: str, model: type[AnySection], words: Sequence[str]) -> An
 
 
 def resolve_sources(sources: Sequence[Leaves], flags: Sequence[Flag] = ()) -> ResolvedSpec:
-    """Make one spec of what sources say, the weakest first and the overrides last.
+    """Merge sources into one spec, the weakest first and the overrides last.
 
     Raises: ConfigError as `load_spec` does.
     """
@@ -118,7 +118,7 @@ def merge_sources(sources: Sequence[Leaves]) -> tuple[Leaves, list[str]]:
 
 
 def _start_anew(winners: Leaves, source: Leaves, selector: KeyPath, table: KeyPath) -> list[str]:
-    """Drop what weaker sources said about a table, if this source selects another content for it."""
+    """Drop weaker sources' values of a table if this source selects different content for it."""
     new, old = source[selector], winners[selector]
     if new.value == old.value:
         return []
@@ -156,7 +156,7 @@ def _validate(winners: Leaves, origins: Mapping[str, str]) -> RunSpec:
 
 
 def _set_default_path(tree: dict[str, Any], path: KeyPath) -> None:
-    """Make a relative default absolute against the current folder, as if it were written out."""
+    """Make a relative default absolute against the current folder, as if it were in the file."""
     if path[0] == "task":
         return
     default = find_settings(path)[0].info.default
@@ -198,7 +198,7 @@ def _allowed(path: KeyPath, task: str | None) -> list[str]:
 
 
 def _foreign_key(path: KeyPath, task: str | None, origins: Mapping[str, str]) -> str:
-    """Refuse a setting that belongs to another task than the one named."""
+    """Refuse a setting of another task."""
     if not find_settings(path):
         return unknown_key(path, origins.get(dotted(path), DEFAULT))
     names = [
@@ -225,7 +225,7 @@ def _wrong_value(path: KeyPath, value: Any, task: str | None, origins: Mapping[s
 
 
 def _advice(path: KeyPath, value: Any, task: str | None) -> str:
-    """Propose a change that works for this value, where one is known."""
+    """Suggest a fix for this value, if one is known."""
     found = find_settings(path, task)
     key = dotted(path)
     if isinstance(value, str) and found and found[0].type_text.startswith(("integer", "number")):
@@ -251,7 +251,7 @@ _TERMS_OF: Mapping[str, set[str]] = {
 
 
 def note_unused(spec: RunSpec, origins: Mapping[str, str]) -> list[str]:
-    """Return a notice for every setting that was changed from its default and is not used.
+    """Return a notice for every setting that differs from its default and has no effect.
 
     A file that is extended, or the record of another run, may well hold them: no reason to refuse.
     """
@@ -287,7 +287,7 @@ _SPLIT: tuple[KeyPath, ...] = (("job", "train_gpus"), ("job", "infer_gpus"))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Flag:
-    """A setting that an option of the command line gives."""
+    """A setting from an option of the command line."""
 
     key: str
     """Dotted, for example `job.train_gpus`."""
@@ -303,7 +303,7 @@ class Flag:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conflict:
-    """A value that a launcher uses, and the ones that it does not."""
+    """A value that a launcher uses, and the values it overrides."""
 
     key: str
     value: Any
@@ -314,13 +314,13 @@ class Conflict:
     """Whether a flag won: then `--strict` refuses."""
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Describe the conflict in one line."""
         losers = " and ".join(f"{show_value(value)} ({source})" for value, source in self.ignored)
         return f"conflict: {self.key}: using {show_value(self.value)} ({self.source}), ignoring {losers}"
 
 
 def apply_flags(sources: Sequence[Leaves], flags: Sequence[Flag]) -> tuple[list[Leaves], list[Conflict]]:
-    """Add flags as the strongest source; return all sources and what lost.
+    """Add flags as the strongest source; return all sources and the overridden values.
 
     `sources`: those of files, weakest first, and the overrides as the last one.
     """
@@ -328,7 +328,7 @@ def apply_flags(sources: Sequence[Leaves], flags: Sequence[Flag]) -> tuple[list[
     given = {flag.path: Leaf(path=flag.path, value=flag.value, origin=flag.name) for flag in flags}
     completed = dict(given)
     if named := [given[path].origin for path in _GROUP if path in given]:
-        # The rest of the GPUs is as nobody gave it.
+        # The other GPU settings have their defaults.
         origin = f"{DEFAULT} beside {', '.join(named)}"
         for path in _GROUP:
             default = find_settings(path)[0].info.default
@@ -361,7 +361,7 @@ def _find_conflict(path: KeyPath, layers: Sequence[Leaves], *, has_split: bool) 
 
 
 def require_sft(resolved: ResolvedSpec) -> None:
-    """Refuse a run file that asks for more than imitation.
+    """Refuse a run file with terms other than SFT.
 
     Raises: ConfigError naming what it asks for, and where that was written.
     """

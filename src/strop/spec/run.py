@@ -1,4 +1,4 @@
-"""The whole run: its sections, and what must hold between them."""
+"""The whole run: its sections, and the constraints between them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from strop.user_code import CodeRef, is_code
 
 
 class RunSpec(Section):
-    """Everything that a run was asked to do."""
+    """The complete settings of a run."""
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9-]{0,39}$",
@@ -76,13 +76,13 @@ class RunSpec(Section):
 
     @property
     def has_demonstrations(self) -> bool:
-        """Whether demonstrations are read: to be imitated, or for a teacher to judge."""
+        """Whether demonstrations are read, for imitation or for distillation."""
         is_taught = self.train.terms == "distill" and self.sft.source is not None
         return self.train.has_sft or is_taught
 
     @property
     def scores_start(self) -> bool:
-        """Whether every batch is scored once more, by the weights that its ratios start from.
+        """Whether every batch is scored once more, by the weights at which its ratios start.
 
         An algorithm of the user's is taken to start where the catalog's do.
         """
@@ -92,24 +92,24 @@ class RunSpec(Section):
 
     @property
     def holds_start(self) -> bool:
-        """Whether these are kept while later steps move the others."""
+        """Whether those weights are kept while later steps update the policy."""
         return self._starts_apart and self.train.sync_every > 1
 
     @property
     def _starts_apart(self) -> bool:
-        """Whether ratios start at other weights than those that an optimizer step begins with."""
+        """Whether ratios start at other weights than those at the beginning of an optimizer step."""
         own: Mode = "bypass" if self.algorithm.name in ("dppo", "ipo_mask") else "single"
         is_apart = choose_mode(self.algorithm.mode or own, self.train) == "decoupled"
         return self.train.terms in ("rl", "rl+sft") and is_apart
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a reference model is asked anything while the run lasts."""
+        """Whether a reference model is used during the run."""
         return self.train.terms in ("rl", "rl+sft") and self.reference.kl_beta > 0.0
 
     @property
     def frozen_models(self) -> dict[str, str | None]:
-        """Which models take part and never learn, by role; None stands for the one that the run starts from.
+        """The frozen models by role; None stands for the model that the run starts from.
 
         Pairs without a reference of their own are scored by the policy, before its first step.
         """
@@ -121,7 +121,7 @@ class RunSpec(Section):
 
     @property
     def has_teacher(self) -> bool:
-        """Whether a teacher takes part."""
+        """Whether there is a teacher."""
         return self.train.has_rl and self.teacher.source != "none"
 
     @model_validator(mode="after")
@@ -189,7 +189,7 @@ class RunSpec(Section):
 
     @property
     def layout(self) -> Layout:
-        """Where every role lives, on as many nodes as the job asks for."""
+        """The placement of every role on the nodes of the job."""
         return lay_out(self)
 
     @model_validator(mode="after")
@@ -366,11 +366,11 @@ class RunSpec(Section):
 
 
 def last_name(model: str) -> str:
-    """Return what a model's id and its address have in common: the last part of the name."""
+    """Return the last part of a model's id or address."""
     return model.rstrip("/").rpartition("/")[2].rpartition(":")[2].partition("==")[0].lower()
 
 
 def code_of(spec: RunSpec) -> list[CodeRef]:
-    """Return the files of the user's that a run needs: its task's, and an algorithm."""
+    """Return the user's code that a run needs: the task's and the algorithm's."""
     own = [CodeRef.parse(spec.algorithm.name)] if is_code(spec.algorithm.name) else []
     return own + spec.task.user_code

@@ -1,4 +1,4 @@
-"""Where code of a model runs: the sandboxes of tasks and environments, and the service of a run."""
+"""Where model-written code runs: the sandboxes of tasks and environments, and the run's sandbox service."""
 
 from __future__ import annotations
 
@@ -10,20 +10,19 @@ from strop.spec.base import Section, SpecConflict, expert
 
 
 class SandboxSettings(Section):
-    """Which sandboxes a task makes."""
+    """The sandboxes of a task."""
 
     min_isolation: Literal["none", "rlimit", "namespace", "container", "vm"] = Field(
         default="namespace",
-        description="How well the sandbox that code of the model runs in must be isolated, at least; a host"
-        " without such a sandbox is refused. 'rlimit' and 'none' let that code reach this machine's files"
-        " and network.",
+        description="Least isolation of the sandbox for model-written code; a host without such a sandbox is"
+        " refused. 'rlimit' and 'none' allow that code to access this machine's files and network.",
         json_schema_extra=expert("a machine without namespaces can still judge code that its user trusts"),
     )
     sandbox: Literal["auto", "bubblewrap", "podman", "docker", "process", "remote"] = Field(
         default="auto",
-        description="What makes the sandboxes that code of the model runs in. 'auto': the first of this"
-        " machine's that is isolated enough. 'remote': the run's sandbox service, `[runtime]`, on whichever"
-        " node it has room; there programs have the standard library, and a class of task.lane the packages.",
+        description="Backend of the sandboxes for model-written code. 'auto': the first local one with enough"
+        " isolation. 'remote': the run's sandbox service, `[runtime]`, on any node with room; there programs"
+        " have the standard library only, and a class of task.lane the installed packages.",
         json_schema_extra=expert(
             "a machine with accelerators may have few processors, or allow no sandboxes"
         ),
@@ -31,10 +30,9 @@ class SandboxSettings(Section):
     agent_paths: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Files and directories of this machine that task.agent needs where it works in an"
-        " attempt's sandbox, such as its Python environment and its script: shown there by the same paths,"
-        " read-only.",
-        json_schema_extra=expert("a sandbox shows nothing of this machine but /usr"),
+        description="Files and directories of this machine that task.agent needs in an attempt's sandbox,"
+        " such as its Python environment and its script: mounted there at the same paths, read-only.",
+        json_schema_extra=expert("a sandbox sees nothing of this machine but /usr"),
     )
 
     @model_validator(mode="after")
@@ -50,22 +48,22 @@ class SandboxSettings(Section):
 
 
 class GpuSettings(SandboxSettings):
-    """And which GPUs the sandboxes of an attempt have."""
+    """Also the GPUs of an attempt's sandboxes."""
 
     sandbox_gpus: float = Field(
         default=0.0,
         ge=0.0,
         le=64.0,
-        description="GPUs that the sandboxes of each attempt see, of the job.env_gpus: whole ones, or 0.5"
-        " where two attempts share one, 0.25 where four do. Attempts wait for a free one in the order in"
-        " which they begin. Needs bubblewrap, podman or docker.",
+        description="GPUs per attempt for its sandboxes, from job.env_gpus: a whole number, or 0.5 if two"
+        " attempts share one, 0.25 if four do. Attempts wait for a free one in order of their start. Needs"
+        " bubblewrap, podman or docker.",
         json_schema_extra=expert("attempts may train or run models in their sandboxes"),
     )
     gpu_wait_s: float = Field(
         default=3600.0,
         gt=0.0,
         le=10**6,
-        description="Seconds that an attempt waits for sandbox_gpus at most. Then it has no score.",
+        description="Longest time in seconds that an attempt waits for sandbox_gpus. Then it is unscored.",
         json_schema_extra=expert("attempts may hold their GPUs for hours"),
     )
 
@@ -91,26 +89,26 @@ class GpuSettings(SandboxSettings):
 
 
 class RoomSettings(GpuSettings):
-    """And how much room the sandboxes of an environment have, where an example does not say it."""
+    """Also the resources of an environment's sandboxes, where an example does not set them."""
 
     memory_gib: float = Field(
         default=4.0,
         gt=0.0,
         le=4096.0,
-        description="Memory of a sandbox, where the example does not say it.",
+        description="Memory of a sandbox, unless the example sets it.",
         json_schema_extra=expert("builds, tests and training need more than editing"),
     )
     disk_gib: float = Field(
         default=4.0,
         gt=0.0,
         le=4096.0,
-        description="What may be written in a sandbox, where the example does not say it.",
-        json_schema_extra=expert("data sets, checkpoints and builds differ"),
+        description="Disk space of a sandbox, unless the example sets it.",
+        json_schema_extra=expert("data sets, checkpoints and builds differ in size"),
     )
 
 
 class RuntimeSpec(Section):
-    """The sandbox service that the run's workers are handed."""
+    """The sandbox service of a run's workers."""
 
     serve: Literal["none", "here", "cpu-nodes"] = Field(
         default="none",

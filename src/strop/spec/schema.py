@@ -1,4 +1,4 @@
-"""What settings there are: one walk over the models, shared by reader, writer and `explain`.
+"""All settings: one walk over the models, shared by reader, writer and `explain`.
 
 A setting is a leaf such as `train.steps`. The keys below `task.config` belong to the data set, those
 below `task.parts` are labels with a task's settings each: the walk stops at these tables.
@@ -54,7 +54,7 @@ _LIMITS: tuple[tuple[type, str, str], ...] = (
 
 
 def free_table(path: KeyPath) -> KeyPath | None:
-    """Return the free table that a path is a key of, or, below a mixture's part, a setting; or None."""
+    """Return the free table that a path is inside of (for mixtures also a part's setting), or None."""
     deepest = 4 if path[:2] == PARTS_TABLE else 3
     return path[:2] if path[:2] in FREE_TABLES and 2 < len(path) <= deepest else None
 
@@ -75,7 +75,7 @@ class Setting:
 
     @property
     def reason(self) -> str | None:
-        """Why an expert setting exists, behind "It exists because"; None of an everyday setting."""
+        """Why an expert setting exists, after "It exists because"; None for an everyday setting."""
         extra = self.info.json_schema_extra
         return str(extra["expert"]) if isinstance(extra, dict) and "expert" in extra else None
 
@@ -86,7 +86,7 @@ class Setting:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The words allowed, or () where it is not a choice."""
+        """The allowed words, or () if it is not a choice."""
         kind = _kinds(self.info.annotation)[0]
         return get_args(kind) if get_origin(kind) is Literal else ()
 
@@ -106,7 +106,7 @@ class Setting:
 
     @property
     def allowed_text(self) -> str:
-        """Which values it takes, in words."""
+        """Its allowed values, in words."""
         words = self.type_text.removesuffix(" or none")
         article = "an" if words[0] in _VOWELS else "a"
         # Beside the choices: code of the user's.
@@ -136,7 +136,7 @@ class Setting:
 
 
 def _limit_text(limit: Any) -> str:
-    """Return one constraint of the models in words, or '' for one that needs none."""
+    """Describe one constraint of the models, or return '' for one that needs no words."""
     for kind, name, words in _LIMITS:
         if isinstance(limit, kind):
             return words.format(_bound(getattr(limit, name)))
@@ -149,7 +149,7 @@ def _bound(value: Any) -> str:
 
 
 def _kinds(annotation: Any) -> list[Any]:
-    """Return the alternatives of an annotation, those of alternatives too, without None."""
+    """Return the alternatives of an annotation, nested ones included, without None."""
     if get_origin(annotation) is Annotated:
         return _kinds(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -158,7 +158,7 @@ def _kinds(annotation: Any) -> list[Any]:
 
 
 def sections_of(info: FieldInfo) -> list[type[Section]]:
-    """Return the models behind a field of the run spec; [] for a plain setting."""
+    """Return the section models behind a field of the run spec; [] for a plain setting."""
     return [kind for kind in _kinds(info.annotation) if isinstance(kind, type) and issubclass(kind, Section)]
 
 
@@ -180,7 +180,7 @@ def settings() -> tuple[Setting, ...]:
 
 @cache
 def plain_settings() -> tuple[Setting, ...]:
-    """Return the settings that every run has: all but those of a task, `task.name` among them."""
+    """Return the settings of every run: all but those of tasks, `task.name` included."""
     found: list[Setting] = []
     for name in RunSpec.model_fields:
         found += [_name_of_task()] if name == "task" else _plain_settings(name)
@@ -188,7 +188,7 @@ def plain_settings() -> tuple[Setting, ...]:
 
 
 def _plain_settings(name: str) -> tuple[Setting, ...]:
-    """Return a setting of the whole run, or those of a section."""
+    """Return a top-level setting, or the settings of a section."""
     info = RunSpec.model_fields[name]
     models = sections_of(info)
     if not models:
@@ -216,7 +216,7 @@ def _name_of_task() -> Setting:
 
 @cache
 def _settings_of_task(variant: str) -> tuple[Setting, ...]:
-    """Return the settings of one task; imports its module alone."""
+    """Return the settings of one task; imports only its module."""
     section = USER_SECTIONS.get(variant) or built_in_tasks().section(variant)
     return tuple(
         Setting(path=("task", name), variant=variant, info=info)
@@ -232,7 +232,7 @@ def section_names() -> tuple[str, ...]:
 
 
 def section_description(name: str) -> str:
-    """Return what a section is for."""
+    """Return the description of a section."""
     return RunSpec.model_fields[name].description or ""
 
 
@@ -242,7 +242,7 @@ def all_keys() -> tuple[str, ...]:
 
 
 def expert_keys(spec: RunSpec | None = None) -> frozenset[str]:
-    """Return the expert settings of a run, or of all; what is everyday for one task is none."""
+    """Return the expert settings of a run, or of all tasks; one everyday for any task is not expert."""
     known = settings() if spec is None else settings_of(spec)
     everyday = {setting.key for setting in known if setting.reason is None}
     return frozenset(setting.key for setting in known) - everyday
@@ -265,7 +265,7 @@ def find_settings(path: KeyPath, variant: str | None = None) -> tuple[Setting, .
 
 
 def variant_of(task: str | None) -> str | None:
-    """Return the variant that a task's settings have: its name, or that of all of the user's of its kind."""
+    """Return the variant of a task's settings: its name, or the common variant of user-defined tasks."""
     if task is None or find_task(task) is None:
         return task
     section = find_section(task)
@@ -273,13 +273,13 @@ def variant_of(task: str | None) -> str | None:
 
 
 def settings_of(spec: RunSpec) -> tuple[Setting, ...]:
-    """Return the settings that a spec has: those of its own task alone, and the user's own of that."""
+    """Return the settings of a spec, with those of its own task, user-defined ones included."""
     variant = variant_of(spec.task.name) or ""
     return plain_settings() + _settings_of_task(variant) + own_settings(spec.task)
 
 
 def own_settings(task: TaskSection) -> tuple[Setting, ...]:
-    """Return the settings that the class of a user's task takes; none for a built-in task."""
+    """Return the settings of a user-defined class; none for a built-in task."""
     if not isinstance(task, UserCodeSection):
         return ()
     known = task.inspect().schema if task.ref.is_here else {}
@@ -293,7 +293,7 @@ def own_settings(task: TaskSection) -> tuple[Setting, ...]:
 
 
 def valid_names(path: KeyPath) -> tuple[str, ...]:
-    """Return the names that may stand where the last part of an unknown path stands."""
+    """Return the valid names for the last part of an unknown path."""
     if len(path) > 1 and path[0] in section_names():
         inside = (setting.path[1] for setting in settings() if setting.path[0] == path[0])
         return tuple(dict.fromkeys(inside))
@@ -301,7 +301,7 @@ def valid_names(path: KeyPath) -> tuple[str, ...]:
 
 
 def near_keys(path: KeyPath) -> list[str]:
-    """Return up to three settings or sections that an unknown key may have meant, best first."""
+    """Return up to three settings or sections that resemble an unknown key, best first."""
     keys = [*all_keys(), *section_names(), EXTENDS]
     by_name = {key: key.rpartition(".")[2] for key in keys}
     same_name = [key for key in keys if by_name[key] == path[-1] and key != dotted(path)]
@@ -327,7 +327,7 @@ _JSON_LIMITS: Mapping[str, Any] = {
 
 
 def to_field(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> FieldInfo:
-    """Return a setting as the sections of strop's own have it: type, limits, default, meaning."""
+    """Convert a JSON Schema into a field as strop's sections have it: type, limits, default, description."""
     choices = [_resolve(one, definitions) for one in schema.get("anyOf", [schema])]
     kinds = [one for one in choices if one.get("type") != "null"]
     kind = kinds[0] if kinds else {}

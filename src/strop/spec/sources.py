@@ -1,4 +1,4 @@
-"""From the trees of files and the overrides to one value per setting, each with its origin.
+"""From files and overrides to one value per setting, each with its origin.
 
 Refuses, for each source alone: unknown keys, tables where values belong and the reverse, values
 that no setting can have, credentials. Types are the models' business.
@@ -43,12 +43,12 @@ from strop.user_code import is_code
 ENVIRONMENT = "environment"
 """Another name of the table `task`, for tasks of several turns."""
 SELECTORS: dict[KeyPath, KeyPath] = {("task", "name"): ("task",), ("task", "dataset"): CONFIG_TABLE}
-"""A setting that picks what a table is about, and the table that starts anew with it."""
+"""A setting that selects a table's content, and the table that is reset when it changes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Leaf:
-    """One value that a source gives to one setting."""
+    """One value of one setting in a source."""
 
     path: KeyPath
     value: Any
@@ -60,7 +60,7 @@ Leaves = dict[KeyPath, Leaf]
 
 
 def read_sources(path: str | None, overrides: Sequence[str]) -> list[Leaves]:
-    """Return what each source says, weakest first: extended files, the file, the overrides.
+    """Read each source, weakest first: extended files, the file, the overrides.
 
     `path` None: there is no file.
 
@@ -101,7 +101,7 @@ def read_sources(path: str | None, overrides: Sequence[str]) -> list[Leaves]:
 
 
 def _read_file(path: str, way: tuple[tuple[str, str], ...], trees: dict[str, Tree]) -> None:
-    """Read a file behind its parents. `way`: identity and shown name of the files that led to it."""
+    """Read a file after its parents. `way`: identity and shown name of the files that led to it."""
     identity = os.path.realpath(path) if "\0" not in path else path
     if identity in trees:
         return
@@ -120,7 +120,7 @@ def _read_file(path: str, way: tuple[tuple[str, str], ...], trees: dict[str, Tre
 
 
 def _extended_paths(path: str, tree: Tree) -> list[tuple[str, str]]:
-    """Return the files that a file extends, weakest first: as it names them, and where they are."""
+    """Return the files that a file extends, weakest first: the name in the file, and the path."""
     if EXTENDS not in tree.values:
         return []
     given, origin = tree.values[EXTENDS], tree.origin((EXTENDS,))
@@ -167,7 +167,7 @@ def _as_task(path: KeyPath) -> KeyPath:
 
 
 def is_table(path: KeyPath) -> bool:
-    """Whether a path is a table that the reader looks into."""
+    """Whether the reader descends into a path."""
     path = _as_task(path)
     is_part = len(path) == len(PARTS_TABLE) + 1 and free_table(path) == PARTS_TABLE
     return is_part or path in FREE_TABLES or (len(path) == 1 and path[0] in section_names())
@@ -179,7 +179,7 @@ def is_part_setting(path: KeyPath) -> bool:
 
 
 def _flatten(values: dict[str, Any], prefix: KeyPath) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield the leaves of a tree. An empty table yields nothing, and that of a part the task of its label."""
+    """Yield the leaves of a tree. An empty table yields nothing; that of a part yields its label as task."""
     for key, value in values.items():
         path = (*prefix, key)
         if value == {} and prefix == PARTS_TABLE:
@@ -191,7 +191,7 @@ def _flatten(values: dict[str, Any], prefix: KeyPath) -> Iterator[tuple[KeyPath,
 
 
 def _finish(found: list[Leaf], folder: str) -> Leaves:
-    """Refuse what no setting takes; turn the word none into None and relative paths absolute."""
+    """Refuse invalid leaves; turn the word none into None and relative paths into absolute ones."""
     problems = [problem for leaf in found if (problem := _problem(leaf)) is not None]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -214,7 +214,7 @@ def _finish(found: list[Leaf], folder: str) -> Leaves:
 
 
 def _problem(leaf: Leaf) -> str | None:
-    """Return why no setting takes this leaf, or None."""
+    """Return why no setting accepts this leaf, or None."""
     if _is_too_deep(leaf.value):
         return format_error(
             f"a value is nested more than {MAX_DEPTH} deep ({leaf.origin})",
@@ -255,7 +255,7 @@ def _shown(leaf: Leaf) -> str:
 
 
 def unknown_key(path: KeyPath, origin: str) -> str:
-    """Return the refusal of a key that no setting has."""
+    """Return the message for an unknown key."""
     near = near_keys(path)
     place = f" in {path[0]}" if len(path) > 1 and path[0] in section_names() else ""
     return format_error(
@@ -266,7 +266,7 @@ def unknown_key(path: KeyPath, origin: str) -> str:
 
 
 def _credential(path: KeyPath, value: Any) -> str | None:
-    """Return which kind of credential a leaf holds, in its key or anywhere in its value."""
+    """Return the kind of credential in a leaf's key or value, or None."""
     for part in path:
         if (form := credential_form(part)) is not None:
             return form
@@ -311,7 +311,7 @@ OVERRIDE = "override"
 
 
 def join_words(words: Sequence[str]) -> list[str]:
-    """Return overrides as `key=value`, whatever form each was given in: `--a.b-c 1` is `a.b_c=1`.
+    """Return overrides as `key=value`, whatever their form: `--a.b-c 1` is `a.b_c=1`.
 
     Raises: ConfigError if a flag has no value.
     """
@@ -437,7 +437,7 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
 
 
 def absolute_path(path: KeyPath, text: str, folder: str, origin: str) -> str:
-    """Return the text of a setting, made absolute against `folder` where it is a path.
+    """Return a setting's text, made absolute against `folder` if it is a path.
 
     An empty text is left to the model's own check.
     Raises: ConfigError if a path holds control characters.

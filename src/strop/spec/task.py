@@ -1,4 +1,4 @@
-"""The section of a run's task: what all tasks share, a user's class, and where the built-in ones are found.
+"""The section of a run's task: the common base, user-defined classes, and the lookup of built-in ones.
 
 The section of a built-in task stands beside its task, in the room `tasks`, which is above this one. So the
 list of them is asked for by name (`built_in`) when a run file names a task; nothing of it is imported before.
@@ -33,104 +33,105 @@ PROMPTING = ("system_prompt", "prompt_template", "stop")
 
 
 class TaskSection(Section):
-    """What all tasks share."""
+    """Base of all task sections."""
 
     name: str
     if TYPE_CHECKING:
         # Settings of most tasks, properties of the others.
         @property
         def num_train(self) -> int | None:
-            """How many examples are trained on; None: only the data can tell."""
+            """Number of training examples; None: known only from the data."""
 
         @property
         def num_held_out(self) -> int | None:
-            """How many examples are held out; None: only the data can tell."""
+            """Number of held-out examples; None: known only from the data."""
 
     max_reply_tokens: int | None = Field(
         default=None,
         ge=1,
         le=10**7,
-        description="Tokens sampled per reply at most, terminator included. A reply cut here is marked as"
-        " cut. none = the task's own limit; a larger value than that is refused.",
+        description="Most tokens sampled per reply, terminator included. A reply cut here is marked as"
+        " truncated. none = the task's own limit; a larger value is refused.",
     )
     max_too_long_frac: float = Field(
         default=0.01,
         ge=0.0,
         lt=1.0,
         description="Share of training prompts that may leave no room for a whole reply in the model's"
-        " positions. They are not attempted; above this share the run is refused.",
-        json_schema_extra=expert("data sets hold a few prompts that no model has room for"),
+        " context. They are not attempted; above this share the run is refused.",
+        json_schema_extra=expert("data sets contain a few prompts that exceed any model's context"),
     )
     thinking: Literal["off", "on", "model_default"] = Field(
         default="model_default",
-        description="Whether a chat model is told to think before it answers, if its chat template can be"
-        " told. on = the reply has 8192 tokens beyond the task's own limit, and no text ends it. Judged is"
-        " what stands behind the thinking, and thinking without an end is no answer.",
+        description="Whether a chat model is asked to think before it answers, if its chat template supports"
+        " this. on = the reply has 8192 tokens beyond the task's own limit, and no text ends it. The text"
+        " after the thinking is judged; unfinished thinking is no answer.",
     )
     system_prompt: str | None = Field(
         default=None,
-        description="What the model is told before the task's own messages: a message of the role system in a"
-        " chat; in plain text it stands before the prompt, with a blank line between. none = nothing.",
+        description="System message before the task's own messages; in plain text it precedes the prompt,"
+        " separated by a blank line. none = no system message.",
     )
     prompt_template: str | None = Field(
         default=None,
-        description="What the model is asked in place of the task's own wording, such as 'Solve: {question}'."
-        " A name in braces stands for the example's field of that name, '{{' and '}}' for braces. In plain"
-        " text it is the prompt to the letter. none = the task's own.",
-        json_schema_extra=expert("published scores come with their own words around the question"),
+        description="Prompt instead of the task's own wording, such as 'Solve: {question}'. A name in braces"
+        " stands for the example's field of that name, '{{' and '}}' for braces. In plain text it is used"
+        " verbatim. none = the task's own wording.",
+        json_schema_extra=expert("published scores depend on the wording around the question"),
     )
     stop: tuple[str, ...] | None = Field(
         default=None,
         strict=False,
-        description="Texts that end a reply, in place of the task's own, in a chat and in plain text; an"
-        " empty list leaves the model's own terminator alone. none = the task's own.",
-        json_schema_extra=expert("base models need an end that their text shows"),
+        description="Stop strings instead of the task's own, in a chat and in plain text; an empty list"
+        " leaves only the model's terminator. none = the task's own.",
+        json_schema_extra=expert("base models need a stop string that fits their prompt"),
     )
     order_file: str | None = Field(
         default=None,
         min_length=1,
-        description="JSONL file of example ids, or a text with one id, or one row number from 0, a line: the"
-        " run trains on these examples only, in this order, and again from the first line in each epoch."
-        " `strop eval --write-order` makes one, `strop tasks order convert` makes one of another kind of"
-        " ids. none = all examples, shuffled anew in each epoch.",
-        json_schema_extra=expert("a curriculum is an order of examples"),
+        description="JSONL file of example ids, or a text with one id, or one row number (from 0), on each"
+        " line: the run trains on these examples only, in this order, and starts again from the first line in"
+        " each epoch. `strop eval --write-order` writes such a file, `strop tasks order convert` converts"
+        " other ids. none = all examples, reshuffled in each epoch.",
+        json_schema_extra=expert("curricula order the examples"),
     )
     min_solved_frac: float = Field(
         default=0.0,
         ge=0.0,
         le=1.0,
-        description="Examples of the order file that a smaller share of attempts solved are left out.",
+        description="Skip examples of the order file that a smaller share of attempts solved.",
         json_schema_extra=expert("examples that the model never solves teach nothing"),
     )
     max_solved_frac: float = Field(
         default=1.0,
         ge=0.0,
         le=1.0,
-        description="Examples of the order file that a larger share of attempts solved are left out.",
+        description="Skip examples of the order file that a larger share of attempts solved.",
         json_schema_extra=expert("examples that the model always solves teach nothing"),
     )
     agent: str | None = Field(
         default=None,
         min_length=1,
-        description="A program that solves the problems, and asks the model over OpenAI's protocol as often"
-        " as it likes: a function as FILE.py:NAME, or a command with its words. Its answer is judged as a"
-        " reply is; a command whose attempts have a workspace works there. none = the model does by itself.",
-        json_schema_extra=expert("an agent may be trained as it is"),
+        description="Program that solves the problems and may call the model over OpenAI's protocol any"
+        " number of times: a function as FILE.py:NAME, or a command line. Its answer is judged like a reply;"
+        " a command works in the attempt's workspace if there is one. none = no program: the model replies"
+        " directly.",
+        json_schema_extra=expert("existing agents can be trained unmodified"),
     )
     agent_limit_s: float = Field(
         default=600.0,
         gt=0.0,
         le=10**6,
-        description="Seconds that task.agent has for a problem. Then it is ended, and an empty answer is"
-        " judged, marked as cut.",
+        description="Seconds that task.agent has for a problem. Then it is killed, and an empty answer is"
+        " judged, marked as truncated.",
         json_schema_extra=expert("a program may never end"),
     )
     agent_tokens: int = Field(
         default=32_768,
         ge=1,
         le=10**9,
-        description="Tokens that task.agent may have sampled for a problem; then its calls are refused.",
-        json_schema_extra=expert("a program may ask a thousand times"),
+        description="Most tokens that task.agent may have sampled for a problem; then its calls are refused.",
+        json_schema_extra=expert("a program may call the model a thousand times"),
     )
     max_unmatched_ids: int = Field(
         default=0,
@@ -141,23 +142,23 @@ class TaskSection(Section):
 
     @property
     def prompting(self) -> dict[str, object]:
-        """What of `PROMPTING` is set, by name; empty where the model is asked as the task does it."""
+        """The settings of `PROMPTING` that are set, by name; empty with the task's own wording."""
         found = {name: getattr(self, name) for name in PROMPTING}
         return {name: value for name, value in found.items() if value is not None}
 
     @property
     def user_code(self) -> list[CodeRef]:
-        """The files of the user's that the task, or the program that solves it, is made of."""
+        """The user's code that the task, or its agent program, consists of."""
         return [CodeRef.parse(self.agent)] if self.agent is not None and is_code(self.agent) else []
 
     @property
     def judges_by_data(self) -> bool:
-        """Whether judging a reply needs the task's examples at hand."""
+        """Whether judging a reply needs the task's examples."""
         return False
 
     @property
     def runs_programs(self) -> bool:
-        """Whether judging a reply runs a program, which takes hundreds of times as long as rules."""
+        """Whether judging runs a program, which takes hundreds of times as long as rules."""
         return isinstance(self, CodeTaskSection)
 
     @model_validator(mode="after")
@@ -222,15 +223,14 @@ SOURCE_HELP = (
 
 
 class FewShot(TaskSection):
-    """What tasks share that can show solved examples first."""
+    """Base of tasks that can show solved examples first."""
 
     num_few_shot: int = Field(
         default=0,
         ge=0,
         le=16,
-        description="Solved examples before the problem where the model is asked in plain text, from the"
-        " data itself. A chat shows none.",
-        json_schema_extra=expert("published scores are shown some examples first"),
+        description="Solved examples from the data before the problem, in plain text. A chat shows none.",
+        json_schema_extra=expert("published scores are measured with few-shot examples"),
     )
 
     @model_validator(mode="after")
@@ -246,87 +246,89 @@ class FewShot(TaskSection):
 
 
 class HeldOutRows(TaskSection):
-    """What tasks share that are judged on the rows of a data set."""
+    """Base of tasks with rows for evaluation."""
 
     num_held_out: int | None = Field(
-        default=None, ge=1, le=10**7, description="Held-out problems used, from the first. none = all."
+        default=None, ge=1, le=10**7, description="Number of held-out problems, from the first. none = all."
     )
 
 
 class TrainingRows(HeldOutRows):
-    """What tasks share that also train on the rows of a data set."""
+    """Base of tasks that also train on rows."""
 
     num_train: int | None = Field(
-        default=None, ge=1, le=10**7, description="Training problems used, from the first. none = all."
+        default=None, ge=1, le=10**7, description="Number of training problems, from the first. none = all."
     )
 
 
 class EvaluationRows(HeldOutRows):
-    """What tasks share whose data is for evaluation only."""
+    """Base of tasks whose data is for evaluation only."""
 
     @property
     def num_train(self) -> int | None:
-        """None: only the task can tell, and it refuses to be trained on."""
+        """None: known only to the task, which refuses training."""
         return None
 
 
 class CodeTaskSection(SandboxSettings, HeldOutRows):
-    """What the tasks that run code of the model share."""
+    """Base of tasks that run model-written code."""
 
 
 class EnvironmentSection(TaskSection):
-    """What the environments share, tasks whose attempts may have several turns: `[environment]`."""
+    """Base of environments, whose attempts may have several turns: `[environment]`."""
 
     max_turns: int | None = Field(
         default=None,
         ge=1,
         le=10_000,
-        description="Replies that an attempt has at most; then it is scored. none = the environment's own.",
+        description="Most replies in an attempt; then it is scored. none = the environment's own limit.",
         json_schema_extra=expert("longer attempts cost more, and may earn more"),
     )
     max_attempt_tokens: int | None = Field(
         default=None,
         ge=1,
         le=10**9,
-        description="Tokens sampled in all turns of an attempt at most; then it is scored as it stands, and"
-        " marked as cut. none = turns and replies are bounded alone.",
+        description="Most tokens sampled in all turns of an attempt; then it is scored as it is, and marked"
+        " as truncated. none = only turns and replies are limited.",
         json_schema_extra=expert("the length of attempts may differ by orders of magnitude"),
     )
     max_attempt_s: float | None = Field(
         default=None,
         gt=0.0,
         le=10**6,
-        description="Wall time of an attempt in seconds; then it is scored as it stands, and marked as cut."
-        " none = no bound.",
+        description="Wall time of an attempt in seconds; then it is scored as it is, and marked as truncated."
+        " none = no limit.",
         json_schema_extra=expert("one long attempt can hold up a whole batch"),
     )
     max_observation_chars: int = Field(
         default=4000,
         ge=100,
         le=10**8,
-        description="Characters that the model is shown of what a turn or a tool returns, at most: beginning"
-        " and end are kept, and it says what is left out.",
+        description="Most characters of a turn's or a tool's result that the model sees: beginning and end"
+        " are kept, with a note of what is omitted.",
         json_schema_extra=expert("a tool may print a gigabyte"),
     )
     tool_limit_s: float = Field(
         default=60.0,
         gt=0.0,
         le=86_400.0,
-        description="Seconds that a tool may take which waits for something. Then the attempt has no score.",
-        json_schema_extra=expert("a tool may wait for what never comes"),
+        description="Seconds that a waiting tool may take. Then the attempt is unscored.",
+        json_schema_extra=expert("a tool may wait forever"),
     )
     mcp_servers: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="MCP servers whose tools join the environment's own: URLs, or commands for each attempt.",
-        json_schema_extra=expert("a tool may exist already"),
+        description="MCP servers whose tools are added to the environment's own: URLs, or commands that are"
+        " started for each attempt.",
+        json_schema_extra=expert("many tools exist as MCP servers"),
     )
     max_format_errors: int = Field(
         default=3,
         ge=1,
         le=10_000,
-        description="Replies in a row that call a tool wrongly; then the attempt is scored as it stands.",
-        json_schema_extra=expert("a model that has lost the form seldom finds it again in the same attempt"),
+        description="Consecutive replies with a malformed tool call after which the attempt is scored as it"
+        " is.",
+        json_schema_extra=expert("a model that has lost the format rarely recovers within the attempt"),
     )
 
     @model_validator(mode="after")
@@ -348,7 +350,7 @@ USER_ENVIRONMENT = "FILE.py:ENVIRONMENT"
 
 
 class UserCodeSection(TrainingRows):
-    """A class of the user's, in a file or announced by an installed package, with settings of its own."""
+    """A user-defined class, in a file or announced by an installed package, with its own settings."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, JsonValue]
@@ -358,7 +360,7 @@ class UserCodeSection(TrainingRows):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        """Have the class check and complete its settings; they stand as they are where it is not here."""
+        """Let the class check and complete its settings; unchanged if the class is not on this machine."""
         for key, value in self.__pydantic_extra__.items():
             check_free_table(("task", key), value)
         if not self.ref.is_here:
@@ -380,18 +382,18 @@ class UserCodeSection(TrainingRows):
 
     @property
     def ref(self) -> CodeRef:
-        """Where the class is."""
+        """The class's location."""
         found = find_task(self.name)
         assert found is not None
         return found
 
     @property
     def user_code(self) -> list[CodeRef]:
-        """The file of the class, unless a package announces it."""
+        """The class's file, unless a package announces it."""
         return [*([self.ref] if self.ref.is_file else []), *super().user_code]
 
     def inspect(self) -> InspectedTask:
-        """Return what the class is and how it completes these settings.
+        """Inspect the class and complete these settings.
 
         Raises: ConfigError like `inspect_task`.
         """
@@ -414,21 +416,21 @@ class UserTaskSpec(UserCodeSection):
         le=3600.0,
         description="Seconds that judging a reply may take. Then its process is killed, and a second attempt"
         " has four times as long.",
-        json_schema_extra=expert("verifiers of one's own may be slow"),
+        json_schema_extra=expert("user-defined verifiers may be slow"),
     )
 
 
 class UserEnvironmentSpec(UserCodeSection, GpuSettings, EnvironmentSection):
-    """An environment of the user's: a class with `reset`, and `step` or tools."""
+    """A user-defined environment: a class with `reset`, and `step` or tools."""
 
     # The second base has the usual one.
     model_config = ConfigDict(extra="allow")
 
     lane: Literal["process", "sandbox"] = Field(
         default="process",
-        description="Where the class runs: in the process of the rollouts, or each attempt in a sandbox of"
-        " its own (task.sandbox), which shows it the installed packages, its sources, and nothing else of"
-        " this machine. There a tool that hangs, exits or prints without end costs its own attempt only.",
+        description="Where the class runs: in the rollout process, or each attempt in its own sandbox"
+        " (task.sandbox), which sees the installed packages, its sources, and nothing else of this machine."
+        " There a tool that hangs, exits or prints endlessly affects only its own attempt.",
         json_schema_extra=expert("code that may hang, or runs what the model writes, belongs in a sandbox"),
     )
 
@@ -461,12 +463,12 @@ USER_SECTIONS: Mapping[str, type[UserCodeSection]] = MappingProxyType(
 
 
 def is_nullable(schema: dict[str, Any]) -> bool:
-    """Whether a setting of JSON Schema may be without a value."""
+    """Whether a JSON Schema allows null."""
     return any(one.get("type") == "null" for one in schema.get("anyOf", ()))
 
 
 def find_section(name: str) -> type[TaskSection] | None:
-    """Return the section of a task by its name, the user's own among them; None if there is no such task.
+    """Return the section of a task by its name, also for user-defined tasks; None for an unknown task.
 
     Raises: ConfigError like `find_task`.
     """
@@ -479,7 +481,7 @@ def find_section(name: str) -> type[TaskSection] | None:
 
 
 def _read(value: Any) -> Any:
-    """Return the section that a table is; its `name` says which."""
+    """Return the section for a table, chosen by its `name`."""
     if not isinstance(value, dict):
         return value
     if "name" not in value:

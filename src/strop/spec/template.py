@@ -1,4 +1,4 @@
-"""Texts with named places, such as 'Solve: {question}': checked with the run file, filled for each example.
+"""Texts with placeholders, such as 'Solve: {question}': checked with the run file, filled for each example.
 
 A place is a name in braces and nothing else: no part of a value is reached through it, and a value's own
 braces stay text. '{{' and '}}' stand for braces.
@@ -13,7 +13,7 @@ from strop.spec.base import SpecConflict
 
 
 def list_names(template: str) -> list[str]:
-    """Return the names of the places, in order, each once.
+    """Return the placeholders' names in order, each once.
 
     Raises: ValueError saying what is wrong: a brace alone, a place without a name, or more than a name in it.
     """
@@ -42,7 +42,7 @@ def refuse_malformed(key: str, template: str) -> None:
 
 
 def fill(template: str, values: Mapping[str, object]) -> str:
-    """Return the text with every place filled. Raises: KeyError for a name without a value."""
+    """Return the text with every placeholder filled. Raises: KeyError for a name without a value."""
     return "".join(
         literal + ("" if name is None else str(values[name]))
         for literal, name, _, _ in Formatter().parse(template)

@@ -1,4 +1,4 @@
-"""The training loop: its sizes, its optimizer, its evaluations, and the trouble that it watches for."""
+"""The training loop: its sizes, its optimizer, its evaluations, and its tripwires."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ class TrainSpec(Section):
 
     @property
     def steps_per_batch(self) -> int:
-        """Optimizer steps that a batch takes."""
+        """Optimizer steps per batch."""
         return self.mini_batches * self.epochs
 
     @property
@@ -301,7 +301,7 @@ _FRAC = " A share in [0, 1] of one step; above it is an alarm. none = not watche
 
 
 class TripwireSpec(Section):
-    """Limits that a healthy run keeps."""
+    """Bounds of a healthy run."""
 
     max_zero_variance_frac: float | None = Field(
         default=0.95,

@@ -21,7 +21,7 @@ SUFFIX = ".toml"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tree:
-    """What a file says."""
+    """The content of a file."""
 
     shown: str
     """The file as messages name it."""
@@ -146,7 +146,7 @@ _ESCAPES = {"b": "\b", "t": "\t", "n": "\n", "f": "\f", "r": "\r", '"': '"', "\\
 
 
 def locate_keys(text: str) -> dict[KeyPath, int]:
-    """Return the line (from 1) of every key and table header; the first one if there are several.
+    """Return the line (from 1) of every key and table header; the first if there are several.
 
     Keys of inline tables are included, those inside lists are not.
     """
@@ -188,7 +188,7 @@ class _Scanner:
             self.position = match.end()
 
     def _key(self, prefix: KeyPath) -> KeyPath:
-        """Read a dotted key, note its line, and stop behind the space that follows it."""
+        """Read a dotted key, record its line, and stop after the following space."""
         path = prefix
         line = bisect_right(self._line_starts, self.position)
         while True:
@@ -216,7 +216,7 @@ class _Scanner:
             self._skip(_BARE)
 
     def _members(self, closing: str, path: KeyPath | None) -> None:
-        """Skip a list or an inline table, noting the lines of the table's keys."""
+        """Skip a list or an inline table, recording the lines of the table's keys."""
         self.position += 1
         self._skip(_BLANK)
         while self._peek() != closing:
