@@ -67,7 +67,7 @@ def test_a_class_of_the_users_has_settings_of_its_own_and_those_of_environments(
 
 
 def test_its_settings_are_explained() -> None:
-    assert "an attempt has at most" in explain("environment.max_turns").description
+    assert "Most replies in an attempt" in explain("environment.max_turns").description
     assert "task.max_format_errors" in explain("environment").keys
 
 
