@@ -108,7 +108,7 @@ class JobSpec(Section):
     time_limit: str | None = Field(
         default=None,
         min_length=1,
-        description="Wall time: 90s, 30m, 2h, 5d, HH:MM:SS or D-HH:MM:SS. none = the site's default.",
+        description=f"Wall time: {DURATION_HELP}. none = the site's default.",
     )
     max_requeue: int = Field(
         default=3,

@@ -32,9 +32,7 @@ class LlmJudgeSpec(TrainingRows):
     source: str | None = Field(
         default=None,
         min_length=1,
-        description="Source of the problems: a hub id such as some/prompts, or a folder or file of Parquet or"
-        " JSONL. A text that starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path; a"
-        " relative one is relative to the file that names it. none = only as a part of a blend.",
+        description=SOURCE_HELP.format("some/prompts") + " none = only as a part of a blend.",
     )
     rubric: str = Field(
         default="quality",

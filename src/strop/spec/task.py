@@ -216,9 +216,9 @@ class TaskSection(Section):
 
 
 SOURCE_HELP = (
-    "Where the problems are: a hub id such as {}, or a folder or file of Parquet or JSONL. A text that"
-    " starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path, and a relative one is"
-    " taken from the file that names it."
+    "Source of the problems: a hub id such as {}, or a folder or file of Parquet or JSONL. A text that"
+    " starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path; a relative one is"
+    " relative to the file that names it."
 )
 
 

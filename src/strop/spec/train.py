@@ -297,7 +297,7 @@ class EvalSpec(Section):
     )
 
 
-_FRAC = " A share in [0, 1] of one step; above it is an alarm. none = not watched."
+_WATCHED = " A larger share is an alarm. none = not watched."
 
 
 class TripwireSpec(Section):
@@ -307,32 +307,30 @@ class TripwireSpec(Section):
         default=0.95,
         ge=0.0,
         le=1.0,
-        description="Largest share of a step's groups whose rewards are all equal, so that nothing is learned"
-        " from them. A larger share is an alarm. none = not watched.",
+        description="Largest share of a step's groups whose rewards are all equal, so that"
+        " nothing is learned from them." + _WATCHED,
         json_schema_extra=expert("hard tasks start with few groups that differ"),
     )
     max_duplicate_frac: float | None = Field(
         default=0.95,
         ge=0.0,
         le=1.0,
-        description="Largest share of a step's rollouts that equal an earlier rollout of their group, token"
-        " by token; the first of a group does not count. A larger share is an alarm. none = not watched.",
+        description="Largest share of a step's rollouts that equal an earlier rollout of their"
+        " group, token by token; the first of a group does not count." + _WATCHED,
         json_schema_extra=expert("short answers repeat without a collapse"),
     )
     max_truncated_frac: float | None = Field(
         default=0.5,
         ge=0.0,
         le=1.0,
-        description="Largest share of a step's replies that are truncated at their token limit. A larger"
-        " share is an alarm. none = not watched.",
+        description="Largest share of a step's replies that are truncated at their token limit." + _WATCHED,
         json_schema_extra=expert("tight token limits are sometimes meant"),
     )
     max_failed_frac: float | None = Field(
         default=0.1,
         ge=0.0,
         le=1.0,
-        description="Largest share of a step's rollouts that could not be scored. A larger share is an alarm."
-        " none = not watched.",
+        description="Largest share of a step's rollouts that could not be scored." + _WATCHED,
         json_schema_extra=expert("flaky judges lose more rollouts than a healthy one"),
     )
     max_drift_nats: float | None = Field(
@@ -399,8 +397,8 @@ class TripwireSpec(Section):
         default=0.3,
         ge=0.0,
         le=1.0,
-        description="Largest share of a step's replies that continue with another question after their"
-        " answer. A larger share is an alarm. none = not watched.",
+        description="Largest share of a step's replies that continue with another question after"
+        " their answer." + _WATCHED,
         json_schema_extra=expert("base models go on behind their answer until they have learned to stop"),
     )
     max_dev_gap: float | None = Field(
