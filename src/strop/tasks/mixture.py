@@ -63,7 +63,7 @@ class MixtureSpec(PartedSection):
         default="weighted",
         description="How the parts' examples follow each other in an epoch: drawn by weight until all are"
         " used up, drawn by the parts' sizes, or one part after the other.",
-        json_schema_extra=expert("published scores differ by how an answer is found"),
+        json_schema_extra=expert("tasks are mixed in several ways, and a curriculum needs an order"),
     )
     parts: dict[str, dict[str, JsonValue]] = Field(
         default={},

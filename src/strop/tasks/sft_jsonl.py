@@ -40,7 +40,7 @@ class SftJsonlSpec(TrainingRows):
     name: Literal["sft-jsonl"]
     source: str = Field(
         min_length=1,
-        description="Where the rows are: a file of JSONL or Parquet, or a folder with train* and test* files."
+        description="Source of the rows: a file of JSONL or Parquet, or a folder with train* and test* files."
         " Rows without the key gold are left out and counted.",
     )
     subset: str | None = Field(

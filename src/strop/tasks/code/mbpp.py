@@ -67,7 +67,7 @@ class MbppSpec(FewShot, CodeTaskSection, TrainingRows):
     source: str = Field(
         default="google-research-datasets/mbpp",
         min_length=1,
-        description="Where the problems are: a hub id such as google-research-datasets/mbpp, or a path, as"
+        description="Source of the problems: a hub id such as google-research-datasets/mbpp, or a path, as"
         " for gsm8k.",
     )
     rules: Literal["own", "lm-eval"] = Field(

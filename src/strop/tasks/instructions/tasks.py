@@ -203,9 +203,9 @@ _SOURCES: Mapping[str, _Source] = MappingProxyType(
 
 
 _SOURCE_HELP = (
-    "Where the rows are, in the columns of {hub_id}: a hub id, or a folder or file of Parquet or JSONL. A"
-    " text that starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path, and a relative"
-    " one is taken from the file that names it."
+    "Source of the rows, in the columns of {hub_id}: a hub id, or a folder or file of Parquet or JSONL. A"
+    " text that starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path; a relative one"
+    " is relative to the file that names it."
 )
 
 

@@ -38,9 +38,9 @@ class Gsm8kSpec(FewShot, TrainingRows):
     source: str = Field(
         default="openai/gsm8k",
         min_length=1,
-        description="Where the problems are: a hub id such as openai/gsm8k, a folder or file of Parquet or"
+        description="Source of the problems: a hub id such as openai/gsm8k, a folder or file of Parquet or"
         " JSONL, or such a one in a store, as s3://bucket/path. A text that starts with '/', '~' or '.',"
-        " or ends in .parquet, .jsonl or .json, is a path, and a relative one is taken from the file that"
+        " or ends in .parquet, .jsonl or .json, is a path; a relative one is relative to the file that"
         " names it.",
     )
     mode: Literal["auto", "strict", "hash", "flex"] = Field(
