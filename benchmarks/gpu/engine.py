@@ -39,7 +39,7 @@ def run_engine(setting: Setting) -> PartResult:
         num_graphs = _num_graphs(engine)
         if setting.is_gpu:
             result.check(f"graphs captured, {word}", num_graphs > 0, f"{num_graphs} forms")
-        with mock.patch.object(StaticStep, "_run", StaticStep._compute):
+        with mock.patch.object(StaticStep, "_capture", return_value=None):
             plain = NativeEngine(model, tokenizer, max_num_seqs=24 if setting.is_gpu else 8, is_static=True)
             called = asyncio.run(_generate(plain, requests))
         same = _share_equal(replayed, called)
