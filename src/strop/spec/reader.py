@@ -79,11 +79,7 @@ def load_section(name: str, model: type[AnySection], words: Sequence[str]) -> An
         return model.model_validate({path[1]: leaf.value for path, leaf in leaves.items()})
     except ValidationError as error:
         origins = dict.fromkeys(map(dotted, leaves), OVERRIDE)
-        problems = [
-            _explain_error({**detail, "loc": (name, *detail["loc"])}, None, origins)
-            for detail in error.errors(include_url=False)
-        ]
-        raise ConfigError("\n".join(dict.fromkeys(problems))) from error
+        raise _refusal(error, None, origins, section=(name,)) from error
 
 
 def resolve_sources(sources: Sequence[Leaves], flags: Sequence[Flag] = ()) -> ResolvedSpec:
@@ -151,8 +147,7 @@ def _validate(winners: Leaves, origins: Mapping[str, str]) -> RunSpec:
         return RunSpec.model_validate(tree)
     except ValidationError as error:
         task = tree.get("task", {}).get("name")
-        problems = [_explain_error(detail, task, origins) for detail in error.errors(include_url=False)]
-        raise ConfigError("\n".join(dict.fromkeys(problems))) from error
+        raise _refusal(error, task, origins) from error
 
 
 def _set_default_path(tree: dict[str, Any], path: KeyPath) -> None:
@@ -165,6 +160,17 @@ def _set_default_path(tree: dict[str, Any], path: KeyPath) -> None:
     absolute = absolute_path(path, default, os.getcwd(), DEFAULT)
     if absolute != default:
         tree.setdefault(path[0], {})[path[1]] = absolute
+
+
+def _refusal(
+    error: ValidationError, task: str | None, origins: Mapping[str, str], section: KeyPath = ()
+) -> ConfigError:
+    """Return the error for a user, one line per mistake. `section`: the path of the validated model."""
+    details = error.errors(include_url=False)
+    problems = [
+        _explain_error({**detail, "loc": (*section, *detail["loc"])}, task, origins) for detail in details
+    ]
+    return ConfigError("\n".join(dict.fromkeys(problems)))
 
 
 def _explain_error(detail: ErrorDetails, task: str | None, origins: Mapping[str, str]) -> str:
