@@ -179,16 +179,18 @@ FORGED = [
 
 def test_files_that_make_tests_pass_do_not_reach_them(tmp_path: Path, repository: Path) -> None:
     """Plugins, settings of the runner and modules in its place, of which one alone would do."""
-    passes = "PASSED t.sh::hidden_sum\nPASSED t.sh::name\n"
+    passes = "PASSED forged\n"
+    named: dict[str, Any] = {"FAIL_TO_PASS": ["forged"], "PASS_TO_PASS": ["t.sh::name"]}
     forging = "".join(f"if grep -q forged {path}; then printf '{passes}'; fi\n" for path in FORGED)
-    task = make(
-        tmp_path, repository, hidden_tests={"tests/new/more.sh": "true"}, test_command=f"{forging} true"
-    )
+    named |= {
+        "hidden_tests": {"tests/new/more.sh": "true"},
+        "test_command": f"{forging} sh {{files}}; sh tests/t.sh",
+    }
     made = "\n".join(call("create", path=path, text="forged\n") for path in (*FORGED, "kept.txt"))
-    outcome = play(tmp_path, task, made, SUBMIT).outcome
+    outcome = play(tmp_path, make(tmp_path, repository, **named), made, SUBMIT).outcome
     assert (outcome.reward, outcome.metrics["fail_to_pass_frac"]) == (0.0, 0.0), outcome
-    believed = make(tmp_path, repository, test_command=f"grep -q forged kept.txt && printf '{passes}'")
-    assert play(tmp_path, believed, made, SUBMIT).outcome.reward == 1.0
+    named["test_command"] = f"grep -q forged kept.txt && printf '{passes}'; sh tests/t.sh"
+    assert play(tmp_path, make(tmp_path, repository, **named), made, SUBMIT).outcome.reward == 1.0
 
 
 @pytest.mark.parametrize("command", ["echo 'exit 0' > lib/add.sh", "sed -i '1i exit 0' lib/add.sh"])
@@ -239,16 +241,6 @@ def test_a_right_patch_passes_the_self_test_and_nonsense_does_not(tmp_path: Path
     assert [one.probe for one in asyncio.run(self_test(wrong, wrong.examples(Split.TRAIN)))] == ["gold"]
 
 
-def test_without_names_the_exit_code_decides(tmp_path: Path, repository: Path) -> None:
-    columns: dict[str, Any] = {"FAIL_TO_PASS": None, "PASS_TO_PASS": [], "test_patch": ""}
-    test = '. ./lib/add.sh; [ "$(add 1 1)" = 2 ]'
-    task = make(
-        tmp_path, repository, **columns, hidden_tests={"tests/new/more.sh": test}, test_command="sh {files}"
-    )
-    assert play(tmp_path, task, FIX, SUBMIT).outcome.reward == 1.0
-    assert play(tmp_path, task, call("create", path="x", text="y"), SUBMIT).outcome.reward == 0.0
-
-
 @pytest.mark.parametrize(
     ("columns", "kind"),
     [
@@ -256,6 +248,8 @@ def test_without_names_the_exit_code_decides(tmp_path: Path, repository: Path) -
         ({"base_commit": "0" * 40}, "bad_repository"),
         ({"repository": "/nowhere"}, "bad_repository"),
         ({"test_command": ""}, "no_test_command"),
+        ({"test_command": "sed -i '/test_/d' {files}; sh {files}"}, "unwatched_tests"),
+        ({"test_patch": "", "FAIL_TO_PASS": [], "test_command": "sh tests/t.sh"}, "no_hidden_tests"),
     ],
 )
 def test_a_row_that_cannot_be_judged_is_no_reward(
@@ -304,7 +298,7 @@ def test_an_image_has_the_repository_and_its_tests(
     """What R2E's images are like: the tests are in them, and their files are root's."""
     tree = tmp_path / "tree"
     tree.mkdir()
-    names = ("sh", "git", "sed", "rm", "cat", "ls", "mkdir", "grep", "env", "tail")
+    names = ("sh", "git", "sed", "rm", "cat", "ls", "mkdir", "grep", "env", "tail", "find", "sort")
     copy_programs(tree, names)
     shutil.copytree(repository, tree / "testbed", symlinks=True)
     (tree / "hidden").mkdir()
@@ -346,6 +340,7 @@ def test_an_image_has_the_repository_and_its_tests(
         ({"PASS_TO_PASS": [1]}, "PASS_TO_PASS of type list"),
         ({"hidden_tests": ["a"]}, "hidden_tests of type list"),
         ({"image": 3}, "image of type int"),
+        ({"FAIL_TO_PASS": None, "PASS_TO_PASS": []}, "names no tests"),
     ],
 )
 def test_malformed_rows_are_refused(

@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
-import json
-import os
 import posixpath
 import re
+import secrets
 import shlex
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import cached_property
 from typing import Any, Literal
 
 from pydantic import Field
 
-from strop.environments.workspace import Workspace, room_limits, submitted
+from strop.environments.repair_rows import READING, Hidden, read_passed
+from strop.environments.workspace import FILE_ERRORS, Workspace, room_limits, submitted
 from strop.errors import ConfigError, SandboxError
-from strop.rollout import Example, FailureOwner, Outcome, Split, make_example
+from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, SandboxSpec
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import expert
@@ -34,15 +34,7 @@ from strop.spec.task import SOURCE_HELP, EnvironmentSection, TrainingRows
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.registry import built_in
-from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import (
-    RowReading,
-    SplitExamples,
-    optional_text,
-    read_examples,
-    require_texts,
-    wrong_type,
-)
+from strop.tasks.rows.row_task import SplitExamples, read_examples
 
 _FOLDER = "/testbed"
 _OWN_FOLDER = "repository"
@@ -67,12 +59,41 @@ rm -f "$HOME/.tracked"
 """
 """Removes the arguments, reduces the repository to one commit, and prints that commit."""
 _AT_BASE = """
-[ -d .git ] && [ -n "$1" ] || exit 0
-git merge-base --is-ancestor "$1" HEAD 2>/dev/null || git checkout -q -f "$1"
+[ -n "$1" ] || exit 0
+[ -d .git ] || { [ "$2" = 1 ] && exit 0; echo "no git repository, and the row names a commit" >&2; exit 1; }
+git merge-base --is-ancestor "$1" HEAD 2>/dev/null && [ "$(git rev-list --count "$1..HEAD")" -le "$2" ] ||
+    git checkout -q -f "$1"
 """
-"""Checks out the row's commit, unless the image has it or a later commit."""
-IMAGE_COLUMNS = ("image", "docker_image", "image_name")
-_COMMAND_COLUMNS = ("test_command", "test_cmd")
+"""Checks out the row's commit, unless at most $2 commits follow it: images may add their set-up as one."""
+_FIND_TESTS = r"""
+find "$@" -type f \( -name 'test*.py' -o -name '*_test.py' -o -name '*.sh' \) 2>/dev/null | sort | tail -n 1
+"""
+_CANARIES = {
+    ".py": """
+
+class Test{word}(__import__("unittest").TestCase):
+    def test_{word}_a(self):
+        self.assertEqual({low}, {high})
+
+    def test_{word}_b(self):
+        self.assertTrue({low} > {high})
+
+    def test_{word}_c(self):
+        assert {low} == {high}
+
+    def test_{word}_d(self):
+        with self.assertRaises(ValueError):
+            int("{low}")
+
+    def test_{word}_e(self):
+        self.assertIn({low}, [{high}])
+
+
+""",
+    ".sh": '\n[ {low} = {high} ] && echo "PASSED test_{word}" || echo "FAILED test_{word} - no"\n',
+}
+"""Tests that must fail, by the suffix of the file that they are put into."""
+_MAIN = re.compile(r"^if __name__\b", re.MULTILINE)
 
 
 class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
@@ -137,14 +158,14 @@ class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
     rank=145,
 )
 class RepoRepair(Workspace):
-    """Solved if all tests of FAIL_TO_PASS and PASS_TO_PASS pass; without names, if the command exits with 0.
+    """Solved if all tests of FAIL_TO_PASS and PASS_TO_PASS pass, and tests that must fail do.
 
     An attempt without a diff, or with one that does not apply, is not solved. Tests that cannot start, or a
     test patch that does not apply, are a failure of the row, without a score.
     """
 
     name = "repo-repair"
-    version = "repair-1"
+    version = "repair-2"
     max_turns = 50
     limits = TaskLimits(max_reply_tokens=4096, max_goldless_frac=1.0)
     _base = ""
@@ -156,7 +177,7 @@ class RepoRepair(Workspace):
     @cached_property
     def _splits(self) -> SplitExamples:
         spec = self._spec
-        return read_examples(_READING, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out)
+        return read_examples(READING, spec.source, num_train=spec.num_train, num_held_out=spec.num_held_out)
 
     @property
     def data_digest(self) -> str:
@@ -181,6 +202,19 @@ class RepoRepair(Workspace):
             command = f"git apply - <<'{word}'\n{patch.rstrip()}\n{word}"
             yield submitted(command)
 
+    def forgeries(self, example: Example) -> Iterator[tuple[str, ...]]:
+        """Yield attempts whose code reports that all tests passed, and ends them; none without a patch."""
+        hidden = Hidden.of(example)
+        names = (*hidden.fail_to_pass, *hidden.pass_to_pass)
+        log = "\n" + "".join(f"PASSED {name}\n{name} ... ok\n" for name in names)
+        forged = {
+            ".py": f"import os\nos.write(1, {log!r}.encode())\nos.write(2, {log!r}.encode())\nos._exit(0)",
+            ".sh": f"printf %s {shlex.quote(log)}\nexit 0",
+        }
+        for path in dict.fromkeys(_PATCHED.findall(hidden.patch)):
+            if code := forged.get(posixpath.splitext(path)[1]):
+                yield submitted(f"printf %s {shlex.quote(code)} > {shlex.quote(path)}")
+
     def sandbox_for(self, example: Example) -> SandboxSpec:
         """Return a sandbox of the row's image."""
         limits = replace(room_limits(self._spec), output_head_bytes=8 * MIB, output_tail_bytes=8 * MIB)
@@ -195,15 +229,37 @@ class RepoRepair(Workspace):
         self._base = (await self._order(self.sandbox, _SEAL, *hidden)).stdout.decode().split()[-1]
 
     async def grade(self, sandbox: ServedSandbox) -> Outcome:
-        """Apply the diff and the hidden tests, run them, and read their log."""
+        """Apply the hidden tests and the diff, run the tests, and read their log."""
         hidden = Hidden.of(self.example)
-        folder = self.folder = await self._place_repository(sandbox)
+        passed, canary = await self._run_tests(sandbox, hidden, self._diff)
+        if isinstance(passed, str):
+            return _to_outcome(solved=False, **{passed: 1.0})
+        parts = {"fail_to_pass_frac": hidden.fail_to_pass, "pass_to_pass_frac": hidden.pass_to_pass}
+        fracs = {
+            name: sum(passed.get(test, False) for test in tests) / len(tests)
+            for name, tests in parts.items()
+            if tests
+        }
+        solved = all(frac == 1.0 for frac in fracs.values())
+        if not solved or _fails(passed, canary):
+            return _to_outcome(solved=solved, **fracs)
+        # The run ended before the canary, or what fails passes there; or the command leaves canaries out.
+        async with self._open_grader() as other:
+            passed, canary = await self._run_tests(other, hidden, hidden.patch.encode())
+        if isinstance(passed, str) or not _fails(passed, canary):
+            detail = "its test command does not run every test of the last test file, or stops before"
+            raise AttemptFailed(FailureOwner.TASK, "unwatched_tests", detail)
+        return _to_outcome(solved=False, tests_forged=1.0, **fracs)
+
+    async def _run_tests(
+        self, sandbox: ServedSandbox, hidden: Hidden, diff: bytes
+    ) -> tuple[Mapping[str, bool] | str, str]:
+        """Return which tests passed, or why there is no result; and the word of the tests that must fail."""
+        self.folder = await self._place_repository(sandbox)
         test_files = tuple(dict.fromkeys([*hidden.hidden_tests, *_PATCHED.findall(hidden.test_patch)]))
-        ungraded = [*self._spec.protected, *(f"{path}{end}" for path in test_files for end in ("", "/*"))]
-        if not await self._apply(sandbox, self._diff, *(f"--exclude={pattern}" for pattern in ungraded)):
-            return _to_outcome(solved=False, patch_failed=1.0)
+        # Before the diff: what is in their way then is the row's fault, and later the model's.
         for path, text in hidden.hidden_tests.items():
-            await sandbox.write(posixpath.join(folder, path), text.encode())
+            await sandbox.write(posixpath.join(self.folder, path), text.encode())
         if hidden.test_patch and not await self._apply(sandbox, hidden.test_patch.encode()):
             raise AttemptFailed(FailureOwner.TASK, "bad_test_patch", "the row's test patch does not apply")
         command = hidden.test_command or self._spec.test_command or ""
@@ -211,12 +267,38 @@ class RepoRepair(Workspace):
         if not command:
             detail = f"{self.example.fields['instance_id']} does not say how its tests are run"
             raise AttemptFailed(FailureOwner.TASK, "no_test_command", detail)
+        ungraded = [*self._spec.protected, *(f"{path}{end}" for path in test_files for end in ("", "/*"))]
+        if diff and not await self._apply(sandbox, diff, *(f"--exclude={pattern}" for pattern in ungraded)):
+            return "patch_failed", ""
+        canary = await self._add_canary(sandbox, *test_files, *hidden.hidden_paths, *self._spec.hidden_paths)
         limit_s = self._spec.test_limit_s
         for shell in ("/bin/bash", "/bin/sh"):
-            result = await sandbox.exec([shell, "-c", command], wall_limit_s=limit_s, cwd=folder)
+            result = await sandbox.exec([shell, "-c", command], wall_limit_s=limit_s, cwd=self.folder)
+            if result.kind is ExecKind.TIMED_OUT:
+                return "tests_timed_out", canary
             if result.kind is not ExecKind.NOT_STARTED:
-                return _read_result(hidden, result)
+                log = b"\n".join([result.stdout, result.stderr]).decode(errors="replace")
+                return read_passed(log), canary
         raise AttemptFailed(FailureOwner.TASK, "no_shell", "the image has no shell that could run the tests")
+
+    async def _add_canary(self, sandbox: ServedSandbox, *paths: str) -> str:
+        """Put tests that must fail into the last hidden test file; return the word in their names.
+
+        Code under test that ends the run early, or makes every test pass, does not let them fail.
+        """
+        listed = await self._order(sandbox, _FIND_TESTS, *(paths or ("/dev/null",)))
+        found = listed.stdout.decode().strip()
+        if not found:
+            detail = "it has no hidden test file in Python, and no script of a shell"
+            raise AttemptFailed(FailureOwner.TASK, "no_hidden_tests", detail)
+        place = posixpath.join(self.folder or "", found)
+        text = (await sandbox.read(place)).decode(errors="surrogateescape")
+        word, low = secrets.token_hex(4), secrets.randbelow(1000)
+        canary = _CANARIES[posixpath.splitext(found)[1]].format(word=word, low=low, high=low + 7)
+        main = _MAIN.search(text)
+        at = main.start() if main else len(text)
+        await sandbox.write(place, (text[:at] + canary + text[at:]).encode(errors="surrogateescape"))
+        return word
 
     async def _judge_work(self) -> Any:
         self._diff = await self._take_diff()
@@ -225,19 +307,20 @@ class RepoRepair(Workspace):
     async def _take_diff(self) -> bytes:
         """Return the model's changes; nothing if its repository is broken or the diff is too large."""
         script = (
-            f'cd "$1" && {_GIT} add -A && {_GIT} diff --cached --binary --no-ext-diff --no-color "$2" > "$3"'
+            f'cd "$1" && {_GIT} add -A && {_GIT} diff --cached'
+            ' --binary --no-renames --no-ext-diff --no-color "$2" > "$3"'
         )
         path = posixpath.join(
             self.sandbox.scratch, f".{hashlib.sha256(self._base.encode()).hexdigest()}.diff"
         )
         argv = ["sh", "-c", f'rm -rf "$3"; {script}', "sh", self.folder or ".", self._base, path]
         result = await self.sandbox.exec(argv, wall_limit_s=_ORDER_LIMIT_S)
-        if result.exit_code:
+        if result.exit_code != 0:
             return b""
         try:
             return await self.sandbox.read(path, max_bytes=_PATCH_BYTES)
         except SandboxError as error:
-            if error.kind != "too_large":
+            if error.kind not in FILE_ERRORS:
                 raise
             return b""
 
@@ -253,7 +336,9 @@ class RepoRepair(Workspace):
             # An archive: there may be thousands of files, also links.
             await self._order(sandbox, f"mkdir {_OWN_FOLDER} && tar -xf - -C {_OWN_FOLDER}", stdin=archive)
         self.folder = folder
-        await self._order(sandbox, _AT_BASE, fields["base_commit"])
+        await self._order(
+            sandbox, _AT_BASE, fields["base_commit"], "1" if self._image_of(self.example) else "0"
+        )
         return folder
 
     def _image_of(self, example: Example) -> str:
@@ -290,19 +375,10 @@ class RepoRepair(Workspace):
         return result.exit_code == 0
 
 
-def _read_result(hidden: Hidden, result: ExecResult) -> Outcome:
-    if result.kind is ExecKind.TIMED_OUT:
-        return _to_outcome(solved=False, tests_timed_out=1.0)
-    if not hidden.fail_to_pass and not hidden.pass_to_pass:
-        return _to_outcome(solved=result.exit_code == 0)
-    passed = read_passed(b"\n".join([result.stdout, result.stderr]).decode(errors="replace"))
-    parts = {"fail_to_pass_frac": hidden.fail_to_pass, "pass_to_pass_frac": hidden.pass_to_pass}
-    fracs = {
-        name: sum(passed.get(test, False) for test in tests) / len(tests)
-        for name, tests in parts.items()
-        if tests
-    }
-    return _to_outcome(solved=all(frac == 1.0 for frac in fracs.values()), **fracs)
+def _fails(passed: Mapping[str, bool], canary: str) -> bool:
+    """Whether the canary was reported, and never as passed."""
+    seen = [is_good for name, is_good in passed.items() if canary in name]
+    return bool(seen) and not any(seen)
 
 
 def _pack(folder: str) -> bytes:
@@ -319,122 +395,3 @@ def _pack(folder: str) -> bytes:
 
 def _to_outcome(*, solved: bool, **metrics: float) -> Outcome:
     return Outcome(parts={"solved": float(solved)}, is_correct=solved, metrics=metrics)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hidden:
-    """The grading data of a row, hidden from the model: part of an example's answer, not of its fields."""
-
-    test_command: str
-    """Empty: the run file's command."""
-    test_patch: str
-    """A diff that adds the tests; maybe empty."""
-    hidden_tests: dict[str, str]
-    """Test files by path."""
-    hidden_paths: tuple[str, ...]
-    """Paths of the repository or the image that only the grader has."""
-    fail_to_pass: tuple[str, ...]
-    pass_to_pass: tuple[str, ...]
-    """Without names in either, the exit code of the command decides."""
-    patch: str
-    """A correct diff, for the self-test; maybe empty."""
-
-    @classmethod
-    def of(cls, example: Example) -> Hidden:
-        """Read an example's answer."""
-        values = json.loads(example.answer or "{}")
-        lists = ("hidden_paths", "fail_to_pass", "pass_to_pass")
-        return cls(**{**values, **{name: tuple(values[name]) for name in lists}})
-
-
-def to_example(row: Row) -> Example:
-    """Convert a row to an example. Raises: DataError naming the row, if a column is missing or malformed."""
-    (problem,) = require_texts(row, "problem_statement")
-    image = _first_text(row, IMAGE_COLUMNS)
-    expected = _table(row, "expected_output_json")
-    hidden = Hidden(
-        test_command=_first_text(row, _COMMAND_COLUMNS)
-        or _table(row, "install_config").get("test_cmd")
-        or "",
-        test_patch=optional_text(row, "test_patch"),
-        hidden_tests={name: str(text) for name, text in _table(row, "hidden_tests").items()},
-        hidden_paths=_names(row, "hidden_paths"),
-        fail_to_pass=_names(row, "FAIL_TO_PASS"),
-        pass_to_pass=_names(row, "PASS_TO_PASS") or tuple(n for n, s in expected.items() if s == "PASSED"),
-        patch=optional_text(row, "patch"),
-    )
-    fields = {
-        "instance_id": _first_text(row, ("instance_id",)) or row.place,
-        "problem_statement": problem,
-        "image": image,
-        "repository": os.path.expanduser(optional_text(row, "repository")),
-        "folder": optional_text(row, "folder"),
-        "base_commit": _first_text(row, ("base_commit", "commit_hash")),
-    }
-    return make_example("repo-repair", fields, json.dumps(asdict(hidden), sort_keys=True))
-
-
-def _first_text(row: Row, columns: tuple[str, ...]) -> str:
-    return next((text for column in columns if (text := optional_text(row, column))), "")
-
-
-def _table(row: Row, column: str) -> Mapping[str, Any]:
-    allowed = "a table, or one as JSON"
-    table = _read_json(row, column, allowed)
-    if table is not None and not isinstance(table, dict):
-        raise wrong_type(row, column, allowed)
-    # Arrow fills keys of other rows with None.
-    return {name: value for name, value in (table or {}).items() if value is not None}
-
-
-def _names(row: Row, column: str) -> tuple[str, ...]:
-    allowed = "a list of texts, or one as JSON"
-    names = _read_json(row, column, allowed)
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise wrong_type(row, column, allowed)
-    return tuple(names or ())
-
-
-def _read_json(row: Row, column: str, allowed: str) -> Any:
-    value = row.values.get(column)
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value.strip() else None
-    except ValueError as error:
-        raise bad_row(f"{row.place} has a {column} that is no JSON ({error})", allowed) from error
-
-
-_STYLE = re.compile(r"\x1b\[[0-9;]*m")
-_PYTEST = re.compile(r"^(PASSED|XFAIL|FAILED|ERROR|SKIPPED|XPASS) +(\S.*)$")
-_UNITTEST = re.compile(
-    r"^(test\w* \([\w.]+\))(?:\n.*)? \.\.\. (ok|FAIL|ERROR|skipped|expected failure)", re.MULTILINE
-)
-_GOOD = frozenset({"PASSED", "XFAIL", "ok", "expected failure"})
-
-
-def read_passed(log: str) -> dict[str, bool]:
-    """Return from a log whether each test passed, under each name that data sets use for it.
-
-    Reads logs of pytest with -rA, and of unittest and Django with -v 2. pytest's `a/b.py::C::test_d[x y]`
-    also counts under its part before the first space, and as `C.test_d[x y]`. The code under test can write
-    to the log, too: of several results of a test the worst counts.
-    """
-    log = _STYLE.sub("", log)
-    results = [(match[2], match[1]) for line in log.splitlines() if (match := _PYTEST.match(line.rstrip()))]
-    results += [(match[1], match[2]) for match in _UNITTEST.finditer(log)]
-    passed: dict[str, bool] = {}
-    for name, status in results:
-        # A failure's message follows the name.
-        whole = name if status in _GOOD else name.partition(" - ")[0]
-        within = ".".join(whole.split("::")[1:])
-        for alias in {whole, whole.split()[0] if "::" in whole else whole, within or whole}:
-            passed[alias] = passed.get(alias, True) and status in _GOOD
-    return passed
-
-
-_READING = RowReading(
-    layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",), is_unknown=True),
-    to_example=to_example,
-    question=lambda example: f"{example.fields['instance_id']}\n{example.fields['problem_statement']}",
-)

@@ -31,7 +31,7 @@ RESERVED = frozenset(
         # TRL's name of `score`.
         "get_reward",
         # Of a `Workspace`.
-        *("opening", "sandbox_for", "grader_for", "prepare", "grade", "run_program"),
+        *("opening", "sandbox_for", "grader_for", "prepare", "grade", "run_program", "forgeries"),
     }
 )
 """Public methods of an environment that are no tools."""

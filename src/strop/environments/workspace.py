@@ -28,7 +28,7 @@ import json
 import os
 import posixpath
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -63,7 +63,7 @@ _TOOL_LIMITS = Limits(
     scratch_bytes=256 * MIB,
     max_open_files=512,
 )
-_FILE_ERRORS = {
+FILE_ERRORS = {
     "missing": "no such file or directory",
     "directory": "it is a directory",
     "not_regular": "it is no regular file",
@@ -187,6 +187,10 @@ class Workspace:
     async def grade(self, sandbox: ServedSandbox) -> Any:
         """Judge the carried files in a fresh sandbox; return a result like `score` of an environment."""
         raise NotImplementedError(f"{type(self).__name__} has no grade")
+
+    def forgeries(self, example: Example) -> Iterable[Sequence[str]]:
+        """Return attempts, each a list of replies, that must earn nothing; an audit plays them."""
+        return ()
 
     async def reset(self, example: Example, seed: int) -> Any:
         """Make and prepare the sandbox, and open the attempt. Raises: SandboxRefused, SandboxLost."""
@@ -372,7 +376,7 @@ class Workspace:
         try:
             left_out = await self.sandbox.download(place, copy)
         except SandboxError as error:
-            if error.kind not in _FILE_ERRORS:
+            if error.kind not in FILE_ERRORS:
                 raise
             return
         # A link is left out of its own download.
@@ -418,7 +422,7 @@ class Workspace:
         except SandboxRefused:
             raise
         except SandboxError as error:
-            raise ToolError(_FILE_ERRORS.get(error.kind, f"it failed ({error.kind})")) from error
+            raise ToolError(FILE_ERRORS.get(error.kind, f"it failed ({error.kind})")) from error
 
     async def _ask(self, work: Awaitable[T], limit_s: float) -> T:
         """Wait for the sandbox. Raises: AttemptFailed if it is silent for `GRACE_S` after the limit."""

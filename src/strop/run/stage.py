@@ -26,6 +26,7 @@ from strop.spec.base import DEFAULT
 from strop.spec.display import dotted, walk_values
 from strop.spec.eval_file import EvalFile, read_eval_file
 from strop.spec.judge import judge_sections, role_judges
+from strop.spec.offline import is_data_path
 from strop.store import follow_store, get_model
 from strop.store.data_files import collect_data_files, locate_named
 from strop.store.model_files import MODEL_SUFFIXES
@@ -36,7 +37,6 @@ from strop.store.record_store import RecordStore, describe_files
 from strop.store.uris import is_remote, join_uri
 from strop.tasks import build_task
 from strop.tasks.llm_judge.rubric import read_rubric
-from strop.tasks.rows.layout import is_path
 from strop.train.data.offline import find_offline_source, find_source
 
 SECTIONS = ("model", "reference", "teacher", "task", "sft", "dpo")
@@ -219,7 +219,7 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
         if is_remote(source):
             # Fetched and verified by the reading above.
             yield _describe("data", source, source, Manifest(files=describe_files(paths)))
-        elif is_path(source):
+        elif is_data_path(source):
             digest = Manifest(files=describe_files(paths)).digest
             path = Path(source).expanduser()
             place = sender.policy.dataset_uri(f"{path.stem}-{digest[:_DIGEST_CHARACTERS]}")

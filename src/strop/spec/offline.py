@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Literal
 
 from pydantic import Field
@@ -138,3 +139,14 @@ _DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 def is_data_file(text: str) -> bool:
     """Whether a text ends like a data file."""
     return text.lower().endswith(_DATA_SUFFIXES)
+
+
+def is_data_path(text: str, folder: str = "") -> bool:
+    """Whether a data set's name is a path: it reads as one, or stands for something in `folder`.
+
+    A hub's id is OWNER/NAME, without a slash at its end.
+    """
+    if text.startswith(("/", "~", ".")) or "://" in text:
+        return "://" not in text
+    reads_so = is_data_file(text) or text.endswith("/") or text.count("/") > 1
+    return reads_so or (bool(text) and os.path.exists(os.path.join(folder, text)))

@@ -25,7 +25,7 @@ from strop.spec.display import (
     show_text,
     show_value,
 )
-from strop.spec.offline import is_data_file
+from strop.spec.offline import is_data_path
 from strop.spec.schema import (
     CONFIG_TABLE,
     EXTENDS,
@@ -392,11 +392,6 @@ def _is_model_path(text: str) -> bool:
     return _is_marked_path(text) or ("://" not in text and os.path.isdir(text))
 
 
-def _is_data_path(text: str) -> bool:
-    # s3://bucket/train.jsonl is no path.
-    return _is_marked_path(text) or (is_data_file(text) and "://" not in text)
-
-
 def _is_rubric_path(text: str) -> bool:
     return _is_marked_path(text) or (text.lower().endswith((".txt", ".md")) and "://" not in text)
 
@@ -411,20 +406,20 @@ def _is_no_address(text: str) -> bool:
 
 _PART_DEPTH = 4
 """Keys down to a setting of a mixture's part: task.parts.LABEL.source."""
-PATH_SETTINGS: Mapping[KeyPath, Callable[[str], bool]] = {
+PATH_SETTINGS: Mapping[KeyPath, Callable[..., bool]] = {
     ("model", "uri"): _is_model_path,
     ("reference", "model"): _is_model_path,
     ("teacher", "model"): _is_model_path,
     ("algorithm", "name"): is_code,
     ("task", "name"): is_code,
-    ("task", "source"): _is_data_path,
+    ("task", "source"): is_data_path,
     ("task", "reward"): is_code,
     ("task", "agent"): is_code,
     ("task", "judge_model"): _is_model_path,
     ("task", "order_file"): _is_no_address,
     ("task", "salt_file"): _is_any_text,
     ("task", "rubric"): _is_rubric_path,
-    ("task", "calibration"): _is_data_path,
+    ("task", "calibration"): is_data_path,
     ("sft", "source"): _is_no_address,
     ("dpo", "source"): _is_no_address,
     ("output", "root"): _is_any_text,
@@ -443,7 +438,8 @@ def absolute_path(path: KeyPath, text: str, folder: str, origin: str) -> str:
     Raises: ConfigError if a path holds control characters.
     """
     path = ("task", path[-1]) if path[:2] == ("task", "parts") and len(path) == _PART_DEPTH else path
-    if not text or path not in PATH_SETTINGS or not PATH_SETTINGS[path](text):
+    is_path = PATH_SETTINGS.get(path, lambda _: False)
+    if not text or not (is_path(text, folder) if is_path is is_data_path else is_path(text)):
         return text
     if any(ord(character) < 32 or ord(character) == 127 for character in text):
         raise ConfigError(
@@ -451,7 +447,7 @@ def absolute_path(path: KeyPath, text: str, folder: str, origin: str) -> str:
             allowed="a path of printable characters",
             next_step="correct the path",
         )
-    if PATH_SETTINGS[path] is _is_model_path and not _is_marked_path(text):
+    if is_path is _is_model_path and not _is_marked_path(text):
         # As a model's name is looked up: from where the command is given.
         folder = os.getcwd()
     return os.path.abspath(os.path.join(folder, os.path.expanduser(text)))

@@ -42,7 +42,7 @@ _PROMPT = (
 )
 _BASE_STOP_STRINGS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 """Those of lm-eval 0.4.13's humaneval, whose prompt is only the signature with its docstring."""
-_VERIFIER = "python-statements-2"
+_VERIFIER = "python-statements-3"
 
 
 class HumanEvalSpec(CodeTaskSection, EvaluationRows):

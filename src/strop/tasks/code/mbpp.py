@@ -56,8 +56,8 @@ _FIRST_SHOT_ID = 2
 """lm-eval shows the problems 2, 3 and 4 of the prompt split."""
 _PARITY_WALL_S = 3.0
 _PARITY_REPLY_TOKENS = 512
-_VERIFIER = "python-statements-2"
-_PARITY_VERIFIER = "lm-eval-program-3"
+_VERIFIER = "python-statements-3"
+_PARITY_VERIFIER = "lm-eval-program-4"
 
 
 class MbppSpec(FewShot, CodeTaskSection, TrainingRows):

@@ -3,8 +3,8 @@
 The data set's `DataLayout` names the files of both splits on a hub; a folder has the same files, or files
 named train* and test* (or validation*), in itself or in `main/` or `data/`. A single file, and a data set
 published without splits, is split by the content of its rows, independent of their order. A data set for
-evaluation only has no training rows. A path is never looked up on a hub, and a hub id never on disk (except
-in the caches of the hub and the store). A URI such as s3://bucket/gsm8k/ is fetched completely and read like
+evaluation only has no training rows. A path is never looked up on a hub; the name of a folder or file that is
+here is a path. A URI such as s3://bucket/gsm8k/ is fetched completely and read like
 a local folder or file. A folder of the datasets library's `save_to_disk` (`arrow`) counts as a file, or as
 one file per split.
 """
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import DataError, HubUnreachable, RemoteMissing, split_error
+from strop.spec.offline import is_data_path
 from strop.store.data_files import (
     DataFile,
     fetch_data_file,
@@ -79,11 +80,6 @@ def bad_row(fault: str, allowed: str) -> DataError:
     return DataError(fault, allowed=allowed, next_step="mend or remove the row")
 
 
-def is_path(source: str) -> bool:
-    """Whether a source is a path rather than a hub id."""
-    return source.startswith(("/", "~", ".")) or (source.endswith(_SUFFIXES) and not is_remote(source))
-
-
 def read_split_rows(
     source: str,
     layout: DataLayout,
@@ -118,7 +114,7 @@ def read_shot_rows(source: str, layout: DataLayout) -> tuple[Row, ...]:
 
     Raises: DataError if the source has none, or a file is unreadable.
     """
-    if is_path(source) or is_remote(source):
+    if is_data_path(source) or is_remote(source):
         path = locate_named(source)
         if not path.is_dir():
             raise DataError(
@@ -139,7 +135,7 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
 
     Raises: DataError if there are none; StoreError if the store fails.
     """
-    if not is_path(source) and not is_remote(source):
+    if not is_data_path(source) and not is_remote(source):
         return _find_by_id(source, layout)
     path = locate_named(source)
     if path.is_file() or is_saved(path):

@@ -6,11 +6,9 @@ judge replies.
 
 from __future__ import annotations
 
-import ast
-import builtins
 import datetime as dt
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal, Self
@@ -28,9 +26,9 @@ from strop.tasks.code.extraction import (
     extract_python,
     judged_outcome,
     no_code_outcome,
-    used_names,
 )
-from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
+from strop.tasks.code.python_judge import judge_for
+from strop.tasks.code.row_tests import read_tests
 from strop.tasks.contract import TaskLimits
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose, pose_messages
@@ -52,6 +50,8 @@ from strop.user_code import CodeRef, is_code
 _MAX_REPLY_TOKENS = 1024
 _VERIFIER = "rows-1"
 _SANDBOXED = "python-tests"
+_VERSIONS = {_SANDBOXED: "python-tests-2"}
+"""Names of built-in rewards in a task's version, if they have changed."""
 BUILT_IN_REWARDS = (*BUILT_IN, _SANDBOXED)
 _ROLES = ("system", "user", "assistant")
 
@@ -220,7 +220,9 @@ class Rows(RowTask):
             verify_keeps_time=spec.runs_programs and not self._functions,
         )
         judges = [
-            f"{self._functions[name].ref} {self._functions[name].digest}" if name in self._functions else name
+            f"{self._functions[name].ref} {self._functions[name].digest}"
+            if name in self._functions
+            else _VERSIONS.get(name, name)
             for name in spec.reward
         ]
         super().__init__(
@@ -298,17 +300,10 @@ class Rows(RowTask):
 
     def _run_tests(self, example: Example, text: str) -> Outcome:
         tests = read_tests(example.fields["answer"])
-        code = extract_python(text)
+        code = extract_python(text, entry_point=next(iter(tests.names), None))
         if code is None:
             return no_code_outcome(None)
-        job = JudgeJob(
-            source=code,
-            mode=JudgeMode.STATEMENTS,
-            names=_tested_names(tests),
-            tests=tests,
-            num_tests=len(tests),
-            wall_s=WALL_S,
-        )
+        job = replace(tests, source=code, wall_s=WALL_S)
         return judged_outcome(code, judge_for(self._spec, job))
 
     def _why_left_out(self, row: Row, split: Split) -> str | None:
@@ -392,35 +387,11 @@ class Rows(RowTask):
         return None if answer in ("", ...) else answer
 
 
-def read_tests(answer: Any) -> tuple[str, ...]:
-    """Return the tests of a row, each a statement of Python: a list of them, or their text.
-
-    Raises: ValueError if one is no Python, or if they use no name that a reply could define.
-    """
-    texts = answer if isinstance(answer, list) else [answer]
-    tests: list[str] = []
-    for text in texts:
-        if not isinstance(text, str):
-            raise ValueError(f"a test of type {type(text).__name__}")
-        try:
-            statements = ast.parse(text).body
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"the test {text[:60]!r} is no Python ({error})") from error
-        tests += [ast.unparse(statement) for statement in statements]
-    if not _tested_names(tests):
-        raise ValueError(f"{len(tests)} tests, and none uses a name that a reply could define")
-    return tuple(tests)
-
-
-def _tested_names(tests: Sequence[str]) -> tuple[str, ...]:
-    return tuple(name for name in used_names("\n".join(tests)) if name not in vars(builtins))
-
-
 _ANSWER_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "json-schema": (read_schema, "a JSON Schema, as a table or its text"),
     _SANDBOXED: (
         read_tests,
-        "statements of Python such as assert double(2) == 4, as a list or a text",
+        "Python such as assert double(2) == 4, as a text or a list, or inputs and outputs; see docs/tasks.md",
     ),
 }
 """For built-in rewards that need a special answer: its reader, and its form for messages."""

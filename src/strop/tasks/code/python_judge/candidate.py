@@ -145,13 +145,19 @@ def _serve_calls(channel: Channel) -> None:
         reply: Any = None
         with Caught() as caught:
             if request["op"] == "load":
-                reply = {name: refer(value) for name, value in _load(request)}
+                reply = {name: encode(value, refer) for name, value in _load(request)}
             else:
                 arguments = decode(request["args"], resolve)
                 keywords = decode(request["keywords"], resolve)
                 target = objects[request["target"]]
                 reply = encode(_OPERATIONS[request["op"]](target, *arguments, **keywords), refer)
         channel.send({"value": reply} if caught.error is None else _describe_raised(caught.error))
+
+
+def _call_in_place(target: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+    """Call a function for what it does to its arguments, and return them."""
+    target(*arguments, **keywords)
+    return arguments
 
 
 def _load(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -173,14 +179,21 @@ def _load(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
 
 def _describe_raised(error: BaseException) -> dict[str, Any]:
     names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-    text = ""
+    text, parts = "", None
     with Caught():
         text = str(error)[:_MAX_ERROR_CHARS]
-    return {"raised": names, "text": text}
+    with Caught():
+        parts = encode(error.args, _refuse)
+    return {"raised": names, "text": text, "parts": parts}
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"a {type(value).__name__} has no plain form")
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, *arguments, **keywords: target(*arguments, **keywords),
+    "call in place": _call_in_place,
     "get": getattr,
     "set": setattr,
     "iterate": iter,
@@ -188,9 +201,9 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
     "length": len,
     "item": lambda target, key: target[key],
     "put": lambda target, key, value: target.__setitem__(key, value),
-    "contains": lambda target, value: value in target,
     "truth": bool,
     "text": str,
+    "form": repr,
 }
 
 

@@ -28,16 +28,16 @@ class TimeUp(BaseException):
     """Raised if a test's time is used up. Not an Exception, because a test may catch those."""
 
 
-class CandidateEnded(Exception):
-    """Raised if the candidate's process ended, or broke the protocol."""
+class CandidateEnded(BaseException):
+    """Raised if the candidate's process ended, or broke the protocol; no error that a test may expect."""
 
 
 class LoadFailed(Exception):
     """Raised if the candidate's source cannot be run, or lacks the tested name."""
 
 
-class JudgeFault(Exception):
-    """Raised if the judge itself fails; there is no verdict then."""
+class JudgeFault(BaseException):
+    """Raised if the judge itself fails, or cannot judge the tests; there is no verdict then."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +83,21 @@ class Link:
         self._channel = channel
         self.until = 0.0
         """Deadline of the running test."""
+        self.end: TimeUp | CandidateEnded | JudgeFault | None = None
+        """What a test must not catch, and what decides if it does."""
 
     def ask(self, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> Any:
         """Send a request and return the value of its reply, still encoded.
 
         Raises: TimeUp; CandidateEnded; the exception that the candidate raised.
         """
+        try:
+            return self._ask(message, descriptors)
+        except (TimeUp, CandidateEnded) as error:
+            self.end = error
+            raise
+
+    def _ask(self, message: Mapping[str, Any], descriptors: Sequence[int]) -> Any:
         try:
             self._channel.send(message, until=self.until)
             if descriptors:
@@ -101,7 +110,7 @@ class Link:
         if not isinstance(reply, dict) or not ("value" in reply or "raised" in reply):
             raise CandidateEnded("a reply in no known form")
         if "raised" in reply:
-            raise _rebuild(reply["raised"], reply.get("text"))
+            raise _rebuild(reply["raised"], reply.get("text"), reply.get("parts"))
         return reply["value"]
 
     def operate(self, operation: str, target: int, *arguments: Any, **keywords: Any) -> Any:
@@ -113,11 +122,15 @@ class Link:
             "args": [encode(argument, self._refer) for argument in arguments],
             "keywords": encode(keywords, self._refer),
         }
-        value = self.ask({"op": operation, "target": target, **forms})
+        return self.decode(self.ask({"op": operation, "target": target, **forms}))
+
+    def decode(self, form: Any) -> Any:
+        """Return the value that the candidate sent. Raises: CandidateEnded if it has no known form."""
         try:
-            return decode(value, lambda reference: Remote(self, reference))
+            return decode(form, lambda reference: Remote(self, reference))
         except (ValueError, RecursionError) as error:
-            raise CandidateEnded(f"a value in no known form ({type(error).__name__})") from error
+            self.end = CandidateEnded(f"a value in no known form ({type(error).__name__})")
+            raise self.end from error
 
     def close(self) -> None:
         """Close the connection; later operations on a `Remote` raise CandidateEnded."""
@@ -126,7 +139,10 @@ class Link:
     def _refer(self, value: Any) -> Any:
         if isinstance(value, Remote) and value._link is self:
             return {"t": "ref", "v": value._reference}
-        raise TypeError(f"a test passes a {type(value).__name__}, which has no plain form")
+        if isinstance(value, Remote):
+            raise CandidateEnded("an object of an earlier process")
+        self.end = JudgeFault(f"a test passes a {type(value).__name__}, which has no plain form")
+        raise self.end
 
 
 class Remote:
@@ -171,7 +187,8 @@ class Remote:
         self._link.operate("put", self._reference, key, value)
 
     def __contains__(self, value: Any) -> bool:
-        return self._link.operate("contains", self._reference, value) is True
+        # Not by the object's own method, which may agree to everything.
+        return any(item is value or item == value for item in self)
 
     def __bool__(self) -> bool:
         return self._link.operate("truth", self._reference) is True
@@ -180,7 +197,7 @@ class Remote:
         return str(self._link.operate("text", self._reference))
 
     def __repr__(self) -> str:
-        return "<an object of the candidate>"
+        return str(self._link.operate("form", self._reference))
 
 
 class Session:
@@ -198,8 +215,8 @@ class Session:
         self._has_run = False
         self.is_orphaned = False
         """Whether the candidate ended the fork server; nothing else ends it before this process."""
-        self.objects: dict[str, Remote] = {}
-        """The candidate's objects of the tested names, while it is loaded."""
+        self.objects: dict[str, Any] = {}
+        """The candidate's values of the tested names, while it is loaded."""
         self.until = time.monotonic() + float(limits["wall_s"])
 
     def load(self, until: float) -> Link:
@@ -221,6 +238,11 @@ class Session:
                 raise self._load_error
         self._link.until = until
         return self._link
+
+    @property
+    def end(self) -> BaseException | None:
+        """What ended the candidate's process, or its judgement, in the test that has run."""
+        return self._link.end if self._link else None
 
     def drop(self) -> None:
         """End the candidate's process; the next test gets a fresh one."""
@@ -269,11 +291,8 @@ class Session:
         )
         if not source.names:
             return
-        references = reply if isinstance(reply, dict) else {}
-        for name in source.names:
-            form = references.get(name)
-            if isinstance(form, dict) and type(form.get("v")) is int:
-                self.objects[name] = Remote(link, form["v"])
+        forms = reply if isinstance(reply, dict) else {}
+        self.objects = {name: link.decode(forms[name]) for name in source.names if name in forms}
         if source.names[0] not in self.objects:
             raise CandidateEnded(f"{source.names[0]} is not defined")
 
@@ -282,16 +301,25 @@ class Session:
         socket.send_fds(self._fork_server, [order], list(descriptors))
 
 
-def _rebuild(names: Any, text: Any) -> Exception:
-    """Return an exception of the first of these names that is a built-in class of exceptions."""
+def _rebuild(names: Any, text: Any, parts: Any) -> BaseException:
+    """Return an exception of the first of these names that is a built-in class of exceptions.
+
+    It is made of the parts if it reads as the text then, else of the text.
+    """
     for name in names if isinstance(names, list) else []:
         kind = getattr(builtins, name, None) if isinstance(name, str) else None
         if isinstance(kind, type) and issubclass(kind, Exception):
-            with Caught():
-                error = kind(str(text)[:1000])
-                error.add_note(FROM_CANDIDATE)
-                return error
+            for arguments in (parts, {"t": "tuple", "v": [str(text)[:1000]]}):
+                with Caught():
+                    error = kind(*decode(arguments, _no_reference))
+                    error.add_note(FROM_CANDIDATE)
+                    if arguments is not parts or str(error) == text:
+                        return error
     return CandidateEnded(f"{names!s:.100} {text!s:.300}")
+
+
+def _no_reference(_: int) -> Any:
+    raise ValueError("an exception holds plain values")
 
 
 FROM_CANDIDATE = "raised by the candidate"

@@ -8,7 +8,9 @@ Runs in the sandbox, with the standard library only.
 
 from __future__ import annotations
 
+import ast
 import ctypes
+import importlib
 import json
 import math
 import os
@@ -16,6 +18,7 @@ import re
 import signal
 import sys
 import time
+import types
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType
 from typing import Any
@@ -27,6 +30,7 @@ from strop.tasks.code.python_judge.remote import (
     Alarm,
     CandidateEnded,
     JudgeFault,
+    Remote,
     Session,
     Source,
     TimeUp,
@@ -45,6 +49,8 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.set_int_max_str_digits(0)
     fork_server = start_fork_server(set_process_option)
+    # What a test prints must not stand between a verdict and the beginning of its line.
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open as long as the process
     job = json.loads(sys.stdin.buffer.read())
     _write(f"{STARTED} {job['nonce']}\n")
     _write(json.dumps({"nonce": job["nonce"], **judge(fork_server, job)}) + "\n")
@@ -88,6 +94,8 @@ RunTest = Callable[[Session, Any, float], None]
 """Runs one test up to a deadline; raises AssertionError if the answer is wrong."""
 PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
 _REL_TOLERANCE = 1e-6
+_SPARE_S = 0.2
+"""A test that is over so long after its end has caught the alarm."""
 _SPARE_OUTPUT_BYTES = 1 << 16
 _OUTPUT_FACTOR = 4
 _MAX_ERROR_BYTES = 400
@@ -100,25 +108,102 @@ class WrongAnswer(AssertionError):
 
 
 def run_statements(session: Session, job: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Run tests that are Python statements; the candidate's names are bound to its `Remote` objects."""
+    """Run tests in one namespace, which binds the candidate's names to its values; then what they collect."""
     # A test that does not compile is a fault of the data; it must not count as a wrong answer.
     definitions = compile(job["definitions"], "<definitions>", "exec")
     setup = compile(job["setup"], "<setup>", "exec")
-    tests = [compile(test, f"<test {index}>", "exec") for index, test in enumerate(job["tests"])]
-    names: dict[str, Any] = {}
+    tests = [_compile(test, f"<test {index}>") for index, test in enumerate(job["tests"])]
+    module = types.ModuleType("__main__")
+    sys.modules["__main__"] = module
+    loaded: list[Any] = [None]
 
-    def run(session: Session, test: CodeType, until: float) -> None:
+    def run(session: Session, test: CodeType | str, until: float) -> None:
         session.load(until)
-        if names.get("objects") is not session.objects:
-            defined: dict[str, Any] = {"__name__": "tests"}
-            _define(definitions, defined)
-            defined.update({name: _Absent(name) for name in job["names"]})
-            defined.update(session.objects)
-            exec(setup, defined)
-            names.update(objects=session.objects, defined=defined)
-        exec(test, dict(names["defined"]))
+        names = module.__dict__
+        if loaded[0] is not session.objects:
+            loaded[0] = session.objects
+            _define(definitions, names)
+            names.update({name: _Absent(name) for name in job["names"]})
+            names.update(session.objects, **{_IN_PLACE: _call_in_place})
+            exec(setup, names)
+        if isinstance(test, CodeType):
+            exec(test, names)
+        else:
+            _run_collected(names[test])
 
-    return _run_all(session, tests, run, job["limits"])
+    if any("unittest" in test for test in job["tests"]):
+        # The tests' own call of it would end this process; their classes are run below.
+        vars(importlib.import_module("unittest"))["main"] = lambda *_, **__: None
+    results = _run_all(session, tests, run, job["limits"])
+    collected = [name for name, value in module.__dict__.items() if _is_collected(name, value)]
+    return results + _run_all(session, collected, run, job["limits"])
+
+
+def _is_collected(name: str, value: Any) -> bool:
+    """Whether a value of the tests is a test function or a class of tests, as pytest and unittest see it."""
+    unittest = sys.modules.get("unittest")
+    if isinstance(value, type):
+        is_case = unittest is not None and issubclass(value, unittest.TestCase)
+        return is_case and bool(unittest.defaultTestLoader.getTestCaseNames(value))
+    is_function = isinstance(value, types.FunctionType) and name.startswith("test")
+    return is_function and value.__code__.co_argcount <= len(value.__defaults__ or ())
+
+
+def _run_collected(test: Any) -> None:
+    if not isinstance(test, type):
+        test()
+        return
+    unittest = sys.modules["unittest"]
+    result = unittest.TestResult()
+    unittest.defaultTestLoader.loadTestsFromTestCase(test).run(result)
+    if not result.wasSuccessful() or result.testsRun <= len(result.skipped):
+        raise AssertionError
+
+
+# The candidate gets copies of arguments. A call whose result a test does not use is there for its effects:
+# what it did to its arguments is taken over. Other calls could so change what they are compared with.
+
+_IN_PLACE = "_strop_in_place"
+
+
+class _InPlace(ast.NodeTransformer):
+    def visit_Expr(self, node: ast.Expr) -> ast.Expr:
+        call = node.value
+        if isinstance(call, ast.Call):
+            caller = ast.Name(_IN_PLACE, ast.Load())
+            node.value = ast.Call(caller, [call.func, *call.args], call.keywords)
+        return node
+
+
+def _compile(test: str, name: str) -> CodeType:
+    tree = ast.fix_missing_locations(_InPlace().visit(ast.parse(test)))
+    code: CodeType = compile(tree, name, "exec", optimize=0)
+    return code
+
+
+def _call_in_place(target: Any, *arguments: Any, **keywords: Any) -> None:
+    if not isinstance(target, Remote):
+        target(*arguments, **keywords)
+        return
+    after = target._link.operate("call in place", target._reference, *arguments, **keywords)
+    if isinstance(after, tuple):
+        list(map(_update, arguments, after))
+
+
+def _update(mine: Any, after: Any) -> Any:
+    """Return a value as it is afterwards: the same container where it is of the same type."""
+    if type(mine) is not type(after) or not isinstance(mine, list | dict | set | bytearray):
+        return after
+    if isinstance(mine, list):
+        mine[:] = [*map(_update, mine, after), *after[len(mine) :]]
+        return mine
+    changed = (
+        {key: _update(mine.get(key), value) for key, value in after.items()} if type(mine) is dict else after
+    )
+    mine.clear()
+    add = mine.extend if isinstance(mine, bytearray) else mine.update
+    add(changed)
+    return mine
 
 
 def _define(definitions: CodeType, names: dict[str, Any]) -> None:
@@ -230,7 +315,8 @@ def _run_one(session: Session, test: Any, run: RunTest, test_s: float) -> tuple[
     until = min(session.until, now + test_s)
     with Caught() as caught, Alarm(until):
         run(session, test, until)
-    error = caught.error
+    # A test may have caught what it must not.
+    error = session.end or caught.error or (TimeUp() if time.monotonic() > until + _SPARE_S else None)
     if error is None:
         return PASSED, ""
     if isinstance(error, JudgeFault):

@@ -1,0 +1,332 @@
+"""Tests that rows bring for programs: what they are, what they use, and which of them cannot be judged.
+
+Tests run in another process than the program, and only plain values pass between the two. So tests can call
+the program's functions and classes and look at plain values. What they cannot do there is refused when the
+rows are read: a right program would fail, or a wrong one could decide the test by itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import importlib
+import json
+import symtable
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from strop.tasks.code.extraction import import_lines
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode
+
+_STAR_MODULES = (
+    "math",
+    "typing",
+    "collections",
+    "itertools",
+    "functools",
+    "string",
+    "heapq",
+    "bisect",
+    "random",
+)
+_OUTSIDE = frozenset(
+    {
+        *(
+            "asyncio",
+            "concurrent",
+            "contextlib",
+            "ctypes",
+            "doctest",
+            "gc",
+            "importlib",
+            "inspect",
+            "multiprocessing",
+        ),
+        *("pdb", "signal", "subprocess", "threading", "traceback", "unittest.mock"),
+    }
+)
+"""Modules of the standard library whose use in a test concerns the process of the tests."""
+_SYS = frozenset({"stdin", "stdout", "stderr", "exit", "modules", "path_hooks", "settrace"})
+_NAMES = frozenset(
+    {
+        *("__import__", "compile", "eval", "exec", "exit", "globals", "input", "locals", "quit", "vars"),
+        # The judge does not pass them on.
+        *("BaseException", "GeneratorExit", "KeyboardInterrupt", "SystemExit"),
+    }
+)
+_PYTEST_HOOKS = ("setup_", "teardown_")
+_FREE_ASSERTS = ("assertTrue", "assertFalse", "assertIsNone", "assertIsNotNone", "assertRaises")
+_VALUES = ("int", "float", "str", "bool", "bytes", "bytearray", "complex", "list", "tuple", "dict", "set")
+_OPERATOR = "an operator of the program's own class decides; compare its plain values"
+_SWALLOWERS = ("Exception", "AssertionError")
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def read_tests(answer: Any) -> JudgeJob:
+    """Return the tests of a row as a job without a program.
+
+    `answer` is a text, or a list of texts that run one after the other in one namespace; or APPS's table of
+    `inputs` and `outputs` (perhaps as JSON), with a `fn_name` if a function is called.
+    Raises: ValueError naming what cannot be judged.
+    """
+    if isinstance(answer, str) and answer.lstrip().startswith("{"):
+        answer = json.loads(answer)
+    if isinstance(answer, dict):
+        return _read_table(answer)
+    texts = answer if isinstance(answer, list) else [answer]
+    for text in texts:
+        if not isinstance(text, str):
+            raise ValueError(f"a test of type {type(text).__name__}")
+        try:
+            ast.parse(text)
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"the test {text[:60]!r} is no Python ({error})") from error
+    whole = "\n".join(texts)
+    tree = ast.parse(whole)
+    names = _find_names(tree, whole)
+    if not names:
+        raise ValueError(f"{len(texts)} tests, and none uses a name that a reply could define")
+    for fault in _Faults(tree, names).find():
+        raise ValueError(f"the tests cannot be judged: {fault}")
+    return JudgeJob(
+        source="",
+        mode=JudgeMode.STATEMENTS,
+        names=names,
+        imports=import_lines(whole),
+        tests=tuple(texts),
+        num_tests=len(texts),
+    )
+
+
+def _read_table(table: dict[str, Any]) -> JudgeJob:
+    inputs, outputs, name = table.get("inputs"), table.get("outputs"), table.get("fn_name")
+    if not (
+        isinstance(inputs, list)
+        and isinstance(outputs, list)
+        and 0 < len(inputs) == len(outputs)
+        and isinstance(name, str | None)
+    ):
+        raise ValueError("a table without lists `inputs` and `outputs` of one length")
+    return JudgeJob(
+        source="",
+        mode=JudgeMode.CALLS if name else JudgeMode.PROGRAMS,
+        names=(name,) if name else (),
+        input_output=json.dumps(table),
+        num_tests=len(outputs),
+    )
+
+
+def _find_names(tree: ast.Module, text: str) -> tuple[str, ...]:
+    """Return the names that tests read and do not define, outermost first: the program's."""
+    top = symtable.symtable(text, "<tests>", "exec")
+    own = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    read: set[str] = set()
+    for table in _tables(top):
+        symbols = [symbol for symbol in table.get_symbols() if symbol.is_global()]
+        own |= {symbol.get_name() for symbol in symbols if table is not top and symbol.is_assigned()}
+        read |= {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in _STAR_MODULES:
+            module = importlib.import_module(node.module)
+            own.update(getattr(module, "__all__", vars(module)))
+    ordered = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    return tuple(dict.fromkeys(n for n in ordered if n in read - own and not hasattr(builtins, n)))
+
+
+def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield table
+    for child in table.get_children():
+        yield from _tables(child)
+
+
+class _Faults:
+    """What in some tests cannot be judged across a process boundary, or judges nothing."""
+
+    def __init__(self, tree: ast.Module, names: tuple[str, ...]) -> None:
+        self._tree, self._names = tree, names
+        nodes = list(ast.walk(tree))
+        defined = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
+        self._own = defined | {node.name for node in nodes if isinstance(node, _FUNCTIONS)}
+        classes = {name for name in names if name[0].isupper() and not name.isupper()}
+        self._of_program = self._find_made(classes)
+        self._of_tests = self._find_made(defined)
+        self._classes = classes
+        self._bound = {
+            node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+        }
+        self._bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+
+    def _find_made(self, classes: set[str]) -> set[str]:
+        """Return the expressions that make or hold an instance of one of these classes."""
+
+        def is_made(node: ast.expr | None) -> bool:
+            return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes
+
+        made = {
+            ast.unparse(node) for node in ast.walk(self._tree) if isinstance(node, ast.Call) and is_made(node)
+        }
+        for node in ast.walk(self._tree):
+            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and is_made(node.value):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                made |= {ast.unparse(target) for target in targets}
+        return made
+
+    def find(self) -> Iterator[str]:
+        """Yield the faults, each in words."""
+        for node in ast.walk(self._tree):
+            for fault in self._look(node):
+                yield f"{fault} ({ast.unparse(node).splitlines()[0][:80]})"
+        yield from self._find_unused()
+        if not any(_is_assertion(node) or isinstance(node, ast.Raise) for node in ast.walk(self._tree)):
+            yield "they assert nothing"
+
+    def _look(self, node: ast.AST) -> Iterator[str]:
+        match node:
+            case ast.Import(names=names):
+                yield from _module_faults(*(alias.name for alias in names))
+            case ast.ImportFrom(module=module, names=names):
+                root = "." if node.level or module is None else module
+                yield from _module_faults(root, *(f"{root}.{alias.name}" for alias in names))
+                if names[0].name == "*" and root not in _STAR_MODULES:
+                    yield "they import * from another module than " + ", ".join(_STAR_MODULES)
+            case ast.Name(id=name) if name in _NAMES - self._bound:
+                yield f"they use {name}"
+            case ast.Attribute(value=ast.Name(id="sys"), attr=attr) if attr in _SYS:
+                yield f"they use sys.{attr}"
+            case ast.Attribute(value=value, attr=attr) if attr.startswith("__") and self._is_program(value):
+                yield f"they read {attr} of what the program defines"
+            case ast.Await() | ast.AsyncFunctionDef() | ast.AsyncWith() | ast.AsyncFor():
+                yield "they are asynchronous"
+            case ast.Assert(test=ast.Tuple(elts=[_, *_])):
+                yield "an assertion of a tuple always holds"
+            case ast.Try() if _swallows(node):
+                yield "a failing assertion is caught"
+            case ast.ExceptHandler(type=ast.expr() as kind) if not _are_built_in(kind):
+                yield "they catch an exception that is no built-in one"
+            case ast.With(items=items) if any(self._is_program(item.context_expr) for item in items):
+                yield "they enter a context of the program"
+            case ast.ClassDef() | ast.FunctionDef():
+                yield from self._look_at_definition(node)
+            case ast.Compare() | ast.BinOp() | ast.UnaryOp() | ast.AugAssign() if self._decides(node):
+                yield _OPERATOR
+            case ast.Call():
+                yield from self._look_at_call(node)
+
+    def _is_program(self, node: ast.expr) -> bool:
+        """Whether a value is the program's function, what it returns, or an instance of its class."""
+        value = node.func if isinstance(node, ast.Call) else node
+        is_named = isinstance(value, ast.Name) and value.id in self._names
+        return is_named or ast.unparse(node) in self._of_program
+
+    def _is_instance(self, node: ast.AST) -> bool:
+        inner = node.elts if isinstance(node, ast.List | ast.Tuple | ast.Set) else []
+        is_class = isinstance(node, ast.Name) and node.id in self._classes
+        return is_class or ast.unparse(node) in self._of_program or any(map(self._is_instance, inner))
+
+    def _decides(self, node: ast.Compare | ast.BinOp | ast.UnaryOp | ast.AugAssign) -> bool:
+        """Whether an operator is the program's: one of its operands is an instance of the program's class."""
+        operands = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+        literals = [operand.value for operand in operands if isinstance(operand, ast.Constant)]
+        if None in literals or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
+            return False
+        members = [o.value for o in operands if isinstance(o, ast.Attribute) and not literals]
+        return any(map(self._is_instance, operands)) or any(
+            isinstance(value, ast.Name) and value.id in self._classes for value in members
+        )
+
+    def _look_at_call(self, node: ast.Call) -> Iterator[str]:
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        called = getattr(node.func, "id", getattr(node.func, "attr", ""))
+        if called in ("isinstance", "issubclass") and any(map(self._names_program, arguments[1:])):
+            yield "they ask for the program's own class"
+        if called.startswith("assertRaises"):
+            if not (node.args and _are_built_in(node.args[0])):
+                yield "they expect an exception that is no built-in one"
+            arguments = arguments[2:]
+        elif called.startswith("assert") and called not in _FREE_ASSERTS:
+            if any(map(self._is_instance, arguments)):
+                yield _OPERATOR
+            return
+        root: ast.expr = node.func
+        while isinstance(root, ast.Attribute | ast.Call) and not self._is_program(root):
+            root = root.value if isinstance(root, ast.Attribute) else root.func
+        if (self._is_program(root) or called.startswith("assertRaises")) and not all(
+            map(self._is_plain, arguments)
+        ):
+            yield "they pass the program something that is no plain value"
+
+    def _names_program(self, node: ast.AST) -> bool:
+        return any(isinstance(inner, ast.Name) and inner.id in self._names for inner in ast.walk(node))
+
+    def _is_plain(self, node: ast.expr) -> bool:
+        """Whether an argument can be passed, as far as its form shows."""
+        if isinstance(node, ast.List | ast.Tuple | ast.Set):
+            return all(map(self._is_plain, node.elts))
+        if isinstance(node, ast.Name):
+            is_function = callable(getattr(builtins, node.id, None)) and node.id not in {
+                *_VALUES,
+                *self._bound,
+            }
+            return node.id not in self._own | self._of_tests and not is_function
+        if isinstance(node, ast.Attribute):
+            return not (isinstance(node.value, ast.Name) and node.value.id in _VALUES)
+        return not isinstance(node, ast.Lambda | ast.GeneratorExp) and ast.unparse(node) not in self._of_tests
+
+    def _look_at_definition(self, node: ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
+        bases = node.bases if isinstance(node, ast.ClassDef) else []
+        if any(map(self._names_program, (*bases, *node.decorator_list))):
+            yield "they derive from what the program defines, or decorate with it"
+        if node.name.startswith(_PYTEST_HOOKS):
+            yield "they need pytest, which is not there"
+
+    def _find_unused(self) -> Iterator[str]:
+        """Find functions of the tests that nothing calls: they judge nothing."""
+        loaded = [node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)]
+        for node in self._tree.body:
+            if isinstance(node, ast.ClassDef) and node.name not in loaded:
+                bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
+                if node.name.startswith("Test") and "TestCase" not in bases:
+                    yield f"nothing runs the class {node.name}, which is no unittest.TestCase"
+            if not isinstance(node, ast.FunctionDef) or node.name in loaded:
+                continue
+            needs = len(node.args.args) + len(node.args.posonlyargs) - len(node.args.defaults)
+            is_generator = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in ast.walk(node))
+            if needs > 0 or is_generator or not node.name.startswith("test"):
+                yield f"nothing calls {node.name}"
+
+
+def _module_faults(*names: str) -> Iterator[str]:
+    for name in names:
+        root = name.partition(".")[0]
+        if root not in sys.stdlib_module_names:
+            yield f"they import {name}, which is not there; the program's names are there without an import"
+        elif {root, name} & _OUTSIDE:
+            yield f"they use {name}"
+
+
+def _are_built_in(kind: ast.expr) -> bool:
+    """Whether an expression names built-in classes of exceptions, which are passed on."""
+    kinds = kind.elts if isinstance(kind, ast.Tuple) else [kind]
+    found = [getattr(builtins, one.id, None) if isinstance(one, ast.Name) else None for one in kinds]
+    return all(isinstance(one, type) and issubclass(one, Exception) for one in found)
+
+
+def _is_assertion(node: ast.AST) -> bool:
+    is_method = isinstance(node, ast.Attribute) and (node.attr.startswith("assert") or node.attr == "fail")
+    return is_method or isinstance(node, ast.Assert)
+
+
+def _swallows(node: ast.Try) -> bool:
+    body = [inner for statement in node.body for inner in ast.walk(statement)]
+    if not any(map(_is_assertion, body)):
+        return False
+    for handler in node.handlers:
+        kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+        catches = any(kind is None or ast.unparse(kind) in _SWALLOWERS for kind in kinds)
+        inner = [one for statement in handler.body for one in ast.walk(statement)]
+        if catches and not any(
+            isinstance(one, ast.Assert | ast.Raise) or _is_assertion(one) for one in inner
+        ):
+            return True
+    return False
