@@ -395,7 +395,7 @@ def test_rows_of_repositories_are_evaluated_in_their_environment(run: Run, folde
     rows = folder / "rows"
     rows.mkdir()
     row = {"problem_statement": "Mend it.", "repository": str(repository), "test_command": "sh a.sh"}
-    row |= {"FAIL_TO_PASS": ["a.sh::sum"]}
+    row |= {"FAIL_TO_PASS": '["a.sh::sum"]'}
     for name in ("train", "test"):
         (rows / f"{name}.jsonl").write_text(json.dumps({**row, "instance_id": name}) + "\n")
     (folder / "repair.toml").write_text(

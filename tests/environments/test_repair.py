@@ -18,7 +18,8 @@ from strop.audit import AuditSettings, ProbeStatus, run_audit
 from strop.engine import GenerationRequest
 from strop.environments import choose_environment, run_group
 from strop.environments.groups import NUM_REFILLS
-from strop.environments.repair import Hidden, RepoRepair, RepoRepairSpec, read_passed
+from strop.environments.repair import RepoRepair, RepoRepairSpec
+from strop.environments.repair_rows import Hidden, read_passed
 from strop.errors import DataError
 from strop.rollout import Example, FailureOwner, Rollout, Split
 from strop.tasks import Task, build_task, self_test, task_builder

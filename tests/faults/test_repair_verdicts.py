@@ -170,7 +170,7 @@ DESTRUCTION = [
 def test_a_model_that_destroys_its_work_has_failed_and_not_the_machine(
     tmp_path: Path, repository: Path, command: str, place: str
 ) -> None:
-    tests = {"hidden_tests": {place: HIDDEN}}
+    tests: dict[str, Any] = {"hidden_tests": {place: HIDDEN}}
     if place != "test_total.py":
         tests = {
             "hidden_tests": {place: HIDDEN},

@@ -438,8 +438,12 @@ def absolute_path(path: KeyPath, text: str, folder: str, origin: str) -> str:
     Raises: ConfigError if a path holds control characters.
     """
     path = ("task", path[-1]) if path[:2] == ("task", "parts") and len(path) == _PART_DEPTH else path
-    is_path = PATH_SETTINGS.get(path, lambda _: False)
-    if not text or not (is_path(text, folder) if is_path is is_data_path else is_path(text)):
+    is_path = PATH_SETTINGS.get(path)
+    if (
+        not text
+        or is_path is None
+        or not (is_path(text) or (is_path is is_data_path and is_path(text, folder)))
+    ):
         return text
     if any(ord(character) < 32 or ord(character) == 127 for character in text):
         raise ConfigError(

@@ -141,8 +141,8 @@ def run_statements(session: Session, job: Mapping[str, Any]) -> list[tuple[str, 
 
 def _is_collected(name: str, value: Any) -> bool:
     """Whether a value of the tests is a test function or a class of tests, as pytest and unittest see it."""
-    unittest = sys.modules.get("unittest")
     if isinstance(value, type):
+        unittest: Any = sys.modules.get("unittest")
         is_case = unittest is not None and issubclass(value, unittest.TestCase)
         return is_case and bool(unittest.defaultTestLoader.getTestCaseNames(value))
     is_function = isinstance(value, types.FunctionType) and name.startswith("test")
