@@ -14,6 +14,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from strop.tasks.code.python_judge.candidate import CALLS, END, PROGRAMS, STATUS
@@ -306,15 +307,14 @@ def _rebuild(names: Any, text: Any, parts: Any) -> BaseException:
 
     It is made of the parts if it reads as the text then, else of the text.
     """
-    for name in names if isinstance(names, list) else []:
-        kind = getattr(builtins, name, None) if isinstance(name, str) else None
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            for arguments in (parts, {"t": "tuple", "v": [str(text)[:1000]]}):
-                with Caught():
-                    error = kind(*decode(arguments, _no_reference))
-                    error.add_note(FROM_CANDIDATE)
-                    if arguments is not parts or str(error) == text:
-                        return error
+    found = [vars(builtins).get(str(name)) for name in names] if isinstance(names, list) else []
+    kinds = [kind for kind in found if isinstance(kind, type) and issubclass(kind, Exception)]
+    for kind, form in product(kinds, (parts, {"t": "tuple", "v": [str(text)[:1000]]})):
+        with Caught():
+            error = kind(*decode(form, _no_reference))
+            error.add_note(FROM_CANDIDATE)
+            if form is not parts or str(error) == text:
+                return error
     return CandidateEnded(f"{names!s:.100} {text!s:.300}")
 
 
