@@ -240,9 +240,8 @@ def test_unknown_routes_methods_and_ids_are_errors_with_a_detail(tmp_path: Path)
                 ("GET", "/sessions/%00"): 404,
                 ("GET", "/sessions/%2e%2e"): 404,
                 ("GET", "/runtime/unknown"): 404,
-                ("GET", "/build_status?build_id=x"): 404,
                 ("GET", "/image_exists"): 422,
-                ("POST", "/build"): 503,
+                ("POST", "/build"): 403,
                 ("GET", "/health"): 200,
                 ("GET", "/liveness"): 200,
                 ("GET", "/readiness"): 200,
@@ -427,7 +426,7 @@ def test_metrics_are_prometheus_text_with_those_of_the_nodes(tmp_path: Path) -> 
             assert f'strop_runtime_sandboxes{{state="ready",node="{node.node_id}"}} 1' in lines
             assert "strop_runtime_queue_length 1" in lines
             assert "strop_runtime_starts_total 2" in lines
-            assert f'scripted_builds{{node="{node.node_id}"}} 0' in lines
+            assert f'scripted_up{{node="{node.node_id}"}} 1' in lines
             sample = re.compile(r'^[a-z_]+(\{([a-z]+="[^"]*",?)+\})? [0-9.e+-]+$')
             assert [one for one in lines if not one.startswith("# ") and not sample.match(one)] == []
 

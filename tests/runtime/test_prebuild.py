@@ -13,7 +13,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.runtime.contract import FailureKind
 from strop.runtime.planes import SandboxFailed
-from strop.runtime.pulling import Images, is_transient, list_images, prebuild, shard_of
+from strop.runtime.pulling import Images, engine_of, is_transient, list_images, prebuild, shard_of
 
 
 @pytest.mark.parametrize(
@@ -45,6 +45,15 @@ class ScriptedImages(Images):
         if image in self.missing:
             raise SandboxFailed(FailureKind.IMAGE_ERROR, f"image {image} is not there")
         return f"id of {image}"
+
+
+def test_the_images_of_a_node_are_in_the_store_of_its_first_engine() -> None:
+    for backends, engine in (
+        (("bubblewrap", "podman", "docker"), "podman"),
+        (("docker", "podman"), "docker"),
+        (("process",), "podman"),
+    ):
+        assert engine_of(backends) == engine
 
 
 def test_images_are_listed_once_and_shared_out(tmp_path: Path) -> None:

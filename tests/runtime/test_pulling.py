@@ -98,7 +98,7 @@ def test_an_image_is_pulled_once_as_its_policy_says(
     monkeypatch.setenv("STROP_OFFLINE", "1")
     lines: list[str] = []
     assert fetch(images, pushed, "Always", lines) == ids[0]
-    assert lines == [f"offline: {pushed} is used as it is here"]
+    assert lines == [f"offline mode forbids to pull it: {pushed} is used as it is here"]
 
 
 def test_what_a_registry_does_not_have_is_asked_for_once(

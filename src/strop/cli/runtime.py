@@ -50,6 +50,22 @@ Warm = Annotated[
     list[str] | None,
     typer.Option(metavar="IMAGE=N", help="Keep N sandboxes of an image ready on each node; repeated."),
 ]
+ImageDirs = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--image-dir",
+        metavar="DIR",
+        help="A folder whose directory trees clients may name as images, by their paths; repeated.",
+    ),
+]
+Registries = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--registry",
+        metavar="HOST[:PORT]",
+        help="A registry that clients' images may be pulled from, as docker.io; repeated. Default: none.",
+    ),
+]
 PolicyText = Annotated[
     str,
     typer.Option(
@@ -78,6 +94,8 @@ class NodeArguments:
     backend: BackendNames = None
     data_plane: DataPlaneName = "auto"
     network: Network = "none"
+    image_dir: ImageDirs = None
+    registry: Registries = None
     warm: Warm = None
 
 
@@ -100,6 +118,8 @@ class ServeArguments:
     backend: BackendNames = None
     data_plane: DataPlaneName = "auto"
     network: Network = "none"
+    image_dir: ImageDirs = None
+    registry: Registries = None
     warm: Warm = None
     policy: PolicyText = "{}"
     host: Host = None
@@ -185,6 +205,8 @@ def run_node(context: typer.Context, args: NodeArguments) -> None:
             backends=tuple(args.backend or ()),
             data_plane=args.data_plane,
             network=args.network,
+            image_dirs=tuple(args.image_dir or ()),
+            registries=tuple(args.registry or ()),
             warm=tuple(args.warm or ()),
         )
         await serve_node(options, say=output.say)
@@ -245,7 +267,7 @@ def prove_conformance(
             metavar="[key=value ...]",
             help="cases=1,17 of the matrix; image=NAME, the image of the sandboxes; and what single"
             " cases need: many, clients at once (17), slow_image (7), no_agent_image (10), oom_image (11),"
-            " restart, a shell command that kills the service and starts it again (16), base_image (22).",
+            " restart, a shell command that kills the service and starts it again (16).",
         ),
     ] = None,
     json: Json = False,
@@ -310,6 +332,8 @@ def _words_of_nodes(args: ServeArguments) -> list[str]:
             # Checked here, or a node would refuse it when the service is up.
             make_backend(name)
     words = [word for name in args.backend or () for word in ("--backend", name)]
+    words += [word for path in args.image_dir or () for word in ("--image-dir", str(path.absolute()))]
+    words += [word for host in args.registry or () for word in ("--registry", host)]
     words += [word for text in args.warm or () for word in ("--warm", text)]
     if args.data_plane != "auto":
         words += ["--data-plane", args.data_plane]

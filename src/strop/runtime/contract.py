@@ -176,9 +176,8 @@ class NodeOrder(_Message):
     A repeated order for the same runtime id changes nothing and is answered alike. 503 says that the node
     takes no orders now; the order then goes elsewhere.
 
-    Images, for clients that build: `POST {node}/builds?image=TARGET&tag=T&tag=T` with a gzip tar as its body
-    is answered `{"build_id"}`, `GET {node}/builds/{build_id}` with `BuildStatus`, `GET {node}/images?image=`
-    with `{"exists": false}`, or with `{"exists": true, "image": {"upload_time", "image_size_bytes"}}`.
+    `GET {node}/images?image=` is answered with `{"exists": false}`, or with
+    `{"exists": true, "image": {"upload_time", "image_size_bytes"}}`.
     """
 
     runtime_id: str
@@ -254,17 +253,6 @@ class NodeReport(_Message):
     """False: `sandboxes` has only those that changed since the last answered report."""
     metrics: dict[str, float] = Field(default_factory=dict)
     """Added to the controller's own, by their names and labels."""
-
-
-class BuildStatus(_Message):
-    """The status of an image build."""
-
-    status: Literal[
-        "QUEUED", "WORKING", "SUCCESS", "FAILURE", "INTERNAL_ERROR", "TIMEOUT", "CANCELLED", "EXPIRED"
-    ]
-    image: str = ""
-    """The built image, once the build has succeeded."""
-    error: str = ""
 
 
 class NodeReply(_Message):

@@ -156,8 +156,7 @@ async def _run(server: uvicorn.Server, listener: socket.socket, until: asyncio.E
 def _configure(
     sessions: Sessions, options: ControllerOptions, keys: KeyRing | None, node_keys: KeyRing
 ) -> uvicorn.Config:
-    routes = Routes(sessions=sessions, upload_dir=options.state_dir / "uploads")
-    app = Starlette(routes=build_routes(routes))
+    app = Starlette(routes=build_routes(Routes(sessions=sessions)))
     app.router.redirect_slashes = False
     add_error_answers(app)
     BoundedProtocol.max_connections = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2

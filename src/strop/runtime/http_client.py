@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -63,7 +63,7 @@ class HttpClient:
         url: str,
         *,
         headers: Mapping[str, str],
-        content: bytes | AsyncIterator[bytes] = b"",
+        content: bytes = b"",
         limit_s: float,
         max_bytes: int = _MAX_REPLY_BYTES,
     ) -> Reply:
@@ -85,12 +85,9 @@ class HttpClient:
             except (OSError, TimeoutError) as error:
                 raise RequestFailed(f"{type(error).__name__} {error}".rstrip()) from error
 
-    async def _ask(
-        self, server: _Server, head: _Head, content: bytes | AsyncIterator[bytes], max_bytes: int
-    ) -> Reply:
+    async def _ask(self, server: _Server, head: _Head, content: bytes, max_bytes: int) -> Reply:
         while True:
-            # A streamed body cannot be sent again, so it gets a new connection.
-            kept = self._take_idle(server) if isinstance(content, bytes) else None
+            kept = self._take_idle(server)
             stream = kept or await asyncio.open_connection(*server)
             reply = await self._exchange(stream, server, head, content, max_bytes)
             if reply is not None:
@@ -128,7 +125,7 @@ class HttpClient:
         stream: Stream,
         server: _Server,
         head: _Head,
-        content: bytes | AsyncIterator[bytes],
+        content: bytes,
         max_bytes: int,
     ) -> Reply | None:
         """Send a request and read its answer; None if the connection ended before any of the answer came."""
@@ -157,25 +154,15 @@ async def _send(
     protocol: Any,
     writer: asyncio.StreamWriter,
     head: _Head,
-    content: bytes | AsyncIterator[bytes],
+    content: bytes,
 ) -> None:
     import h11
 
     method, target, fields = head
-    framing = ("transfer-encoding", "chunked")
-    if isinstance(content, bytes):
-        framing = ("content-length", str(len(content)))
+    framing = ("content-length", str(len(content)))
     request = h11.Request(method=method, target=target, headers=[*fields.items(), framing])
-    data = protocol.send(request)
-    if isinstance(content, bytes):
-        # One write: the packet of a second one might wait until the first is acknowledged.
-        data += protocol.send(h11.Data(data=content)) if content else b""
-    else:
-        writer.write(data)
-        async for part in content:
-            writer.write(protocol.send(h11.Data(data=part)))
-            await writer.drain()
-        data = b""
+    # One write: the packet of a second one might wait until the first is acknowledged.
+    data = protocol.send(request) + (protocol.send(h11.Data(data=content)) if content else b"")
     writer.write(data + protocol.send(h11.EndOfMessage()))
     await writer.drain()
 

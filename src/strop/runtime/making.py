@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 
 from strop.errors import ConfigError, SandboxError, SandboxRefused
 from strop.runtime.contract import FailureKind, NodeOrder, Slot, StartRequest
@@ -48,6 +49,8 @@ class MakeSettings:
     backends: tuple[str, ...]
     """The allowed backends; the first that fits an image is taken."""
     network: str = "none"
+    image_dirs: tuple[str, ...] = ()
+    """Real paths of the folders with the directory trees that clients may name as images."""
     warm: Mapping[str, int] = field(default_factory=dict)
     """How many sandboxes of an image are kept ready, once one has been started."""
 
@@ -85,13 +88,11 @@ class Maker:
         self.num_warm = 0
         """Starts that were served by a sandbox made ahead."""
 
-    async def kind_of(
-        self, order: NodeOrder, mounts: Sequence[Mount] = (), snapshot: LocalSnapshot | None = None
-    ) -> Kind:
+    async def kind_of(self, order: NodeOrder, snapshot: LocalSnapshot | None = None) -> Kind:
         """Return the kind of sandbox that an order needs. One with a snapshot has the snapshot's backend.
 
-        Raises: ConfigError if no backend here has such images; SandboxRefused with kind network, or for a
-            level that none of the backends reaches.
+        Raises: ConfigError if no backend here has such images; SandboxFailed for a path that is no client's
+            image; SandboxRefused with kind network, or for a level that none of the backends reaches.
         """
         request, terms = order.request, order.request.sandbox
         names = self._backends_for(request)
@@ -101,14 +102,13 @@ class Maker:
         has_user = names[0] in ENGINES and os.geteuid() == 0 and user is not None and user < NUM_IDS
         kind = Kind(
             backend=names[0],
-            image=None if request.image == HOST_IMAGE else request.image,
+            image=None if request.image == HOST_IMAGE else self._find_image(request.image),
             limits=limits_of(order.slot),
             user=user if has_user else None,
             is_user_hint=True,
             has_workspace=names[0] != "process",
             network=self._settings.network,
             min_level=IsolationLevel.RLIMIT,
-            mounts=tuple(mounts),
         )
         if terms is None:
             return kind
@@ -140,6 +140,18 @@ class Maker:
                 next_step="name it, or start the node with --backend podman, or docker",
             )
         return fitting
+
+    def _find_image(self, image: str) -> str:
+        """Return an image's name, or the real path of a tree below one of the operator's folders."""
+        if not image.startswith("/"):
+            return image
+        with suppress(OSError):
+            path = os.path.realpath(image, strict=True)
+            if any(Path(path).parent.is_relative_to(folder) for folder in self._settings.image_dirs):
+                return path
+        raise SandboxFailed(
+            FailureKind.IMAGE_ERROR, f"{image} is in no folder of images that this node lists (--image-dir)"
+        )
 
     async def make(
         self, kind: Kind, num_warm: int = 0, snapshot: LocalSnapshot | None = None
@@ -236,7 +248,7 @@ class Starter:
 
         Raises: SandboxFailed; ConfigError if no backend has such images; SandboxRefused as `Maker.kind_of`.
         """
-        kind = await self._maker.kind_of(order, (), self._find_snapshot(order))
+        kind = await self._maker.kind_of(order, self._find_snapshot(order))
         if kind.image is not None and not kind.image.startswith("/"):
             policy = order.request.image_pull_policy
             self._ids[kind.image] = await self._images.fetch(kind.image, policy, say)
@@ -250,10 +262,11 @@ class Starter:
                 f"command {order.request.command[:1]} is not OpenHands' agent server, whose routes alone this"
                 " node serves itself (data plane `own`)",
             )
-        mounts = injected_mounts() if self._is_injected(order) else ()
         snapshot = self._find_snapshot(order)
-        kind = await self._maker.kind_of(order, mounts, snapshot)
+        kind = await self._maker.kind_of(order, snapshot)
         kind = replace(kind, image=self._ids.get(kind.image, kind.image) if kind.image else None)
+        if self._is_injected(order):
+            kind = replace(kind, mounts=await asyncio.to_thread(injected_mounts, kind.backend, kind.image))
         sandbox = await self._maker.make(kind, self._warm.get(order.request.image, 0), snapshot)
         try:
             plane = await self._serve(order, sandbox, note_use)

@@ -29,8 +29,6 @@ from typing import Any
 
 from strop.errors import ConfigError, SandboxError, SandboxLost, SandboxRefused, given_of
 from strop.hardware.identity import read_boot_id
-from strop.io.variables import user_cache_dir
-from strop.runtime.building import Builds
 from strop.runtime.capacity import find_end, measure_capacity
 from strop.runtime.contract import (
     HEARTBEAT_S,
@@ -63,11 +61,11 @@ from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
 from strop.sandbox.allowlist import ALLOWED, parse_network
 from strop.sandbox.choose import BACKENDS
 from strop.sandbox.janitor import clear_abandoned
+from strop.sandbox.local import shown_folders
 from strop.sandbox.wire import SNAPSHOT_PATH
 
 _log = logging.getLogger("strop.runtime.node")
-_MAX_ORDER_BYTES = 512 << 20
-"""Build contexts are the largest bodies."""
+_MAX_ORDER_BYTES = 2 << 20
 _BACKLOG = 256
 _REPORT_LIMIT_S = 5.0
 _SETTLE_S = 0.02
@@ -88,6 +86,8 @@ class NodeSettings:
     data_plane: DataPlane = DataPlane.AUTO
     host: str = "127.0.0.1"
     """The one address of this machine on which the agent and all sandboxes listen."""
+    registries: tuple[str, ...] = ()
+    """Where clients' images may be pulled from, as HOST or HOST:PORT."""
     capacity: Slot | None = None
     """None: as `measure_capacity` finds."""
     silence_limit_s: float = 60.0
@@ -101,8 +101,7 @@ class Node:
         self._settings = settings
         self._capacity = settings.capacity or measure_capacity()
         engine = engine_of(settings.make.backends)
-        self._images = Images(engine)
-        self._builds = Builds(user_cache_dir() / "runtime" / "builds", engine)
+        self._images = Images(engine, registries=settings.registries)
         self._news = asyncio.Event()
         self._snapshots = KeptSnapshots(self.node_id, self._count_free_disk, self._news.set)
         self._starter = Starter(settings.make, settings.data_plane, self._images, self._snapshots)
@@ -166,7 +165,6 @@ class Node:
         await asyncio.gather(*(self._stop(held, "the node ends") for held in self._held.values()))
         await asyncio.gather(*self._stopping, return_exceptions=True)
         self._snapshots.close()
-        await self._builds.close()
         await self._starter.close()
         await asyncio.to_thread(clear_abandoned)
         # The last report has how each sandbox ended.
@@ -289,11 +287,6 @@ class Node:
                 value = held.report()
             case "POST", ["sandboxes", runtime_id, "pause" | "resume" as verb]:
                 value = await self._operate(self._find(runtime_id), verb)
-            case "POST", ["builds"]:
-                tags = request.query.get("tag", ())
-                value = {"build_id": self._builds.start(request.body, request.query_field("image"), tags)}
-            case "GET", ["builds", build_id] if status := self._builds.find(build_id):
-                value = status
             case "GET", ["images"]:
                 value = await self._images.describe(request.query_field("image"))
             case _:
@@ -355,6 +348,8 @@ class NodeOptions:
     """Empty: all backends that can make a sandbox here."""
     data_plane: str = "auto"
     network: str = "none"
+    image_dirs: tuple[Path, ...] = ()
+    registries: tuple[str, ...] = ()
     warm: tuple[str, ...] = ()
 
 
@@ -396,23 +391,39 @@ async def _read_options(options: NodeOptions, say: Callable[[str], None]) -> Nod
         if not image or not number.isdecimal():
             raise ConfigError(f"--warm {word}", allowed="IMAGE=N, such as host=8", next_step="give it so")
         warm[image] = int(number)
+    key_file = options.key_file.resolve()
+    folders = tuple(folder.resolve() for folder in options.image_dirs)
+    holding = [path for path in (*folders, *map(Path, shown_folders())) if key_file.is_relative_to(path)]
+    for path in (*holding, *(path for path in folders if not path.is_dir())):
+        raise ConfigError(
+            f"{path}, which sandboxes see, {'has the service' if path in holding else 'is no directory'}",
+            allowed="directories that have images and no keys, and a service that no sandbox sees",
+            next_step="name others with --image-dir, or another folder for the service with --dir",
+        )
     backends = await find_backends(options.backends, say)
     return NodeSettings(
         controller=options.controller.rstrip("/"),
         key=read_key(options.key_file),
-        make=MakeSettings(backends=backends, network=options.network, warm=warm),
+        make=MakeSettings(
+            backends=backends, network=options.network, image_dirs=tuple(map(str, folders)), warm=warm
+        ),
         data_plane=DataPlane(options.data_plane),
+        registries=options.registries,
         host=options.host,
     )
 
 
 async def find_backends(wanted: tuple[str, ...], say: Callable[[str], None]) -> tuple[str, ...]:
-    """Return the backends that work here, those with images first. Each is tried by starting a sandbox.
+    """Return the backends that work here. Each is tried by starting a sandbox.
+
+    With none wanted, only those whose programs cannot read the service's keys.
 
     Raises: SandboxRefused if a wanted backend does not work, or none does; ConfigError for an unknown name.
     """
     working, refusals = [], []
-    for name in wanted or BACKENDS:
+    # Programs of `process` are this user, who may read the service's keys, unless it is root.
+    shielding = BACKENDS if os.geteuid() == 0 else tuple(name for name in BACKENDS if name != "process")
+    for name in wanted or shielding:
         try:
             await _try_backend(name)
             working.append(name)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlencode
 
 from pydantic import ValidationError
 
@@ -85,19 +84,6 @@ class NodeClient:
         except (ValidationError, TypeError) as error:
             raise NodeFailed(f"{node_url} answered {verb} with something else ({error})") from error
 
-    async def build(
-        self, node_url: str, target: str, tags: Sequence[str], context: AsyncIterator[bytes]
-    ) -> dict[str, Any]:
-        """Start the build of an image from a gzip tar. Raises: NodeFailed."""
-        query = urlencode({"image": target, "tag": list(tags)}, doseq=True)
-        return await self._ask(
-            "POST", f"{node_url}/builds?{query}", content=context, limit_s=OPERATION_LIMIT_S
-        )
-
-    async def build_status(self, node_url: str, build_id: str) -> dict[str, Any]:
-        """Return the status of a build. Raises: NodeFailed."""
-        return await self._ask("GET", f"{node_url}/builds/{quote(build_id, safe='')}")
-
     async def find_image(self, node_url: str, image: str) -> dict[str, Any]:
         """Return whether a node has an image. Raises: NodeFailed."""
         return await self._ask("GET", f"{node_url}/images?{urlencode({'image': image})}")
@@ -129,7 +115,7 @@ class NodeClient:
         method: str,
         url: str,
         *,
-        content: bytes | AsyncIterator[bytes] = b"",
+        content: bytes = b"",
         limit_s: float = ORDER_LIMIT_S,
     ) -> dict[str, Any]:
         # Read for each request: the key may have been changed.

@@ -16,9 +16,10 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ _TRANSIENT: tuple[str, ...] = (
 _FULL_DISK = os.strerror(errno.ENOSPC).lower()
 _SHOWN_CHARACTERS = 400
 _PULL_LIMIT_S = 1800.0
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@/+-]{0,511}")
+"""Images' names: no option, no path of the host, no glob."""
 _REFUSED_FOR_S = 60.0
 """A refused pull is not repeated for this long."""
 
@@ -46,9 +49,20 @@ _REFUSED_FOR_S = 60.0
 class Images:
     """The images of this node, in the store of one engine."""
 
-    def __init__(self, engine: str = ENGINES[0], *, max_tries: int = 6, first_pause_s: float = 1.0) -> None:
-        """A transient failure of a pull is tried `max_tries` times; the pause doubles each time."""
+    def __init__(
+        self,
+        engine: str = ENGINES[0],
+        *,
+        registries: Collection[str] | None = None,
+        max_tries: int = 6,
+        first_pause_s: float = 1.0,
+    ) -> None:
+        """Images are pulled from `registries`, as HOST or HOST:PORT, alone; None: from all.
+
+        A transient failure of a pull is tried `max_tries` times; the pause doubles each time.
+        """
         self._engine = engine
+        self._registries = registries
         self._max_tries = max_tries
         self._first_pause_s = first_pause_s
         self._pulls: dict[str, asyncio.Task[None]] = {}
@@ -61,35 +75,46 @@ class Images:
 
         Raises: SandboxFailed of kind image_error; infra_lost if no registry answered or the disk is full.
         """
-        local = await self.find(image)
-        if local is not None and policy == "Always" and is_offline():
-            say(f"offline: {image} is used as it is here")
-        elif local is None or policy == "Always":
-            if policy == "Never":
-                raise _failed(f"image {image} is not on this node, and its policy is Never")
-            if is_offline():
-                raise _failed(f"image {image} is not on this node, and offline mode forbids to pull it")
-            refused_until, why = self._refused.get(image, (0.0, ""))
-            if time.monotonic() < refused_until:
-                raise _failed(f"image {image} was refused lately: {why}")
-            await self._pull_once(image, say)
-            local = await self.find(image)
+        if not _NAME.fullmatch(image):
+            raise _failed(f"{image!r} is not the name of an image")
+        local = await self._inspect(image)
+        if local is None or policy == "Always":
+            why = self._why_not_pulled(image, policy)
+            if why and local is None:
+                raise _failed(f"image {image} is not on this node, and {why}")
+            if why:
+                say(f"{why}: {image} is used as it is here")
+            else:
+                refused_until, refusal = self._refused.get(image, (0.0, ""))
+                if time.monotonic() < refused_until:
+                    raise _failed(f"image {image} was refused lately: {refusal}")
+                await self._pull_once(image, say)
+                local = await self._inspect(image)
         if local is None:
             raise _failed(f"image {image} is not here after its pull")
-        image_id, architecture = local
+        architecture = local.get("Architecture", "")
         wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
         if architecture not in ("", wanted):
             raise _failed(f"image {image} is made for {architecture}, and this node is {wanted}")
-        return image_id
+        return str(local["Id"])
 
-    async def find(self, image: str) -> tuple[str, str] | None:
-        """Return the id and the architecture of an image, None if it is not on this node."""
-        words = ("image", "inspect", "--format", "{{.Id}} {{.Architecture}}", image)
-        code, output = await run_engine(self._engine, *words)
-        if code:
-            return None
-        image_id, _, architecture = output.strip().partition(" ")
-        return image_id, architecture
+    def _why_not_pulled(self, image: str, policy: str) -> str:
+        """Return why an image may not be pulled; empty if it may."""
+        if policy == "Never":
+            return "its policy is Never"
+        if is_offline():
+            return "offline mode forbids to pull it"
+        registry = registry_of(image)
+        # The engine names images that it made itself so.
+        if registry == "localhost" or (self._registries is not None and registry not in self._registries):
+            return f"clients' images are not pulled from {registry} (--registry of the node lists from where)"
+        return ""
+
+    async def _inspect(self, image: str) -> dict[str, Any] | None:
+        """Return what the engine knows of an image, None if it is not on this node."""
+        code, output = await run_engine(self._engine, "image", "inspect", image)
+        # Warnings follow on standard error.
+        return None if code else dict(json.JSONDecoder().raw_decode(output.lstrip())[0][0])
 
     async def _pull_once(self, image: str, say: Callable[[str], None]) -> None:
         task = self._pulls.get(image)
@@ -107,7 +132,9 @@ class Images:
         for number in range(self._max_tries):
             say(f"pulls {image}" + (f", try {number + 1}" if number else ""))
             self.num_pulls += 1
-            code, output = await run_engine(self._engine, "pull", "--quiet", image, limit_s=_PULL_LIMIT_S)
+            # Without a transport podman takes `dir:/etc` or `docker-archive:FILE` for files of the host.
+            source = f"docker://{image}" if self._engine == "podman" else image
+            code, output = await run_engine(self._engine, "pull", "--quiet", source, limit_s=_PULL_LIMIT_S)
             if code == 0:
                 return
             why = output.strip()[-_SHOWN_CHARACTERS:]
@@ -126,10 +153,9 @@ class Images:
 
     async def describe(self, image: str) -> dict[str, Any]:
         """Return the answer to `GET {node}/images`: whether an image is here, its date and its size."""
-        code, output = await run_engine(self._engine, "image", "inspect", image)
-        if code:
+        facts = await self._inspect(image) if _NAME.fullmatch(image) else None
+        if facts is None:
             return {"exists": False}
-        facts = json.loads(output)[0]
         return {"exists": True, "image": {"upload_time": facts["Created"], "image_size_bytes": facts["Size"]}}
 
     async def close(self) -> None:
@@ -138,6 +164,13 @@ class Images:
         for task in pulls:
             task.cancel()
         await asyncio.gather(*pulls, return_exceptions=True)
+
+
+def registry_of(image: str) -> str:
+    """Return the registry of an image's name, `docker.io` for a name without one."""
+    first, has_path, _ = image.partition("/")
+    is_host = has_path and (first == "localhost" or "." in first or ":" in first)
+    return first if is_host else "docker.io"
 
 
 def is_transient(output: str) -> bool:

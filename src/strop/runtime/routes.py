@@ -1,25 +1,15 @@
 """The controller's routes. Each reads a request, asks `Sessions`, and answers with records.
 
-Build contexts come as RemoteRuntime uploads them: base64 text of a gzip tar, in one part of a form. The
-archive is checked before a node gets it: members or links that lead outside the folder of the context are
-refused, and so are archives that unpack to far more than their size. Metrics are in Prometheus' text format
-0.0.4.
+Metrics are in Prometheus' text format 0.0.4.
 """
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import binascii
-import os
-import tarfile
-import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
@@ -27,9 +17,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from strop.io.atomic import explain_write_failure
 from strop.runtime.contract import FailureKind, NodeReport, State
-from strop.runtime.http_server import HttpError, one_part, read_form
+from strop.runtime.http_server import HttpError
 from strop.runtime.nodes import Node, NodeFailed
 from strop.runtime.queue import RESOURCES
 from strop.runtime.session import Session
@@ -39,16 +28,7 @@ from strop.runtime.wire import make_record, read_runtime_id, read_start
 
 MAX_REPORT_BYTES = 64 << 20
 """For a node with thousands of sandboxes, and the last lines of each."""
-MAX_UPLOADS = 2
-MAX_CONTEXT_BYTES = 128 << 20
-"""Size of a build's form, base64 included. It is held in memory while it is read."""
-MAX_UNPACKED_BYTES = 16 << 30
-MAX_MEMBERS = 500_000
-UPLOAD_LIMIT_S = 120.0
 MAX_LEASE_S = 7 * 24 * 3600.0
-_BUILD_SEPARATOR = "~"
-"""Between the node's id and the node's build id in the build id that clients have."""
-_CHUNK_BYTES = 1 << 20
 _PREFIX = "strop_runtime"
 _METRICS = {
     "sandboxes": ("gauge", "Live sandboxes, by state and node."),
@@ -102,8 +82,6 @@ class Routes:
     """All routes of one controller."""
 
     sessions: Sessions
-    upload_dir: Path
-    num_uploads: int = 0
 
     async def health(self, _request: Request) -> Response:
         """Report that this process answers."""
@@ -188,38 +166,9 @@ class Routes:
             raise HttpError(503, failures[0])
         return JSONResponse({"exists": False})
 
-    async def build(self, request: Request) -> Response:
-        """Hand a build to a node."""
-        nodes = self._nodes()
-        if self.num_uploads >= MAX_UPLOADS:
-            raise HttpError(429, f"{MAX_UPLOADS} build contexts are on their way; send it again later")
-        self.num_uploads += 1
-        try:
-            async with open_build(request, self.upload_dir) as order:
-                client, node = self.sessions.placement.client, nodes[0]
-                answer = await client.build(node.report.url, order.target, order.tags, order.read())
-        except NodeFailed as error:
-            raise HttpError(429 if error.status == 429 else 503, str(error)) from error
-        finally:
-            self.num_uploads -= 1
-        build_id = f"{node.report.node_id}{_BUILD_SEPARATOR}{answer.get('build_id', '')}"
-        return JSONResponse({"build_id": build_id})
-
-    async def build_status(self, request: Request) -> Response:
-        """Ask the node of a build for its status."""
-        build_id = request.query_params.get("build_id", "")
-        node_id, _, id_at_node = build_id.partition(_BUILD_SEPARATOR)
-        node = self.sessions.placement.nodes.get(node_id)
-        if not id_at_node:
-            raise HttpError(404, f"no build {build_id}")
-        lost = {"status": "INTERNAL_ERROR", "image": "", "error": f"node {node_id}, which built it, is gone"}
-        if node is None:
-            return JSONResponse(lost)
-        try:
-            client = self.sessions.placement.client
-            return JSONResponse(await client.build_status(node.report.url, id_at_node))
-        except NodeFailed as error:
-            raise HttpError(404 if error.status == 404 else 503, str(error)) from error
+    async def refuse_build(self, _request: Request) -> Response:
+        """Refuse to build an image: who writes its steps would run them as the node's user."""
+        raise HttpError(403, "images are built by this service's operator, on its nodes")
 
     async def metrics(self, _request: Request) -> Response:
         """Return the metrics."""
@@ -291,7 +240,6 @@ def build_routes(routes: Routes) -> list[Route]:
         "/list": routes.list_all,
         "/registry_prefix": routes.registry_prefix,
         "/image_exists": routes.image_exists,
-        "/build_status": routes.build_status,
         "/api/warm-runtime-configs": routes.warm_configs,
         "/metrics": routes.metrics,
         "/nodes": routes.list_nodes,
@@ -302,7 +250,7 @@ def build_routes(routes: Routes) -> list[Route]:
         "/pause": routes.pause,
         "/resume": routes.resume,
         "/leases": routes.lease,
-        "/build": routes.build,
+        "/build": routes.refuse_build,
         "/nodes/{node_id}": routes.report,
         "/nodes/{node_id}/drain": routes.drain,
     }
@@ -318,90 +266,6 @@ def _owner(request: Request) -> str:
 
 async def _runtime_id(request: Request) -> str:
     return read_runtime_id(await read_body(request))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BuildRequest:
-    """`POST /build`, parsed."""
-
-    target: str
-    tags: tuple[str, ...]
-    archive: Path
-    """The gzip tar; it exists while the request is open."""
-
-    async def read(self) -> AsyncIterator[bytes]:
-        """Yield the archive."""
-        with self.archive.open("rb") as file:
-            while part := await asyncio.to_thread(file.read, _CHUNK_BYTES):
-                yield part
-
-
-@asynccontextmanager
-async def open_build(request: Request, folder: Path) -> AsyncIterator[BuildRequest]:
-    """Read a build request for the block; its archive is a file in `folder` until the end of the block.
-
-    Raises: HttpError 408, 413 or 422 for an invalid request; StoreError if the archive cannot be written.
-    """
-    body = await read_body(request, max_bytes=MAX_CONTEXT_BYTES, limit_s=UPLOAD_LIMIT_S)
-    content_type = request.headers.get("content-type", "")
-    try:
-        build = await asyncio.to_thread(_keep_archive, folder, content_type, body)
-    except OSError as error:
-        raise explain_write_failure(error, folder) from error
-    del body
-    try:
-        await asyncio.to_thread(check_archive, build.archive)
-        yield build
-    finally:
-        build.archive.unlink(missing_ok=True)
-
-
-def check_archive(path: Path) -> None:
-    """Refuse an archive that is unsafe to unpack.
-
-    Raises: HttpError 422 for a broken archive, devices, and members or links that lead outside; 413 for one
-        that is too large.
-    """
-    num_members = num_bytes = 0
-    try:
-        with tarfile.open(path, "r|gz") as archive:
-            for member in archive:
-                num_members += 1
-                num_bytes += member.size
-                if num_members > MAX_MEMBERS or num_bytes > MAX_UNPACKED_BYTES:
-                    raise HttpError(413, f"the archive has more than {MAX_MEMBERS} files or too many bytes")
-                _check_member(member, path.parent)
-    except (tarfile.TarError, OSError, EOFError, binascii.Error, ValueError) as error:
-        raise HttpError(422, f"the context is not a gzip tar that can be unpacked ({error})") from error
-
-
-def _check_member(member: tarfile.TarInfo, folder: Path) -> None:
-    if os.path.isabs(member.name) or ".." in Path(member.name).parts:
-        raise HttpError(422, f"member {member.name!r} of the archive leads outside of it")
-    try:
-        tarfile.data_filter(member, str(folder / "unpacked"))
-    except tarfile.FilterError as error:
-        raise HttpError(422, f"member {member.name!r} of the archive is refused: {error}") from error
-
-
-def _keep_archive(folder: Path, content_type: str, body: bytes) -> BuildRequest:
-    """Write the archive of a form into a file. Raises: HttpError 422; OSError."""
-    try:
-        parts = read_form(content_type, body)
-        text = one_part(parts, "context")
-        target = one_part(parts, "target_image").decode()
-        tags = tuple(part.data.decode() for part in parts if part.name == "tags" and part.data)
-        # The base64 text may be broken into lines.
-        data = base64.b64decode(text.translate(None, b"\r\n \t"), validate=True)
-    except (binascii.Error, UnicodeDecodeError) as error:
-        raise HttpError(422, f"the context is not the base64 text of an archive ({error})") from error
-    if not target:
-        raise HttpError(422, "target_image is empty")
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=folder, suffix=".tar.gz")
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(data)
-    return BuildRequest(target=target, tags=tags, archive=Path(name))
 
 
 def render_metrics(sessions: Sessions) -> str:

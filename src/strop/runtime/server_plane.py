@@ -7,10 +7,13 @@ to the sandbox's address is opened to the port from inside the sandbox, which th
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import socket
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 from strop.errors import ConfigError, SandboxError, SandboxLost, given_of
@@ -24,6 +27,9 @@ from strop.sandbox.local import LocalSandbox
 
 _LOG_BYTES = 16 << 10
 _SHOWN_LINES = 40
+_LIBRARIES = "/.strop-libraries"
+_OF_GLIBC = frozenset({"libc", "libm", "libdl", "librt", "libpthread", "libresolv", "libutil"})
+"""The image's own are used: parts of one glibc do not work with those of another."""
 
 
 class ServerPlane:
@@ -130,10 +136,11 @@ async def find_working_dir(sandbox: LocalSandbox, request: StartRequest) -> str:
     return wanted if made.exit_code == 0 else "/"
 
 
-def injected_mounts() -> tuple[Mount, ...]:
-    """Return the mounts of OpenHands' agent server and its Python.
+def injected_mounts(backend: str, image: str | None) -> tuple[Mount, ...]:
+    """Return the mounts of OpenHands' agent server and its Python, below a root that every user may enter.
 
-    Raises: ConfigError if its environment has not been made.
+    Their own folders may be in a home that an image closes. A `process` sandbox has no other paths. Runs ldd
+    once. Raises: ConfigError if its environment has not been made.
     """
     if not OPENHANDS.is_ready():
         raise ConfigError(
@@ -141,10 +148,30 @@ def injected_mounts() -> tuple[Mount, ...]:
             allowed="a node on which OpenHands' environment has been made",
             next_step="run `make openhands-deps` on the node, or choose data plane `own`",
         )
-    return tuple(
-        Mount(host_path=path, inside_path=path)
-        for path in (str(OPENHANDS.path), str(_base_of(OPENHANDS.python)))
+    folders = {"server": str(OPENHANDS.path), "python": str(_base_of(OPENHANDS.python))}
+    libraries = find_libraries() if image is not None else {}
+    return (
+        *(
+            Mount(host_path=path, inside_path=path if backend == "process" else f"/.strop-{name}")
+            for name, path in folders.items()
+        ),
+        *(Mount(host_path=path, inside_path=f"{_LIBRARIES}/{name}") for name, path in libraries.items()),
     )
+
+
+@cache
+def find_libraries() -> dict[str, str]:
+    """Return the host's libraries that the injected Python needs beside glibc: an image may lack them."""
+    base = _base_of(OPENHANDS.python)
+    modules = [path for path in base.glob("lib/python*/lib-dynload/*.so") if "tkinter" not in path.name]
+    words = ["ldd", str(OPENHANDS.python), *map(str, modules), *map(str, OPENHANDS.path.rglob("*.so"))]
+    told = subprocess.run(words, capture_output=True, text=True, check=False).stdout
+    own = (str(base), str(OPENHANDS.path))
+    return {
+        name: path
+        for name, path in re.findall(r"(\S+) => (/\S+)", told)
+        if not path.startswith(own) and name.partition(".so")[0] not in _OF_GLIBC
+    }
 
 
 def injected_argv(
@@ -168,7 +195,9 @@ def injected_argv(
         # Modules never become garbage.
         " gc.disable(); from openhands.agent_server.__main__ import main; gc.freeze(); gc.enable(); main()"
     )
-    return [python, "-B", "-c", code, *words[first:]], {"LD_LIBRARY_PATH": f"{find_mount(str(base))}/lib"}
+    return [python, "-B", "-c", code, *words[first:]], {
+        "LD_LIBRARY_PATH": f"{find_mount(str(base))}/lib:{_LIBRARIES}"
+    }
 
 
 def _base_of(python: Path) -> Path:

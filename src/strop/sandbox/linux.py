@@ -86,7 +86,9 @@ def mount_overlay(lower: str, upper: str, work: str, target: str, *, has_host_ro
     Without the host's root the overlay keeps its marks in user attributes, which tmpfs has since Linux 6.6.
     """
     options = f"lowerdir={lower},upperdir={upper},workdir={work}"
-    _mount("overlay", target, "overlay", 0, options + ("" if has_host_root else ",userxattr"))
+    # Device files of an image would open the host's devices, its disks too.
+    flags = _MS_NOSUID | _MS_NODEV
+    _mount("overlay", target, "overlay", flags, options + ("" if has_host_root else ",userxattr"))
 
 
 def limit_files(pid: int, places: Mapping[str, bool], max_files: int) -> None:

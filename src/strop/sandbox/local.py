@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import shutil
 import site
 import socket
@@ -23,6 +24,7 @@ from typing import Any
 import strop
 from strop.errors import CheckRefused, SandboxRefused, split_error
 from strop.sandbox.allowlist import parse_network, refuse_network
+from strop.sandbox.bubblewrap import system_tree
 from strop.sandbox.client import Answer, Client
 from strop.sandbox.contract import (
     WORKSPACE,
@@ -39,9 +41,11 @@ from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.local_snapshot import Layer, LocalSnapshot, require_snapshot
 from strop.sandbox.place import identify
 from strop.sandbox.served import MIN_PYTHON, ServedSandbox, as_result, read_isolation
+from strop.sandbox.spawning import run_program
 
 _START_LIMIT_S = 60.0
 _PROBE_LIMIT_S = 60.0
+_MIN_BUBBLEWRAP = (0, 8)
 _PYTHON_FLAGS = ("-I", "-S", "-B")
 
 
@@ -150,6 +154,8 @@ class LocalBackend:
         program = find_program(*_PROGRAMS[self.name]) if self.name in _PROGRAMS else ""
         if self.name in ENGINES:
             await asyncio.to_thread(require_engine, self.name, program)
+        elif program:
+            await asyncio.to_thread(_require_bubblewrap, program)
         devices: Mapping[str, str] = {}
         if spec.gpus:
             spec, devices = await asyncio.to_thread(give_gpus, spec, self.name)
@@ -202,6 +208,11 @@ def package_folders() -> tuple[str, ...]:
     """Return the folders of this Python's installed packages, and strop's own."""
     folders = [*site.getsitepackages(), site.getusersitepackages(), str(Path(strop.__file__).parent.parent)]
     return tuple(dict.fromkeys(str(folder) for folder in folders if Path(folder).is_dir()))
+
+
+def shown_folders() -> tuple[str, ...]:
+    """Return the folders of this host that programs of sandboxes without an image may read."""
+    return (*system_tree()[1], os.path.realpath(sys.base_prefix), *package_folders())
 
 
 _PROGRAMS = {
@@ -353,6 +364,20 @@ def find_program(name: str, package: str) -> str:
             kind="missing",
         )
     return path
+
+
+@cache
+def _require_bubblewrap(program: str) -> None:
+    """Refuse a bwrap without the options that sandboxes need. Raises: SandboxRefused with kind bubblewrap."""
+    told = run_program([program, "--version"], {}, limit_s=_PROBE_LIMIT_S).stdout.decode(errors="replace")
+    version = tuple(map(int, re.findall(r"\d+", told)[:2]))
+    if version and version < _MIN_BUBBLEWRAP:
+        raise SandboxRefused(
+            f"{program} is {told.strip()}",
+            allowed="bubblewrap 0.8 or newer, whose --disable-userns keeps programs from new namespaces",
+            next_step="install a newer one, put it first on PATH, or use backend podman",
+            kind="bubblewrap",
+        )
 
 
 def _binds(spec: SandboxSpec, *, has_python: bool) -> list[tuple[str, str, bool]]:

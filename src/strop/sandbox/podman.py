@@ -60,7 +60,7 @@ from strop.sandbox.rootless import claim_id, enter_podman
 
 INIT = "/.strop-init"
 """Process 1 of a container."""
-_NUM_OWN_FILES = 24
+_NUM_OWN_FILES = 27
 ROOT_CAPABILITIES = sum(1 << number for number in (0, 1, 3, 4, 6, 7, 10, 18, 31))
 """Capabilities of a container's root: over owners, users and modes (chown, dac_override, fowner, fsetid,
 setgid, setuid, setfcap), net_bind_service and sys_chroot. Not `kill`, which would reach the runners."""
@@ -222,7 +222,8 @@ class PodmanPlace:
             self._base,
             f"size={limits.scratch_bytes},nr_inodes={limits.max_scratch_files + _NUM_OWN_FILES},mode=711",
         )
-        for name in ("upper", "work", "root"):
+        # An image whose /dev is a link out of it would have the engine write into the host's directories.
+        for name in ("upper", "work", "root", "upper/dev", "upper/proc", "upper/sys"):
             (base / name).mkdir()
         temp = base / "upper" / "tmp"
         temp.mkdir()

@@ -1,7 +1,7 @@
 """A scripted node agent without real sandboxes, for the controller's tests and benchmarks.
 
 It implements `runtime.contract` in full, over real connections: it takes orders, serves an address for each
-sandbox that answers /health, /alive and every other request with its body, reports, pauses, stops, builds.
+sandbox that answers /health, /alive and every other request with its body, reports, pauses, stops.
 Sandboxes of images named `missing...`, `oom...` and `crash...` fail; all others become ready.
 
     python -m strop.testing.scripted_node --controller URL --key-file F --slots 8
@@ -26,7 +26,6 @@ from pydantic import BaseModel
 from strop.runtime.contract import (
     HEARTBEAT_S,
     NODE_KEY_HEADER,
-    BuildStatus,
     FailureKind,
     NodeAnswer,
     NodeOrder,
@@ -88,8 +87,6 @@ class ScriptedNode:
     script: Script = field(default_factory=Script)
     node_id: str = field(default_factory=lambda: f"scripted-{uuid.uuid4().hex[:8]}")
     sandboxes: dict[str, Scripted] = field(default_factory=dict)
-    builds: dict[str, tuple[str, tuple[str, ...], bytes]] = field(default_factory=dict)
-    """By id: target, tags and archive."""
     calls: list[str] = field(default_factory=list)
     """Its requests, in order."""
     stop_orders: list[str] = field(default_factory=list)
@@ -178,7 +175,7 @@ class ScriptedNode:
             backends=("scripted",),
             is_draining=self.script.is_draining,
             sandboxes=tuple(map(_report_of, self.sandboxes.values())),
-            metrics={f'scripted_builds{{node="{self.node_id}"}}': float(len(self.builds))},
+            metrics={f'scripted_up{{node="{self.node_id}"}}': 1.0},
         )
 
     async def _answer(self, request: Request) -> Answer:
@@ -193,23 +190,11 @@ class ScriptedNode:
                 return await self._take(NodeOrder.model_validate_json(request.body))
             case verb, ["sandboxes", runtime_id, *what] if runtime_id in self.sandboxes:
                 return await self._change(self.sandboxes[runtime_id], what[0] if what else verb)
-            case "POST", ["builds"]:
-                build_id = uuid.uuid4().hex
-                tags = tuple(request.query.get("tag", ()))
-                self.builds[build_id] = (request.query_field("image"), tags, request.body)
-                return {"build_id": build_id}
-            case "GET", ["builds", build_id] if build_id in self.builds:
-                return BuildStatus(status="SUCCESS", image=self.builds[build_id][0])
+            case "GET", ["images"] if request.query_field("image").startswith("img:"):
+                return {"exists": True, "image": {"upload_time": "2026-01-01", "image_size_bytes": 1}}
             case "GET", ["images"]:
-                return self._find_image(request.query_field("image"))
+                return {"exists": False}
         raise HttpError(404, "Not Found")
-
-    def _find_image(self, wanted: str) -> dict[str, Any]:
-        archives = [body for target, tags, body in self.builds.values() if wanted in (target, *tags)]
-        if not archives:
-            return {"exists": False}
-        facts = {"upload_time": "2026-01-01T00:00:00", "image_size_bytes": len(archives[0])}
-        return {"exists": True, "image": facts}
 
     async def _take(self, order: NodeOrder) -> NodeAnswer:
         await asyncio.sleep(self.script.answer_s)

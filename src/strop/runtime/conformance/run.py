@@ -1,19 +1,16 @@
 """Runs the conformance cases and yields their results.
 
-`real_client.py` runs cases 1 to 18 in its environment. Cases 19 to 25 are here: a plain client sends the
+`real_client.py` runs cases 1 to 18 in its environment. Cases 19 to 24 are here: a plain client sends the
 requests of the clients that cannot be installed beside the real one. The bodies and the order of the calls
 are those of openhands-ai before 1.11 (`RemoteRuntime`) and of 1.11.0 (`RemoteSandboxService`).
 """
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import os
 import re
 import subprocess
-import tarfile
 import tempfile
 import time
 import uuid
@@ -52,14 +49,13 @@ CASES: Mapping[int, str] = {
     19: "the shape of every address",
     20: "bodies of all dialects",
     21: "RemoteRuntime: from start to stop",
-    22: "RemoteRuntime: build an image",
-    23: "RemoteRuntime: a paused data plane",
-    24: "RemoteSandboxService: from list to list",
-    25: "the words of every state",
+    22: "RemoteRuntime: a paused data plane",
+    23: "RemoteSandboxService: from list to list",
+    24: "the words of every state",
 }
-EXTRAS = ("slow_image", "no_agent_image", "oom_image", "restart", "base_image")
+EXTRAS = ("slow_image", "no_agent_image", "oom_image", "restart")
 """An image that is slow to start, one without an agent server, one that needs too much memory; a shell
-command that restarts the service; a base image for builds."""
+command that restarts the service."""
 _LAST_REAL = 18
 _DRIVER = Path(__file__).with_name("real_client.py")
 # OpenHands' modules never become garbage; collections that walk them took 3 of 7 s.
@@ -366,54 +362,8 @@ def follow_remote_runtime(client: PlainClient) -> None:
     require(lost.status_code == 404, f"an unknown runtime: {lost.status_code}")
 
 
-def build_an_image(client: PlainClient) -> None:
-    """Case 22."""
-    base = client.options.extra.get("base_image")
-    if not base:
-        raise NotRunHere("needs --with base_image=...")
-    word = uuid.uuid4().hex[:12]
-    recipe = f"FROM {base}\nCOPY word /built-word\n".encode()
-    packed = io.BytesIO()
-    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
-        for name, data in (("Dockerfile", recipe), ("word", word.encode())):
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    target = f"localhost/strop-conformance:{word}"
-    times = []
-    for _ in range(2):
-        began = time.monotonic()
-        file = ("context.tar.gz", base64.b64encode(packed.getvalue()))
-        form = {"target_image": target, "tags": [target, f"localhost/strop-conformance:{word}-b"]}
-        answer = client.ask("POST", "/build", files={"context": file}, data=form)
-        require(answer.status_code == 200, f"/build: {answer.status_code} {answer.text[:200]}")
-        _wait_built(client, answer.json()["build_id"])
-        times.append(time.monotonic() - began)
-    built = client.record("GET", "/image_exists", params={"image": target})
-    require(built["exists"] and {"upload_time", "image_size_bytes"} <= built["image"].keys(), f"{built}")
-    missing = client.record("GET", "/image_exists", params={"image": f"{target}-none"})
-    require(missing["exists"] is False, f"{missing}")
-    with client.sandbox(image=target, image_pull_policy="Never") as record:
-        result = client.run(record, "cat /built-word").json()
-        require(result["stdout"] == word, f"the built image prints {result['stdout']!r}")
-    require(
-        times[1] < max(1.0, times[0]), f"the second build took {times[1]:.1f} s, the first {times[0]:.1f} s"
-    )
-
-
-def _wait_built(client: PlainClient, build_id: str) -> None:
-    deadline = time.monotonic() + client.options.start_limit_s
-    while True:
-        build = client.record("GET", "/build_status", params={"build_id": build_id})
-        if build["status"] == "SUCCESS":
-            return
-        has_failed = build["status"] in ("FAILURE", "INTERNAL_ERROR", "TIMEOUT", "CANCELLED", "EXPIRED")
-        require(not has_failed and time.monotonic() < deadline, f"the build is {build}")
-        time.sleep(_POLL_S)
-
-
 def pause_the_data_plane(client: PlainClient) -> None:
-    """Case 23."""
+    """Case 22."""
     with client.sandbox() as record:
         client.record("POST", "/pause", json={"runtime_id": record["runtime_id"]})
         paused = client.run(record, "echo up")
@@ -425,7 +375,7 @@ def pause_the_data_plane(client: PlainClient) -> None:
 
 
 def follow_sandbox_service(client: PlainClient) -> None:
-    """Case 24."""
+    """Case 23."""
     before = client.record("GET", "/list")["runtimes"]
     began = time.monotonic()
     started = [client.start() for _ in range(2)]
@@ -454,7 +404,7 @@ def follow_sandbox_service(client: PlainClient) -> None:
 
 
 def see_words(client: PlainClient) -> None:
-    """Case 25, over the records of the cases before it."""
+    """Case 24, over the records of the cases before it."""
     if not client.records:
         raise NotRunHere("needs another case before it")
     for record in client.records:
@@ -467,8 +417,7 @@ REPLAYS: Mapping[int, Callable[[PlainClient], None]] = {
     19: see_addresses,
     20: take_all_bodies,
     21: follow_remote_runtime,
-    22: build_an_image,
-    23: pause_the_data_plane,
-    24: follow_sandbox_service,
-    25: see_words,
+    22: pause_the_data_plane,
+    23: follow_sandbox_service,
+    24: see_words,
 }
