@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -382,53 +381,3 @@ def explain(
         output.give(f"  value    {show_value(explanation.value)} ({explanation.origin})")
     elif resolved is not None:
         output.give(f"  value    none: task {resolved.spec.task.name} has no such setting")
-
-
-import_commands = typer.Typer(help="Run files from configurations of other trainers.", no_args_is_help=True)
-
-
-@import_commands.command("prime-rl")
-def import_prime(
-    context: typer.Context,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[CONFIG.toml] [key=value ...]",
-            help="rl.toml or sft.toml of a whole run, or trainer=FILE orchestrator=FILE inference=FILE; then"
-            " settings that win over it: job.train_gpus=4, name=NAME, or task.name=NAME for an environment"
-            " that is no task of strop's.",
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="Run file. Default: CONFIG-strop.toml beside it.")] = None,
-    json: Json = False,
-) -> None:
-    """Write a run file from a PRIME-RL configuration, and name each key that has no equivalent."""
-    from strop.run.prime_rl import ROLES, ImportRequest, import_prime_rl
-
-    output: Output = context.obj
-    files, roles, settings = [], {}, []
-    for word in words or ():
-        key, equals, value = word.partition("=")
-        if not equals:
-            files.append(Path(word))
-        elif key in ROLES:
-            roles[key] = Path(value)
-        else:
-            settings.append(word)
-    if len(files) > 1:
-        raise typer.BadParameter(f"one CONFIG.toml, not {len(files)}: {' '.join(map(str, files))}")
-    imported = import_prime_rl(
-        ImportRequest(
-            config=files[0] if files else None,
-            roles=roles,
-            words=settings,
-            out=out,
-        )
-    )
-    for notice in imported.notices:
-        tell(notice)
-    if json:
-        output.give_json({"path": str(imported.path), "notices": imported.notices})
-        return
-    output.give(str(imported.path))
-    output.say(f"next: strop plan {imported.path}")

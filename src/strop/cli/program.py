@@ -17,7 +17,7 @@ from strop.cli.eval import evaluate, rescore
 from strop.cli.jobs import cancel, drill, fetch, logs, status, watch
 from strop.cli.model import model_commands, sample, stage, store_commands
 from strop.cli.output import Output
-from strop.cli.plan import explain, import_commands, plan
+from strop.cli.plan import explain, plan
 from strop.cli.runs import compare, list_runs, query, report, view
 from strop.cli.runtime import runtime_commands
 from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
@@ -69,7 +69,6 @@ app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
 app.add_typer(environment_commands, name="envs")
 app.add_typer(store_commands, name="store")
-app.add_typer(import_commands, name="import")
 app.add_typer(sandbox_commands, name="sandbox")
 app.add_typer(runtime_commands, name="runtime")
 app.add_typer(slurm_commands, name="slurm")
