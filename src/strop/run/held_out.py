@@ -83,11 +83,12 @@ class Evaluation:
             )
         write_result(result, path)
         if result.greedy.accuracy is None:
+            kept = "" if self.run_dir.latest_checkpoint() is None else "; the last checkpoint is intact"
             stop = RunStopped(
                 f"{result.verdict}: none of {result.greedy.num_rollouts} held-out replies at step {step}"
                 " could be judged",
                 allowed="an engine that answers and a task that can say right or wrong",
-                next_step=f"read {path} and mend the task; the last checkpoint is intact",
+                next_step=f"read {path} and mend the task{kept}",
             )
             add_traces(stop, result.causes)
             raise stop

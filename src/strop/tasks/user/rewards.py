@@ -12,6 +12,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from strop.errors import ConfigError
@@ -30,6 +31,7 @@ RESERVED = frozenset({REPLY, "answer", "prompt", REPLIES, "prompts"})
 _FORMS = "def score(reply, answer, **columns), or TRL's def score(completions, **columns)"
 _VALUES = "a finite number, true or false, None, or a table of them"
 FULL_MARKS_SLACK = 1e-9
+_REWARD = "reward"
 
 
 class UserReward:
@@ -96,14 +98,13 @@ def await_if_needed(returned: Any) -> Any:
 def as_outcome(verdict: Any, where: str, full_marks: float) -> Outcome:
     """Convert a class's verdict on a reply or an attempt to an outcome; correct means full marks.
 
+    An `Outcome` that says itself whether it is correct stays as it is.
     Raises: TypeError or ValueError as `to_parts`.
     """
-    if isinstance(verdict, Outcome):
-        return verdict
-    outcome = Outcome(parts=to_parts(verdict, "reward", where))
-    reward = outcome.reward
-    is_full = reward is not None and reward >= full_marks - FULL_MARKS_SLACK
-    return Outcome(parts=outcome.parts, is_correct=None if reward is None else is_full)
+    outcome = verdict if isinstance(verdict, Outcome) else Outcome(parts=to_parts(verdict, _REWARD, where))
+    if outcome.is_correct is not None or outcome.reward is None:
+        return outcome
+    return replace(outcome, is_correct=outcome.reward >= full_marks - FULL_MARKS_SLACK)
 
 
 def to_parts(returned: Any, name: str, where: str) -> Parts:
