@@ -6,7 +6,8 @@ output. The comment above a block says what happens:
 
     <!-- check: run -->                 run it; exit status 0, output as shown where any is shown
     <!-- check: run, numbers vary -->   the same, with every number read as the same number
-    <!-- check: run by PATH -->         not run here: the file at PATH runs this very command
+    <!-- check: run by PATH -->         not run here: the file at PATH runs this command; if it is a program,
+                                        it reads README.md
     <!-- check: test command -->        not run here: printed by --test-command, for `.ci/run`
 
 A block without such a comment is an error, so no command of the document stays untried.
@@ -27,6 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 COMMAND_LIMIT_S = 120
+_PROGRAM = "python -W error -c"
 
 _MARKER = re.compile(r"^<!--\s*check:\s*(.+?)\s*-->$")
 _FENCE = re.compile(r"^```(console|bash|sh|shell|python)\s*$")
@@ -75,7 +77,7 @@ def read_blocks(text: str) -> list[Block]:
 
 def _read_program(lines: Sequence[str], first_line: int) -> Iterator[Command]:
     """Yield one command that runs the lines as a Python program."""
-    yield Command(line=first_line, text=f"python -W error -c {shlex.quote(chr(10).join(lines))}")
+    yield Command(line=first_line, text=f"{_PROGRAM} {shlex.quote(chr(10).join(lines))}")
 
 
 def _read_commands(lines: Sequence[str], first_line: int) -> Iterator[Command]:
@@ -161,7 +163,9 @@ def check_block(block: Block, root: Path) -> Iterator[str]:
 
 
 def _names_command(text: str, command: str) -> bool:
-    """Tell whether a file holds a command, as one string or as a list of words."""
+    """Tell whether a file holds a command, as a string or list of words, or reads the document's programs."""
+    if command.startswith(_PROGRAM):
+        return "README.md" in text
     as_list = ", ".join(f'"{word}"' for word in shlex.split(command, comments=True))
     return command in text or as_list in text
 

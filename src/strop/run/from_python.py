@@ -7,9 +7,10 @@ same file can be submitted to a cluster.
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,11 +28,12 @@ from strop.errors import (
     StropError,
 )
 from strop.hardware.process import ChildProcess, spawn, terminate
-from strop.io.atomic import write_bytes_atomically
 from strop.record import RunDir
+from strop.run.code_by_value import place_of, write_by_content, write_bytes
 from strop.spec import load_spec
-from strop.spec.display import format_value
-from strop.user_code import is_importing
+from strop.spec.display import NULL_WORD, format_value
+from strop.spec.sources import absolute_path
+from strop.user_code import EndOfImport, is_importing
 
 if TYPE_CHECKING:
     from strop.evaluate import EvalResult
@@ -79,31 +81,45 @@ def train(
 ) -> Run:
     """Train a model on a task, as `strop train` does, and show its progress.
 
-    `task`: the name of a task, your task class, or the table of a task, in which `source` may be a list of
-    rows and `reward` one function or several. `model`: a hub id, a folder, or a package. `sections`: further
-    tables of a run file: `train={"steps": 40}, optimizer={"lr": 1e-5}, seed=1`. The same call again continues
-    an unfinished run; `is_new` starts a new one.
+    `task`: the name of a task, your task class, or the table of a task; without a name it is that of `rows`.
+    Its `source` may be a `Dataset`, a data frame or a list of rows, or a table of them with the keys `train`
+    and `test`; its `reward` one function or several, also of a script or a notebook. `model`: a hub id, a
+    folder, or a package. Relative paths start in the current folder. `sections`: further tables of a run
+    file: `train={"steps": 40}, optimizer={"lr": 1e-5}, seed=1`. The same call again continues an unfinished
+    run; `is_new` starts a new one.
 
     Raises: ConfigError, CheckRefused or Interrupted like the command; StropError for every other failure.
     """
     if is_importing():
-        raise ConfigError(
-            "strop.train is called by a file whose class or function a run uses, while it is imported",
-            allowed='the call below `if __name__ == "__main__":`',
-            next_step="move the call there",
-        )
+        # A process of the run imports the script for what stands above this call.
+        raise EndOfImport
     folder = Path(root).absolute()
     table = _make_table(task, folder)
     tree = {"name": name, "model": {"uri": model}, "task": table, "output": {"root": str(folder)}}
     for section, value in sections.items():
         earlier = tree.get(section)
         tree[section] = {**earlier, **value} if isinstance(earlier, dict) else value
-    run_file = folder / f"{name}.toml"
-    folder.mkdir(parents=True, exist_ok=True)
-    write_bytes_atomically(run_file, "\n".join(_to_toml(tree)).encode() + b"\n")
+    text = "\n".join(_to_toml(_make_absolute(tree, ()))).encode() + b"\n"
+    # By its content: calls at the same time have a file each.
+    run_file = write_by_content(folder, name, ".toml", text)
     # Wrong settings are refused here, before a process is started.
     load_spec(run_file)
-    return _run_to_end(run_file, folder / f"{name}.log", is_new=is_new)
+    descriptor, log_path = tempfile.mkstemp(dir=folder, prefix=f"{run_file.stem}-", suffix=".log")
+    os.close(descriptor)
+    return _run_to_end(run_file, Path(log_path), is_new=is_new)
+
+
+def _make_absolute(value: Any, at: tuple[str, ...]) -> Any:
+    """Return settings with paths made absolute against the current folder, as overrides of a command are."""
+    if isinstance(value, Mapping):
+        return {key: _make_absolute(item, (*at, key)) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_make_absolute(item, at) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.path.abspath(value)
+    if not isinstance(value, str) or value == NULL_WORD:
+        return value
+    return absolute_path(at, value, os.getcwd(), "strop.train")
 
 
 def _make_table(task: TaskWish, folder: Path) -> dict[str, Any]:
@@ -111,44 +127,44 @@ def _make_table(task: TaskWish, folder: Path) -> dict[str, Any]:
     if isinstance(task, str):
         return {"name": task}
     if not isinstance(task, Mapping):
-        return {"name": _place_of(task)}
-    table = dict(task)
-    if callable(table.get("name")):
-        table["name"] = _place_of(table["name"])
+        return {"name": place_of(task, folder)}
+    table = {"name": "rows", **task}
+    if table["name"] == "rows":
+        table.setdefault("prompt", "prompt")
     source, reward = table.get("source"), table.get("reward")
-    if isinstance(source, Sequence) and not isinstance(source, str):
-        try:
-            text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in source).encode()
-        except TypeError as error:
-            raise ConfigError(
-                f"task.source has a row that is not JSON ({error})",
-                allowed="tables of texts, numbers, lists and tables",
-                next_step="convert the value",
-            ) from error
-        path = folder / "rows" / f"{hashlib.sha256(text).hexdigest()[:16]}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomically(path, text)
-        table["source"] = str(path)
+    if callable(table["name"]):
+        table["name"] = place_of(table["name"], folder)
+    if isinstance(source, Mapping):
+        texts = {split: _to_lines(rows) for split, rows in source.items()}
+        digest = hashlib.sha256(repr(sorted(texts.items())).encode()).hexdigest()[:16]
+        for split, text in texts.items():
+            write_bytes(folder / "rows" / digest / f"{split}.jsonl", text)
+        table["source"] = str(folder / "rows" / digest)
+    elif source is not None and not isinstance(source, str | os.PathLike):
+        table["source"] = str(write_by_content(folder / "rows", "rows", ".jsonl", _to_lines(source)))
     if reward is not None and not isinstance(reward, str):
         rewards = reward if isinstance(reward, Sequence) else [reward]
-        table["reward"] = [item if isinstance(item, str) else _place_of(item) for item in rewards]
+        table["reward"] = [item if isinstance(item, str) else place_of(item, folder) for item in rewards]
     return table
 
 
-def _place_of(code: Callable[..., Any]) -> str:
-    """Return FILE.py:NAME of a class or a function. Raises: ConfigError if it is in no file."""
-    name = getattr(code, "__qualname__", type(code).__name__)
+def _to_lines(source: Any) -> bytes:
+    """Return rows as JSONL: those of a `datasets.Dataset`, a pandas data frame, or any iterable of tables.
+
+    Raises: ConfigError if a row is no table, or holds what JSON cannot.
+    """
+    if hasattr(source, "notna"):
+        source = source.astype(object).where(source.notna(), None).to_dict("records")
     try:
-        file = Path(inspect.getsourcefile(code) or "")
-    except TypeError:
-        file = Path()
-    if file.suffix != ".py" or not file.is_file() or not name.isidentifier():
+        rows = [dict(row) for row in source]
+        lines = [json.dumps(row, ensure_ascii=False, allow_nan=False) + "\n" for row in rows]
+    except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"{name} is in no file, so that no other process can import it",
-            allowed="classes and functions at the top of a file",
-            next_step="begin a notebook's cell with `%%writefile reward.py`, and import it from there",
-        )
-    return f"{file.absolute()}:{name}"
+            f"task.source has a row that is not JSON ({error})",
+            allowed="tables of texts, numbers, lists and tables",
+            next_step="convert the value",
+        ) from error
+    return "".join(lines).encode()
 
 
 def _to_toml(tree: Mapping[str, Any]) -> Iterator[str]:
@@ -167,7 +183,6 @@ def _to_toml(tree: Mapping[str, Any]) -> Iterator[str]:
 
 def _run_to_end(run_file: Path, log_path: Path, *, is_new: bool) -> Run:
     """Run the file in a separate process, and print its output."""
-    log_path.unlink(missing_ok=True)
     command = [sys.executable, "-m", "strop.cli", "train", str(run_file), *(["--new"] if is_new else [])]
     child = spawn(command, log_path)
     lines: list[str] = []
@@ -185,6 +200,7 @@ def _run_to_end(run_file: Path, log_path: Path, *, is_new: bool) -> Run:
     if code != EXIT_DONE:
         why = refusals[-1] if refusals else f"strop train ended with exit code {code}; {log_path} says more"
         raise _ERRORS.get(code or 0, StropError)(why)
+    log_path.unlink()
     path = next(line.removeprefix(_RUN_WORD) for line in lines if line.startswith(_RUN_WORD))
     return Run(path=Path(path))
 

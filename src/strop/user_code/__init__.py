@@ -14,7 +14,7 @@ from strop.user_code.inspection import (
     inspect_task,
     run_apart,
 )
-from strop.user_code.loading import blaming, edited, is_importing, load_code
+from strop.user_code.loading import EndOfImport, blaming, edited, is_importing, load_code
 from strop.user_code.reference import (
     MOVED_VARIABLE,
     TASKS_GROUP,
@@ -31,6 +31,7 @@ __all__ = [
     "MOVED_VARIABLE",
     "TASKS_GROUP",
     "CodeRef",
+    "EndOfImport",
     "InspectedFunction",
     "InspectedTask",
     "announced",

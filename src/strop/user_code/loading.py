@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +19,10 @@ from strop.user_code.reference import CodeRef
 from strop.user_code.sources import hash_sources, list_sources
 
 _importing: ContextVar[bool] = ContextVar("a file of the user's is being imported", default=False)
+
+
+class EndOfImport(BaseException):
+    """Raised by a file that would begin a training while a run imports it: what stands above is there."""
 
 
 def is_importing() -> bool:
@@ -115,7 +119,8 @@ def _import_file(ref: CodeRef, digest: str | None) -> ModuleType:
     is_whole = False
     token = _importing.set(True)
     try:
-        spec.loader.exec_module(module)
+        with suppress(EndOfImport):
+            spec.loader.exec_module(module)
         is_whole = True
     finally:
         _importing.reset(token)

@@ -253,13 +253,14 @@ class Rows(RowTask):
         Raises: any exception of a user's function; TypeError or ValueError if its return value is not
             allowed; SandboxError like `judge_python`.
         """
-        columns = example.fields["columns"]
         values = {
-            **columns,
+            **example.fields["columns"],
             "reply": text,
-            "answer": example.fields["answer"],
             "prompt": example.fields["prompt"],
         }
+        # Without `task.answer` a column of that name stays what it is.
+        if self._spec.answer is not None or "answer" not in values:
+            values["answer"] = example.fields["answer"]
         parts: Parts = {}
         outcome = Outcome(parts={})
         for name, weight in self._weights.items():
