@@ -71,7 +71,7 @@ check: $(READY)
 	@$(IN_VENV) -m tools.links
 	@$(IN_VENV) -m tools.paths
 	@$(IN_VENV) -m tools.figures
-	@$(IN_VENV) -m tools.readme_commands README.md
+	@$(IN_VENV) -m tools.readme_commands README.md docs/*.md
 
 format: $(READY)
 	@$(IN_VENV) -m ruff check --quiet --fix .

@@ -6,13 +6,13 @@ output. The comment above a block says what happens:
 
     <!-- check: run -->                 run it; exit status 0, output as shown where any is shown
     <!-- check: run, numbers vary -->   the same, with every number read as the same number
-    <!-- check: run by PATH -->         not run here: the file at PATH runs this command; if it is a program,
-                                        it reads README.md
+    <!-- check: run by PATH -->         not run here: the file at PATH runs it, or reads the document
+    <!-- check: not run: REASON -->     it needs what no machine of the tests has
     <!-- check: test command -->        not run here: printed by --test-command, for `.ci/run`
 
 A block without such a comment is an error, so no command of the document stays untried.
 
-Usage: python -m tools.readme_commands [--test-command] [DOCUMENT]
+Usage: python -m tools.readme_commands [--test-command] [DOCUMENT ...]
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 COMMAND_LIMIT_S = 120
-_PROGRAM = "python -W error -c"
 
 _MARKER = re.compile(r"^<!--\s*check:\s*(.+?)\s*-->$")
 _FENCE = re.compile(r"^```(console|bash|sh|shell|python)\s*$")
@@ -77,7 +76,7 @@ def read_blocks(text: str) -> list[Block]:
 
 def _read_program(lines: Sequence[str], first_line: int) -> Iterator[Command]:
     """Yield one command that runs the lines as a Python program."""
-    yield Command(line=first_line, text=f"{_PROGRAM} {shlex.quote(chr(10).join(lines))}")
+    yield Command(line=first_line, text=f"python -W error -c {shlex.quote(chr(10).join(lines))}")
 
 
 def _read_commands(lines: Sequence[str], first_line: int) -> Iterator[Command]:
@@ -140,8 +139,8 @@ def run_command(command: Command, root: Path, *, numbers_vary: bool) -> str | No
     return None
 
 
-def check_block(block: Block, root: Path) -> Iterator[str]:
-    """Yield what is wrong with one block, running it if its comment says so."""
+def check_block(block: Block, root: Path, document: str) -> Iterator[str]:
+    """Yield what is wrong with one block, running it if its comment says so. `document`: the file's name."""
     kind, _, path = block.marker.partition(" by ")
     if block.marker in ("run", "run, numbers vary"):
         for command in block.commands:
@@ -152,20 +151,20 @@ def check_block(block: Block, root: Path) -> Iterator[str]:
         place = root / path
         text = place.read_text(encoding="utf-8") if place.is_file() else ""
         for command in block.commands:
-            if not _names_command(text, command.text):
+            if not _names_command(text, command.text, document):
                 yield f"line {command.line}: {path} does not run {command.text!r}. Next: name one that does."
-    elif block.marker != "test command":
+    elif block.marker != "test command" and not block.marker.startswith("not run: "):
         yield (
             f"line {block.line}: a code block marked {block.marker!r}. Allowed: a comment above it, "
-            "'check: run', 'check: run, numbers vary', 'check: run by PATH' or 'check: test command'. "
-            "Next: add one."
+            "'check: run', 'check: run, numbers vary', 'check: run by PATH', 'check: not run: REASON' or"
+            " 'check: test command'. Next: add one."
         )
 
 
-def _names_command(text: str, command: str) -> bool:
-    """Tell whether a file holds a command, as a string or list of words, or reads the document's programs."""
-    if command.startswith(_PROGRAM):
-        return "README.md" in text
+def _names_command(text: str, command: str, document: str) -> bool:
+    """Tell whether a file holds a command, as a string or list of words, or reads the document itself."""
+    if document in text:
+        return True
     as_list = ", ".join(f'"{word}"' for word in shlex.split(command, comments=True))
     return command in text or as_list in text
 
@@ -188,19 +187,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Check a document's commands, or print its test command; return 1 if one is wrong."""
     parser = argparse.ArgumentParser(description="Run the code blocks of a document.")
     parser.add_argument("--test-command", action="store_true", help="print the test command and run nothing")
-    parser.add_argument("document", nargs="?", type=Path, default=Path("README.md"))
+    parser.add_argument("documents", nargs="*", type=Path, default=[Path("README.md")])
     options = parser.parse_args(arguments)
-    blocks = read_blocks(options.document.read_text(encoding="utf-8"))
+    all_blocks = {path: read_blocks(path.read_text(encoding="utf-8")) for path in options.documents}
     if options.test_command:
-        print(find_test_command(blocks))
+        print(find_test_command([block for blocks in all_blocks.values() for block in blocks]))
         return 0
-    root = options.document.resolve().parent
-    wrong = [message for block in blocks for message in check_block(block, root)]
-    for message in wrong:
-        print(f"{options.document}: {message}")
-    num_run = sum(len(block.commands) for block in blocks if block.marker in ("run", "run, numbers vary"))
-    print(f"commands: {len(blocks)} code blocks, {num_run} commands run, {len(wrong)} wrong")
-    return 1 if wrong else 0
+    is_wrong = False
+    for path, blocks in all_blocks.items():
+        root = Path.cwd() if path.parent.name == "docs" else path.resolve().parent
+        wrong = [message for block in blocks for message in check_block(block, root, path.name)]
+        for message in wrong:
+            print(f"{path}: {message}")
+        num_run = sum(len(block.commands) for block in blocks if block.marker in ("run", "run, numbers vary"))
+        print(f"{path}: {len(blocks)} code blocks, {num_run} commands run, {len(wrong)} wrong")
+        is_wrong |= bool(wrong)
+    return 1 if is_wrong else 0
 
 
 if __name__ == "__main__":

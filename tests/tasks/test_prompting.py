@@ -20,7 +20,7 @@ from strop.tasks.prompt import PosedMessage
 from strop.tasks.prompting import Prompted
 from strop.tasks.traits import epoch_order_of, prompt_fields_of, require_written
 from strop.tokenizer import Tokenizer
-from tests.fixtures.every_task import CASES, write_rows_of
+from tests.fixtures.every_task import CASES, section_of
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
@@ -59,7 +59,7 @@ def with_settings(spec: TaskSpec, **settings: Any) -> TaskSpec:
 def test_every_task_is_asked_as_the_run_says(case: str, name: str, tmp_path: Path) -> None:
     if case == "reasoning-gym":
         pytest.importorskip("reasoning_gym")
-    spec = CASES[case](write_rows_of(case, tmp_path))
+    spec = section_of(case, tmp_path)
     own = build_task(spec)
     value = setting_of(name, own)
     is_taken = (spec.name, name) not in NOT_TAKEN and (case, name) not in {
@@ -100,7 +100,7 @@ def test_every_task_is_asked_as_the_run_says(case: str, name: str, tmp_path: Pat
 def test_a_system_prompt_stands_before_the_plain_text_prompt_of_every_task(case: str, tmp_path: Path) -> None:
     if case == "reasoning-gym":
         pytest.importorskip("reasoning_gym")
-    spec = CASES[case](write_rows_of(case, tmp_path))
+    spec = section_of(case, tmp_path)
     if spec.thinking == "on":
         pytest.skip("plain text knows nothing of thinking")
     tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
@@ -175,7 +175,7 @@ def test_a_field_that_the_examples_do_not_have_is_refused_when_they_are_read(tmp
         with pytest.raises(ConfigError, match=r"names \{problem\}, which .* Allowed: .*: question, solution"):
             task.examples(split)
     # A list is no text: the model would read Python.
-    mmlu = CASES["mmlu"](write_rows_of("mmlu", tmp_path))
+    mmlu = section_of("mmlu", tmp_path)
     with pytest.raises(ConfigError, match=r"names \{choices\}, which .*: a, b, c, d, question, subject"):
         build_task(with_settings(mmlu, prompt_template="{choices}")).examples(Split.HELD_OUT)
     with pytest.raises(ConfigError, match=r"names \{question\}, .*: a, b, op"):

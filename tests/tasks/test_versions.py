@@ -11,7 +11,7 @@ import pytest
 from strop.rollout import Split
 from strop.tasks import Task, build_task, task_summaries
 from strop.tasks.traits import describe_counts
-from tests.fixtures.every_task import CASES, write_rows_of
+from tests.fixtures.every_task import CASES, section_of
 
 KNOWN: dict[str, list[str]] = json.loads(Path(__file__).with_name("known_versions.json").read_text("utf-8"))
 """By case: the version, a hash over all prompts, and what was counted in the data."""
@@ -42,5 +42,5 @@ def test_every_built_in_task_is_known() -> None:
 @pytest.mark.parametrize("case", KNOWN)
 def test_versions_and_prompts_are_as_they_were(tmp_path: Path, case: str) -> None:
     """If a change is meant, scores before and after it are not comparable: say so in CHANGELOG.md."""
-    task = build_task(CASES[case](write_rows_of(case, tmp_path)))
+    task = build_task(section_of(case, tmp_path))
     assert [task.version, prompts_digest(task), describe_counts(task)] == KNOWN[case]

@@ -118,8 +118,9 @@ def _find_source(value: Any) -> tuple[ast.AST, str]:
     codes = [one.__code__ for one in inside if isinstance(one, FunctionType)]
     lines = linecache.getlines(codes[0].co_filename) if codes else []
     for node in ast.parse("".join(lines)).body:
-        is_definition = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
-        if is_definition and node.name == value.__name__ and codes:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and (
+            node.name == value.__name__
+        ):
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
             if first <= codes[0].co_firstlineno <= (node.end_lineno or first):
                 return node, "".join(lines[first - 1 : node.end_lineno])

@@ -101,13 +101,15 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
                 yield f"{name}/{dataset}", read_task(name, sized)
         else:
             fields = BUILT_IN_TASKS.section(name).model_fields
-            has_examples = "parts" not in fields and not any(
-                field.is_required() or (key == "source" and not str(field.default).startswith("package:"))
+            needed = tuple(
+                key
                 for key, field in fields.items()
-                if key != "name"
+                if (field.is_required() and key != "name")
+                or key == "parts"
+                or (key == "source" and not str(field.default).startswith("package:"))
             )
-            has_files = any(word.startswith(("source=", "parts", "game=", "taskset=")) for word in own)
-            yield name, read_task(name, own) if has_files or has_examples else None
+            has_examples = not needed or any(word.startswith(needed) for word in own)
+            yield name, read_task(name, own) if has_examples else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,7 +119,7 @@ class TaskCheck:
     task: str
     num_examples: Mapping[Split, int]
     asked: tuple[Message, ...]
-    """The first training example's prompt."""
+    """The first example's prompt: of those to train on, if there are any."""
     gold: str | None
     """A correct reply to it, if one is known."""
     counts: str
@@ -145,12 +147,15 @@ def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:
     Raises: like `audit_here`.
     """
     task = build_task(spec)
-    num_examples = {split: len(task.examples(split)) for split in Split}
-    first = task.examples(Split.TRAIN)[0]
+    attacked, held_out = examples_to_attack(task), task.examples(Split.HELD_OUT)
+    # Without training examples, the held-out ones are attacked.
+    num_train = 0 if attacked[:1] == held_out[:1] else len(attacked)
+    num_examples = {Split.TRAIN: num_train, Split.HELD_OUT: len(held_out)}
+    first = attacked[0]
 
     async def test() -> list[SelfTestFinding]:
         async with hold_judge(spec, task) as judge:
-            return await self_test(task, examples_to_attack(task)[: settings.num_examples], judge)
+            return await self_test(task, attacked[: settings.num_examples], judge)
 
     return TaskCheck(
         task=task.name,
@@ -232,6 +237,7 @@ def test_wrong_replies_earn_nothing():
 '''
 _RUN = """# strop tasks check {name}.toml     tests and audits the task in seconds
 # strop train {name}.toml           trains it
+# From Python: strop.train({{"source": rows, "reward": score, "prompt": "question", ...}}, "MODEL")
 name = "{run}"
 
 [model]

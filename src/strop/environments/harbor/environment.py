@@ -82,6 +82,11 @@ class HarborSpec(RoomSettings, EnvironmentSection):
         description="Number of held-out tasks, the last by name. none = a tenth of them, one at least.",
     )
 
+    @property
+    def num_train(self) -> int | None:
+        """None: known only from the task directories."""
+        return None
+
 
 @built_in(
     "harbor", HarborSpec, "Task directories of Harbor, in their containers, graded by their tests.", rank=147
