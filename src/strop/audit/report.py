@@ -16,7 +16,7 @@ from strop.errors import CorruptRecord
 from strop.hardware.identity import find_user_name
 from strop.io import user_cache_dir, write_bytes_atomically
 
-SCHEMA = 4
+SCHEMA = 5
 """Raised with every change of a report's fields or of the probes, so that older reports are not used."""
 _MAX_WARNINGS = 2
 _MILD = frozenset({"constant", "cost", "judge_length"})
@@ -140,6 +140,11 @@ class AuditReport:
         return _judge_probes([result for result in self.probes if result.probe not in names])
 
     @property
+    def unjudged(self) -> tuple[str, ...]:
+        """The probes that judged nothing, because they do not apply or had nothing to judge."""
+        return tuple(result.probe for result in self.probes if not result.num)
+
+    @property
     def counts(self) -> Mapping[str, int]:
         """Number of probes by status."""
         return {
@@ -165,6 +170,7 @@ class AuditReport:
             "schema": SCHEMA,
             **asdict(self),
             "counts": dict(self.counts),
+            "unjudged": self.unjudged,
             "verdict": self.verdict.value,
             "accepted_verdict": self.accepted_verdict.value,
         }
@@ -179,7 +185,8 @@ def _judge_probes(probes: Sequence[ProbeResult]) -> Verdict:
     num_warnings = sum(result.status is ProbeStatus.WARN for result in probes)
     if has_errors or broken - _MILD:
         return Verdict.RED
-    return Verdict.AMBER if broken or num_warnings > _MAX_WARNINGS else Verdict.GREEN
+    has_open = any(result.status is ProbeStatus.WARN and not result.num for result in probes)
+    return Verdict.AMBER if broken or has_open or num_warnings > _MAX_WARNINGS else Verdict.GREEN
 
 
 _SHOWN_VERSION_CHARS = 12

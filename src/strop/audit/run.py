@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from strop.audit import answer_probes, code_probes, probes
-from strop.audit.context import AuditContext
+from strop.audit import answer_probes, probes
+from strop.audit.context import AuditContext, not_applicable
 from strop.audit.report import AuditReport, ProbeResult, ProbeStatus
 from strop.audit.world_probes import WORLD_PROBES
 from strop.environments.worlds import WorldTask
@@ -25,7 +25,8 @@ from strop.tasks.traits import variant_of, world_of
 _PROBE_LIMIT_S = MappingProxyType({False: 120.0, True: 240.0})
 """Wall time limit of a probe, by whether judgements need a sandbox."""
 
-_PROBES = MappingProxyType(
+_OF_ENVIRONMENTS = ("grader_tamper", "forged_stdout", "os_exit", "isolation", "network", "stale_submission")
+_PROBES: Mapping[str, Callable[[AuditContext], Awaitable[ProbeResult]] | None] = MappingProxyType(
     {
         "noop": probes.probe_noop,
         "empty": probes.probe_empty,
@@ -36,19 +37,12 @@ _PROBES = MappingProxyType(
         "gold": answer_probes.probe_gold,
         "near_miss": answer_probes.probe_near_miss,
         "wrong_order": answer_probes.probe_wrong_order,
-        "label_leak": code_probes.probe_label_leak,
+        "label_leak": answer_probes.probe_prompt_leak,
         "trivial_rule": answer_probes.probe_trivial_rule,
         "determinism": answer_probes.probe_determinism,
         "order": answer_probes.probe_order,
         "failure_paths": answer_probes.probe_failure_paths,
-        "grader_tamper": code_probes.probe_grader_tamper,
-        "forged_stdout": code_probes.probe_forged_stdout,
-        "os_exit": code_probes.probe_os_exit,
-        "isolation": code_probes.probe_isolation,
-        "network": code_probes.probe_network,
-        "noop_edit": code_probes.probe_noop_edit,
-        "stale_submission": code_probes.probe_stale_submission,
-        "lost_sandbox": code_probes.probe_lost_sandbox,
+        **dict.fromkeys(_OF_ENVIRONMENTS, None),
         "truncation": answer_probes.probe_truncation,
         "cost": probes.probe_cost,
         "judge_injection": probes.probe_judge_injection,
@@ -157,9 +151,12 @@ async def _run_probe(context: AuditContext, name: str) -> ProbeResult:
     started_at = time.perf_counter()
     with catch_failure(FailureOwner.TASK) as caught:
         async with asyncio.timeout(_PROBE_LIMIT_S[context.task.limits.verify_keeps_time]):
-            probe = WORLD_PROBES.get(name) if isinstance(world_of(context.task), WorldTask) else None
-            result = await (probe or _PROBES[name])(context)
+            is_world = isinstance(world_of(context.task), WorldTask)
+            probe = {**_PROBES, **WORLD_PROBES}[name] if is_world else _PROBES[name]
+            result = await probe(context) if probe else not_applicable(name, "attempts have one turn")
     if caught.failure is not None:
         detail = describe_failure(caught.failure)
         result = ProbeResult(probe=name, status=ProbeStatus.ERROR, detail=detail)
+    if result.status is ProbeStatus.PASS and not result.num:
+        result = replace(result, status=ProbeStatus.WARN, detail=f"nothing was judged: {result.detail}")
     return replace(result, seconds=time.perf_counter() - started_at)

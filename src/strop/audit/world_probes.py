@@ -24,8 +24,7 @@ from typing import Any
 
 from strop.audit import world_attacks as attacks
 from strop.audit.answer_probes import probe_prompt_leak
-from strop.audit.code_probes import Findings, marker_of
-from strop.audit.context import SLACK, AuditContext, Judged, not_applicable
+from strop.audit.context import SLACK, AuditContext, Findings, Judged, marker_of, not_applicable
 from strop.audit.probes import INJECTIONS
 from strop.audit.report import ProbeResult, ProbeStatus
 from strop.audit.world_attacks import fill, find_slots, pairs
@@ -259,6 +258,9 @@ async def probe_os_exit(context: AuditContext) -> ProbeResult:
     if not probe.arena.may_die:
         return not_applicable(name, _NO_PROCESS)
     await probe.try_all(attacks.EXITS, lambda attempt: _has_ended(attempt) or probe.is_paid(attempt))
+    for replies in probe.arena.world.forgeries(probe.arena.example):
+        (attempt,) = await probe.arena.play(replies)
+        probe.note("code that ends its grader", attempt, is_bad=_has_ended(attempt) or probe.is_paid(attempt))
     return probe.findings.result("ends that were paid, or lost the attempt")
 
 

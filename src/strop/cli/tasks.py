@@ -94,9 +94,9 @@ def check_task(
             output.give(f"{message.role}: {make_harmless(message.text)}")
         gold = "none is known" if checked.gold is None else make_harmless(checked.gold)
         output.give(f"right: {gold}")
-        output.give(
-            f"verifier {'fails' if checked.findings else 'passes'}, audit {checked.report.verdict.value}"
-        )
+        passes = "passes" if checked.gold is not None else "was not tried with a right reply"
+        verdict = checked.report.verdict.value
+        output.give(f"verifier {'fails' if checked.findings else passes}, audit {verdict}")
     if faults:
         raise CheckRefused(
             f"task {checked.task} may not train a model: {'; '.join(faults[:3])}",
@@ -234,6 +234,8 @@ def _show(output: Output, report: AuditReport) -> None:
             output.give(
                 f"{result.probe}: example {entry.example_id}, reward {entry.reward}, reply {reply}{why}"
             )
+    if report.unjudged:
+        output.give(f"judged nothing: {', '.join(report.unjudged)}")
     output.give(f"{report.task} {report.verdict.value} in {report.seconds:.1f} s")
 
 
@@ -285,6 +287,7 @@ def play(
 ) -> None:
     """Play an environment in the model's place: a line is a reply, /TOOL key=value a call."""
     from strop.run.tasks import find_task_section, play_here, read_audit
+    from strop.tasks.failures import describe_failure
     from strop.view import make_harmless
 
     output: Output = context.obj
@@ -303,7 +306,7 @@ def play(
         lambda text: output.give(make_harmless(text)),
     )
     if outcome.failure is not None:
-        output.give(f"no score: {outcome.failure.kind}: {make_harmless(outcome.failure.detail)}")
+        output.give(f"no score: {make_harmless(describe_failure(outcome.failure))}")
     reward = "-" if outcome.reward is None else f"{outcome.reward:.4g}"
     right = {None: "", True: ", right", False: ", not right"}[outcome.is_correct]
     metrics = "".join(f", {name} {value:g}" for name, value in outcome.metrics.items())

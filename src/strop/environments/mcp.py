@@ -30,6 +30,8 @@ from strop.tasks.failures import AttemptFailed
 PROTOCOL = "2025-06-18"
 _MAX_LINE_BYTES = 64 << 20
 _MAX_STDERR_BYTES = 2000
+_END_S = 2.0
+"""How long a server that has closed its output may take to end."""
 _INVALID_PARAMS = -32602
 _METHOD_NOT_FOUND = -32601
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH")
@@ -93,6 +95,9 @@ class _Process:
             while "id" in message:
                 line = await stdout.readline()
                 if not line:
+                    # It may still be writing why.
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(self._process.wait(), _END_S)
                     raise _Broken(f"it has ended: {self._last_words()}")
                 received = json.loads(line)
                 if "method" not in received and received.get("id") == message["id"]:
@@ -107,9 +112,10 @@ class _Process:
         return None
 
     def _last_words(self) -> str:
+        """Return the last line of its errors: older ones are its log, or where an exception came from."""
         size = self._stderr.seek(0, os.SEEK_END)
         self._stderr.seek(max(0, size - _MAX_STDERR_BYTES))
-        return self._stderr.read().decode(errors="replace").strip()
+        return (self._stderr.read().decode(errors="replace").strip().splitlines() or ["without a word"])[-1]
 
     async def close(self) -> None:
         """Kill the server and its children."""

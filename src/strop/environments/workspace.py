@@ -9,8 +9,8 @@
         async def prepare(self, example, seed):
             await self.sandbox.upload(STARTER, ".")      # or write, exec, ...
         async def grade(self, sandbox):                  # a fresh one, with the carried files
-            result = await sandbox.exec(["python3", "-c", TESTS], wall_limit_s=10)
-            return result.exit_code == 0
+            result = await sandbox.exec(["python3", "-c", "..."], wall_limit_s=10)
+            return result.stdout == EXPECTED             # compared outside, where no code of the model runs
 
 Its tools are `bash`, `view`, `create`, `str_replace` and `submit`; a subclass adds methods, or removes one
 with `view = None`. Relative paths start in `folder`. The run file sets the kind of sandbox and the limit of a
@@ -27,8 +27,9 @@ import copy
 import json
 import os
 import posixpath
+import shlex
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
@@ -188,9 +189,15 @@ class Workspace:
         """Judge the carried files in a fresh sandbox; return a result like `score` of an environment."""
         raise NotImplementedError(f"{type(self).__name__} has no grade")
 
-    def forgeries(self, example: Example) -> Iterable[Sequence[str]]:
-        """Return attempts, each a list of replies, that must earn nothing; an audit plays them."""
-        return ()
+    def forgeries(self, example: Example) -> Iterator[Sequence[str]]:
+        """Return attempts, each a list of replies, that must earn nothing; an audit plays them.
+
+        Here: a carried file of Python or of a shell ends the program that runs it, with the exit code 0.
+        """
+        codes = {".py": "import os; os._exit(0)", ".sh": "exit 0"}
+        for path in self.carried:
+            if code := codes.get(posixpath.splitext(path)[1]):
+                yield submitted(f"echo '{code}' > {shlex.quote(path)}")
 
     async def reset(self, example: Example, seed: int) -> Any:
         """Make and prepare the sandbox, and open the attempt. Raises: SandboxRefused, SandboxLost."""

@@ -68,6 +68,11 @@ class WorldTask:
         """Make an object of the class."""
         raise NotImplementedError
 
+    def forgeries(self, example: Example) -> list[list[str]]:
+        """Return the attempts of a workspace that its own class says must earn nothing."""
+        own = self.make_own()
+        return [list(replies) for replies in own.forgeries(example)] if isinstance(own, Workspace) else []
+
     def to_outcome(self, score: Any, /) -> Outcome:
         """Convert the result of `score` to an outcome. Raises: TypeError or ValueError as `to_parts`."""
         raise NotImplementedError

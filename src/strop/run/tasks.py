@@ -26,7 +26,7 @@ from strop.environments.contract import Action
 from strop.environments.printed import forget_prints, keep_prints
 from strop.errors import ConfigError
 from strop.io.atomic import explain_write_failure
-from strop.rollout import FinishReason, Message, Outcome, Split, ToolCall
+from strop.rollout import FailureOwner, FinishReason, Message, Outcome, Split, ToolCall
 from strop.run.inference import hold_judge, read_setup, take_num
 from strop.sandbox.remote import find_service
 from strop.spec import RunSpec, load_spec
@@ -34,6 +34,7 @@ from strop.spec.judge import judge_sections
 from strop.spec.parts import needs_service
 from strop.spec.task import TaskSection, TaskSpec
 from strop.tasks import SelfTestFinding, build_task, self_test, task_builder, task_summaries
+from strop.tasks.failures import catch_failure
 from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import InlineJudge
 from strop.tasks.llm_judge import JudgeReport, check_calibration
@@ -302,8 +303,8 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
     """Play one held-out example: show what the model would read, read replies, return the score.
 
     A reply is a line, or a whole fenced block; `/NAME key=value` calls a tool. `seed` chooses the example
-    and seeds its environment. At the end of the input the attempt is scored.
-    Raises: ConfigError if the task has an agent; errors of the task.
+    and seeds its environment. At the end of the input the attempt is scored. An exception of the task becomes
+    the outcome's failure. Raises: ConfigError if the task has an agent.
     """
     if spec.agent is not None:
         raise ConfigError(
@@ -321,11 +322,13 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
     async def play() -> Outcome:
         async with hold_judge(spec, task) as judge:
             environment = choose_environment(task, judge)()
-            try:
-                await _converse(environment, await environment.reset(example, seed), read, tell)
-                return await environment.score()
-            finally:
-                await environment.close()
+            with catch_failure(FailureOwner.TASK) as caught:
+                try:
+                    await _converse(environment, await environment.reset(example, seed), read, tell)
+                    return await environment.score()
+                finally:
+                    await environment.close()
+            return Outcome(parts={}, failure=caught.failure)
 
     try:
         return asyncio.run(play())

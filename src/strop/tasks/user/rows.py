@@ -35,6 +35,7 @@ from strop.tasks.prompt import pose, pose_messages
 from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
+from strop.tasks.traits import ProgramForm
 from strop.tasks.user.rewards import (
     BUILT_IN,
     FULL_MARKS_SLACK,
@@ -275,6 +276,12 @@ class Rows(RowTask):
         judged = replace(outcome, parts=parts)
         reward = judged.reward
         return replace(judged, is_correct=None if reward is None else reward >= self._full_marks)
+
+    def program_form(self, example: Example) -> ProgramForm | None:
+        """Return how a reply's program is used, if its tests alone decide."""
+        if self._spec.reward != (_SANDBOXED,) or example.fields.get("answer") is None:
+            return None
+        return ProgramForm(entry_point=next(iter(read_tests(example.fields["answer"]).names), None))
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the reply that `task.gold` describes, or the answer as the first reward reads it."""
