@@ -44,11 +44,13 @@ from tests.fixtures.unsafe_graders import (
     BelievesOutput,
     BelievesTheExit,
     CountsALossAsWrong,
+    PaysAnyChange,
     ReachesTheNetwork,
     RunsBesideTheRun,
     RunsWhatWasThere,
     SharesAFolder,
     SharesItsNames,
+    ShowsAnAnswerFile,
     ShowsItsTests,
     SoundGrader,
 )
@@ -77,6 +79,14 @@ def shares_a_folder(tmp_path: Path) -> Task:
     return grader
 
 
+def shows_an_answer_file(tmp_path: Path) -> Task:
+    tmp_path.chmod(0o755)
+    (tmp_path / "test_answers.csv").write_text("id,answer\n1,14\n")
+    grader = ShowsAnAnswerFile()
+    grader.folder = str(tmp_path)
+    return grader
+
+
 HOLES: dict[str, tuple[Callable[[Path], Task], set[str]]] = {
     "none": (lambda path: SoundGrader(), set()),
     "believes output": (lambda path: BelievesOutput(), {"forged_stdout"}),
@@ -87,6 +97,8 @@ HOLES: dict[str, tuple[Callable[[Path], Task], set[str]]] = {
     "runs what was there": (lambda path: RunsWhatWasThere(), {"stale_submission"}),
     "counts a loss as wrong": (lambda path: CountsALossAsWrong(), {"lost_sandbox"}),
     "shows its tests": (lambda path: ShowsItsTests(), {"label_leak"}),
+    "shows an answer file": (shows_an_answer_file, {"label_leak"}),
+    "pays any change": (lambda path: PaysAnyChange(), {"noop_edit"}),
     "reaches the network": (lambda path: ReachesTheNetwork(), {"network"}),
 }
 

@@ -27,7 +27,7 @@ from tests.audit.test_audit import Capitals, MatchesEitherWay, PaysForTheQuestio
 
 
 def result(probe: str, status: ProbeStatus) -> ProbeResult:
-    return ProbeResult(probe=probe, status=status)
+    return ProbeResult(probe=probe, status=status, num=0 if status is ProbeStatus.NOT_APPLICABLE else 1)
 
 
 @pytest.mark.parametrize(

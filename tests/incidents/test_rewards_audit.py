@@ -24,7 +24,6 @@ from tests.fixtures.judging import judge_once
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.fixtures.unsafe_graders import (
-    ShowsAnAnswerFile,
     SoundGrader,
 )
 
@@ -274,22 +273,6 @@ def test_rew_11_labels_that_a_rule_gives_or_that_lie_open_are_red(task: Task, pr
     """Incident: the labels of a data set equalled sex = female; answer files lay in the workspace."""
     report = audit(task)
     assert (failed(report)[probe].value, report.verdict) == (1.0, Verdict.RED)
-
-
-@needs_bubblewrap
-def test_rew_11_a_file_with_answers_beside_the_program_is_red(tmp_path: Path) -> None:
-    """Incident: answer files lay in the workspace, and copying them gave full marks."""
-    task = ShowsAnAnswerFile()
-    task.folder = str(tmp_path)
-    tmp_path.chmod(0o755)
-    (tmp_path / "readme.txt").write_text("Pictures of the sea.")
-    assert failed(audit(task, "label_leak", num_examples=1)) == {}
-    (tmp_path / "test_answers.csv").write_text("id,answer\n1,14\n")
-    report = audit(task, "label_leak", num_examples=1)
-    assert report.verdict is Verdict.RED
-    assert failed(report)["label_leak"].detail == (
-        "ways to read what is hidden: files named for answers can be read"
-    )
 
 
 @pytest.mark.slow

@@ -381,7 +381,7 @@ async def probe_trivial_rule(context: AuditContext) -> ProbeResult:
     answers = [answer for _, answer in labelled]
     rule = _best_rule(features[::2], answers[::2])
     if rule is None:
-        return measured("trivial_rule", 0.0, _MAX_RULE_FRAC, (), 0, "no rule was ever right")
+        return measured("trivial_rule", 0.0, _MAX_RULE_FRAC, (), len(labelled), "no rule was ever right")
     tested = list(zip(labelled, features, strict=True))[1::2]
     judged: list[Judged] = []
     for part in context.in_time(tested):
