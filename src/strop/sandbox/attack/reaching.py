@@ -9,9 +9,9 @@ from functools import partial
 from strop.errors import SandboxRefused
 from strop.sandbox.attack.contract import Attack, Code, Observation, Work, always, attack, by_namespace
 from strop.sandbox.attack.doors import INTERFACE, INWARD, LISTED, METADATA
+from strop.sandbox.attack.rights import holds
 from strop.sandbox.attack.stage import Stage
 from strop.sandbox.contract import IsolationLevel, SandboxSpec
-from strop.sandbox.linux import read_or_empty
 
 ATTACKS: list[Attack] = []
 _HEARD = "what the suite's listener heard"
@@ -39,16 +39,13 @@ _FOLLOW = """
 import urllib.request
 attempt(urllib.request.urlopen, sys.argv[2], None, 20)
 """
-_RAW = """
-kept = [
-    attempt(socket.socket, family, kind, protocol)
-    for family, kind, protocol in (
-        (socket.AF_INET, socket.SOCK_RAW, 1),
-        (socket.AF_INET6, socket.SOCK_RAW, 58),
-        (socket.AF_PACKET, socket.SOCK_RAW, 3 << 8),
-        (socket.AF_PACKET, socket.SOCK_DGRAM, 3 << 8),
-    )
-]
+_FAMILIES = """
+confined = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+kinds = [(family, kind, 0) for family in set(range(64)).difference(confined) for kind in range(1, 6)]
+kinds += [(socket.AF_NETLINK, socket.SOCK_RAW, protocol) for protocol in range(1, 32)]
+kinds += [(socket.AF_PACKET, kind, 3 << 8) for kind in (socket.SOCK_DGRAM, socket.SOCK_RAW)]
+kinds += [(socket.AF_INET, socket.SOCK_RAW, 1), (socket.AF_INET6, socket.SOCK_RAW, 58)]
+kept = [attempt(socket.socket, *kind) for kind in kinds]
 hold()
 """
 
@@ -102,18 +99,12 @@ async def _reach_other(stage: Stage) -> Observation:
 @attack(
     ATTACKS,
     16,
-    tries="open raw sockets and packet sockets",
+    tries="open sockets of every family but files', IP and netlink's routes, and raw ones",
     judged="sockets of its process, seen on the host",
     expects=always(Code.BLOCKED),
 )
-async def _raw_sockets(stage: Stage) -> Observation:
-    async with stage.held(_RAW) as (pids, result):
-        if result is not None:
-            return Observation(Code.EXPOSED, f"it ended: {result.kind.value} {result.stderr[-200:]!r}")
-        # Without such sockets a table has only its header.
-        tables = {kind: read_or_empty(f"/proc/{pids[0]}/net/{kind}") for kind in ("raw", "raw6", "packet")}
-    opened = [kind for kind, table in tables.items() if len(table.splitlines()) > 1]
-    return Observation(Code.EXPOSED if opened else Code.BLOCKED, ", ".join(opened) or "none was made")
+async def _socket_families(stage: Stage) -> Observation:
+    return await holds(stage, _FAMILIES, (), lambda link: link.startswith("socket:"))
 
 
 @attack(

@@ -138,7 +138,7 @@ for top, _, names in os.walk("/dev"):
 hold()
 """
 _CALLS = """
-bpf, perf, uring, fault = map(int, sys.argv[2:6])
+bpf, perf, uring, fault, watch, secret = map(int, sys.argv[2:8])
 attributes = (ctypes.c_uint32 * 32)(2, 4, 4, 1)
 libc.syscall(bpf, 0, attributes, 72)
 event = (ctypes.c_uint32 * 32)(1, 128)
@@ -146,6 +146,8 @@ event[10] = 0x60
 libc.syscall(perf, event, 0, -1, -1, 0)
 libc.syscall(uring, 1, (ctypes.c_uint8 * 120)())
 libc.syscall(fault, 1)
+libc.syscall(watch, 0x200, 0)
+libc.syscall(secret, 0)
 hold()
 """
 _KEYS = """
@@ -293,7 +295,7 @@ async def _make_devices(stage: Stage) -> Observation:
     expects=by_user("userns"),
 )
 async def _kernel_settings(stage: Stage) -> Observation:
-    return await _holds(stage, _OPEN, _SETTINGS, lambda link: link.startswith(("/proc/", "/sys/")))
+    return await holds(stage, _OPEN, _SETTINGS, lambda link: link.startswith(("/proc/", "/sys/")))
 
 
 @attack(
@@ -305,19 +307,20 @@ async def _kernel_settings(stage: Stage) -> Observation:
 )
 async def _open_devices(stage: Stage) -> Observation:
     usual = {f"/dev/{name}" for name in _OWN_DEVICES}
-    return await _holds(stage, _DEVICES, (), lambda link: link.startswith("/dev/") and link not in usual)
+    return await holds(stage, _DEVICES, (), lambda link: link.startswith("/dev/") and link not in usual)
 
 
 @attack(
     ATTACKS,
     18,
-    tries="bpf, perf_event_open, io_uring and userfaultfd",
+    tries="bpf, perf_event_open, io_uring, userfaultfd, fanotify and memfd_secret",
     judged="descriptors of its process, seen on the host",
     expects=by_namespace("seccomp"),
 )
 async def _kernel_calls(stage: Stage) -> Observation:
-    names = ("bpf", "perf_event_open", "io_uring_setup", "userfaultfd")
-    return await _holds(stage, _CALLS, _numbers(*names), lambda link: link.startswith("anon_inode:"))
+    names = ("bpf", "perf_event_open", "io_uring_setup", "userfaultfd", "fanotify_init", "memfd_secret")
+    bad = ("anon_inode:", "/secretmem")
+    return await holds(stage, _CALLS, _numbers(*names), lambda link: link.startswith(bad))
 
 
 @attack(
@@ -443,7 +446,7 @@ async def _compare(stage: Stage, code: str, look: Callable[[int], list[str]], wh
     return Observation(Code.EXPOSED if changed else Code.BLOCKED, f"{changed} of its {what} differ")
 
 
-async def _holds(stage: Stage, code: str, words: Sequence[str], is_bad: Callable[[str], bool]) -> Observation:
+async def holds(stage: Stage, code: str, words: Sequence[str], is_bad: Callable[[str], bool]) -> Observation:
     """Hold an attack, and check the targets of its descriptors."""
     async with stage.held(code, *words) as (pids, result):
         if result is not None:
