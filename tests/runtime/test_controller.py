@@ -206,12 +206,12 @@ def test_a_failure_is_a_state_with_kind_cause_and_log(tmp_path: Path) -> None:
 def test_what_can_never_fit_fails_at_once_with_the_numbers(tmp_path: Path) -> None:
     async def main() -> None:
         async with service(tmp_path) as it:
-            small = Slot(cpus=2, memory_bytes=3 * GIB, disk_bytes=100 * GIB, processes=10_000)
+            small = Slot(cpus=2, memory_bytes=5 * GIB, disk_bytes=100 * GIB, processes=10_000)
             await it.add_node(capacity=small)
             record = await it.start("S1", resource_factor=2)
             assert (record["status"], record["failure_kind"]) == ("error", "capacity")
             assert re.match(r"http://[^/]+:[0-9]+$", record["url"])
-            assert "memory_bytes 4.29497e+09 of 3.22123e+09" in record["pod_logs"]
+            assert "memory_bytes 6.44245e+09 of 5.36871e+09" in record["pod_logs"]
 
     asyncio.run(main())
 

@@ -76,7 +76,8 @@ def test_the_node_that_is_left_with_the_least_takes_a_request() -> None:
 
 
 def test_processors_may_be_promised_more_than_once_and_memory_not() -> None:
-    admission = admission_of(cpu_factor=4.0, n=node_of(1, 3))
+    admission = admission_of(cpu_factor=4.0, n=node_of(1, 7))
+    # Each takes a GiB of memory, and another for its files.
     for name in "abcde":
         admission.add(session_of(name))
     assert [name for name, _ in names_taken(admission)] == ["a", "b", "c"]
@@ -84,8 +85,8 @@ def test_processors_may_be_promised_more_than_once_and_memory_not() -> None:
 
 def test_what_can_never_fit_is_told_in_numbers() -> None:
     admission = admission_of(n=node_of(2, 4))
-    assert admission.explain_impossible(slot_of(gib=4)) == ""
-    assert "memory_bytes 8.58993e+09 of 4.29497e+09" in admission.explain_impossible(slot_of(gib=8))
+    assert admission.explain_impossible(slot_of(gib=3)) == ""
+    assert "memory_bytes 9.66368e+09 of 4.29497e+09" in admission.explain_impossible(slot_of(gib=8))
     assert "cpus 3 of 2" in admission.explain_impossible(slot_of(cpus=3))
     # Nodes may still come.
     assert admission_of().explain_impossible(slot_of(gib=8)) == ""
@@ -124,7 +125,7 @@ def test_a_large_request_lets_others_pass_until_its_patience_ends() -> None:
 
 
 def test_who_begins_with_a_snapshot_waits_for_its_node_and_lets_others_pass() -> None:
-    admission = admission_of(m=node_of(2, 8), n=node_of(4, 8))
+    admission = admission_of(m=node_of(2, 8), n=node_of(4, 9))
     holder, second = session_of("holder", snapshot_at="m"), session_of("second", cpus=2, snapshot_at="m")
     for one in (holder, second, session_of("free", gib=8)):
         admission.add(one)
@@ -143,7 +144,7 @@ def test_who_begins_with_a_snapshot_waits_for_its_node_and_lets_others_pass() ->
 def test_snapshots_take_of_a_nodes_disk() -> None:
     admission = admission_of()
     for snapshot_bytes, is_taken in ((99 * GIB + 1, False), (99 * GIB, True)):
-        admission.set_room("n", node_of(2, 8), is_open=True, snapshot_bytes=snapshot_bytes)
+        admission.set_room("n", node_of(2, 101), is_open=True, snapshot_bytes=snapshot_bytes)
         # They may be closed: it is not refused for ever.
         assert admission.explain_impossible(slot_of()) == ""
         session = session_of("a")

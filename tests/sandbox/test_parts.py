@@ -112,9 +112,11 @@ def test_version_2_controllers_count_only_where_they_are_handed_down(tmp_path: P
     # In a group that others made for a container, what this group itself has counts.
     controllers = find_controllers(membership="0::/user/me\n", mounts=mounts, is_for_children=False)
     assert {controller.name for controller in controllers} == {"cpu", "memory", "pids"}
-    controllers = find_controllers(membership="0::/user/me\n", mounts=mounts)
-    assert [(controller.name, controller.version) for controller in controllers] == [("memory", 2)]
-    assert controllers[0].own_dir.resolve() == own_dir.resolve()
+    # A group that has handed its controllers down has no processes: they are in the leaf.
+    for inside in ("/user/me", "/user/me/strop-own"):
+        controllers = find_controllers(membership=f"0::{inside}\n", mounts=mounts)
+        assert [(controller.name, controller.version) for controller in controllers] == [("memory", 2)]
+        assert controllers[0].own_dir.resolve() == own_dir.resolve()
 
 
 def test_version_2_limits_are_written_and_kills_are_read(tmp_path: Path) -> None:
@@ -122,8 +124,10 @@ def test_version_2_limits_are_written_and_kills_are_read(tmp_path: Path) -> None
     made = tmp_path / "box"
     made.mkdir()
     (made / "memory.swap.max").touch()
-    group = make_cgroup(own, "box", Limits(memory_bytes=1 << 20, max_processes=7))
-    assert (made / "memory.max").read_text() == "1048576"
+    limits = Limits(memory_bytes=1 << 20, scratch_bytes=1 << 21, max_scratch_files=1 << 10, max_processes=7)
+    group = make_cgroup(own, "box", limits)
+    # Its files are in memory too, and each takes a KiB itself.
+    assert (made / "memory.max").read_text() == str((1 << 20) + (1 << 21) + (1 << 20))
     assert (made / "memory.swap.max").read_text() == "0"
     assert (made / "pids.max").read_text() == "7"
     assert group.member_paths == [made / "cgroup.procs"]

@@ -84,7 +84,7 @@ class OwnerPlane:
             await asyncio.wait({lost, self._gone}, return_when=asyncio.FIRST_COMPLETED)
             if not lost.done():
                 return SandboxFailed(FailureKind.INFRA_LOST, self._gone.result())
-            return lost_as_failure(lost.result())
+            return lost_as_failure(lost.result(), self._sandbox.client.lost_why)
         finally:
             lost.cancel()
 

@@ -83,8 +83,13 @@ def is_agent_server(request: StartRequest) -> bool:
     return any(word.rpartition("/")[2] in _AGENT_WORDS for word in request.command)
 
 
-def lost_as_failure(kind: str) -> SandboxFailed:
-    """Return the failure that the loss of a sandbox means: whose fault it is."""
+def lost_as_failure(kind: str, why: str = "") -> SandboxFailed:
+    """Return the failure that the loss of a sandbox means: whose fault it is.
+
+    `why`: the supervisor's cause, which only a sandbox without free memory has.
+    """
+    if kind == "from_inside" and why:
+        return SandboxFailed(FailureKind.TASK_OOM, f"from_inside: {why}")
     if kind == "from_inside":
         return SandboxFailed(FailureKind.AGENT_ERROR, "from_inside: a program of the sandbox ended it")
     return SandboxFailed(FailureKind.INFRA_LOST, f"the sandbox is lost ({kind})")

@@ -28,8 +28,13 @@ Amounts = dict[str, float]
 
 
 def amounts_of(slot: Slot, *, cpu_factor: float = 1.0) -> Amounts:
-    """Return the amounts of a slot, processors times a factor."""
+    """Return the amounts of a node, processors times a factor."""
     return {name: getattr(slot, name) * (cpu_factor if name == "cpus" else 1.0) for name in RESOURCES}
+
+
+def needs_of(slot: Slot) -> Amounts:
+    """Return the amounts that a sandbox takes: its files are in the node's memory too."""
+    return amounts_of(slot) | {"memory_bytes": float(slot.memory_bytes + slot.disk_bytes)}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -130,7 +135,8 @@ class Admission:
         has = amounts_of(capacity, cpu_factor=self._cpu_factor)
         room = self.rooms.setdefault(node_id, Room(node_id=node_id, has=has))
         room.has, room.is_open = has, is_open
-        room.used["disk_bytes"] += snapshot_bytes - room.snapshot_bytes
+        for name in ("disk_bytes", "memory_bytes"):
+            room.used[name] += snapshot_bytes - room.snapshot_bytes
         room.snapshot_bytes = snapshot_bytes
         room.ends_at = math.inf if ends_in_s is None else time.monotonic() + ends_in_s
 
@@ -163,7 +169,7 @@ class Admission:
         kept: set[str] = set()
         passed: set[tuple[str, str]] = set()
         while head := self._next_head(passed):
-            wanted = amounts_of(head.slot)
+            wanted = needs_of(head.slot)
             open_rooms = [
                 room
                 for room in self.rooms.values()
@@ -187,7 +193,7 @@ class Admission:
 
         `only_node_id`, unless empty, is the only node to consider.
         """
-        wanted = amounts_of(slot)
+        wanted = needs_of(slot)
         rooms = [room for room in self.rooms.values() if only_node_id in ("", room.node_id)]
         if not rooms or any(room.could_fit(wanted) for room in rooms):
             return ""
@@ -220,7 +226,7 @@ class Admission:
 
     def _count(self, session: Session, room: Room, sign: int) -> None:
         owned = self._owned.setdefault(session.owner, dict.fromkeys(RESOURCES, 0.0))
-        for name, amount in amounts_of(session.slot).items():
+        for name, amount in needs_of(session.slot).items():
             room.used[name] += sign * amount
             owned[name] += sign * amount
         if not any(amount > _ROUNDING for amount in owned.values()):

@@ -77,7 +77,7 @@ class ServerPlane:
         try:
             result = await asyncio.shield(self._end)
         except SandboxLost as lost:
-            return lost_as_failure(lost.kind)
+            return lost_as_failure(lost.kind, self._sandbox.client.lost_why)
         with suppress(SandboxLost):
             await self._reading
         if result.kind is ExecKind.OOM:

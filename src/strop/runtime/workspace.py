@@ -119,7 +119,7 @@ class Workspace:
 
     async def wait_ended(self) -> SandboxFailed:
         """Return the failure once the sandbox is lost."""
-        return lost_as_failure(await self._sandbox.wait_lost())
+        return lost_as_failure(await self._sandbox.wait_lost(), self._sandbox.client.lost_why)
 
     def log_tail(self) -> str:
         """Return an empty text: no server runs inside."""

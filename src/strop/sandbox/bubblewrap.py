@@ -69,6 +69,7 @@ class BubblewrapPlace:
         self._network = order.network
         self._namespaces = ground.namespaces
         self.user = (INSIDE_ID, INSIDE_ID) if os.geteuid() == 0 else None
+        self.ipc_uid: int | None = INSIDE_ID
         self._cat_in, self.holder = self._start(_bwrap_argv(order, ground))
         # Root can put its children into the process namespace, which saves a fork each. An ordinary user may
         # only join all namespaces together.
@@ -190,8 +191,8 @@ def _bwrap_argv(order: Order, ground: Ground) -> list[str]:
     words += ["--proc", "/proc", "--dev", "/dev"]
     for host_path, inside_path in order.devices.items():
         words += ["--dev-bind", ground.staged.get(host_path, host_path), inside_path]
-    for where in ("/tmp", "/dev/shm"):
-        words += ["--perms", "1777", "--size", str(order.limits.scratch_bytes), "--tmpfs", where]
+    for where, size in (("/tmp", order.limits.scratch_bytes), ("/dev/shm", order.limits.shm_bytes)):
+        words += ["--perms", "1777", "--size", str(size), "--tmpfs", where]
     if order.has_workspace:
         # The root is read-only, and another tmpfs would add another size limit.
         inside = f"/tmp{WORKSPACE}"

@@ -1,19 +1,22 @@
 """Limits for a whole tree of processes, where this process may make control groups.
 
 A group is made below this process's own group, so the limits of a job or a container around strop hold as
-well. Version 1 needs a writable hierarchy. Version 2 also needs controllers that are delegated to children of
-this process's group, which systemd does only on request.
+well. Both versions need a group that this user may write to; with version 2 an ordinary user has one only in
+a unit of systemd with Delegate=yes. There a group with processes cannot limit the groups below it, so the
+processes of this group first move into a leaf beside them.
 
 Covered: memory with its count of kills, number of processes, CPU time. Not covered: disk bandwidth.
-Tried on a hybrid host (version 1 controllers, Linux 6.18); version 2 on a directory made for the test.
+Tried on a hybrid host (version 1 controllers, Linux 6.18), and with version 2 in Debian 12 (systemd 252,
+Linux 6.1): a service of root, a session and a scope of an ordinary user.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +26,9 @@ from strop.sandbox.linux import read_file, read_or_empty, write_file
 
 _REMOVE_LIMIT_S = 2.0
 _NAMES = ("memory", "pids", "cpu")
+_LEAF = "strop-own"
+"""Of version 2: the group of the processes that were beside the groups of sandboxes."""
+_NUM_TRIES = 20
 _PERIOD_US = 100_000
 
 
@@ -142,6 +148,40 @@ def make_cgroup(controllers: list[Controller], name: str, limits: Limits) -> Cgr
     return group
 
 
+def hand_down_controllers(names: Sequence[str] = _NAMES) -> None:
+    """Let the groups below this process's own have controllers of version 2, as far as it is permitted."""
+    for version, _, own_dir in _find_hierarchies(None, None):
+        present = set(read_or_empty(own_dir / "cgroup.controllers").split())
+        wanted = " ".join(f"+{name}" for name in names if name in present)
+        for _ in range(_NUM_TRIES if version == 2 and wanted else 0):
+            try:
+                write_file(own_dir / "cgroup.subtree_control", wanted)
+                break
+            except OSError as error:
+                # EBUSY: the group itself has processes.
+                if error.errno != errno.EBUSY or not _empty_group(own_dir):
+                    break
+
+
+def _empty_group(own_dir: Path) -> bool:
+    """Move all processes of a group into a leaf below it; return False if this is not permitted."""
+    try:
+        (own_dir / _LEAF).mkdir(exist_ok=True)
+        for pid in read_file(own_dir / "cgroup.procs").split():
+            with suppress(ProcessLookupError):
+                write_file(own_dir / _LEAF / "cgroup.procs", pid)
+    except OSError:
+        return False
+    return True
+
+
+def may_join(group: Path) -> bool:
+    """Whether version 2 lets this process move itself into a group: if it may change all that is around."""
+    own = [str(path) for version, _, path in _find_hierarchies(None, None) if version == 2]
+    around = os.path.commonpath([*own, group])
+    return os.access(f"{around}/cgroup.procs", os.W_OK)
+
+
 def find_controllers(
     *, membership: str | None = None, mounts: str | None = None, is_for_children: bool = True
 ) -> list[Controller]:
@@ -178,7 +218,8 @@ def _find_hierarchies(membership: str | None, mounts: str | None) -> Iterator[tu
         names = joined.split(",") if joined else []
         for kind, root, where, options in places:
             if kind == ("cgroup" if names else "cgroup2") and set(names) <= set(options):
-                yield 1 if names else 2, names, where / os.path.relpath(inside, root)
+                own_dir = where / os.path.relpath(inside, root)
+                yield 1 if names else 2, names, own_dir.parent if own_dir.name == _LEAF else own_dir
 
 
 def _parse_mount(line: str) -> tuple[str, str, Path, list[str]]:
@@ -204,6 +245,6 @@ def _set_limit(path: Path, controller: Controller, limits: Limits) -> None:
         if controller.version == 1
         else ("memory.max", "memory.swap.max")
     )
-    write_file(path / limit, str(limits.memory_bytes))
+    write_file(path / limit, str(limits.group_bytes))
     if (path / swap).exists():
-        write_file(path / swap, str(limits.memory_bytes) if controller.version == 1 else "0")
+        write_file(path / swap, str(limits.group_bytes) if controller.version == 1 else "0")

@@ -49,7 +49,8 @@ class Client:
         self._max_body_bytes = max_body_bytes
         self.lost_kind = ""
         """Why the connection was lost; empty while it works."""
-        self._lost_why = ""
+        self.lost_why = ""
+        """Its cause, if the supervisor knows more."""
         self._first: asyncio.Future[Answer] = self._loop.create_future()
         # Never awaited where the other end is a node.
         self._first.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -90,7 +91,7 @@ class Client:
 
     def _require_answering(self) -> None:
         if self.lost_kind:
-            raise self.lost(self.lost_kind, self._lost_why)
+            raise self.lost(self.lost_kind, self.lost_why)
 
     async def ask(self, header: dict[str, Any], body: bytes = b"") -> Answer:
         """Send a request and return its answer. Raises: SandboxLost."""
@@ -187,7 +188,7 @@ class Client:
             return
         if "id" not in header:
             if not self.lost_kind:
-                self.lost_kind, self._lost_why = header.get("lost", ""), header.get("why", "")
+                self.lost_kind, self.lost_why = header.get("lost", ""), header.get("why", "")
             if not self._first.done():
                 self._first.set_result((header, body))
             return
@@ -216,9 +217,9 @@ class Client:
         self.lost_kind = self.lost_kind or "infra"
         for answer in self._waiting.values():
             if not answer.done():
-                answer.set_exception(self.lost(self.lost_kind, self._lost_why))
+                answer.set_exception(self.lost(self.lost_kind, self.lost_why))
         for deliver in self._relayed.values():
-            deliver({"lost": self.lost_kind, "why": ""}, b"")
+            deliver({"lost": self.lost_kind, "why": self.lost_why}, b"")
         self._relayed.clear()
         if not self._first.done():
             self._first.set_exception(ConnectionError("its supervisor ended before it was ready"))

@@ -104,7 +104,7 @@ class Limits:
     """Resource limits of a sandbox. The defaults are those for judging the code of one sample."""
 
     memory_bytes: int = 512 * MIB
-    """Memory of all processes together."""
+    """Memory of all processes together, with the files in /dev/shm."""
     has_address_limit: bool = True
     """Whether `memory_bytes` also limits each process's address space. Java, Go and Node reserve more than
     they use."""
@@ -124,6 +124,19 @@ class Limits:
     """Bytes kept from its end."""
     flood_bytes: int = 64 * MIB
     """A command that writes more than this, both streams together, is killed."""
+
+    @property
+    def shm_bytes(self) -> int:
+        """Size of /dev/shm: at most half of the memory, so that full files leave room for processes."""
+        return min(self.scratch_bytes, self.memory_bytes // 2)
+
+    @property
+    def group_bytes(self) -> int:
+        """What a control group may charge: the private directory's files are in memory too.
+
+        The kernel charges up to a KiB for each file itself.
+        """
+        return self.memory_bytes + self.scratch_bytes + self.max_scratch_files * KIB
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

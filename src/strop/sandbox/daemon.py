@@ -30,7 +30,13 @@ from typing import Any, NoReturn
 
 from strop.sandbox.allowlist import parse_network
 from strop.sandbox.bubblewrap import BubblewrapPlace, copy_first, system_tree
-from strop.sandbox.cgroup import Cgroup, find_controllers, remove_abandoned, remove_group
+from strop.sandbox.cgroup import (
+    Cgroup,
+    find_controllers,
+    hand_down_controllers,
+    remove_abandoned,
+    remove_group,
+)
 from strop.sandbox.channel import Channel
 from strop.sandbox.contract import IsolationLevel, Limits
 from strop.sandbox.docker import DockerPlace
@@ -359,6 +365,7 @@ def _prepare_ground() -> Ground:
         except OSError:
             # Root of a container that may not mount: paths stay where they are.
             can_mount = False
+    hand_down_controllers()
     controllers = find_controllers()
     remove_abandoned(controllers)
     # Fill this function's cache for the forks.

@@ -27,7 +27,7 @@ from strop.hardware.disks import Disk, describe_disk
 from strop.hardware.identity import read_boot_id
 from strop.io.atomic import write_bytes_atomically
 from strop.io.variables import user_cache_dir
-from strop.sandbox.cgroup import find_controllers, make_cgroup
+from strop.sandbox.cgroup import find_controllers, hand_down_controllers, make_cgroup
 from strop.sandbox.choose import BACKENDS, make_backend
 from strop.sandbox.contract import Isolation, IsolationLevel, Limits, SandboxBackend, SandboxSpec
 from strop.sandbox.daemon import SCRATCH_BASES
@@ -42,6 +42,10 @@ _DECIDING = (
 )
 _CONFIRMED_NAME = "sandbox-attacks.json"
 _DEVICES = ("/dev/kvm", "/dev/fuse", "/dev/net/tun")
+_GET_GROUPS = (
+    "be root, or, with control groups of version 2, start strop by: systemd-run --user --scope"
+    " -p Delegate=yes strop ..."
+)
 _ANSWER_LIMIT_S = 10.0
 _WALL_LIMIT_S = 30.0
 
@@ -177,6 +181,7 @@ def _private_disk() -> Disk:
 
 
 def _describe_cgroups() -> str:
+    hand_down_controllers()
     controllers = find_controllers()
     if not controllers:
         return "none may be used"
@@ -237,10 +242,7 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
         and report.isolation.level < IsolationLevel.CONTAINER
         for report in reports
     ):
-        yield (
-            "podman makes no containers here for want of control groups: be root, or let systemd hand memory"
-            " and pids down (Delegate=yes)"
-        )
+        yield f"podman makes no containers here for want of control groups: {_GET_GROUPS}"
     if facts["docker"] != "missing" and "docker" in failed:
         yield (
             "docker gives level container to root, beside a daemon of this machine; members of its group"
@@ -251,7 +253,7 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
     if not facts["control groups"].startswith("version"):
         yield (
             "no control group may be made, so memory and processes are watched and processor time is not"
-            " bounded: be root, or let systemd hand controllers down (Delegate=yes)"
+            f" bounded: {_GET_GROUPS}"
         )
     working = [(report, report.isolation) for report in reports if report.isolation is not None]
     for report, isolation in working:

@@ -21,6 +21,8 @@ _END_LIMIT_S = 5.0
 _CPU_FIELDS = slice(11, 15)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_SHARED_NAMES = ("/memfd:", "/dev/zero")
+"""Names of mappings without a file system that a limit on files bounds."""
 
 
 def find_descendants(root_pid: int, spared: Collection[int] = ()) -> list[int]:
@@ -147,18 +149,50 @@ def kill_biggest(pids: list[int], root_pid: int) -> None:
 
 
 def memory_bytes(pids: list[int], limit_bytes: int) -> int:
-    """Return the total memory of processes.
+    """Return the total memory of processes, with what they hold in shared memory and memfds.
 
     The sum that counts shared pages once takes milliseconds, so it is used only where the quick sum exceeds
-    the limit.
+    the limit. Not counted: pages of an object that no process maps or holds open, such as a memfd on its way
+    through a socket.
     """
-    quick_bytes = sum(_resident_bytes(pid) for pid in pids)
-    return quick_bytes if quick_bytes <= limit_bytes else sum(_proportional_bytes(pid) for pid in pids)
+    shared_bytes = _shared_bytes(pids)
+    quick_bytes = sum(_resident_bytes(pid) for pid in pids) + shared_bytes
+    if quick_bytes <= limit_bytes:
+        return quick_bytes
+    return sum(_proportional_bytes(pid) for pid in pids) + shared_bytes
+
+
+def _shared_bytes(pids: list[int]) -> int:
+    """Return the bytes in memfds, shared anonymous memory and System V segments, each counted once.
+
+    A written page need not be resident in any process. Of memory that is only mapped, its length counts.
+    """
+    opened: dict[int, int] = {}
+    mapped: dict[int, int] = {}
+    for pid in pids:
+        for path in (f"/proc/{pid}/fd/{name}" for name in _list_entries(f"/proc/{pid}/fd")):
+            with suppress(OSError):
+                if os.readlink(path).startswith("/memfd:"):
+                    info = os.stat(path)
+                    opened[info.st_ino] = info.st_blocks * 512
+        for line in read_or_empty(f"/proc/{pid}/maps").splitlines():
+            if line.endswith(" (deleted)") and line.split(None, 5)[-1].startswith(_SHARED_NAMES):
+                span, _, offset, _, inode, _ = line.split(None, 5)
+                begin, end = (int(word, 16) for word in span.split("-"))
+                mapped[int(inode)] = max(mapped.get(int(inode), 0), int(offset, 16) + end - begin)
+    return sum((mapped | opened).values())
+
+
+def segment_bytes(uid: int | None) -> int:
+    """Return the bytes in a user's System V segments, attached or not, in this IPC namespace."""
+    header, *lines = read_or_empty("/proc/sysvipc/shm").splitlines() or [""]
+    rows = [dict(zip(header.split(), line.split(), strict=False)) for line in lines]
+    return sum(int(row["rss"]) + int(row["swap"]) for row in rows if row["uid"] == str(uid))
 
 
 def num_threads(pids: list[int]) -> int:
     """Return the total number of threads of processes."""
-    return sum(len(_list_threads(pid)) for pid in pids)
+    return sum(len(_list_entries(f"/proc/{pid}/task")) for pid in pids)
 
 
 def _signal_one(pid: int, number: int, family: set[int]) -> None:
@@ -174,14 +208,14 @@ def _signal_one(pid: int, number: int, family: set[int]) -> None:
 
 def _read_children(pid: int) -> list[int]:
     children: list[int] = []
-    for thread in _list_threads(pid):
+    for thread in _list_entries(f"/proc/{pid}/task"):
         children += map(int, read_or_empty(f"/proc/{pid}/task/{thread}/children").split())
     return children
 
 
-def _list_threads(pid: int) -> list[str]:
+def _list_entries(path: str) -> list[str]:
     try:
-        return os.listdir(f"/proc/{pid}/task")
+        return os.listdir(path)
     except OSError:
         return []
 
@@ -211,5 +245,6 @@ def _proportional_bytes(pid: int) -> int:
     except OSError:
         # The process made itself unreadable.
         return _resident_bytes(pid)
-    sizes_kib = [int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss:")]
-    return sum(sizes_kib) << 10
+    sizes_kib = {line.split()[0]: int(line.split()[1]) for line in text.splitlines()[1:]}
+    # Shared memory is counted by its objects; that of files in memory belongs to the limit of the disk.
+    return (sizes_kib["Pss:"] - sizes_kib.get("Pss_Shmem:", 0)) << 10

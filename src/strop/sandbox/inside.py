@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from strop.sandbox.linux import CLONE_NEWUSER, read_file, unshare
+from strop.sandbox.linux import CLONE_NEWUSER, read_file, remove_ipc, unshare
 
 EXIT_KINDS = {
     10: "missing",
@@ -151,7 +151,14 @@ def _write_all(descriptor: int, data: bytes) -> None:
         rest = rest[os.write(descriptor, rest) :]
 
 
+def _free(request: dict[str, Any]) -> int:
+    if request["uid"] is not None:
+        remove_ipc(request["uid"], is_idle=True)
+    return 0
+
+
 _BUILTINS: dict[str, Callable[[dict[str, Any]], int]] = {
+    "free": _free,
     "read": _read,
     "write": _write,
     "make_dir": _make_dir,

@@ -230,8 +230,11 @@ def detach_mount(target: str) -> None:
     _checked(_libc.umount2(target.encode(), _MNT_DETACH), f"umount {target}")
 
 
-def remove_ipc(uid: int) -> None:
-    """Remove a user's System V shared memory, semaphores and message queues, which outlive its processes."""
+def remove_ipc(uid: int, *, is_idle: bool = False) -> None:
+    """Remove a user's System V shared memory, semaphores and message queues, which outlive its processes.
+
+    `is_idle`: only what holds memory and is not attached to a process.
+    """
     removals: dict[str, Callable[[int], object]] = {
         "shm": lambda number: _libc.shmctl(number, _IPC_RMID, None),
         "sem": lambda number: _libc.semctl(number, 0, _IPC_RMID),
@@ -243,11 +246,11 @@ def remove_ipc(uid: int) -> None:
         except OSError:
             # This kernel has no System V IPC.
             continue
-        column = header.split().index("uid")
         for line in lines:
-            words = line.split()
-            if words[column] == str(uid):
-                remove(int(words[1]))
+            row = dict(zip(header.split(), line.split(), strict=False))
+            is_kept = is_idle and (kind == "sem" or row.get("nattch", "0") != "0")
+            if row["uid"] == str(uid) and not is_kept:
+                remove(int(line.split()[1]))
 
 
 def _mount(source: str | None, target: str, kind: str | None, flags: int, options: str | None) -> None:

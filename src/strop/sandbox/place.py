@@ -99,6 +99,8 @@ class Place(Protocol):
     """The private directory as a program sees it."""
     user: tuple[int, int] | None
     """User and group ids inside that a program changes to; None if it has them already."""
+    ipc_uid: int | None
+    """Owner of the programs' System V objects, by its id inside; None if others of this host share it."""
     capabilities: int
     """Bit mask of capabilities that programs keep; only with a user namespace."""
     max_user_processes: int | None

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.sandbox.bubblewrap import root_inside, system_tree
-from strop.sandbox.cgroup import Cgroup, find_controllers
+from strop.sandbox.cgroup import Cgroup, find_controllers, may_join
 from strop.sandbox.contract import WORKSPACE, Guard, Isolation, IsolationLevel
 from strop.sandbox.engine import Engine, container_name, id_file, read_container_id
 from strop.sandbox.idmap import NUM_IDS, claim_ids, mount_for
@@ -115,6 +115,7 @@ class PodmanPlace:
         if self._is_rootless:
             self.first_id, self._host_uid, self._claim = claim_id(os.getpid())
             self.user, is_private_uid = (self.first_id, self.first_id), True
+        self.ipc_uid: int | None = None if self.user is None else self.user[0]
         self._base = f"{ground.runtime_dir}/{os.getpid()}"
         self.changes = f"{self._base}/upper"
         self.layers: Sequence[str] = order.layers
@@ -138,6 +139,8 @@ class PodmanPlace:
         # Where podman may not make groups, the container is in this process's own.
         has_own_groups = membership != read_file("/proc/self/cgroup")
         controllers = find_controllers(membership=membership, is_for_children=False) if has_own_groups else []
+        # An ordinary user's programs may not leave the group of a login session for the container's.
+        controllers = [each for each in controllers if each.version == 1 or may_join(each.own_dir)]
         self.cgroup = Cgroup(
             {controller.name: controller.own_dir for controller in controllers},
             max((controller.version for controller in controllers), default=0),
@@ -203,8 +206,8 @@ class PodmanPlace:
         words = ["run", "--detach", "--name", self._name, "--cidfile", id_file(self._base)]
         words += ["--log-driver", "none", "--network", network, "--hostname", "sandbox", "--entrypoint", INIT]
         words += ["--cap-drop", "all", "--security-opt", "no-new-privileges"]
-        words += ["--pids-limit", str(limits.max_processes + 1), "--shm-size", f"{limits.scratch_bytes}b"]
-        words += ["--memory", f"{limits.memory_bytes}b", "--memory-swap", f"{limits.memory_bytes}b"]
+        words += ["--pids-limit", str(limits.max_processes + 1), "--shm-size", f"{limits.shm_bytes}b"]
+        words += ["--memory", f"{limits.group_bytes}b", "--memory-swap", f"{limits.group_bytes}b"]
         if limits.cpus is not None:
             words += ["--cpus", f"{limits.cpus:.3f}"]
         for host, inside in self._order.devices.items():

@@ -54,6 +54,7 @@ class ProcessPlace:
             copy_tree(layer_files(order.layers[0]), self.scratch, uid if os.geteuid() == 0 else None)
         self.cgroup = make_cgroup(ground.controllers, f"strop-{os.getpid()}", limits)
         self.user = (uid, uid) if os.geteuid() == 0 else None
+        self.ipc_uid = uid if is_private_uid else None
         self._has_private_uid = is_private_uid
         self.changes, self.has_own_disk = self.scratch, self._has_mount
         # A shared user also runs other processes: the limit only bounds a fork bomb, which the watch finds.

@@ -31,6 +31,7 @@ from strop.sandbox.family import (
     memory_bytes,
     num_threads,
     process_states,
+    segment_bytes,
     signal_descendants,
     signal_processes,
     start_times,
@@ -307,9 +308,11 @@ class _Runner:
         """Check the limits that the kernel does not enforce."""
         watch = self._place.watch
         pids = find_descendants(self._pid)
-        if watch.memory_bytes is not None and memory_bytes(pids, watch.memory_bytes) > watch.memory_bytes:
-            kill_biggest(pids, self._pid)
-            self._num_oom_kills += 1
+        if watch.memory_bytes is not None:
+            kept_bytes = segment_bytes(self._place.ipc_uid)
+            if kept_bytes + memory_bytes(pids, watch.memory_bytes - kept_bytes) > watch.memory_bytes:
+                kill_biggest(pids, self._pid)
+                self._num_oom_kills += 1
         if watch.max_processes is not None and num_threads(pids) > watch.max_processes:
             self._end_for(f"more than {watch.max_processes} processes")
         if watch.max_scratch_files is not None and watch.scratch_bytes is None:

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Any
 
 from strop.sandbox.channel import Channel
-from strop.sandbox.contract import KIB, FrozenBy, IsolationLevel
+from strop.sandbox.contract import KIB, ExecKind, FrozenBy, IsolationLevel
 from strop.sandbox.family import cpu_s, find_grandchildren, memory_bytes, signal_descendants
 from strop.sandbox.freezer import Freezer
 from strop.sandbox.job import DETACH_S, STUCK_S, Job
@@ -36,6 +36,8 @@ _NAMESPACE_KILL_S = 0.05
 _MAX_CONNECTING = 64
 """Connections that are opened at once. Opening takes long only if the server does not accept."""
 _NUM_DURATIONS = 256
+_PROBE, _PROBE_LIMIT_S = -1, 60.0
+"""The number of the supervisor's own job, which no client uses."""
 _MEDIAN, _TAIL = 0.5, 0.99
 
 
@@ -70,7 +72,7 @@ class Supervisor:
         self._num_refused_calls = 0
         self._jobs: dict[int, Job] = {}
         self._is_ending = False
-        self._lost_kind = ""
+        self._lost_kind = self._lost_why = ""
         self._accounts = _Accounts()
         self._freezer = Freezer(place.cgroup, f"strop-{os.getpid()}", lambda: find_grandchildren(os.getpid()))
         self._paused_at: float | None = None
@@ -319,6 +321,25 @@ class Supervisor:
     def on_run_end(self, header: dict[str, Any]) -> None:
         """Count a command that has ended."""
         self._accounts.add(header["duration_s"], oom_kills=header["oom_kills"])
+        if header["oom_kills"] and _PROBE not in self._jobs:
+            self._free_memory()
+
+    def _free_memory(self) -> None:
+        """Remove what no kill frees, by the smallest command; if that is killed too, the sandbox is lost."""
+        request = Request(
+            argv=[],
+            env={},
+            cwd="/",
+            wall_limit_s=_PROBE_LIMIT_S,
+            builtin="free",
+            details={"uid": self.place.ipc_uid},
+        )
+        with suppress(OSError):
+            begin = partial(start_command, self.place, request)
+            job = Job(_PROBE, begin, self, wall_limit_s=_PROBE_LIMIT_S, kept_bytes=(KIB, KIB))
+            job.is_counted = False
+            self._jobs[_PROBE] = job
+            job.close_stdin()
 
     def on_end(self, job: Job) -> None:
         """Send the result of a command that has ended."""
@@ -329,16 +350,20 @@ class Supervisor:
             return
         header, output = job.describe_end()
         self._accounts.add_cpu(header["cpu_s"])
+        if job.number == _PROBE:
+            if header["kind"] in (ExecKind.OOM, ExecKind.SIGNALED) and header["signal"] == signal.SIGKILL:
+                self.lose("from_inside", "no memory is left for any command")
+            return
         if job.is_counted:
             self.on_run_end(header)
         self.send({"id": job.number, **header}, output)
 
     # The end.
 
-    def lose(self, kind: str) -> None:
+    def lose(self, kind: str, why: str = "") -> None:
         """End the sandbox and report the reason; once it is ending, a loss is this process's own doing."""
         if not self._is_ending:
-            self._lost_kind = kind
+            self._lost_kind, self._lost_why = kind, why
         self._is_ending = True
 
     def _end(self) -> None:
@@ -376,7 +401,7 @@ class Supervisor:
         self._freezer.close()
         self.place.close()
         if self._lost_kind:
-            self.send({"lost": self._lost_kind})
+            self.send({"lost": self._lost_kind, "why": self._lost_why})
         self._channel.socket.setblocking(True)
         self._flush()
 
