@@ -32,12 +32,12 @@ from typing import Any
 from benchmarks.figures import Figure, Measured
 from benchmarks.store import run_server
 from strop.io.atomic import read_manifest
-from strop.launch.drill import compare_metrics
 from strop.launch.job_dir import job_path_of, read_plan, read_ref
 from strop.launch.launcher import Launcher
 from strop.launch.local.backend import LocalBackend
 from strop.launch.local.supervisor_files import read_identity
 from strop.record import RunDir
+from tests.fixtures.drill import compare_metrics
 
 BUCKET = "kills"
 MARKER = "STROP_KILLS"

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from strop.cli.jobs import open_job
 from strop.io.atomic import verify_directory
-from strop.launch.drill import compare_metrics
 from tests.fixtures.commands import Run
+from tests.fixtures.drill import compare_metrics, drill
 from tests.fixtures.jobs import find_process, hold_until_told, wait_for
 
 ROOT = Path(__file__).parents[2]
@@ -76,17 +77,9 @@ def test_a_drill_proves_that_a_preempted_training_comes_back_to_the_same_curve(p
     trainer = find_process("strop.cli train", str(home.resolve()))
     assert trainer is not None
     hold_until_told(trainer)
-    drilled = run("drill", "drilled", "--steps", 3)
-    assert drilled.code == 0, drilled.err
-    proofs = [line.split()[:3] for line in drilled.out.splitlines() if " yes " in line]
-    # A newer checkpoint, an orderly end, a next attempt, steps since, and the curve of the undisturbed run.
-    assert [proof[:2] for proof in proofs] == [
-        ["newer", "checkpoint"],
-        ["orderly", "end"],
-        ["next", "attempt"],
-        ["steps", "since"],
-        ["equal", "curve"],
-    ]
+    launcher, ref, _ = open_job("drilled")
+    report = drill(launcher, ref, num_steps=3)
+    assert report.has_passed, report.first_missing
     wait_for(lambda: state_of(run, "drilled") == "succeeded", limit_s=400)
     mine, theirs = read_metrics(home), read_metrics(Path("runs/undisturbed"))
     assert mine.keys() == theirs.keys()
@@ -94,24 +87,6 @@ def test_a_drill_proves_that_a_preempted_training_comes_back_to_the_same_curve(p
     fetched = run("fetch", "drilled", "--to", "copy", "--only", "latest")
     assert fetched.code == 0, fetched.err
     assert (Path("copy") / "checkpoints" / "step-000150" / "model" / "config.json").is_file()
-
-
-@pytest.mark.slow
-def test_a_drill_of_a_job_that_ignores_the_signal_fails_with_the_first_missing_proof(
-    place: Path, run: Run
-) -> None:
-    # Told in the middle of its imports it dies unsaved: there is no newer checkpoint to prove anything with.
-    # They never end, as what it would import is found here first.
-    (place / "torch.py").write_text("import time\ntime.sleep(600)\n")
-    settings = ("train.steps=2000", "train.checkpoint_every=2000", "name=early", "job.grace_s=3.0")
-    assert run("submit", "run.toml", *settings, "--on", "local").code == 0
-    wait_for(lambda: state_of(run, "early") == "running", limit_s=240)
-    (home,) = Path("runs").glob("early-*")
-    wait_for(lambda: find_process("strop.cli train", str(home.resolve())), limit_s=240)
-    drilled = run("drill", "early", "--restart-limit", 20)
-    assert drilled.code == 1
-    assert "the drill failed: newer checkpoint: no checkpoint since the signal" in drilled.err
-    assert run("cancel", "early", "--grace", 60).code == 0
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ def test_help_names_every_command(run: Run) -> None:
     listed = ended.out.partition("Commands:")[2].split("\n")
     assert [line.split()[0] for line in listed if line.strip()] == [
         "train", "sft", "eval", "rescore", "sample", "plan", "check", "stage", "submit", "status",
-        "logs", "watch", "cancel", "fetch", "drill", "explain", "ls", "view", "query", "report", "compare",
+        "logs", "watch", "cancel", "fetch", "explain", "ls", "view", "query", "report", "compare",
         "audit", "doctor", "model",
         "tasks", "envs", "store", "import", "sandbox", "runtime", "slurm", "sagemaker",
     ]  # fmt: skip

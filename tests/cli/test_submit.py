@@ -1,4 +1,4 @@
-"""`strop submit|status|logs|cancel|fetch|drill`: wrong input, messages, codes, and what is left behind."""
+"""`strop submit|status|logs|cancel|fetch`: wrong input, messages, codes, and what is left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.io.atomic import AtomicDirectory
 from strop.launch.contract import JobPlan, JobRef, JobState, SchedulerStatus
 from strop.launch.job_dir import job_path_of, read_plan, read_ref
 from strop.launch.options import Site
-from tests.fixtures.commands import Ended, Run
+from tests.fixtures.commands import Run
 from tests.fixtures.scripted_jobs import World, make_world
 
 ODD = 'it\'s $HOME `id` "two" $(touch canary); x\\'
@@ -169,8 +169,6 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
         ("--only 'some'", "all, traces, checkpoints, latest, or a step's number"),
     ),
     (("fetch", "nope", "--to", "x", "--only", "4", "--follow"), 2, ("--only 4 together with",)),
-    (("drill", "nope"), 2, ("'nope' names no job",)),
-    (("drill", "nope", "--steps", "0"), 2, ("'--steps'",)),
 ]
 
 
@@ -421,7 +419,7 @@ def test_logs_that_are_not_there_name_the_place(run: Run, job: JobRef, words: tu
     assert f"there is no log below {job.home}/attempts" in ended.err
 
 
-@pytest.mark.parametrize("command", ["logs", "cancel", "drill"])
+@pytest.mark.parametrize("command", ["logs", "cancel"])
 def test_a_trial_that_is_not_there_is_refused(here: World, run: Run, job: JobRef, command: str) -> None:
     ended = run(command, f"{job.job_id}/members/5")
     assert (ended.code, ended.out) == (2, "")
@@ -469,29 +467,6 @@ def test_fetch_brings_the_run(here: World, run: Run, job: JobRef) -> None:
     ended = run("fetch", job.job_id, "--to", "other", "--only", "5")
     assert ended.code == 1
     assert "no complete checkpoint of step 5. Allowed: one of its steps: 4" in ended.err
-
-
-def drill_table(ended: Ended) -> str:
-    return " ".join(ended.out.split())
-
-
-def test_a_drill_that_fails_names_the_first_missing_proof(
-    here: World, run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("strop.launch.drill._POLL_S", 0.01)
-    ref = here.submit("job.grace_s=1.0")
-    ended = run("drill", ref.job_id)
-    assert ended.code == 76
-    assert "job fake-1 is queued" in ended.err
-    here.backend.answer(ref, SchedulerStatus(state=JobState.RUNNING, raw="RUNNING"))
-    here.backend.begin_attempt(ref)
-    ended = run("drill", ref.job_id)
-    assert ended.code == 1
-    assert "newer checkpoint NO no checkpoint since the signal" in drill_table(ended)
-    assert "the drill failed: newer checkpoint: no checkpoint since the signal" in ended.err
-    ended = run("drill", ref.job_id, "--against", "absent", "--json")
-    assert ended.code == 1
-    assert "is no run to compare with" in ended.err
 
 
 def test_a_sweep_is_one_job_of_many_trials(here: World, run: Run) -> None:

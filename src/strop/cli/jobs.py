@@ -1,4 +1,4 @@
-"""`strop status|logs|watch|cancel|fetch|drill REF`: jobs, and runs on other machines."""
+"""`strop status|logs|watch|cancel|fetch REF`: jobs, and runs on other machines."""
 
 from __future__ import annotations
 
@@ -348,45 +348,3 @@ def fetch(
     output.give(
         f"{fetched.path}: {fetched.num_files} files, {fetched.moved_bytes / 1e6:.1f} MB; checkpoints {steps}"
     )
-
-
-def drill(
-    context: typer.Context,
-    reference: Reference,
-    steps: Annotated[int, typer.Option(min=1, help="Min steps that the next attempt must train.")] = 2,
-    against: Annotated[
-        Path | None, typer.Option(help="Uninterrupted run of the same spec to compare with.")
-    ] = None,
-    restart_limit: Annotated[float, typer.Option(min=1, help="Max seconds for a restart.")] = 600.0,
-    json: Json = False,
-) -> None:
-    """Preempt a running job with the real signal, and prove that it resumes as it was."""
-    from dataclasses import asdict
-
-    from strop.errors import StropError
-    from strop.launch.drill import drill as rehearse
-
-    output: Output = context.obj
-    launcher, ref, trial = open_job(reference)
-    report = rehearse(
-        launcher,
-        ref,
-        trial=trial or 0,
-        num_steps=steps,
-        against=against,
-        restart_limit_s=restart_limit,
-        say=output.say,
-    )
-    if json:
-        output.give_json(asdict(report) | {"has_passed": report.has_passed})
-    else:
-        words = {True: "yes", False: "NO", None: "not shown"}
-        rows = [(proof.name, words[proof.is_given], proof.detail) for proof in report.proofs]
-        output.give_table(("proof", "given", "seen"), rows)
-    missing = report.first_missing
-    if missing is not None:
-        raise StropError(
-            f"the drill failed: {missing.name}: {missing.detail}",
-            allowed="a newer checkpoint, an end with 75, a next attempt from it, and an equal curve",
-            next_step=f"read `strop logs {ref.job_id}`; a real preemption would have lost the same",
-        )

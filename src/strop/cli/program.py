@@ -14,7 +14,7 @@ from strop import __version__
 from strop.cli.arguments import alias
 from strop.cli.doctor import doctor, sandbox_commands
 from strop.cli.eval import evaluate, rescore
-from strop.cli.jobs import cancel, drill, fetch, logs, status, watch
+from strop.cli.jobs import cancel, fetch, logs, status, watch
 from strop.cli.model import model_commands, sample, stage, store_commands
 from strop.cli.output import Output
 from strop.cli.plan import explain, plan
@@ -54,7 +54,6 @@ for _name, _command in (
     ("watch", watch),
     ("cancel", cancel),
     ("fetch", fetch),
-    ("drill", drill),
     ("explain", explain),
     ("ls", list_runs),
     ("view", view),

@@ -376,7 +376,7 @@ class Backend(Protocol):
         """
 
     def preempt(self, ref: JobRef, trial: int) -> str:
-        """Send the signal of a preemption; return its name. For drills."""
+        """Send the signal of a preemption; return its name. For rehearsals."""
 
     def list_tagged(self) -> Iterator[JobRef]:
         """Yield this user's jobs with strop's tag, including those whose directory is gone."""

@@ -18,7 +18,6 @@ from strop.launch.backends import open_backend
 from strop.launch.build_request import SubmitOptions, read_request
 from strop.launch.container.image import BuiltImage
 from strop.launch.contract import JobRef, JobState
-from strop.launch.drill import drill
 from strop.launch.job_dir import job_path_of, read_ref
 from strop.launch.launcher import Launcher
 from strop.launch.logs import LogFilter
@@ -26,6 +25,7 @@ from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.train import SilentObserver
 from tests.fixtures.containers import list_names, write_sites
+from tests.fixtures.drill import drill
 from tests.fixtures.evaluation_jobs import (
     NUM_SHARDS,
     WHOLE_TABLE,
