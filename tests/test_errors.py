@@ -62,7 +62,13 @@ def test_no_other_file_defines_an_error() -> None:
 def test_exit_codes_by_hand() -> None:
     codes = {error_class.__name__: error_class.exit_code for error_class in all_classes()}
     special = {name: code for name, code in codes.items() if code != 1}
-    assert special == {"ConfigError": 2, "DataError": 2, "CheckRefused": 76, "Interrupted": 75}
+    assert special == {
+        "ConfigError": 2,
+        "DataError": 2,
+        "CheckRefused": 76,
+        "NodeRefused": 76,
+        "Interrupted": 75,
+    }
 
 
 def test_a_message_has_its_three_parts_in_order_and_one_full_stop_each() -> None:

@@ -21,7 +21,13 @@ ROOT = Path(__file__).parents[1]
 
 _SLURM = "tests/launch/slurm"
 _APART = {
-    "clusters": ["tests/cluster", _SLURM, "tests/runtime", "tests/sandbox"],
+    "clusters": [
+        "tests/cluster",
+        _SLURM,
+        "tests/faults/test_slurm_jobs.py",
+        "tests/runtime",
+        "tests/sandbox",
+    ],
     "jobs": ["tests/launch"],
     "programs": [
         *("tests/benchmarks", "tests/test_demo.py", "tests/test_processors.py", "tests/test_recipes.py"),

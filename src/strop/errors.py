@@ -9,6 +9,7 @@ What a program or a policy does (a wrong answer, a reply cut at its limit) is a 
     |   `-- UnfitRecord                   what the run itself made is not as it must be
     |       `-- LengthMismatch            two streams of one turn differ in length
     |-- CheckRefused    (RuntimeError)  a check before the first step said no
+    |   `-- NodeRefused                   this node cannot run the job; another one may
     |-- EngineError     (RuntimeError)  no reply was produced, or it is not usable
     |   |-- EngineLost                    it died, or does not answer any more
     |   `-- WeightMismatch                the engine does not serve the published weights
@@ -140,6 +141,10 @@ class CheckRefused(StropError, RuntimeError):
     """Raised by the gate and by preflight checks; nothing was trained. Exit code 76."""
 
     exit_code = EXIT_REFUSED
+
+
+class NodeRefused(CheckRefused):
+    """Raised by a check that another node may pass; a scheduler leaves this node out and tries again."""
 
 
 class EngineError(StropError, RuntimeError):

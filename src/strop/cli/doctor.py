@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +20,7 @@ Clean = Annotated[
     bool,
     typer.Option(
         "--clean",
-        help="Only remove the leftovers of your dead runs on this machine, and list them.",
+        help="Only remove the leftovers of your dead runs on this machine and the secrets of ended jobs.",
     ),
 ]
 
@@ -27,17 +28,23 @@ Clean = Annotated[
 def doctor(context: typer.Context, json: Json = False, clean: Clean = False) -> None:
     """Diagnose this machine: hardware, software, GPU users; measure its speed for `strop plan`."""
     from strop.hardware import clear_leftovers
+    from strop.launch.sites import list_run_roots
+    from strop.launch.status import clear_secrets
     from strop.run.doctor import diagnose
 
     output: Output = context.obj
     if clean:
         cleared = clear_leftovers()
+        homes = clear_secrets([Path("runs"), *list_run_roots(Path.cwd(), os.environ)], os.environ)
         if json:
-            output.give_json([asdict(leftover) for leftover in cleared])
+            of_jobs = [{"home": str(home), "removed": ["secrets"]} for home in homes]
+            output.give_json([*map(asdict, cleared), *of_jobs])
             return
         for leftover in cleared:
             output.give(str(leftover))
-        if not cleared:
+        for home in homes:
+            output.give(f"job {home} had ended; removed its secrets")
+        if not cleared and not homes:
             output.give("dead runs have left nothing")
         return
     diagnosis = diagnose(Path.cwd() / "runs")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -32,7 +32,9 @@ Place = Annotated[
 @brief
 def list_runs(
     context: typer.Context,
-    root: Annotated[Path, typer.Argument(help="Folder of runs.")] = Path("runs"),
+    root: Annotated[
+        Path | None, typer.Argument(help="Folder of runs. Default: runs, and run_root of each site.")
+    ] = None,
     everywhere: Annotated[
         bool, typer.Option("--all", help="Include jobs whose directory is elsewhere.")
     ] = False,
@@ -43,12 +45,14 @@ def list_runs(
     json: Json = False,
 ) -> None:
     """List runs and jobs with their status, newest first."""
+    from strop.launch.sites import list_run_roots
     from strop.launch.status import find_orphans, list_statuses, status_to_json
     from strop.run.runs import summarize_runs
 
     output: Output = context.obj
+    roots = [root] if root else [Path("runs"), *list_run_roots(Path.cwd(), os.environ)]
     if orphans:
-        orphaned = find_orphans([root], os.environ)
+        orphaned = find_orphans(roots, os.environ)
         if json:
             output.give_json([{"what": what, "why": why} for what, why in orphaned])
         elif not orphaned:
@@ -56,9 +60,13 @@ def list_runs(
         else:
             output.give_table(("what", "why it is one"), orphaned)
         return
-    runs = summarize_runs(root)
-    statuses = list_statuses([root], os.environ)
-    jobs = [job for job in statuses if everywhere or Path(job.ref.home).parent == root.resolve()]
+    places = [place for place in roots if place.is_dir()] or roots[:1]
+    statuses = list_statuses(roots, os.environ)
+    shown = {place.resolve() for place in places}
+    jobs = [job for job in statuses if everywhere or Path(job.ref.home).parent in shown]
+    # A folder that is not there hides no job that is elsewhere.
+    lists = [] if jobs and not places[0].is_dir() else [summarize_runs(place) for place in places]
+    runs = sorted(chain(*lists), key=lambda run: run.created_at or 0.0, reverse=True)
     if json:
         by_home = {job.ref.home: status_to_json(job) for job in jobs}
         output.give_json(
@@ -76,7 +84,7 @@ def list_runs(
             where = f"{job.ref.site} {job.ref.job_id}"
             rows.append((name, job.state.value, 0, "-", _show_time(job.ref.submitted_at), where))
     if not rows:
-        output.say(f"no runs in {root}")
+        output.say(f"no runs in {', '.join(map(str, places))}")
         return
     output.give_table(("run", "state", "steps", "held-out accuracy", "begun (UTC)", "job"), rows)
 

@@ -21,9 +21,9 @@ from strop.record.files import RecordFiles
 
 VERDICT_NAME = "verdict.json"
 _PLACE = re.compile(
-    rf"{ATTEMPTS_FOLDER}/(?P<attempt>[^/]+)/(?:agent-(?P<node>\d+)\.json|(?P<verdict>verdict\.json))"
+    rf"{ATTEMPTS_FOLDER}/(?P<attempt>[^/]+)/(?:(?P<kind>agent|end)-(?P<node>\d+)|(?P<verdict>verdict))\.json"
 )
-_MILD = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_DONE)
+MILD = (EXIT_REFUSED, EXIT_INTERRUPTED, EXIT_DONE)
 """In order of precedence; every other code takes precedence over these."""
 SIGNAL_BASE = 128
 _MEANINGS = {
@@ -44,8 +44,12 @@ def write_verdict(
     started_at: float,
     ended_at: float,
     nodes: tuple[str, ...],
+    cause: str = "",
 ) -> None:
-    """Write the end of a whole attempt, which outranks the nodes' files. Raises: StoreError."""
+    """Write the end of a whole attempt, which outranks the nodes' files. Raises: StoreError.
+
+    `exit_code`: None for an attempt that another one follows. `cause`: what no node could write itself.
+    """
     content = {
         "number": number,
         "exit_code": exit_code,
@@ -53,6 +57,7 @@ def write_verdict(
         "started_at": started_at,
         "ended_at": ended_at,
         "nodes": list(nodes),
+        "cause": cause,
     }
     attempt_path.mkdir(parents=True, exist_ok=True)
     write_bytes_atomically(attempt_path / VERDICT_NAME, json.dumps(content, indent=1).encode())
@@ -76,27 +81,25 @@ def read_attempts(record: RecordFiles) -> list[AttemptRecord]:
         content = _read_json(record, name)
         if content is None:
             continue
-        attempt = attempts.setdefault(match["attempt"], {"agents": {}, "verdict": None})
+        attempt = attempts.setdefault(match["attempt"], {"agent": {}, "end": {}, "verdict": None})
         if match["verdict"]:
             attempt["verdict"] = content
         else:
-            attempt["agents"][int(match["node"])] = content
-    records = [_to_record(record, name, parts) for name, parts in attempts.items()]
+            attempt[match["kind"]][int(match["node"])] = content
+    records = [_to_record(name, parts) for name, parts in attempts.items()]
     return sorted(records, key=lambda item: (item.number, item.started_at or item.ended_at or 0.0))
 
 
-def _to_record(record: RecordFiles, name: str, parts: dict[str, Any]) -> AttemptRecord:
-    agents, verdict = parts["agents"], parts["verdict"] or {}
+def _to_record(name: str, parts: dict[str, Any]) -> AttemptRecord:
+    agents, ends, verdict = parts["agent"], list(parts["end"].values()), parts["verdict"] or {}
     first = agents.get(0, {})
     hosts = tuple(str(agents[node].get("host", "")) for node in sorted(agents))
     listed = verdict.get("nodes")
     exit_code, ended_at = _integer(verdict, "exit_code"), _number(verdict, "ended_at")
-    end_names = (f"{ATTEMPTS_FOLDER}/{name}/end-{node}.json" for node in sorted(agents))
-    ends = [content for end_name in end_names if (content := _read_json(record, end_name)) is not None]
     if not verdict and agents and len(ends) == _integer(first, "num_nodes"):
         exit_code = combine(_integer(end, "exit_code") for end in ends)
         ended_at = max(_ended_at(end) for end in ends)
-    decisive = [end for end in ends if end.get("cause")]
+    causes = [str(end["cause"]) for end in sorted(ends, key=_ended_at) if end.get("cause")]
     number = _integer(verdict, "number")
     number = _integer(first, "number") if number is None else number
     return AttemptRecord(
@@ -108,7 +111,7 @@ def _to_record(record: RecordFiles, name: str, parts: dict[str, Any]) -> Attempt
         signal=str(verdict.get("signal") or next((end["signal"] for end in ends if end.get("signal")), "")),
         nodes=hosts or (tuple(map(str, listed)) if isinstance(listed, list) else ()),
         # The first cause: later ones are its consequences.
-        cause=str(min(decisive, key=_ended_at)["cause"]) if decisive else "",
+        cause="\n".join(filter(None, [verdict.get("cause"), *causes[:1]])),
     )
 
 
@@ -149,11 +152,11 @@ def combine(codes: Iterable[int | None]) -> int:
     A maximum, as `srun` returns it, would let a 75 hide a 1.
     """
     exit_codes = [EXIT_FAILED if code is None else code for code in codes]
-    failures = [code for code in exit_codes if code not in _MILD]
+    failures = [code for code in exit_codes if code not in MILD]
     if failures:
         # A cause before its consequence: the other nodes are killed once one has failed.
         return next((code for code in failures if code < SIGNAL_BASE), failures[0])
-    return next((code for code in _MILD if code in exit_codes), EXIT_FAILED)
+    return next((code for code in MILD if code in exit_codes), EXIT_FAILED)
 
 
 def from_wait(exit_code: int) -> int:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from strop.errors import CheckRefused, CorruptRecord, StoreError
+from strop.io import FileLock
 from strop.io.atomic import explain_write_failure, write_bytes_atomically
 from strop.launch.contract import JobPlan, JobRef, JobRequest
 from strop.launch.environment import write_environment
@@ -171,6 +172,19 @@ def find_job_dirs_of(root: Path, name: str) -> list[tuple[Path, JobPlan]]:
     homes = [home for home in sorted(root.glob(f"{name}-*")) if has_plan(home)]
     jobs = [(home, plan) for home in homes if (plan := read_plan(job_path_of(home))).name == name]
     return sorted(jobs, key=lambda job: job[1].submitted_at, reverse=True)
+
+
+def lock_folder(home: Path) -> FileLock:
+    """Return the lock of the folder that a job's directory is in: one submission there at a time.
+
+    Raises: StoreError if the folder cannot be made.
+    """
+    root = home.resolve().parent
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise explain_write_failure(error, root) from error
+    return FileLock(root / ".submit.lock")
 
 
 def refuse_foreign_job_dir(plan: JobPlan) -> None:

@@ -1,6 +1,6 @@
 """The verbs of jobs, once for all backends: plan, check, submit, status, logs, cancel, watch.
 
-`fetch` and `drill` have their own files. Effects: `plan` has none; `check`, `status` and `logs` only read;
+`fetch` has its own file. Effects: `plan` has none; `check`, `status` and `logs` only read;
 `submit` writes the job directory and calls the scheduler once; `cancel` sends signals, and reads the outcome
 from the status afterwards, never from the call.
 """
@@ -24,18 +24,15 @@ from strop.launch.contract import (
     JobState,
     JobStatus,
     Renewable,
-    StatusSource,
 )
-from strop.launch.job_dir import job_path_of, read_plan, read_ref
+from strop.launch.job_dir import job_path_of, lock_folder, read_plan, read_ref
 from strop.launch.logs import FileLogs, FilteredLogs, LogFilter, follow, require_logs
 from strop.launch.options import SiteOptions
-from strop.launch.secrets import remove_secrets
-from strop.launch.status import find_statuses
+from strop.launch.status import close_forgotten, find_statuses, is_forgotten
 from strop.launch.submit import (
     Submitter,
     check_plan,
     describe_status,
-    lock_name,
     mark_cancelled,
     may_go_on,
 )
@@ -61,7 +58,7 @@ class CancelOutcome:
 
     statuses: tuple[JobStatus, ...]
     ended_by: str
-    """`it had ended`, `TERM` or `KILL`; empty if no end was seen."""
+    """`it had ended`, `TERM`, `KILL`, or that its scheduler had forgotten it; empty if no end was seen."""
 
 
 class Launcher(Submitter):
@@ -110,35 +107,33 @@ class Launcher(Submitter):
         require_trial(ref, trial)
         if isinstance(self.backend, Renewable):
             # First: a watcher would submit the next job as soon as this one has ended.
-            with lock_name(Path(ref.home).parent, ref.name):
+            with lock_folder(Path(ref.home)):
                 ref = mark_cancelled(ref)
         ended_by = "it had ended"
-        if not self._all_ended(ref, trial):
+        if not all(status.state.is_terminal for status in self._statuses_of(ref, trial)):
             ended_by = "TERM"
             self.backend.stop(ref, trial, grace_s=grace_s)
             if not self._wait_for_end(ref, trial, grace_s):
                 self.backend.stop(ref, trial, grace_s=0.0)
                 ended_by = "KILL" if self._wait_for_end(ref, trial, KILL_LIMIT_S) else ""
-        statuses = self.status([ref])
-        # No trial will be requeued, according to its scheduler or its success.
-        if all(
-            status.state is JobState.SUCCEEDED
-            or (status.state.is_terminal and status.source is StatusSource.SCHEDULER)
-            for status in statuses
-        ):
-            # If the job ended before its first attempt, no supervisor has removed them.
-            remove_secrets(job_path_of(ref.home))
-        selected = tuple(status for status in statuses if trial in {None, status.trial})
-        return CancelOutcome(statuses=selected, ended_by=ended_by)
+        forgotten = [status for status in self._statuses_of(ref, trial) if is_forgotten(status)]
+        if forgotten:
+            # Its scheduler answers, and has had the order to end what it may know of.
+            close_forgotten(ref, forgotten)
+            ended_by = "its scheduler had forgotten it"
+        return CancelOutcome(statuses=tuple(self._statuses_of(ref, trial)), ended_by=ended_by)
 
-    def _all_ended(self, ref: JobRef, trial: int | None) -> bool:
-        return all(status.state.is_terminal for status in self.status([ref]) if trial in {None, status.trial})
+    def _statuses_of(self, ref: JobRef, trial: int | None) -> list[JobStatus]:
+        return [status for status in self.status([ref]) if trial in {None, status.trial}]
 
     def _wait_for_end(self, ref: JobRef, trial: int | None, limit_s: float) -> bool:
         deadline = time.monotonic() + limit_s
-        while not (ended := self._all_ended(ref, trial)) and time.monotonic() < deadline:
+        while True:
+            statuses = self._statuses_of(ref, trial)
+            has_ended = all(status.state.is_terminal or is_forgotten(status) for status in statuses)
+            if has_ended or time.monotonic() > deadline:
+                return has_ended
             time.sleep(_POLL_S)
-        return ended
 
 
 class TrialEnd:

@@ -1,7 +1,8 @@
 """The file with the values of a job's secrets; `strop.io.redaction` removes them from texts.
 
-`job/secrets.json` has mode 0600 from its first byte on, is written atomically, and is removed when the job
-ends. `environment` determines which secrets a job has.
+`job/secrets.json` has mode 0600 from its first byte on, is written atomically, and stays as long as the job
+may start again. Whoever sees its end removes it: the supervisor or batch script itself, `strop status`, `ls`
+and `cancel`, `doctor --clean`. `environment` determines which secrets a job has.
 """
 
 from __future__ import annotations
@@ -28,6 +29,11 @@ def read_secrets(job_path: Path) -> dict[str, str]:
 def secret_values(job_path: Path) -> tuple[str, ...]:
     """Return the values of a job's secrets, for `redact`; empty once they are removed."""
     return tuple(read_secrets(job_path).values())
+
+
+def has_secrets(job_path: Path) -> bool:
+    """Whether a job has values of secrets, or partial copies of them."""
+    return next(job_path.glob(f"{SECRETS_NAME}*"), None) is not None
 
 
 def remove_secrets(job_path: Path) -> None:

@@ -77,6 +77,13 @@ def list_site_names(project_path: Path, environ: Mapping[str, str]) -> list[str]
     return sorted({name for tree in _read_trees(project_path, environ) for name in tree.values[SITES_TABLE]})
 
 
+def list_run_roots(project_path: Path, environ: Mapping[str, str]) -> list[Path]:
+    """Return the folders for runs that the profiles name. Raises: ConfigError as `find_site`."""
+    sites = [find_site(name, project_path, environ) for name in list_site_names(project_path, environ)]
+    roots = [Path(site.profile.run_root).expanduser() for site in sites if site.profile.run_root]
+    return list(dict.fromkeys(roots))
+
+
 def site_files(project_path: Path, environ: Mapping[str, str]) -> tuple[Path, Path]:
     """Return the paths of the user's and the project's profiles."""
     home = environ.get("XDG_CONFIG_HOME") or os.path.join(environ.get("HOME", "/"), ".config")

@@ -27,11 +27,21 @@ from strop.launch.contract import (
     JobRef,
     JobState,
     JobStatus,
+    Renewable,
     SchedulerStatus,
     StatusSource,
 )
 from strop.launch.index import list_job_dirs, list_job_names
-from strop.launch.job_dir import STATE_NAME, has_plan, has_ref, job_path_of, read_plan, read_ref
+from strop.launch.job_dir import (
+    STATE_NAME,
+    has_plan,
+    has_ref,
+    job_path_of,
+    lock_folder,
+    read_plan,
+    read_ref,
+)
+from strop.launch.secrets import has_secrets, remove_secrets
 from strop.launch.sites import find_site, list_site_names
 
 RECORD_LAG_S = 60.0
@@ -69,7 +79,7 @@ def list_statuses(roots: list[Path], environ: Mapping[str, str]) -> list[JobStat
             statuses.append(_unknown(ref, 0, str(error)))
             continue
         known_end = read_known_end(ref, [trial.index for trial in plan.trials])
-        if known_end is not None:
+        if known_end is not None and not has_secrets(job_path_of(home)):
             statuses += known_end
             continue
         key = f"{plan.backend} {sorted(plan.profile.items(), key=str)}"
@@ -77,6 +87,15 @@ def list_statuses(roots: list[Path], environ: Mapping[str, str]) -> list[JobStat
     for plan, refs in groups.values():
         statuses += find_statuses(backend_of(plan), refs)
     return sorted(statuses, key=lambda status: status.ref.submitted_at, reverse=True)
+
+
+def clear_secrets(roots: list[Path], environ: Mapping[str, str]) -> list[Path]:
+    """Remove the secrets of jobs that are over; return the directories of these jobs. Raises: StoreError."""
+    homes = [home for home in list_job_dirs(roots, environ) if has_secrets(job_path_of(home))]
+    if homes:
+        # Whoever sees an end removes them.
+        list_statuses(roots, environ)
+    return [home for home in homes if not has_secrets(job_path_of(home))]
 
 
 def find_statuses(backend: Backend, refs: Sequence[JobRef]) -> list[JobStatus]:
@@ -92,23 +111,61 @@ def find_statuses(backend: Backend, refs: Sequence[JobRef]) -> list[JobStatus]:
         plan = read_plan(job_path_of(ref.home))
         of_job = [_find_status(backend, ref, trial.index, plan, answers, silence) for trial in plan.trials]
         statuses += of_job
-        states_seen = {
-            str(status.trial): {
-                "job_id": ref.job_id,
-                "state": status.state.value,
-                "reason": status.reason,
-                "at": time.time(),
-            }
-            for status in of_job
-            if status.state is not JobState.UNKNOWN and status.source is not StatusSource.LAST_KNOWN
-        }
-        if states_seen:
-            path = job_path_of(ref.home) / STATE_NAME
-            states = {**_read_states(path), **states_seen}
-            # It fails only on a full disk, and the next status can be written instead.
-            with suppress(StoreError):
-                write_bytes_atomically(path, json.dumps(states, indent=1).encode())
+        seen = [status for status in of_job if status.source is not StatusSource.LAST_KNOWN]
+        # A full or read-only disk refuses both, and the next status can do them instead.
+        with suppress(StoreError):
+            _note_states(ref, [status for status in seen if status.state is not JobState.UNKNOWN])
+            if answers is not None and all(_is_over(backend, status, answers) for status in of_job):
+                _forget_secrets(ref)
     return statuses
+
+
+def _note_states(ref: JobRef, statuses: Sequence[JobStatus]) -> None:
+    seen = {
+        str(status.trial): {
+            "job_id": ref.job_id,
+            "state": status.state.value,
+            "reason": status.reason,
+            "at": time.time(),
+        }
+        for status in statuses
+    }
+    if seen:
+        path = job_path_of(ref.home) / STATE_NAME
+        write_bytes_atomically(path, json.dumps({**_read_states(path), **seen}, indent=1).encode())
+
+
+def is_forgotten(status: JobStatus) -> bool:
+    """Whether a trial without an end is unknown to a scheduler that answers."""
+    is_unknown = status.state is JobState.UNKNOWN and not status.is_silent
+    return is_unknown and status.source is not StatusSource.SCHEDULER
+
+
+def close_forgotten(ref: JobRef, statuses: Sequence[JobStatus]) -> None:
+    """Record trials that no scheduler knows as cancelled. Raises: StoreError."""
+    reason = "closed by `strop cancel`: its scheduler had forgotten it"
+    _note_states(ref, [replace(status, state=JobState.CANCELLED, reason=reason) for status in statuses])
+
+
+def _is_over(backend: Backend, status: JobStatus, answers: Mapping[tuple[str, int], SchedulerStatus]) -> bool:
+    """Whether no attempt of a trial can follow, by its record and by a scheduler that answers."""
+    if isinstance(backend, Renewable) and status.state in {JobState.TIMEOUT, JobState.FAILED}:
+        # The run's next job needs its secrets.
+        return False
+    answer = answers.get((status.ref.job_id, status.trial))
+    return status.state.is_terminal and (answer is None or answer.state.is_terminal)
+
+
+def _forget_secrets(ref: JobRef) -> None:
+    """Remove the secrets of a job that is over, unless it is being submitted again. Raises: StoreError."""
+    job_path, lock = job_path_of(ref.home), lock_folder(Path(ref.home))
+    if not has_secrets(job_path) or not lock.try_acquire():
+        return
+    try:
+        if read_ref(job_path) == ref:
+            remove_secrets(job_path)
+    finally:
+        lock.release()
 
 
 def _find_status(
@@ -134,6 +191,11 @@ def _find_status(
         place = record.describe("attempts")
         why = silence or f"the scheduler does not know it, and there is no record in {place}"
         return _read_known(ref, trial, why, has_answer=not silence)
+    if decision.state is JobState.UNKNOWN and answer is None:
+        # Somebody may have closed it, which its own record does not say.
+        known = _read_known(ref, trial, decision.reason, has_answer=True)
+        if known.state.is_terminal:
+            return known
     codes = [attempt.exit_code for attempt in attempts if attempt.number >= plan.num_past]
     if codes and codes[-1] is not None:
         is_saved = codes[-1] == EXIT_INTERRUPTED
@@ -242,6 +304,10 @@ def decide_state(
         # It overrides an exit code: a cancelled job may have ended with 75.
         return _from_scheduler(answer)
     is_next = answer is not None and latest is not None and num_past + answer.num_restarts > latest.number
+    done = next((attempt for attempt in of_job if attempt.exit_code == EXIT_DONE), None)
+    if done is not None:
+        # Whatever starts it again, the run is finished.
+        latest, is_next = done, False
     if latest is not None and latest.exit_code is not None and not is_next:
         return _decide_ended(latest, answer, num_past + max_requeue)
     if answer is None:
@@ -261,7 +327,10 @@ def decide_state(
         state = JobState.RUNNING if has_begun else JobState.STARTING
     elif state is JobState.QUEUED and answer.num_restarts:
         state = JobState.PREEMPTED
-    return _from_scheduler(answer, state)
+    decision = _from_scheduler(answer, state)
+    if state is JobState.FAILED and latest is not None and latest.cause:
+        return replace(decision, reason=f"{decision.reason}: {latest.cause}")
+    return decision
 
 
 def _decide_ended(latest: AttemptRecord, answer: SchedulerStatus | None, last_number: int) -> StateDecision:

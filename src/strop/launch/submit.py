@@ -16,8 +16,7 @@ from pathlib import Path
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.hardware import free_disk_bytes
 from strop.hardware.findings import Finding, Severity, require_none
-from strop.io import FileLock
-from strop.io.atomic import explain_write_failure, write_bytes_atomically
+from strop.io.atomic import write_bytes_atomically
 from strop.launch.attempts import read_attempts
 from strop.launch.build_request import make_plan
 from strop.launch.contract import Backend, JobPlan, JobRef, JobRequest, JobState, JobStatus, Renewable
@@ -29,6 +28,7 @@ from strop.launch.job_dir import (
     has_plan,
     has_ref,
     job_path_of,
+    lock_folder,
     name_job_dir,
     read_plan,
     read_ref,
@@ -78,7 +78,7 @@ class Submitter:
         if not root.is_dir():
             # There can be no earlier job. A refused submission leaves no folder behind.
             require_none(check_plan(self.backend, plan))
-        with lock_name(root, plan.name):
+        with lock_folder(Path(request.home)):
             earlier = None if is_new else self._find_earlier(plan, root)
             if earlier is None:
                 home, spec = Path(request.home), request.resolved.spec
@@ -108,7 +108,7 @@ class Submitter:
 
         Raises: CheckRefused if the job may still run, has succeeded, or is of another run.
         """
-        with lock_name(home.parent, read_plan(job_path_of(home)).name):
+        with lock_folder(home):
             old = read_plan(job_path_of(home))
             last = read_ref(job_path_of(home)) if has_ref(home) else None
             num_past = 0 if last is None else self._next_number(last, old)
@@ -135,7 +135,7 @@ class Submitter:
             StoreError if the scheduler or a store does not answer.
         """
         home = Path(ref.home)
-        with lock_name(home.parent, read_plan(job_path_of(home)).name):
+        with lock_folder(home):
             old, last = read_plan(job_path_of(home)), read_ref(job_path_of(home))
             if last.job_id != ref.job_id:
                 return Submitted(ref=last, plan=old, is_new=False)
@@ -266,15 +266,6 @@ def check_plan(backend: Backend, plan: JobPlan) -> list[Finding]:
     return sorted(findings, key=lambda finding: order.index(finding.severity))
 
 
-def lock_name(root: Path, name: str) -> FileLock:
-    """Return the lock of a name, so that simultaneous submissions of it make one job."""
-    try:
-        root.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise explain_write_failure(error, root) from error
-    return FileLock(root / f".{name}.submit.lock")
-
-
 # Which job may follow an ended one in its directory. The next job of a run is submitted automatically after
 # exit code 75 and after the time limit, at most job.max_requeue times, and only if the run has a newer
 # checkpoint than at the start. It is never submitted after a cancellation, even one of an ended job.
@@ -283,7 +274,7 @@ def lock_name(root: Path, name: str) -> FileLock:
 def mark_cancelled(ref: JobRef) -> JobRef:
     """Record that a job is cancelled; return the cancelled job, which is its next one if that exists already.
 
-    The caller holds the lock of the job's name. Raises: StoreError if the disk fails.
+    The caller holds the lock of the job's folder. Raises: StoreError if the disk fails.
     """
     job_path = job_path_of(ref.home)
     newest = read_ref(job_path)

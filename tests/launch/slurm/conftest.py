@@ -61,10 +61,8 @@ def early(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Early]:
         )
         deaf = login.submit(a_role("--steps", "3000", "--ignore-signals"), name="deaf", resources=minute)
         saving = login.submit(a_role("--codes", "75"), name="saving", max_requeue=2)
-        refused = login.submit(a_role("--codes", "76,0"), name="refused")
-        refused_twice = login.submit(a_role("--codes", "76"), name="refused-twice")
         patch.undo()
-        refs = (told, deaf, saving, refused, refused_twice)
+        refs = (told, deaf, saving)
         yield Early(cluster=cluster, root=root, refs={ref.name: ref for ref in refs})
 
 

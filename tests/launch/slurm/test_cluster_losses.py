@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,27 +22,6 @@ def login(frail: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> It
     """A login node of the frail cluster."""
     yield log_in(frail, tmp_path / "login", monkeypatch)
     frail.clear()
-
-
-def test_lau_3_a_job_of_a_lost_node_lives_again_and_the_old_life_is_cut_off(
-    login: LoginNode, frail: Cluster
-) -> None:
-    """Slurm starts it elsewhere while the old processes go on: they must neither write nor requeue it."""
-    ref = login.submit(a_role("--steps", "3000,10"))
-    lost = login.wait_for(ref, JobState.RUNNING).nodes
-    # Slurm calls it running before its node has heard of it.
-    login.wait_for_step(ref)
-    frail.kill_node(lost)
-    status = login.wait_for(ref, JobState.SUCCEEDED, attempt=1)
-    assert status.nodes != lost
-    old = Path(ref.home) / f"attempts/{ref.job_id}-0"
-    login.wait_until((old / "verdict.json").exists)
-    end = json.loads((old / "end-0.json").read_text())
-    assert (end["exit_code"], "this one is cut off" in end["cause"]) == (1, True), end
-    assert login.status(ref).state is JobState.SUCCEEDED
-    assert len(login.attempts(ref, 0)) == 2
-    frail.start_node(lost)
-    frail.await_nodes()
 
 
 def test_without_a_controller_nothing_is_lost(login: LoginNode, frail: Cluster) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import subprocess
 from dataclasses import replace
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import ConfigError
-from strop.launch.attempts import combine
 from strop.launch.build_request import make_plan
 from strop.launch.contract import JobPlan, Resources
 from strop.launch.slurm.backend import SlurmBackend
@@ -181,7 +179,6 @@ def test_flags_win_over_the_profile(tmp_path: Path) -> None:
 def test_a_job_that_is_not_requeued_says_so(tmp_path: Path) -> None:
     script = _plan(tmp_path, max_requeue=0).files["job.sh"]
     assert "#SBATCH --no-requeue\n" in script
-    assert "scontrol requeue" not in script
 
 
 @pytest.mark.parametrize(
@@ -212,29 +209,6 @@ def test_exclusive_only_for_whole_nodes(tmp_path: Path) -> None:
     whole = write_header(_plan(tmp_path, resources=gpus(8, is_whole_node=True)), SlurmSite())[0]
     assert "--exclusive" in whole
     assert not any(option.startswith("--cpus-per-gpu") for option in whole)
-
-
-CODES = (None, 0, 1, 75, 76, 137, 143)
-
-
-def test_the_script_makes_one_code_of_many_as_the_record_does(tmp_path: Path) -> None:
-    """LAU-3: srun says the largest of its tasks' codes, and so a 75 hides a 1."""
-    script = _plan(tmp_path, resources=Resources(num_nodes=3)).files["job.sh"]
-    begin, end = script.index("mild=0;"), script.index("write_verdict\n", script.index("mild=0;"))
-    (tmp_path / "record" / "exit").mkdir(parents=True)
-    loop = (
-        f"nodes=(a b c); record={shlex.quote(str(tmp_path / 'record'))}\n{script[begin:end]}\necho $verdict"
-    )
-    programs, expected = [], []
-    for codes in itertools.product(CODES, repeat=3):
-        files = "".join(
-            f"echo {code} >$record/exit/{node}; " if code is not None else f"rm -f $record/exit/{node}; "
-            for node, code in enumerate(codes)
-        )
-        programs.append(loop.replace("mild=0;", files + "mild=0;", 1))
-        expected.append(combine(codes))
-    done = subprocess.run(["bash"], input="\n".join(programs), capture_output=True, text=True, check=True)
-    assert [int(line) for line in done.stdout.split()] == expected
 
 
 def test_the_environment_of_a_submission_is_nobodys_but_the_users() -> None:

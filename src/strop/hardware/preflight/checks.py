@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, Interrupted, split_error
+from strop.errors import CheckRefused, Interrupted, NodeRefused, split_error
 from strop.hardware.disks import free_disk_bytes, require_writable
 from strop.hardware.findings import Finding, Severity, require_none
 from strop.hardware.gpus import (
@@ -390,6 +390,10 @@ _LEVELS = {
 }
 
 
+_OF_THE_JOB = frozenset({"torch_build", "free_disk", "mig_mode"})
+"""Errors of the job's environment, disk and request, which no other node would mend."""
+
+
 def run_preflight(request: PreflightRequest) -> list[Finding]:
     """Check a node, level by level, up to the first level with an error."""
     findings: list[Finding] = []
@@ -405,12 +409,16 @@ def run_preflight(request: PreflightRequest) -> list[Finding]:
 def require_ready(request: PreflightRequest) -> list[Finding]:
     """Run the preflight; return the findings that do not forbid a start.
 
-    Raises: CheckRefused (exit code 76) naming all errors, each with its code; Interrupted (75) if only other
-        nodes are at fault: this one need not be excluded, and the job can start again.
+    Raises: NodeRefused (exit code 76) naming all errors, each with its code; CheckRefused (76) if one of them
+        would be found on every node; Interrupted (75) if only other nodes are at fault: this one need not be
+        excluded, and the job can start again.
     """
     findings = run_preflight(request)
     errors = [finding for finding in findings if finding.severity is Severity.ERROR]
     others = set() if request.group is None else {*request.group.names} - {request.group.name}
+    words = "\n".join(f"{finding.code}: {finding}" for finding in errors)
     if errors and all(finding.where in others for finding in errors):
-        raise Interrupted("\n".join(f"{finding.code}: {finding}" for finding in errors))
+        raise Interrupted(words)
+    if errors and not any(finding.code in _OF_THE_JOB for finding in errors):
+        raise NodeRefused(words)
     return require_none(findings)

@@ -21,7 +21,7 @@ from pathlib import Path
 from strop.errors import EXIT_DONE, EXIT_INTERRUPTED
 from strop.hardware import clear_leftovers, spawn
 from strop.hardware.process import become_subreaper, reap_orphans
-from strop.launch.attempts import combine_exit_files, from_wait, write_verdict
+from strop.launch.attempts import combine_exit_files, describe_exit, from_wait, write_verdict
 from strop.launch.contract import JobPlan, TrialPlan
 from strop.launch.job_dir import ATTEMPTS_FOLDER, read_plan
 from strop.launch.local.supervisor_files import confirm_end, read_orders, write_identity
@@ -150,6 +150,7 @@ def _run_attempt(
         started_at=started_at,
         ended_at=time.time(),
         nodes=(socket.gethostname(),),
+        cause=f"the agent was {describe_exit(exit_code)}" if is_lost else "",
     )
     return exit_code, is_lost
 

@@ -21,7 +21,15 @@ from pathlib import Path
 from traceback import print_exception
 from typing import Any, TextIO
 
-from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, CheckRefused, Interrupted, StropError
+from strop.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_INTERRUPTED,
+    CheckRefused,
+    Interrupted,
+    NodeRefused,
+    StropError,
+)
 from strop.hardware import HeldLease, clear_leftovers
 from strop.hardware.allocation import Allocation, lease_gpus
 from strop.hardware.identity import identify_self
@@ -29,6 +37,7 @@ from strop.hardware.leftovers import clear_shared_memory, end_processes
 from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready
 from strop.hardware.process import become_subreaper, reap_orphans
 from strop.io.atomic import write_bytes_atomically
+from strop.launch.attempts import read_attempts
 from strop.launch.contract import JobPlan, RolePlan, is_place
 from strop.launch.environment import read_environment
 from strop.launch.gpus import watch_gpus
@@ -52,6 +61,7 @@ from strop.launch.node.roles import (
 from strop.launch.snapshot import unpack_code
 from strop.record import RunDir, point_latest
 from strop.record.fence import raise_fence
+from strop.record.files import DirectoryRecord
 from strop.record.run_dir import STATE_NAME
 
 MIN_FREE_BYTES = 256 << 20
@@ -142,6 +152,7 @@ class _EndRecord:
                 "exit_code": end.exit_code,
                 "role": end.role,
                 "cause": end.cause,
+                "is_node_at_fault": isinstance(error, NodeRefused),
                 "signal": self._stop.signal_name,
                 "ended_at": time.time(),
             },
@@ -152,6 +163,11 @@ class _EndRecord:
 
 def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
     plan = read_plan(task.job_path)
+    earlier = [one for one in read_attempts(DirectoryRecord(task.trial_path)) if one.number < task.number]
+    if any(one.exit_code == EXIT_DONE for one in earlier):
+        # Schedulers start jobs again that have succeeded, after a loss of their first node for example.
+        _say(task, log, "an earlier attempt has finished this run")
+        return NodeEnd(exit_code=EXIT_DONE, cause="")
     roles = tuple(role for role in plan.roles if is_place(role.nodes, task.node, task.part))
     awaited = tuple(role for role in roles if role.is_awaited)
     if awaited and (task.trial_path / STATE_NAME).is_file() and RunDir.open(task.trial_path).is_finished:
@@ -164,7 +180,10 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
         point_latest(task.trial_path, task.attempt)
     for cleared in clear_leftovers():
         node.say(f"a dead run had left something: {cleared}")
-    lease, allocation = lease_gpus(plan.name, task.attempt, request_devices(plan, node.roles, os.environ))
+    try:
+        lease, allocation = lease_gpus(plan.name, task.attempt, request_devices(plan, node.roles, os.environ))
+    except CheckRefused as refusal:
+        raise NodeRefused(str(refusal)) from refusal
     with lease:
         for notice in allocation.notices:
             node.say(notice)
@@ -267,8 +286,8 @@ def check_node(
 ) -> None:
     """Run the preflight of this node at the plan's level.
 
-    Raises: CheckRefused naming problem and node (exit code 76); Interrupted (75) if `is_stopped` becomes
-        true while this node waits for the others.
+    Raises: NodeRefused naming problem and node, CheckRefused for a fault of the job (both exit code 76);
+        Interrupted (75) if another node is at fault, or `is_stopped` becomes true while this one waits.
     """
     levels = _LEVELS[plan.preflight]
     if not levels:
@@ -282,7 +301,8 @@ def check_node(
             if is_stopped():
                 raise Interrupted(f"stopped while it waited for node {shown}")
             if time.monotonic() > deadline:
-                raise CheckRefused(
+                # Not this node is at fault, which may be used again.
+                raise Interrupted(
                     f"node {shown} of {num_nodes} has not begun within {ARRIVAL_LIMIT_S:.0f} s",
                     allowed="all nodes of a job, at about the same time",
                     next_step="look for them in the scheduler's log; leave a bad one out (site.exclude)",

@@ -287,7 +287,9 @@ class PeerWatch:
                 # That node was stopped, and this one is or will be stopped too.
                 continue
             cause = f"node {path.name} ended with {describe_exit(code)}"
-            return NodeEnd(exit_code=EXIT_DONE if self._is_sidecar else EXIT_FAILED, cause=cause)
+            # After a refusal nothing is wrong with this node, and the job may start again on it.
+            own = EXIT_INTERRUPTED if code == EXIT_REFUSED else EXIT_FAILED
+            return NodeEnd(exit_code=EXIT_DONE if self._is_sidecar else own, cause=cause)
         return None
 
     def _find_lost(self) -> NodeEnd | None:

@@ -1,7 +1,7 @@
 """The batch script of a plan. Pure.
 
-The script is short because the agents do the work: it starts one on each node, waits, combines their exit
-codes into one verdict, writes it, and requeues the job if useful. The header holds the options. The job's
+The script is short because the agents do the work: it starts one on each node, waits, asks `verdict` what
+follows, and requeues the job if that says so. The header holds the options. The job's
 folder is an argument of sbatch, because a path may hold characters that a header line cannot.
 """
 
@@ -183,10 +183,7 @@ def write_script(plan: JobPlan, options: SlurmSite) -> str:
         num_cpu_nodes=resources.num_cpu_nodes,
         has_gpus=resources.gpus_per_node > 0,
         grace_s=f"{plan.grace_s:g}",
-        may_requeue=plan.max_requeue > 0,
         num_past=plan.num_past,
-        last_number=plan.num_past + plan.max_requeue,
-        exclude=options.exclude or "",
         image=options.container_image,
         mounts=mounts,
     )
