@@ -237,9 +237,11 @@ def test_a_cause_of_the_job_ends_it_and_excludes_no_node(login: Login, cluster: 
 
 def test_a_cause_of_nodes_excludes_them_until_none_is_left(login: Login) -> None:
     """With its only nodes excluded, a job waited for ever, and the cause was in the logs alone."""
-    for name in ("half.n1", "none.n1", "none.n2"):
+    for name in ("half.n1", "none.n1", "none.n2", "pair.n2"):
         (login.root / f"unfit.{name}").touch()
     half, none = login.submit("half"), login.submit("none")
+    # One of two is left, which is not enough; the other one, whose role had begun, is innocent.
+    pair = login.submit("pair", "--nodes", "2")
     half.wait_for_life()
     half.let_go()
     assert half.wait_for_end()["state"] == "succeeded"
@@ -249,6 +251,10 @@ def test_a_cause_of_nodes_excludes_them_until_none_is_left(login: Login) -> None
     assert "GLOO_SOCKET_IFNAME=nowhere" in end["reason"]
     login.wait_for_slurm(none, "FAILED")
     assert none.lives() == []
+    end = pair.wait_for_end()
+    assert (end["state"], end["attempt"]["number"]) == ("failed", 0)
+    assert "GLOO_SOCKET_IFNAME=nowhere" in end["reason"]
+    assert login.ask(pair)["ExcNodeList"] == "(null)"
 
 
 def test_a_finished_run_stays_so_when_slurm_starts_its_job_again(login: Login, cluster: Cluster) -> None:
