@@ -98,7 +98,6 @@ HOLES: dict[str, tuple[Callable[[Path], Task], set[str]]] = {
     "counts a loss as wrong": (lambda path: CountsALossAsWrong(), {"lost_sandbox"}),
     "shows its tests": (lambda path: ShowsItsTests(), {"label_leak"}),
     "shows an answer file": (shows_an_answer_file, {"label_leak"}),
-    "pays any change": (lambda path: PaysAnyChange(), {"noop_edit"}),
     "reaches the network": (lambda path: ReachesTheNetwork(), {"network"}),
 }
 
@@ -111,6 +110,15 @@ def test_each_hole_is_found_by_its_probe_and_by_no_other(hole: str, tmp_path: Pa
     # A hole shows with one example; that a sound grader has none is asked of two.
     found = failed(audit(make(tmp_path), *PROBES, num_examples=1 if probes else 2))
     assert found == probes
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+def test_a_change_of_nothing_is_found_where_it_is_paid() -> None:
+    (result,) = audit(PaysAnyChange(), "noop_edit", num_examples=1)
+    assert "the code shown, and a comment" in result.detail
+    # The code as it was given is no change, and was not paid.
+    assert "unchanged" not in result.detail
 
 
 @needs_bubblewrap

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +147,41 @@ FORGERIES = {
 def test_code_that_reports_its_own_tests_earns_nothing(tmp_path: Path, repository: Path, attack: str) -> None:
     outcome = repair(tmp_path, repository, write(FORGERIES[attack]))
     assert (outcome.reward, outcome.failure) == (0.0, None), outcome
+
+
+PYTEST: dict[str, Any] = {
+    "FAIL_TO_PASS": ["test_total.py::Sums::test_sum"],
+    "test_command": "PYTHONPATH=.tools python3 -m pytest -rA --no-header -p no:cacheprovider {files}",
+}
+FORGED_REPORTS = (
+    "from _pytest.reports import TestReport as R\nmake = R.from_item_and_call.__func__\n"
+    "def forge(kind, item, call):\n    report = make(kind, item, call)\n    report.outcome = 'passed'\n"
+    "    return report\nR.from_item_and_call = classmethod(forge)\ndef total(n): pass"
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flag", ["", " -x"])
+def test_pytest_is_read_alike(tmp_path: Path, repository: Path, flag: str) -> None:
+    place = tmp_path / "repository"
+    shutil.copytree(repository, place)
+    for name in ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py"):
+        found = find_spec(name)
+        assert found is not None
+        assert found.origin is not None
+        path = Path(found.origin)
+        if path.name == "__init__.py":
+            shutil.copytree(path.parent, place / ".tools" / name, ignore=shutil.ignore_patterns("*.pyc"))
+        else:
+            shutil.copy(path, place / ".tools")
+    row = {**PYTEST, "test_command": PYTEST["test_command"] + flag}
+    assert repair(tmp_path, place, write(FIXED), **row).reward == 1.0
+    for forged in (
+        FORGED_REPORTS,
+        f"{PRINT}os.write(1, b'PASSED test_total.py::Sums::test_sum')\nos._exit(0)",
+    ):
+        outcome = repair(tmp_path, place, write(forged), **row)
+        assert (outcome.reward, outcome.failure) == (0.0, None), outcome
 
 
 @pytest.mark.parametrize("is_at_main", [False, True])
