@@ -28,6 +28,7 @@ from strop.tasks import Task
 from strop.tasks.failures import add_traces
 from strop.tasks.judging import Judge
 from strop.tasks.traits import list_names
+from strop.train.gate import read_accepted
 from strop.train.observer import EvalSummary
 
 if TYPE_CHECKING:
@@ -60,13 +61,16 @@ class Evaluation:
             dtype_reason=str(self.run_dir.state.facts.get(REASON_FACT)),
         )
         roles = self.roles
+        # An overlap that the run file accepts is in the gate's report.
+        is_accepted = "overlap" in read_accepted(spec.train.accept)
+        trained_ids = () if is_accepted else list_names(self.task, self.task.examples(Split.TRAIN))
         planned = plan_evaluation(
             task=self.task,
             tokenizer=roles.tokenizer,
             settings=settings,
             # The same digests as `strop eval` of the model, and of the checkpoint of this step.
             model_digest=self.model_digest if step == 0 else await roles.learner.weights_digest(),
-            trained_ids=list_names(self.task, self.task.examples(Split.TRAIN)),
+            trained_ids=trained_ids,
             max_positions=roles.learner.shape.max_positions,
         )
         path = self.run_dir.eval_path(self.task.name, step)
