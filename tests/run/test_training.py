@@ -203,7 +203,7 @@ def test_an_evaluation_is_compared_with_the_best_valid_one_of_its_protocol(tmp_p
         make_result({"a": 1.0, "b": 1.0}, step=60),  # Of a later step.
     ]
     for one in stored:
-        write_result(one, run_dir.eval_path(one.task, one.step))
+        write_result(one, run_dir.eval_path(task.name, one.step))
     evaluation = Evaluation(tiny_spec(), task, InlineJudge(task), cast(Roles, None), "digest", run_dir)
     best = evaluation._find_best(make_result({"a": 0.0, "b": 0.0}, step=50))
     assert best is not None

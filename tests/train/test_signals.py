@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from strop.record import RunDir
-from strop.train.watch.process import StopFlag
+from strop.train.watch.ending import StopFlag
 from tests.fixtures.attempts import Bench
 from tests.fixtures.tiny_run import Curve, read_curve
 from tests.fixtures.train_here import Moment

@@ -11,7 +11,8 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -28,17 +29,20 @@ PLAIN_WIDTH = 200
 
 
 class RunLog(io.StringIO):
-    """A text stream that buffers its text until `open_at` names its file."""
+    """A text stream that buffers its text until `open_at` names its file.
+
+    Lines that a full disk does not take are lost: the run ends by its record, which says so.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.path: Path | None = None
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
 
     def open_at(self, path: Path) -> None:
         """Write to a file from now on, beginning with the buffered text."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._file = FileIO(path, "a")
         self.path = path
         self.write(self.getvalue())
 
@@ -46,8 +50,8 @@ class RunLog(io.StringIO):
         """Write without buffering, so that a killed run's log ends with its last line."""
         if self._file is None:
             return super().write(text)
-        self._file.write(text)
-        self._file.flush()
+        with suppress(OSError):
+            self._file.write(text.encode(errors="backslashreplace"))
         return len(text)
 
     def close(self) -> None:
@@ -71,7 +75,8 @@ class Output:
     def say(self, text: str) -> None:
         """Print a line that is not a result, on standard error and to the log."""
         for stream in (sys.stderr, self.log):
-            print(text, file=stream, flush=True)
+            with suppress(OSError):
+                print(text, file=stream, flush=True)
 
     def hear_notices(self) -> AbstractContextManager[None]:
         """Print every notice of the `with` block."""

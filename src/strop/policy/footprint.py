@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from strop.errors import ConfigError
+from strop.errors import ConfigError, CorruptRecord
 from strop.policy.families import read_max_positions, why_alone
 from strop.spec.model import LoraSpec
 from strop.store.model_files import WEIGHTS_INDEX
@@ -153,7 +153,8 @@ def _first(config: Mapping[str, Any], *names: str, default: int | None = None) -
 def read_model_size(model_dir: Path) -> ModelSize:
     """Read sizes from a model directory's config.json, and the number of parameters from its weights.
 
-    Raises: ConfigError if the file is missing or lacks a size.
+    Raises: ConfigError if the file is missing or lacks a size; CorruptRecord naming a file of weights that is
+        cut.
     """
     try:
         config = json.loads((model_dir / "config.json").read_text())
@@ -179,12 +180,33 @@ def _count_stored(model_dir: Path, config: Mapping[str, Any]) -> int | None:
     paths = [model_dir / name for name in sorted(names)]
     if not all(path.is_file() for path in paths):
         return None if index is None else _count_indexed(index.get("metadata") or {}, config)
-    total = 0
-    for path in paths:
-        with path.open("rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        total += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-    return total
+    tensors = [tensor for path in paths for tensor in _read_tensors(path)]
+    return sum(math.prod(tensor["shape"]) for tensor in tensors)
+
+
+def _read_tensors(path: Path) -> list[Mapping[str, Any]]:
+    """Return the descriptions of the tensors in a file of weights.
+
+    Raises: CorruptRecord if it is not as long as they say.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        head = file.read(min(length, size))
+    try:
+        header = json.loads(head) if len(head) == length else {}
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        expected = 8 + length + max(tensor["data_offsets"][1] for tensor in tensors)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        expected = -1
+    if size != expected:
+        wanted = "its header cannot be read" if expected < 0 else f"its header promises {expected}"
+        raise CorruptRecord(
+            f"{path} is damaged: it has {size} bytes, and {wanted}",
+            allowed="a whole file in the format safetensors",
+            next_step="fetch the model anew, or copy the file again",
+        )
+    return tensors
 
 
 def _count_indexed(metadata: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:

@@ -164,7 +164,7 @@ class JsonLines:
                 raise CorruptRecord(
                     f"{self.path}, line {index + 1}, is not a record: {shown!r}",
                     allowed="one JSON object with an integer step per line",
-                    next_step="mend or delete that line; the rest of the file is intact",
+                    next_step="mend that line, or restore the file from a copy; the rest of it is intact",
                 ) from error
             yield line + b"\n", content
 

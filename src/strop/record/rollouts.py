@@ -205,7 +205,7 @@ def opened(data: bytes, place: Path | str) -> Iterator[pq.ParquetFile]:
         raise CorruptRecord(
             f"{place} does not hold rollouts ({error})",
             allowed=f"a Parquet file written by strop, format {' or '.join(map(bytes.decode, _READABLE))}",
-            next_step="remove the file if it is damaged; a resumed run writes it again",
+            next_step="restore the file from a copy, or remove it: a run goes on without it",
         ) from error
 
 

@@ -114,7 +114,8 @@ class Evaluation:
 
     def _find_best(self, result: EvalResult) -> EvalResult | None:
         """Return the best earlier evaluation of the run with the same protocol; None without one."""
-        stored = map(read_result, self.run_dir.eval_path(self.task.name, 0).parent.glob("*.json"))
+        own = self.run_dir.eval_path(self.task.name, 0)
+        stored = map(read_result, own.parent.glob(own.name.replace("000000", "*")))
         comparable = [
             earlier
             for earlier in sorted(stored, key=lambda stored: stored.step)

@@ -9,8 +9,9 @@ import asyncio
 import json
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.audit import (
@@ -24,19 +25,20 @@ from strop.audit import (
 from strop.environments import Environment, choose_environment
 from strop.environments.contract import Action
 from strop.environments.printed import forget_prints, keep_prints
-from strop.errors import ConfigError
+from strop.errors import CheckRefused, ConfigError
 from strop.io.atomic import explain_write_failure
-from strop.rollout import FailureOwner, FinishReason, Message, Outcome, Split, ToolCall
+from strop.io.notices import tell
+from strop.rollout import Failure, FailureOwner, FinishReason, Message, Outcome, Split, ToolCall
 from strop.run.inference import hold_judge, read_setup, take_num
 from strop.sandbox.remote import find_service
 from strop.spec import RunSpec, load_spec
 from strop.spec.judge import judge_sections
 from strop.spec.parts import needs_service
 from strop.spec.task import TaskSection, TaskSpec
-from strop.tasks import SelfTestFinding, build_task, self_test, task_builder, task_summaries
+from strop.tasks import SelfTestFinding, Task, build_task, self_test, task_builder, task_summaries
 from strop.tasks.failures import catch_failure
 from strop.tasks.generated.reasoning_gym import list_datasets
-from strop.tasks.judging import InlineJudge
+from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.llm_judge import JudgeReport, check_calibration
 from strop.tasks.prompt import tools_of
 from strop.tasks.registry import BUILT_IN_TASKS
@@ -47,6 +49,14 @@ _GYM_SIZES = ("num_train=64", "num_held_out=8")
 """Few examples, because some data sets take a second for each."""
 _CALL = re.compile(r"/(?P<name>\w+)(?:\s+(?P<arguments>.*))?")
 _FENCE = "```"
+
+_VERDICT_LIMIT_S = 300.0
+"""Wall time limit of the first two verdicts, from the start of the verifier's process."""
+_TEST_S = 60.0
+"""Longest time that testing a verifier should take."""
+_NUM_REPLIES = 16
+"""About as many replies to an example are judged."""
+_LATE = "verifier_timeout"
 
 Read = Callable[[], str | None]
 """Returns a line without its newline; None at the end of the input."""
@@ -154,17 +164,19 @@ def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:
     num_examples = {Split.TRAIN: num_train, Split.HELD_OUT: len(held_out)}
     first = attacked[0]
 
-    async def test() -> list[SelfTestFinding]:
+    async def test() -> tuple[list[SelfTestFinding], AuditSettings]:
         async with hold_judge(spec, task) as judge:
-            return await self_test(task, attacked[: settings.num_examples], judge)
+            fitting = await _fit_to_pace(task, judge, settings)
+            return await self_test(task, attacked[: fitting.num_examples], judge), fitting
 
+    findings, settings = asyncio.run(test())
     return TaskCheck(
         task=task.name,
         num_examples=num_examples,
         asked=task.render(first),
         gold=next(iter(task.gold_replies(first)), None),
         counts=describe_counts(task),
-        findings=tuple(asyncio.run(test())),
+        findings=tuple(findings),
         report=audit_here(spec, settings),
     )
 
@@ -180,16 +192,47 @@ def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = No
 
     async def attack() -> AuditReport:
         async with hold_judge(spec, task) as judge:
-            # Generating problems may take longer than the limit of a probe, so it is done before.
-            for example in examples_to_attack(task)[:1]:
-                if not isinstance(judge, InlineJudge):
-                    await judge.judge(example, "")
-            return await run_audit(task, settings, judge, task_builder(spec))
+            fitting = await _fit_to_pace(task, judge, settings)
+            return await run_audit(task, fitting, judge, task_builder(spec))
 
     report = asyncio.run(attack())
     for path in filter(None, [stored_audit_path(report.task, report.task_version), out]):
         write_audit(report, path)
     return report
+
+
+async def _fit_to_pace(task: Task, judge: Judge, settings: AuditSettings) -> AuditSettings:
+    """Judge one reply; return `settings` with as many examples as can be tested in `_TEST_S`, one at least.
+
+    It also makes the verifier's process generate its problems, before a probe's time runs.
+
+    Raises: CheckRefused if there is no verdict in time.
+    """
+    examples = examples_to_attack(task)
+    if isinstance(judge, InlineJudge) or not examples:
+        return settings
+    text = next(iter(task.gold_replies(examples[0])), "")
+    try:
+        async with asyncio.timeout(_VERDICT_LIMIT_S):
+            failure = (await judge.judge(examples[0], text)).failure
+            began_at = time.perf_counter()
+            if failure is None:
+                await judge.judge(examples[0], text)
+    except TimeoutError:
+        failure = Failure(
+            owner=FailureOwner.TASK, kind=_LATE, detail=f"no verdict after {_VERDICT_LIMIT_S:g} s"
+        )
+    if failure is not None and failure.kind == _LATE:
+        raise CheckRefused(
+            f"the verifier of task {task.name} did not judge one reply: {failure.detail}",
+            allowed=f"a verdict in {task.limits.verify_limit_s:g} s, the task's limit",
+            next_step="find what it waits for, and call it on one reply by itself",
+        )
+    each_s = time.perf_counter() - began_at
+    num = max(1, min(settings.num_examples, int(_TEST_S / (each_s * _NUM_REPLIES))))
+    if num < settings.num_examples:
+        tell(f"a verdict takes {each_s:.2g} s: {num} of {settings.num_examples} examples are tested")
+    return replace(settings, num_examples=num)
 
 
 def check_judges_here(spec: RunSpec) -> list[JudgeReport]:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from strop.errors import EXIT_DONE, EXIT_FAILED, CheckRefused, StropError
+from strop.errors import EXIT_DONE, EXIT_FAILED, StoreError, StropError
 from strop.hardware import (
     clear_leftovers,
     describe_machine,
@@ -48,17 +48,19 @@ from strop.io import user_cache_dir, write_bytes_atomically
 from strop.io.notices import listen
 from strop.io.variables import log_from, log_level_of, set_variables
 from strop.kernels import kernel_status
+from strop.plan.known import require_held_out
 from strop.plan.planning import predict_run
 from strop.plan.roles import split_memory
 from strop.policy.footprint import read_model_size
-from strop.record import Event, EventKind, RunDir, find_resumable
-from strop.record.parts import PARTS_FACT, list_changes, require_same_parts
+from strop.record import Event, EventKind, RunDir
+from strop.record.parts import PARTS_FACT, list_changes
 from strop.record.prediction import Prediction, write_prediction
-from strop.record.run_dir import STATE_NAME, TOKENIZER_NAME
+from strop.record.run_dir import TOKENIZER_NAME
 from strop.rollout import Split
 from strop.run.held_out import Evaluation, TrainOutcome, read_outcome
 from strop.run.mirroring import Mirroring, probe_mirror
-from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
+from strop.run.resuming import check_record, open_run
+from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.judge import judge_sections, role_judges
 from strop.spec.layout import ENV, EVAL, SANDBOX, settle_layout
 from strop.store import ModelHandle, follow_store, get_model
@@ -79,6 +81,10 @@ from strop.user_code import CodeRef, hash_sources, is_code
 if TYPE_CHECKING:
     from strop.train.data.offline import Demonstrations
     from strop.train.data.preferences import Preferences
+
+RESERVE_NAME = ".reserve"
+RESERVE_BYTES = 1 << 16
+"""Room that a running attempt holds on the run's disk: once that is full, its end can still be recorded."""
 
 
 def train_here(
@@ -114,6 +120,8 @@ def train_here(
         parts = _read_parts(laid_out)
         run_dir = stack.enter_context(open_run(resolved, parts.facts(num_threads), is_new=is_new))
         on_run(run_dir)
+        # Before a GPU is asked for: a damaged record would end the run later, or be gone on with.
+        lost = check_record(run_dir, parts.task.name, spec.eval.every)
         if run_dir.state.num_attempts:
             settled, number_format = _settle(laid_out, run_dir.state.facts)
             parts = replace(parts, spec=settled, number_format=number_format)
@@ -127,7 +135,7 @@ def train_here(
         with _note_attempt(run_dir, mirroring, claim.devices):
             mirroring.begin()
             notices = _list_notices(parts, run_dir, is_auto=spec.model.dtype == AUTO)
-            for notice in (*resolved.notices, *claim.notices, *notices):
+            for notice in (*resolved.notices, *lost, *claim.notices, *notices):
                 event = Event(kind=EventKind.NOTICE, step=0, cause="notice", detail=notice)
                 run_dir.events.append(event)
                 observer.on_event(event)
@@ -203,6 +211,7 @@ def _read_parts(laid_out: RunSpec) -> _Parts:
         spec, number_format = _settle(laid_out)
         task = build_task(spec.task)
         require_written(task)
+        require_held_out(spec, task)
         demonstrations, preferences = None, None
         if (source := find_offline_source(spec)) is not None:
             framing = read_framing(model.path, task, spec.model.prompt_format)
@@ -241,16 +250,25 @@ def _note_attempt(run_dir: RunDir, observer: Observer, devices: Mapping[str, obj
         {"machine": describe_machine().cpu_name, "kernels": kernels, "devices": devices}
     )
 
+    reserve = run_dir.path / RESERVE_NAME
+    write_bytes_atomically(reserve, os.urandom(RESERVE_BYTES))
+
     def note_end(kind: object, error: BaseException | None, traceback: object) -> None:
+        reserve.unlink(missing_ok=True)
         cause = "done" if error is None else type(error).__name__
         exit_code = error.exit_code if isinstance(error, StropError) else EXIT_FAILED
-        steps = [int(line["step"]) for line in run_dir.metrics.read()]
-        run_dir.end_attempt(
-            attempt,
-            cause=cause,
-            exit_code=EXIT_DONE if error is None else exit_code,
-            step=max(steps, default=0),
-        )
+        try:
+            steps = [int(line["step"]) for line in run_dir.metrics.read()]
+            run_dir.end_attempt(
+                attempt,
+                cause=cause,
+                exit_code=EXIT_DONE if error is None else exit_code,
+                step=max(steps, default=0),
+            )
+        except StoreError:
+            # The first error is the one to show: its cause, such as a full disk, is this one's too.
+            if error is None:
+                raise
         observer.on_end(cause=cause)
 
     with ExitStack() as stack:
@@ -342,60 +360,6 @@ async def _train(
         await runtime.stop()
         forget_prints()
     return read_outcome(run_dir, task, spec.train.steps)
-
-
-def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
-    """Return the directory of an unfinished run or of a new one, with its lock held.
-
-    An unfinished run that was begun with other parts, such as another version of its task, and has no trained
-    step is ignored: a new run begins.
-
-    Raises: CheckRefused if `output.dir` is in use, finished, or holds the run of another spec; if the run to
-        resume was trained with other parts, naming them.
-    """
-    run_dir = _open_run(resolved, facts, is_new=is_new)
-    before, now = run_dir.state.facts.get(PARTS_FACT, {}), cast(dict[str, str], facts[PARTS_FACT])
-    try:
-        require_same_parts(run_dir.path, before, now)
-    except CheckRefused:
-        run_dir.release()
-        if resolved.spec.output.dir is None and not run_dir.metrics.read():
-            return _open_run(resolved, facts, is_new=True)
-        raise
-    return run_dir
-
-
-def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:
-    spec, text, digest = resolved.spec, write_spec(resolved), spec_digest(resolved.spec)
-    if spec.output.dir is not None:
-        path = Path(spec.output.dir)
-        if (path / "attempts").is_dir() and not (path / STATE_NAME).exists():
-            # A launcher has prepared the folder, and no run has begun in it.
-            return RunDir.adopt(path, spec.name, text, digest, facts)
-        if not path.exists():
-            run_dir = RunDir.create(path.parent, spec.name, text, digest, facts)
-            run_dir.move_to(path)
-            return run_dir
-        if is_new:
-            raise CheckRefused(
-                f"a new run was asked for, and output.dir={path} is there already",
-                allowed="a directory that does not exist yet",
-                next_step="choose another output.dir, or leave --new out to continue the run in it",
-            )
-        run_dir = RunDir.open(path)
-        run_dir.acquire()
-        if run_dir.state.spec_digest == digest and not run_dir.is_finished:
-            return run_dir
-        run_dir.release()
-        content = "holds a finished run" if run_dir.is_finished else "holds a run of another spec"
-        raise CheckRefused(
-            f"output.dir={path} {content}; nothing is left to do there",
-            allowed="a new directory, or the unfinished run of this very spec",
-            next_step="choose another output.dir, or remove it to get a dated directory",
-        )
-    root = Path(spec.output.root)
-    resumable = None if is_new else find_resumable(root, spec.name, digest)
-    return resumable or RunDir.create(root, spec.name, text, digest, facts)
 
 
 def list_parts(

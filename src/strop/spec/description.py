@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import ConfigError
 from strop.spec.base import DEFAULT
-from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value, show_text
+from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value, list_differences, show_text
 from strop.spec.reader import ResolvedSpec
 from strop.spec.run import RunSpec
 from strop.spec.schema import (
@@ -83,7 +84,7 @@ def _free_table(spec: RunSpec, setting: Setting, origins: Mapping[str, str]) -> 
     return lines
 
 
-NOT_ASKED = frozenset({"output", "store", "job", "runtime", "trackers"})
+NOT_ASKED = {"output", "store", "job", "runtime", "trackers"}
 """Sections about where and how a run executes, which do not change what it computes."""
 
 
@@ -92,13 +93,18 @@ def spec_digest(spec: RunSpec) -> str:
 
     The sections of `NOT_ASKED` are left out: moving a run elsewhere does not change it, nor does showing it.
     """
-    left_out = set(NOT_ASKED)
-    if spec.harness == type(spec.harness)():
-        # Runs have none: their digests stay those of before there was one.
-        left_out.add("harness")
-    content = spec.model_dump(mode="json", exclude=left_out)
+    content = spec.model_dump(mode="json", exclude=NOT_ASKED)
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def list_spec_differences(before: str, now: str) -> str:
+    """Return the settings in which two texts of `write_spec` differ, but for those of `NOT_ASKED`."""
+    then, here = (
+        {key: value for key, value in tomllib.loads(text).items() if key not in NOT_ASKED}
+        for text in (before, now)
+    )
+    return list_differences(then, here)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

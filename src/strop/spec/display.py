@@ -12,6 +12,8 @@ from typing import Any
 
 MAX_SHOWN_CHARS = 60
 """Characters of a value that a message shows."""
+MAX_DIFFERENCES = 8
+"""Differing values that a message shows."""
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _MAX_SHOWN_BITS = 256
 KeyPath = tuple[str, ...]
@@ -61,6 +63,22 @@ def format_value(value: Any) -> str:
         items = ", ".join(f"{_quote_key(key)} = {format_value(item)}" for key, item in value.items())
         return "{ " + items + " }" if items else "{}"
     raise TypeError(f"{type(value).__name__} has no form in TOML")
+
+
+def list_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return the values in which two trees differ: 'optimizer.lr=0.001 there and 1e-05 here; ...'."""
+    there, here = dict(walk_values(before)), dict(walk_values(now))
+    paths = [path for path in there | here if there.get(path) != here.get(path)]
+    shown = [
+        f"{dotted(path)}={_show(there.get(path))} there and {_show(here.get(path))} here" for path in paths
+    ]
+    more = len(shown) - MAX_DIFFERENCES
+    return "; ".join(shown[:MAX_DIFFERENCES]) + (f"; and {more} more" if more > 0 else "")
+
+
+def _show(value: Any) -> str:
+    """As `show_value`, with the members of a list."""
+    return f"[{', '.join(map(_show, value))}]" if isinstance(value, list | tuple) else show_value(value)
 
 
 def show_value(value: Any) -> str:

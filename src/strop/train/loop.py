@@ -61,11 +61,10 @@ from strop.train.recording import (
     save_checkpoint,
 )
 from strop.train.step import StepTerms, take_steps
+from strop.train.watch.ending import Ending, StopFlag
 from strop.train.watch.process import (
     DiskWatch,
-    Ending,
     LoopLagWatch,
-    StopFlag,
     Watchdog,
     full_collections_by_hand,
 )

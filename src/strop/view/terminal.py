@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Protocol, TextIO
 
@@ -158,7 +160,9 @@ def describe_usd(amount: float) -> str:
 
 
 def describe_duration(seconds: float) -> str:
-    """Format a duration: '8.4 s', '3 min 05 s', '2 h 10 min'."""
+    """Format a duration: '12 ms', '8.4 s', '3 min 05 s', '2 h 10 min'."""
+    if 0.0 < seconds < 0.05:
+        return f"{seconds * 1e3:.2g} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"
     minutes, rest_s = divmod(round(seconds), 60)
@@ -265,8 +269,10 @@ class PlainProgress:
         self._print(make_harmless(text))
 
     def _print(self, line: str) -> None:
-        # Flushed at once, so that a followed log shows a finished step.
-        print(line, file=self._stream, flush=True)
+        # Flushed at once, so that a followed log shows a finished step. A log that takes no more, by a full
+        # disk or a reader that is gone, does not end the run.
+        with suppress(OSError):
+            print(line, file=self._stream, flush=True)
 
 
 def to_one_line(text: str) -> str:
@@ -279,10 +285,12 @@ def to_one_line(text: str) -> str:
 def open_progress(stream: TextIO | None = None) -> Progress:
     """Return the `Progress` for a stream; standard error by default.
 
-    Standard output is for results, so that `strop ... --json` can be piped.
+    Standard output is for results, so that `strop ... --json` can be piped. Only a terminal is redrawn: not a
+    file that is to have colours (FORCE_COLOR), and not a notebook's cell, which has a terminal of its own.
     """
     console = Console(file=stream or sys.stderr, highlight=False)
-    if console.is_terminal and not console.is_dumb_terminal:
+    is_screen = console.file.isatty() and "JPY_PARENT_PID" not in os.environ
+    if is_screen and console.is_terminal and not console.is_dumb_terminal:
         # Imported here: a log and a pipe do not need it.
         from strop.view.display import RichProgress
 

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from strop.train.watch.process import StopFlag
+from strop.train.watch.ending import StopFlag
 
 SHOWN = (
     *("CUDA_VISIBLE_DEVICES", "TMPDIR", "XDG_CACHE_HOME", "STROP_NODE_ADDRESS", "MASTER_ADDR", "RANK"),

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from traceback import print_exception
@@ -96,7 +97,9 @@ class _Node:
 def _say(task: NodeTask, log: TextIO, text: str) -> None:
     stamp = time.strftime("%H:%M:%S", time.gmtime())
     for stream in (log, sys.stderr):
-        print(f"{stamp} node {task.node}: {text}", file=stream, flush=True)
+        # A full disk takes no line, and the end is still recorded.
+        with suppress(OSError):
+            print(f"{stamp} node {task.node}: {text}", file=stream, flush=True)
 
 
 def run_node(task: NodeTask) -> int:

@@ -1,7 +1,7 @@
-"""Watches of the process: a stalled stage, a blocked event loop, slow stages, memory and disk; and its end.
+"""Watches of the process: a stalled stage, a blocked event loop, slow stages, memory and disk.
 
 A hung wait is worse than a crash: it costs the night. So a stall ends the process at once, and its children
-die with it. A waste of time or memory raises an alarm. `StopFlag` and `Ending` end a run in order.
+die with it. A waste of time or memory raises an alarm.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import asyncio
 import faulthandler
 import gc
 import os
-import signal
 import sys
 import threading
 import time
@@ -21,21 +20,15 @@ from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from types import FrameType, TracebackType
-from typing import Any, NoReturn
 
-from strop.errors import EXIT_FAILED, RunStopped
+from strop.errors import EXIT_FAILED
 from strop.hardware import free_disk_bytes, free_memory_bytes
 from strop.hardware.process import show_stacks_of_children
 from strop.io.atomic import walk_files
 from strop.policy.footprint import checkpoint_bytes, count_trained, read_model_size
 from strop.record import Event, EventKind, RunDir
-from strop.record.fence import ATTEMPT_VARIABLE
 from strop.record.prediction import NUM_WARM_UP, Prediction, scale_to_work
-from strop.rollout import Group
 from strop.spec.run import RunSpec
-from strop.tasks.failures import find_causes, find_failures, sum_up
-from strop.train.watch.trends import CollapseWatch
 
 TELL_LIMIT_S = 10.0
 """How long the report of a stall may take: longer than `CHILDREN_LIMIT_S`."""
@@ -346,146 +339,3 @@ class DiskWatch:
 def directory_bytes(path: Path) -> int:
     """Return the size of all files below a directory."""
     return sum(file.st_size for _, file in walk_files(path))
-
-
-# A run stops by a signal, an alarm, a collapse, or because no rollout can be scored.
-
-MAX_REFUSED_IN_A_ROW = 3
-"""Steps in a row without an update, not finite or without a token that counts, after which a run ends."""
-
-
-_Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
-
-# A second signal of the kind ends the process at once, for a person at a terminal.
-_SECOND: dict[signal.Signals, _Handler] = {
-    signal.SIGTERM: signal.SIG_DFL,
-    signal.SIGINT: signal.default_int_handler,
-}
-
-
-class StopFlag:
-    """Set by the first signal. A second one ends the process at once, without a checkpoint.
-
-    A second SIGTERM in a job is ignored: Slurm sends it to every process of a step, and more than once, and
-    the node's agent passes it on. A job that takes too long to end is killed anyway.
-
-    The event loop's own handlers would be too late: they run when the loop next turns, which is after the
-    step that follows the running optimizer step.
-    """
-
-    def __init__(self) -> None:
-        self.cause: str | None = None
-        """Name of the signal in lower case, for example 'sigterm'; None before any signal."""
-        self._previous: dict[signal.Signals, _Handler] = {}
-
-    def __enter__(self) -> StopFlag:
-        """Install the handlers; only the main thread may."""
-        self._previous = {number: signal.signal(number, self._on_signal) for number in _SECOND}
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Put the previous handlers back."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
-
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.cause = signal.Signals(number).name.lower()
-        for known, handler in _SECOND.items():
-            is_repeated = known is signal.SIGTERM and ATTEMPT_VARIABLE in os.environ
-            signal.signal(known, signal.SIG_IGN if is_repeated else handler)
-
-
-class Ending:
-    """Ends one run with `RunStopped` and advice on how to go on."""
-
-    def __init__(self, run_dir: RunDir, publish: Callable[[Event], None]) -> None:
-        self._run_dir = run_dir
-        self._publish = publish
-        self._lost = ""
-        """Why rollouts of the step failed; empty where none failed."""
-        self._is_all_lost = False
-
-    def on_alarms(self, step: int, num_refused: int, alarms: Sequence[Event], *, is_wanted: bool) -> None:
-        """End the run where updates keep failing, or on any alarm where that `is_wanted`.
-
-        `num_refused` steps in a row had no update.
-        Raises: RunStopped.
-        """
-        is_by_loss = self._is_all_lost or any(alarm.cause == "verifier_errors" for alarm in alarms)
-        lead = f"{self._lost}; " if is_by_loss else ""
-        if num_refused >= MAX_REFUSED_IN_A_ROW:
-            self.stop(
-                step,
-                f"{lead}step {step} is number {num_refused} in a row without an update",
-                f"fewer than {MAX_REFUSED_IN_A_ROW} steps in a row whose update is empty or not finite",
-            )
-        if alarms and is_wanted:
-            causes = ", ".join(alarm.cause for alarm in alarms)
-            self.stop(
-                step,
-                f"{lead}step {step} raised {causes}",
-                "steps without alarm, as tripwires.on_alarm asks",
-                suspect_step=step - 1,
-            )
-
-    def on_collapse(self, step: int, watch: CollapseWatch) -> None:
-        """End the run where the alarms of several steps in a row are those of a collapse.
-
-        Raises: RunStopped.
-        """
-        if watch.reason is not None:
-            self.stop(
-                step,
-                f"{watch.reason}, up to step {step}",
-                "steps that are none of a collapse; tripwires.on_alarm='warn' goes on in any case",
-                # The weights that sampled the first of these steps.
-                suspect_step=step - watch.num_in_a_row,
-            )
-
-    def on_all_failed(self, step: int, groups: Sequence[Group]) -> None:
-        """End the run where no rollout could be scored: such a failure will not go away by itself.
-
-        Raises: RunStopped.
-        """
-        outcomes = [r.outcome for group in groups for r in group.rollouts if not r.outcome.is_too_long]
-        causes = find_causes(find_failures(outcomes))
-        self._lost = sum_up(causes, len(outcomes), f"rollouts of step {step + 1}") if causes else ""
-        self._is_all_lost = bool(causes) and sum(cause.num for cause in causes) == len(outcomes)
-        kinds = {(cause.failure.owner, cause.failure.kind) for cause in causes}
-        if self._is_all_lost and len(kinds) == 1:
-            self.stop(step, self._lost, "steps in which some rollout can be scored")
-
-    def stop(self, step: int, reason: str, allowed: str, *, suspect_step: int | None = None) -> NoReturn:
-        """End the run.
-
-        `suspect_step` is the step whose weights sampled the rollouts that raised the alarm.
-        Raises: RunStopped.
-        """
-        self._publish(Event(kind=EventKind.STOP, step=step, cause="tripwire", detail=reason))
-        where = self._offer_checkpoint(suspect_step)
-        raise RunStopped(
-            reason,
-            allowed=allowed,
-            next_step=f"read {self._run_dir.path}/events.jsonl and mend the cause; {where}",
-        )
-
-    def _offer_checkpoint(self, suspect_step: int | None) -> str:
-        """Name the checkpoint to go on from: beside one of suspect weights also the one before it."""
-        steps = self._run_dir.checkpoint_steps()
-        if not steps:
-            return "no checkpoint yet"
-        name = self._run_dir.checkpoint_path(steps[-1]).name
-        if suspect_step is None or steps[-1] < suspect_step:
-            return f"the same command goes on from checkpoint {name}"
-        suspect = f"the same command goes on from checkpoint {name}, whose weights raised this alarm"
-        before = [step for step in steps if step < suspect_step]
-        if not before:
-            return f"{suspect}, and there is none before it"
-        good = self._run_dir.checkpoint_path(before[-1]).name
-        return f"{suspect}; remove {self._run_dir.checkpoint_path(steps[-1])} to go on from {good} before it"
