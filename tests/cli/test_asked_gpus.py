@@ -76,6 +76,7 @@ def planned(run: Run, file: str, *words: str) -> dict[str, int]:
                 "job.train_gpus=5",
                 "job.infer_gpus=1",
                 "job.env_gpus=1",
+                "environment.name=guess-number",
             ),
             {"infer": 1, "train": 5, "env": 1},
             "ray: 5 learners, 1 engine, 1 worker",

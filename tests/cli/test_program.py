@@ -118,7 +118,7 @@ def test_help_names_every_command(run: Run) -> None:
         "train", "sft", "eval", "rescore", "sample", "plan", "check", "stage", "submit", "status",
         "logs", "watch", "cancel", "fetch", "explain", "ls", "view", "query", "report", "compare",
         "audit", "doctor", "model",
-        "tasks", "envs", "store", "import", "sandbox", "runtime", "slurm", "sagemaker",
+        "tasks", "envs", "store", "sandbox", "runtime", "slurm", "sagemaker",
     ]  # fmt: skip
 
 

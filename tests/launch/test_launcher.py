@@ -50,9 +50,8 @@ def test_the_same_run_for_another_directory_is_still_the_same_job(world: World) 
 def test_a_changed_plan_under_the_same_name_is_refused(world: World, change: str) -> None:
     ref = world.submit()
     told = refusal(lambda: world.submit(change))
-    assert f"the name run belongs to {Path(ref.home).name}, whose plan is another" in told
-    assert ref.plan_hash in told
-    assert "submit with --new" in told
+    key, _, value = change.partition("=")
+    assert all(text in told for text in (Path(ref.home).name, key, value, "--new"))
     assert world.backend.count("submit") == 1
 
 

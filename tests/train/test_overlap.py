@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.train import read_accepted
 from strop.tasks import Task, build_task
 from strop.tasks.contract import TaskLimits
 from strop.tasks.generated.arithmetic import ArithmeticSpec
@@ -21,7 +22,6 @@ from strop.tasks.user.rows import RowsSpec
 from strop.tokenizer import Tokenizer
 from strop.train import gate_checks
 from strop.train.data.offline import Demonstrations
-from strop.train.gate import read_accepted
 from strop.train.gate_checks import GateCheck, GateInput, check_overlap
 from tests.fixtures.tiny_run import tiny_spec
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

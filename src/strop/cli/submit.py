@@ -100,7 +100,11 @@ class SubmitArguments:
     hf_hub_offline: Annotated[bool | None, typer.Option(help="Never contact the hub.")] = None
     auto_auth: Annotated[bool, typer.Option(help="Pass the local hub login to the job.")] = False
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Write and print everything; submit nothing.")
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Print what would be submitted, and with --output-dir write it; submit nothing.",
+        ),
     ] = False
     confirm_run_unsafe_code: Annotated[
         bool,
@@ -278,7 +282,7 @@ def submit_request(
     """Plan, then check, show or submit the plan as the arguments request."""
     import os
 
-    from strop.launch.environment import describe_auth
+    from strop.launch.environment import describe_travelling
     from strop.launch.index import find_job_dir
     from strop.launch.launcher import watch
     from strop.launch.serving import SERVE
@@ -288,8 +292,8 @@ def submit_request(
         output.say(conflict)
     for notice in plan.notices:
         tell(notice)
-    if (auth := describe_auth(plan.environment)) is not None:
-        output.say(auth)
+    for line in describe_travelling(plan.environment):
+        output.say(line)
     if request.command != SERVE:
         output.say(f"placement {request.resolved.spec.layout.describe()}")
     if len(plan.roles) > 1:
@@ -372,7 +376,9 @@ def to_options(args: SubmitArguments, flags: Sequence[Flag]) -> SubmitOptions:
 def _show_dry_run(output: Output, plan: JobPlan, request: JobRequest, *, is_json: bool) -> None:
     import shlex
 
-    from strop.launch.job_dir import job_path_of, plan_to_json, write_preview
+    from strop.launch.job_dir import SPEC_NAME, job_path_of, plan_to_json, write_preview
+    from strop.launch.serving import SERVE
+    from strop.spec import write_spec
 
     if request.resolved.spec.output.dir is not None:
         write_preview(plan, request)
@@ -380,9 +386,12 @@ def _show_dry_run(output: Output, plan: JobPlan, request: JobRequest, *, is_json
     if is_json:
         output.give(plan_to_json(plan))
         return
-    for name, content in plan.files.items():
+    spec = {} if request.command == SERVE else {SPEC_NAME: write_spec(request.resolved)}
+    for name, content in (spec | dict(plan.files)).items():
         output.give(f"--- {name}")
         output.give(content.rstrip("\n"))
+    for role in plan.roles:
+        output.give(f"--- role {role.name}: {shlex.join(role.argv)}")
     if plan.argv:
         output.give(f"--- command: {shlex.join(plan.argv)}")
     if price := _describe_price(plan):

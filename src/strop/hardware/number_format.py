@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from strop.errors import CheckRefused
 from strop.hardware.accelerators import Accelerator
 from strop.hardware.calibrate import Calibration
 from strop.hardware.gpus import Gpu, read_torch_build
@@ -101,7 +102,21 @@ def compute_device(machine: Machine) -> Gpu | None:
     """Return the GPU that PyTorch computes on in this process; None for the processor.
 
     If PyTorch is loaded, it decides; otherwise the installed build and the driver do.
+
+    Raises: CheckRefused if CUDA_VISIBLE_DEVICES names a GPU or a slice by its UUID, and PyTorch sees none.
     """
+    gpu = _find_device(machine)
+    text = os.environ.get(VISIBLE_DEVICES)
+    if gpu is None and parse_visible_devices(text).form in (DeviceForm.GPU_UUID, DeviceForm.MIG_UUID):
+        raise CheckRefused(
+            f"{VISIBLE_DEVICES}={text}, and PyTorch sees no GPU here: the run would compute on the processor",
+            allowed="a GPU or a slice that `nvidia-smi -L` lists, with PyTorch for CUDA; or no variable",
+            next_step="correct the variable, or install PyTorch for CUDA",
+        )
+    return gpu
+
+
+def _find_device(machine: Machine) -> Gpu | None:
     torch = sys.modules.get("torch")
     if torch is not None:
         if not torch.cuda.is_available():

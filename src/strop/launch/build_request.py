@@ -29,7 +29,7 @@ from strop.launch.contract import (
     TrialPlan,
     VariableSource,
 )
-from strop.launch.environment import EnvironmentFlags, gather_for_trackers
+from strop.launch.environment import EnvironmentFlags, gather_for_run
 from strop.launch.evaluating import (
     EVALUATION,
     carry_baselines,
@@ -50,6 +50,7 @@ from strop.launch.serving import (
 )
 from strop.launch.sites import find_site
 from strop.launch.snapshot import take_snapshot
+from strop.plan.known import refuse_unfit
 from strop.record.prediction import PRICE_VARIABLE
 from strop.spec import NOT_ASKED, ResolvedSpec, RunSpec, load_spec, spec_digest
 from strop.spec.display import show_text, show_value
@@ -150,8 +151,8 @@ def read_request(
     evaluation = None if evaluation is None else carry_baselines(evaluation)
     root = _find_root(site, resolved)
     names, variable_flags = options.variables, options.environment
-    environment, conflicts = gather_for_trackers(
-        resolved.spec.trackers, site, project_path, names, options.env_file, variable_flags, environ
+    environment, conflicts = gather_for_run(
+        resolved.spec, site, project_path, names, options.env_file, variable_flags, environ
     )
     if file is not None:
         refuse_unreachable(file, site.name, profile, environment)
@@ -257,6 +258,8 @@ def _check_options(options: SubmitOptions, resolved: ResolvedSpec) -> None:
         )
     if options.command == "sft":
         require_sft(resolved)
+    if options.command in ("train", "sft"):
+        refuse_unfit(resolved.spec)
     beaten = [str(conflict) for conflict in resolved.conflicts if conflict.has_flag]
     if options.is_strict and beaten:
         raise ConfigError(
@@ -412,7 +415,7 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
             allowed="a path of printable characters; spaces, quotes and $ are fine",
             next_step="change output.root or output.dir",
         )
-    spec, job = request.resolved.spec, request.resolved.spec.job
+    spec, job, asked = request.resolved.spec, request.resolved.spec.job, describe_request(request)
     trials = tuple(
         TrialPlan(index=index, path=f"{request.home}/{TRIALS_FOLDER}/{index}", overrides=overrides)
         for index, overrides in enumerate(request.sweep)
@@ -434,7 +437,8 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
         resources=resources,
         roles=request.roles,
         python=request.python,
-        plan_hash=hash_request(request),
+        plan_hash=_digest(json.dumps(asked, sort_keys=True))[:_HASH_LENGTH],
+        asked=asked,
         code_sha256=request.snapshot.sha256 if request.snapshot else None,
         spec_digest=spec_digest(spec),
         user=request.user,
@@ -454,14 +458,13 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
     return backend.render(plan, request)
 
 
-def hash_request(request: JobRequest) -> str:
-    """Return the plan's hash, which identifies a second submission of the same plan.
+def describe_request(request: JobRequest) -> dict[str, Any]:
+    """Return everything that determines the run, settings first, by which a second submission is known.
 
-    It covers everything that determines the run (spec, code, site, resources, roles, variables), not the time
-    and place of the submission. Values of variables enter it as digests.
+    Values of variables enter it as digests.
     """
     content: dict[str, Any] = {
-        "spec": spec_digest(request.resolved.spec),
+        **request.resolved.spec.model_dump(mode="json", exclude=NOT_ASKED),
         # Below, the content of the evaluation's file counts; its path does not.
         "job": request.resolved.spec.job.model_dump(mode="json", exclude={"eval_config"}),
         **request.resolved.spec.model_dump(mode="json", include={"store", "trackers"}),
@@ -470,7 +473,7 @@ def hash_request(request: JobRequest) -> str:
         "resources": asdict(request.resources),
         "roles": [asdict(role) for role in request.roles],
         "code": request.snapshot.sha256 if request.snapshot else str(request.project_path),
-        "variables": {name: _digest(value) for name, value in request.environment.variables.items()},
+        "variables": {name: _digest(value)[:8] for name, value in request.environment.variables.items()},
         "secrets": sorted(request.environment.secrets),
         "python": request.python,
         "sweep": request.sweep,
@@ -479,7 +482,8 @@ def hash_request(request: JobRequest) -> str:
     }
     if (runtime := request.resolved.spec.runtime).url is not None:
         content["runtime"] = runtime.model_dump(mode="json")
-    return _digest(json.dumps(content, sort_keys=True, ensure_ascii=False, default=str))[:_HASH_LENGTH]
+    normal: dict[str, Any] = json.loads(json.dumps(content, default=str))
+    return normal
 
 
 def tag_of(plan_hash: str) -> str:

@@ -205,7 +205,7 @@ class JobPlan:
     roles: tuple[RolePlan, ...]
     python: str
     plan_hash: str
-    """Over everything that determines the run, not the time and place of the submission."""
+    """Over `asked`."""
     code_sha256: str | None
     spec_digest: str
     user: str
@@ -237,6 +237,9 @@ class JobPlan:
     """The command that submits the job; () if an API call does."""
     details: Mapping[str, Any] = field(default_factory=dict)
     """Values of the backend, such as an API request or an image. JSON values."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """Everything that determines the run, not the time and place of the submission. JSON values; of variables
+    digests."""
     conflicts: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
 

@@ -39,7 +39,7 @@ from strop.record.fence import ATTEMPT_VARIABLE, GRACE_VARIABLE, NUMBER_VARIABLE
 
 if TYPE_CHECKING:
     from strop.launch.options import Site, SiteOptions
-    from strop.spec import TrackersSpec
+    from strop.spec import RunSpec
 
 ENVIRONMENT_NAME = "env.json"
 HUB_TOKEN = "HF_TOKEN"
@@ -71,6 +71,20 @@ _OTHER_JOBS = (
     *("LOCAL_WORLD", "ROLE_", "GROUP_RANK", "GROUP_WORLD"),
 )
 """Prefixes of variables inherited from a surrounding job, launcher or rank."""
+
+_OF_SHELLS = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TERM", "TMPDIR", "PWD"),
+        *("LD_LIBRARY_PATH", "LIBRARY_PATH", "CPATH", "CC", "CXX", "VIRTUAL_ENV", "DBUS_SESSION_BUS_ADDRESS"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE", "LOADEDMODULES"),
+    }
+)
+_OF_LIBRARIES = (
+    *("LC_", "XDG_", "PYTHON", "CONDA_", "MODULE", "LMOD_", "CUDA_", "NVIDIA_", "ROCR_", "HIP_", "NCCL_"),
+    *("GLOO_", "UCX_", "FI_", "OMP_", "KMP_", "MKL_", "TORCH", "PYTORCH_", "TRITON_", "VLLM_", "RAY_", "HF_"),
+    *("STROP_", "DOCKER_", "CONTAINER"),
+)
+"""Prefixes of variables by which programs and libraries find their files, devices and networks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,8 +159,8 @@ def gather_environment(
     return environment, tuple(layers.conflicts)
 
 
-def gather_for_trackers(
-    spec: TrackersSpec,
+def gather_for_run(
+    spec: RunSpec,
     site: Site,
     project_path: Path,
     names: Sequence[str],
@@ -154,19 +168,21 @@ def gather_for_trackers(
     flags: EnvironmentFlags,
     environ: Mapping[str, str],
 ) -> tuple[JobEnvironment, tuple[str, ...]]:
-    """Like `gather_environment`, with the submitter's variables for the run's trackers.
+    """Like `gather_environment`, with the submitter's variables that the run's own settings read.
 
     Raises: ConfigError as it does, and if W&B would find no key in the job.
     """
     # Imported here: nodes read their variables without it.
     from strop.store.policy import is_offline
 
+    trackers = spec.trackers
+
     set_elsewhere = {*read_dotenv(project_path), *read_env_file(env_file), *site.profile.env, *names}
-    of_trackers = () if spec.offline else spec.variables()
-    names = [*names, *(name for name in of_trackers if environ.get(name) and name not in set_elsewhere)]
+    declared = dict.fromkeys(_name_declared(spec, site.profile, environ))
+    names = [*names, *(name for name in declared if environ.get(name) and name not in set_elsewhere)]
     environment, conflicts = gather_environment(site, project_path, names, env_file, flags, environ)
-    stays_here = spec.offline or not site.profile.has_network or is_offline(environment.variables)
-    if "wandb" in spec.use and not stays_here:
+    stays_here = trackers.offline or not site.profile.has_network or is_offline(environment.variables)
+    if "wandb" in trackers.use and not stays_here:
         variables = {**dict.fromkeys(environment.secrets, REDACTED), **environment.variables}
         if not has_wandb_key(variables, sees_home=site.profile.has_shared_disk):
             raise ConfigError(
@@ -216,11 +232,27 @@ def read_env_file(env_file: Path | None) -> dict[str, str]:
     return {} if env_file is None else parse_dotenv(_read_text(env_file), source=env_file.name)
 
 
-def describe_auth(environment: JobEnvironment) -> str | None:
-    """Return a notice for the user if the job gets the hub's local login, else None."""
-    if environment.sources.get(HUB_TOKEN) != HUB_LOGIN:
-        return None
-    return f"{HUB_TOKEN}: taken from the {HUB_LOGIN}, for this job only"
+def describe_travelling(environment: JobEnvironment) -> list[str]:
+    """Return lines that name the variables which the job's processes get, and the hub's login among them."""
+    names = [*environment.variables, *(f"{name} (secret)" for name in environment.secrets)]
+    lines = [f"variables {', '.join(names)}; of your shell no others but what programs need to run"]
+    if environment.sources.get(HUB_TOKEN) == HUB_LOGIN:
+        lines.append(f"{HUB_TOKEN}: taken from the {HUB_LOGIN}, for this job only")
+    return lines
+
+
+def _name_declared(spec: RunSpec, profile: SiteOptions, environ: Mapping[str, str]) -> list[str]:
+    """Return the variables that a run's own settings read: of trackers, judges' keys, an S3 store."""
+    # Imported here: nodes read their variables without it.
+    from strop.spec.judge import judge_sections
+    from strop.store.policy import URI_VARIABLE
+
+    names = [*(() if spec.trackers.offline else spec.trackers.variables())]
+    names += [judge.judge_key_env for judge in judge_sections(spec.task) if judge.judge_key_env is not None]
+    places = (spec.model_dump_json(), profile.store or "", environ.get(URI_VARIABLE, ""))
+    if profile.has_shared_disk and any("s3://" in place for place in places):
+        names += [name for name in environ if name.startswith("AWS_")]
+    return names
 
 
 def _select_variables(
@@ -391,14 +423,17 @@ def is_owned(name: str) -> bool:
 
 
 def clean_inherited(environ: Mapping[str, str], *, secrets: Iterable[str] = ()) -> dict[str, str]:
-    """Return an environment without variables of another job or rank, and without the job's secrets.
+    """Return of a shell's environment what programs need to run: no credential, and nothing of another job.
 
-    For starting an agent from a shell that may itself be in a job. That job's lease is dropped too: processes
-    that carry it are ended with that job's leftovers.
+    For starting an agent, whose roles inherit it. A surrounding job's lease is dropped too: processes that
+    carry it are ended with that job's leftovers.
     """
     dropped = _OF_RANKS | _OF_AGENTS | set(secrets)
     return {
         name: value
         for name, value in environ.items()
-        if name not in dropped and not name.startswith(_OTHER_JOBS)
+        if (name in _OF_SHELLS or name.startswith(_OF_LIBRARIES) or name.lower().endswith("_proxy"))
+        and name not in dropped
+        and not name.startswith(_OTHER_JOBS)
+        and not is_secret(name, value)
     }

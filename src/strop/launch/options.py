@@ -330,6 +330,9 @@ class Site:
         fields, flagged = type(self.profile).model_fields, self.profile.flags()
         kept = {name: value for name, value in options.items() if fields[name].exclude or name in flagged}
         changes = {
-            name: None if options[name] == NULL_WORD else options[name] for name in options.keys() - kept
+            name: fields[name].get_default(call_default_factory=True)
+            if options[name] == NULL_WORD
+            else options[name]
+            for name in options.keys() - kept
         }
         return replace(self, profile=self.profile.changed(changes)), settings, kept

@@ -39,6 +39,7 @@ from strop.launch.job_dir import (
 )
 from strop.launch.secrets import remove_secrets
 from strop.launch.status import find_statuses
+from strop.spec.display import list_differences
 
 SETTLE_LIMIT_S = 10.0
 """Longest time until a scheduler sees the end of a job whose record shows it."""
@@ -179,8 +180,8 @@ class Submitter:
         if jobs:
             home, other = jobs[0]
             raise CheckRefused(
-                f"the name {plan.name} belongs to {home.name}, whose plan is another"
-                f" ({other.plan_hash} there, {plan.plan_hash} here)",
+                f"the name {plan.name} belongs to {home.name}, whose plan is another:"
+                f" {describe_changes(other, plan)}",
                 allowed="one plan for a name, so that nothing is submitted twice by mistake",
                 next_step="change `name` in the run file, or submit with --new",
             )
@@ -347,11 +348,20 @@ def _find_spent(backend: Renewable, plan: JobPlan, ref: JobRef) -> str | None:
     return f"no newer checkpoint: it began {began}, and now there is {now}"
 
 
+def describe_changes(old: JobPlan, plan: JobPlan) -> str:
+    """Return what differs between two plans; what follows from settings only if none of these does."""
+    derived = ("roles", "resources")
+    there, here = (
+        {key: value for key, value in item.asked.items() if key not in derived} for item in (old, plan)
+    )
+    return list_differences(there, here) or list_differences(old.asked, plan.asked)
+
+
 def refuse_other_run(plan: JobPlan, old: JobPlan) -> None:
     """Refuse to resume in the directory of another run, or from another site. Raises: CheckRefused."""
     if plan.spec_digest != old.spec_digest or plan.command != old.command:
         raise CheckRefused(
-            f"{old.home} is a run of another spec",
+            f"{old.home} is a run of another spec: {describe_changes(old, plan)}",
             allowed="the run file that it was submitted with; only job, store and output may differ",
             next_step="submit it as a new job, without --resume",
         )

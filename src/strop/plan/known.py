@@ -8,12 +8,13 @@ are named; lengths that depend on them are assumed, and the plan lists each assu
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from strop.errors import ConfigError, DataError, RemoteMissing, split_error
+from strop.errors import ConfigError, DataError, RemoteMissing, StropError, split_error
 from strop.io import is_complete, user_cache_dir
 from strop.plan.rollouts import REPLY_LIMIT_FRAC, Assumption
 from strop.policy.footprint import ModelSize, read_model_size, size_of_config
@@ -21,9 +22,10 @@ from strop.policy.known_models import TABLE, find_known_config
 from strop.rollout import Example, Split
 from strop.spec import RunSpec
 from strop.spec.judge import role_judges
-from strop.spec.parts import PartedSection
-from strop.spec.task import TaskSection
-from strop.store import get_model
+from strop.spec.parts import PartedSection, plain_sections
+from strop.spec.run import code_of
+from strop.spec.task import EnvironmentSection, TaskSection
+from strop.store import follow_store, get_model
 from strop.store.contents import stored_path
 from strop.store.data_files import only_local_data
 from strop.store.descriptions import CONFIG, find_description
@@ -287,6 +289,7 @@ def read_known(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, Known]:
         )
     else:
         held_out = task.examples(Split.HELD_OUT)
+        require_held_out(spec, task)
         train, missing = _read_training_examples(spec, task)
     if missing and held_out is not None:
         unknown.append(
@@ -304,6 +307,50 @@ def read_known(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, Known]:
         frozen=frozen,
     )
     return task, known
+
+
+def refuse_unfit(spec: RunSpec) -> None:
+    """Refuse before a queue what a node would refuse after it, as far as the data is on this disk.
+
+    What cannot be read here is left to the node, which may see other disks.
+
+    Raises: ConfigError for GPUs or examples that the task lacks; DataError for offline data that is malformed
+        or does not fit the model.
+    """
+    sections = plain_sections(spec.task)
+    if (
+        spec.job.env_gpus
+        and not code_of(spec)
+        and not any(isinstance(s, EnvironmentSection) for s in sections)
+    ):
+        raise ConfigError(
+            f"job.env_gpus={spec.job.env_gpus} for task {spec.task.name}, which has no environments",
+            allowed="GPUs for tasks whose environments, or whose own code, compute on them",
+            next_step="leave job.env_gpus out",
+        )
+    task: Task | None = None
+    missing: tuple[str, ...] = ()
+    model = None
+    with follow_store(spec.store):
+        with suppress(StropError, OSError, ImportError):
+            task, missing = read_task_offline(spec.task)
+        with suppress(StropError, OSError):
+            model = describe_model(spec.model.uri)
+        if task is not None and not missing:
+            require_held_out(spec, task)
+        if task is not None:
+            _read_offline_data(spec, task, model)
+
+
+def require_held_out(spec: RunSpec, task: Task) -> None:
+    """Raise ConfigError if a run is to be evaluated on more examples than there are."""
+    asked, there = spec.eval.num_examples, len(task.examples(Split.HELD_OUT))
+    if asked is not None and asked > there:
+        raise ConfigError(
+            f"eval.num_examples={asked}, and task {task.name} has {there} held-out examples",
+            allowed=f"1 to {there}, or none for all",
+            next_step="lower eval.num_examples, or leave it out",
+        )
 
 
 def _read_training_examples(spec: RunSpec, task: Task) -> tuple[Sequence[Example] | None, tuple[str, ...]]:

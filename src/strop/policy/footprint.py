@@ -181,7 +181,7 @@ def _count_stored(model_dir: Path, config: Mapping[str, Any]) -> int | None:
     if not all(path.is_file() for path in paths):
         return None if index is None else _count_indexed(index.get("metadata") or {}, config)
     tensors = [tensor for path in paths for tensor in _read_tensors(path)]
-    return sum(math.prod(tensor["shape"]) for tensor in tensors)
+    return sum(int(math.prod(tensor["shape"])) for tensor in tensors)
 
 
 def _read_tensors(path: Path) -> list[Mapping[str, Any]]:

@@ -341,10 +341,12 @@ def apply_flags(sources: Sequence[Leaves], flags: Sequence[Flag]) -> tuple[list[
             completed.setdefault(path, Leaf(path=path, value=default, origin=origin))
     in_files: Leaves = {path: leaf for source in files for path, leaf in source.items()}
     layers = (in_files, overrides, completed)
-    owned = sorted({path for layer in layers for path in layer if path[0] in OWNED_SECTIONS})
+    owned = {path for layer in layers for path in layer if path[0] in OWNED_SECTIONS}
+    # A flag for the name replaces that of the file on purpose.
+    owned |= given.keys() & overrides.keys()
     has_split = any(path in given for path in _SPLIT)
     conflicts = [
-        conflict for path in owned if (conflict := _find_conflict(path, layers, has_split=has_split))
+        conflict for path in sorted(owned) if (conflict := _find_conflict(path, layers, has_split=has_split))
     ]
     return [*sources, completed], conflicts
 

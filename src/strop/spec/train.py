@@ -4,9 +4,28 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from strop.spec.base import Section, SpecConflict, expert
+
+GATE_CHECKS = (
+    *("prompt", "tokenizer", "tensors", "weights", "verifier", "audit", "judges", "schedule", "overlap"),
+    *("room", "kl", "demonstrations", "terminator", "parity"),
+)
+"""In the order in which they run."""
+AUDIT_PROBES = (
+    *("noop", "empty", "garbage", "echo", "constant", "one_word", "gold", "near_miss", "wrong_order"),
+    *("label_leak", "trivial_rule", "determinism", "order", "failure_paths", "grader_tamper"),
+    *("forged_stdout", "os_exit", "isolation", "network", "stale_submission", "truncation", "cost"),
+    *("judge_injection", "judge_length", "ceiling"),
+)
+"""Those of `strop.audit`, which this room cannot import."""
+
+
+def read_accepted(text: str | None) -> dict[str, str]:
+    """Return the accepted checks of a `train.accept`, each with its reason."""
+    pairs = [entry.split(":", 1) for entry in text.split(";")] if text else []
+    return {name.strip(): reason.strip() for name, reason in pairs}
 
 
 class TrainSpec(Section):
@@ -130,6 +149,23 @@ class TrainSpec(Section):
             "a check can be wrong about a task, and each refusal must be accepted by name and with a reason"
         ),
     )
+
+    @field_validator("accept")
+    @classmethod
+    def _check_accept(cls, text: str | None) -> str | None:
+        # A probe may be accepted for one version of the task: `audit.PROBE@VERSION`.
+        names = (
+            name.partition("@")[0] if name.startswith("audit.") else name for name in read_accepted(text)
+        )
+        allowed = (*GATE_CHECKS, *(f"audit.{probe}" for probe in AUDIT_PROBES))
+        if unknown := ", ".join(name for name in names if name not in allowed):
+            raise SpecConflict(
+                {"train.accept": unknown},
+                "the gate has no such check",
+                allowed=", ".join(allowed),
+                next_step="correct the name",
+            )
+        return text
 
     @model_validator(mode="after")
     def _check_schedule(self) -> TrainSpec:

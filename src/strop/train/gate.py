@@ -17,7 +17,6 @@ import torch
 from strop.algorithm.building import find_idle_settings
 from strop.algorithm.losses import find_penalty_flaw
 from strop.audit import (
-    PROBE_IDS,
     QUICK_PROBES,
     AuditSettings,
     Verdict,
@@ -28,10 +27,11 @@ from strop.audit import (
     write_audit,
 )
 from strop.environments import choose_environment, run_groups
-from strop.errors import CheckRefused, ConfigError
+from strop.errors import CheckRefused
 from strop.policy.packing import PackedBatch, PackedGroup
 from strop.rollout import FinishReason, Group, IntArray, Rollout, Split
 from strop.spec.judge import judge_sections
+from strop.spec.train import read_accepted
 from strop.tasks import (
     PromptFormat,
     describe_counts,
@@ -115,27 +115,6 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
             next_step="mend the cause named above; nothing was trained",
         )
     return checks
-
-
-def read_accepted(text: str | None) -> dict[str, str]:
-    """Read `train.accept` into check name and reason.
-
-    Raises: ConfigError if a name is not a check of the gate.
-    """
-    pairs = [entry.split(":", 1) for entry in text.split(";")] if text else []
-    accepted = {name.strip(): reason.strip() for name, reason in pairs}
-    allowed = [check.__name__.removeprefix("check_") for check in _ALL_CHECKS]
-    allowed += [f"{_AUDIT}.{probe}" for probe in PROBE_IDS]
-    # A probe may be accepted for one version of the task: `audit.PROBE@VERSION`.
-    plain = {name: name.partition("@")[0] if name.startswith(f"{_AUDIT}.") else name for name in accepted}
-    unknown = sorted(name for name in accepted if plain[name] not in allowed)
-    if unknown:
-        raise ConfigError(
-            f"train.accept names {', '.join(unknown)}",
-            allowed=", ".join(allowed),
-            next_step="correct the name in the run file",
-        )
-    return accepted
 
 
 def check_prompt(gate: GateInput) -> GateCheck:
@@ -306,22 +285,3 @@ async def check_kl(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
         flaw = "policy and reference are the same weights and disagree about the same tokens"
     detail = f"mean gap to the reference {mean_nats:.2g} nats over {len(own)} tokens"
     return GateCheck(name="kl", is_passed=flaw is None, detail=f"{detail}; {flaw}" if flaw else detail)
-
-
-_ALL_CHECKS = (
-    check_prompt,
-    check_tokenizer,
-    check_tensors,
-    check_weights,
-    check_verifier,
-    check_audit,
-    check_judges,
-    check_schedule,
-    check_overlap,
-    check_room,
-    check_kl,
-    check_demonstrations,
-    check_terminator,
-    check_parity,
-)
-"""In the order in which they run."""

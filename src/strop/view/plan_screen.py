@@ -82,7 +82,9 @@ def _describe_time(planned: Plan) -> Iterator[tuple[str, str]]:
         yield "time", "unknown; why is said below"
         return
     parts = ", ".join(
-        f"{part.name} {describe_duration(part.amount)}" for part in time.step_parts if part.amount >= 0.05
+        f"{part.name} {describe_duration(part.amount)}"
+        for part in time.step_parts
+        if part.amount >= 0.01 * time.step_s
     )
     mark = "by measured speeds" if time.speeds.is_measured else "by assumed speeds"
     yield "time", f"{describe_duration(time.total_s)}, {mark}"
