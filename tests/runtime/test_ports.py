@@ -11,6 +11,8 @@ import pytest
 from strop.errors import CheckRefused
 from strop.runtime.ports import CHUNK_BYTES, PortRelay, Stream, hold_listener
 
+HEAD = b"GET /one HTTP/1.1\r\n\r\n"
+
 
 @asynccontextmanager
 async def echo_server() -> AsyncIterator[tuple[str, int]]:
@@ -104,8 +106,8 @@ def test_disconnecting_ends_connections_and_keeps_the_port() -> None:
     async def main() -> None:
         async with relay_to_echo() as relay:
             reader, writer = await asyncio.open_connection(relay.host, relay.port)
-            writer.write(b"one")
-            assert await reader.read(3) == b"one"
+            writer.write(HEAD)
+            assert await reader.readexactly(len(HEAD)) == HEAD
             relay.disconnect()
             assert await reader.read() == b""
             writer.close()
@@ -118,8 +120,8 @@ def test_a_closed_relay_gives_its_port_back_and_it_can_be_held_again() -> None:
     async def main() -> None:
         async with relay_to_echo() as relay:
             reader, writer = await asyncio.open_connection(relay.host, relay.port)
-            writer.write(b"one")
-            assert await reader.read(3) == b"one"
+            writer.write(HEAD)
+            assert await reader.readexactly(len(HEAD)) == HEAD
             await relay.close()
             await relay.close()
             assert await reader.read() == b""
@@ -149,8 +151,8 @@ def test_connections_beyond_the_limit_are_refused_and_others_served() -> None:
     async def main() -> None:
         async with relay_to_echo(max_connections=1) as relay:
             reader, writer = await asyncio.open_connection(relay.host, relay.port)
-            writer.write(b"one")
-            assert await reader.read(3) == b"one"
+            writer.write(HEAD)
+            assert await reader.readexactly(len(HEAD)) == HEAD
             assert (await ask(relay, b"GET / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
             writer.write(b"two")
             assert await reader.read(3) == b"two"

@@ -51,7 +51,7 @@ class HeldSandbox:
 
         Raises: CheckRefused if the address cannot be listened on.
         """
-        self._relay = await PortRelay.listen(self._dial, host=host)
+        self._relay = await PortRelay.listen(self._dial, key=self.order.session_api_key, host=host)
         self._running = asyncio.create_task(self._run())
 
     @property

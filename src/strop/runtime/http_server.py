@@ -25,7 +25,10 @@ from pydantic import BaseModel, ValidationError
 from strop.runtime.ports import Serve
 
 _CHUNK_BYTES = 1 << 18
+_HEAD_LIMIT_S = 10.0
+"""From the start of a connection to the end of its first request's head."""
 _IDLE_LIMIT_S = 120.0
+"""From an answer to the end of the next head."""
 _BODY_LIMIT_S = 300.0
 _DISCARD_LIMIT_S = 2.0
 _PART_NAME = re.compile(r'[; ]name="((?:[^"\\]|\\.)*)"|[; ]name=([^;\s"]+)')
@@ -112,11 +115,14 @@ async def serve_connection(
     import h11
 
     protocol = h11.Connection(h11.SERVER)
+    head_limit_s = _HEAD_LIMIT_S
     with suppress(ConnectionError, TimeoutError):
         while True:
             request: Request | None = None
             try:
-                request = await _read_request(protocol, reader, writer, admit, max_body_bytes)
+                request = await _read_request(
+                    protocol, reader, writer, admit, max_body_bytes=max_body_bytes, head_limit_s=head_limit_s
+                )
                 if request is None:
                     return
                 answer = await _handle(handler, request)
@@ -135,7 +141,8 @@ async def serve_connection(
                 **answer.headers,
                 **({"connection": "close"} if is_over else {}),
             }
-            head = h11.Response(status_code=answer.status, headers=list(headers.items()))
+            fields = [(name.encode(), _header_value(value)) for name, value in headers.items()]
+            head = h11.Response(status_code=answer.status, headers=fields)
             events = (head, h11.Data(data=answer.body if has_body else b""), h11.EndOfMessage())
             writer.write(b"".join(protocol.send(event) for event in events))
             await writer.drain()
@@ -143,6 +150,13 @@ async def serve_connection(
                 await _discard(reader, writer)
                 return
             protocol.start_next_cycle()
+            head_limit_s = _IDLE_LIMIT_S
+
+
+def _header_value(text: str) -> bytes:
+    """Return a header's bytes, in UTF-8; what a header cannot have, such as a line end, as %XX."""
+    encoded = text.strip().encode("utf-8", errors="surrogateescape")
+    return re.sub(rb"[\x00-\x1f\x7f]", lambda found: b"%%%02X" % ord(found[0]), encoded)
 
 
 async def _upgrade(
@@ -173,7 +187,9 @@ async def _read_request(
     reader: asyncio.StreamReader,
     writer: asyncio.StreamWriter,
     admit: Admit,
+    *,
     max_body_bytes: int,
+    head_limit_s: float,
 ) -> Request | None:
     """Return the next request, None at the end of the connection."""
     import h11
@@ -182,13 +198,15 @@ async def _read_request(
     head: h11.Request | None = None
     parts: list[bytes] = []
     num_bytes = 0
+    now = asyncio.get_running_loop().time
+    head_until = now() + head_limit_s
     while True:
         event = protocol.next_event()
         if event is h11.NEED_DATA:
             if protocol.they_are_waiting_for_100_continue:
                 proceed = h11.InformationalResponse(status_code=100, headers=[])
                 writer.write(protocol.send(proceed))
-            async with asyncio.timeout(_IDLE_LIMIT_S if head is None else _BODY_LIMIT_S):
+            async with asyncio.timeout_at(head_until if head is None else now() + _BODY_LIMIT_S):
                 protocol.receive_data(await reader.read(_CHUNK_BYTES))
         elif isinstance(event, h11.Request):
             head = event

@@ -186,7 +186,7 @@ class Placement:
         await asyncio.gather(*(relay.close() for relay in self._relays.values()))
 
     async def _hold_port(self, session: Session, port: int) -> None:
-        relay = await PortRelay.listen(partial(_dial, session), host=self._host, port=port)
+        relay = await PortRelay.listen(partial(_dial, session), key=session.key, host=self._host, port=port)
         session.port, session.url = relay.port, relay.url
         if session.is_alive:
             self._relays[session.runtime_id] = relay

@@ -3,6 +3,9 @@
 The port is listened on, on one interface, before any client learns of it. The bytes of each connection are
 relayed to the stream that `dial` returns then. While `dial` fails, the answer is 503: the sandbox waits, is
 paused, or is gone.
+
+A connection whose first head lacks the sandbox's key is a stranger's. Strangers take no place of those who
+have it: beyond a number of them the oldest of the peer with the most is cut off.
 """
 
 from __future__ import annotations
@@ -11,13 +14,19 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
+from typing import SupportsIndex
 
 from strop.errors import CheckRefused
 
 CHUNK_BYTES = 64 << 10
 """Buffer for each direction of a connection; when it is full, the writer waits."""
+_HEAD_LIMIT_S = 10.0
+"""From the start of a connection to the end of its first request's head."""
+_MAX_HEAD_BYTES = 64 << 10
+_MAX_STRANGERS = 256
 _DIAL_LIMIT_S = 10.0
 _REFUSE_LIMIT_S = 5.0
 _BACKLOG = 256
@@ -32,15 +41,40 @@ Raises: OSError, whose text is answered with 503.
 """
 
 
+class _Input(asyncio.StreamReader):
+    """The bytes of a connection, with the head of its first request."""
+
+    def __init__(self) -> None:
+        super().__init__(limit=CHUNK_BYTES)
+        self.head = b""
+        self.has_head = asyncio.Event()
+
+    def feed_data(self, data: Iterable[SupportsIndex]) -> None:
+        """Take bytes."""
+        if not self.has_head.is_set():
+            self.head += bytes(data)
+            if b"\r\n\r\n" in self.head or len(self.head) > _MAX_HEAD_BYTES:
+                self.has_head.set()
+        super().feed_data(data)
+
+    def feed_eof(self) -> None:
+        """Take the end of the stream."""
+        self.has_head.set()
+        super().feed_eof()
+
+
 class PortRelay:
     """One held port. Made by `listen`, released by `close`."""
 
-    def __init__(self, listener: socket.socket, dial: Dial, *, max_connections: int) -> None:
+    def __init__(self, listener: socket.socket, dial: Dial, *, key: str, max_connections: int) -> None:
         self._listener = listener
+        self._key = key.encode()
         self._dial = dial
         self._max_connections = max_connections
         self._open: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], str] = {}
+        """Peers of connections that have not shown the key, the oldest first."""
         self._server: asyncio.Server | None = None
         self.last_used_at = time.monotonic()
         """When bytes last came from a client, by the monotonic clock."""
@@ -48,17 +82,19 @@ class PortRelay:
 
     @classmethod
     async def listen(
-        cls, dial: Dial, *, host: str = "127.0.0.1", port: int = 0, max_connections: int = 256
+        cls, dial: Dial, *, key: str = "", host: str = "127.0.0.1", port: int = 0, max_connections: int = 256
     ) -> PortRelay:
         """Hold a port on one address of this machine; 0 lets the system pick a free one.
+
+        `key`: that of the sandbox; empty: every caller is served.
 
         Raises: CheckRefused if the port is taken or the address is not this machine's.
         """
         listener = hold_listener(host, port, backlog=_BACKLOG)
-        relay = cls(listener, dial, max_connections=max_connections)
+        relay = cls(listener, dial, key=key, max_connections=max_connections)
         try:
-            relay._server = await asyncio.start_server(
-                relay._serve, sock=listener, limit=CHUNK_BYTES, backlog=_BACKLOG
+            relay._server = await asyncio.get_running_loop().create_server(
+                lambda: asyncio.StreamReaderProtocol(_Input(), relay._serve), sock=listener, backlog=_BACKLOG
             )
         except (asyncio.CancelledError, OSError):
             # If it is cancelled after asyncio began to listen, there is no server to close.
@@ -94,21 +130,36 @@ class PortRelay:
         assert task is not None
         self._tasks.add(task)
         self._open.add(writer)
+        self._strangers[task] = str((writer.get_extra_info("peername") or [""])[0])
+        if len(self._strangers) > _MAX_STRANGERS:
+            self._cut_off_stranger()
         try:
+            assert isinstance(reader, _Input)
+            async with asyncio.timeout(_HEAD_LIMIT_S):
+                await reader.has_head.wait()
+            if self._key in reader.head:
+                self._strangers.pop(task, None)
             await self._relay(reader, writer)
         except OSError:
             # One side went away; the other sees the end of its connection.
             pass
         except asyncio.CancelledError:
-            # Only `close` cancels, and asyncio would log it.
+            # asyncio would log it.
             pass
         finally:
             writer.close()
             self._open.discard(writer)
             self._tasks.discard(task)
+            self._strangers.pop(task, None)
+
+    def _cut_off_stranger(self) -> None:
+        (peer, _), *_ = Counter(self._strangers.values()).most_common(1)
+        oldest = next(task for task, its_peer in self._strangers.items() if its_peer == peer)
+        del self._strangers[oldest]
+        oldest.cancel()
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._tasks) > self._max_connections:
+        if len(self._tasks) - len(self._strangers) > self._max_connections:
             await _refuse(reader, writer, f"more than {self._max_connections} connections at once")
             return
         try:

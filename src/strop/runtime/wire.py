@@ -60,6 +60,11 @@ def read_object(body: bytes) -> dict[str, Any]:
         raise HttpError(400, f"the body is not JSON ({error})") from error
     if not isinstance(content, dict):
         raise HttpError(422, "the body is not a JSON object")
+    try:
+        # JSON can write half of a character ("\\ud800"), which no later message, path or file can.
+        json.dumps(content, ensure_ascii=False).encode()
+    except (UnicodeEncodeError, RecursionError) as error:
+        raise HttpError(422, f"the body has text that is no Unicode ({error})") from error
     return content
 
 
@@ -85,8 +90,8 @@ def read_start(body: bytes) -> StartRequest:
         raise HttpError(
             422, f"resource_factor {request.resource_factor} is not above 0, at most {MAX_FACTOR:g}"
         )
-    if not request.image.strip() or "\0" in request.image:
-        raise HttpError(422, "image is empty")
+    if not request.image.strip() or "\0" in request.image or request.image.startswith("-"):
+        raise HttpError(422, "image is empty, or begins with -")
     if not request.working_dir.startswith("/") or "\0" in request.working_dir:
         raise HttpError(422, "working_dir is not an absolute path")
     return request

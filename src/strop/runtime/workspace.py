@@ -62,16 +62,7 @@ _MAX_DIFF_BYTES = MIB
 _EMPTY_TREE = "4b825dc642cb6eb9a060e54bf8d69288fbee4904"
 _CHANGES = {"M": "UPDATED", "A": "ADDED", "D": "DELETED", "U": "UPDATED", "T": "UPDATED"}
 _DEFAULT_EXCLUDES = ("node_modules/", ".venv/", "venv/", "__pycache__/", "*.pyc", ".cache/", ".git/")
-# Prints the base commit of a diff.
-_FIND_BASE = """
-git rev-parse --git-dir >/dev/null 2>&1 || exit 3
-git rev-parse --verify -q HEAD >/dev/null || { echo EMPTY; exit 0; }
-head=$(git rev-parse HEAD)
-for name in origin/HEAD origin/main origin/master; do
-  base=$(git merge-base HEAD "$name" 2>/dev/null) && [ "$base" != "$head" ] && { echo "$base"; exit 0; }
-done
-echo "$head"
-"""
+_DEFAULT_BRANCHES = ("origin/HEAD", "origin/main", "origin/master")
 
 
 class _Order(BaseModel):
@@ -293,8 +284,7 @@ class Workspace:
     async def _make_directory(self, request: Request) -> Answer:
         path = _absolute_path_of(request)
         result = await self._sandbox.exec(["mkdir", "-p", path], wall_limit_s=30.0)
-        if result.exit_code:
-            raise HttpError(400, result.stderr.decode(errors="replace").strip())
+        _require_exit(result)
         return json_answer({"success": True})
 
     async def _archive(self, request: Request) -> Answer:
@@ -387,7 +377,7 @@ class Repository:
         if commit:
             modified = await self._show(folder, f"{commit}:./{name}")
         else:
-            result = await self._sandbox.exec(["cat", "--", path], wall_limit_s=_GIT_LIMIT_S)
+            result = _require_end(await self._run(["cat", "--", path]))
             modified = None if result.exit_code else _text_of(result)
         if original is None and modified is None:
             raise HttpError(400, f"File does not exist: {path}")
@@ -410,9 +400,8 @@ class Repository:
             ("X-Archive-Branch", ("rev-parse", "--abbrev-ref", "HEAD")),
             ("X-Archive-Repo-Root", ("rev-parse", "--show-toplevel")),
         ):
-            result = await self._run(["git", "-C", path, *words])
-            if result.exit_code == 0:
-                facts[header] = result.stdout.decode(errors="replace").strip()
+            if (fact := await self._ask(path, *words)) is not None:
+                facts[header] = fact
         if not is_delta:
             flags = [f"--exclude={pattern.rstrip('/')}" for pattern in excludes]
             result = await self._run(["tar", "-C", path, "-czf", "-", *flags, "."])
@@ -437,26 +426,27 @@ class Repository:
         return result.stdout, facts
 
     async def _find_base(self, folder: str, ref: str) -> str | None:
-        if ref:
-            result = await self._run(["git", "-C", folder, "rev-parse", "--git-dir"])
-            if result.exit_code:
-                return None
-            verify = ("rev-parse", "--verify", "-q", f"{ref}^{{commit}}")
-            result = await self._run(["git", "-C", folder, *verify])
-            if result.exit_code and (ref == "HEAD" or ref.endswith("^")):
-                return _EMPTY_TREE
-            if result.exit_code:
-                raise HttpError(400, f"{ref!r} is no commit of this repository")
-            return result.stdout.decode().strip()
-        result = await self._run(["/bin/sh", "-c", _FIND_BASE], cwd=folder)
-        if result.kind is not ExecKind.EXITED or result.exit_code:
+        if await self._ask(folder, "rev-parse", "--git-dir") is None:
             return None
-        word = result.stdout.decode().strip()
-        return _EMPTY_TREE if word == "EMPTY" else word
+        commit = await self._ask(folder, "rev-parse", "--verify", "-q", f"{ref or 'HEAD'}^{{commit}}")
+        if commit is None and ref not in ("", "HEAD") and not ref.endswith("^"):
+            raise HttpError(400, f"{ref!r} is no commit of this repository")
+        if ref or commit is None:
+            return commit or _EMPTY_TREE
+        for name in _DEFAULT_BRANCHES:
+            base = await self._ask(folder, "merge-base", commit, name)
+            if base not in (None, commit):
+                return base
+        return commit
 
     async def _show(self, folder: str, name: str) -> str | None:
-        result = await self._run(["git", "-C", folder, "show", name])
+        result = _require_end(await self._run(["git", "-C", folder, "show", name]))
         return None if result.exit_code else _text_of(result)
+
+    async def _ask(self, folder: str, *words: str) -> str | None:
+        """Return what git says; None if it says no. Raises: HttpError 500 if it was killed."""
+        result = _require_end(await self._run(["git", "-C", folder, *words]))
+        return None if result.exit_code else result.stdout.decode(errors="replace").strip()
 
     async def _git(self, folder: str, *words: str) -> ExecResult:
         return _require_exit(await self._run(["git", "-C", folder, "--no-pager", *words]))
@@ -467,9 +457,16 @@ class Repository:
         return await self._sandbox.exec(argv, wall_limit_s=_GIT_LIMIT_S, env=env, cwd=cwd)
 
 
+def _require_end(result: ExecResult) -> ExecResult:
+    """Refuse what a program said that was killed. Raises: HttpError 500."""
+    if result.kind not in (ExecKind.EXITED, ExecKind.NOT_STARTED):
+        raise HttpError(500, f"it was killed ({result.kind}), so its answer is not known")
+    return result
+
+
 def _require_exit(result: ExecResult) -> ExecResult:
-    if result.kind is not ExecKind.EXITED or result.exit_code:
-        raise HttpError(400, result.stderr.decode(errors="replace").strip() or f"git ended as {result.kind}")
+    if _require_end(result).exit_code:
+        raise HttpError(400, result.stderr.decode(errors="replace").strip())
     return result
 
 

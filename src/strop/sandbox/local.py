@@ -318,6 +318,13 @@ def _refuse_unsupported(spec: SandboxSpec, backend: str) -> None:
 
     Raises: SandboxRefused with kind image, user, mounts or workspace.
     """
+    if spec.image is not None and spec.image.startswith("-"):
+        raise SandboxRefused(
+            f"image {spec.image!r}",
+            allowed="the name of an image, or the absolute path of a directory tree",
+            next_step="name the image",
+            kind="image",
+        )
     if spec.image is not None and backend not in ENGINES:
         raise SandboxRefused(
             f"image {spec.image!r} in a {backend} sandbox",

@@ -1,0 +1,202 @@
+"""A service's clients and strangers hold its slots and ports, break its answers, or hear that all is well."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from strop.errors import SandboxRefused
+from strop.runtime.contract import State
+from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
+from tests.fixtures.nodes import Orders, on_node, workspace_at
+from tests.fixtures.runtime_service import service, start_body
+from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
+
+HALF = "\ud800"
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git (not installed)")
+SILENT = b""
+HALF_A_HEAD = b"GET /alive HTTP/1.1\r\nhost: x\r\n"
+WITHOUT_KEY = b"GET /api/git/changes?path=/ HTTP/1.1\r\nhost: x\r\n\r\n"
+OPEN_PATH = b"GET /alive HTTP/1.1\r\nhost: x\r\n\r\n"
+
+UNSPEAKABLE = {
+    "image": {"image": f"img{HALF}"},
+    "working_dir": {"working_dir": f"/work{HALF}"},
+    "environment": {"environment": {"NAME": HALF}},
+    "environment-name": {"environment": {HALF: "value"}},
+    "command": {"command": ["openhands-agent-server", HALF]},
+    "session_id": {"session_id": f"S{HALF}"},
+    "image-as-option": {"image": "--help"},
+}
+
+
+def test_a_start_that_nobody_can_pass_on_is_refused_and_holds_no_slot(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with service(tmp_path) as it:
+            await it.add_node(1)
+            statuses = {}
+            for name, changes in UNSPEAKABLE.items():
+                body = json.dumps(start_body("a", session_id=f"S-{name}") | changes)
+                answer = await it.client.post("/start", content=body)
+                statuses[name] = answer.status_code
+            assert {name: 400 <= status < 500 for name, status in statuses.items()} == dict.fromkeys(
+                UNSPEAKABLE, True
+            ), statuses
+            for path in ("/stop", "/pause", "/resume"):
+                answer = await it.client.post(path, content=json.dumps({"runtime_id": HALF}))
+                assert 400 <= answer.status_code < 500
+            assert (await it.client.get("/list")).json()["runtimes"] == []
+            await it.start("S1")
+            await it.until_session("S1", pod_status="ready")
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("backend", ["process", pytest.param("podman", marks=needs_podman)])
+def test_an_image_is_no_option_of_an_engine(backend: str) -> None:
+    with pytest.raises(SandboxRefused) as caught:
+        asyncio.run(make_backend(backend).create(SandboxSpec(image="--help", min_level=IsolationLevel.NONE)))
+    assert caught.value.kind == "image"
+    assert "Usage" not in str(caught.value)
+
+
+async def connect(url: str, words: bytes, number: int) -> list[asyncio.StreamWriter]:
+    where = urlsplit(url)
+    writers = []
+    for _ in range(number):
+        _, writer = await asyncio.open_connection(where.hostname, where.port)
+        writer.write(words)
+        writers.append(writer)
+    return writers
+
+
+async def cut(writers: list[asyncio.StreamWriter]) -> None:
+    for writer in writers:
+        writer.transport.abort()
+    await asyncio.sleep(0)
+
+
+@pytest.mark.parametrize(
+    "words", [SILENT, HALF_A_HEAD, WITHOUT_KEY, OPEN_PATH], ids=["silent", "half", "no-key", "open-path"]
+)
+def test_strangers_at_a_sandboxs_port_take_no_place_of_its_owner(words: bytes) -> None:
+    async def work(orders: Orders) -> None:
+        url = await orders.start("r1")
+        await orders.wait_for("r1", State.READY)
+        writers = await connect(url, words, 270)
+        try:
+            async with workspace_at(url) as workspace:
+                assert await workspace.run("echo served") == (0, "served\n", "")
+        finally:
+            await cut(writers)
+
+    on_node(work)
+
+
+def test_strangers_at_a_port_of_the_service_take_no_place_of_its_owner(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with service(
+            tmp_path,
+        ) as it:
+            await it.add_node()
+            await it.start("S1")
+            await it.until_session("S1", pod_status="ready")
+            record = await it.session("S1")
+            writers = await connect(record["url"], SILENT, 270)
+            try:
+                async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
+                    headers = {"X-Session-API-Key": record["session_api_key"]}
+                    answer = await client.get(record["url"] + "/alive", headers=headers)
+                assert answer.status_code == 200
+            finally:
+                await cut(writers)
+
+    asyncio.run(main())
+
+
+@pytest.mark.slow
+def test_who_says_nothing_is_cut_off() -> None:
+    async def work(orders: Orders) -> None:
+        url = await orders.start("r1")
+        await orders.wait_for("r1", State.READY)
+        for address in (url, orders.node.url):
+            where = urlsplit(address)
+            readers = []
+            for words in (SILENT, HALF_A_HEAD):
+                reader, writer = await asyncio.open_connection(where.hostname, where.port)
+                writer.write(words)
+                readers.append((reader, writer))
+            async with asyncio.timeout(25.0):
+                for reader, writer in readers:
+                    await reader.read()
+                    writer.transport.abort()
+
+    on_node(work)
+
+
+@needs_git
+@pytest.mark.parametrize("name", ["größe", "日本", "tab-and\nline"], ids=["latin", "wide", "line-end"])
+def test_names_that_are_not_ascii_come_with_an_archive(name: str) -> None:
+    async def work(orders: Orders) -> None:
+        url = await orders.start("r1")
+        await orders.wait_for("r1", State.READY)
+        async with workspace_at(url) as workspace:
+            branch = name.replace("\n", "-")
+            script = (
+                f"cd && mkdir -p '{name}' && cd '{name}' && git init -q -b '{branch}' . && echo one > one"
+                " && git add . && git -c user.name=a -c user.email=b commit -qm c && echo two > one && pwd"
+            )
+            code, place, errors = await workspace.run(script)
+            assert code == 0, errors
+            params = {"path": place.removesuffix("\n")}
+            answer = await workspace.client.get("/api/file/archive", params=params)
+            assert answer.status_code == 200, answer.text
+            assert answer.headers["X-Archive-Branch"] == branch
+            assert b"+two" in answer.content
+
+    on_node(work)
+
+
+KILL_GIT = """
+end=$(($(date +%s) + 30))
+while [ $(date +%s) -lt $end ]; do
+  for one in 1 2 3 4 5 6 7 8 9 10; do
+    for place in /proc/[0-9]*; do
+      read -r name < $place/comm && [ "$name" = git ] && kill -9 ${place#/proc/}
+    done
+  done
+done 2>/dev/null
+"""
+
+
+@needs_git
+@needs_bubblewrap
+def test_a_killed_git_says_nothing_of_a_repository() -> None:
+    async def work(orders: Orders) -> None:
+        url = await orders.start("r1")
+        await orders.wait_for("r1", State.READY)
+        async with workspace_at(url) as workspace:
+            script = (
+                "cd && git init -q repo && cd repo && echo one > one && git add ."
+                " && git -c user.name=a -c user.email=b commit -qm c && echo two > one && pwd"
+            )
+            code, place, errors = await workspace.run(script)
+            assert code == 0, errors
+            ask = {"path": place.strip()}
+            true = [{"status": "UPDATED", "path": "one"}]
+            assert (await workspace.client.get("/api/git/changes", params=ask)).json() == true
+            await workspace.client.post(
+                "/api/bash/start_bash_command", json={"command": KILL_GIT, "timeout": 40}
+            )
+            answers = [await workspace.client.get("/api/git/changes", params=ask) for _ in range(60)]
+            told = [answer.json() for answer in answers if answer.status_code == 200]
+            assert [changes for changes in told if changes != true] == []
+            assert {answer.status_code for answer in answers} - {200} == {500}
+
+    on_node(work, ("bubblewrap",))
