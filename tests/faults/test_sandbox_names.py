@@ -214,8 +214,12 @@ def test_keys_lie_where_no_sandbox_sees_them(place: str, tmp_path: Path, run: Ru
     keys.write_text("nodes " + "k" * 24)
     keys.chmod(0o600)
     words = ["--controller", "http://127.0.0.1:9", "--key-file", keys, "--backend", "process"]
+    if place == "images":
+        words += ["--image-dir", tmp_path]
     try:
-        assert run("runtime", "node", *words, "--image-dir", tmp_path).code == 2
+        ended = run("runtime", "node", *words)
+        assert ended.code == 2
+        assert str(keys.parent.parent) in ended.err
     finally:
         keys.unlink()
 
