@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from strop import __version__
 from strop.cli.arguments import alias
@@ -23,11 +23,27 @@ from strop.cli.runtime import runtime_commands
 from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
 from strop.cli.tasks import audit, environment_commands, task_commands
 from strop.cli.train import sft, train
-from strop.errors import EXIT_DONE, EXIT_FAILED, StropError
+from strop.errors import EXIT_DONE, EXIT_FAILED, StropError, describe_error
+from strop.io.exits import guarding_exit
 
 _TYPER_CTRL_C = 130
 
+
+class _Program(TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command. Commands return or raise `typer.Exit`: a SystemExit is that of a user's code."""
+        try:
+            return super().invoke(ctx)
+        except SystemExit as end:
+            raise StropError(
+                f"code that this command ran ended the process: {describe_error(end)}",
+                allowed="code that returns, or raises another exception",
+                next_step="remove that exit",
+            ) from end
+
+
 app = typer.Typer(
+    cls=_Program,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -95,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     output = Output()
     command = typer.main.get_command(app)
     try:
-        with output.hear_notices():
+        with guarding_exit(), output.hear_notices():
             command(args=arguments, prog_name="strop", obj=output)
     except SystemExit as end:
         # Typer returns this way: with 0, or with 2 after printing an error of usage.

@@ -200,9 +200,11 @@ def _run_to_end(run_file: Path, log_path: Path, *, is_new: bool) -> Run:
     if code != EXIT_DONE:
         why = refusals[-1] if refusals else f"strop train ended with exit code {code}; {log_path} says more"
         raise _ERRORS.get(code or 0, StropError)(why)
+    path = Path(next(line.removeprefix(_RUN_WORD) for line in lines if line.startswith(_RUN_WORD)))
+    if not RunDir.open(path).is_finished:
+        raise StropError(f"strop train ended with exit code 0, and {path} has no end; {log_path} says more")
     log_path.unlink()
-    path = next(line.removeprefix(_RUN_WORD) for line in lines if line.startswith(_RUN_WORD))
-    return Run(path=Path(path))
+    return Run(path=path)
 
 
 def _follow(child: ChildProcess, log_path: Path) -> Iterator[str]:

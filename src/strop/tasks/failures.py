@@ -55,6 +55,7 @@ def owner_of_error(kind: str) -> FailureOwner:
 class catch_failure:
     """Run a block and keep its exception, with traceback, in `failure` (None: no exception).
 
+    SystemExit is kept too: foreign code does not decide that a run ends, or how.
     Errors of the whole run pass through: cancellation, WeightMismatch, ConfigError, RunStopped, Interrupted.
     A class and not a generator, for speed: every rollout in flight is inside one.
     """
@@ -71,13 +72,13 @@ class catch_failure:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Keep an exception, unless it concerns the whole run."""
         # boundary: rollout worker
-        if not isinstance(error, Exception) or isinstance(error, _OF_THE_RUN):
+        if not isinstance(error, Exception | SystemExit) or isinstance(error, _OF_THE_RUN):
             return False
         self.failure = to_failure(error, self._owner() if callable(self._owner) else self._owner)
         return True
 
 
-def to_failure(error: Exception, owner: FailureOwner) -> Failure:
+def to_failure(error: Exception | SystemExit, owner: FailureOwner) -> Failure:
     """Convert an exception to a failure; `detail` is its traceback and a last line with message and place.
 
     `owner` is the default; `AttemptFailed` and errors of the machine have their own.

@@ -74,7 +74,7 @@ def blaming(ref: CodeRef, doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # boundary: user code
+    except (Exception, SystemExit) as error:  # boundary: user code
         raise ConfigError(
             f"{ref} cannot {doing}: {_blame(error, ref)}",
             allowed="code that runs with what is installed here",
@@ -82,7 +82,7 @@ def blaming(ref: CodeRef, doing: str) -> Iterator[None]:
         ) from error
 
 
-def _blame(error: Exception, ref: CodeRef) -> str:
+def _blame(error: BaseException, ref: CodeRef) -> str:
     """Format an error as one line with its file and line in the user's code."""
     if isinstance(error, SyntaxError) and error.filename:
         # The file has not run, so no frame is in it.

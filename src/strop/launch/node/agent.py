@@ -173,7 +173,7 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
         return NodeEnd(exit_code=EXIT_DONE, cause="")
     roles = tuple(role for role in plan.roles if is_place(role.nodes, task.node, task.part))
     awaited = tuple(role for role in roles if role.is_awaited)
-    if awaited and (task.trial_path / STATE_NAME).is_file() and RunDir.open(task.trial_path).is_finished:
+    if awaited and (task.trial_path / STATE_NAME).is_file() and not _is_unfinished(task.trial_path):
         # An earlier attempt has finished the run.
         roles = awaited
     node = _Node(task=task, plan=plan, roles=roles, log=log)
@@ -266,7 +266,19 @@ def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
             reap_orphans([role.child.pid for role in roles])
             return peers.check() or (stall.check() if stall else None)
 
-        return watch_roles(roles, stop, check=check, say=node.say)
+        end = watch_roles(roles, stop, check=check, say=node.say)
+    if end.exit_code == EXIT_DONE and not is_sidecar and _is_unfinished(node.task.trial_path):
+        # Code that the run calls can end its process with any exit code.
+        cause = (
+            f"role {end.role} ended with exit code 0, and the run's record has no end: its steps are not done"
+        )
+        return replace(end, exit_code=EXIT_FAILED, cause=cause)
+    return end
+
+
+def _is_unfinished(trial_path: Path) -> bool:
+    """Whether a trial has a run's record, and the run is not finished."""
+    return (trial_path / STATE_NAME).is_file() and not RunDir.open(trial_path).is_finished
 
 
 def _fill(role: RolePlan, task: NodeTask, code_path: Path) -> RolePlan:

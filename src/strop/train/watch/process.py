@@ -25,6 +25,7 @@ from strop.errors import EXIT_FAILED
 from strop.hardware import free_disk_bytes, free_memory_bytes
 from strop.hardware.process import show_stacks_of_children
 from strop.io.atomic import walk_files
+from strop.io.exits import end_process
 from strop.policy.footprint import checkpoint_bytes, count_trained, read_model_size
 from strop.record import Event, EventKind, RunDir
 from strop.record.prediction import NUM_WARM_UP, Prediction, scale_to_work
@@ -83,7 +84,7 @@ class Watchdog:
                 report.start()
                 report.join(TELL_LIMIT_S)
                 # Not sys.exit: the main thread is the one that hangs.
-                os._exit(EXIT_FAILED)
+                end_process(EXIT_FAILED)
 
     def _report(self, stage: str, stalled_s: float) -> None:
         """Report the stall; write all threads' stacks to the run's log, and have children write theirs."""
