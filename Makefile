@@ -31,7 +31,7 @@ help:
 	@echo "make system-deps  install the system packages that some tests need (as root)"
 	@echo "make harness-deps make the environment of lm-eval, whose verdicts some tests compare with"
 	@echo "make vllm-deps    make the environment of vLLM, for engine.kind = vllm"
-	@echo "make guest-deps   make the environments of packages whose worlds strop plays (textarena, verifiers)"
+	@echo "make guest-deps   make the environments of packages whose worlds strop plays (verifiers)"
 	@echo "make openhands-deps  make the environment of OpenHands' client, whose protocol the runtime serves"
 	@echo "make agents-deps  make the environments of mini-swe-agent, mcp and openenv-core, which tests use"
 	@echo "make browser-deps  fetch axe-core by npm, with which tests look for faults of accessibility"
@@ -147,9 +147,7 @@ agents-deps: $(READY)
 # Packages whose environments strop plays, each in an environment of its own in the user's cache, 1.5 GB.
 guest-deps: $(READY)
 	@$(IN_VENV) -c "from strop.agents.verifiers import environment_of; \
-		from strop.environments.textarena import TEXTARENA; \
 		from strop.store.python_environment import ensure_environment; \
-		ensure_environment(TEXTARENA, say=print); \
 		[ensure_environment(environment_of((), form), say=print) for form in ('v1', 'v0')]"
 
 # axe-core, which finds faults of accessibility in the pages that tests open: 0.7 MB in the user's cache. Needs npm.

@@ -30,7 +30,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "mixture": ("task.parts.a.name=mbpp", "task.parts.b.name=gsm8k", "task.parts.c.name=arithmetic"),
 }
 WITHOUT_DATA = frozenset({"arithmetic", "dummy", "reverse-text", "reasoning-gym", "guess-number", "research"})
-PACKAGES = frozenset({"textarena", "verifiers", "openenv"})
+PACKAGES = frozenset({"verifiers", "openenv"})
 """What is asked there is made by a package in an environment of its own."""
 PlanIt = Callable[..., Plan]
 

@@ -29,7 +29,7 @@ def prompts_digest(task: Task) -> str:
     return hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
 
 
-GUESTS = {"textarena", "verifiers", "openenv"}
+GUESTS = {"verifiers", "openenv"}
 
 
 def test_every_built_in_task_is_known() -> None:

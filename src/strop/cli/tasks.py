@@ -11,6 +11,7 @@ import typer
 
 from strop.cli.arguments import Json, Overrides, RunFile, alias
 from strop.cli.output import Output
+from strop.errors import EXIT_FAILED
 
 if TYPE_CHECKING:
     from strop.audit import AuditReport, AuditSettings
@@ -247,7 +248,7 @@ def _audit_all(output: Output, settings: AuditSettings, words: Sequence[str], *,
     rows, reports = [], {}
     for label, spec in list_audits(words):
         if spec is None:
-            needed = {"mixture": "files: mixture.parts", "textarena": "a game: textarena.game"}
+            needed = {"mixture": "files: mixture.parts"}
             needed |= {"verifiers": "a taskset: verifiers.taskset", "mlgym": "a checkout: mlgym.root"}
             needed |= {"harbor": "task directories: harbor.root", "openenv": "a server: openenv.url"}
             cause = f"needs {needed.get(label, f'files: {label}.source')}=..."
@@ -311,6 +312,8 @@ def play(
     right = {None: "", True: ", right", False: ", not right"}[outcome.is_correct]
     metrics = "".join(f", {name} {value:g}" for name, value in outcome.metrics.items())
     output.give(f"score: {reward}{right}{metrics}")
+    if outcome.failure is not None:
+        raise typer.Exit(EXIT_FAILED)
 
 
 @environment_commands.command("export")
