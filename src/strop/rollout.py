@@ -42,6 +42,8 @@ class Split(StrEnum):
 
 RESTART = "restart"
 """Role of a prompt that was rendered anew because the ids before it could not be extended."""
+CONVERSATION = "conversation"
+"""Role of a prompt with which a program begins another conversation, or edits an earlier one."""
 PROMPT_TOO_LONG = "prompt_too_long"
 """Kind of failure: the model has no room for a whole reply behind the prompt, so nobody was asked."""
 
@@ -268,7 +270,7 @@ class Turn:
     """What one speaker said, as text and as the exact token ids that were fed or sampled."""
 
     role: str
-    """'prompt', 'assistant' or `RESTART`."""
+    """'prompt', 'assistant', `RESTART` or `CONVERSATION`."""
     text: str
     """Of a reply, what is judged: without the terminator or the stop string that ended it."""
     token_ids: IntArray
@@ -403,7 +405,7 @@ class Rollout:
 
     @property
     def samples(self) -> tuple[tuple[Turn, ...], ...]:
-        """The turns, cut where a prompt was rendered anew: what the policy saw and said in one piece.
+        """The turns, cut where a prompt holds a whole conversation: what was seen and said in one piece.
 
         Each piece begins with a prompt. Its ids, joined, are what the engine was given and sampled.
         """
@@ -427,8 +429,8 @@ class Rollout:
 
 
 def cut_samples(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:
-    """Return turns cut where a prompt was rendered anew; see `Rollout.samples`."""
-    restarts = [index for index, turn in enumerate(turns) if turn.role == RESTART and index]
+    """Return turns cut where a prompt holds a whole conversation; see `Rollout.samples`."""
+    restarts = [index for index, turn in enumerate(turns) if turn.role in (RESTART, CONVERSATION) and index]
     return tuple(tuple(turns[start:end]) for start, end in itertools.pairwise([0, *restarts, len(turns)]))
 
 

@@ -58,6 +58,8 @@ class Spoken:
     calls: tuple[ToolCall, ...] = ()
     mistakes: tuple[str, ...] = ()
     """What was to be a call and is none, and why; in words for the model."""
+    source: str = ""
+    """The text behind the thinking, calls included."""
 
 
 def find_format(chat_template: str | None) -> CallFormat:
@@ -101,7 +103,7 @@ def read_reply(text: str, form: CallFormat, schemas: Mapping[str, Mapping[str, A
     reasoning = before.partition(_OPEN)[2] or before if is_closed else None
     rest = behind if is_closed else text
     found = _READERS[form](rest, schemas) if schemas else Spoken(content=rest)
-    return replace(found, content=found.content.strip(), reasoning=reasoning)
+    return replace(found, content=found.content.strip(), reasoning=reasoning, source=rest.strip())
 
 
 def name_calls(calls: Sequence[ToolCall], turn: int) -> tuple[ToolCall, ...]:

@@ -20,7 +20,7 @@ from strop.engine import Completion, GenerationRequest
 from strop.environments import PromptCache, choose_environment, run_rollout
 from strop.environments.recording import CallsUsedUp, Recorder
 from strop.errors import ConfigError, EngineError
-from strop.rollout import RESTART, FailureOwner, FinishReason, Message, Rollout, Split, Turn
+from strop.rollout import CONVERSATION, FailureOwner, FinishReason, Message, Rollout, Split, Turn
 from strop.spec.reader import load_spec
 from strop.tasks import build_task
 from strop.testing.dummy_engine import DummyEngine, ScriptedReply
@@ -47,8 +47,10 @@ class Asked:
         bounds = {"max_reply_tokens": 400, "max_positions": None, **bounds}
         self.recorder = Recorder(PromptCache(tokenizer, "auto"), self.sample, **bounds)
 
-    async def sample(self, prompt_ids: Any, num_tokens: int, stream: int) -> Completion:
-        request = request_for(prompt_ids, max_tokens=num_tokens, seed=stream, stops={260})
+    async def sample(
+        self, prompt_ids: Any, num_tokens: int, stream: int, stop: tuple[str, ...]
+    ) -> Completion:
+        request = request_for(prompt_ids, max_tokens=num_tokens, seed=stream, stops={260}, stop_strings=stop)
         return await self.engine.generate(request)
 
     def let(self, work: Callable[[openai.AsyncOpenAI], Any]) -> Any:
@@ -74,7 +76,7 @@ class Asked:
         seen: list[int] = []
         asked = []
         for turn in self.turns:
-            if turn.role == RESTART:
+            if turn.role == CONVERSATION:
                 seen = []
             if turn.is_sampled:
                 asked.append(list(seen))
@@ -156,7 +158,10 @@ def test_another_conversation_an_edit_and_a_branch_are_samples_of_their_own(tmp_
         await chat(client, {"role": "developer", "content": "Sum up."}, user("x"))
 
     asked.let(work)
-    assert [turn.role for turn in asked.turns] == ["prompt", "assistant"] * 2 + [RESTART, "assistant"] * 3
+    assert [turn.role for turn in asked.turns] == ["prompt", "assistant"] * 2 + [
+        CONVERSATION,
+        "assistant",
+    ] * 3
     assert [turn.text for turn in asked.turns if turn.is_sampled] == ["a", "b", "c", "d", "e"]
     asked.check()
     branch = asked.turns[4]
@@ -169,8 +174,10 @@ def test_another_conversation_an_edit_and_a_branch_are_samples_of_their_own(tmp_
         ({"n": 129}, "n is 129; allowed: 1 to 128"),
         ({"logprobs": True, "top_logprobs": 2}, "top_logprobs=2; allowed: 0"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tools": [LOOK], "tool_choice": "required"}, 'tool_choice="required"'),
+        ({"response_format": {"type": "grammar"}}, "grammar"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"functions": [LOOK["function"]]}, "functions"),
+        ({"stop": [""]}, "stop"),
         ({"max_tokens": 0}, "max_tokens is no number"),
         ({"messages": []}, "there is no message"),
         ({"messages": [{"content": "x"}]}, "cannot be read"),
@@ -213,7 +220,7 @@ def test_several_choices_are_samples_of_their_own(tmp_path: Path) -> None:
     assert first.seed != second.seed
     assert [turn.role for turn in asked.turns] == [
         *("prompt", "assistant"),
-        *(RESTART, "assistant"),
+        *(CONVERSATION, "assistant"),
         *("prompt", "assistant"),
     ]
     asked.check()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.engine import GenerationRequest
-from strop.rollout import RESTART
+from strop.rollout import CONVERSATION
 from strop.runtime.openhands import OPENHANDS
 from tests.agents.test_agents import attempt, gold
 from tests.conftest import require_system_part
@@ -59,7 +59,7 @@ def test_mini_swe_agent_is_trained_by_its_command(tmp_path: Path, monkeypatch: p
     assert rollout.outcome.reward == 1.0, rollout.outcome
     # What it does not keep, and the call that it makes in its place, are samples of their own.
     roles = [turn.role for turn in rollout.turns]
-    assert roles == [*PAIR, *PAIR, RESTART, "assistant", *PAIR]
+    assert roles == [*PAIR, *PAIR, CONVERSATION, "assistant", *PAIR]
     assert [turn.text for turn in rollout.turns if turn.is_sampled] == script
     assert gold() in rollout.turns[6].text
 
@@ -85,7 +85,7 @@ def test_an_agent_of_openhands_is_trained_and_its_condensations_are_segments(tmp
     rollout = attempt(tmp_path, f"{OPENHANDS_PYTHON} {path}", script, form=FORM)
     assert rollout.outcome.reward == 1.0, rollout.outcome
     roles = [turn.role for turn in rollout.turns]
-    assert roles == [*PAIR * 4, RESTART, "assistant", RESTART, "assistant"]
+    assert roles == [*PAIR * 4, CONVERSATION, "assistant", CONVERSATION, "assistant"]
     assert ["333" in turn.text for turn in rollout.turns[:8]] == [False] * 6 + [True, False]
     assert rollout.turns[9].text == "It looked."
     assert "It looked." in rollout.turns[10].text

@@ -21,7 +21,7 @@ from strop.environments.extending import PromptCache
 from strop.environments.guests import guest as guests
 from strop.environments.recording import Recorder
 from strop.errors import ConfigError
-from strop.rollout import RESTART, Rollout, Split
+from strop.rollout import CONVERSATION, RESTART, Rollout, Split
 from strop.tasks import Task, build_task
 from strop.tasks.contract import TURN
 from strop.testing.dummy_engine import DummyEngine
@@ -142,7 +142,7 @@ def test_turns_of_an_environment_extend_the_ids(folder: Path, tokenizer: Tokeniz
     rollout = attempt(task, tokenizer, "3", "5", "4")
     assert rollout.outcome.reward == 1.0, rollout.outcome
     assert [turn.text for turn in rollout.turns if turn.is_sampled] == ["3", "5", "4"]
-    assert not any(turn.role == RESTART for turn in rollout.turns)
+    assert not any(turn.role in (CONVERSATION, RESTART) for turn in rollout.turns)
     assert "Again." in rollout.turns[2].text
     assert "Say 4." not in rollout.turns[2].text
 
@@ -163,7 +163,7 @@ def test_an_environment_of_the_older_form_is_played(folder: Path, tokenizer: Tok
     rollout = attempt(task, tokenizer, "3", "4")
     assert rollout.outcome.reward == 1.0, rollout.outcome
     assert [turn.text for turn in rollout.turns if turn.is_sampled] == ["3", "4"]
-    assert not any(turn.role == RESTART for turn in rollout.turns)
+    assert not any(turn.role in (CONVERSATION, RESTART) for turn in rollout.turns)
     assert "Again." in rollout.turns[2].text
     example = task.examples(Split.TRAIN)[0]
     assert task.verify(example, TURN.join(["4", "5"])).reward == 0.0
@@ -228,7 +228,6 @@ def test_an_error_of_an_agent_leaves_an_episode_unscored() -> None:
     [
         ({"token_ids": []}, "token_ids are not ids"),
         ({"token_ids": [5, "6"]}, "token_ids are not ids"),
-        ({"token_ids": [5], "sampling_params": {"stop": ["."]}}, "stop: other replies"),
         ({"token_ids": [5], "sampling_params": {"stop_token_ids": [5]}}, "stop_token_ids [5]"),
         ({"token_ids": [5], "sampling_params": {"max_tokens": 0}}, "no number of 1 or more"),
         ({"token_ids": [5] * 40}, "maximum context length"),
@@ -237,7 +236,7 @@ def test_an_error_of_an_agent_leaves_an_episode_unscored() -> None:
 def test_a_request_of_ids_that_cannot_be_answered_is_refused(
     body: dict[str, Any], error: str, tokenizer: Tokenizer
 ) -> None:
-    async def sample(prompt_ids: Any, num_tokens: int, stream: int) -> Completion:
+    async def sample(prompt_ids: Any, num_tokens: int, stream: int, stop: tuple[str, ...]) -> Completion:
         raise AssertionError("nothing is to be sampled")
 
     def post(url: str, key: str) -> dict[str, Any]:

@@ -8,7 +8,15 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from strop.agents.dialect import ModelRequest, list_logprobs, read_limit, require_allowed
+from strop.agents.dialect import (
+    ModelRequest,
+    list_logprobs,
+    read_forced_call,
+    read_limit,
+    read_schema_of,
+    read_stop,
+    require_allowed,
+)
 from strop.environments.recording import Call
 from strop.rollout import FinishReason, Message
 from strop.tokenizer import Tokenizer
@@ -17,9 +25,17 @@ MAX_CHOICES = 128
 """OpenAI's limit."""
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto", "none"),
     "top_logprobs": (None, 0),
+    "audio": (None,),
+    "modalities": (None, ["text"]),
+    "web_search_options": (None,),
+    # The forms of calls before `tools`.
+    "functions": (None, []),
+    "function_call": (None, "none"),
+    # What servers offer beside OpenAI's API.
+    **dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), (None,)),
+    **dict.fromkeys(("guided_grammar", "allowed_token_ids", "bad_words", "stop_token_ids"), (None, [])),
+    **dict.fromkeys(("min_tokens", "ignore_eos", "echo", "add_generation_prompt"), (None, 0)),
 }
 """Other values would change the policy's distribution, or ask for tokens that were not sampled."""
 _MESSAGE_KEYS = ("role", "content", "tool_calls", "tool_call_id", "name", "reasoning_content")
@@ -45,6 +61,8 @@ class Chat:
         if num_choices > MAX_CHOICES:
             raise ValueError(f"n is {num_choices}; allowed: 1 to {MAX_CHOICES}")
         require_allowed(body, _ALLOWED)
+        forced_call = read_forced_call(body, [tool["function"]["name"] for tool in tools])
+        wanted = body.get("response_format") or {}
         if body.get("tool_choice") == "none":
             tools = ()
         return ModelRequest(
@@ -53,6 +71,9 @@ class Chat:
             tools=tuple(json.dumps(tool, ensure_ascii=False) for tool in tools),
             max_tokens=max_tokens,
             num_choices=num_choices,
+            stop=read_stop(body),
+            schema=read_schema_of(wanted, wanted.get("json_schema") or {}),
+            forced_call=forced_call,
         )
 
     def answer(self, request: ModelRequest, calls: Sequence[Call]) -> dict[str, Any]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from strop.environments.recording import Call
 from strop.rollout import IntArray, Message
+from strop.tasks.user.rewards import read_schema
 from strop.tokenizer import Tokenizer
 
 
@@ -34,11 +35,29 @@ class ModelRequest:
     num_choices: int = 1
     token_ids: IntArray | None = None
     """The whole prompt, if the program renders it; there are no messages then."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a reply."""
+    schema: Mapping[str, Any] | bool | None = None
+    """What the reply has to be as JSON, a JSON Schema; None: any text."""
+    forced_call: str | None = None
+    """The tool that the reply has to call, "" for any; None: none."""
 
     @property
     def is_one_call(self) -> bool:
         """Whether a reply may call only one tool."""
         return self.body.get("parallel_tool_calls") is False
+
+    def is_met(self, call: Call) -> bool:
+        """Whether a reply has the form that the request asks for.
+
+        Nothing forces it: the policy is sampled as always, and has to learn the form.
+        """
+        names = [tool_call.name for tool_call in call.spoken.calls]
+        if call.spoken.mistakes or (self.forced_call is not None and not names):
+            return False
+        if self.forced_call and set(names) != {self.forced_call}:
+            return False
+        return self.schema is None or bool(names) or _fits(call.spoken.content, self.schema)
 
 
 class Dialect(Protocol):
@@ -63,6 +82,53 @@ def require_allowed(body: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ..
         if body.get(name) not in values:
             listed = " or ".join(json.dumps(value) for value in values if value is not None)
             raise Refused(400, f"{name}={json.dumps(body[name]):.80}; allowed: {listed}", "unsupported_value")
+
+
+def read_stop(params: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the texts of `stop` that end a reply. Raises: ValueError."""
+    stop = params.get("stop") or ()
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in stops):
+        raise ValueError("stop is no text, and no list of texts")
+    return stops
+
+
+def read_schema_of(wanted: Any, place: Mapping[str, Any]) -> Mapping[str, Any] | bool | None:
+    """Return the JSON Schema of a text's `format`, which is at `place` if it has one; None for any text.
+
+    Raises: Refused for another type; KeyError, ValueError if it is none; ImportError without jsonschema.
+    """
+    kind = (wanted or {}).get("type", "text")
+    if kind == "json_schema":
+        schema: Mapping[str, Any] | bool = read_schema(place["schema"])
+        return schema
+    require_allowed({"type": kind}, {"type": ("text", "json_object", "json_schema")})
+    return {"type": "object"} if kind == "json_object" else None
+
+
+def read_forced_call(body: Mapping[str, Any], names: Collection[str]) -> str | None:
+    """Return the tool that `tool_choice` asks for, "" for any. Raises: Refused; KeyError, ValueError."""
+    choice = body.get("tool_choice")
+    if choice == "required":
+        choice = {"type": "function", "name": ""}
+    if not isinstance(choice, Mapping):
+        require_allowed(body, {"tool_choice": (None, "auto", "none", "required")})
+        return None
+    require_allowed(choice, {"type": ("function",)})
+    name = choice["function"]["name"] if "function" in choice else choice["name"]
+    if not names or (name and name not in names):
+        raise ValueError(f"tool_choice asks for a call of {name or 'a tool'}; the tools: {', '.join(names)}")
+    return str(name)
+
+
+def _fits(text: str, schema: Mapping[str, Any] | bool) -> bool:
+    from jsonschema import validators
+
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return bool(validators.validator_for(schema)(schema).is_valid(value))
 
 
 def read_limit(body: Mapping[str, Any], *names: str) -> int | None:

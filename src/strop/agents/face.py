@@ -30,6 +30,10 @@ from strop.environments.recording import Call, CallsUsedUp, CallTooLong, Recorde
 from strop.errors import ConfigError, DataError, StropError, describe_error
 
 _MAX_BODY_BYTES = 64 << 20
+_UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, DataError, ImportError)
+"""What a dialect raises for a request in another form, or one that a missing package could read."""
+_UNSERVED = ("bad_request", "not_found", "too_large", "unsupported_value", "previous_response_not_found")
+"""Codes of requests that no attempt serves."""
 _MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "strop"}
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -107,6 +111,7 @@ class Face:
     async def _answer(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
+        rollout: _Open | None = None
         try:
             rollout = self._authorize(scope)
             # vLLM's `/inference/v1/generate` is beside `/v1`, not below it.
@@ -119,6 +124,8 @@ class Face:
             else:
                 raise Refused(404, f"there is no {scope['method']} {path!r:.100}", "not_found")
         except Refused as refused:
+            if rollout is not None and refused.code in _UNSERVED:
+                rollout.recorder.refused_request = f"{scope['path'].split('/v1/', 1)[-1]}: {refused}"
             error = {
                 "message": str(refused),
                 "type": "invalid_request_error",
@@ -178,7 +185,7 @@ async def _complete(
     body = await _read_body(receive)
     try:
         request = dialect.read(json.loads(body))
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, DataError) as error:
+    except _UNREADABLE as error:
         raise Refused(400, f"this request cannot be read: {error}", "bad_request") from error
     digest = hashlib.blake2b(scope["path"].encode() + b"\n" + body).digest()
     asking = rollout.answers.get(digest)
@@ -216,14 +223,17 @@ async def _ask(rollout: _Open, request: ModelRequest) -> list[Call]:
     if rollout.recorder.is_sealed:
         raise Refused(410, "this rollout is over", "gone")
     recorder = rollout.recorder
+    limit, stop = request.max_tokens, request.stop
     choices = [
-        recorder.ask(request.messages, request.tools, request.max_tokens, is_one_call=request.is_one_call)
+        recorder.ask(request.messages, request.tools, limit, is_one_call=request.is_one_call, stop=stop)
         if request.token_ids is None
-        else recorder.ask_ids(request.token_ids, request.max_tokens)
+        else recorder.ask_ids(request.token_ids, limit, stop)
         for _ in range(request.num_choices)
     ]
     try:
-        return await asyncio.gather(*choices)
+        calls = await asyncio.gather(*choices)
+        recorder.num_format_errors += sum(not request.is_met(call) for call in calls)
+        return calls
     except CallTooLong as error:
         raise Refused(400, str(error), "context_length_exceeded") from error
     except CallsUsedUp as error:

@@ -1,7 +1,7 @@
 """`POST /inference/v1/generate`: token ids in, token ids out, in the form of vLLM's server.
 
-It serves programs that render their own prompts, as verifiers' can. Of `sampling_params` only `max_tokens` is
-used; the run's sampling applies. Stop conditions other than the model's are refused.
+It serves programs that render their own prompts, as verifiers' can. Of `sampling_params` only `max_tokens`
+and `stop` are used; the run's sampling applies. Stop ids other than the model's are refused.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from strop.agents.dialect import ModelRequest, Refused, read_limit
+from strop.agents.dialect import ModelRequest, Refused, read_limit, read_stop
 from strop.environments.recording import Call
 from strop.rollout import FinishReason
 
-_REFUSED = ("stop", "logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "min_tokens")
+_REFUSED = ("logit_bias", "allowed_token_ids", "bad_words", "structured_outputs", "min_tokens")
 _UNKNOWN = ("features", "content_parts")
 
 
@@ -45,6 +45,7 @@ class Generate:
             tools=(),
             max_tokens=read_limit(params, "max_tokens"),
             token_ids=np.asarray(ids, dtype=np.int32),
+            stop=read_stop(params),
         )
 
     def answer(self, request: ModelRequest, calls: Sequence[Call]) -> dict[str, Any]:

@@ -14,13 +14,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from strop.agents.dialect import ModelRequest, Refused, list_logprobs, read_limit, require_allowed
+from strop.agents.dialect import (
+    ModelRequest,
+    Refused,
+    list_logprobs,
+    read_forced_call,
+    read_limit,
+    read_schema_of,
+    require_allowed,
+)
 from strop.environments.recording import Call
 from strop.rollout import REASONING, FinishReason, Message
 from strop.tokenizer import Tokenizer
 
 _ALLOWED: dict[str, tuple[Any, ...]] = {
-    "tool_choice": (None, "auto", "none"),
     "top_logprobs": (None, 0),
     "background": (None, False),
     "truncation": (None, "disabled"),
@@ -45,7 +52,8 @@ class Responses:
     def read(self, body: Any) -> ModelRequest:
         """Read a request. Raises: Refused; LookupError, TypeError, ValueError, AttributeError, DataError."""
         require_allowed(body, _ALLOWED)
-        require_allowed(body.get("text") or {}, {"format": (None, {"type": "text"})})
+        wanted = (body.get("text") or {}).get("format") or {}
+        schema = read_schema_of(wanted, wanted)
         earlier: tuple[Message, ...] = ()
         if (previous := body.get("previous_response_id")) is not None:
             if previous not in self._kept:
@@ -62,11 +70,14 @@ class Responses:
         if not new:
             raise ValueError("there is no input")
         tools = [] if body.get("tool_choice") == "none" else [*(body.get("tools") or ())]
+        functions = tuple(map(_read_tool, tools))
         return ModelRequest(
             body=body,
             messages=(*_read_instructions(body), *earlier, *new),
-            tools=tuple(map(_read_tool, tools)),
+            tools=functions,
             max_tokens=read_limit(body, "max_output_tokens"),
+            schema=schema,
+            forced_call=read_forced_call(body, [tool["name"] for tool in tools]),
         )
 
     def answer(self, request: ModelRequest, calls: Sequence[Call]) -> dict[str, Any]:

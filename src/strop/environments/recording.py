@@ -21,7 +21,7 @@ import numpy as np
 from strop.engine import Completion
 from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn, take_apart
 from strop.errors import ConfigError
-from strop.rollout import RESTART, FinishReason, IntArray, Message, ToolCall, Turn
+from strop.rollout import CONVERSATION, RESTART, FinishReason, IntArray, Message, ToolCall, Turn
 from strop.tasks.prompt import pose_messages
 from strop.tokenizer import Tokenizer
 from strop.tool_calls import CallFormat, Spoken
@@ -57,8 +57,8 @@ class Call:
     children: list[Call] = field(default_factory=list)
 
 
-Sample = Callable[[IntArray, int, int], Awaitable[Completion]]
-"""(prompt ids, largest number of tokens, id of the random stream) -> reply."""
+Sample = Callable[[IntArray, int, int, tuple[str, ...]], Awaitable[Completion]]
+"""(prompt ids, largest number of tokens, id of the random stream, texts that end the reply) -> reply."""
 
 
 class Recorder:
@@ -90,6 +90,10 @@ class Recorder:
         self._released = asyncio.Condition()
         self.refusal: CallTooLong | CallsUsedUp | None = None
         """Why the newest call was refused; None if it was not."""
+        self.refused_request: str | None = None
+        """What the newest request asked for, if it could not be served; None after an answered one."""
+        self.num_format_errors = 0
+        """Replies with a call that cannot be read, or without the form that their request asked for."""
         self.is_sealed = False
         """Whether the attempt is over; then no call is answered."""
         self.is_late = False
@@ -112,20 +116,23 @@ class Recorder:
         max_tokens: int | None = None,
         *,
         is_one_call: bool = False,
+        stop: tuple[str, ...] = (),
     ) -> Call:
         """Sample a reply to a conversation.
 
         `tools` are functions in the form of OpenAI's chat API, as JSON. `is_one_call`: the program gets only
-        the first tool call of a reply; the ids stay unchanged.
+        the first tool call of a reply; the ids stay unchanged. `stop`: texts that end the reply.
         Raises: CallTooLong, CallsUsedUp; ConfigError if the template cannot render the messages; EngineError.
         """
         posed = _pose(messages, tools)
         parent, prompt, prompt_ids = self._continue(posed, tools)
-        completion = await self._complete(prompt_ids, max_tokens)
+        completion = await self._complete(prompt_ids, max_tokens, stop)
         spoken = take_apart(self._prompts, completion, tools, self._num_asked)
-        if completion.finish_reason is FinishReason.LENGTH:
-            # A reply that was cut has no calls: one that looks complete may have gone on.
-            spoken = replace(spoken, calls=())
+        is_cut = completion.finish_reason is FinishReason.LENGTH
+        if is_cut or (spoken.mistakes and not spoken.calls):
+            # A reply that was cut has no calls: one that looks complete may have gone on. The program gets
+            # the text of calls that it cannot get as calls.
+            spoken = replace(spoken, calls=(), content=spoken.source)
         if is_one_call:
             spoken = replace(spoken, calls=spoken.calls[:1])
         call = Call(
@@ -140,7 +147,9 @@ class Recorder:
         self._by_history[tools, *map(_key, (*call.messages, call.said))] = call
         return self._keep(call)
 
-    async def ask_ids(self, prompt_ids: IntArray, max_tokens: int | None = None) -> Call:
+    async def ask_ids(
+        self, prompt_ids: IntArray, max_tokens: int | None = None, stop: tuple[str, ...] = ()
+    ) -> Call:
         """Sample a reply to a prompt that the program rendered.
 
         A prompt that begins with an earlier prompt and its reply continues that call.
@@ -155,20 +164,22 @@ class Recorder:
         parent, length = max(parents, key=lambda pair: pair[1], default=(None, 0))
         new_ids = prompt_ids[length:]
         text = self._prompts.tokenizer.decode(new_ids, with_special=True)
-        completion = await self._complete(prompt_ids, max_tokens)
+        completion = await self._complete(prompt_ids, max_tokens, stop)
         return self._keep(
             Call(
                 messages=(),
                 said=Message(role="assistant", content=completion.text),
                 spoken=Spoken(content=completion.text),
-                prompt=Turn(role=RESTART if parent is None else "prompt", text=text, token_ids=new_ids),
+                prompt=Turn(role=CONVERSATION if parent is None else "prompt", text=text, token_ids=new_ids),
                 prompt_ids=prompt_ids,
                 reply=spoken_turn(completion),
                 parent=parent,
             )
         )
 
-    async def _complete(self, prompt_ids: IntArray, max_tokens: int | None) -> Completion:
+    async def _complete(
+        self, prompt_ids: IntArray, max_tokens: int | None, stop: tuple[str, ...]
+    ) -> Completion:
         """Sample a reply. Raises: as `ask`."""
         num_tokens = await self._reserve(len(prompt_ids), max_tokens)
         self._num_asked += 1
@@ -179,7 +190,7 @@ class Recorder:
         self._times_asked[digest] += 1
         try:
             seed = int.from_bytes(stream, "little") % 2**_SEED_BITS
-            completion = await self._sample(prompt_ids, num_tokens, seed)
+            completion = await self._sample(prompt_ids, num_tokens, seed, stop)
             self._num_sampled += len(completion.token_ids)
         finally:
             async with self._released:
@@ -202,11 +213,13 @@ class Recorder:
             call: Call | None = first
             while call is not None and id(call) not in is_placed:
                 is_placed.add(id(call))
-                prompt = replace(call.prompt, role="prompt" if call is not first or not turns else RESTART)
+                prompt = call.prompt
                 if call is first and call.parent is not None:
                     # A branch: the shared prefix is context here.
                     text = self._prompts.tokenizer.decode(call.prompt_ids, with_special=True)
-                    prompt = replace(prompt, text=text, token_ids=call.prompt_ids)
+                    prompt = Turn(role=CONVERSATION, text=text, token_ids=call.prompt_ids)
+                if not turns:
+                    prompt = replace(prompt, role="prompt")
                 turns += [prompt, call.reply]
                 call = next((child for child in call.children if child in kept), None)
         return tuple(turns)
@@ -236,7 +249,7 @@ class Recorder:
                 self.refusal = CallsUsedUp(f"the attempt has had its {self._max_tokens} tokens")
                 raise self.refusal
         self._num_reserved += num_tokens
-        self.refusal = None
+        self.refusal = self.refused_request = None
         return num_tokens
 
     def _count_left(self) -> int:
@@ -249,9 +262,13 @@ class Recorder:
     ) -> tuple[Call | None, Turn, IntArray]:
         """Return the parent call, the new prompt text, and the ids of the whole prompt."""
         keys, bare = tuple(map(_key, messages)), _without_reasoning(messages)
+        role = CONVERSATION
         for length in range(len(keys) - 1, 0, -1):
             parent = self._by_history.get((tools, *keys[:length]))
-            if parent is not None and (new := self._extend(parent, bare[length:])) is not None:
+            if parent is None:
+                continue
+            role = RESTART
+            if (new := self._extend(parent, bare[length:])) is not None:
                 text, new_ids = new
                 whole = np.concatenate([parent.prompt_ids, parent.reply.token_ids, new_ids])
                 return parent, Turn(role="prompt", text=text, token_ids=new_ids), whole
@@ -260,7 +277,7 @@ class Recorder:
         except ConfigError:
             # Clients send back the model's thinking; many templates cannot render it.
             text, ids = self._prompts.render(bare)
-        return None, Turn(role=RESTART, text=text, token_ids=ids), ids
+        return None, Turn(role=role, text=text, token_ids=ids), ids
 
     def _extend(self, parent: Call, new_messages: tuple[Message, ...]) -> tuple[str, IntArray] | None:
         tokenizer, prompt_format = self._prompts.tokenizer, self._prompts.prompt_format

@@ -98,6 +98,8 @@ class Attempt:
     started_at: float = 0.0
     choice_nats: dict[str, float] = field(default_factory=dict)
     """Log-probability of each choice, by the name of its metric."""
+    program_metrics: dict[str, float] = field(default_factory=dict)
+    """Counts of a program's calls, by the name of their metric."""
     stage_owner: FailureOwner = FailureOwner.TASK
     """Owner of the code that runs now, and so of a failure that names no owner."""
     history: list[Message] = field(default_factory=list)
@@ -278,10 +280,12 @@ class Attempt:
         self.stage_owner = FailureOwner.TASK
         return completion
 
-    async def _sample(self, context_ids: IntArray, num_tokens: int, stream: int) -> Completion:
-        """Sample a reply; `stream` names its random stream. Raises: EngineError."""
+    async def _sample(
+        self, context_ids: IntArray, num_tokens: int, stream: int, stop: tuple[str, ...] = ()
+    ) -> Completion:
+        """Sample a reply; `stream` names its random stream, `stop` has further stops. Raises: EngineError."""
         plan = self.plan
-        stop_strings = self.environment.stop_strings
+        stop_strings = (*self.environment.stop_strings, *stop)
         if self.prompts.prompt_format is PromptFormat.BASE:
             stop_strings += getattr(self.environment, "base_stop_strings", ())
         request = GenerationRequest(
@@ -304,9 +308,11 @@ class Attempt:
         """Let a program call the model as it likes; the recorded calls become the turns."""
         failures: list[Failure] = []
 
-        async def sample(prompt_ids: IntArray, num_tokens: int, stream: int) -> Completion:
+        async def sample(
+            prompt_ids: IntArray, num_tokens: int, stream: int, stop: tuple[str, ...]
+        ) -> Completion:
             with catch_failure(FailureOwner.ENGINE) as caught:
-                completion = await self._sample(prompt_ids, num_tokens, stream)
+                completion = await self._sample(prompt_ids, num_tokens, stream, stop)
                 if completion.finish_reason is FinishReason.ABORT:
                     raise EngineError("the engine gave up on the reply")
                 return completion
@@ -328,7 +334,11 @@ class Attempt:
         finally:
             recorder.is_sealed = True
             self.turns = list(recorder.turns())
-        refusal = recorder.refusal
+        refusal, refused = recorder.refusal, recorder.refused_request
+        is_failed = caught.failure is not None
+        if refused is not None and not failures and (is_failed or not recorder.num_calls):
+            # Whatever the program said when it gave up, this is why.
+            return Outcome.lost(FailureOwner.TASK, "request_refused", f"the program's request: {refused}")
         if caught.failure is not None and (refusal is None or not recorder.num_calls):
             failures.append(caught.failure)
         # An engine failure counts however the program handled it.
@@ -336,6 +346,8 @@ class Attempt:
             return Outcome(parts={}, failure=failures[0])
         if not recorder.num_calls:
             return Outcome.lost(FailureOwner.TASK, "no_call", "the program ended without asking the model")
+        if recorder.num_format_errors:
+            self.program_metrics["num_format_errors"] = float(recorder.num_format_errors)
         if refusal is not None:
             # Many programs fail then; it was the policy that left no room.
             return Stop.CONTEXT if isinstance(refusal, CallTooLong) else Stop.TOKENS
@@ -374,7 +386,7 @@ class Attempt:
                 allowed="Outcome.turn_rewards with one finite number for each reply, or none",
                 next_step="correct score",
             )
-        metrics = {**outcome.metrics, **self.choice_nats}
+        metrics = {**outcome.metrics, **self.choice_nats, **self.program_metrics}
         if self.environment.max_turns > 1:
             metrics |= {"num_turns": float(num_replies), f"stopped_by_{stop}": 1.0}
         if metrics:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from strop.policy.head import TOP_RANKS
 from strop.policy.packing import PackedGroup
 from strop.policy.scoring import pack_given
 from strop.policy.weights import find_strange
-from strop.rollout import FloatArray, Group, Rollout, Sampling
+from strop.rollout import FloatArray, Group, Rollout, Sampling, Turn, cut_samples
 from strop.tasks.failures import find_causes, find_failures, sum_up
 from strop.train.batch import pack_reply
 from strop.train.gate_checks import GateCheck, GateInput
@@ -217,10 +217,17 @@ async def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
 
 
 def pack_rollouts(rollouts: Iterable[Rollout]) -> list[PackedGroup]:
-    """Pack rollouts as in training, each with its own prompt."""
+    """Pack the samples of rollouts as in training, each with its own prompt, every sampled token once."""
+    samples: list[tuple[Turn, ...]] = []
+    for rollout in rollouts:
+        new, num_shared = rollout.new_turns, len(rollout.turns) - len(rollout.new_turns)
+        # Turns that an earlier rollout has are context here.
+        shared = [replace(turn, logprobs=None) for turn in rollout.turns[:num_shared]]
+        samples += cut_samples((*shared, *new))
     return [
-        PackedGroup(prompt_ids=r.turns[0].token_ids, replies=(pack_reply(r.turns, 0.0, 0.0),))
-        for r in rollouts
+        PackedGroup(prompt_ids=turns[0].token_ids, replies=(pack_reply(turns, 0.0, 0.0),))
+        for turns in samples
+        if any(turn.is_sampled for turn in turns)
     ]
 
 
@@ -270,12 +277,12 @@ class SamplingFinding:
 async def _weigh_sampling(gate: GateInput, rollouts: Sequence[Rollout]) -> SamplingFinding:
     """Compare how often unlikely tokens were sampled with how often the trainer expects them.
 
+    Each token is expected under what the engine was given before it, in its turn and conversation.
     Every sampled token counts, even one behind a stop string that is not trained on: selection by what a
     token is would bias the count.
     """
-    replies = [(r.turns[0].token_ids, r.reply.token_ids) for r in rollouts if r.reply is not None]
-    groups = [pack_given(prompt_ids, [reply_ids]) for prompt_ids, reply_ids in replies]
-    if sum(len(reply_ids) for _, reply_ids in replies) < _MIN_TOKENS:
+    groups = pack_rollouts(rollouts)
+    if sum(rollout.num_new_tokens for rollout in rollouts) < _MIN_TOKENS:
         groups += await _sample_free_text(gate)
     places = await gate.roles.learner.place_tokens(groups, gate.spec.sampling.temperature)
     return weigh_evidence(np.concatenate(places))

@@ -24,7 +24,7 @@ from strop.hardware import peak_rss_bytes, rss_bytes
 from strop.policy.learner import Term
 from strop.policy.optimizer import StepReport, join_totals
 from strop.record.events import Event
-from strop.rollout import RESTART, Group, Rollout
+from strop.rollout import CONVERSATION, RESTART, Group, Rollout
 from strop.tasks import Task, part_of
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.llm_judge import correlation
@@ -84,8 +84,10 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
         # The mean surprise of what was sampled estimates the policy's entropy.
         logprobs = [turn.logprobs for r in sampled for turn in r.new_turns if turn.logprobs is not None]
         metrics["entropy_nats"] = float(-np.concatenate(logprobs).mean(dtype=np.float64))
-    answers = [turn.role for r in rollouts for turn in r.turns[1:] if not turn.is_sampled]
-    _add_mean(metrics, "prefix_break_frac", [role == RESTART for role in answers])
+    prompts = [turn.role for r in rollouts for turn in r.turns[1:] if not turn.is_sampled]
+    # A program that begins a conversation on purpose answers no reply.
+    answers = [role == RESTART for role in prompts if role != CONVERSATION]
+    _add_mean(metrics, "prefix_break_frac", answers)
     return metrics
 
 
