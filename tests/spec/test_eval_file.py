@@ -65,7 +65,7 @@ def test_the_text_that_travels_says_the_same_from_any_folder(tmp_path: Path) -> 
     ("text", "message"),
     [
         ("task.max_value = 9\n", "names no task"),
-        ('name = "A B"\ntask.name = "arithmetic"\n', "name='A B' in"),
+        ('name = "?"\ntask.name = "arithmetic"\n', "name='?' in"),
         (
             'task.name = "arithmetic"\ntrain.steps = 9\n',
             "held-out.toml:2): no part of evaluating checkpoints",

@@ -210,7 +210,7 @@ def test_all_mistakes_of_a_file_are_told_at_once() -> None:
         ('name = "x"\ntask = {max_value = 3}\n', "task.name is missing"),
         ('name = "x"\ntask = 3\n', "task=3 (run.toml:2) is no table"),
         ('name = "x"\n[[task]]\nname = "arithmetic"\n', "task=a list of 1 values (run.toml:2) is no table"),
-        ('name = "X Y"\ntask.name = "gsm8k"\n', "name='X Y' (run.toml:1) is not allowed. Allowed: a text"),
+        ('name = "?"\ntask.name = "gsm8k"\n', "(run.toml:1) is not allowed. Allowed: a text"),
         ('name = "x"\ntask.name = "gsm9k"\n', "task.name='gsm9k' (run.toml:2) is not allowed. Allowed: 'ari"),
         ('name = "x"\ntask.name = ["gsm8k"]\n', "task.name=a list of 1 values (run.toml:2)"),
         ('name = "x"\ntask.name = "reasoning-gym"\n', "task.dataset is missing. Allowed: a text not empty"),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import math
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any
 
@@ -31,6 +32,11 @@ class Section(BaseModel):
         validate_default=True,
         protected_namespaces=(),
     )
+
+
+def to_name(text: str) -> str:
+    """Return a text as the name of a run, for folders and jobs; empty if it has no letter and no digit."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:40].strip("-")
 
 
 def expert(why: str) -> JsonDict:

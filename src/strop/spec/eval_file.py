@@ -19,7 +19,7 @@ from pydantic import ValidationError
 
 from strop.errors import ConfigError
 from strop.spec import RunSpec
-from strop.spec.base import DEFAULT
+from strop.spec.base import DEFAULT, to_name
 from strop.spec.display import KeyPath, dotted, format_value, show_path, show_value
 from strop.spec.reader import Flag, ResolvedSpec, merge_sources, resolve_sources
 from strop.spec.run import last_name
@@ -27,7 +27,6 @@ from strop.spec.schema import PARTS_TABLE
 from strop.spec.sources import read_sources
 from strop.spec.train import EvalSpec
 
-_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,39}")
 _OF_FILE = re.compile(r"[a-z0-9-]+\.(.+)-step-\d{6,}\.json")
 _OF_EVAL = ("num_examples", "num_samples", "baselines")
 _MODEL_URI: KeyPath = ("model", "uri")
@@ -130,17 +129,13 @@ def read_eval_file(
         )
     given, _ = merge_sources(read_sources(os.fspath(path), overrides))
     values = {place: leaf.value for place, leaf in given.items()}
-    own_name = re.sub(r"[^a-z0-9]+", "-", Path(path).stem.lower()).strip("-")[:40] or DEFAULT
-    name = str(values.pop(("name",), own_name))
+    given_name = str(values.pop(("name",), to_name(Path(path).stem) or DEFAULT))
+    name = to_name(given_name)
     counts = {key: values.pop(("eval", key)) for key in _OF_EVAL if ("eval", key) in values}
     model_uri = values.pop(_MODEL_URI, None)
     tasks = _take_tasks(values, shown)
-    if _NAME.fullmatch(name) is None:
-        raise _wrong(
-            f"name={show_value(name)} in {shown}",
-            "lowercase letters, digits and hyphens, 40 at most",
-            "rename",
-        )
+    if not name:
+        raise _wrong(f"name={show_value(given_name)} in {shown}", "a name with letters or digits", "rename")
     if idle := [place for place in values if place[0] == "harness"] if not values.get(_HARNESS_TASKS) else []:
         raise _wrong(
             f"{dotted(idle[0])} ({given[idle[0]].origin}) without harness.tasks: lm-eval is not asked",

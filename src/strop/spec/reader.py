@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from strop.errors import ConfigError, format_error
-from strop.spec.base import DEFAULT, Section, SpecConflict
+from strop.spec.base import DEFAULT, Section, SpecConflict, to_name
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value, show_value
 from strop.spec.job import GPU_SPLIT
 from strop.spec.run import RunSpec
@@ -62,11 +63,14 @@ def load_spec(
 ) -> ResolvedSpec:
     """Read a TOML run file with everything that it extends, and apply overrides and flags.
 
-    `path` None: there is no file, the overrides say everything.
+    `path` None: there is no file, the overrides say everything. A run without a name has that of its file.
 
     Raises: ConfigError naming file, line, value and what is allowed; one line per mistake.
     """
-    return resolve_sources(read_sources(None if path is None else os.fspath(path), overrides), flags)
+    sources = read_sources(None if path is None else os.fspath(path), overrides)
+    if path is not None and (stem := to_name(Path(path).stem)):
+        sources.insert(0, {("name",): Leaf(path=("name",), value=stem, origin=DEFAULT)})
+    return resolve_sources(sources, flags)
 
 
 def load_section(name: str, model: type[AnySection], words: Sequence[str]) -> AnySection:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from pydantic import Field, model_validator
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
 
 from strop.spec.algorithm import AlgorithmSpec
-from strop.spec.base import Section, SpecConflict
+from strop.spec.base import Section, SpecConflict, to_name
 from strop.spec.engine import EngineSpec, PlacementSpec, RaySpec, SamplingSpec
 from strop.spec.harness import HarnessSpec
 from strop.spec.job import JobSpec
@@ -37,7 +39,7 @@ class RunSpec(Section):
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9-]{0,39}$",
         description="The run's name, used for folders and jobs: lowercase letters, digits and hyphens, 40 at"
-        " most, not starting with a hyphen.",
+        " most, not starting with a hyphen. Capitals become lowercase, other characters a hyphen.",
     )
     seed: int = Field(
         default=0,
@@ -123,6 +125,11 @@ class RunSpec(Section):
     def has_teacher(self) -> bool:
         """Whether there is a teacher."""
         return self.train.has_rl and self.teacher.source != "none"
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _to_name(cls, name: Any) -> Any:
+        return to_name(name) if isinstance(name, str) else name
 
     @model_validator(mode="after")
     def _check_group_size(self) -> RunSpec:

@@ -95,7 +95,7 @@ def test_what_is_no_score_leaves_the_reply_unscored(tmp_path: Path, said: Any, k
 
 def test_a_busy_judge_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "_BACKOFF_S", 0.01)
-    answers: list[Any] = [(503, "later"), (429, "later"), scored(1.0)]
+    answers: list[Any] = [(500, "later"), (429, "later"), scored(1.0)]
     with judge_server(lambda question: answers.pop(0)) as server:
         task = judge_task(tmp_path, server.url)
         assert verify(task, "word-0").reward == 1.0

@@ -36,7 +36,7 @@ SEED = 0
 _MAX_TRIES = 3
 _BACKOFF_S = 0.5
 _MAX_ANSWER_BYTES = 1 << 20
-_BUSY = frozenset({429, 502, 503, 504})
+_BUSY = frozenset({429, 500, 502, 503, 504})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
