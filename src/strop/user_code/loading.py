@@ -74,12 +74,18 @@ def blaming(ref: CodeRef, doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except (Exception, SystemExit) as error:  # boundary: user code
-        raise ConfigError(
-            f"{ref} cannot {doing}: {_blame(error, ref)}",
-            allowed="code that runs with what is installed here",
-            next_step="mend that line, or install what it needs",
-        ) from error
+    except Exception as error:  # boundary: user code
+        raise _cannot(ref, doing, error) from error
+    except SystemExit as end:
+        raise _cannot(ref, doing, end) from end
+
+
+def _cannot(ref: CodeRef, doing: str, error: BaseException) -> ConfigError:
+    return ConfigError(
+        f"{ref} cannot {doing}: {_blame(error, ref)}",
+        allowed="code that runs with what is installed here",
+        next_step="mend that line, or install what it needs",
+    )
 
 
 def _blame(error: BaseException, ref: CodeRef) -> str:
