@@ -98,7 +98,7 @@ async def _time_calls(tokenizer: Tokenizer, num_calls: int) -> dict[str, float]:
     reply = np.asarray(tokenizer.encode("It is seven."), dtype=np.int32)
     ended = np.append(reply, tokenizer.eos_id).astype(np.int32)
 
-    async def sample(prompt_ids: Any, num_tokens: int, stream: int) -> Completion:
+    async def sample(prompt_ids: Any, num_tokens: int, stream: int, stop: tuple[str, ...]) -> Completion:
         return Completion(
             token_ids=ended,
             logprobs=np.full(len(ended), -0.5, dtype=np.float32),

@@ -37,6 +37,7 @@ print("done")
 CHAT, RESPONSES = "chat/completions", "responses"
 PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}}
 LOOK = {"type": "function", "function": {"name": "look", "parameters": PARAMETERS}}
+TOOL = {"type": "function", "name": "look", "parameters": PARAMETERS}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 AS_SCHEMA = {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": SCHEMA}}
 CALL = '<tool_call>\n{"name": "look", "arguments": {"place": "a"}}\n</tool_call>'
@@ -89,10 +90,7 @@ def test_requests_are_served_and_broken_forms_are_counted(tmp_path: Path) -> Non
             RESPONSES,
             {"input": "1", "text": {"format": {"type": "json_schema", "name": "a", "schema": SCHEMA}}},
         ),
-        (
-            RESPONSES,
-            {"input": "2", "tools": [{"type": "function", **LOOK["function"]}], "tool_choice": "required"},
-        ),  # type: ignore[dict-item]
+        (RESPONSES, {"input": "2", "tools": [TOOL], "tool_choice": "required"}),
     ]
     requests = [request for request, *_ in ANSWERED] + responses
     rollout, answers = attempt(tmp_path, requests, [reply for _, reply, *_ in ANSWERED] + ["no", "no"])
