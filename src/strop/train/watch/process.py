@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import gc
-import os
 import sys
 import threading
 import time
