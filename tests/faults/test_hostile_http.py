@@ -25,7 +25,7 @@ HALF_A_HEAD = b"GET /alive HTTP/1.1\r\nhost: x\r\n"
 WITHOUT_KEY = b"GET /api/git/changes?path=/ HTTP/1.1\r\nhost: x\r\n\r\n"
 OPEN_PATH = b"GET /alive HTTP/1.1\r\nhost: x\r\n\r\n"
 
-UNSPEAKABLE = {
+UNSPEAKABLE: dict[str, dict[str, object]] = {
     "image": {"image": f"img{HALF}"},
     "working_dir": {"working_dir": f"/work{HALF}"},
     "environment": {"environment": {"NAME": HALF}},
@@ -125,6 +125,7 @@ def test_who_says_nothing_is_cut_off() -> None:
     async def work(orders: Orders) -> None:
         url = await orders.start("r1")
         await orders.wait_for("r1", State.READY)
+        assert orders.node is not None
         for address in (url, orders.node.url):
             where = urlsplit(address)
             readers = []
