@@ -66,7 +66,7 @@ def test_what_is_better_than_the_baseline_earns_its_gain(tmp_path: Path, setting
         (call("bash", command="rm target.py"), -1.0),
         (write("import os\nprint('{\"Score\": 10}', flush=True)\nos._exit(0)"), -1.0),
         (write("print('{\"Score\": 10}')\nraise SystemExit(0)"), -1.0),
-        (write("print('{\"Score\": 10}')\ndef act(): return 1"), -1.0),
+        (write("print('{\"Score\": 10}')\ndef act(): return 1"), 0.0),
         (write("def act(): raise SystemExit"), -1.0),
         (write("import os, signal\nos.kill(os.getppid(), 9)\ndef act(): return 1"), -1.0),
     ],
@@ -144,7 +144,7 @@ def test_marks_are_the_share_of_the_way() -> None:
 
 def test_what_cannot_be_graded_fairly_is_refused(tmp_path: Path) -> None:
     root = write_checkout(tmp_path)
-    assert sorted(list_tasks(root, ())) == ["fitLine", "nearTen"]
+    assert sorted(list_tasks(root, ())) == ["fitLine", "nearTen", "pennies"]
     for name, said in (("titanic", "sex"), ("big", "unpickles"), ("nowhere", "0 are in")):
         with pytest.raises(ConfigError, match=said):
             list_tasks(root, (name,))
@@ -160,4 +160,4 @@ def test_what_cannot_be_graded_fairly_is_refused(tmp_path: Path) -> None:
         config.write_text(whole.replace(old, new))
         (tmp_path.parent / "outside.py").touch()
         with pytest.raises(DataError, match=said):
-            list_tasks(root, ())
+            list_tasks(root, ("nearTen",))

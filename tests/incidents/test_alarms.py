@@ -23,7 +23,7 @@ from strop.policy.optimizer import StepPlan, StepReport
 from strop.record import Event
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FailureOwner, FinishReason, IntArray, Message, Outcome, Split, make_example
-from strop.tasks.answers import last_number_text
+from strop.tasks.answers import last_number
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
 from strop.train import loop
@@ -59,7 +59,7 @@ class Adds(SpellTask):
         return (Message(role="user", content=f"What is {example.fields['n']} + 1?"),)
 
     def verify(self, example: Example, text: str) -> Outcome:
-        is_right = last_number_text(text) == example.answer
+        is_right = str(last_number(text)) == example.answer
         return Outcome(parts={"right": float(is_right)}, is_correct=is_right, format_ok=True)
 
 

@@ -3,8 +3,9 @@
 The checkout is read by its configuration files; nothing in it is imported or written.
 
 The model does not get the grader's script, files that are declared secret, or files named like answers. The
-grader takes only the artefact, so changes of the task's files do not reach it. A script that the artefact's
-code ends, or that prints more than one result, has no result.
+grader takes only the artefact, so changes of the task's files do not reach it. Its process never imports the
+artefact: that runs in a child, which answers calls over a pipe with plain data. A script that the child's
+answers end, or that prints more than one result, has no result.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from strop.errors import ConfigError, DataError, SandboxError
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.sandbox.contract import SandboxSpec
 from strop.sandbox.served import ServedSandbox
-from strop.spec.base import expert
+from strop.spec.base import Unhashed, expert
 from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import CEILING, TaskLimits
@@ -42,11 +43,52 @@ _OPENING = (
     " you call submit, by a script that you do not have, on files as they were given. validate says whether"
     " {artefact} can be graded."
 )
-_DRIVER = """
-import runpy, sys, traceback
-nonce, script = sys.stdin.readline().strip(), sys.argv[1]
-sys.argv = sys.argv[1:]
+_CHILD = """
+import ast, importlib, os, resource, sys
+calls, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
+for number in (0, 1):
+    os.dup2(os.open(os.devnull, os.O_RDWR), number)
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 sys.path.insert(0, ".")
+artefact = importlib.import_module(sys.argv[1])
+
+def plain(value):
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
+
+for line in calls:
+    name, words, named = ast.literal_eval(line)
+    print(repr(plain(getattr(artefact, name)(*words, **named))), file=answers, flush=True)
+"""
+"""Imports the artefact and answers calls of its functions; it can write no file."""
+_DRIVER = f"""
+import ast, ctypes, runpy, subprocess, sys, traceback, types
+nonce, script, artefact = sys.stdin.readline().strip(), sys.argv[1], sys.argv[2]
+sys.argv = [script, *sys.argv[3:]]
+sys.path.insert(0, ".")
+PR_SET_DUMPABLE = 4
+ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+class Artefact(types.ModuleType):
+    child = None
+
+    def __getattr__(self, function):
+        if function.startswith("__"):
+            raise AttributeError(function)
+        return lambda *words, **named: self._call((function, words, named))
+
+    def _call(self, call):
+        # Started late: the script has imported and read its own files by then.
+        if self.child is None:
+            argv = [sys.executable, "-c", {_CHILD!r}, self.__name__]
+            pipe = subprocess.PIPE
+            self.child = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True)
+        self.child.stdin.write(f"{{call!r}}\\n")
+        self.child.stdin.flush()
+        return ast.literal_eval(self.child.stdout.readline(1 << 20))
+
+if artefact.endswith(".py"):
+    sys.modules[artefact[:-3]] = Artefact(artefact[:-3])
 try:
     runpy.run_path(script, run_name="__main__")
 except SystemExit as end:
@@ -56,14 +98,14 @@ except SystemExit as end:
 print()
 print(nonce)
 """
-"""Runs a grader's script, and prints the nonce if it runs to its end."""
+"""Runs a grader's script, and prints the nonce if it runs to its end; no other process reads its memory."""
 
 
 class MlgymSpec(RoomSettings, EnvironmentSection):
     """Tasks of a checkout of MLGym."""
 
     name: Literal["mlgym"]
-    root: str = Field(
+    root: Unhashed[str] = Field(
         min_length=1,
         description="Folder of a checkout of MLGym. Nothing in it is changed.",
         json_schema_extra=expert("a checkout may lie anywhere"),
@@ -71,7 +113,7 @@ class MlgymSpec(RoomSettings, EnvironmentSection):
     tasks: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Ids of its tasks. Empty = all that can be graded fairly.",
+        description="Ids of its tasks. Empty = all that can be graded fairly and whose files are there.",
         json_schema_extra=expert("a run may be about one of them"),
     )
     image: str | None = Field(
@@ -101,7 +143,7 @@ class Mlgym(Workspace):
     """
 
     name = "mlgym"
-    version = "mlgym-1"
+    version = "mlgym-2"
     max_turns = 50
     floor = -1.0
     limits = TaskLimits(max_reply_tokens=4096, max_reward=1.0, min_reward=-1.0, max_goldless_frac=1.0)
@@ -139,6 +181,10 @@ class Mlgym(Workspace):
     async def prepare(self, example: Example, seed: int) -> None:
         """Upload the files that are not secret, and lower the command limit to the task's."""
         task = self._task_of(example)
+        argv = [*self._python(self.sandbox), "-c", ""]
+        if (await self.sandbox.exec(argv, wall_limit_s=self.place.command_limit_s)).exit_code:
+            detail = f"the image {self._spec.image} has no `python`, which runs the grader"
+            raise AttemptFailed(FailureOwner.TASK, "no_python", detail)
         limit_s = min(self.place.command_limit_s, task.limit_s)
         self.place = replace(self.place, command_limit_s=limit_s)
         self.carried = (task.artefact,)
@@ -151,7 +197,7 @@ class Mlgym(Workspace):
         task = self._task_of(self.example)
         if self._spec.raw_validate:
             self._num_raw += 1
-            metrics = await self._measure(task)
+            metrics, _ = await self._measure(task)
             return "It cannot be graded." if metrics is None else json.dumps(metrics)
         try:
             data = await self.sandbox.read(task.artefact)
@@ -173,7 +219,7 @@ class Mlgym(Workspace):
     async def _judge_work(self) -> Outcome:
         task = self._task_of(self.example)
         counts = {"num_raw_validations": float(self._num_raw)} if self._spec.raw_validate else {}
-        gradings = [await self._measure(task) for _ in range(2)]
+        gradings = [(await self._measure(task))[0] for _ in range(2)]
         measured = [grading.get(task.marks.metric) for grading in gradings if grading is not None]
         values = [float(value) for value in measured if isinstance(value, int | float)]
         if len(values) < 2:
@@ -195,21 +241,22 @@ class Mlgym(Workspace):
     async def _require_grader(self, task: MlgymTask) -> None:
         """Raise AttemptFailed if the checkout's own artefact cannot be graded either."""
         shipped = task.files.get(task.artefact) or task.files.get("sample_submission.csv")
-        if shipped is not None and await self._measure(task, shipped) is None:
-            detail = (
-                f"{task.evaluation} of {task.task_id} prints no result for {shipped.name} of the checkout"
-            )
+        metrics, said = ({}, "") if shipped is None else await self._measure(task, shipped)
+        if metrics is None:
+            detail = f"{task.evaluation} of {task.task_id} prints no result for its own artefact: {said}"
             raise AttemptFailed(FailureOwner.TASK, "grader_broken", detail)
 
-    async def _measure(self, task: MlgymTask, shipped: Path | None = None) -> dict[str, Any] | None:
-        """Grade the artefact, or one of the checkout, in a fresh sandbox; None if there is no result."""
+    async def _measure(
+        self, task: MlgymTask, shipped: Path | None = None
+    ) -> tuple[dict[str, Any] | None, str]:
+        """Grade the artefact, or one of the checkout, in a fresh sandbox: the result and the last message."""
         async with self._open_grader(*(self.carried if shipped is None else ())) as sandbox:
             others = {name: path for name, path in task.files.items() if name != task.artefact}
             await _bring(sandbox, others if shipped is None else {**others, task.artefact: shipped})
             nonce = secrets.token_hex(16)
             words = ["--submission_file", task.artefact] if task.is_csv else []
             result = await sandbox.exec(
-                [*self._python(sandbox), "-c", _DRIVER, task.evaluation, *words],
+                [*self._python(sandbox), "-c", _DRIVER, task.evaluation, task.artefact, *words],
                 stdin=f"{nonce}\n".encode(),
                 wall_limit_s=task.limit_s,
             )
@@ -217,7 +264,8 @@ class Mlgym(Workspace):
         is_whole = result.exit_code == 0 and output.split()[-1:] == [nonce]
         # One object, on one line or several; two are no result.
         objects = list(read_objects(output.rpartition(nonce)[0]))
-        return objects[0] if is_whole and len(objects) == 1 else None
+        said = result.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+        return objects[0] if is_whole and len(objects) == 1 else None, said
 
     def _task_of(self, example: Example) -> MlgymTask:
         return self._tasks()[example.fields["task"]]
@@ -254,8 +302,12 @@ def _read_table(data: bytes) -> list[list[str]]:
     return list(csv.reader(io.StringIO(data.decode(errors="replace"))))
 
 
-ARTEFACTS: Mapping[str, str] = {"CSVSubmissionTasks": "submission.csv", "PythonSubmissionTasks": "target.py"}
-"""The file that is graded, by the kind of task."""
+ARTEFACTS: Mapping[str, tuple[str, ...]] = {
+    "CSVSubmissionTasks": ("submission.csv",),
+    "PythonSubmissionTasks": ("strategy.py", "target.py"),
+}
+"""The file that is graded, by the kind of task: the first that it has. Beside a strategy.py, target.py is the
+opponent."""
 _REFUSED: Mapping[str, str] = {
     "titanic": "the labels that it is graded by are a rule on the passengers' sex",
     "titanicSurvival": "the labels that it is graded by are a rule on the passengers' sex",
@@ -329,9 +381,10 @@ class MlgymTask:
 
 
 def list_tasks(root: Path, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
-    """Read tasks of a checkout by id: the `wanted` ones, or all that can be graded fairly.
+    """Read tasks of a checkout by id: the `wanted` ones, or all that can be graded fairly and are whole.
 
-    Raises: DataError if there is no checkout; ConfigError for a wanted task that is missing or refused.
+    Raises: DataError if there is no checkout, or a wanted task lacks a file; ConfigError for a wanted task
+        that is missing or refused.
     """
     import yaml
 
@@ -344,6 +397,7 @@ def list_tasks(root: Path, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
             next_step="name its folder in task.root",
         )
     tasks: dict[str, MlgymTask] = {}
+    unread: list[DataError] = []
     for path in paths:
         config = yaml.safe_load(path.read_text("utf-8")) or {}
         names = {str(config.get("id")), path.stem}
@@ -354,13 +408,20 @@ def list_tasks(root: Path, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
         if why is None and kind not in ARTEFACTS:
             why = _REFUSED_KINDS.get(kind, f"task_entrypoint {kind!r} is of no known kind")
         if why is None:
-            tasks[str(config["id"])] = _read_task(root, path, config)
+            try:
+                tasks[str(config["id"])] = _read_task(root, path, config, is_wanted=bool(wanted))
+            except DataError as error:
+                if wanted:
+                    raise
+                unread.append(error)
         elif wanted:
             raise ConfigError(
                 f"the MLGym task {path.stem} is refused: {why}",
                 allowed="tasks of CSVSubmissionTasks and PythonSubmissionTasks that can be graded fairly",
                 next_step="remove it from task.tasks",
             )
+    if unread and not tasks:
+        raise unread[0]
     if len(wanted) > len(tasks) or not tasks:
         raise ConfigError(
             f"task.tasks={list(wanted)}, of which {len(tasks)} are in {folder}",
@@ -370,7 +431,7 @@ def list_tasks(root: Path, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
     return tasks
 
 
-def _read_task(root: Path, path: Path, config: Mapping[str, Any]) -> MlgymTask:
+def _read_task(root: Path, path: Path, config: Mapping[str, Any], *, is_wanted: bool) -> MlgymTask:
     kind = str(config["task_entrypoint"])
     files: dict[str, Path] = {}
     for source in config.get("starter_code") or ():
@@ -381,6 +442,8 @@ def _read_task(root: Path, path: Path, config: Mapping[str, Any]) -> MlgymTask:
         documents += f"{str(data.get('name')).upper()}:\n{data.get('description')}\n\n"
         if data.get("is_local"):
             files |= _files_of(root, data["data_path"], "data", path)
+        elif not is_wanted:  # Then the image may have it.
+            raise _malformed(path, f"its data set {name} is elsewhere")
     evaluation = next(iter(config.get("evaluation_paths") or ()), None)
     if evaluation not in files:
         raise _malformed(path, f"evaluation_paths {evaluation!r} is not among its starter_code")
@@ -395,7 +458,7 @@ def _read_task(root: Path, path: Path, config: Mapping[str, Any]) -> MlgymTask:
         task_id=str(config["id"]),
         # Not `format`: these texts contain other braces.
         description=str(config.get("description", "")).replace("{dataset_docs}", documents),
-        artefact=ARTEFACTS[kind],
+        artefact=next((name for name in ARTEFACTS[kind] if name in files), ARTEFACTS[kind][-1]),
         files=files,
         # The sample submission is shown.
         secret=frozenset(secret - {name for name in telling if "sample" in name}),

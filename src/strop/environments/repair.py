@@ -28,7 +28,7 @@ from strop.errors import ConfigError, SandboxError
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, SandboxSpec
 from strop.sandbox.served import ServedSandbox
-from strop.spec.base import expert
+from strop.spec.base import Unhashed, expert
 from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import SOURCE_HELP, EnvironmentSection, TrainingRows
 from strop.tasks.contract import TaskLimits
@@ -100,7 +100,7 @@ class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
     """Issues of repositories, in the columns of SWE-bench, SWE-Gym or R2E."""
 
     name: Literal["repo-repair"]
-    source: str = Field(min_length=1, description=SOURCE_HELP.format("SWE-Gym/SWE-Gym"))
+    source: Unhashed[str] = Field(min_length=1, description=SOURCE_HELP.format("SWE-Gym/SWE-Gym"))
     image: str | None = Field(
         default=None,
         min_length=1,

@@ -9,7 +9,7 @@ import datetime as dt
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, JsonValue, ValidationInfo
 from pydantic.config import JsonDict
@@ -19,6 +19,10 @@ from strop.spec.display import KeyPath, dotted, show_value
 
 DEFAULT = "default"
 """Origin of a value that no source gave."""
+NOT_HASHED = "not hashed"
+_Value = TypeVar("_Value")
+Unhashed = Annotated[_Value, NOT_HASHED]
+"""Type of a task's setting that its version leaves out: a path, a service, what is hashed by its content."""
 
 
 class Section(BaseModel):

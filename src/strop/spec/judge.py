@@ -7,7 +7,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from strop.spec.base import SpecConflict, expert
+from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.parts import plain_sections
 from strop.spec.task import SOURCE_HELP, TaskSection, TrainingRows
 
@@ -29,12 +29,12 @@ class LlmJudgeSpec(TrainingRows):
     """Open questions, in the columns `prompt` and, if known, `gold`; a model behind HTTP judges replies."""
 
     name: Literal["llm-judge"]
-    source: str | None = Field(
+    source: Unhashed[str | None] = Field(
         default=None,
         min_length=1,
         description=SOURCE_HELP.format("some/prompts") + " none = only as a part of a blend.",
     )
-    rubric: str = Field(
+    rubric: Unhashed[str] = Field(
         default="quality",
         min_length=1,
         description="Criterion of the judge: 'quality', 'correctness' (compares with the column gold), or a"
@@ -42,7 +42,7 @@ class LlmJudgeSpec(TrainingRows):
         " {{gold}} or any other column of the rows.",
         json_schema_extra=expert("the criterion depends on the task"),
     )
-    judge_url: str = Field(
+    judge_url: Unhashed[str] = Field(
         pattern=r"^(role|https?://[^\s@?#]+)$",
         description="Address of the judge's OpenAI endpoint, such as http://127.0.0.1:8000/v1. 'role' = the"
         " run starts task.judge_model itself, in a separate process.",
@@ -61,33 +61,33 @@ class LlmJudgeSpec(TrainingRows):
         " version. For a 'role', the beginning of the model's digest.",
         json_schema_extra=expert("verdicts of two judges are not comparable"),
     )
-    judge_engine: Literal["native", "vllm"] = Field(
+    judge_engine: Unhashed[Literal["native", "vllm"]] = Field(
         default="native",
         description="Engine of a judge that is a 'role'.",
         json_schema_extra=expert("a judge that the run starts can use either engine"),
     )
-    judge_key_env: str | None = Field(
+    judge_key_env: Unhashed[str | None] = Field(
         default=None,
         pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
         description="Environment variable with the judge's key, which is sent as a bearer token. none = no"
         " key.",
         json_schema_extra=expert("a served judge may require a key"),
     )
-    judge_concurrency: int = Field(
+    judge_concurrency: Unhashed[int] = Field(
         default=8,
         ge=1,
         le=256,
         description="Most concurrent calls.",
         json_schema_extra=expert("servers limit concurrent calls"),
     )
-    judge_calls_per_s: float | None = Field(
+    judge_calls_per_s: Unhashed[float | None] = Field(
         default=None,
         gt=0.0,
         le=1e4,
         description="Most calls started per second. none = no limit.",
         json_schema_extra=expert("servers limit the rate of calls"),
     )
-    max_judge_calls: int = Field(
+    max_judge_calls: Unhashed[int] = Field(
         default=100_000,
         ge=1,
         le=10**9,
@@ -102,7 +102,7 @@ class LlmJudgeSpec(TrainingRows):
         description="Lowest score of a reply that counts as solved.",
         json_schema_extra=expert("the threshold for a right answer is a judgement"),
     )
-    calibration: str | None = Field(
+    calibration: Unhashed[str | None] = Field(
         default=None,
         min_length=1,
         description="File of at least 50 replies that people judged, with the columns prompt, reply, label"
@@ -110,7 +110,7 @@ class LlmJudgeSpec(TrainingRows):
         " below 0.6. none = the judge is not calibrated.",
         json_schema_extra=expert("a judge must be compared with people before it is trusted"),
     )
-    can_judge_itself: bool = Field(
+    can_judge_itself: Unhashed[bool] = Field(
         default=False,
         description="Whether the judge may be the trained or evaluated model itself.",
         json_schema_extra=expert("a model that judges itself drifts, so this is only for studies of that"),

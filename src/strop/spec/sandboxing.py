@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from strop.spec.base import Section, SpecConflict, expert
+from strop.spec.base import Section, SpecConflict, Unhashed, expert
 
 
 class SandboxSettings(Section):
@@ -27,7 +27,7 @@ class SandboxSettings(Section):
             "a machine with accelerators may have few processors, or allow no sandboxes"
         ),
     )
-    agent_paths: tuple[str, ...] = Field(
+    agent_paths: Unhashed[tuple[str, ...]] = Field(
         default=(),
         strict=False,
         description="Files and directories of this machine that task.agent needs in an attempt's sandbox,"
@@ -59,7 +59,7 @@ class GpuSettings(SandboxSettings):
         " bubblewrap, podman or docker.",
         json_schema_extra=expert("attempts may train or run models in their sandboxes"),
     )
-    gpu_wait_s: float = Field(
+    gpu_wait_s: Unhashed[float] = Field(
         default=3600.0,
         gt=0.0,
         le=10**6,

@@ -21,7 +21,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticKnownError
 
-from strop.spec.base import Section, SpecConflict, check_free_table, expert
+from strop.spec.base import Section, SpecConflict, Unhashed, check_free_table, expert
 from strop.spec.built_in import built_in_tasks
 from strop.spec.display import NULL_WORD
 from strop.spec.sandboxing import GpuSettings, SandboxSettings
@@ -53,7 +53,7 @@ class TaskSection(Section):
         description="Most tokens sampled per reply, terminator included. A reply cut here is marked as"
         " truncated. none = the task's own limit; a larger value is refused.",
     )
-    max_too_long_frac: float = Field(
+    max_too_long_frac: Unhashed[float] = Field(
         default=0.01,
         ge=0.0,
         lt=1.0,
@@ -67,26 +67,26 @@ class TaskSection(Section):
         " this. on = the reply has 8192 tokens beyond the task's own limit, and no text ends it. The text"
         " after the thinking is judged; unfinished thinking is no answer.",
     )
-    system_prompt: str | None = Field(
+    system_prompt: Unhashed[str | None] = Field(
         default=None,
         description="System message before the task's own messages; in plain text it precedes the prompt,"
         " separated by a blank line. none = no system message.",
     )
-    prompt_template: str | None = Field(
+    prompt_template: Unhashed[str | None] = Field(
         default=None,
         description="Prompt instead of the task's own wording, such as 'Solve: {question}'. A name in braces"
         " stands for the example's field of that name, '{{' and '}}' for braces. In plain text it is used"
         " verbatim. none = the task's own wording.",
         json_schema_extra=expert("published scores depend on the wording around the question"),
     )
-    stop: tuple[str, ...] | None = Field(
+    stop: Unhashed[tuple[str, ...] | None] = Field(
         default=None,
         strict=False,
         description="Stop strings instead of the task's own, in a chat and in plain text; an empty list"
         " leaves only the model's terminator. none = the task's own.",
         json_schema_extra=expert("base models need a stop string that fits their prompt"),
     )
-    order_file: str | None = Field(
+    order_file: Unhashed[str | None] = Field(
         default=None,
         min_length=1,
         description="JSONL file of example ids, or a text with one id, or one row number (from 0), on each"
@@ -95,21 +95,21 @@ class TaskSection(Section):
         " other ids. none = all examples, reshuffled in each epoch.",
         json_schema_extra=expert("curricula order the examples"),
     )
-    min_solved_frac: float = Field(
+    min_solved_frac: Unhashed[float] = Field(
         default=0.0,
         ge=0.0,
         le=1.0,
         description="Skip examples of the order file that a smaller share of attempts solved.",
         json_schema_extra=expert("examples that the model never solves teach nothing"),
     )
-    max_solved_frac: float = Field(
+    max_solved_frac: Unhashed[float] = Field(
         default=1.0,
         ge=0.0,
         le=1.0,
         description="Skip examples of the order file that a larger share of attempts solved.",
         json_schema_extra=expert("examples that the model always solves teach nothing"),
     )
-    agent: str | None = Field(
+    agent: Unhashed[str | None] = Field(
         default=None,
         min_length=1,
         description="Program that solves the problems and may call the model over OpenAI's protocol any"
@@ -118,7 +118,7 @@ class TaskSection(Section):
         " directly.",
         json_schema_extra=expert("existing agents can be trained unmodified"),
     )
-    agent_limit_s: float = Field(
+    agent_limit_s: Unhashed[float] = Field(
         default=600.0,
         gt=0.0,
         le=10**6,
@@ -126,14 +126,14 @@ class TaskSection(Section):
         " judged, marked as truncated.",
         json_schema_extra=expert("a program may never end"),
     )
-    agent_tokens: int = Field(
+    agent_tokens: Unhashed[int] = Field(
         default=32_768,
         ge=1,
         le=10**9,
         description="Most tokens that task.agent may have sampled for a problem; then its calls are refused.",
         json_schema_extra=expert("a program may call the model a thousand times"),
     )
-    max_unmatched_ids: int = Field(
+    max_unmatched_ids: Unhashed[int] = Field(
         default=0,
         ge=0,
         description="Ids of the order file that may be missing among the task's training examples.",

@@ -40,19 +40,13 @@ def parse_number(text: str) -> Decimal | None:
 
 def last_number(text: str) -> Decimal | None:
     """Return the last number in a text, or None if there is none."""
-    match = _last_match(text)
+    match = last_number_match(text)
     return None if match is None else _to_decimal(match.group())
-
-
-def last_number_text(text: str) -> str | None:
-    """Return the last number in a text as it was written, or None if there is none."""
-    match = _last_match(text)
-    return None if match is None else match.group()
 
 
 def ends_with_number(text: str) -> bool:
     """Whether nothing but closing punctuation follows the last number."""
-    match = _last_match(text)
+    match = last_number_match(text)
     return match is not None and _CLOSING.fullmatch(text, match.end()) is not None
 
 
@@ -62,7 +56,7 @@ def cut_at_first(text: str, markers: tuple[str, ...]) -> str:
     return text[: min(ends)] if ends else text
 
 
-def _last_match(text: str) -> re.Match[str] | None:
+def last_number_match(text: str) -> re.Match[str] | None:
     """Return the last of the left-to-right matches; the search starts at the end."""
     if not any(digit in text for digit in _DIGITS):
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from strop.errors import format_error
@@ -34,8 +34,7 @@ class TaskLimits:
     problem. In a chat they would cut replies that may contain them."""
     max_reward: float = 1.0
     """Reward of a right reply. Rewards lie in [min_reward, max_reward]; another value is a failure."""
-    # Not in the repr, which versions of `rlvr-mixed` hash: the field is newer than they.
-    min_reward: float = field(default=0.0, repr=False)
+    min_reward: float = 0.0
     """Reward of the worst reply; below 0 where a task gives negative marks."""
     chance: float = 0.0
     """Share of full marks that a reply without work earns, for example 0.25 with four choices."""

@@ -17,7 +17,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.base import SpecConflict, expert
+from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.task import SOURCE_HELP, EvaluationRows, FewShot, TrainingRows
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
@@ -43,7 +43,9 @@ _CHOICE_CHANCE = 0.25
 class _MmluRows(FewShot):
     """Which multiple-choice questions."""
 
-    source: str = Field(default="cais/mmlu", min_length=1, description=SOURCE_HELP.format("cais/mmlu"))
+    source: Unhashed[str] = Field(
+        default="cais/mmlu", min_length=1, description=SOURCE_HELP.format("cais/mmlu")
+    )
     subject: str | None = Field(
         default=None,
         min_length=1,

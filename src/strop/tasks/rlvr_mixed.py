@@ -15,6 +15,7 @@ from pydantic import Field
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, make_example
+from strop.spec.base import Unhashed
 from strop.spec.task import SOURCE_HELP, TrainingRows
 from strop.tasks.answers import parse_number
 from strop.tasks.contract import Task, TaskLimits
@@ -45,7 +46,7 @@ class RlvrMixedSpec(MathAnswer, TrainingRows):
     """Grade-school, competition and instruction problems in one data set, for training."""
 
     name: Literal["rlvr-mixed"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="allenai/RLVR-GSM-MATH-IF-Mixed-Constraints",
         min_length=1,
         description=SOURCE_HELP.format("allenai/RLVR-GSM-MATH-IF-Mixed-Constraints"),

@@ -14,13 +14,13 @@ from pydantic import Field, model_validator
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.base import SpecConflict, expert
+from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.task import TrainingRows
 from strop.tasks.answers import parse_number, text_after_thinking
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import find_answer
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
-from strop.tasks.mathematics.gsm8k import find_number_text
+from strop.tasks.mathematics.gsm8k import find_number, read_number
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.prompt import pose_messages
 from strop.tasks.registry import built_in
@@ -30,7 +30,7 @@ from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
 
 AnswerKind = Literal["number", "formula", "text"]
 _MAX_REPLY_TOKENS = 2048
-_VERIFIER = "sft-jsonl-1"
+_VERIFIER = "sft-jsonl-2"
 _MAX_SHOWN = 5
 
 
@@ -38,7 +38,7 @@ class SftJsonlSpec(TrainingRows):
     """Prompts with demonstrations and gold answers, in the rows that `sft.source` takes."""
 
     name: Literal["sft-jsonl"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         min_length=1,
         description="Source of the rows: a file of JSONL or Parquet, or a folder with train* and test* files."
         " Rows without the key gold are left out and counted.",
@@ -174,7 +174,8 @@ class SftJsonl(RowTask):
 def _find(kind: AnswerKind, text: str) -> str | None:
     """Return the answer of a reply, or None."""
     if kind == "number":
-        return find_number_text(text)
+        number = find_number(text)
+        return None if number is None else number.text
     if kind == "formula":
         answer = find_answer(text)
         return None if answer is None else answer.text
@@ -184,7 +185,8 @@ def _find(kind: AnswerKind, text: str) -> str | None:
 
 def _is_equal(kind: AnswerKind, gold: str, answer: str) -> bool:
     if kind == "number":
-        return parse_number(answer) == parse_number(gold)
+        ours, theirs = read_number(answer), read_number(gold)
+        return ours is not None and theirs is not None and ours.value == theirs.value
     if kind == "formula":
         return answers_equal(gold, answer, Strictness.STANDARD)
     return _plain(answer) == _plain(gold)

@@ -8,47 +8,30 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from strop.errors import ConfigError
-from strop.spec.task import PROMPTING, TaskSpec
+from strop.spec.base import NOT_HASHED
+from strop.spec.task import TaskSpec
 from strop.tasks.contract import TaskLimits
 
-# Paths differ between machines; the content of the data is hashed separately.
-# The share of prompts that may be too long changes no prompt and no score; nor does the order of training.
-_NOT_HASHED = {
-    # `AgentTask` hashes these together with the task's version.
-    *("agent", "agent_limit_s", "agent_tokens", "agent_paths"),
-    *("source", "root", "salt_file", "max_too_long_frac", "gpu_wait_s"),
-    # A user's function is hashed by its source.
-    "reward",
-    *("order_file", "min_solved_frac", "max_solved_frac", "max_unmatched_ids"),
-    # Address and calibration of a judge; the text of its rubric is hashed.
-    *("judge_url", "judge_key_env", "judge_concurrency", "judge_calls_per_s", "max_judge_calls"),
-    *("rubric", "calibration", "can_judge_itself", "judge_engine"),
-    # Where one of them is set, `Prompted` hashes them together with the task's version.
-    *PROMPTING,
-}
 # A requirement of the self-test changes no score.
 _NOT_HASHED_LIMITS = {"max_goldless_frac"}
-_USUAL: dict[str, Any] = {"min_reward": 0.0, "sandbox": "auto", "mcp_servers": [], "sandbox_gpus": 0.0}
-"""Limits and settings hashed only where they differ from these: they are newer than recorded versions."""
 
 
 def hash_version(
     name: str, prompt: str, verifier: str, limits: TaskLimits, spec: TaskSpec, data_digest: str = ""
 ) -> str:
-    """Hash everything that can change a prompt, a limit, an example or a score."""
-    settings = spec.model_dump(mode="json", exclude=_NOT_HASHED)
-    bounds = {key: value for key, value in hashed_limits(limits).items() if key not in _NOT_HASHED_LIMITS}
-    parts = [name, prompt, verifier, bounds, _without_usual(settings), data_digest]
+    """Hash everything that can change a prompt, a limit, an example or a score.
+
+    Of the settings all but those of the type `Unhashed`, and all that a user's class has of its own.
+    """
+    left_out = {key for key, field in type(spec).model_fields.items() if NOT_HASHED in field.metadata}
+    settings = spec.model_dump(mode="json", exclude=left_out)
+    parts = [name, prompt, verifier, hashed_limits(limits), settings, data_digest]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def hashed_limits(limits: TaskLimits) -> dict[str, Any]:
-    """Return the limits that a version may cover, by name."""
-    return _without_usual(asdict(limits))
-
-
-def _without_usual(values: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in _USUAL or value != _USUAL[key]}
+    """Return the limits that a version covers, by name."""
+    return {key: value for key, value in asdict(limits).items() if key not in _NOT_HASHED_LIMITS}
 
 
 THINKING_TOKENS = 8192

@@ -150,7 +150,7 @@ def test_compare_numbers(gold: str, reply: str, verdict: bool | None) -> None:
         ("x^2-1", "(x-1)(x+1)", SYMBOLIC),
         (r"\frac{\sqrt{2}}{2}", r"\frac{1}{\sqrt{2}}", SYMBOLIC),
         (r"\frac{3\pi}{2}", r"3\pi/2", SYMBOLIC),
-        (r"1\le x\le 2", "[1,2]", SYMBOLIC),
+        (r"1\le x\le 2", "[1,2]", STRICT),
         (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} 2/2 \\ 2 \end{pmatrix}", SYMBOLIC),
     ],
 )

@@ -37,7 +37,7 @@ from strop.sandbox.contract import SandboxSpec
 from strop.sandbox.engine import ENGINES, Engine, engine_environ
 from strop.sandbox.local import find_program
 from strop.sandbox.served import ServedSandbox
-from strop.spec.base import expert
+from strop.spec.base import Unhashed, expert
 from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import TaskLimits
@@ -59,7 +59,7 @@ class HarborSpec(RoomSettings, EnvironmentSection):
     """Task directories in Harbor's form."""
 
     name: Literal["harbor"]
-    root: str = Field(
+    root: Unhashed[str] = Field(
         min_length=1,
         description="A task directory of Harbor's, or a folder of them. Nothing in it is changed.",
         json_schema_extra=expert("task directories may lie anywhere"),

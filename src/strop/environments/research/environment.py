@@ -32,7 +32,7 @@ from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
 from strop.sandbox.contract import MIB, ExecKind, Limits, SandboxSpec
 from strop.sandbox.following import Job
 from strop.sandbox.served import ServedSandbox
-from strop.spec.base import SpecConflict, expert
+from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.sandboxing import SandboxSettings
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import CEILING, TaskLimits
@@ -117,7 +117,7 @@ class ResearchSpec(SandboxSettings, EnvironmentSection):
         description="How often an attempt may score its work on hidden development data.",
         json_schema_extra=expert("each score reveals something of the hidden data"),
     )
-    salt_file: str | None = Field(
+    salt_file: Unhashed[str | None] = Field(
         default=None,
         min_length=1,
         description="File with a secret of 16 bytes or more that seeds all draws of the instances: without"

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.base import expert
+from strop.spec.base import Unhashed, expert
 from strop.spec.task import CodeTaskSection, TrainingRows
 from strop.tasks.code.extraction import (
     SPARE_VERIFY_S,
@@ -60,7 +60,7 @@ class AppsSpec(CodeTaskSection, TrainingRows):
     """Programming contests, in the columns of APPS."""
 
     name: Literal["apps"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="codeparrot/apps",
         min_length=1,
         description="Source of the problems: a hub id such as codeparrot/apps, or a path, as for gsm8k.",

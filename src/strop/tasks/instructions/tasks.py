@@ -17,7 +17,7 @@ from pydantic import Field
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.base import expert
+from strop.spec.base import Unhashed, expert
 from strop.spec.task import EvaluationRows, TaskSection
 from strop.tasks.contract import TaskLimits
 from strop.tasks.instructions.bench import BENCH, UNJUDGED
@@ -227,7 +227,7 @@ class IfEvalSpec(EvaluationRows):
     """Prompts with instructions that a program can check: IFEval, for evaluation only."""
 
     name: Literal["ifeval"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="google/IFEval",
         min_length=1,
         description=_SOURCE_HELP.format(hub_id="google/IFEval"),
@@ -251,7 +251,7 @@ class IfBenchSpec(EvaluationRows):
     """Prompts with instructions that a program can check: IFBench, for evaluation only."""
 
     name: Literal["ifbench"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="allenai/IFBench_test",
         min_length=1,
         description=_SOURCE_HELP.format(hub_id="allenai/IFBench_test"),
@@ -273,7 +273,7 @@ class RlvrIfevalSpec(_UnsplitRows):
     """Prompts with one instruction each that a program can check, for training."""
 
     name: Literal["rlvr-ifeval"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="allenai/RLVR-IFeval",
         min_length=1,
         description=_SOURCE_HELP.format(hub_id="allenai/RLVR-IFeval"),
@@ -284,7 +284,7 @@ class IfMultiSpec(_UnsplitRows):
     """Prompts with one to five instructions that a program can check, for training."""
 
     name: Literal["if-multi"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="allenai/IF_multi_constraints_upto5",
         min_length=1,
         description=_SOURCE_HELP.format(hub_id="allenai/IF_multi_constraints_upto5"),

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import Field
 
 from strop.rollout import Example, Outcome, make_example
-from strop.spec.base import expert
+from strop.spec.base import Unhashed, expert
 from strop.spec.task import SOURCE_HELP, EvaluationRows
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
@@ -56,7 +56,7 @@ class AimeSpec(EvaluationRows):
         description="Which examinations: 30 problems a year, or the 90 of 2022 to 2024.",
         json_schema_extra=expert("the AIME is another one in each year"),
     )
-    source: str | None = Field(
+    source: Unhashed[str | None] = Field(
         default=None,
         min_length=1,
         description=SOURCE_HELP.format("math-ai/aime25") + " none = the hub's data set of the year.",

@@ -12,7 +12,7 @@ from typing import Literal, TypeGuard
 from pydantic import Field, model_validator
 
 from strop.rollout import Example, Outcome, Split, make_example
-from strop.spec.base import Section, SpecConflict, expert
+from strop.spec.base import Section, SpecConflict, Unhashed, expert
 from strop.spec.task import SOURCE_HELP, EvaluationRows, FewShot, TrainingRows
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
@@ -27,7 +27,7 @@ from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_o
 _PROMPT = "{problem}\n\nReason step by step, and give the final answer in \\boxed{{}}."
 _BASE_PROMPT = "Problem:\n{problem}\n\nSolution:"
 """The form of lm-eval 0.4.13's minerva_math."""
-_VERIFIER = "math-equivalence-2"
+_VERIFIER = "math-equivalence-3"
 _STOP_STRINGS = ("Problem:", "\n\n\n")
 _VERIFY_LIMIT_S = 2.0
 _LEVEL = re.compile(r"Level ([1-5?])")
@@ -181,7 +181,7 @@ class MathSpec(MathAnswer, FewShot, TrainingRows):
     """Competition problems with worked solutions, in the columns of MATH."""
 
     name: Literal["math"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="EleutherAI/hendrycks_math",
         min_length=1,
         description=SOURCE_HELP.format("EleutherAI/hendrycks_math"),
@@ -266,7 +266,7 @@ class Math500Spec(MathAnswer, EvaluationRows):
     """Five hundred test problems of MATH, for evaluation only."""
 
     name: Literal["math500"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="HuggingFaceH4/MATH-500",
         min_length=1,
         description=SOURCE_HELP.format("HuggingFaceH4/MATH-500"),
@@ -296,7 +296,7 @@ class DeepscalerSpec(MathAnswer, TrainingRows):
     """Forty thousand competition problems; some are held out, chosen by content."""
 
     name: Literal["deepscaler"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="agentica-org/DeepScaleR-Preview-Dataset",
         min_length=1,
         description=SOURCE_HELP.format("agentica-org/DeepScaleR-Preview-Dataset"),

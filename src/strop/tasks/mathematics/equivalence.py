@@ -18,6 +18,9 @@ from strop.tasks.mathematics.symbolic import equal_by_symbols, is_bounded, requi
 _MAX_CHARS = 2000
 """A longer answer is wrong; the longest gold answers of MATH have about 160 characters."""
 _RELATION = re.compile(r"=|\\in(?![a-zA-Z])")
+_INEQUALITY = re.compile(r"(<|>|\\[lg]e(?![a-zA-Z]))")
+_UPWARD = ("<", r"\le")
+_NAME = re.compile(r"\\?(?!pi|infty)[a-zA-Z]+")
 
 
 class Strictness(StrEnum):
@@ -77,19 +80,54 @@ _gold_form = lru_cache(maxsize=1024)(normal_form)
 
 
 def _forms(gold: str, reply: str) -> tuple[str, str]:
-    """Return both normal forms, without 'x=' if only one has it; 'x=2' and 'y=2' stay different."""
+    r"""Return both normal forms, each without what only it has: a name, braces of a set, inequality signs.
+
+    'x=2' and 'y=2' stay different. '1,2' is '\{1,2\}', and '0\le x<1' is '[0,1)'.
+    """
     ours, theirs = _gold_form(gold), normal_form(reply)
     if not _RELATION.search(theirs):
-        return without_name(ours) or ours, theirs
-    if not _RELATION.search(ours):
-        return ours, without_name(theirs) or theirs
+        ours = without_name(ours) or ours
+    elif not _RELATION.search(ours):
+        theirs = without_name(theirs) or theirs
+    our_items, their_items = _set_items(ours), _set_items(theirs)
+    if (our_items is None) is not (their_items is None):
+        ours, theirs = our_items or ours, their_items or theirs
+    our_interval, their_interval = _as_interval(ours), _as_interval(theirs)
+    if (our_interval is None) is not (their_interval is None):
+        ours, theirs = our_interval or ours, their_interval or theirs
     return ours, theirs
 
 
+def _set_items(form: str) -> str | None:
+    """Return what stands between the braces of a set, or None."""
+    is_set = form.startswith("\\{") and form.find("\\}") == len(form) - 2
+    return form[2:-2] or None if is_set else None
+
+
+def _as_interval(form: str) -> str | None:
+    """Return the interval of an inequality, or the union of those of several; None for another form."""
+    names, intervals = set(), []
+    for piece in form.split(","):
+        parts = [part.strip() for part in _INEQUALITY.split(piece)]
+        if len(parts) == 3:
+            # 'x<3' is '-\\infty<x<3'.
+            is_named_first = _NAME.fullmatch(parts[0]) is not None
+            far = "-\\infty" if is_named_first is (parts[1] in _UPWARD) else "\\infty"
+            sign = "<" if parts[1] in _UPWARD else ">"
+            parts = [far, sign, *parts] if is_named_first else [*parts, sign, far]
+        if len(parts) != 5 or (parts[1] in _UPWARD) is not (parts[3] in _UPWARD):
+            return None
+        low, left, name, right, high = parts if parts[1] in _UPWARD else parts[::-1]
+        names.add(name)
+        intervals.append(f"{'(' if left in '<>' else '['}{low},{high}{')' if right in '<>' else ']'}")
+    is_one_name = len(names) == 1 and all(_NAME.fullmatch(name) for name in names)
+    return "\\cup".join(intervals) if is_one_name else None
+
+
 # A number is a sign with an integer, a decimal, '\frac{a}{b}', 'a/b', a mixed number '3\frac{1}{2}', a
-# power 'a^{n}' of bounded size, or a decimal '\times10^{n}'. Values are exact rationals. If one is written
-# as a decimal and neither is whole, values within 1e-6 of the larger one are equal: 0.333333 is 1/3 and
-# 0.3333 is not. Whole numbers are equal only to themselves: 18.00 is 18, 18.000001 is not.
+# power 'a^{n}' of bounded size, or a decimal '\times10^{n}'. Values are exact rationals. A decimal is also
+# equal to a value that it rounds or cuts off, within 1e-6 of the larger one: 0.333333 is 1/3; 0.3333 is not,
+# and 0.50000001 is not 1/2. Whole numbers are equal only to themselves: 18.00 is 18, 18.000001 is not.
 
 _REL_TOLERANCE = Fraction(1, 10**6)
 _MAX_DIGITS = 1000
@@ -105,29 +143,38 @@ _BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
 
 @dataclass(frozen=True, slots=True)
 class Number:
-    """An exact value, and whether it was written as a decimal."""
+    """An exact value, and the place value of its last decimal; None if it was not written as a decimal."""
 
     value: Fraction
-    is_decimal: bool
+    unit: Fraction | None
 
     def equals(self, other: Number) -> bool:
         """Compare by the rules of this module; symmetric."""
         if self.value == other.value:
             return True
-        is_whole = 1 in (self.value.denominator, other.value.denominator)
-        if is_whole or not (self.is_decimal or other.is_decimal):
+        if 1 in (self.value.denominator, other.value.denominator):
             return False
-        larger = max(abs(self.value), abs(other.value))
-        return abs(self.value - other.value) <= _REL_TOLERANCE * larger
+        return self._shortens(other.value) or other._shortens(self.value)
+
+    def _shortens(self, value: Fraction) -> bool:
+        """Whether this decimal is `value`, rounded or cut off behind enough digits."""
+        if self.unit is None or self.value * value < 0:
+            return False
+        left_off, larger = abs(value) - abs(self.value), max(abs(value), abs(self.value))
+        has_digits = self.unit <= 10 * _REL_TOLERANCE * larger and abs(left_off) <= _REL_TOLERANCE * larger
+        return has_digits and -self.unit / 2 <= left_off < self.unit
 
 
 def parse_exact(form: str) -> Number | None:
     """Read a normal form that is one number, or None."""
     if len(form) > _MAX_DIGITS:
         return None
+    unit = None
     if match := _PLAIN.fullmatch(form):
         sign, digits, exponent = match.groups()
-        value = Fraction(digits) * Fraction(10) ** int(exponent or 0)
+        scale = Fraction(10) ** int(exponent or 0)
+        value = Fraction(digits) * scale
+        unit = scale / 10 ** len(digits.partition(".")[2]) if "." in digits else None
     elif match := _RATIO.fullmatch(form) or _SLASH.fullmatch(form):
         sign, whole, upper, lower = match.groups()
         is_mixed = bool(whole)
@@ -141,7 +188,7 @@ def parse_exact(form: str) -> Number | None:
         value = Fraction(int(base)) ** int(exponent)
     else:
         return None
-    return Number(-value if sign.count("-") % 2 else value, is_decimal="." in form)
+    return Number(-value if sign.count("-") % 2 else value, unit)
 
 
 def compare_numbers(gold: str, reply: str) -> bool | None:

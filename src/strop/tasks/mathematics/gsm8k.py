@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
+from collections.abc import Iterator
+from fractions import Fraction
+from itertools import chain
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from strop.rollout import Example, Outcome, make_example
-from strop.spec.base import expert
+from strop.spec.base import Unhashed, expert
 from strop.spec.task import FewShot, TrainingRows
-from strop.tasks.answers import NUMBER_PATTERN, judged_text, last_number_text, parse_number
+from strop.tasks.answers import NUMBER_PATTERN, judged_text, last_number_match, parse_number
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import find_boxes
+from strop.tasks.mathematics.equivalence import parse_exact
+from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
@@ -24,7 +29,7 @@ _PROMPT = (
 _BASE_PROMPT = "Q: {question}\nA:"
 _BASE_PROMPT_HASH = "Question: {question}\nAnswer:"
 """The forms of lm-eval 0.4.13's gsm8k_cot and gsm8k. Shots use the second, whose answers are in the data."""
-_VERIFIER = "gsm8k-number-3"
+_VERIFIER = "gsm8k-number-4"
 # Base models write these when they go on to invent another problem.
 _MARKERS = ("Question:", "[Question]", "Q:", "\n\n\n")
 _HARNESS_STOP_STRINGS = ("</s>", "<|im_end|>")
@@ -35,7 +40,7 @@ class Gsm8kSpec(FewShot, TrainingRows):
     """Grade-school word problems, in the columns `question` and `answer` of gsm8k."""
 
     name: Literal["gsm8k"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         default="openai/gsm8k",
         min_length=1,
         description="Source of the problems: a hub id such as openai/gsm8k, a folder or file of Parquet or"
@@ -86,11 +91,12 @@ class Gsm8k(RowTask):
             gold = harness_gold(mode, example.fields["solution"])
             is_correct = answer is not None and harness_clean(answer) == gold
             return right_or_wrong(is_correct, format_ok=answer is not None, extracted=answer)
-        gold_number = parse_number(gold_of(example))
         judged = judged_text(text, _MARKERS) or ""
-        answer = find_number_text(judged)
-        is_correct = answer is not None and parse_number(answer) == gold_number
-        return right_or_wrong(is_correct, format_ok=MARKED.search(judged) is not None, extracted=answer)
+        number, gold_number = find_number(judged), read_number(gold_of(example))
+        extracted, value = number or (None, None)
+        is_correct = gold_number is not None and value is not None and value == gold_number.value
+        format_ok = any(marked.value is not None for marked in _marked_numbers(judged))
+        return right_or_wrong(is_correct, format_ok=format_ok, extracted=extracted)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the worked solution, the marked number and the number in a sentence, as the mode needs."""
@@ -107,8 +113,7 @@ class Gsm8k(RowTask):
 def _to_example(row: Row) -> Example:
     question, solution = require_texts(row, "question", "answer")
     _, mark, tail = solution.rpartition("####")
-    gold = parse_number(tail)
-    if not mark or gold is None:
+    if not mark or (parse_number(tail) is None and _read_fraction(tail) is None):
         raise bad_row(
             f"the answer in {row.place} ends in {solution[-40:]!r}",
             allowed="an answer whose last line is '#### ' and a number",
@@ -126,8 +131,9 @@ _READING = RowReading(
     question=lambda example: str(example.fields["question"]),
 )
 # `auto` searches the text before any marker of a follow-up problem for the first sentence 'The answer is N.',
-# then the first '#### N', then the last box, then the last number. It reads numbers as `answers` does and
-# compares them as decimals.
+# then the first '#### N', then the last box, then the last number. It reads numbers as `answers` does, and
+# also fractions and '72 million'. Of '24+48=72' the result counts; '72/3', '72^2', '72 or 73' and '5:72' are
+# no number, and so no answer. Values are compared exactly.
 #
 # `strict`, `hash` and `flex` are lm-eval 0.4.13's filters bit for bit, for scores that are compared with
 # published ones: 'strict-match' of its task gsm8k_cot, 'strict-match' of gsm8k, and 'flexible-extract' of
@@ -136,11 +142,25 @@ _READING = RowReading(
 # texts are compared. Source of the patterns: lm_eval/tasks/gsm8k/{gsm8k,gsm8k-cot}.yaml (MIT).
 
 HarnessMode = Literal["strict", "hash", "flex"]
-MARKED = re.compile(rf"####\s*({NUMBER_PATTERN})")
-"""The form that strop's prompt requests."""
+_MAX_CHARS = 200
+_MARKED = re.compile(rf"#{{4,}}\s*(\S[^\n]{{,{_MAX_CHARS}}})")
 _PHRASE = re.compile(
     rf"\bThe answer is:?\s*[*_]*({NUMBER_PATTERN})[*_]*(?=[ \t]*(?:\n|$)|[.!](?:\s|$))", re.IGNORECASE
 )
+_GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!]|\\!,|,\\!)(?=[0-9]{3}(?![0-9]))")
+_LEAD = re.compile(r"(?:[ \t*_`~$(\[\u2248]|\\[(\[])*")
+_TRAIL = " \t*_`$\\)]"
+_SIGN = r"\*\*|[-+*/^\u00d7\u00f7\u00b7\u2013]|\\(?:times|cdot|div)(?![a-zA-Z])|x(?=[ \t]*[0-9$])"
+_OPERATOR = rf"(?:[ \t]*(?:{_SIGN})[ \t]*|:(?=[0-9]))"
+_NUMBER = re.compile(NUMBER_PATTERN)
+# A number that goes on so, or stands behind an operator, is a part of a calculation, a range or a list.
+_GOES_ON = re.compile(
+    rf"(?:{_OPERATOR}|(?:,|[ \t]or|[ \t]and|[ \t]to)[ \t]+)[({{$]*\.?[0-9]"
+    r"|[ \t]*[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]"
+)
+_IS_OPERAND = re.compile(rf"[0-9)\]}}%]{_OPERATOR}[({{$]*0$")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_SCALE = re.compile(rf"[ \t]*(?:\\text\{{[ \t]*)?({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
 _HARNESS = {
     "strict": re.compile(r"The answer is (\-?[0-9\.\,]+)."),
     "hash": re.compile(r"#### (\-?[0-9\.\,]+)"),
@@ -149,16 +169,62 @@ _HARNESS = {
 _HARNESS_IGNORED = tuple(re.compile(pattern) for pattern in (",", r"\$", r"(?s).*#### ", r"\.$"))
 
 
-def find_number_text(text: str) -> str | None:
-    """Return the text of the number that is the answer by the rules of `auto`, or None."""
+class Number(NamedTuple):
+    """A number as it was written, and its value; None if the text is a calculation, a range or a list."""
+
+    text: str
+    value: Fraction | None
+
+
+def find_number(text: str) -> Number | None:
+    """Return the number that is the answer by the rules of `auto`; None if there is none."""
+    text = _GROUPED.sub(",", text.replace("\\$", "$"))
     if phrase := _PHRASE.search(text):
-        return phrase.group(1)
-    if marked := MARKED.search(text):
-        return marked.group(1)
-    boxes = find_boxes(text)
-    if boxes and parse_number(boxes[-1]) is not None:
-        return boxes[-1].strip()
-    return last_number_text(text)
+        return read_number(phrase.group(1))
+    boxed = (number for box in find_boxes(text)[-1:] if (number := read_number(box[:_MAX_CHARS])))
+    if number := next(chain(_marked_numbers(text), boxed), None):
+        return number
+    last = last_number_match(text)
+    if last is None:
+        return None
+    is_operand = _IS_OPERAND.search(text[max(0, last.start() - 20) : last.start()] + "0") is not None
+    return Number(last.group(), None) if is_operand else _read_from(text, last)
+
+
+def read_number(text: str) -> Number | None:
+    """Read a text that begins with a number or says what one equals; None if it does neither."""
+    sides = [_read_side(_LEAD.sub("", side, 1)) for side in text.split("=")]
+    read = [side for side in sides if side is not None and side.value is not None]
+    return read[-1] if read and sides[0] not in read else sides[0]
+
+
+def _marked_numbers(text: str) -> Iterator[Number]:
+    lines = (match.group(1) for match in _MARKED.finditer(text))
+    return (number for line in lines if (number := read_number(line)))
+
+
+def _read_side(side: str) -> Number | None:
+    fraction = _read_fraction(side)
+    if fraction is not None:
+        return Number(side, fraction)
+    match = _NUMBER.match(side)
+    return None if match is None else _read_from(side, match)
+
+
+def _read_from(text: str, match: re.Match[str]) -> Number:
+    if _GOES_ON.match(text, match.end()):
+        return Number(text, None)
+    scale = _SCALE.match(text, match.end())
+    power = 0 if scale is None else _SCALES[scale.group(1).lower()]
+    value = parse_number(match.group())
+    return Number(match.group(), None if value is None else Fraction(value) * 10**power)
+
+
+def _read_fraction(text: str) -> Fraction | None:
+    """Read a fraction or mixed number that is not whole: '72/3' is a calculation."""
+    form = normal_form(text.rstrip(_TRAIL))
+    number = parse_exact(form) if "frac" in form or "/" in form else None
+    return None if number is None or number.value.denominator == 1 else number.value
 
 
 def harness_answer(mode: HarnessMode, text: str) -> str | None:

@@ -1,7 +1,8 @@
 r"""One spelling for answers that are written differently and mean the same.
 
 The rules, in their order. None of them removes or adds a sign.
- 1. Unicode signs become ASCII or LaTeX: U+2212 is '-', U+03C0 is '\pi', U+00D7 is '\times';
+ 1. Unicode signs become ASCII or LaTeX: U+2212 is '-', U+03C0 is '\pi', U+00D7 is '\times', U+221A with what
+    follows is '\sqrt{..}', U+00BD is '\frac{1}{2}'; so do 'sqrt(3)', 'pi', '<=' and '>=';
  2. spacing and sizing commands go: '\,', '\!', '\quad', '\left', '\right', '\displaystyle';
  3. formula delimiters, a box around the whole, surrounding white space and closing punctuation go, but
     not a factorial's '!';
@@ -24,6 +25,7 @@ Zeros, fractions and roots are neither reduced nor evaluated; `equivalence` and 
 from __future__ import annotations
 
 import re
+from unicodedata import normalize
 
 _UNICODE = str.maketrans(
     {
@@ -39,8 +41,12 @@ _UNICODE = str.maketrans(
         "\u2260": r"\ne ",
         "\u00b0": r"^\circ ",
         "\u222a": r"\cup ",
-        "\u00b2": "^2",
-        "\u00b3": "^3",
+        "\u00b1": r"\pm ",
+        "\u00bc": r"\frac{1}{4}",
+        "\u00bd": r"\frac{1}{2}",
+        "\u00be": r"\frac{3}{4}",
+        "\u2153": r"\frac{1}{3}",
+        "\u2154": r"\frac{2}{3}",
         "\u00a0": " ",
         "~": " ",
     }
@@ -52,6 +58,19 @@ _SPACING = re.compile(
 )
 _SEPARATED_DIGITS = re.compile(r"(?<=[0-9])(?:\\[,!]|\{,\}|\\!,|,\\!)+(?=[0-9]{3}(?![0-9]))")
 _SYNONYMS = (
+    (
+        re.compile(r"(?:\u221a|(?<![\\a-zA-Z])sqrt)\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+|[a-zA-Z]))"),
+        r"\\sqrt{\1\2\3}",
+    ),
+    (
+        re.compile("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+)"),
+        lambda raised: f"^{{{normalize('NFKC', raised[1])}}}",
+    ),
+    (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
+    (re.compile(r"<=|=<"), r"\\le "),
+    (re.compile(r">="), r"\\ge "),
+    (re.compile(r"\\lt(?![a-zA-Z])"), "<"),
+    (re.compile(r"\\gt(?![a-zA-Z])"), ">"),
     (re.compile(r"\\[dtc]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\leq(?:slant)?(?![a-zA-Z])"), r"\\le"),
     (re.compile(r"\\geq(?:slant)?(?![a-zA-Z])"), r"\\ge"),
@@ -105,6 +124,8 @@ def normal_form(answer: str) -> str:
     text = _WHITE.sub(_keep_boundary, text)
     for pattern, replacement in _TIDY:
         text = pattern.sub(replacement, text)
+    if text[:1] == "{" and text.find("}") == len(text) - 1:
+        text = text[1:-1]
     return text.lower() if len(text) > 1 and text.isalpha() else text
 
 

@@ -22,6 +22,7 @@ import cmath
 import re
 import zlib
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
@@ -42,6 +43,8 @@ _EXPONENT_NUMBER = re.compile(r"(?:\^|\*\*)\s*\{?\s*[-+(]*\s*([0-9]+)")
 _GROWING = re.compile(
     r"\\(?:sum|prod|int|iint|oint|lim|binom|dbinom|tbinom|overline|dot)(?![a-zA-Z])|!|\\(?:dots|ldots|cdots)"
 )
+_DECIMAL = re.compile(r"[0-9]+\.([0-9]+)")
+_FLOAT_ERROR = 1e-12
 _MIN_DIFFERENCE = 1e-3
 """Relative, and absolute for small values. math-verify accepts decimals that differ by 1e-6."""
 _MAX_PRECISION = 400
@@ -90,7 +93,21 @@ def equal_by_symbols(gold: str, reply: str) -> bool:
     theirs = _read(reply, raise_on_error=False)
     if not theirs.parsed or _differ_clearly(ours.value, theirs.value):
         return False
-    return bool(verify(list(ours.parsed), list(theirs.parsed), timeout_seconds=None))
+    if not verify(list(ours.parsed), list(theirs.parsed), timeout_seconds=None):
+        return False
+    if ours.value is None or theirs.value is None or "." not in gold + reply:
+        return True
+    difference = ours.value - theirs.value
+    # The library compares decimals by six digits only.
+    is_same = abs(difference) <= _FLOAT_ERROR * abs(ours.value)
+    return is_same or _is_rest(gold, ours.value, -difference) or _is_rest(reply, theirs.value, difference)
+
+
+def _is_rest(form: str, value: complex, rest: complex) -> bool:
+    """Whether decimals that were rounded or cut off at their last digit leave such a rest of the value."""
+    raised = _DECIMAL.sub(lambda match: str(Decimal(match[0]) + Decimal(10) ** -len(match[1])), form)
+    span = (_read(raised, raise_on_error=False).value or value) - value
+    return span != 0 and -0.5 <= (rest / span).real < 1
 
 
 def warm_up() -> None:

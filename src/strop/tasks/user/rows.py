@@ -17,7 +17,7 @@ from pydantic import Field, field_validator, model_validator
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.base import SpecConflict, expert
+from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.task import SOURCE_HELP, CodeTaskSection, TrainingRows
 from strop.spec.template import fill, list_names, refuse_malformed
 from strop.tasks.code.extraction import (
@@ -49,7 +49,7 @@ from strop.tasks.user.rewards import (
 from strop.user_code import CodeRef, is_code
 
 _MAX_REPLY_TOKENS = 1024
-_VERIFIER = "rows-1"
+_VERIFIER = "rows-2"
 _SANDBOXED = "python-tests"
 _VERSIONS = {_SANDBOXED: "python-tests-2"}
 """Names of built-in rewards in a task's version, if they have changed."""
@@ -61,7 +61,7 @@ class RowsSpec(CodeTaskSection, TrainingRows):
     """The rows of a file, with a reward function of the user's own or a built-in one."""
 
     name: Literal["rows"]
-    source: str = Field(
+    source: Unhashed[str] = Field(
         min_length=1,
         description=SOURCE_HELP.format("openai/gsm8k").replace("Parquet or JSONL", "Parquet, JSONL or CSV")
         + " An s3:// URI is fetched. Files named train* and test* or validation* are the splits; one row in"
@@ -78,7 +78,7 @@ class RowsSpec(CodeTaskSection, TrainingRows):
         description="Column of the right answer. none = no answer is known; the reward function needs none.",
         json_schema_extra=expert("data sets name their answer differently"),
     )
-    reward: tuple[str, ...] = Field(
+    reward: Unhashed[tuple[str, ...]] = Field(
         strict=False,
         min_length=1,
         description="How a reply is judged: a function such as 'reward.py:score', called with reply, answer"
