@@ -25,6 +25,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from strop.environments.contract import numbers_of
+from strop.environments.mlgym_driver import DRIVER
 from strop.environments.tools import ToolError, read_objects
 from strop.environments.workspace import Workspace, room_limits
 from strop.errors import ConfigError, DataError, SandboxError
@@ -43,62 +44,6 @@ _OPENING = (
     " you call submit, by a script that you do not have, on files as they were given. validate says whether"
     " {artefact} can be graded."
 )
-_CHILD = """
-import ast, importlib, os, resource, sys
-calls, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-for number in (0, 1):
-    os.dup2(os.open(os.devnull, os.O_RDWR), number)
-resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-sys.path.insert(0, ".")
-artefact = importlib.import_module(sys.argv[1])
-
-def plain(value):
-    value = value.tolist() if hasattr(value, "tolist") else value
-    return type(value)(map(plain, value)) if type(value) in (list, tuple) else value
-
-for line in calls:
-    name, words, named = ast.literal_eval(line)
-    print(repr(plain(getattr(artefact, name)(*words, **named))), file=answers, flush=True)
-"""
-"""Imports the artefact and answers calls of its functions; it can write no file."""
-_DRIVER = f"""
-import ast, ctypes, runpy, subprocess, sys, traceback, types
-nonce, script, artefact = sys.stdin.readline().strip(), sys.argv[1], sys.argv[2]
-sys.argv = [script, *sys.argv[3:]]
-sys.path.insert(0, ".")
-PR_SET_DUMPABLE = 4
-ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
-
-class Artefact(types.ModuleType):
-    child = None
-
-    def __getattr__(self, function):
-        if function.startswith("__"):
-            raise AttributeError(function)
-        return lambda *words, **named: self._call((function, words, named))
-
-    def _call(self, call):
-        # Started late: the script has imported and read its own files by then.
-        if self.child is None:
-            argv = [sys.executable, "-c", {_CHILD!r}, self.__name__]
-            pipe = subprocess.PIPE
-            self.child = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True)
-        self.child.stdin.write(f"{{call!r}}\\n")
-        self.child.stdin.flush()
-        return ast.literal_eval(self.child.stdout.readline(1 << 20))
-
-if artefact.endswith(".py"):
-    sys.modules[artefact[:-3]] = Artefact(artefact[:-3])
-try:
-    runpy.run_path(script, run_name="__main__")
-except SystemExit as end:
-    # Accept an exit by the script itself, not by code that it called.
-    if traceback.extract_tb(end.__traceback__)[-1].filename != script or end.code:
-        raise
-print()
-print(nonce)
-"""
-"""Runs a grader's script, and prints the nonce if it runs to its end; no other process reads its memory."""
 
 
 class MlgymSpec(RoomSettings, EnvironmentSection):
@@ -256,7 +201,7 @@ class Mlgym(Workspace):
             nonce = secrets.token_hex(16)
             words = ["--submission_file", task.artefact] if task.is_csv else []
             result = await sandbox.exec(
-                [*self._python(sandbox), "-c", _DRIVER, task.evaluation, task.artefact, *words],
+                [*self._python(sandbox), "-c", DRIVER, task.evaluation, task.artefact, *words],
                 stdin=f"{nonce}\n".encode(),
                 wall_limit_s=task.limit_s,
             )
