@@ -231,7 +231,7 @@ def describe_acceptance(report: AuditReport, reasons: Mapping[str, str]) -> str:
         # Failures come first, so this is one that makes the report red.
         probe = next(result.probe for result in broken if result.probe not in names)
         name = f"audit.{probe}@{report.task_version[:_SHOWN_VERSION_CHARS]}"
-        parts.append(f"`strop audit {report.task}` shows each; train.accept = '{name}: reason' goes on")
+        parts.append(f"`strop audit RUN.toml` shows each; train.accept = '{name}: reason' goes on")
     return "; ".join(parts)
 
 

@@ -387,7 +387,7 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
                 f" {result.max_reply_tokens} tokens, and might have been right with more room"
             )
         if result.audit == "red":
-            shows = f"`strop audit {result.task}` shows why"
+            shows = f"`strop audit {result.task}` with its settings, or `strop audit RUN.toml`, shows why"
             output.give(f"{result.full_name}: unaudited: its audit is red; {shows}")
         elif result.audit is None:
             attack = f"`strop audit {result.task}` with its settings attacks its judge"

@@ -173,7 +173,10 @@ def audit(
     context: typer.Context,
     task: Annotated[
         str,
-        typer.Argument(help="Task name; see `strop tasks ls`. all: every task whose files are here."),
+        typer.Argument(
+            help="Run file, FILE.py:CLASS, or task name; see `strop tasks ls`. all: every task whose files"
+            " are here.",
+        ),
     ],
     settings: Annotated[
         list[str] | None,
@@ -191,14 +194,14 @@ def audit(
         raise typer.BadParameter("--out takes the report of one task, not of all")
     from strop.audit import Verdict
     from strop.errors import CheckRefused
-    from strop.run.tasks import audit_here, read_audit, read_task
+    from strop.run.tasks import audit_here, find_task_section, read_audit
 
     output: Output = context.obj
     audit_settings, words = read_audit(settings or ())
     if task == "all":
         _audit_all(output, audit_settings, words, is_json=json)
         return
-    report = audit_here(read_task(task, words), audit_settings, out=out)
+    report = audit_here(find_task_section(task, words), audit_settings, out=out)
     if json:
         output.give_json(report.to_json())
     else:

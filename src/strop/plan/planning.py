@@ -65,6 +65,9 @@ from strop.tasks.traits import attempt_tokens_of
 from strop.tokenizer import Tokenizer
 from strop.train.data.offline import OfflineData, count_offline_positions, find_offline_source
 
+_HIGH_TEMPERATURE = 2.0
+"""Above it a warning: hardly any reply is sensible."""
+
 
 def make_plan(
     resolved: ResolvedSpec,
@@ -448,6 +451,11 @@ def _list_warnings(
     """Yield what the gate would refuse, and what exceeds memory or disk, as far as it is known now."""
     if model is not None and model.lacks:
         yield model.lacks
+    if spec.sampling.temperature > _HIGH_TEMPERATURE:
+        yield (
+            f"sampling.temperature={spec.sampling.temperature:g}: replies are nearly random above"
+            f" {_HIGH_TEMPERATURE:g}, and nothing is learned from them"
+        )
     size, too_long = model.size if model else None, prompt.num_too_long if prompt is not None else None
     if prompt and size and too_long and too_long > spec.task.max_too_long_frac * prompt.num_measured:
         yield (

@@ -6,6 +6,7 @@ of examples in each.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -60,6 +61,16 @@ class LogSource(Protocol):
         """Return the complete lines since the last call. Raises: StoreError if the read fails."""
 
 
+def _open_no_link(path: str, flags: int) -> int:
+    """Open a file; a link, which may lead out of the run's directory, is none."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise FileNotFoundError(error.errno, "it is a link", path) from error
+        raise
+
+
 class DirectoryRecord:
     """`RecordFiles` of a directory. A file that is replaced while it is read is read whole, old or new."""
 
@@ -69,7 +80,8 @@ class DirectoryRecord:
     def read(self, name: str) -> bytes | None:
         """Return a file's bytes, None if there is no file. Raises: StoreError if the disk fails."""
         try:
-            return (self.path / name).read_bytes()
+            with open(self.path / name, "rb", opener=_open_no_link) as file:
+                return file.read()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
@@ -78,7 +90,7 @@ class DirectoryRecord:
     def read_from(self, name: str, offset: int) -> bytes:
         """Return at most 64 MiB of a file after an offset; empty at its end. Raises: StoreError."""
         try:
-            with (self.path / name).open("rb") as file:
+            with open(self.path / name, "rb", opener=_open_no_link) as file:
                 file.seek(offset)
                 return file.read(MAX_READ_BYTES)
         except (FileNotFoundError, NotADirectoryError):

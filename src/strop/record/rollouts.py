@@ -115,7 +115,7 @@ class StoredRollout:
     """The learner's advantage of each token of each turn; None for a turn that was not trained on. Those of a
     shared turn are in every rollout that has it. Empty: no turn has any."""
     status: str | None = None
-    """The `train.generation.GroupStatus` of its group; None if not recorded."""
+    """The `train.generation.GroupStatus` of its group, 'unscored' in a trained one; None if not recorded."""
     staleness: int | None = None
     """Steps by which its oldest token is older than the weights that it trained; None if there is no token,
     or it is not recorded."""

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import keyword
 import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from strop.audit import (
@@ -314,6 +316,12 @@ def write_new_task(name: str, folder: Path) -> list[Path]:
             f"a task called {name!r}",
             allowed=f"{_MAX_NAME} letters, digits and underscores at most: its file is imported under it",
             next_step="choose another name, for example my_task",
+        )
+    if keyword.iskeyword(name) or find_spec(name) is not None:
+        raise ConfigError(
+            f"a task called {name!r}",
+            allowed="a name that is no word of Python and no installed module, which its file would hide",
+            next_step=f"choose another name, for example my_{name}",
         )
     rows = [
         {"question": f"What is {n} + {n + 1}?", "answer": str(2 * n + 1)} for n in range(2, 2 + _NUM_ROWS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +19,7 @@ from pydantic_core import ErrorDetails
 
 from strop.errors import ConfigError, format_error
 from strop.spec.base import DEFAULT, Section, SpecConflict, to_name
+from strop.spec.built_in import built_in_tasks
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value, show_value
 from strop.spec.job import GPU_SPLIT
 from strop.spec.run import RunSpec
@@ -242,6 +244,10 @@ def _advice(path: KeyPath, value: Any, task: str | None) -> str:
         return f"write {key} as a number, without quotes"
     if not isinstance(value, str) and found and found[0].type_text.startswith(("text", "choice")):
         return f"write {key} as a text, in quotes"
+    if path == ("task", "name") and isinstance(value, str):
+        near = get_close_matches(value, built_in_tasks().names(), n=2)
+        if near:
+            return f"did you mean {' or '.join(near)}?"
     if found and found[0].default_text != "required":
         return f"correct it, or remove it for the default {format_value(found[0].info.default)}"
     return f"correct it; `strop explain {key}` says what it means"

@@ -79,14 +79,18 @@ class SampledStep:
             write_trained(path, self.discarded)
 
 
+_UNSCORED = "unscored"
+
+
 def _store(
     group: Group, status: GroupStatus, version: int, advantages: Sequence[TurnAdvantages]
 ) -> list[StoredRollout]:
+    is_trained = status is GroupStatus.TRAINED
     return [
         StoredRollout(
             rollout=rollout,
             advantages=of_turns,
-            status=status.value,
+            status=_UNSCORED if is_trained and rollout.outcome.reward is None else status.value,
             staleness=age_of(rollout, version),
         )
         for rollout, of_turns in zip(group.rollouts, advantages, strict=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 
 from strop.errors import ConfigError, StoreError
@@ -12,7 +13,7 @@ from strop.record.run_dir import STATE_NAME
 from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
 from strop.store.opening import open_objects
-from strop.view.live import LiveRun
+from strop.view.live import METRICS, LiveRun
 
 OpenJob = Callable[[str], tuple[str, RecordFiles]]
 """Returns name and record of a job. Raises: ConfigError if there is no job of this name."""
@@ -75,9 +76,12 @@ def find_runs(place: str, open_job: OpenJob) -> Runs:
 
 
 def _list_folder(path: Path) -> dict[str, RecordFiles]:
-    """Return the runs in a folder, including trials of sweeps; without any, the mirrors in it."""
-    states = [*path.glob(f"*/{STATE_NAME}"), *path.glob(f"*/members/*/{STATE_NAME}")]
-    names = sorted(state.parent.relative_to(path).as_posix() for state in states)
+    """Return the runs in a folder, including trials of sweeps; without any, the mirrors in it.
+
+    Also runs of which the state file is lost, as damaged ones.
+    """
+    found = [path.glob(f"{runs}/{file}") for runs in ("*", "*/members/*") for file in (STATE_NAME, METRICS)]
+    names = sorted({file.parent.relative_to(path).as_posix() for file in chain(*found)})
     runs = {
         name: DirectoryRecord(path / name) for name in names if ".partial-" not in name and name != TRACES
     }

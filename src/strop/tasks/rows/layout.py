@@ -34,6 +34,7 @@ from strop.store.uris import is_remote
 from strop.tasks.rows.arrow import SPLITS_NAME, find_saved_split, is_saved, read_saved
 
 _SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+_OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".tsv", ".gz", ".zip", ".xz", ".zst", ".pkl", ".npy")
 _FOLDERS = ("", "main", "data")
 _TRAIN_STEMS = ("train",)
 _SHOT_STEMS = ("dev", "prompt")
@@ -94,8 +95,14 @@ def read_split_rows(
     """
     train_files, held_out_files = _find_files(source, layout)
     train, held_out = _read_all(train_files), _read_all(held_out_files)
-    if not held_out_files:
+    if not held_out_files and train:
         train, held_out = _split_by_content(train, num_held_out, split_key)
+        if not train:
+            raise DataError(
+                f"task.source={source} has {len(held_out)} rows, all of which are held out",
+                allowed="more different prompts than are held out: the others are trained on",
+                next_step="add rows, or lower task.num_held_out",
+            )
     if layout.train:
         _require_rows(source, "training", train)
     _require_rows(source, "held-out", held_out)
@@ -285,6 +292,12 @@ def read_rows(path: Path, *, first_index: int = 0) -> list[Row]:
             Row(values=values, place=place, index=index)
             for index, (values, place) in enumerate(read_saved(path), start=first_index)
         ]
+    if path.suffix in _OTHER_FORMATS:
+        raise DataError(
+            f"data file {path} is of a format that is not read",
+            allowed=f"a file of {', '.join(_SUFFIXES)}",
+            next_step="export it, for example as CSV in UTF-8, and name that file",
+        )
     read = {".parquet": _read_parquet, ".csv": _read_csv}.get(path.suffix, _read_json)
     values = list(read(path))
     return [
@@ -322,7 +335,7 @@ def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
 def _read_json(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the tables of a JSONL file, or of a `.json` file that holds one list of them."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise _unreadable(path, str(error), "JSONL in UTF-8") from error
     if path.suffix == ".json" and text.lstrip().startswith("["):

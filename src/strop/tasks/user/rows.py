@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
@@ -410,7 +411,10 @@ def _is_message(value: Any) -> bool:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a column's value as a JSON value; `...` for bytes and the like, which no function gets."""
+    """Return a column's value as a JSON value; `...` for bytes and the like, which no function gets.
+
+    NaN, by which pandas and Parquet write a missing value, is None.
+    """
     if isinstance(value, dt.date | dt.time):
         return value.isoformat()
     if isinstance(value, Decimal):
@@ -419,6 +423,8 @@ def _to_json(value: Any) -> Any:
         return {str(key): _to_json(item) for key, item in value.items()}
     if isinstance(value, list):
         return [_to_json(item) for item in value]
+    if isinstance(value, float) and math.isnan(value):
+        return None
     return value if value is None or isinstance(value, str | bool | int | float) else ...
 
 

@@ -96,3 +96,7 @@ export const link = (parts, query = {}) => {
   const words = new URLSearchParams(Object.entries(query).filter(([, value]) => value !== "" && value !== undefined && value !== null));
   return `#/${parts.map(encodeURIComponent).join("/")}${words.size ? `?${words}` : ""}`;
 };
+
+export function choice(name, label, options, value, onchange) {
+  return h("label", {}, label, h("select", { name, onchange: (event) => onchange(event.target.value) }, Object.entries(options).map(([key, [text]]) => h("option", { value: key, selected: key === value }, text))));
+}

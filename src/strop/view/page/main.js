@@ -8,6 +8,10 @@ import { runsView } from "./runs.js";
 
 const main = document.getElementById("main"), crumbs = document.getElementById("crumbs"), pulse = document.getElementById("pulse");
 let leave = null, turn = 0;
+// How far each entry of the history was scrolled.
+const scrolled = new Map();
+history.scrollRestoration = "manual";
+window.addEventListener("scroll", () => { if (scrolled.has(history.state?.place) && main.dataset.view === location.hash) scrolled.set(history.state.place, window.scrollY); });
 
 export function say(text, kind = "") {
   pulse.textContent = text;
@@ -52,7 +56,11 @@ async function show() {
   main.replaceChildren(room);
   main.dataset.view = location.hash;
   const target = document.querySelector("[data-focus]");
-  if (target) { target.scrollIntoView({ block: "nearest" }); target.focus({ preventScroll: true }); } else { window.scrollTo(0, 0); main.focus({ preventScroll: true }); }
+  // Back and forward lead to where one was, a link to the top.
+  const isBack = scrolled.has(history.state?.place), top = scrolled.get(history.state?.place) ?? 0;
+  if (!isBack) history.replaceState({ place: `${Date.now()}.${turn}` }, "");
+  if (target && !isBack) { target.scrollIntoView({ block: "nearest" }); target.focus({ preventScroll: true }); } else { main.focus({ preventScroll: true }); window.scrollTo(0, top); }
+  scrolled.set(history.state.place, top);
 }
 
 // Themes: the system's, or one that is kept in this browser.

@@ -1,5 +1,5 @@
 // Rollouts: a step's list, a search over all steps, and one of them turn by turn and token by token.
-import { ask, h, isNumber, link, percent, prose, short, table, visible } from "./dom.js";
+import { ask, choice, h, isNumber, link, percent, prose, short, table, visible } from "./dom.js";
 import { moveRow, say } from "./main.js";
 
 const hidden = (key, action) => h("button", { type: "button", hidden: true, "data-key": key, onclick: action }, key);
@@ -19,10 +19,6 @@ const OUTCOMES = {
   "": ["all", () => true], solved: ["solved", (row) => verdict(row) === "solved"], wrong: ["not solved", (row) => verdict(row) === "not solved"], unscored: ["unscored", (row) => verdict(row) === "unscored"],
   cut: ["cut at the limit", (row) => row.truncated], form: ["not in the asked form", (row) => row.format_ok === false], late: ["out of time", (row) => row.timed_out], untrained: ["not trained on", (row) => row.status && row.status !== "trained"],
 };
-
-function choice(name, label, options, value, onchange) {
-  return h("label", {}, label, h("select", { name, onchange: (event) => onchange(event.target.value) }, Object.entries(options).map(([key, [text]]) => h("option", { value: key, selected: key === value }, text))));
-}
 
 // What differs between prompts: a system prompt that all of them begin with, and how all end, say nothing.
 function tellApart(rows) {
@@ -58,7 +54,7 @@ export async function stepView(room, { run, of, step, query }) {
 
   async function change(more) {
     state = { ...state, ...more };
-    history.replaceState(null, "", link(["run", run, of, step], { ...state, sort: state.sort === "group" ? "" : state.sort }));
+    history.replaceState(history.state, "", link(["run", run, of, step], { ...state, sort: state.sort === "group" ? "" : state.sort }));
     found = state.text ? new Set((await ask("search", { run, of, text: state.text, first: step, last: step })).found.map((row) => row.key)) : null;
     draw();
   }

@@ -1,0 +1,119 @@
+"""A refusal of rows, names or settings says another cause than the true one, or advises what fails."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from strop.errors import ConfigError, DataError
+from strop.rollout import Split
+from strop.run.tasks import find_task_section, write_new_task
+from strop.spec import load_spec
+from strop.tasks import Task, build_task
+
+RUN = """
+name = "own"
+[task]
+name = "rows"
+source = "./{source}"
+prompt = "{{q}}"
+answer = "a"
+reward = "exact"
+"""
+
+
+def write(folder: Path, text: str, source: str = "rows.jsonl") -> Path:
+    (folder / source).write_text(text, encoding="utf-8")
+    (folder / "run.toml").write_text(RUN.format(source=source))
+    return folder / "run.toml"
+
+
+def lines(num: int) -> str:
+    return "".join(json.dumps({"q": f"{n} + {n}?", "a": str(2 * n)}) + "\n" for n in range(num))
+
+
+def task_of(run_file: Path, *words: str) -> Task:
+    return build_task(load_spec(run_file, list(words)).spec.task)
+
+
+def strop(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "strop.cli", *words], cwd=cwd, capture_output=True, text=True, check=False
+    )
+
+
+def cause_of(task: Task) -> str:
+    with pytest.raises(DataError) as raised:
+        task.examples(Split.TRAIN)
+    # A file that is whole was not interrupted.
+    assert "download" not in str(raised.value)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "words"), [(1, ()), (5, ("task.num_held_out=5",)), (5, ("task.num_held_out=9",))]
+)
+def test_rows_that_are_all_held_out_are_counted(
+    tmp_path: Path, num_rows: int, words: tuple[str, ...]
+) -> None:
+    assert f"{num_rows} rows" in cause_of(task_of(write(tmp_path, lines(num_rows)), *words))
+    assert "task.num_held_out" in cause_of(task_of(write(tmp_path, lines(num_rows)), *words))
+
+
+def test_two_rows_with_one_prompt_are_all_held_out(tmp_path: Path) -> None:
+    assert "2 rows" in cause_of(task_of(write(tmp_path, lines(1) * 2)))
+
+
+@pytest.mark.parametrize("source", ["rows.jsonl", "rows.json"])
+def test_a_byte_order_mark_is_no_fault(tmp_path: Path, source: str) -> None:
+    text = lines(30) if source == "rows.jsonl" else json.dumps([*map(json.loads, lines(30).splitlines())])
+    task = task_of(write(tmp_path, f"\ufeff{text}", source))
+    assert len(task.examples(Split.TRAIN)) == 27
+
+
+def test_a_missing_number_is_a_missing_answer(tmp_path: Path) -> None:
+    rows = "".join(f'{{"q": "{n}?", "a": {"NaN" if n in (3, 20) else n}}}\n' for n in range(30))
+    task = task_of(write(tmp_path, rows))
+    assert sum(len(task.examples(split)) for split in Split) == 28
+
+
+def test_a_format_that_is_not_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rows.xlsx").write_bytes(b"PK\x03\x04")
+    assert "rows.xlsx" in cause_of(task_of(write(tmp_path, "", "rows.xlsx")))
+
+
+@pytest.mark.parametrize("name", ["re", "json", "strop", "numpy", "class"])
+def test_a_new_task_hides_no_module(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError):
+        write_new_task(name, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("gsm8", "gsm8k"), ("arithmetik", "arithmetic"), ("humanevel", "humaneval")]
+)
+def test_a_near_name_of_a_task_is_offered(given: str, meant: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        find_task_section(given, [])
+    assert str(raised.value).rpartition("Next: ")[2].count(meant) == 1
+
+
+def test_an_audit_takes_the_run_file(tmp_path: Path) -> None:
+    run_file = write(tmp_path, lines(30))
+    ended = strop("audit", run_file.name, "num=2", "--json", cwd=tmp_path)
+    assert json.loads(ended.stdout)["task"] == "rows", ended.stderr
+
+
+def test_a_plan_warns_of_random_replies(tmp_path: Path) -> None:
+    write(tmp_path, lines(30))
+    warnings = [
+        json.loads(strop("plan", "run.toml", "--json", f"sampling.temperature={value}", cwd=tmp_path).stdout)[
+            "warnings"
+        ]
+        for value in (1, 100)
+    ]
+    assert [sum("sampling.temperature" in text for text in found) for found in warnings] == [0, 1]
