@@ -21,7 +21,8 @@ What a program or a policy does (a wrong answer, a reply cut at its limit) is a 
     |   |-- CorruptRecord                 a record's bytes are not the ones its manifest promises
     |   |-- HubUnreachable                a model hub gave no answer
     |   |-- RemoteMissing                 a store answers that there is no such object
-    |   |-- RemoteDenied                  a store refuses us, or there are no credentials for it
+    |   |-- RemoteDenied                  a store refuses us
+    |   |   `-- NoCredentials             or there are no credentials for it
     |   |-- RemoteUnreachable             a store failed at every attempt
     |   `-- MirrorFenced                  a newer attempt of the run has claimed its mirror
     |-- RunStopped      (RuntimeError)  a tripwire ended the run
@@ -206,6 +207,10 @@ class RemoteMissing(StoreError):
 
 class RemoteDenied(StoreError):
     """Raised when a store refuses us; never retried, the user mends credentials or rights."""
+
+
+class NoCredentials(RemoteDenied):
+    """Raised if nothing could be asked for lack of credentials; no right would help."""
 
 
 class RemoteUnreachable(StoreError):

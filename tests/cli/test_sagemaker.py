@@ -24,6 +24,7 @@ from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.prepare import push_for
 from strop.rollout import Split
 from strop.store import get_model
+from strop.store.s3_objects import S3Objects
 from strop.tasks import build_task
 from tests.fixtures.object_store import use_store
 from tests.launch.sagemaker.aws import prepare_account
@@ -237,17 +238,29 @@ def test_a_build_logs_in_for_its_base_and_says_which_image_the_job_uses(
 
 @pytest.mark.slow
 def test_a_job_runs_here_as_the_platform_would_run_it(
-    folder: Path, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    folder: Path,
+    tiny_model_dir: Path,
+    s3_root: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """With the submitter's credentials, which stand in files that the job does not see."""
+    credentials = folder / "credentials"
+    credentials.write_text("[mine]\naws_access_key_id = test\naws_secret_access_key = test\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    monkeypatch.setenv("AWS_PROFILE", "mine")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2] / "src"))
     settings = (
         f"model.uri={tiny_model_dir}",
         *("model.dtype=float32", "train.steps=1", "train.prompts_per_step=2", "train.group_size=2"),
         *('train.accept="weights: a random model for a test"', "eval.num_examples=4", "eval.num_samples=2"),
-        "placement.threads=1",
+        *("placement.threads=1", f"store.uri={s3_root}"),
     )
     assert submit("--local", "--image", "none", *settings) == 0
+    assert any("_step1/COMPLETE" in stored.uri for stored in S3Objects().list(s3_root))
     said = capsys.readouterr().err
     assert "local: plain processes on this machine, no container" in said
     assert "train| ended: done" in said

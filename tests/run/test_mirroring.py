@@ -14,7 +14,7 @@ from typing import cast
 
 import pytest
 
-from strop.errors import CheckRefused, ConfigError, Interrupted, RemoteDenied, RemoteUnreachable, StoreError
+from strop.errors import CheckRefused, ConfigError, Interrupted, RemoteUnreachable, StoreError
 from strop.hardware import terminate
 from strop.io import remove_directory, verify_directory
 from strop.record import EventKind, RunDir, list_runs
@@ -237,23 +237,13 @@ class Refusing:
 
 
 @pytest.mark.parametrize(
-    ("method", "verb", "right"),
-    [
-        ("write", "write", "s3:PutObject"),
-        ("read_versioned", "read", "s3:GetObject"),
-        ("list_folders", "list", "s3:ListBucket"),
-        ("remove", "remove", "s3:DeleteObject"),
-    ],
+    "method", ["list_folders", "find", "write", "read_versioned", "remove", "begin_upload"]
 )
-def test_the_right_that_is_missing_is_named(method: str, verb: str, right: str) -> None:
-    store = RecordStore(cast(Objects, Refusing(method, RemoteDenied)))
-    with pytest.raises(CheckRefused, match=f"the right to {verb} objects is missing") as caught:
-        probe_store("s3://bucket/p", store)
-    assert f"missing here: {right}" in str(caught.value)
-    assert caught.value.exit_code == 76
+def test_a_store_that_does_not_answer_is_refused_at_the_start(method: str) -> None:
     silent = RecordStore(cast(Objects, Refusing(method, RemoteUnreachable)))
-    with pytest.raises(CheckRefused, match=f"it did not pass a test to {verb}"):
+    with pytest.raises(CheckRefused) as caught:
         probe_store("s3://bucket/p", silent)
+    assert caught.value.exit_code == 76
 
 
 def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:

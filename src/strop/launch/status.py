@@ -41,6 +41,7 @@ from strop.launch.job_dir import (
     read_plan,
     read_ref,
 )
+from strop.launch.sagemaker.job_log import JobLog
 from strop.launch.secrets import has_secrets, remove_secrets
 from strop.launch.sites import find_site, list_site_names
 
@@ -114,10 +115,20 @@ def find_statuses(backend: Backend, refs: Sequence[JobRef]) -> list[JobStatus]:
         seen = [status for status in of_job if status.source is not StatusSource.LAST_KNOWN]
         # A full or read-only disk refuses both, and the next status can do them instead.
         with suppress(StoreError):
+            _note_ends(ref, of_job)
             _note_states(ref, [status for status in seen if status.state is not JobState.UNKNOWN])
             if answers is not None and all(_is_over(backend, status, answers) for status in of_job):
                 _forget_secrets(ref)
     return statuses
+
+
+def _note_ends(ref: JobRef, statuses: Sequence[JobStatus]) -> None:
+    """Note in the job log, where there is one, how jobs ended by all that is known, as `status` says it."""
+    log, jobs = ref.details.get("job_log"), ref.details.get("jobs", ())
+    states = {status.trial: status.state for status in statuses}
+    ended = {job["name"]: str(states[job["trial"]]) for job in jobs if states[job["trial"]].is_terminal}
+    if log and ended and Path(log).exists():
+        JobLog(Path(log)).note_states(ended)
 
 
 def _note_states(ref: JobRef, statuses: Sequence[JobStatus]) -> None:

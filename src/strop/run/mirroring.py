@@ -19,7 +19,7 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING
 
-from strop.errors import CheckRefused, Interrupted, RemoteDenied, StoreError
+from strop.errors import CheckRefused, Interrupted, NoCredentials, RemoteDenied, StoreError
 from strop.hardware import ChildProcess, spawn, terminate
 from strop.hardware.process import MAX_NICENESS, step_back
 from strop.record import Event, EventKind, RunDir
@@ -44,23 +44,33 @@ LOG_NAME = "mirror.log"
 
 
 def probe_store(root: str, store: RecordStore | None = None) -> None:
-    """Test that objects can be written, read, listed and removed below the root of a store.
+    """Test each right that a mirror needs below the root of a store.
 
-    Raises: CheckRefused naming the missing permission, or if the store does not answer.
+    Raises: NoCredentials; CheckRefused naming the missing permission, or if the store does not answer.
     """
     store = store or open_record_store(root, upload_settings(None))
     folder = join_uri(root, "checkpoints")
     # A random name: two runs that start at once must not remove each other's object.
     place, content = join_uri(folder, f".probe-{secrets.token_hex(8)}"), b"strop"
     steps = (
+        # Without it, S3 answers 403 also for what is not there.
+        ("list", "s3:ListBucket", lambda: next(iter(store.objects.list_folders(folder)), None)),
+        ("read", "s3:GetObject", lambda: store.objects.find(place)),
         ("write", "s3:PutObject", lambda: store.objects.write(place, content)),
         ("read", "s3:GetObject", lambda: store.objects.read_versioned(place)),
-        ("list", "s3:ListBucket", lambda: next(iter(store.objects.list_folders(folder)), None)),
         ("remove", "s3:DeleteObject", lambda: store.objects.remove(place)),
+        ("write", "s3:PutObject", lambda: store.objects.begin_upload(f"{place}/parts")),
+        (
+            "find and abort uploads of",
+            "s3:ListBucketMultipartUploads and s3:AbortMultipartUpload",
+            lambda: store.objects.give_up_uploads(place),
+        ),
     )
     for verb, right, action in steps:
         try:
             action()
+        except NoCredentials:
+            raise
         except RemoteDenied as error:
             raise CheckRefused(
                 f"runs cannot be mirrored to {folder}: the right to {verb} objects is missing ({error})",

@@ -133,6 +133,10 @@ class Objects(Protocol):
         """Yield the names of the folders directly below a URI that contain objects, if any."""
         ...
 
+    def begin_upload(self, uri: str) -> None:
+        """Begin an upload that `give_up_uploads` discards: a test of the rights to both."""
+        ...
+
     def give_up_uploads(self, uri: str) -> None:
         """Discard unfinished uploads below a URI, other writers' too: call it as its only writer."""
         ...

@@ -133,6 +133,9 @@ class LocalObjects:
             if path.is_dir() and next(self.list(str(path)), None) is not None:
                 yield path.name
 
+    def begin_upload(self, uri: str) -> None:
+        """Do nothing: a file is written beside its place and renamed."""
+
     def give_up_uploads(self, uri: str) -> None:
         """Remove partial files of dead writers; living writers remove their own."""
         root = Path(normalize_uri(uri))

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 from strop.errors import (
     ConfigError,
+    NoCredentials,
     RemoteDenied,
     RemoteMissing,
     RemoteUnreachable,
@@ -35,6 +36,7 @@ _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 _CLIENT_VARIABLES = (
     *_ENDPOINT_VARIABLES,
     *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE", "AWS_REQUEST_CHECKSUM_CALCULATION"),
+    *("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"),
 )
 # Transient errors. Source: the list of error codes in the Amazon S3 reference.
 _TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
@@ -300,7 +302,13 @@ def _refusal(uri: str, doing: str, failure: Exception) -> StoreError:
         return missing(uri, _code_of(answer))
     if status == _CHANGED_STATUS:
         return _changed(uri, doing, failure)
-    if status == 0 or status in _REFUSED_STATUS:
+    if status == 0:
+        return NoCredentials(
+            f"{uri} could not be {doing}: there are no usable credentials for S3 ({cause})",
+            allowed="credentials in a profile, a role or the usual variables",
+            next_step="set AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
+        )
+    if status in _REFUSED_STATUS:
         return RemoteDenied(
             f"{uri} could not be {doing}: the store refuses us ({cause})",
             allowed="credentials that may list, read and write below this URI",

@@ -269,6 +269,11 @@ class S3Objects:
             for entry in page.get("CommonPrefixes", ()):
                 yield entry["Prefix"].removeprefix(prefix).rstrip("/")
 
+    def begin_upload(self, uri: str) -> None:
+        """Begin an upload in parts without any part."""
+        with self._explained(uri, "sent"):
+            self._client.create_multipart_upload(**_target(uri))
+
     def give_up_uploads(self, uri: str) -> None:
         """Abort all uploads in parts below the URI; a writer that is still uploading fails."""
         self._abort_uploads(uri, f"{parse_s3(uri).key}/", lambda entry: True)

@@ -51,7 +51,7 @@ def test_the_role_has_the_rights_of_the_written_list_and_no_others() -> None:
     arn = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hub"
     wanted = {
         *(f"s3:{word}" for word in ("GetObject", "PutObject", "ListBucket", "DeleteObject")),
-        "s3:AbortMultipartUpload",
+        *("s3:AbortMultipartUpload", "s3:ListBucketMultipartUploads"),
         *("ecr:GetAuthorizationToken", "ecr:BatchCheckLayerAvailability", "ecr:GetDownloadUrlForLayer"),
         "ecr:BatchGetImage",
         *(f"logs:{word}" for word in ("CreateLogGroup", "CreateLogStream", "PutLogEvents")),

@@ -191,20 +191,6 @@ class SageMakerBackend:
                     self._described[name] = (changed, answer)
             ref, trial = trials[name]
             answers[ref.job_id, trial] = answer
-        # The job log is a convenience: errors are ignored.
-        for ref in refs:
-            ended = {
-                job["name"]: str(answer.state)
-                for job in ref.details["jobs"]
-                if (answer := answers.get((ref.job_id, job["trial"]))) and answer.state.is_terminal
-            }
-            path = ref.details.get("job_log")
-            if not ended or not path or not Path(path).exists():
-                continue
-            try:
-                JobLog(Path(path)).note_states(ended)
-            except StoreError:
-                continue
         return answers
 
     def open_record(self, ref: JobRef, trial: int) -> RecordFiles:

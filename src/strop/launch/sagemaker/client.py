@@ -7,6 +7,7 @@ usual variables, as other programs do; `SiteObjects` sets them for the duration 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -78,7 +79,7 @@ class AwsClients:
         if service in self.by_service:
             return self.by_service[service]
         try:
-            import boto3
+            import boto3  # noqa: F401
             from botocore.config import Config
             from botocore.exceptions import BotoCoreError
         except ImportError as error:
@@ -90,11 +91,7 @@ class AwsClients:
         # `call` retries instead: botocore would retry permanent errors for minutes.
         config = Config(retries={"total_max_attempts": 1}, connect_timeout=5, read_timeout=60)
         try:
-            if self._session is None:
-                self._session = boto3.session.Session(
-                    profile_name=self.profile.aws_profile, region_name=self.profile.region
-                )
-            client = self._session.client(service, config=config, endpoint_url=self.profile.endpoint_url)
+            client = self.session().client(service, config=config, endpoint_url=self.profile.endpoint_url)
         except (BotoCoreError, ValueError) as error:
             raise ConfigError(
                 f"the client for {service} cannot be made ({error})",
@@ -103,6 +100,29 @@ class AwsClients:
             ) from error
         self.by_service[service] = client
         return client
+
+    def session(self) -> Any:
+        """Return boto3's session. Raises: ImportError without boto3; BotoCoreError for an unknown profile."""
+        if self._session is None:
+            import boto3
+
+            self._session = boto3.session.Session(
+                profile_name=self.profile.aws_profile, region_name=self.profile.region
+            )
+        return self._session
+
+    def credential_variables(self) -> dict[str, str]:
+        """Return the submitter's credentials, place and endpoint for a process that has none of its files."""
+        found = self.session().get_credentials()
+        frozen = found.get_frozen_credentials() if found else None
+        values = {
+            "AWS_ACCESS_KEY_ID": frozen and frozen.access_key,
+            "AWS_SECRET_ACCESS_KEY": frozen and frozen.secret_key,
+            "AWS_SESSION_TOKEN": frozen and frozen.token,
+            "AWS_REGION": self.session().region_name,
+            "AWS_ENDPOINT_URL": self.profile.endpoint_url or os.environ.get("AWS_ENDPOINT_URL"),
+        }
+        return {name: value for name, value in values.items() if value}
 
     def call(self, service: str, operation: str, *, resource: str = "", **arguments: Any) -> Any:
         """Call an operation, and retry while it is throttled or the service does not answer.

@@ -122,7 +122,11 @@ class Emulator:
             self._hosts[name] = (
                 _ProcessHost(path, entry, environment)
                 if settings.engine is None
-                else _ContainerHost(path, entry, environment, settings, name, names, mark=self._mark)
+                else _ContainerHost(
+                    *(path, entry, environment, settings, name, names),
+                    mark=self._mark,
+                    is_isolated=request["EnableNetworkIsolation"],
+                )
             )
 
     @property
@@ -280,6 +284,7 @@ class _ContainerHost:
         names: Sequence[str],
         *,
         mark: str,
+        is_isolated: bool,
     ) -> None:
         assert settings.engine is not None
         self._engine = settings.engine
@@ -287,7 +292,7 @@ class _ContainerHost:
         argv = self._engine.argv("run", "--name", self._name, "--volume", f"{host_path}/opt/ml:/opt/ml")
         argv += _CONTAINER_LIMITS
         argv += ["--entrypoint", entry[0]] if settings.rootfs is None else []
-        if len(names) == 1:
+        if is_isolated and len(names) == 1:
             argv += ["--network", "none", "--hostname", name]
         else:
             argv += ["--network", "host"]

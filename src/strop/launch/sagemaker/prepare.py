@@ -32,10 +32,7 @@ from strop.store.policy import OFFLINE_VARIABLES, ORDER_VARIABLE, URI_VARIABLE
 NO_IMAGE = "none"
 """Value of `--image` for plain processes with `--local`."""
 _FOLLOW_PAUSE_S = 0.2
-_KEPT = (
-    *(URI_VARIABLE, ORDER_VARIABLE, *OFFLINE_VARIABLES, "STROP_CACHE", "HF_HOME", "PYTHONPATH"),
-    *("AWS_PROFILE", "AWS_REGION", "AWS_ENDPOINT_URL"),
-)
+_KEPT = (*(URI_VARIABLE, ORDER_VARIABLE, *OFFLINE_VARIABLES, "STROP_CACHE", "HF_HOME", "PYTHONPATH"),)
 """Variables of this shell that a run on this machine needs to find its inputs."""
 _STEPS = ("build", "no_cache", "push", "local", "devices")
 Say = Callable[[str], None]
@@ -169,6 +166,10 @@ def _emulate(
     objects = FolderObjects(folder / "s3")
     request = SageMakerBackend(options, objects=objects).send_locally(plan)
     environment = {name: os.environ[name] for name in _KEPT if name in os.environ}
+    # On the platform the role's credentials reach the job; here those of who submits do.
+    named = (*environment.values(), (job_path_of(plan.home) / "spec.toml").read_text(encoding="utf-8"))
+    if any("s3://" in text for text in named):
+        environment |= AwsClients(profile=options).credential_variables()
     # Without the plan's bucket: a rehearsal accesses AWS only if the user names it.
     environment.setdefault(URI_VARIABLE, "")
     settings = EmulatorSettings(

@@ -117,10 +117,15 @@ def _check_role(clients: AwsClients, profile: SageMakerSite) -> Iterator[Finding
 
 def _check_bucket(clients: AwsClients, profile: SageMakerSite) -> Iterator[Finding]:
     bucket = profile.bucket or ""
-    head = clients.call("s3", "head_bucket", resource=f"s3://{bucket}", Bucket=bucket)
-    region = head.get("BucketRegion") or head.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get(
-        "x-amz-bucket-region"
+    listed = clients.call(
+        "s3",
+        "list_objects_v2",
+        resource=f"s3://{bucket}",
+        Bucket=bucket,
+        Prefix=f"{profile.prefix}/",
+        MaxKeys=1,
     )
+    region = listed.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("x-amz-bucket-region")
     if region and profile.region and region != profile.region:
         yield _finding(
             "bucket",
@@ -128,14 +133,6 @@ def _check_bucket(clients: AwsClients, profile: SageMakerSite) -> Iterator[Findi
             "a bucket in the job's region",
             Severity.ERROR,
         )
-    clients.call(
-        "s3",
-        "list_objects_v2",
-        resource=f"s3://{bucket}/{profile.prefix}",
-        Bucket=bucket,
-        Prefix=f"{profile.prefix}/",
-        MaxKeys=1,
-    )
 
 
 def _check_rights(clients: AwsClients, profile: SageMakerSite) -> Iterator[Finding]:
@@ -231,12 +228,7 @@ def submitter_policy(profile: SageMakerSite) -> dict[str, Any]:
             "Condition": {"StringEquals": {"iam:PassedToService": "sagemaker.amazonaws.com"}},
         },
         _allow("ReadRole", ("iam:GetRole",), profile.role or f"arn:aws:iam::{account}:role/*"),
-        _list_bucket(profile),
-        _allow(
-            "Objects",
-            _named("s3", ("GetObject", "PutObject", "AbortMultipartUpload", "ListMultipartUploadParts")),
-            _objects(profile),
-        ),
+        *_store(profile),
         _allow(
             "Logs",
             _named("logs", ("DescribeLogStreams", "FilterLogEvents", "GetLogEvents")),
@@ -262,13 +254,7 @@ def execution_policy(profile: SageMakerSite) -> dict[str, Any]:
     """Return the policy for the job's role."""
     write_logs = ("CreateLogGroup", "CreateLogStream", "PutLogEvents", "DescribeLogStreams")
     statements = [
-        _list_bucket(profile),
-        # Deletion is included, because pruned checkpoints are deleted in S3.
-        _allow(
-            "Objects",
-            _named("s3", ("GetObject", "PutObject", "DeleteObject", "AbortMultipartUpload")),
-            _objects(profile),
-        ),
+        *_store(profile),
         _allow("EcrLogin", ("ecr:GetAuthorizationToken",), "*"),
         _allow("EcrPull", _named("ecr", _PULL), _repository(profile.repository, profile)),
         _allow("Logs", _named("logs", write_logs), _log_group(profile)),
@@ -332,15 +318,17 @@ def _bucket(profile: SageMakerSite) -> str:
     return f"arn:{_partition(profile)}:s3:::{profile.bucket or '*'}"
 
 
-def _objects(profile: SageMakerSite) -> str:
-    return f"{_bucket(profile)}/{profile.prefix}/*"
+def _store(profile: SageMakerSite) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a store needs: the same for who stages and who mirrors.
 
-
-def _list_bucket(profile: SageMakerSite) -> dict[str, Any]:
-    return {
-        **_allow("List", ("s3:ListBucket",), _bucket(profile)),
-        "Condition": {"StringLike": {"s3:prefix": [f"{profile.prefix}/*", profile.prefix]}},
-    }
+    Lists are of the whole bucket: with a condition on the prefix S3 answers a look for an object that is not
+    there with 403. Objects are deleted where a checkpoint is pruned or an upload arrived altered.
+    """
+    objects = ("GetObject", "PutObject", "DeleteObject", "AbortMultipartUpload")
+    return (
+        _allow("List", _named("s3", ("ListBucket", "ListBucketMultipartUploads")), _bucket(profile)),
+        _allow("Objects", _named("s3", objects), f"{_bucket(profile)}/{profile.prefix}/*"),
+    )
 
 
 def _repository(name: str | None, profile: SageMakerSite) -> str:
