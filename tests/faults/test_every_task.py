@@ -14,7 +14,6 @@ import pytest
 
 from strop.agents.verifiers import environment_of
 from strop.environments.guests import guest as guests
-from strop.environments.textarena import TEXTARENA
 from strop.spec.display import format_value
 from strop.tasks import task_summaries
 from tests.agents.test_verifiers import TASKSET
@@ -48,11 +47,10 @@ threads = 1
 FOR_EVALUATION = {"aime", "humaneval", "ifbench", "ifeval", "math500", "mmlu-choice"}
 PLANNED_ALONE = {
     *("apps", "harbor", "humaneval", "mbpp", "mlgym", "repo-repair", "research"),
-    *("openenv", "textarena", "verifiers"),
+    *("openenv", "verifiers"),
 }
 """Attempts of these take minutes, in sandboxes or processes of other packages; their own tests make them."""
 OTHERS: dict[str, dict[str, Any]] = {
-    "textarena": {"game": "GuessTheNumber-v0", "num_train": 4, "num_held_out": 1},
     "verifiers": {"taskset": "guess", "num_held_out": 1},
     "openenv": {"num_train": 4, "num_held_out": 1},
 }
@@ -98,7 +96,7 @@ def table(
     if name in OTHERS:
         for made in made_dirs:
             (folder.parent / "cache" / made.name).symlink_to(made)
-        one = {"textarena": TEXTARENA, "verifiers": environment_of(()), "openenv": OPENENV}[name]
+        one = {"verifiers": environment_of(()), "openenv": OPENENV}[name]
         require_system_part("the environment of a package (make guest-deps agents-deps)", one.is_ready())
     place = folder / "data"
     place.mkdir()

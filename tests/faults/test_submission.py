@@ -154,8 +154,10 @@ def test_only_named_variables_travel(folder: Path, run: Run, monkeypatch: pytest
     (folder / "reward.py").write_text(reward)
     rows = [{"question": f"{n}?", "answer": str(n)} for n in range(40)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    task = ("task.name=rows", "task.source=rows.jsonl", "task.prompt=question", "task.answer=answer")
-    task += ("task.reward=reward.py:score", "task.max_reply_tokens=8", "eval.num_examples=1")
+    task = (
+        *("task.name=rows", "task.source=rows.jsonl", "task.prompt=question", "task.answer=answer"),
+        *("task.reward=reward.py:score", "task.max_reply_tokens=8", "eval.num_examples=1"),
+    )
     words = sleeping_job(folder)
     for name in ("WANDB_API_KEY", "MY_UNDECLARED", "OPENAI_API_KEY", "MY_WORD", "MY_TOKEN"):
         monkeypatch.setenv(name, f"value of {name}")

@@ -124,11 +124,12 @@ def find_statuses(backend: Backend, refs: Sequence[JobRef]) -> list[JobStatus]:
 
 def _note_ends(ref: JobRef, statuses: Sequence[JobStatus]) -> None:
     """Note in the job log, where there is one, how jobs ended by all that is known, as `status` says it."""
-    log, jobs = ref.details.get("job_log"), ref.details.get("jobs", ())
+    log = ref.details.get("job_log")
+    if not log or not Path(log).exists():
+        return
     states = {status.trial: status.state for status in statuses}
-    ended = {job["name"]: str(states[job["trial"]]) for job in jobs if states[job["trial"]].is_terminal}
-    if log and ended and Path(log).exists():
-        JobLog(Path(log)).note_states(ended)
+    named = [(job["name"], states[job["trial"]]) for job in ref.details["jobs"]]
+    JobLog(Path(log)).note_states({name: str(state) for name, state in named if state.is_terminal})
 
 
 def _note_states(ref: JobRef, statuses: Sequence[JobStatus]) -> None:

@@ -24,11 +24,11 @@ from strop.record import RunDir
 from strop.record.files import list_shards
 from strop.rollout import Example, Sampling, Split
 from strop.spec import RunSpec
+from strop.spec.train import read_accepted
 from strop.tasks import Task
 from strop.tasks.failures import add_traces
 from strop.tasks.judging import Judge
 from strop.tasks.traits import list_names
-from strop.train.gate import read_accepted
 from strop.train.observer import EvalSummary
 
 if TYPE_CHECKING:

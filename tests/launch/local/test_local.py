@@ -357,8 +357,10 @@ def test_gpus_that_are_named_are_those_that_each_part_sees(
         for n in range(4)
     ]
     install_fake_nvidia_smi(folder, gpus)
-    asked = ("job.train_gpus=1", "job.infer_gpus=1", "job.env_gpus=1", "job.preflight=none")
-    asked += ("environment.name=guess-number",)
+    asked = (
+        *("job.train_gpus=1", "job.infer_gpus=1", "job.env_gpus=1", "job.preflight=none"),
+        "environment.name=guess-number",
+    )
     flags = (Flag(key="", value=devices, name="--devices"),)
     request = make_request(project, [], *asked, flags=flags)
     # Of the roles that the run file makes, a program in the place of the training.
