@@ -60,7 +60,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def made_dirs() -> tuple[Path, ...]:
     """Where environments of packages are in the cache of whoever runs the tests."""
-    return TEXTARENA.path.parent, OPENENV.path.parent
+    return environment_of(()).path.parent, OPENENV.path.parent
 
 
 @pytest.fixture(scope="session")
