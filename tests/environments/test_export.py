@@ -17,7 +17,7 @@ from strop.environments.export.playing import Guest
 from strop.environments.export.writing import write_package
 from strop.errors import ConfigError
 from strop.rollout import Split
-from strop.run.tasks import find_task_section
+from strop.run.tasks import read_task
 from strop.tasks import build_task
 from strop.tasks.contract import TURN
 from tests.conftest import require_system_part
@@ -114,18 +114,18 @@ def test_what_needs_a_run_or_verifiers_itself_is_refused(
     tmp_path: Path, target: str, words: list[str], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        write_package(find_task_section(target, words), tmp_path / "x")
+        write_package(read_task(target, words), tmp_path / "x")
 
 
 def test_another_version_than_was_exported_is_refused(own: Path, tmp_path: Path) -> None:
-    write_package(find_task_section("guess-number", []), tmp_path / "guess")
+    write_package(read_task("guess-number", []), tmp_path / "guess")
     said = described(tmp_path / "guess")
     with pytest.raises(ConfigError, match="was exported as"):
         Guest({**said["section"], "max_value": 9}, said["version"])
 
 
 def test_an_attempt_is_played_without_verifiers_and_a_fault_is_no_score(own: Path) -> None:
-    section = find_task_section(f"{own}/own.py:Counting", [])
+    section = read_task(f"{own}/own.py:Counting", [])
     task = build_task(section)
 
     async def play(*replies: Any, **more: Any) -> tuple[list[Any], dict[str, Any]]:
@@ -168,7 +168,7 @@ def test_verifiers_plays_them_and_its_rewards_are_strops(own: Path, tmp_path: Pa
         "counting-v1": (f"{own}/own.py:Counting", []),
         "saying-v1": (f"{own}/own.py:Saying", []),
     }
-    sections = {name: find_task_section(target, words) for name, (target, words) in targets.items()}
+    sections = {name: read_task(target, words) for name, (target, words) in targets.items()}
     for name, section in sections.items():
         write_package(section, tmp_path / name)
     site = tmp_path / "site"

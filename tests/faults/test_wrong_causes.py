@@ -11,7 +11,7 @@ import pytest
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Split
-from strop.run.tasks import find_task_section, write_new_task
+from strop.run.tasks import read_task, write_new_task
 from strop.spec import load_spec
 from strop.tasks import Task, build_task
 
@@ -98,7 +98,7 @@ def test_a_new_task_hides_no_module(tmp_path: Path, name: str) -> None:
 )
 def test_a_near_name_of_a_task_is_offered(given: str, meant: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        find_task_section(given, [])
+        read_task(given, [])
     assert str(raised.value).rpartition("Next: ")[2].count(meant) == 1
 
 

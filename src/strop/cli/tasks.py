@@ -77,12 +77,12 @@ def check_task(
     """Show what a task asks, test its verifier and audit it. Exits with 76 if training would refuse it."""
     from strop.audit import Verdict
     from strop.errors import CheckRefused
-    from strop.run.tasks import check_task_here, find_task_section, read_audit
+    from strop.run.tasks import check_task_here, follow_task, read_audit
     from strop.view import make_harmless
 
     output: Output = context.obj
     settings, words = read_audit(target[1:])
-    checked = check_task_here(find_task_section(target[0], words), settings)
+    checked = check_task_here(context.with_resource(follow_task(target[0], words)), settings)
     faults = [finding.describe() for finding in checked.findings]
     red = checked.report.broken() if checked.report.verdict is Verdict.RED else []
     faults += [f"audit: {result.probe}: {result.detail}" for result in red]
@@ -128,12 +128,12 @@ def convert_order_file(
     out: Annotated[Path | None, typer.Option(help="File to write. Default: ORDER with .jsonl.")] = None,
 ) -> None:
     """Rewrite an order file of row numbers, or of a column's values, as one of example ids."""
-    from strop.run.tasks import find_task_section
+    from strop.run.tasks import follow_task
     from strop.tasks.curriculum import convert_order, read_conversion, write_converted
 
     output: Output = context.obj
     conversion, settings = read_conversion(target[1:])
-    converted = convert_order(order, find_task_section(target[0], settings), conversion)
+    converted = convert_order(order, context.with_resource(follow_task(target[0], settings)), conversion)
     path = write_converted(converted, order, out, max_unmatched=conversion.max_unmatched)
     output.give(
         f"{path}: {converted.num_examples} examples of {converted.num_lines} lines,"
@@ -194,14 +194,14 @@ def audit(
         raise typer.BadParameter("--out takes the report of one task, not of all")
     from strop.audit import Verdict
     from strop.errors import CheckRefused
-    from strop.run.tasks import audit_here, find_task_section, read_audit
+    from strop.run.tasks import audit_here, follow_task, read_audit
 
     output: Output = context.obj
     audit_settings, words = read_audit(settings or ())
     if task == "all":
         _audit_all(output, audit_settings, words, is_json=json)
         return
-    report = audit_here(find_task_section(task, words), audit_settings, out=out)
+    report = audit_here(context.with_resource(follow_task(task, words)), audit_settings, out=out)
     if json:
         output.give_json(report.to_json())
     else:
@@ -290,7 +290,7 @@ def play(
     ],
 ) -> None:
     """Play an environment in the model's place: a line is a reply, /TOOL key=value a call."""
-    from strop.run.tasks import find_task_section, play_here, read_audit
+    from strop.run.tasks import follow_task, play_here, read_audit
     from strop.tasks.failures import describe_failure
     from strop.view import make_harmless
 
@@ -304,7 +304,7 @@ def play(
         return line.rstrip("\n") if line else None
 
     outcome = play_here(
-        find_task_section(words[0], settings),
+        context.with_resource(follow_task(words[0], settings)),
         audit_settings.seed,
         read,
         lambda text: output.give(make_harmless(text)),
@@ -333,13 +333,13 @@ def export(
 ) -> None:
     """Write an environment as a package of verifiers v1: a taskset that strop plays."""
     from strop.environments.export.writing import write_package
-    from strop.run.tasks import find_task_section
+    from strop.run.tasks import follow_task
 
     output: Output = context.obj
     if len(words) < 2 or "=" in words[-1]:
         raise typer.BadParameter("the last word is the folder of the package")
     folder = Path(words[-1])
-    name = write_package(find_task_section(words[0], words[1:-1]), folder)
+    name = write_package(context.with_resource(follow_task(words[0], words[1:-1])), folder)
     output.give(f"wrote {folder}")
     output.give(f"next: pip install {folder}, where verifiers is, and vf-eval {name}")
 

@@ -9,8 +9,9 @@ from strop.hardware.accelerators import Accelerator, match_gpu
 from strop.hardware.calibrate import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
 from strop.spec import RunSpec
 
-# Without a measurement, of one core in a large product. Measured: 212 in bf16 (avx512_bf16, Zen 4), 132 and 87 in
-# float32 (AVX-512 and AVX2, a Xeon of 2.6 GHz), 1 in emulated bf16. More, as AMX has, shortens a step hardly at all.
+# Without a measurement, of one core in a large product. Measured: 212 in bf16 (avx512_bf16, Zen 4), 132 and
+# 87 in float32 (AVX-512 and AVX2, a Xeon of 2.6 GHz), 1 in emulated bf16. AMX multiplies faster, and the rest
+# of a step does not.
 FAST_GFLOPS_PER_CORE = 200.0
 FLOAT32_GFLOPS_PER_CORE = {"avx512f": 130.0, "avx2": 85.0}
 PLAIN_GFLOPS_PER_CORE = 50.0

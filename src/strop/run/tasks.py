@@ -12,6 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,6 +38,7 @@ from strop.spec import RunSpec, load_spec
 from strop.spec.judge import judge_sections
 from strop.spec.parts import needs_service
 from strop.spec.task import TaskSection, TaskSpec
+from strop.store import follow_store
 from strop.tasks import SelfTestFinding, Task, build_task, self_test, task_builder, task_summaries
 from strop.tasks.failures import catch_failure
 from strop.tasks.generated.reasoning_gym import list_datasets
@@ -141,17 +143,20 @@ class TaskCheck:
     report: AuditReport
 
 
-def find_task_section(target: str, words: Sequence[str]) -> TaskSpec:
-    """Return the section of a task named by a run file, or by a name such as my_task.py:Doubling.
+@contextmanager
+def follow_task(target: str, words: Sequence[str]) -> Iterator[TaskSpec]:
+    """Yield the section of a task named by a run file, whose store is then used, or by a name.
 
     Raises: ConfigError as for a run file; SandboxRefused if its sandboxes are those of a run's service.
     """
     if not target.endswith((".toml", ".yaml", ".yml")):
-        return read_task(target, words)
-    section = load_spec(target, words).spec.task
-    if needs_service(section):
+        yield read_task(target, words)
+        return
+    spec = load_spec(target, words).spec
+    if needs_service(spec.task):
         find_service()
-    return section
+    with follow_store(spec.store):
+        yield spec.task
 
 
 def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:
