@@ -12,6 +12,8 @@ import pytest
 from strop.audit import AuditReport, ProbeResult, ProbeStatus, stored_audit_path, write_audit
 from strop.evaluate import read_result
 from strop.record.files import list_shards
+from strop.run.tasks import read_task
+from strop.tasks import build_task
 from tests.fixtures.attempts import start_command, wait_until
 from tests.fixtures.commands import Ended, Run
 from tests.fixtures.tiny_model import tiny_model
@@ -120,7 +122,7 @@ def test_a_score_says_what_the_audit_of_its_task_found(
         probes=(ProbeResult(probe="echo", status=ProbeStatus.FAIL),),
     )
     write_audit(report, path)
-    assert "arithmetic: unaudited: its audit is red; `strop audit arithmetic` shows why" in run(*words).out
+    assert "arithmetic: unaudited" in run(*words).out
     write_audit(replace(report, probes=()), path)
     ended = run(*words)
     assert "audit" not in ended.out + ended.err
@@ -316,11 +318,14 @@ placement.threads = 1
 
 def test_a_file_says_what_is_evaluated(run: Run, folder: Path, tiny_model_dir: Path) -> None:
     (folder / "short.toml").write_text(FILE_TEXT)
-    ended = run("eval", tiny_model_dir, "--config", "short.toml", "--out", "results")
+    # Words go over the file, also those of its task by name.
+    words = ("--config", "short.toml", "arithmetic.max_value=12", "eval.num_examples=2")
+    ended = run("eval", tiny_model_dir, *words, "--out", "results")
     assert ended.code == 0, ended.err
     result = read_result(folder / "results" / "short.arithmetic-step-000000.json")
-    assert (result.num_examples, result.num_samples, result.split.value) == (3, None, "held_out")
-    assert "arithmetic, 3 examples of held_out, step 0" in ended.out
+    assert (result.num_examples, result.num_samples, result.split.value) == (2, None, "held_out")
+    assert result.task_version == build_task(read_task("arithmetic", ["max_value=12"])).version
+    assert "arithmetic, 2 examples of held_out, step 0" in ended.out
 
 
 def test_the_log_level_of_a_file_is_that_of_its_evaluation(folder: Path, tiny_model_dir: Path) -> None:
@@ -372,7 +377,8 @@ def test_a_table_stands_beside_the_users_own_results(
         (("--follow",), "--follow takes --config EVAL.toml"),
         (("--config", "short.toml", "--task", "arithmetic"), "says everything itself: leave --task out"),
         (("--config", "short.toml", "--limit", "3"), "leave --num-examples out"),
-        (("--config", "short.toml", "max_value=3"), "leave settings out"),
+        (("--config", "short.toml", "max_value=3"), "max_value"),
+        (("--config", "short.toml", "--follow", "task.max_value=3"), "leave settings out"),
         (("--config", "short.toml", "--follow", "--out", "o"), "leave --out out"),
         (("--config", "short.toml", "--follow", "--baseline", "o"), "leave --baseline out"),
         (("--config", "none.toml"), "the evaluation's file none.toml is not there"),

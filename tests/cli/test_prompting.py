@@ -40,7 +40,9 @@ def test_plan_sample_and_eval_ask_as_the_run_says(
     opening = CHAT if prompt_format == "chat" else "Be brief.\n\n"
     format_ = f"model.prompt_format={prompt_format}"
     own = [f"task.{word}" for word in (f"name={task}", *SETTINGS[task])]
-    planned = json.loads(run("plan", "run.toml", format_, *own, "--json").out)["prompt"]
+    planned = json.loads(run("plan", "run.toml", format_, *own, "eval.num_examples=2", "--json").out)[
+        "prompt"
+    ]
     assert planned["text"].startswith(opening)
     assert ASKED[task] in planned["text"]
     assert planned["stops"][1:] == (["\n", "."] if task == "arithmetic" else [])

@@ -75,7 +75,8 @@ def test_a_dry_run_prints_the_exact_request_and_writes_nothing(
     words = ("site.max_runtime=24h", "site.vpc=false")
     assert submit("--dry-run", "--instance-type", "ml.g6e.48xlarge", *words) == 0
     out = capsys.readouterr().out
-    request: dict[str, Any] = json.loads(out.partition("\n")[2])
+    # Beside the run file and the roles.
+    request: dict[str, Any] = json.JSONDecoder().raw_decode(out, out.index("\n{") + 1)[0]
     assert request["ResourceConfig"]["InstanceType"] == "ml.g6e.48xlarge"
     assert request["StoppingCondition"] == {"MaxRuntimeInSeconds": 86400}
     assert "qwen3" not in json.dumps(request)

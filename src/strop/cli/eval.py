@@ -173,11 +173,22 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
     from strop.run.shares import FileEvaluation, evaluate_file
 
     defaults = EvalOptions(model=options.model, config=path)
-    free = {"follow", "out", "json", "workers", "part", "node", "confirm_run_unsafe_code", "baseline"}
+    free = {
+        "follow",
+        "settings",
+        "out",
+        "json",
+        "workers",
+        "part",
+        "node",
+        "confirm_run_unsafe_code",
+        "baseline",
+    }
     extra = [
         name for name in vars(defaults) if name not in free and vars(options)[name] != vars(defaults)[name]
     ]
-    extra += [name for name in ("out", "baseline") if options.follow and vars(options)[name] is not None]
+    given_beside = ("settings", "out", "baseline")
+    extra += [name for name in given_beside if options.follow and vars(options)[name]]
     if extra:
         words = ", ".join(
             "settings" if name == "settings" else f"--{name.replace('_', '-')}" for name in extra
@@ -197,6 +208,7 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
         node=_read_share(options.node, "--node") or (0, 1),
         part=_read_share(options.part, "--part"),
         baselines=options.baseline or (),
+        words=options.settings or (),
     )
     evaluated = evaluate_file(request, say=output.say)
     if evaluated.own:

@@ -16,6 +16,9 @@ from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+import typer
+
+from strop.errors import EXIT_FAILED
 from strop.io.notices import listen
 
 if TYPE_CHECKING:
@@ -135,7 +138,13 @@ class Output:
             )
         for row in rows:
             table.add_row(*(Text(make_harmless(_show(cell))) for cell in row))
-        console = Console(file=sys.stdout, highlight=False)
+
+        class Page(Console):
+            def on_broken_pipe(self) -> None:
+                # By itself it would raise SystemExit.
+                raise typer.Exit(EXIT_FAILED)
+
+        console = Page(file=sys.stdout, highlight=False)
         if not console.is_terminal and "COLUMNS" not in os.environ:
             # For a file or a program there is no screen to fit into.
             console.width = PLAIN_WIDTH

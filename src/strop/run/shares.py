@@ -67,6 +67,8 @@ class FileEvaluation:
     """Index of this node, and the number of nodes."""
     baselines: Sequence[str] = ()
     """Further ones than the file's, as `read_baselines` takes them."""
+    words: Sequence[str] = ()
+    """`key=value`, over those of the file; TASK.key=value for one of its tasks."""
     part: tuple[int, int] | None = None
     """Index of the share that this process evaluates, and the number of shares. None: it evaluates all, in
     child processes if there are several."""
@@ -88,7 +90,7 @@ def evaluate_file(evaluation: FileEvaluation, *, say: Callable[[str], None]) -> 
     Raises: ConfigError for an invalid file; CheckRefused or EngineError if a share ended with one; otherwise
         as `evaluate_here` and `evaluate_by_harness` do.
     """
-    file = read_eval_file(evaluation.path, is_job=True)
+    file = read_eval_file(evaluation.path, evaluation.words, is_job=True)
     name = evaluation.model or file.model_uri
     if name is None:
         raise ConfigError(
@@ -266,6 +268,7 @@ def _share_out(
                 "strop.cli",
                 "eval",
                 name,
+                *evaluation.words,
                 "--config",
                 str(evaluation.path.absolute()),
             ]

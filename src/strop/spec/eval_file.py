@@ -24,7 +24,7 @@ from strop.spec.display import KeyPath, dotted, format_value, show_path, show_va
 from strop.spec.reader import Flag, ResolvedSpec, merge_sources, resolve_sources
 from strop.spec.run import last_name
 from strop.spec.schema import PARTS_TABLE
-from strop.spec.sources import read_sources
+from strop.spec.sources import parse_override, read_sources
 from strop.spec.train import EvalSpec
 
 _OF_FILE = re.compile(r"[a-z0-9-]+\.(.+)-step-\d{6,}\.json")
@@ -117,6 +117,8 @@ def read_eval_file(
 ) -> EvalFile:
     """Read an evaluation's run file with everything that it extends. `is_job`: it may have job settings.
 
+    An override TASK.key=value is of one of its tasks.
+
     Values are not judged here: `words_for` and `read_setup` do.
     Raises: ConfigError if there is no such file, it names no task, or it sets what plays no part.
     """
@@ -127,7 +129,15 @@ def read_eval_file(
             allowed="a run file with a task, relative to the file that names it",
             next_step="correct --eval-config or job.eval_config",
         )
-    given, _ = merge_sources(read_sources(os.fspath(path), overrides))
+    given, _ = merge_sources(read_sources(os.fspath(path), ()))
+    single = given.get(("task", "name"))
+    own = {*_SECTIONS, *_OF_JOBS, "environment", "eval", "store", "name", "seed"}
+    placed = []
+    for word in overrides:
+        (first, *rest), _ = parse_override(word)
+        table = "task" if single is not None and first == single.value else f"task.parts.{first}"
+        placed.append(word if first in own or not rest else f"{table}{word.removeprefix(first)}")
+    given, _ = merge_sources(read_sources(os.fspath(path), placed))
     values = {place: leaf.value for place, leaf in given.items()}
     given_name = str(values.pop(("name",), to_name(Path(path).stem) or DEFAULT))
     name = to_name(given_name)

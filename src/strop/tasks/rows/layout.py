@@ -162,6 +162,9 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
 def _find_by_id(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]]:
     """Return the files of both splits of a hub's data set. Raises: like `_find_files`."""
     saved = {stems: layout.saved_names(source, stems) for stems in (_TRAIN_STEMS, _HELD_OUT_STEMS)}
+    if not layout.train:
+        # The only split of a data set for evaluation is often called train on its hub.
+        saved[_HELD_OUT_STEMS] += saved[_TRAIN_STEMS]
     if not layout.is_unknown:
         train_files, held_out_files = (
             # A saved folder has all files of a split.
