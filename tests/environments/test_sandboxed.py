@@ -215,7 +215,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
         ("ignore", {"tool_timeout"}),
         ("print", {"output_flood"}),
         ("_exit", {"exited"}),
-        ("exit", {"exited"}),
+        ("exit", {"SystemExit"}),
         ("signal", {"killed"}),
         ("sandbox", {"killed", "sandbox_killed"}),
         # The kernel's limit ends it where there is one; else Python is refused memory by the watch's kill.

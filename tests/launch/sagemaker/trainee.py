@@ -38,7 +38,8 @@ def main() -> int:
     metrics = run / "metrics.jsonl"
     lines = metrics.read_text().splitlines()[:step] if metrics.exists() else []
     metrics.write_text("".join(f"{line}\n" for line in lines))
-    (run / "run.json").write_text("{}")
+    record = {"name": "small-try", "spec_digest": "d", "created_at": 1.0}
+    (run / "run.json").write_text(json.dumps(record))
     print(f"begin at step {step}", flush=True)
     if os.environ.get("TRAINEE_SECRET_PROBE"):
         print("secret is " + ("here" if os.environ.get("TOKEN") else "absent"), flush=True)
@@ -57,6 +58,7 @@ def main() -> int:
         if told:
             print(f"saved step {step}", flush=True)
             return 75
+    (run / "run.json").write_text(json.dumps({**record, "finished_at": 2.0}))
     print("done", flush=True)
     # Where another process is to come that far first.
     while (awaited := os.environ.get("TRAINEE_AWAIT")) and not Path(awaited).exists():
