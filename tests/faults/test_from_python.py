@@ -204,7 +204,7 @@ def test_a_script_is_imported_where_its_function_needs_it(tmp_path: Path, used: 
     head = f"import strop\nfrom beside import Other\n{used}\n"
     text = f"{head}def reward(reply):\n    return float(not opened.closed and bool(Other))\n"
     # The reward is looked at first: it can be imported, although the script trains.
-    call = CALL.replace('train={"steps": 0}', "name='Tiny!'") + "\nraise SystemExit(3)\n"
+    call = CALL.replace('train={"steps": 0}', "name='!!'") + "\nraise SystemExit(3)\n"
     assert refused_program(tmp_path, text + call, "name=") == f"{tmp_path / 'script.py'}:reward"
 
 
