@@ -168,10 +168,10 @@ def read_eval_file(
     try:
         checked = EvalSpec.model_validate(counts)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = f"eval.{first['loc'][0]}"
+        fault = error.errors()[0]
+        key = f"eval.{fault['loc'][0]}"
         form = "texts" if "baselines" in key else "a number of 1 or more, or none"
-        raise _wrong(f"{key}={show_value(first['input'])} in {shown}", form, "correct it") from error
+        raise _wrong(f"{key}={show_value(fault['input'])} in {shown}", form, "correct it") from error
     folder = os.path.dirname(os.path.abspath(path))
     found = tuple(_absolute_baseline(word, folder) for word in checked.baselines)
     checked = checked.model_copy(update={"baselines": found} if found else {})
