@@ -96,7 +96,8 @@ def test_lau_9_a_rejected_config_leaves_no_path(tmp_path: Path, tiny_model_dir: 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_cfg_4_every_shipped_recipe_is_planned(path: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
     """Incident: 57 of 141 configs ran only on a loop marked legacy; launchers named deleted scripts."""
-    resolved = load_spec(path, tiny_overrides(path, tiny_model_dir, tmp_path))
+    words = [*tiny_overrides(path, tiny_model_dir, tmp_path), "eval.num_examples=none"]
+    resolved = load_spec(path, words)
     planned = make_plan(resolved, cache_dir=tmp_path / "cache")
     assert planned.unknown == ()
     assert planned.prompt is not None
