@@ -1,4 +1,4 @@
-"""`strop plan RUN.toml [key=value ...] [--on SITE]`, `strop explain [KEY] [RUN.toml]` and `strop import`."""
+"""`strop plan RUN.toml [key=value ...] [--on SITE]` and `strop explain [KEY] [RUN.toml]`."""
 
 from __future__ import annotations
 
