@@ -463,12 +463,14 @@ def describe_request(request: JobRequest) -> dict[str, Any]:
 
     Values of variables enter it as digests.
     """
+    # Those of the profile's `env` are among the variables.
+    profile = request.site.profile.model_dump(mode="json", exclude={"env"})
     content: dict[str, Any] = {
         **request.resolved.spec.model_dump(mode="json", exclude=NOT_ASKED),
         # Below, the content of the evaluation's file counts; its path does not.
         "job": request.resolved.spec.job.model_dump(mode="json", exclude={"eval_config"}),
         **request.resolved.spec.model_dump(mode="json", include={"store", "trackers"}),
-        "site": {"name": request.site.name, "profile": request.site.profile.model_dump(mode="json")},
+        "site": {"name": request.site.name, "profile": profile},
         "command": request.command,
         "resources": asdict(request.resources),
         "roles": [asdict(role) for role in request.roles],

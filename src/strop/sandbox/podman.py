@@ -60,7 +60,7 @@ from strop.sandbox.rootless import claim_id, enter_podman
 
 INIT = "/.strop-init"
 """Process 1 of a container."""
-_NUM_OWN_FILES = 27
+_NUM_OWN_FILES = 26
 ROOT_CAPABILITIES = sum(1 << number for number in (0, 1, 3, 4, 6, 7, 10, 18, 31))
 """Capabilities of a container's root: over owners, users and modes (chown, dac_override, fowner, fsetid,
 setgid, setuid, setfcap), net_bind_service and sys_chroot. Not `kill`, which would reach the runners."""
