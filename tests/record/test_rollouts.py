@@ -230,9 +230,7 @@ def test_a_file_that_holds_no_rollouts_is_refused(
     path = tmp_path / "r.parquet"
     write_rollouts(path, [make_rollout()])
     path.write_bytes(make_other(path.read_bytes()))
-    with pytest.raises(
-        CorruptRecord, match=r"does not hold rollouts .* format 6 or 7\. Next: remove the file"
-    ):
+    with pytest.raises(CorruptRecord, match="does not hold rollouts"):
         read_rollouts(path)
 
 
