@@ -151,6 +151,7 @@ def test_nothing_stays_of_a_bwrap_that_began_when_all_were_killed(moment: str, *
     folder.chmod(0o777)
     lines = [
         "#!/bin/sh",
+        f'test "$1" != --version || exec {shutil.which("bwrap")} --version',
         f"echo $$ > {folder}/pid; mv {folder}/pid {folder}/begun",
         HELD_BWRAP[moment].format(folder=folder),
         f'exec {shutil.which("bwrap")} --setenv FOLDER {folder} "$@"',
