@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import typing
 
 import pytest
@@ -67,7 +68,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.tool_limit_s", "task.mcp_servers", "task.max_format_errors"),
         *("task.min_isolation", "task.sandbox", "task.agent_paths", "task.tasks", "task.num_evaluations"),
         *("task.salt_file",),
-        *("task.game", "task.options", "task.taskset", "task.form", "task.packages", "task.folder"),
+        *("task.taskset", "task.form", "task.packages", "task.folder"),
         *("task.agent_program", "task.config", "task.renderer", "task.max_reward", "task.min_reward"),
         *("task.dataset", "task.data_seed", "task.num_few_shot", "task.source"),
         *("task.mode", "task.strictness", "task.min_level", "task.max_level", "task.year", "task.subject"),
@@ -76,7 +77,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.image", "task.test_command", "task.test_limit_s", "task.hidden_paths"),
         *("task.protected", "task.root", "task.raw_validate"),
         *("task.open_network", "task.url", "task.action_field", "task.action_is_number", "task.instructions"),
-        *("task.max_return", "task.min_return"),
+        *("task.options", "task.max_return", "task.min_return"),
         "task.skip_unjudged",
         *("task.all_or_nothing", "task.rubric", "task.judge_url", "task.judge_model", "task.judge_revision"),
         "task.judge_engine",
@@ -286,7 +287,12 @@ def test_names_that_are_fine(name: str) -> None:
     assert RunSpec(name=name, task=ArithmeticSpec()).name == name
 
 
-@pytest.mark.parametrize("name", ["", "A", "a b", "-a", "a_b", "a/b", "..", "a\n", "ä", "a" * 41])
-def test_names_that_would_break_folders_or_jobs(name: str) -> None:
+@pytest.mark.parametrize("name", ["", "..", "ä", "-"])
+def test_names_without_a_letter_or_digit_are_refused(name: str) -> None:
     with pytest.raises(ValidationError):
         RunSpec(name=name, task=ArithmeticSpec())
+
+
+@pytest.mark.parametrize("name", ["A", "a b", "-a", "a_b", "a/b", "../a", "a\n", "a" * 41])
+def test_other_names_are_mapped_to_those_of_folders_and_jobs(name: str) -> None:
+    assert re.fullmatch(r"[a-z0-9][a-z0-9-]{0,39}", RunSpec(name=name, task=ArithmeticSpec()).name)
