@@ -148,7 +148,7 @@ def test_a_function_returns_numbers_or_parts(
         ("return {}", ["ValueError", "an empty table"]),
         ("return {'a': 'b'}", ["TypeError", "returned 'b'"]),
         ("return {}['missing']", ["KeyError", "missing", 'reward.py", line 2']),
-        ("import sys; sys.exit(0)", ["ended"]),
+        ("import sys; sys.exit(0)", ["SystemExit"]),
         ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", ["ended"]),
         ("return bytearray(1 << 36)", ["MemoryError"]),
     ],
