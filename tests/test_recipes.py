@@ -256,7 +256,8 @@ def test_a_curriculum_is_measured_staged_and_trained_from_s3(
 def plan_on(name: str, model_dir: Path, folder: Path) -> Plan:
     """Plan a recipe as it stands but for its model and data, on accelerators of 80 GB."""
     path = NAMES[name]
-    resolved = load_spec(path, tiny_overrides(path, model_dir, folder))
+    words = [*tiny_overrides(path, model_dir, folder), "eval.num_examples=none"]
+    resolved = load_spec(path, words)
     return make_plan(resolved, cache_dir=folder / "cache", accelerator=find_accelerator("h100"))
 
 

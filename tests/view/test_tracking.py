@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -63,7 +64,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def order(recorded: Path, tmp_path: Path) -> FollowOrder:
     for name in ("run.json", "spec.toml", "metrics.jsonl", "events.jsonl", "eval", "rollouts", "attempts"):
-        (tmp_path / name).symlink_to(recorded / name)
+        copy = shutil.copytree if (recorded / name).is_dir() else shutil.copy
+        copy(recorded / name, tmp_path / name)
     return FollowOrder(
         name="wandb",
         run_path=str(tmp_path),
