@@ -130,14 +130,15 @@ def read_eval_file(
             next_step="correct --eval-config or job.eval_config",
         )
     given, _ = merge_sources(read_sources(os.fspath(path), ()))
-    single = given.get(("task", "name"))
-    own = {*_SECTIONS, *_OF_JOBS, "environment", "eval", "store", "name", "seed"}
-    placed = []
-    for word in overrides:
-        (first, *rest), _ = parse_override(word)
-        table = "task" if single is not None and first == single.value else f"task.parts.{first}"
-        placed.append(word if first in own or not rest else f"{table}{word.removeprefix(first)}")
-    given, _ = merge_sources(read_sources(os.fspath(path), placed))
+    if overrides:
+        single = given.get(("task", "name"))
+        own = {*_SECTIONS, *_OF_JOBS, "environment", "eval", "store", "name", "seed"}
+        placed = []
+        for word in overrides:
+            (first, *rest), _ = parse_override(word)
+            table = "task" if single is not None and first == single.value else f"task.parts.{first}"
+            placed.append(word if first in own or not rest else f"{table}{word.removeprefix(first)}")
+        given, _ = merge_sources(read_sources(os.fspath(path), placed))
     values = {place: leaf.value for place, leaf in given.items()}
     given_name = str(values.pop(("name",), to_name(Path(path).stem) or DEFAULT))
     name = to_name(given_name)

@@ -32,7 +32,7 @@ from strop.store.policy import OFFLINE_VARIABLES, ORDER_VARIABLE, URI_VARIABLE
 NO_IMAGE = "none"
 """Value of `--image` for plain processes with `--local`."""
 _FOLLOW_PAUSE_S = 0.2
-_KEPT = (*(URI_VARIABLE, ORDER_VARIABLE, *OFFLINE_VARIABLES, "STROP_CACHE", "HF_HOME", "PYTHONPATH"),)
+_KEPT = (URI_VARIABLE, ORDER_VARIABLE, *OFFLINE_VARIABLES, "STROP_CACHE", "HF_HOME", "PYTHONPATH")
 """Variables of this shell that a run on this machine needs to find its inputs."""
 _STEPS = ("build", "no_cache", "push", "local", "devices")
 Say = Callable[[str], None]
