@@ -131,13 +131,17 @@ def read_eval_file(
         )
     given, _ = merge_sources(read_sources(os.fspath(path), ()))
     if overrides:
-        single = given.get(("task", "name"))
-        own = {*_SECTIONS, *_OF_JOBS, "environment", "eval", "store", "name", "seed"}
+        single, harness = (
+            place in given and given[place].value for place in (("task", "name"), _HARNESS_TASKS)
+        )
+        tables = {str(name): f"task.parts.{name}" for name in harness or ()}
+        tables |= {place[2]: f"task.parts.{place[2]}" for place in given if place[:2] == PARTS_TABLE}
+        tables |= {str(single): "task"} if single else {}
         placed = []
         for word in overrides:
             (first, *rest), _ = parse_override(word)
-            table = "task" if single is not None and first == single.value else f"task.parts.{first}"
-            placed.append(word if first in own or not rest else f"{table}{word.removeprefix(first)}")
+            is_of_task = bool(rest) and first in tables
+            placed.append(f"{tables[first]}{word.removeprefix(first)}" if is_of_task else word)
         given, _ = merge_sources(read_sources(os.fspath(path), placed))
     values = {place: leaf.value for place, leaf in given.items()}
     given_name = str(values.pop(("name",), to_name(Path(path).stem) or DEFAULT))
