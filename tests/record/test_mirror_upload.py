@@ -182,6 +182,19 @@ def test_the_newest_checkpoint_goes_first_and_older_ones_are_skipped_with_a_word
     assert not note["is_alarm"]
 
 
+def test_those_skipped_before_the_first_upload_are_named_once(played: PlayedRun, root: str) -> None:
+    played.train(1, 2, 3, 4, 5, 6)
+    played.uploader(root).look(is_flush=False)
+    assert [note["cause"] for note in played.notes()] == ["upload_skipped"]
+    assert played.notes()[0]["detail"].endswith("2, 4")
+    # Another process of the same run goes on behind what the mirror has.
+    played.train(7, 8, 9, 10)
+    played.uploader(root).look(is_flush=False)
+    later = played.notes()[1:]
+    assert [note["cause"] for note in later] == ["upload_skipped"]
+    assert later[0]["detail"].endswith(": 8")
+
+
 def test_the_trainer_may_prune_a_checkpoint_while_it_is_sent(played: PlayedRun, root: str) -> None:
     played.train(1, 2)
     pruned: list[int] = []

@@ -220,14 +220,15 @@ class Uploader:
             self._send_pinned(pinned)
         finally:
             unpin(self._run.path)
-        sent_step = self._sent_step
+        # Before the first one of this process, the mirror knows what an earlier attempt sent.
+        sent_step = latest.step if self._sent_step is None else self._sent_step
         skipped = [
             event.step
-            for event in (self._run.events.read() if sent_step is not None else ())
+            for event in self._run.events.read()
             if event.kind is EventKind.CHECKPOINT
             and event.cause == "written"
-            and sent_step is not None
-            and sent_step < event.step < step
+            and (sent_step is None or sent_step < event.step)
+            and event.step < step
         ]
         if skipped:  # Complete but never sent, because sending is slower than saving.
             steps = ", ".join(map(str, sorted(set(skipped))))
