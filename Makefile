@@ -25,7 +25,7 @@ help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
 	@echo "make demo-agent   the same at a game of several turns: guess a number"
 	@echo "make test         all tests, the fast ones first"
-	@echo "make check        format, lint, types, import layers, sizes, caps, links, figures, commands of the README"
+	@echo "make check        format, lint, types, import layers, sizes, caps, links, commands of the README"
 	@echo "make bench        speed and memory, against other systems; results in benchmarks/results"
 	@echo "make gpu-check    whether strop works on this machine's GPU, and how fast; no network needed"
 	@echo "make system-deps  install the system packages that some tests need (as root)"
@@ -71,7 +71,6 @@ check: $(READY)
 	@$(IN_VENV) -m tools.room_caps
 	@$(IN_VENV) -m tools.links
 	@$(IN_VENV) -m tools.paths
-	@$(IN_VENV) -m tools.figures
 	@$(IN_VENV) -m tools.readme_commands README.md docs/*.md
 
 format: $(READY)

@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import resource
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -35,10 +33,6 @@ from strop.hardware.tuning import GNU_SPIN_COUNT
 
 CASE = CASES["grpo-32-forced"]
 NUM_ROUNDS = 6
-PATIENCE = 2
-"""So many times as many rounds are taken at most, for as long as too few were undisturbed."""
-MAX_OTHERS = 0.1
-"""Cores that others may use during a step that counts; the worker's own work between steps is among it."""
 ALONE, DEFAULT, BESIDE = "alone", "OpenMP's own", "beside"
 MAX_BESIDE = 2.2
 """Half of one of two cores is lost to the loop, and the step waits for the slower half: 2 is the share."""
@@ -71,14 +65,13 @@ def build_arms() -> dict[str, Arm]:
 def take_rounds(arms: Mapping[str, Arm], case: Case, protocol: Protocol) -> list[dict[str, Record]]:
     """Have every arm take a step in each round, in an order that turns round; return the steps by arm.
 
-    Ends when `protocol.num_pairs` rounds were undisturbed, at the latest after `PATIENCE` times as many.
     Raises: ArmFailed if a worker ends early.
     """
     workers: list[ArmProcess] = []
     rounds: list[dict[str, Record]] = []
-    max_rounds = PATIENCE * protocol.num_pairs
     with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:
-        write_prompts(Path(folder) / "prompts.json", make_prompts(case, max_rounds + protocol.num_warm_ups))
+        num_steps = protocol.num_pairs + protocol.num_warm_ups
+        write_prompts(Path(folder) / "prompts.json", make_prompts(case, num_steps))
         try:
             for arm in arms.values():
                 workers.append(ArmProcess(arm, case, protocol, Path(folder)))
@@ -86,50 +79,19 @@ def take_rounds(arms: Mapping[str, Arm], case: Case, protocol: Protocol) -> list
             for worker in workers:
                 for _ in range(protocol.num_warm_ups):
                     worker.step()
-            while len(rounds) < max_rounds and sum(map(is_undisturbed, rounds)) < protocol.num_pairs:
-                order = workers[:: -1 if len(rounds) % 2 else 1]
-                rounds.append({worker.arm.name: take_step(worker, protocol) for worker in order})
-                # Said at once: whoever ends the benchmark early has the rounds that were whole.
-                told = (f"{name} {step['step_s']:.1f} s" for name, step in sorted(rounds[-1].items()))
-                print(f"round {len(rounds)}: {', '.join(told)}", flush=True)
+            for index in range(protocol.num_pairs):
+                machine.wait_until_quiet(protocol.quiet_wait_s)
+                rounds.append({one.arm.name: take_step(one) for one in workers[:: -1 if index % 2 else 1]})
             return rounds
         finally:
             for worker in workers:
                 worker.close()
 
 
-def take_step(worker: ArmProcess, protocol: Protocol) -> Record:
-    """Have a worker take a step, beside the loop if that is its arm, when other programs leave the cores.
-
-    The record says under `others` how many cores these had meanwhile.
-    """
-    wait_for_cores(protocol.quiet_wait_s)
-    before_s, begun_at = _others_seconds(), time.perf_counter()
+def take_step(worker: ArmProcess) -> Record:
+    """Have a worker take a step, beside the loop if that is its arm."""
     with busy_loop() if worker.arm.name == BESIDE else nullcontext():
-        record = worker.step()
-    wall_s = time.perf_counter() - begun_at
-    return {**record, "others": (_others_seconds() - before_s - record["cpu_s"]) / wall_s}
-
-
-def wait_for_cores(limit_s: float) -> None:
-    """Wait until a second has passed in which all programs together used as good as no core."""
-    ends_at = time.monotonic() + limit_s
-    used_s = float(machine.num_cores())
-    while used_s > MAX_OTHERS and time.monotonic() < ends_at:
-        before_s = machine.busy_seconds()
-        time.sleep(1.0)
-        used_s = machine.busy_seconds() - before_s
-
-
-def _others_seconds() -> float:
-    """Return the processor seconds of all programs but the loops that have ended."""
-    loops = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return machine.busy_seconds() - loops.ru_utime - loops.ru_stime
-
-
-def is_undisturbed(steps: Mapping[str, Record]) -> bool:
-    """Whether other programs left the cores to all steps of a round."""
-    return all(step["others"] <= MAX_OTHERS for step in steps.values())
+        return worker.step()
 
 
 def compare(rounds: Sequence[Mapping[str, Record]], arm: str, reference: str) -> RatioSummary:
@@ -146,14 +108,12 @@ def measure_busy(*, is_quick: bool, model_dir: Path) -> Measured:
         # One thread waits for no other: beside other tests, two that spin without a bound would not end.
         protocol = Protocol(model_dir=model_dir, num_pairs=1, num_warm_ups=0, threads=1, quiet_wait_s=0.0)
     arms = build_arms()
-    taken = take_rounds(arms, case, protocol)
-    # A machine that was never quiet has figures too, and `others` in the result says what they are worth.
-    rounds = [steps for steps in taken if is_undisturbed(steps)] or taken
+    rounds = take_rounds(arms, case, protocol)
     figures = [
         _tell("step beside one busy loop by alone", rounds, (BESIDE, ALONE), MAX_BESIDE),
         _tell("step with bounded spinning by OpenMP's own", rounds, (ALONE, DEFAULT), MAX_COST),
     ]
-    return Measured(figures=figures, details=_describe(case, arms, taken))
+    return Measured(figures=figures, details=_describe(case, arms, rounds))
 
 
 def _tell(name: str, rounds: Sequence[Mapping[str, Record]], arms: tuple[str, str], at_most: float) -> Figure:

@@ -1,7 +1,6 @@
-"""What the demo costs and gains, under three seeds: as its recipe says, and with four mini-batches a step.
+"""What the demo costs and gains, under three seeds.
 
-Each run is measured from outside and read from its run directory. Four optimizer steps a batch are worth it
-if the same accuracy takes no more sampled tokens.
+Each run is measured from outside and read from its run directory.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -21,15 +20,7 @@ from benchmarks.figures import Figure, Measured
 from benchmarks.process_memory import run_watched
 
 ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "recipes" / "arithmetic.toml"
-STEP_SECONDS = "seconds_step"
-"""Metric that holds the wall seconds of a training step."""
 SEEDS = (0, 1, 2)
-ARMS: Mapping[str, Sequence[str]] = {"": (), ", four mini-batches": ("train.mini_batches=4",)}
-SLACK = 0.10 / len(SEEDS) ** 0.5
-"""Of mean accuracies over 100 sums a seed: arms of equal skill differ by less nineteen times of twenty."""
-LEARNED_ACCURACY, NUM_LEARNED_STEPS = 0.7, 4
-"""Of the training rollouts, in so many steps in a row: the demo has learned, whatever its last steps add."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +31,6 @@ class DemoResult:
     """Wall time of the command: start, both evaluations, training, report."""
     train_s: float
     """Wall time of all training steps together."""
-    num_steps: int
     peak_bytes: int
     """Over the process tree, shared pages once."""
     accuracy_before: float
@@ -48,9 +38,6 @@ class DemoResult:
     accuracy_after: float
     sampled_tokens: int
     """In all training steps."""
-    learned_tokens: int | None
-    """In those up to `LEARNED_ACCURACY`; None: it was not reached."""
-    load_before: float
 
 
 class DemoFailed(RuntimeError):
@@ -71,128 +58,67 @@ def read_accuracies(run_dir: Path) -> tuple[float, float]:
     return float(results[0]["greedy"]["accuracy"]), float(results[-1]["greedy"]["accuracy"])
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, float]]:
-    """Return the metrics of every training step of a run."""
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-
-
-def read_step_seconds(run_dir: Path) -> list[float]:
-    """Return the wall seconds of every training step of a run.
-
-    Raises: DemoFailed if no step was recorded.
-    """
-    seconds = [float(entry[STEP_SECONDS]) for entry in read_metrics(run_dir) if STEP_SECONDS in entry]
-    if not seconds:
-        raise DemoFailed(
-            f"{run_dir.name}/metrics.jsonl holds no line with {STEP_SECONDS}. Allowed: one per step."
-        )
-    return seconds
-
-
-def count_tokens(lines: Sequence[Mapping[str, float]]) -> tuple[int, int | None]:
-    """Return how many tokens were sampled in the steps of a run, and in those until it had learned."""
-    total, learned = 0.0, None
-    for index, line in enumerate(lines):
-        total += line["num_scored_tokens"]
-        last = lines[max(index + 1 - NUM_LEARNED_STEPS, 0) : index + 1]
-        is_learned = len(last) == NUM_LEARNED_STEPS and fmean(e["accuracy"] for e in last) >= LEARNED_ACCURACY
-        if learned is None and is_learned:
-            learned = int(total)
-    return int(total), learned
-
-
 def measure_demo(*, is_quick: bool) -> Measured:
-    """Train by the recipe and with four mini-batches, under each seed."""
-    short = ("train.steps=4", "eval.num_examples=8") if is_quick else ()
-    found: dict[str, list[DemoResult]] = {name: [] for name in ARMS}
-    # Seed by seed, so that a benchmark that is ended early has printed whole comparisons.
-    for seed in SEEDS[:1] if is_quick else SEEDS:
-        for name, changes in ARMS.items():
-            found[name].append(train_demo(*changes, *short, f"seed={seed}"))
-            print(f"seed {seed}{name}: {found[name][-1]}", flush=True)
-    figures = []
-    for name, runs in found.items():
-        recipe = None if is_quick or runs is found[""] else found[""]
-        accuracies = [run.accuracy_after for run in runs]
-        # Of a run that has not learned, all: an arm that never learns does not look cheap.
-        learned = [run.learned_tokens or run.sampled_tokens for run in runs]
-        figures += [
-            mean_figure(f"accuracy before{name}", "share", [run.accuracy_before for run in runs]),
-            mean_figure(
-                f"accuracy after{name}",
-                "share",
-                accuracies,
-                at_least=fmean(run.accuracy_after for run in recipe) - SLACK if recipe else None,
-            ),
-            mean_figure(
-                f"sampled tokens until {LEARNED_ACCURACY:g} are right{name}",
-                "tokens",
-                learned,
-                at_most=fmean(run.learned_tokens or run.sampled_tokens for run in recipe) if recipe else None,
-            ),
-            mean_figure(f"sampled tokens{name}", "tokens", [run.sampled_tokens for run in runs]),
-            mean_figure(f"training{name}", "s", [run.train_s for run in runs]),
-            mean_figure(f"whole command{name}", "s", [run.whole_s for run in runs]),
-            mean_figure(f"memory at the peak{name}", "GB", [run.peak_bytes / 1e9 for run in runs]),
-        ]
-    details = {name or "recipe": [asdict(run) for run in runs] for name, runs in found.items()}
-    return Measured(figures=figures, details={"seeds": SEEDS, "runs": details})
+    """Train by the demo's recipe under each seed."""
+    return measure_recipe("arithmetic.toml", ("train.steps=4",), is_quick=is_quick)
 
 
-def mean_figure(
-    name: str,
-    unit: str,
-    values: Sequence[float],
+def measure_recipe(
+    recipe: str,
+    quick: Sequence[str],
     *,
-    at_least: float | None = None,
-    at_most: float | None = None,
-) -> Figure:
+    is_quick: bool,
+    min_gain: float | None = None,
+    max_s: float | None = None,
+) -> Measured:
+    """Train by a recipe under each seed. `quick`: settings of a run that only shows that it works."""
+    changes = (*quick, "eval.num_examples=8") if is_quick else ()
+    runs = []
+    for seed in SEEDS[:1] if is_quick else SEEDS:
+        runs.append(train_demo(ROOT / "recipes" / recipe, *changes, f"seed={seed}"))
+        # At once: a benchmark that is ended early has told what was whole.
+        print(f"seed {seed}: {runs[-1]}", flush=True)
+    gains = [run.accuracy_after - run.accuracy_before for run in runs]
+    figures = [
+        mean_figure("accuracy before", "share", [run.accuracy_before for run in runs]),
+        mean_figure("accuracy after", "share", [run.accuracy_after for run in runs]),
+        mean_figure("gain", "share", gains, at_least=None if is_quick else min_gain),
+        mean_figure("sampled tokens", "tokens", [run.sampled_tokens for run in runs]),
+        mean_figure("training", "s", [run.train_s for run in runs]),
+        mean_figure("whole command", "s", [run.whole_s for run in runs], at_most=max_s),
+        mean_figure("memory at the peak", "GB", [run.peak_bytes / 1e9 for run in runs]),
+    ]
+    return Measured(figures=figures, details={"seeds": SEEDS, "runs": [asdict(run) for run in runs]})
+
+
+def mean_figure(name: str, unit: str, values: Sequence[float], **goal: float | None) -> Figure:
     """Return the mean of one value for each seed."""
-    return Figure(
-        name=name,
-        unit=unit,
-        value=fmean(values),
-        measured=tuple(values),
-        at_least=at_least,
-        at_most=at_most,
-    )
+    return Figure(name=name, unit=unit, value=fmean(values), measured=tuple(values), **goal)
 
 
-def train_demo(
-    *changes: str,
-    look: Callable[[Path], None] = lambda run_dir: None,
-    root: Path | None = None,
-    recipe: Path = RECIPE,
-) -> DemoResult:
-    """Train by the demo's recipe, or another one, into a temporary folder; report what it cost and gained.
+def train_demo(recipe: Path, *changes: str) -> DemoResult:
+    """Train by a recipe into a temporary folder; report what it cost and gained.
 
-    `changes` are settings behind the recipe; `look` is shown the run's directory before it goes.
+    `changes` are settings behind the recipe.
     Raises: DemoFailed if the command fails or its run directory is not complete.
     """
-    load_before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(prefix="strop-bench-", dir=root) as folder:
+    with tempfile.TemporaryDirectory(prefix="strop-bench-") as folder:
         strop = str(Path(sys.executable).parent / "strop")
         begun_at = time.perf_counter()
         command = [strop, "train", str(recipe), f"output.root={folder}", *changes]
-        done = run_watched(command, ROOT, dict(os.environ))
+        exit_code, peak_bytes = run_watched(command, ROOT, dict(os.environ))
         whole_s = time.perf_counter() - begun_at
         run_dirs = sorted(path.parent for path in Path(folder).glob("*/run.json"))
-        if done.exit_code != 0 or not run_dirs:
-            raise DemoFailed(
-                f"the demo ended with code {done.exit_code} and {len(run_dirs)} run directories."
-            )
+        if exit_code != 0 or not run_dirs:
+            raise DemoFailed(f"{recipe} ended with code {exit_code} and {len(run_dirs)} run directories.")
         before, after = read_accuracies(run_dirs[-1])
-        seconds = read_step_seconds(run_dirs[-1])
-        sampled, learned = count_tokens(read_metrics(run_dirs[-1]))
-        look(run_dirs[-1])
+        lines = (run_dirs[-1] / "metrics.jsonl").read_text().splitlines()
+        metrics: list[dict[str, float]] = [json.loads(line) for line in lines]
     return DemoResult(
         whole_s=whole_s,
-        train_s=sum(seconds),
-        num_steps=len(seconds),
-        peak_bytes=done.peak_bytes,
+        train_s=sum(line.get("seconds_step", 0.0) for line in metrics),
+        peak_bytes=peak_bytes,
         accuracy_before=before,
         accuracy_after=after,
-        sampled_tokens=sampled,
-        learned_tokens=learned,
-        load_before=load_before,
+        sampled_tokens=sum(int(line.get("num_scored_tokens", 0)) for line in metrics),
     )

@@ -47,11 +47,11 @@ class Measured:
     """What the figures were made from, for the result file."""
 
 
-def tell_figures(name: str, measured: Measured, load_before: float, commit: str | None) -> bool:
-    """Print the figures, keep them as those of a commit (None: nowhere); say if all goals are reached."""
+def tell_figures(name: str, measured: Measured, load_before: float, *, is_kept: bool) -> bool:
+    """Print the figures and keep them; say if all goals are reached."""
     for figure in measured.figures:
         print(figure.describe())
-    if commit is not None:
+    if is_kept:
         write_result(
             name,
             {
@@ -60,6 +60,5 @@ def tell_figures(name: str, measured: Measured, load_before: float, commit: str 
                 "figures": [{**asdict(one), "is_reached": one.is_reached} for one in measured.figures],
                 **measured.details,
             },
-            commit,
         )
     return all(figure.is_reached for figure in measured.figures)

@@ -33,7 +33,6 @@ PARTS: Mapping[str, tuple[str, str, float]] = {
     "grpo-1.5b": ("benchmarks.gpu.grpo", "run_grpo_1_5b", 180.0),
     "memory": ("benchmarks.gpu.memory", "run_head_memory", 120.0),
     "grpo-135m": ("benchmarks.gpu.grpo", "run_grpo_real", 120.0),
-    "trl-0.5b": ("benchmarks.gpu.trl", "run_trl_0_5b", 240.0),
 }
 
 
@@ -61,10 +60,7 @@ def choose_parts(parsed: argparse.Namespace) -> list[str]:
     """Return the parts to run: those asked for, or all that can be run here."""
     if parsed.parts:
         return list(dict.fromkeys(["device", *parsed.parts]))
-    left_out = set() if parsed.model else {"grpo-135m"}
-    if importlib.util.find_spec("trl") is None:
-        left_out.add("trl-0.5b")
-    return [name for name in PARTS if name not in left_out]
+    return [name for name in PARTS if parsed.model or name != "grpo-135m"]
 
 
 def describe(name: str, outcome: Mapping[str, Any]) -> list[str]:

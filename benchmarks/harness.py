@@ -113,11 +113,6 @@ class ArmProcess:
         record: Record = self._receive()["record"]
         return {"arm": self.arm.name, "load_before": load_before, **record}
 
-    @property
-    def exit_code(self) -> int | None:
-        """How the worker ended; None while it runs."""
-        return self._process.poll()
-
     def close(self) -> None:
         """End the worker and all it started, by force if it does not end by itself."""
         try:
@@ -269,19 +264,15 @@ def result_document(results: Sequence[CaseResult], protocol: Protocol) -> Record
     }
 
 
-def write_result(name: str, document: Record, commit: str) -> Path:
+def write_result(name: str, document: Record) -> Path:
     """Write a result file named after its case and day; one of the same name is replaced.
 
     What instructions it was limited to stands in the name too, and the commit in the file.
-    Raises: NotCommitted if what is checked out is no longer exactly the commit that was measured.
     """
-    if (found := machine.require_commit(ROOT)) != commit:
-        raise machine.NotCommitted(
-            f"{name} was measured at {commit[:9]}, and {found[:9]} is checked out by now, so nobody knows"
-            " what ran. Allowed: one commit from the start to the end. Next: measure again."
-        )
     RESULTS_DIR.mkdir(parents=True, exist_ok=True)
     parts = [name, *sorted(set(machine.limits().values())), dt.datetime.now(dt.UTC).date().isoformat()]
     path = RESULTS_DIR / f"{'-'.join(parts)}.json"
-    write_bytes_atomically(path, (json.dumps({"git_rev": commit, **document}, indent=1) + "\n").encode())
+    write_bytes_atomically(
+        path, (json.dumps({"git_rev": machine.git_revision(ROOT), **document}, indent=1) + "\n").encode()
+    )
     return path

@@ -30,13 +30,6 @@ def load_average() -> float:
     return os.getloadavg()[0]
 
 
-def busy_seconds() -> float:
-    """Return the seconds that all cores together have worked since the start, for whomever."""
-    fields = [int(word) for word in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    # proc(5): user nice system idle iowait irq softirq steal; the fourth and fifth are rest.
-    return (sum(fields) - fields[3] - fields[4]) / os.sysconf("SC_CLK_TCK")
-
-
 def num_cores() -> int:
     """Return the cores that this process may use."""
     return len(os.sched_getaffinity(0))
@@ -68,32 +61,6 @@ def machine_facts() -> dict[str, Any]:
 def limits() -> dict[str, str]:
     """Return the variables that keep programs from instructions that the processor has."""
     return {name: os.environ[name].lower() for name in AVX2 if name in os.environ}
-
-
-MEASURED = ("src", "benchmarks", ":!benchmarks/results")
-"""What a result depends on, as git takes it: what is not committed here was measured by nobody else."""
-
-
-class NotCommitted(RuntimeError):
-    """Raised where a result could name no commit that holds what was measured."""
-
-
-def require_commit(root: Path) -> str:
-    """Return the commit that is measured.
-
-    Raises: NotCommitted if there is none, or files of `MEASURED` differ from it or are not in it.
-    """
-    commit, changed = _git(root, "rev-parse", "HEAD"), _git(root, "status", "--porcelain", "--", *MEASURED)
-    if commit and not changed:
-        return commit
-    names = [line[3:] for line in changed.splitlines()]
-    given = "no commit is checked out here"
-    if names:
-        given = f"{names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)} differ from the commit"
-    raise NotCommitted(
-        f"{given}. Allowed: results of a commit, with nothing changed under src/ or benchmarks/."
-        " Next: commit first; or add --quick, which measures a little and keeps nothing."
-    )
 
 
 def git_revision(root: Path) -> str:

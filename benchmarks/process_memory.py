@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
 
 SAMPLE_INTERVAL_S = 0.2
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FinishedProcess:
-    """How a watched command ended."""
-
-    exit_code: int
-    peak_bytes: int
-    """Largest sampled sum over the process tree. Shared pages count once (proportional set size)."""
-
-
-def _children(pid: int) -> list[int]:
-    children = []
-    for path in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children += [int(word) for word in path.read_text().split()]
-        except OSError:  # The thread ended between the listing and the read.
-            continue
-    return children
-
-
-def _own_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:  # The process ended.
-        return 0
-    sizes_kib = [int(line.split()[1]) for line in lines if line.startswith("Pss:")]
-    return sum(sizes_kib) * 1024
+def _tree(pid: int) -> list[psutil.Process]:
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
 
 
 def tree_bytes(pid: int) -> int:
     """Return the proportional set size of a process and all its descendants; 0 if it is gone."""
-    return _own_bytes(pid) + sum(tree_bytes(child) for child in _children(pid))
-
-
-def _own_peak_bytes(pid: int) -> int:
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:  # The process ended.
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+    total = 0
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in _tree(pid):
+            with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                total += process.memory_full_info().pss
+    return total
 
 
 def tree_peak_bytes(pid: int) -> int:
@@ -57,13 +33,19 @@ def tree_peak_bytes(pid: int) -> int:
 
     An upper bound: the peaks need not coincide, and shared pages count in each process.
     """
-    return _own_peak_bytes(pid) + sum(tree_peak_bytes(child) for child in _children(pid))
+    total = 0
+    for process in _tree(pid):
+        with contextlib.suppress(OSError):  # The process ended.
+            lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+            total += sum(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) * 1024
+    return total
 
 
-def run_watched(command: Sequence[str], cwd: Path, environment: dict[str, str]) -> FinishedProcess:
-    """Run a command to its end, with its output passed through, and sample its memory.
+def run_watched(command: Sequence[str], cwd: Path, environment: dict[str, str]) -> tuple[int, int]:
+    """Run a command to its end, with its output passed through; return its exit code and peak of memory.
 
-    Whatever ends this process ends the command: left alone it would disturb every later measurement.
+    The peak is the largest sampled sum over the process tree; shared pages count once. Whatever ends this
+    process ends the command: left alone it would disturb every later measurement.
     """
     process = subprocess.Popen(command, cwd=cwd, env=environment)
     peak = 0
@@ -84,4 +66,4 @@ def run_watched(command: Sequence[str], cwd: Path, environment: dict[str, str]) 
             process.wait()
         ended.set()
         sampler.join()
-    return FinishedProcess(exit_code=exit_code, peak_bytes=peak)
+    return exit_code, peak

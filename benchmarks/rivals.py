@@ -7,13 +7,17 @@ import sys
 from pathlib import Path
 
 from benchmarks.cases import Case
-from benchmarks.environments import TRL, VLLM, ensure_environment
 from benchmarks.harness import Arm
+from strop.engine.vllm.environment import VLLM
 from strop.hardware import describe_machine
 from strop.hardware.number_format import AUTO, choose_format, compute_device
 from strop.hardware.tuning import spin_count
-from strop.store.python_environment import PythonEnvironment
+from strop.store.python_environment import PythonEnvironment, ensure_environment
 
+TRL = PythonEnvironment(
+    name="trl-1.16.0", folder="bench", pip_steps=(("torch==2.13.0",), ("trl==1.16.0", "gguf"))
+)
+"""An environment of its own, as vLLM's is: pins that a benchmark bends would measure what nobody runs."""
 KV_CACHE_GIB = 2
 """vLLM's cache: 64 rows of 512 tokens of the 135M model take 0.75 GB."""
 

@@ -8,16 +8,14 @@ Fetching the prompts from the data loader lies outside and is not counted agains
 Before every step the weights of the start are put back, outside the measured time, so that each
 step is the same work however often it is repeated. Adam's moments stay.
 
-`TrlSettings` holds the fastest combination found; docs/benchmarks.md has the others' times.
+Setting: `autocast`, whether products are in bfloat16. The rest is the fastest that was found.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks import cases
@@ -25,23 +23,8 @@ from benchmarks.arms.worker import Channel, Record, WorkerOrder, peak_bytes, rea
 from benchmarks.prompts import read_prompts
 from benchmarks.verifier import forced_rewards, last_number_reward, signal_tokens, zero_variance_frac
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrlSettings:
-    """Choices that change TRL's speed and not the work."""
-
-    attention: str = "sdpa"
-    weights: str = "float32"
-    """Type of the trained weights. 'bfloat16' has no fp32 masters: not the same training."""
-    autocast: bool = True
-    rows_per_forward: int = 16
-    """Completions per forward and backward; the step accumulates up to all rows."""
-    checkpointing: bool = False
-    continuous_batching: bool = False
-    cache: str | None = None
-    """transformers' cache implementation, None for its default."""
-    compiled: bool = False
-    """torch.compile for the training forward."""
+ROWS_PER_FORWARD = 16
+"""Completions per forward and backward; the step accumulates up to all rows."""
 
 
 class StepMeter:
@@ -122,14 +105,14 @@ class StepMeter:
         return fields
 
 
-def build_config(order: WorkerOrder, settings: TrlSettings, output_dir: str) -> Any:
+def build_config(order: WorkerOrder, output_dir: str) -> Any:
     """Return the GRPOConfig of a case: same loss, clip and learning rate as strop's arm."""
     from trl import GRPOConfig
 
     case = order.case
     return GRPOConfig(
         output_dir=output_dir,
-        model_init_kwargs={"dtype": settings.weights, "attn_implementation": settings.attention},
+        model_init_kwargs={"dtype": "float32", "attn_implementation": "sdpa"},
         learning_rate=cases.LEARNING_RATE,
         lr_scheduler_type="constant",
         max_grad_norm=cases.MAX_GRAD_NORM,
@@ -144,14 +127,11 @@ def build_config(order: WorkerOrder, settings: TrlSettings, output_dir: str) -> 
         top_p=1.0,
         top_k=0,
         shuffle_dataset=False,
-        per_device_train_batch_size=settings.rows_per_forward,
-        gradient_accumulation_steps=case.num_rows // settings.rows_per_forward,
-        gradient_checkpointing=settings.checkpointing,
+        per_device_train_batch_size=ROWS_PER_FORWARD,
+        gradient_accumulation_steps=case.num_rows // ROWS_PER_FORWARD,
+        gradient_checkpointing=False,
         use_cpu=True,
-        bf16=settings.autocast,
-        use_transformers_continuous_batching=settings.continuous_batching,
-        cache_implementation=settings.cache,
-        torch_compile=settings.compiled,
+        bf16=bool(order.settings["autocast"]),
         max_steps=1_000_000,
         save_strategy="no",
         logging_strategy="no",
@@ -161,7 +141,7 @@ def build_config(order: WorkerOrder, settings: TrlSettings, output_dir: str) -> 
     )
 
 
-def build_trainer(order: WorkerOrder, settings: TrlSettings, channel: Channel, output_dir: str) -> Any:
+def build_trainer(order: WorkerOrder, channel: Channel, output_dir: str) -> Any:
     """Return a GRPOTrainer whose steps wait for the harness."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -180,7 +160,7 @@ def build_trainer(order: WorkerOrder, settings: TrlSettings, channel: Channel, o
             if not self.start_weights:
                 parameters = dict(kwargs["model"].named_parameters())
                 self.start_weights = {name: p.detach().clone() for name, p in parameters.items()}
-                channel.ready(settings=dataclasses.asdict(settings))
+                channel.ready(settings=order.settings)
             channel.wait_for_step()
             for name, parameter in kwargs["model"].named_parameters():
                 parameter.data.copy_(self.start_weights[name])
@@ -197,7 +177,7 @@ def build_trainer(order: WorkerOrder, settings: TrlSettings, channel: Channel, o
     trainer = GRPOTrainer(
         model=order.model_dir,
         reward_funcs=meter.reward,
-        args=build_config(order, settings, output_dir),
+        args=build_config(order, output_dir),
         train_dataset=Dataset.from_list(rows),
         callbacks=[StepGate()],
     )
@@ -214,9 +194,8 @@ def main() -> None:
 
     torch.set_num_threads(order.threads)
     torch.set_num_interop_threads(1)
-    settings = TrlSettings(**order.settings)
     with tempfile.TemporaryDirectory() as output_dir:
-        build_trainer(order, settings, channel, output_dir).train()
+        build_trainer(order, channel, output_dir).train()
 
 
 if __name__ == "__main__":

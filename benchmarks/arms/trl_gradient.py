@@ -19,7 +19,7 @@ from benchmarks.arms.gradient_order import (
     read_gradient_order,
     read_groups,
 )
-from benchmarks.arms.trl_arm import TrlSettings, build_config
+from benchmarks.arms.trl_arm import ROWS_PER_FORWARD, build_config
 from benchmarks.arms.worker import WorkerOrder
 
 
@@ -79,15 +79,14 @@ def build_trainer(order: GradientOrder, output_dir: str) -> Any:
             save_file(gradients, order.gradient_path)
             raise SystemExit(0)
 
-    settings = TrlSettings(autocast=order.dtype == "bfloat16")
     worker = WorkerOrder(
         case=order.case,
         model_dir=str(order.model_dir),
         prompts_path=Path(),
         threads=order.threads,
-        settings={},
+        settings={"autocast": order.dtype == "bfloat16"},
     )
-    config = build_config(worker, settings, output_dir)
+    config = build_config(worker, output_dir)
     config.max_grad_norm = 0.0  # transformers clips only above 0
     groups = read_groups(order.rollouts_path)
     trainer = GRPOTrainer(
@@ -99,7 +98,7 @@ def build_trainer(order: GradientOrder, output_dir: str) -> Any:
         callbacks=[GradientWriter()],
     )
     pad_id = trainer.processing_class.pad_token_id
-    batches = iter(build_micro_batches(groups, num_rows=settings.rows_per_forward, pad_id=pad_id))
+    batches = iter(build_micro_batches(groups, num_rows=ROWS_PER_FORWARD, pad_id=pad_id))
     trainer._prepare_inputs = lambda inputs: next(batches)
     return trainer
 

@@ -1,17 +1,15 @@
 """vLLM's arm: one batch of generation per command with the offline `LLM` class.
 
-Runs with the interpreter of vLLM's own environment. Eager and compiled mode are two arms; the
-faster of the two is the rival. Prefix caching stays at its default (on), so vLLM prefills a
-prompt's eight copies once, as strop does. A new set of prompts comes with every command, so
+Settings: `eager`, and `dtype`. Runs with the interpreter of vLLM's own environment. Eager and compiled
+mode are two arms; the faster of the two is the rival. Prefix caching stays at its default (on), so vLLM
+prefills a prompt's eight copies once, as strop does. A new set of prompts comes with every command, so
 nothing is answered from the cache of an earlier one.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.arms.worker import Channel, Record, WorkerOrder, generation_record, read_order
@@ -19,35 +17,23 @@ from benchmarks.process_memory import tree_peak_bytes
 from benchmarks.prompts import Prompt, read_prompts, step_prompts
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class VllmSettings:
-    """Choices that change vLLM's speed and not the work."""
-
-    eager: bool = False
-    dtype: str = "bfloat16"
-    logprobs: bool = True
-    """Ask for each sampled token's log-probability, which reinforcement learning needs."""
-    max_model_tokens: int = 1024
-    max_batched_tokens: int = 4096
-
-
-def build_engine(order: WorkerOrder, settings: VllmSettings) -> Any:
+def build_engine(order: WorkerOrder) -> Any:
     """Return a vLLM engine for the case's model."""
     from vllm import LLM
 
     return LLM(
         model=order.model_dir,
-        dtype=settings.dtype,
-        enforce_eager=settings.eager,
-        max_model_len=settings.max_model_tokens,
+        dtype=order.settings["dtype"],
+        enforce_eager=order.settings["eager"],
+        max_model_len=1024,
         max_num_seqs=order.case.num_rows,
-        max_num_batched_tokens=settings.max_batched_tokens,
+        max_num_batched_tokens=4096,
         seed=order.case.seed,
         disable_log_stats=True,
     )
 
 
-def sampling_params(order: WorkerOrder, settings: VllmSettings, step: int) -> Any:
+def sampling_params(order: WorkerOrder) -> Any:
     """Return the sampling of one step: plain, at temperature 1, from the full vocabulary."""
     from vllm import SamplingParams
 
@@ -60,7 +46,8 @@ def sampling_params(order: WorkerOrder, settings: VllmSettings, step: int) -> An
         max_tokens=case.max_new_tokens,
         min_tokens=0,
         ignore_eos=case.ignore_eos,
-        logprobs=0 if settings.logprobs else None,
+        # Of each sampled token: reinforcement learning needs them.
+        logprobs=0,
     )
 
 
@@ -78,14 +65,13 @@ def main() -> None:
     """Serve steps until told to quit."""
     channel = Channel()
     order = read_order()
-    settings = VllmSettings(**order.settings)
-    engine = build_engine(order, settings)
+    engine = build_engine(order)
     prompts = read_prompts(order.prompts_path)
-    channel.ready(settings=dataclasses.asdict(settings))
+    channel.ready(settings=order.settings)
     step = 0
     while True:
         channel.wait_for_step()
-        params = sampling_params(order, settings, step)
+        params = sampling_params(order)
         channel.reply(generate(engine, step_prompts(prompts, order.case, step), params))
         step += 1
 

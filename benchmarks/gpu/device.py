@@ -13,23 +13,8 @@ from typing import Any
 
 import torch
 
-PEAKS = (
-    # Name as CUDA tells it, FLOP/s in dense bf16, bytes/s of memory; the longer names first.
-    # NVIDIA H200 and H100 Tensor Core GPU datasheets (half of the figures "with sparsity").
-    ("H200", 989.4e12, 4.8e12),
-    ("H100 NVL", 835.5e12, 3.9e12),
-    ("H100 PCIe", 756.5e12, 2.0e12),
-    ("H100", 989.4e12, 3.35e12),
-    # NVIDIA A100 Tensor Core GPU datasheet.
-    ("A100-SXM4-80GB", 312e12, 2.039e12),
-    ("A100 80GB PCIe", 312e12, 1.935e12),
-    ("A100", 312e12, 1.555e12),
-    # NVIDIA L40S and L4 datasheets, without sparsity.
-    ("L40S", 362e12, 0.864e12),
-    ("L4", 121e12, 0.3e12),
-    # NVIDIA Ada GPU Architecture whitepaper, appendix A: BF16 with FP32 accumulate.
-    ("RTX 4090", 165.2e12, 1.008e12),
-)
+from strop.hardware.accelerators import match_gpu
+
 _MATRIX_SIZE = 8192
 _CPU_MATRIX_SIZE = 512
 
@@ -67,11 +52,11 @@ def measure_peaks(device: torch.device) -> DevicePeaks:
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         name, memory = properties.name, int(properties.total_memory)
-    known = next((peak for peak in PEAKS if device.type == "cuda" and peak[0] in name), None)
+    known = match_gpu(name) if device.type == "cuda" else None
     return DevicePeaks(
         name=name,
-        flop_per_s=known[1] if known else flop_per_s,
-        bytes_per_s=known[2] if known else bytes_per_s,
+        flop_per_s=known.bf16_tflops * 1e12 if known else flop_per_s,
+        bytes_per_s=known.memory_gb_per_s * 1e9 if known else bytes_per_s,
         measured_flop_per_s=flop_per_s,
         measured_bytes_per_s=bytes_per_s,
         source="datasheet" if known else "measured",

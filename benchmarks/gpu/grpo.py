@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from benchmarks.gpu import roofline
-from benchmarks.gpu.device import DevicePeaks, MemoryMeter
+from benchmarks.gpu.device import MemoryMeter
 from benchmarks.gpu.models import QWEN_0_5B, QWEN_1_5B, TINY, RandomModel, build_model, make_tokenizer
 from benchmarks.gpu.result import PartResult, Setting
 from benchmarks.gpu.work import GrpoStep, StepTimes, Workload
@@ -80,7 +79,15 @@ def _measure(
     _report(result, measured, work)
     result.measure("peak memory", meter.peak_bytes() / 2**30, "GiB")
     if setting.peaks is not None:
-        _report_roofline(result, measured, size, setting.peaks, work)
+        # Products alone: 2 FLOP per parameter forward, 4 backward; the head sees scored tokens only.
+        least_s = [
+            6.0
+            * (size.body_params * one.num_positions + size.head_params * one.num_tokens)
+            / setting.peaks.flop_per_s
+            for one in measured
+        ]
+        shares = [100.0 * least / one.learn_s for least, one in zip(least_s, measured, strict=True)]
+        result.measure("share of the peak's products, learning", statistics.median(shares), "%")
     result.details |= {
         "workload": dataclasses.asdict(work),
         "is_fused": model.fused is not None,
@@ -108,25 +115,3 @@ def _report(result: PartResult, steps: Sequence[StepTimes], work: Workload) -> N
     result.measure("scored tokens", median([one.num_tokens / one.step_s for one in steps]), "tokens/s")
     result.measure("generated tokens", median([one.num_tokens / one.generate_s for one in steps]), "tokens/s")
     result.measure("trained positions", median([one.num_positions / one.learn_s for one in steps]), "/s")
-
-
-def _report_roofline(
-    result: PartResult, steps: Sequence[StepTimes], size: ModelSize, peaks: DevicePeaks, work: Workload
-) -> None:
-    """Hold the steps against the least time of their own work, by the device's peaks."""
-    shares, parts = [], []
-    for one in steps:
-        num_prompt_tokens = sum(one.prompt_lens) // work.group_size
-        lengths = [prompt + reply for prompt, reply in zip(one.prompt_lens, one.reply_lens, strict=True)]
-        least = roofline.Roofline(
-            prefill_s=roofline.prefill_seconds(size, peaks, num_prompt_tokens),
-            decode_s=roofline.decode_seconds(size, peaks, one.prompt_lens, one.reply_lens),
-            train_s=roofline.train_seconds(size, peaks, one.num_positions, one.num_tokens, lengths),
-        )
-        shares.append(least.step_s / one.step_s)
-        parts.append(dataclasses.asdict(least) | {"step_s": least.step_s})
-    result.measure("share of the combined roofline", 100.0 * statistics.median(shares), "%")
-    first, generate_s = steps[0], parts[0]["decode_s"] + parts[0]["prefill_s"]
-    result.measure("share of it, generating alone", 100.0 * generate_s / first.generate_s, "%")
-    result.measure("share of it, learning alone", 100.0 * parts[0]["train_s"] / first.learn_s, "%")
-    result.details["roofline"] = parts

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -29,20 +28,6 @@ _REPLY_TOKENS = 1024
 _MICRO_BATCH = 8_192
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeadPoint:
-    """One point of the curve."""
-
-    num_scored: int
-    peak_bytes: int
-    """Over what was there before, hidden states and gradients of the head among it."""
-    workspace_bytes: int
-    """Of these, what is neither the hidden states' gradient nor an answer per token."""
-    full_logits_bytes: int
-    """What all logits would take in bf16 and fp32."""
-    seconds: float
-
-
 def run_head_memory(setting: Setting) -> PartResult:
     """Measure the head alone at V = 151,936, then supervised steps of a whole model."""
     result = PartResult()
@@ -50,19 +35,19 @@ def run_head_memory(setting: Setting) -> PartResult:
     if setting.is_quick:
         counts = (counts[0], counts[-1])
     points = [_measure_head(count, setting) for count in counts]
-    result.details["head"] = [_as_values(point) for point in points]
+    result.details["head"] = points
     largest = points[-1]
-    result.measure(f"head at {largest.num_scored} tokens", largest.seconds, "s")
+    result.measure(f"head at {largest['num_scored']} tokens", largest["seconds"], "s")
     if setting.is_gpu:
-        worst = max(point.workspace_bytes for point in points)
+        worst = max(point["workspace_bytes"] for point in points)
         limit = 1.25 * GPU_HEAD_BYTES
         result.check(
             "workspace of the head",
             worst <= limit,
             f"{worst / 2**30:.2f} GiB at most, {limit / 2**30} allowed",
         )
-        growth = largest.workspace_bytes - points[0].workspace_bytes
-        per_token = growth / (largest.num_scored - points[0].num_scored)
+        growth = largest["workspace_bytes"] - points[0]["workspace_bytes"]
+        per_token = growth / (largest["num_scored"] - points[0]["num_scored"])
         result.check(
             "workspace does not grow with tokens", per_token <= 64.0, f"{per_token:.1f} bytes a token"
         )
@@ -70,7 +55,8 @@ def run_head_memory(setting: Setting) -> PartResult:
     return result
 
 
-def _measure_head(num_scored: int, setting: Setting) -> HeadPoint:
+def _measure_head(num_scored: int, setting: Setting) -> dict[str, float]:
+    """Return the peak, and what of it is neither a gradient nor an answer per token."""
     size = (QWEN_0_5B if setting.is_gpu else TINY).size
     device, dtype = setting.device, torch.bfloat16
     torch.manual_seed(0)
@@ -96,13 +82,14 @@ def _measure_head(num_scored: int, setting: Setting) -> HeadPoint:
     # The gradient of the hidden states; a log-probability per token; the head's own gradient, once.
     rows = choose_chunk_rows(device, dtype, size.vocab_size)
     known = hidden.numel() * 2 + 4 * num_scored + 2 * weight.numel() + 2 * rows * size.hidden_width
-    return HeadPoint(
-        num_scored=num_scored,
-        peak_bytes=peak,
-        workspace_bytes=peak - known,
-        full_logits_bytes=6 * num_scored * size.vocab_size,
-        seconds=seconds,
-    )
+    return {
+        "num_scored": num_scored,
+        "peak_bytes": peak,
+        "workspace_bytes": peak - known,
+        # Of all logits in bf16 and fp32.
+        "full_logits_bytes": 6 * num_scored * size.vocab_size,
+        "seconds": seconds,
+    }
 
 
 def _measure_supervised(result: PartResult, setting: Setting) -> None:
@@ -143,7 +130,3 @@ def _supervised_group(num_tokens: int, vocab_size: int) -> PackedGroup:
         weight=1.0 / num_tokens,
     )
     return PackedGroup(prompt_ids=np.array([2], dtype=np.int32), replies=(reply,))
-
-
-def _as_values(point: HeadPoint) -> dict[str, float]:
-    return {name: getattr(point, name) for name in HeadPoint.__slots__}

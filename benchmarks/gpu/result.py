@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,39 +11,23 @@ import torch
 from benchmarks.gpu.device import DevicePeaks
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Check:
-    """One thing that must hold."""
-
-    name: str
-    is_passed: bool
-    found: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Measure:
-    """One measured value, which nothing is held against here."""
-
-    name: str
-    value: float
-    unit: str
-
-
 @dataclass(kw_only=True, slots=True)
 class PartResult:
     """Everything that one part found."""
 
-    checks: list[Check] = field(default_factory=list)
-    measures: list[Measure] = field(default_factory=list)
+    checks: list[dict[str, Any]] = field(default_factory=list)
+    """What must hold: `name`, `is_passed`, `found`."""
+    measures: list[dict[str, Any]] = field(default_factory=list)
+    """Values which nothing is held against: `name`, `value`, `unit`."""
     details: dict[str, Any] = field(default_factory=dict)
 
     def check(self, name: str, is_passed: bool, found: str) -> None:
         """Add a check."""
-        self.checks.append(Check(name=name, is_passed=bool(is_passed), found=found))
+        self.checks.append({"name": name, "is_passed": bool(is_passed), "found": found})
 
     def measure(self, name: str, value: float, unit: str) -> None:
         """Add a measured value."""
-        self.measures.append(Measure(name=name, value=float(value), unit=unit))
+        self.measures.append({"name": name, "value": float(value), "unit": unit})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +48,3 @@ class Setting:
     def is_gpu(self) -> bool:
         """Whether real sizes are run; on a CPU the same code runs tiny ones."""
         return self.device.type == "cuda"
-
-
-Part = Callable[[Setting], PartResult]

@@ -55,9 +55,6 @@ class StepTimes:
     num_positions: int
     """Forwarded in training, each prompt once per micro-batch."""
     num_micro_batches: int
-    prompt_lens: tuple[int, ...]
-    """Of each row."""
-    reply_lens: tuple[int, ...]
     drift_mean_nats: float
     drift_p99_nats: float
     loss: float
@@ -89,17 +86,14 @@ class GrpoStep:
         update = WeightUpdate(version=self._learner.version, digest="", transport=WeightTransport.SHARED)
         asyncio.run(self._engine.update(update))
         ended_at = time.perf_counter()
-        reply_lens = tuple(len(completion.token_ids) for completion in completions)
         return StepTimes(
             generate_s=generated_at - begun_at,
             learn_s=learned_at - generated_at,
             sync_s=ended_at - learned_at,
             step_s=ended_at - begun_at,
-            num_tokens=sum(reply_lens),
+            num_tokens=sum(len(completion.token_ids) for completion in completions),
             num_positions=report.num_positions,
             num_micro_batches=report.num_micro_batches,
-            prompt_lens=tuple(len(request.prompt_ids) for request in requests),
-            reply_lens=reply_lens,
             drift_mean_nats=float(report.drift_M.mean()),
             drift_p99_nats=float(np.quantile(report.drift_M, 0.99)),
             loss=report.loss,

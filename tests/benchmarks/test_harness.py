@@ -19,7 +19,7 @@ CASE = CASES["grpo-32-forced"]
 
 def dummy(name: str, **settings: float) -> Arm:
     fields = {"scored_tok": 100, **settings}
-    return Arm(name=name, python=Path(sys.executable), module="benchmarks.arms.dummy_arm", settings=fields)
+    return Arm(name=name, python=Path(sys.executable), module="tests.benchmarks.dummy_arm", settings=fields)
 
 
 def test_pairs_alternate_which_arm_goes_first() -> None:

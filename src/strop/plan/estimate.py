@@ -170,8 +170,7 @@ def step_period_s(
     """Return seconds from one step to the next.
 
     With k = sync_every: at staleness 0 the stages run one after the other; below k only the k steps between
-    two publications overlap, max + min / k; from k on, all steps do. Source: reference table of steady states
-    (simulated with constant times), confirmed by `benchmarks/simulation.py`.
+    two publications overlap, max + min / k; from k on, all steps do.
     """
     generate_s = seconds.get("generate", 0.0) + seconds.get("verify", 0.0)
     learn_s = seconds.get("learn", 0.0)

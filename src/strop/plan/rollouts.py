@@ -119,9 +119,9 @@ def attention_flop(size: ModelSize, num_pairs: float) -> float:
 
 
 VERIFY_S = 0.0001
-"""Judging one reply by rules: 10,000 a second, a quarter of the rate in benchmarks/results/verify-*."""
+"""Judging one reply by rules; numbers take a quarter of it on one AMD core."""
 PROGRAM_S = 0.036
-"""One program on one core, with its sandbox: 55 a second on two cores, benchmarks/results/code-judge-*."""
+"""One program of MBPP's size on one core, with its sandbox: 55 a second on two cores of an AMD EPYC."""
 JUDGE_CALL_S = 5.0
 """One answer of a judge on another server; an assumption, not a measurement."""
 JUDGE_ANSWER_TOKENS = 150

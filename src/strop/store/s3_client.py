@@ -1,9 +1,9 @@
 """The S3 client: its settings, its transient errors, and the meaning of the others.
 
 boto3, because it takes every form of credentials that AWS knows (profiles, roles, single sign-on),
-reports failures by code, and is what the SageMaker launcher needs anyway; by `benchmarks/store.py`
-obstore and s3fs are not faster. The usual variables hold: AWS_ENDPOINT_URL[_S3], AWS_PROFILE, AWS_REGION,
-and AWS_REQUEST_CHECKSUM_CALCULATION=when_required for a compatible service that knows no CRC.
+reports failures by code, and is what the SageMaker launcher needs anyway. The usual variables hold:
+AWS_ENDPOINT_URL[_S3], AWS_PROFILE, AWS_REGION, and AWS_REQUEST_CHECKSUM_CALCULATION=when_required for a
+compatible service that knows no CRC.
 
 Tried with boto3 1.44.8 and moto 5.2.5. Not tried: Amazon's own service, MinIO, Ceph.
 """

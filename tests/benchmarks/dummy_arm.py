@@ -1,4 +1,4 @@
-"""An arm that does no work and answers at once: for testing the harness, and as the example to copy.
+"""An arm that does no work and answers at once: for testing the harness.
 
 Settings: `step_s` and `scored_tok` are the figures it reports; `fails_at` is the step at which it
 ends without an answer; `helper_s` starts a process that sleeps so long.
@@ -27,7 +27,7 @@ def main() -> None:
     prompts = read_prompts(order.prompts_path)
     channel.ready(helper_pid=start_helper(order.settings.get("helper_s")))
     # What a library prints must not reach the harness.
-    print("noise on standard output")
+    print("noise on standard output")  # noqa: T201
     step = 0
     while True:
         channel.wait_for_step()

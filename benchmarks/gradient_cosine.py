@@ -10,7 +10,7 @@ from __future__ import annotations
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from benchmarks.arms.gradient_order import count_tokens, write_groups
 from benchmarks.arms.strop_gradient import sample_groups
 from benchmarks.cases import CASES, Case
+from benchmarks.figures import Figure, Measured
 from benchmarks.harness import ROOT, Arm, ArmFailed, Protocol, worker_environment
 from benchmarks.rivals import rival_arm, settled_dtype, strop_arm
 
@@ -42,31 +43,9 @@ class GradientMatch:
     """Of all parameters as one vector."""
     norm_ratio: float
     """Length of the left gradient divided by that of the right one."""
-    norm: float
-    """Length of the right one."""
     lowest_cosine: float
     lowest_name: str
     """The parameter whose gradients are least alike."""
-    lowest_norm_frac: float
-    """Length of that parameter's gradient, as a share of the whole."""
-    num_parameters: int
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the two are as alike as two arms that do the same work should be."""
-        return self.cosine >= WANTED_COSINE
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradientResult:
-    """Everything that one comparison measured."""
-
-    case: Case
-    num_tokens: int
-    """Sampled tokens of the batch."""
-    matches: list[GradientMatch]
-    """Arm against arm in each type; then each arm's bfloat16 against its own float32, which says how much
-    of a difference is rounding."""
 
 
 def match_gradients(gradients: Mapping[str, Gradient], left_name: str, right_name: str) -> GradientMatch:
@@ -77,24 +56,20 @@ def match_gradients(gradients: Mapping[str, Gradient], left_name: str, right_nam
     ours, rival = gradients[left_name], gradients[right_name]
     if ours.keys() != rival.keys():
         raise ArmFailed(f"gradients of different parameters: {sorted(ours.keys() ^ rival.keys())[:4]}")
-    products, cosines, norms = torch.zeros(3, dtype=torch.float64), {}, {}
+    products, cosines = torch.zeros(3, dtype=torch.float64), {}
     for name, tensor in ours.items():
         left, right = tensor.double().flatten(), rival[name].double().flatten()
         parts = torch.stack([left @ right, left @ left, right @ right])
         products += parts
-        cosines[name], norms[name] = _cosine(parts), float(parts[2].sqrt())
+        cosines[name] = _cosine(parts)
     lowest = min(cosines, key=lambda name: cosines[name])
-    norm = float(products[2].sqrt())
     return GradientMatch(
         left=left_name,
         right=right_name,
         cosine=_cosine(products),
-        norm_ratio=float(products[1].sqrt()) / norm,
-        norm=norm,
+        norm_ratio=float((products[1] / products[2]).sqrt()),
         lowest_cosine=cosines[lowest],
         lowest_name=lowest,
-        lowest_norm_frac=norms[lowest] / norm,
-        num_parameters=len(cosines),
     )
 
 
@@ -129,11 +104,14 @@ def compute_gradient(arm: Arm, case: Case, protocol: Protocol, dtype: str, work_
     return path
 
 
-def measure_gradients(protocol: Protocol, case: Case = CASE) -> GradientResult:
+def measure_gradient_cosine(*, is_quick: bool, model_dir: Path) -> Measured:
     """Compare strop's gradient with TRL's, in each type; in float32 alone where runs compute in it.
 
+    Where both types are: each arm's bfloat16 beside its own float32, too, which says how much is rounding.
     Raises: ArmFailed if a worker fails.
     """
+    case = replace(CASE, num_prompts=2, group_size=2) if is_quick else CASE
+    protocol = Protocol(model_dir=model_dir)
     arms = (strop_arm(), rival_arm("trl", protocol.threads))
     # Emulated products would take hours, and nobody trains so.
     dtypes = DTYPES if settled_dtype() in DTYPES[:1] else DTYPES[1:]
@@ -149,4 +127,15 @@ def measure_gradients(protocol: Protocol, case: Case = CASE) -> GradientResult:
     if len(dtypes) > 1:
         pairs += [(f"{arm.name} bfloat16", f"{arm.name} float32") for arm in arms]
     matches = [match_gradients(gradients, *pair) for pair in pairs]
-    return GradientResult(case=case, num_tokens=count_tokens(groups), matches=matches)
+    figures = [
+        Figure(
+            name=f"cosine of {match.left} and {match.right}",
+            unit="",
+            value=match.cosine,
+            measured=(match.cosine,),
+            at_least=WANTED_COSINE,
+        )
+        for match in matches
+    ]
+    details = {"num_tokens": count_tokens(groups), "matches": [asdict(match) for match in matches]}
+    return Measured(figures=figures, details={"case": asdict(case), **details})
