@@ -84,7 +84,7 @@ def test_a_light_command_never_loads_torch(words: tuple[str, ...], tmp_path: Pat
 # What takes a tenth of a second or more together, and a plan of arithmetic on Slurm has no use for.
 NEEDLESS_FOR_A_PLAN = {
     "torch", "transformers", "ray", "vllm", "pyarrow", "huggingface_hub", "asyncio", "http.client", "ssl",
-    "multiprocessing", "fastapi", "httpx", "strop.testing",
+    "multiprocessing", "fastapi", "httpx",
     "strop.evaluate", "strop.tasks.judging", "strop.tasks.llm_judge", "strop.tasks.code",
     "strop.tasks.mathematics", "strop.tasks.instructions", "strop.tasks.mixture",
     "strop.launch.container.backend", "strop.launch.sagemaker.backend", "strop.view.report",

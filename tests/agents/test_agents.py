@@ -23,10 +23,10 @@ from strop.errors import ConfigError, EngineError
 from strop.rollout import CONVERSATION, FailureOwner, FinishReason, Message, Rollout, Split, Turn
 from strop.spec.reader import load_spec
 from strop.tasks import build_task
-from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.environments.test_worlds import TEMPLATES, call, tokenizer_of
 from tests.fixtures.builders import plan_for, request_for
+from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
 
 LOOK = {
     "type": "function",

@@ -24,10 +24,10 @@ from strop.errors import ConfigError
 from strop.rollout import CONVERSATION, RESTART, Rollout, Split
 from strop.tasks import Task, build_task
 from strop.tasks.contract import TURN
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.conftest import require_system_part
 from tests.fixtures.builders import plan_for
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 TASKSET = """

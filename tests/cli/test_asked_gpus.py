@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from strop.hardware import Gpu
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.commands import Run
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 RUN = 'name = "x"\nmodel.uri = "Qwen/Qwen2.5-0.5B"\ntask.name = "arithmetic"\n'
 SFT = 'train.terms = "sft"\nsft.source = "rows.jsonl"\n'

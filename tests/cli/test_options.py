@@ -12,8 +12,8 @@ import typer
 
 from strop.cli.program import app
 from strop.launch.backends import BACKENDS
-from strop.testing.scripted_backend import FakeSite
 from tests.fixtures.commands import Run
+from tests.fixtures.scripted_backend import FakeSite
 from tests.fixtures.scripted_jobs import World, make_world
 
 MOST_PARAMETERS = 200

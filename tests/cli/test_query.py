@@ -13,9 +13,9 @@ import pytest
 from strop.cli.runs import MOST_ROWS
 from strop.evaluate import result_name, write_result
 from strop.record.rollouts import write_rollouts
-from strop.testing.records import RecordSize, make_eval_result, make_record
 from tests.conftest import require_system_part
 from tests.fixtures.commands import Run
+from tests.fixtures.records import RecordSize, make_eval_result, make_record
 from tests.view.synthetic_run import make_rollouts
 
 SIZE = RecordSize(num_steps=3, num_rollouts=16, num_reply_tokens=6, num_evaluations=2, num_examples=40)

@@ -24,9 +24,9 @@ from strop.policy.optimizer import StepPlan, StepReport
 from strop.policy.packing import with_logprobs
 from strop.spec.run import RunSpec
 from strop.store import ModelHandle
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.step import rl_term
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import tiny_spec
 from tests.policy.worlds import World, build_learner

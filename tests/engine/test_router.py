@@ -12,10 +12,10 @@ import pytest
 from strop.engine import Engine, ReplyScore, WeightReceipt, WeightTransport, WeightUpdate
 from strop.engine.router import ReplicaCause, Router, RouterLimits
 from strop.errors import ConfigError, EngineError, EngineLost, WeightMismatch
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract
 from tests.engine.held import Desk, HeldEngine, ask, run, start, turn
+from tests.fixtures.dummy_engine import DummyEngine
 
 UPDATE = WeightUpdate(version=1, digest="d1", transport=WeightTransport.SHARED)
 

@@ -14,8 +14,8 @@ import pytest
 from strop.engine.remote import RemoteEngine
 from strop.engine.wire import ScoreAnswer, ScoreCall, ScoreForm, read_ids, write_floats
 from strop.errors import EngineError
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 Answer = Callable[[ScoreCall], ScoreAnswer]

@@ -18,9 +18,9 @@ from strop.engine import Completion, GenerationRequest, WeightReceipt, WeightTra
 from strop.engine.server import announce, build_app, listen, main, read_key
 from strop.engine.wire import GenerateCall, ReadyForm, ScoreCall, UpdateForm
 from strop.errors import ConfigError, StoreError
-from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask
+from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
 from tests.fixtures.places import line_of
 from tests.fixtures.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
 from tests.fixtures.tool_templates import HERMES

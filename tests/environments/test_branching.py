@@ -19,11 +19,11 @@ from strop.environments.worlds import BuiltInWorld
 from strop.errors import ConfigError, SandboxLost
 from strop.rollout import Branch, FailureOwner, Group, Rollout, Split
 from strop.tasks import Task, build_task
-from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.environments.test_workspace import EDIT, Repair, make
 from tests.environments.test_worlds import call, tokenizer_of
 from tests.fixtures.builders import plan_for
+from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 Say = Callable[[GenerationRequest], str | ScriptedReply]

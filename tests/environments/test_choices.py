@@ -22,9 +22,9 @@ from strop.policy.scoring import score_reply
 from strop.rollout import PROMPT_TOO_LONG, FinishReason, Rollout, Sampling, Split
 from strop.tasks import PromptFormat, Task, build_task
 from strop.tasks.mmlu import MmluChoiceSpec
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.fixtures.builders import plan_for
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 ROW = {"question": "Which is odd?", "subject": "law", "choices": ["2", "4", "5", "6"], "answer": 2}

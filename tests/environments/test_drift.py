@@ -16,10 +16,10 @@ from strop.environments import Environment, run_rollout
 from strop.environments.contract import Action, StepResult
 from strop.rollout import RESTART, Example, Message, Outcome, make_example
 from strop.tasks.prompt import pose_messages
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.environments.test_worlds import TEMPLATES, call, tokenizer_of
 from tests.fixtures.builders import plan_for
+from tests.fixtures.dummy_engine import DummyEngine
 
 NUM_DIALOGUES = 100
 """The benchmark `environments` has a thousand for each tokenizer."""

@@ -15,8 +15,8 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.tasks import build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.judging import InlineJudge
-from strop.testing.scripted_environment import ScriptedEnvironment
 from tests.environments.contract_suite import EnvironmentContract
+from tests.fixtures.scripted_environment import ScriptedEnvironment
 
 SUM = make_example("arithmetic", {"a": 3, "b": 4}, "7")
 

@@ -21,9 +21,9 @@ from strop.spec.sandboxing import GpuSettings
 from strop.spec.task import EnvironmentSection
 from strop.tasks import Task
 from strop.tasks.contract import TaskLimits
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.environments.test_worlds import build, call, plan_of, tokenizer_of
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.gpus import MakeGpus, fake_gpu
 from tests.fixtures.sandboxes import needs_bubblewrap
 

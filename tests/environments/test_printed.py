@@ -12,8 +12,8 @@ import pytest
 from strop.environments import choose_environment, run_rollout
 from strop.environments.printed import END_BYTES, CapturedOutput, forget_prints, keep_prints
 from strop.rollout import Rollout
-from strop.testing.dummy_engine import DummyEngine
 from tests.environments.test_worlds import build, plan_of, tokenizer_of
+from tests.fixtures.dummy_engine import DummyEngine
 
 LOUD = '''
 import asyncio

@@ -23,8 +23,8 @@ from strop.environments.repair_rows import Hidden, read_passed
 from strop.errors import DataError
 from strop.rollout import Example, FailureOwner, Rollout, Split
 from strop.tasks import Task, build_task, self_test, task_builder
-from strop.testing.dummy_engine import DummyEngine
 from tests.environments.test_worlds import attempt, call, plan_of, tokenizer_of
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
 from tests.fixtures.small_root import copy_programs, imported
 

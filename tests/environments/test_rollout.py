@@ -42,11 +42,11 @@ from strop.rollout import (
 from strop.tasks import build_task
 from strop.tasks.failures import describe_failure
 from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
-from strop.testing.dummy_engine import DummyEngine, ScriptedReply
-from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer
 from strop.train.measure import measure_rollouts
 from tests.fixtures.builders import plan_for
+from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
+from tests.fixtures.scripted_environment import ScriptedEnvironment
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.fixtures.tool_templates import HERMES
 

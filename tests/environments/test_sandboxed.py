@@ -18,9 +18,9 @@ from strop.sandbox.choose import make_backend
 from strop.sandbox.contract import MIB, SandboxSpec
 from strop.spec.reader import load_spec
 from strop.tasks import Task, self_test
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.environments.test_worlds import COUNTING, attempt, build, call, plan_of, tokenizer_of
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.sandboxes import DOCKER, needs_bubblewrap, needs_podman
 
 pytestmark = needs_bubblewrap

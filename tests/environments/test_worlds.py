@@ -18,9 +18,9 @@ from strop.rollout import RESTART, FailureOwner, Rollout, Split
 from strop.spec.reader import load_spec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, self_test
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from tests.fixtures.builders import plan_for
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.fixtures.tool_templates import HERMES, MISTRAL, ONE_CALL
 

@@ -31,7 +31,6 @@ from strop.rollout import Example, Outcome, Sampling, Split
 from strop.tasks import Task, build_task
 from strop.tasks.code.humaneval import HumanEvalSpec
 from strop.tasks.generated.arithmetic import Arithmetic
-from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     NUM_HELD_OUT,
@@ -43,6 +42,7 @@ from tests.evaluate.arithmetic_world import (
     make_task,
     make_tokenizer,
 )
+from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
 
 SETTINGS = EvalSettings(run_seed=0, step=7, split=Split.HELD_OUT)
 

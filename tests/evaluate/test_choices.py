@@ -15,8 +15,8 @@ from strop.evaluate.accuracy import evaluate_task
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.mmlu import MmluChoiceSpec
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 

@@ -28,9 +28,9 @@ from strop.evaluate.shards import ShardFolder, read_all_shards
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.mixture import MixtureSpec
-from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import make_tokenizer
+from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
 
 # Sums of 1 to 4 and of 100 to 102: 4 and 2 held-out examples.
 SMALL: dict[str, Any] = {"name": "arithmetic", "min_value": 1, "max_value": 4, "num_held_out": 4}

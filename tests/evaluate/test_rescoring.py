@@ -15,7 +15,6 @@ from strop.evaluate import EvalPlan, EvalSettings, Rescored, plan_evaluation, re
 from strop.rollout import Example, Outcome, Rollout, Split
 from strop.tasks import Task
 from strop.tasks.generated.arithmetic import Arithmetic
-from strop.testing.dummy_engine import ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     Answer,
@@ -26,6 +25,7 @@ from tests.evaluate.arithmetic_world import (
     make_task,
     make_tokenizer,
 )
+from tests.fixtures.dummy_engine import ScriptedReply
 
 SETTINGS = EvalSettings(run_seed=0, step=0, split=Split.HELD_OUT, num_samples=1)
 

@@ -17,9 +17,9 @@ from strop.evaluate.shards import cut_shards, read_all_shards, read_plan, read_t
 from strop.record.files import list_shards
 from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.rollout import Split
-from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import make_engine, make_task, make_tokenizer
+from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
 
 SETTINGS = EvalSettings(run_seed=0, step=0, split=Split.HELD_OUT, num_samples=2, pass_at=(1, 2))
 NUM_EXAMPLES = 70

@@ -14,10 +14,10 @@ from strop.environments import choose_environment, run_rollout
 from strop.rollout import Group, Rollout, Split
 from strop.spec import load_spec
 from strop.tasks import build_task
-from strop.testing.dummy_engine import DummyEngine
 from strop.train.measure import measure_rollouts
 from tests.environments.test_worlds import tokenizer_of
 from tests.fixtures.builders import plan_for
+from tests.fixtures.dummy_engine import DummyEngine
 
 PROGRAM = """
 import json, os, sys, urllib.error, urllib.request

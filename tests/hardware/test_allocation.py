@@ -15,8 +15,8 @@ from strop.hardware.allocation import Allocation, GpuRequest, allocate_gpus, lea
 from strop.hardware.gpus import GpuReport, Probe
 from strop.hardware.inventory import Inventory
 from strop.hardware.leases import Lease
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.devices import GIB, divided, whole
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 THREE = [whole(0, 70), whole(1, 13), whole(2, 79)]
 SLICED = divided(3, "MIG-c6d4", "MIG-77aa")

@@ -11,7 +11,7 @@ import pytest
 
 from strop.hardware import Gpu, GpuUser, MigSlice, describe_machine, gpus, read_gpu_users, read_gpus
 from strop.hardware.gpus import GpuReport, Probe, parse_gpu_line, parse_slices, report_gpus
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 GIB = 1 << 30
 WHOLE = Gpu(index="0", uuid="GPU-5a", name="NVIDIA H100", memory_bytes=80 * GIB, free_memory_bytes=79 * GIB)

@@ -29,10 +29,10 @@ from strop.record import RunDir
 from strop.spec.model import LoraSpec
 from strop.spec.train import OptimizerSpec
 from strop.store import get_model
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.gate_models import check_tensors, check_weights
 from tests.fixtures.attempts import fork, wait_for_end
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.tiny_run import learner_of
 from tests.fixtures.write_points import write_and_die, write_checkpoint
 from tests.incidents.faulty_engines import build_gate

@@ -22,9 +22,9 @@ from strop.hardware.inventory import read_inventory
 from strop.hardware.leftovers import find_processes
 from strop.hardware.ports import start_on_port
 from strop.hardware.preflight import Level, PreflightRequest, require_ready
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.devices import GIB, WRONG_PRODUCT, OnCpu, divided, spoil_probe, whole
 from tests.fixtures.dying_runs import NUM_PROLIFIC, STORM, find_marked, prolific_run
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 
 @pytest.fixture

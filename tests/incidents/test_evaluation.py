@@ -30,7 +30,6 @@ from strop.evaluate import (
 from strop.rollout import Example, Outcome, Sampling, Split
 from strop.tasks import Task, problem_of
 from strop.tasks.generated.arithmetic import Arithmetic
-from strop.testing.dummy_engine import ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     Answer,
@@ -42,6 +41,7 @@ from tests.evaluate.arithmetic_world import (
     make_task,
     make_tokenizer,
 )
+from tests.fixtures.dummy_engine import ScriptedReply
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 SETTINGS = EvalSettings(run_seed=0, step=0, split=Split.HELD_OUT)

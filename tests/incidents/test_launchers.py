@@ -151,7 +151,7 @@ def test_lau_6_a_failing_query_ends_nothing(world: World) -> None:
 SEALED = """
 import sys
 from pathlib import Path
-from strop.testing.scripted_backend import FakeBackend
+from tests.fixtures.scripted_backend import FakeBackend
 from strop.launch.build_request import make_plan
 from strop.launch.local.backend import LocalBackend
 from tests.fixtures.scripted_jobs import World

@@ -30,13 +30,13 @@ from strop.policy.scoring import score_reply
 from strop.rollout import FailureOwner, Group, Outcome, Rollout, Sampling
 from strop.spec.run import RunSpec
 from strop.spec.train import OptimizerSpec, TripwireSpec
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
 from strop.train.gate_models import check_parity
 from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
 from strop.train.step import Update
 from strop.train.watch.tripwires import find_alarms
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, learner_of, new_run, tiny_spec
 from tests.incidents.faulty_engines import (

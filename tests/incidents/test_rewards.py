@@ -30,11 +30,11 @@ from strop.tasks.answers import last_number, parse_number
 from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
 from strop.tasks.generated.reasoning_gym import ReasoningGym, ReasoningGymSpec
 from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
-from strop.testing.dummy_engine import DummyEngine
-from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer
 from tests.fixtures.builders import plan_for
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.scripted_environment import ScriptedEnvironment
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

@@ -7,12 +7,9 @@ import time
 
 import numpy as np
 
-from strop.engine.router import Router, RouterLimits
 from strop.policy.balancing import Effort, partition
-from strop.testing.simulated_engine import SimulatedEngine, SimulatedSpeed
-from strop.testing.virtual_time import run_virtually
 from strop.train.watch.process import LIMIT_S, LoopLagWatch
-from tests.engine.held import ask
+from tests.engine.held import Desk, ask, run, turn
 
 
 def test_prc_3_a_thousand_bins_are_balanced_within_budget() -> None:
@@ -68,27 +65,27 @@ def test_prc_3_a_call_that_blocks_the_loop_is_named_with_its_stack() -> None:
 
 def test_prc_3_a_long_queue_waits_as_long_as_the_work_before_it_and_no_longer() -> None:
     """Incident: waking 5,600 tasks cost 100 to 170 s for each place that became free."""
-    # 100 steps of 10 ms: each reply takes 1 s, whatever the company.
-    speed = SimulatedSpeed(
-        median_reply_tokens=100, reply_sigma=0.0, step_base_s=0.01, step_row_s=0.0, prefill_tokens_per_s=1e9
-    )
 
-    async def act() -> tuple[list[int], float]:
-        engines = {f"e{seed}": SimulatedEngine(speed=speed, seed=seed) for seed in range(7)}
-        router = Router(engines, limits=RouterLimits(max_running=100))
-        ended: list[int] = []
+    async def act() -> tuple[list[int], int]:
+        desk, ended, num_rounds = Desk(7, max_running=100), list[int](), 0
 
         async def speak(seed: int) -> None:
-            await router.generate(ask(seed, max_tokens=500))
+            await desk.router.generate(ask(seed))
             ended.append(seed)
 
-        await asyncio.gather(*map(speak, range(5_600)))
-        return ended, router.load.longest_wait_s
+        speaking = [asyncio.create_task(speak(seed)) for seed in range(5_600)]
+        while not all(one.done() for one in speaking):
+            await turn()
+            num_rounds += 1
+            for engine in desk.engines:
+                engine.answer(100)
+            await turn()
+        return ended, num_rounds
 
     started_at = time.perf_counter()
-    ended, longest_wait_s = run_virtually(act())
-    # 700 places, so eight rounds of 1 s: the last ones wait for seven.
-    assert abs(longest_wait_s - 7.0) < 0.01
+    ended, num_rounds = run(act())
+    # 700 places.
+    assert num_rounds == 8
     # In order of arrival, up to those of one round.
     assert all(abs(place - seed) < 700 for place, seed in enumerate(ended))
     # Half a second on the machine where it was written: no waiter is woken in vain.

@@ -32,8 +32,6 @@ from strop.rollout import (
 from strop.spec.train import TripwireSpec
 from strop.tasks import TaskLimits, build_task, render_prompt, resolve_prompt_format
 from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.testing.dummy_engine import DummyEngine, ScriptedReply
-from strop.testing.scripted_environment import ScriptedEnvironment
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch, pack_reply
 from strop.train.gate import check_terminator
@@ -42,6 +40,8 @@ from strop.train.step import pack_demonstrations
 from strop.train.watch.tripwires import find_alarms
 from tests.fixtures.builders import plan_for
 from tests.fixtures.demonstrations import make_framing, read, write_rows
+from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
+from tests.fixtures.scripted_environment import ScriptedEnvironment
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.incidents.faulty_engines import TamperedEngine, build_gate
 from tests.policy.worlds import build_learner, load_model, make_model

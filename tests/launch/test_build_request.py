@@ -284,7 +284,7 @@ SEALED = """
 import os, random, sys, time
 from pathlib import Path
 from strop.launch.backends import open_backend
-from strop.testing.scripted_backend import FakeBackend
+from tests.fixtures.scripted_backend import FakeBackend
 from strop.launch.job_dir import plan_to_json
 from strop.launch.build_request import make_plan
 from tests.fixtures.scripted_jobs import World

@@ -21,8 +21,8 @@ from strop.hardware.leases import LEASE_VARIABLE
 from strop.hardware.visible_devices import parse_visible_devices
 from strop.launch.gpus import read_gpu_rows, watch_gpus
 from strop.record.files import DirectoryRecord
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.jobs import wait_for
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 GIB = 1 << 30
 LEASE = "lease-of-the-job"

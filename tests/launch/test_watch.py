@@ -14,7 +14,7 @@ from strop.io.atomic import AtomicDirectory
 from strop.launch.contract import JobRef, JobState, SchedulerStatus
 from strop.launch.job_dir import job_path_of, read_plan, read_ref
 from strop.launch.launcher import LOST_LIMIT_S, watch
-from strop.testing.scripted_backend import FakeOnceBackend
+from tests.fixtures.scripted_backend import FakeOnceBackend
 from tests.fixtures.scripted_jobs import NOW, RUNNING, Killed, World, be_killed, refusal
 
 S = JobState

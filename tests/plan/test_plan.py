@@ -16,7 +16,7 @@ from strop.errors import ConfigError, DataError
 from strop.hardware import describe_machine
 from strop.hardware.accelerators import find_accelerator
 from strop.plan.plan import Plan
-from strop.plan.planning import make_plan, plan_work, predict_run
+from strop.plan.planning import make_plan, predict_run
 from strop.plan.rollouts import SIGNAL_FRAC
 from strop.record.rollouts import write_rollouts
 from strop.rollout import Outcome, Split, Turn
@@ -382,13 +382,6 @@ def test_distillation_samples_in_some_steps_and_is_shown_demonstrations_in_other
     assert mixed.time.num_positions == pytest.approx(
         0.25 * alone.time.num_positions + 0.75 * only.time.num_positions
     )
-
-
-def test_a_simulation_needs_what_a_plan_may_lack(plan_it: PlanIt) -> None:
-    plan_it()
-    with pytest.raises(ConfigError, match="the data of task gsm8k is not on this machine"):
-        plan_work(load_spec("run.toml", ["task.name=gsm8k", "task.source=org/absent"]))
-    assert plan_work(load_spec("run.toml")).work.max_reply_tokens > 0
 
 
 def values_of(plan: Plan) -> dict[str, str]:

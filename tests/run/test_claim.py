@@ -21,10 +21,10 @@ from strop.run.training import claim_machine, list_parts
 from strop.spec import RunSpec
 from strop.store import get_model
 from strop.tasks import build_task
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.devices import GIB, divided, whole
 from tests.fixtures.dying_runs import prolific_run
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 __all__ = ["folder", "run"]
 

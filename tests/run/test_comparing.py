@@ -11,7 +11,7 @@ from strop.errors import CheckRefused, ConfigError, CorruptRecord, StoreError
 from strop.evaluate import EvalResult, result_name, write_result
 from strop.record import RunDir
 from strop.run.runs import compare_many
-from strop.testing.records import RecordSize, make_eval_result
+from tests.fixtures.records import RecordSize, make_eval_result
 
 SIZE = RecordSize(num_steps=10, num_rollouts=4)
 

@@ -31,9 +31,9 @@ from strop.run.doctor import (
     shortest_s,
 )
 from strop.spec import RunSpec
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.devices import GIB, divided, whole
 from tests.fixtures.dying_runs import prolific_run
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 from tests.plan.test_estimate import SIZE
 
 ROOT = Path(__file__).parents[2]

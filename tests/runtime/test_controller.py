@@ -14,8 +14,8 @@ import pytest
 
 from strop.runtime.contract import FailureKind, Slot
 from strop.runtime.sessions import Policy
-from strop.testing.scripted_node import Script
 from tests.fixtures.runtime_service import POLICY, service, start_body, until
+from tests.fixtures.scripted_node import Script
 
 GIB = 1 << 30
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 
 from strop.runtime.sessions import Policy
-from strop.testing.scripted_node import Script
 from tests.fixtures.runtime_service import service, start_body
+from tests.fixtures.scripted_node import Script
 
 URL = re.compile(r"^https?://[^/]+:[0-9]+$")
 

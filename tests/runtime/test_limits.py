@@ -21,7 +21,7 @@ from strop.runtime.queue import Admission
 from strop.runtime.registry import Registry
 from strop.runtime.session import Session
 from strop.runtime.sessions import Policy, Sessions
-from strop.testing.scripted_node import slots
+from tests.fixtures.scripted_node import slots
 
 POLICY = Policy(settle_s=0.0)
 

@@ -34,10 +34,10 @@ from strop.sandbox.wire import (
     SANDBOX_KEY_HEADER,
     SNAPSHOT_PATH,
 )
-from strop.testing.scripted_node import Script, slots
 from tests.fixtures.nodes import CAPACITY, SESSION_KEY, SLOT, Orders, on_node, order_of
 from tests.fixtures.runtime_service import POLICY, Service, service
 from tests.fixtures.sandboxes import needs_bubblewrap
+from tests.fixtures.scripted_node import Script, slots
 
 TERMS = {"limits": {"memory_bytes": 256 << 20}, "min_level": int(IsolationLevel.RLIMIT)}
 SPEC = SandboxSpec(limits=Limits(memory_bytes=256 << 20), min_level=IsolationLevel.RLIMIT)

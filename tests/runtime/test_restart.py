@@ -20,8 +20,8 @@ import pytest
 
 from strop.errors import CheckRefused, StoreError
 from strop.runtime.keys import KeyRing
-from strop.testing.scripted_node import ScriptedNode, slots
 from tests.fixtures.runtime_service import service, start_body, until
+from tests.fixtures.scripted_node import ScriptedNode, slots
 
 
 @contextmanager

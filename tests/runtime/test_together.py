@@ -8,9 +8,9 @@ from pathlib import Path
 
 from strop.runtime.making import MakeSettings
 from strop.runtime.node import Node, NodeSettings
-from strop.testing.scripted_node import slots
 from tests.fixtures.nodes import workspace_at
 from tests.fixtures.runtime_service import POLICY, service
+from tests.fixtures.scripted_node import slots
 
 
 def test_commands_run_behind_a_nodes_address_and_behind_a_held_one(tmp_path: Path) -> None:

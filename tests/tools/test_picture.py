@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from strop.testing.records import RecordSize, make_record
 from tests.conftest import require_system_part
 from tests.fixtures.browser import find_chromium
+from tests.fixtures.records import RecordSize, make_record
 from tools.picture import HEIGHT, MAX_BYTES, PICTURE, WIDTH, main
 
 ROOT = Path(__file__).parents[2]

@@ -25,7 +25,6 @@ from strop.policy.language_model import LanguageModel
 from strop.record import RunDir
 from strop.rollout import FloatArray, Sampling
 from strop.store import ModelHandle
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.gate_checks import GateCheck, GateInput
 from strop.train.gate_models import (
@@ -38,6 +37,7 @@ from strop.train.gate_models import (
     weigh_evidence,
 )
 from tests.fixtures.apart import ApartPlacement
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import Composition, learner_of, new_run, tiny_spec
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

@@ -32,10 +32,10 @@ from strop.rollout import (
     make_example,
 )
 from strop.tasks import TaskLimits
-from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
 from tests.fixtures.builders import plan_for
+from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
 from tests.incidents.faulty_engines import TamperedEngine
 
 MAX_TOKENS = 4

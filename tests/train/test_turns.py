@@ -17,10 +17,10 @@ from strop.spec.task import EnvironmentSection
 from strop.tasks import TaskLimits, build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.traits import attempt_tokens_of
-from strop.testing.dummy_engine import DummyEngine
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
 from tests.fixtures.builders import plan_for
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.spell import GOLD, STOPS
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 

@@ -23,8 +23,8 @@ from strop.rollout import (
     Turn,
     make_example,
 )
-from strop.testing.records import RecordSize, make_metrics, make_record
 from strop.tokenizer import Tokenizer
+from tests.fixtures.records import RecordSize, make_metrics, make_record
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 SIZE = RecordSize(num_steps=30, num_rollouts=24, num_reply_tokens=40, num_metrics=34, num_evaluations=4)

@@ -13,7 +13,7 @@ from strop.evaluate import EvalResult, Validity, result_name, write_result
 from strop.record import Event, EventKind, RunDir
 from strop.record.rollouts import write_rollouts
 from strop.rollout import FailureOwner, Outcome, Rollout, Sampling, Turn, make_example
-from strop.testing import records
+from tests.fixtures import records
 from tests.fixtures.builders import spoken_turn
 
 NUM_STEPS = 40

@@ -20,9 +20,9 @@ from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
 from strop.store.s3_objects import S3Objects
-from strop.testing.records import RecordSize, make_record
 from strop.view.places import find_runs
 from tests.conftest import require_system_part
+from tests.fixtures.records import RecordSize, make_record
 from tests.view.synthetic_run import make_lost_rollout, make_rollouts
 
 if TYPE_CHECKING:

@@ -10,7 +10,6 @@ import pytest
 
 from strop.record import Event, EventKind, RunDir
 from strop.spec import TrackersSpec
-from strop.testing.records import RecordSize, make_record
 from strop.view.trackers import Row, Sent, TrackedRun
 from strop.view.tracking import (
     MAX_TEXT_CHARS,
@@ -21,6 +20,7 @@ from strop.view.tracking import (
     read_sent,
     sent_path,
 )
+from tests.fixtures.records import RecordSize, make_record
 from tests.fixtures.tiny_run import Notes
 from tests.view.synthetic_run import make_rollouts
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from statistics import fmean
 
 from strop.algorithm.building import find_idle_settings
-from strop.errors import ConfigError
 from strop.hardware import Gpu, Machine, describe_machine, free_disk_bytes, read_calibration
 from strop.hardware.accelerators import Accelerator
 from strop.hardware.calibrate import read_efficiency
@@ -389,47 +388,6 @@ def _plan_work(
         num_cores=machine.num_logical_cpus,
         frozen=known.frozen,
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Planned:
-    """The inputs of a simulation: the run's work, the speeds, and the task and model here."""
-
-    work: Work
-    speeds: Speeds
-    task: Task
-    model_path: Path
-
-
-def plan_work(
-    resolved: ResolvedSpec,
-    *,
-    cache_dir: Path | None = None,
-    machine: Machine | None = None,
-    accelerator: Accelerator | None = None,
-) -> Planned:
-    """Return the work of a run and the speeds, as `make_plan` uses them.
-
-    Raises: ConfigError if model or data are not on this machine, or as `make_plan`.
-    """
-    machine = machine or describe_machine()
-    spec, _ = settle_format(resolved.spec, machine, _device(machine, accelerator))
-    with follow_store(spec.store):
-        task, known = read_known(spec, cache_dir)
-    prompt = _plan_prompt(spec, task, known)
-    if prompt is None or known.model is None or known.model.path is None or not known.model.is_whole:
-        missing, _, next_step = (known.unknown or ("the task has no example",))[0].partition("; ")
-        raise ConfigError(
-            missing,
-            allowed="a run whose model and data are here",
-            next_step=next_step or "name a task with examples",
-        )
-    speeds = choose_speeds(
-        spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir), accelerator
-    )
-    lengths, limit = settle_lengths(spec, task, known, prompt), _bound_attempt(task, known, prompt.tokens_max)
-    work = _plan_work(spec, lengths, known, limit, task.limits.max_reply_tokens, machine)
-    return Planned(work=work, speeds=speeds, task=task, model_path=known.model.path)
 
 
 def _step_shares(spec: RunSpec) -> tuple[float, float]:

@@ -259,14 +259,6 @@ def describe_judging(work: Work, limit_s: float | None) -> Judging | None:
     )
 
 
-def typical_reply_s(task: TaskSection) -> float:
-    """Return seconds to judge one reply to a task, without a queue."""
-    if judge_sections(task):
-        return JUDGE_CALL_S
-    is_program = any(section.runs_programs for section, _ in list_shares(task))
-    return PROGRAM_S if is_program else VERIFY_S
-
-
 def list_judge_assumptions(task: TaskSection) -> tuple[Assumption, ...]:
     """Return the assumptions about a task's judges."""
     sections = [section for section, _ in list_shares(task)]

@@ -35,12 +35,12 @@ from strop.rollout import (
 from strop.spec.train import TripwireSpec
 from strop.tasks import Task, build_task, self_test
 from strop.tasks.contract import CEILING
-from strop.testing.dummy_engine import DummyEngine
 from strop.train.measure import measure_rollouts
 from strop.train.watch.tripwires import find_alarms
 from tests.environments.research.test_tasks import score_of
 from tests.environments.test_worlds import call, tokenizer_of
 from tests.fixtures.builders import rollout_of
+from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 PROCESS = {"sandbox": "process", "min_isolation": "rlimit"}

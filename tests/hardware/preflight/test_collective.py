@@ -18,8 +18,8 @@ from strop.hardware.findings import Finding
 from strop.hardware.ports import find_host_address
 from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready, run_preflight
 from strop.hardware.preflight.collective import judge_collective
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.devices import spoil_probe, whole
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 # One node's part; its own PATH shows it its own GPU.
 _NODE = """

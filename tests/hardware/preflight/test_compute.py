@@ -17,8 +17,8 @@ from strop.hardware.inventory import read_inventory
 from strop.hardware.preflight import Level, PreflightRequest, require_ready, run_preflight
 from strop.hardware.preflight.checks import CHECKSUM, check_compute
 from strop.hardware.preflight.gpu_probe import SIZE
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.devices import HANG, WRONG_PRODUCT, OnCpu, divided, spoil_probe, whole
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 
 def test_the_checksum_is_that_of_the_product() -> None:

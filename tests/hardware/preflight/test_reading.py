@@ -27,8 +27,8 @@ from strop.hardware.inventory import read_inventory
 from strop.hardware.leases import take_lease
 from strop.hardware.preflight import Level, NodeGroup, require_ready, run_preflight
 from strop.hardware.preflight.checks import check_driver
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.devices import GIB, OnCpu, divided, whole
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from strop.errors import CheckRefused
 from strop.hardware.allocation import Allocation, GpuRequest, allocate_gpus
 from strop.hardware.inventory import read_inventory
 from strop.hardware.preflight import Level, PreflightRequest, Severity, require_ready, run_preflight
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.devices import whole
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 FAILED_DIAG = """
 +---------------------------+------------------------------------------------+

@@ -18,9 +18,9 @@ from strop.launch.local.backend import LocalBackend
 from strop.launch.local.supervisor_files import order_end, read_identity
 from strop.launch.logs import LogFilter
 from strop.spec.reader import Flag
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.held_jobs import HELD, held, let_go, saved_step, told_once
 from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow

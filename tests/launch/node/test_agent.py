@@ -20,8 +20,8 @@ from strop.launch.build_request import make_plan
 from strop.launch.contract import JobPlan, RolePlan
 from strop.launch.job_dir import write_job_dir
 from strop.launch.local.backend import LocalBackend
-from strop.testing.nvidia_smi import install_fake_nvidia_smi
 from tests.fixtures.jobs import is_running, make_request, project, role, saver, wait_for
+from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 __all__ = ["project"]
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ from strop.launch.sagemaker.client import AwsClients, SiteObjects
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.probe import trust_policy
 from strop.store.s3_client import RetryRules
-from strop.testing.sagemaker import FakeSageMaker
 from tests.fixtures.object_store import use_store
+from tests.fixtures.sagemaker import FakeSageMaker
 from tests.launch.sagemaker.building import NOON, PROFILE, make_plan, make_request
 
 HASTY = RetryRules(num_attempts=3, first_pause_s=0.01, max_pause_s=0.02)

@@ -21,7 +21,7 @@ from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
 from strop.launch.sagemaker.local_platform import FolderObjects
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.snapshot import take_snapshot
-from strop.testing.sagemaker import FakeSageMaker
+from tests.fixtures.sagemaker import FakeSageMaker
 from tests.launch.sagemaker.building import NOON, PROFILE, make_request
 from tests.launch.sagemaker.trainee import advance
 

@@ -16,7 +16,7 @@ from strop.launch.fetch import Part, fetch_run
 from strop.launch.sagemaker.job_log import JobLog
 from strop.launch.status import find_statuses
 from strop.record.files import find_checkpoints
-from strop.testing.sagemaker import JobScript, Stage, spot_script
+from tests.fixtures.sagemaker import JobScript, Stage, spot_script
 from tests.launch.sagemaker.aws import Site
 
 

@@ -16,7 +16,7 @@ from strop.launch.launcher import Launcher, watch
 from strop.launch.logs import LogFilter
 from strop.launch.sagemaker.job_log import JobLog
 from strop.launch.snapshot import take_snapshot
-from strop.testing.sagemaker import write_log_lines
+from tests.fixtures.sagemaker import write_log_lines
 from tests.launch.sagemaker.aws import Site, prepare_account
 from tests.launch.sagemaker.building import NOON, make_request
 

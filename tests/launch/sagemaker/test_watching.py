@@ -18,8 +18,8 @@ from strop.launch.launcher import Launcher, watch
 from strop.launch.sagemaker.job_log import JobLog
 from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
 from strop.launch.snapshot import take_snapshot
-from strop.testing.sagemaker import FakeSageMaker, JobScript, Stage
 from tests.fixtures.object_store import store_environment
+from tests.fixtures.sagemaker import FakeSageMaker, JobScript, Stage
 from tests.fixtures.scripted_jobs import Killed, be_killed
 from tests.launch.sagemaker.aws import Site
 from tests.launch.sagemaker.building import NOON

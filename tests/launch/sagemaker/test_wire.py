@@ -29,7 +29,7 @@ from strop.launch.sagemaker.ecr import (
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.places import LOG_GROUP
 from strop.launch.sagemaker.status import CloudWatchLogs
-from strop.testing.sagemaker import write_log_lines
+from tests.fixtures.sagemaker import write_log_lines
 from tests.launch.sagemaker.aws import HASTY, Site, prepare_account
 from tests.launch.sagemaker.building import NOON, PROFILE
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError
 
-from strop.testing.sagemaker import FakeSageMaker, JobScript
+from tests.fixtures.sagemaker import FakeSageMaker, JobScript
 from tests.launch.sagemaker.test_limits import GOOD, changed
 
 NAME = GOOD["TrainingJobName"]

@@ -7,9 +7,9 @@ from pathlib import Path
 from strop.record import RunDir
 from strop.record.events import JsonLines
 from strop.record.rollouts import read_rollouts
-from strop.testing.records import RecordSize, make_record
 from strop.view.alarms import count_alarms
 from strop.view.run_record import compare_ends, read_run_record
+from tests.fixtures.records import RecordSize, make_record
 
 SIZE = RecordSize(num_steps=12, num_rollouts=20, num_reply_tokens=9, num_distinct=2, num_evaluations=3)
 

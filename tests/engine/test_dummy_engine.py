@@ -9,10 +9,10 @@ import pytest
 from strop.engine import Engine, GenerationRequest, WeightTransport, WeightUpdate
 from strop.errors import EngineError
 from strop.rollout import FinishReason
-from strop.testing.dummy_engine import DummyEngine, ScriptedReply
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract, assert_well_formed, run
 from tests.fixtures.builders import request_for
+from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
 
 
 class TestDummyEngine(EngineContract):
