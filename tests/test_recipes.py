@@ -167,7 +167,7 @@ def test_reinforcement_learning_begins_at_the_checkpoint_of_imitation(
     first, second = place / "sft-first.toml", place / "then-rl.toml"
     # All of its steps, and where its run file says: that is what the second one relies on.
     words = [word for word in tiny_steps(first, folder) if not word.startswith(("train.steps", "output."))]
-    ended = run("sft", first, f"model.uri={roomy_model_dir}", *words, "optimizer.lr=3e-3")
+    ended = run("train", first, f"model.uri={roomy_model_dir}", *words, "optimizer.lr=3e-3")
     assert ended.code == 0, ended.err
     losses = [line["loss"] for line in finished(place / "runs" / "sft-first").metrics.read()]
     assert losses[-1] < 0.7 * losses[0]

@@ -55,15 +55,24 @@ def planned(run: Run, file: str, *words: str) -> dict[str, int]:
     ("words", "gpus", "said"),
     [
         # One of four trained, because the placement was inline.
-        (("slurm", "sft", "sft.toml", "--gpus", "4"), {"train": 4}, "ray: 4 learners, 1 engine"),
+        (("submit", "sft.toml", "--on", "slurm", "--gpus", "4"), {"train": 4}, "ray: 4 learners, 1 engine"),
         (
-            ("slurm", "rl", "run.toml", "--train-gpus", "2", "--infer-gpus", "2"),
+            ("submit", "run.toml", "--on", "slurm", "--train-gpus", "2", "--infer-gpus", "2"),
             {"infer": 2, "train": 2},
             "ray: 2 learners, 2 engines",
         ),
         # With Ray one engine had both, of which vLLM used one.
         (
-            ("slurm", "rl", "run.toml", "--infer-gpus", "2", "placement.kind=ray", "engine.kind=vllm"),
+            (
+                "submit",
+                "run.toml",
+                "--on",
+                "slurm",
+                "--infer-gpus",
+                "2",
+                "placement.kind=ray",
+                "engine.kind=vllm",
+            ),
             {"infer": 2, "train": 1},
             "ray: 1 learner, 2 engines",
         ),
@@ -117,7 +126,12 @@ def test_plan_counts_what_the_run_starts_on_two_nodes(run: Run) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [("plan", "run.toml"), ("check", "run.toml"), ("submit", "run.toml", "--dry-run"), ("train", "run.toml")],
+    [
+        ("plan", "run.toml"),
+        ("submit", "run.toml", "--check"),
+        ("submit", "run.toml", "--dry-run"),
+        ("train", "run.toml"),
+    ],
 )
 @pytest.mark.parametrize(
     ("words", "said"),
@@ -136,7 +150,7 @@ def test_an_impossible_layout_passes_no_command(
     assert said in ended.err
 
 
-@pytest.mark.parametrize("command", [("check", "run.toml"), ("submit", "run.toml")])
+@pytest.mark.parametrize("command", [("submit", "run.toml", "--check"), ("submit", "run.toml")])
 def test_gpus_that_this_machine_lacks_are_refused_before_submission(
     run: Run, command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

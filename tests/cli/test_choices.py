@@ -61,7 +61,7 @@ def test_the_same_letters_are_chosen_again_and_by_an_engine_apart(
     assert here.greedy == apart.greedy
     assert (here.greedy.num_rollouts, here.greedy.num_unscored, here.greedy.truncated_frac) == (8, 0, 0.0)
     # Kept replies are judged again as they are.
-    assert run("rescore", folder / "inline" / "mmlu-choice-step-000000").code == 0
+    assert run("eval", folder / "inline" / "mmlu-choice-step-000000", "--rescore").code == 0
 
 
 def test_a_reply_shows_that_it_was_chosen(run: Run, source: Path, tiny_model_dir: Path) -> None:

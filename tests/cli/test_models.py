@@ -43,7 +43,7 @@ def test_an_edited_result_is_shown_nowhere(
         ("compare", before, edited),
         ("compare", finished_run, finished_run),
         ("report", finished_run),
-        ("rescore", "kept"),
+        ("eval", "kept", "--rescore"),
         words,
     ):
         ended = run(*command)
@@ -148,13 +148,6 @@ def test_get_prints_nothing_but_the_directory(run: Run, folder: Path, tiny_model
     ended = run("model", "get", tiny_model_dir)
     assert (ended.code, ended.out) == (0, f"{tiny_model_dir}\n")
     assert "digest" in ended.err
-
-
-def test_an_empty_cache_is_said_to_be_empty(run: Run, folder: Path) -> None:
-    assert run("model", "ls", "--json").out == "[]\n"
-    ended = run("model", "ls")
-    assert (ended.code, ended.out) == (0, "")
-    assert "strop model get" in ended.err
 
 
 def test_runs_are_listed_viewed_and_compared(finished_run: Path, folder: Path, run: Run) -> None:

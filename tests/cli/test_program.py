@@ -115,10 +115,9 @@ def test_help_names_every_command(run: Run) -> None:
     assert ended.code == 0
     listed = ended.out.partition("Commands:")[2].split("\n")
     assert [line.split()[0] for line in listed if line.strip()] == [
-        "train", "sft", "eval", "rescore", "sample", "plan", "check", "stage", "submit", "status",
+        "train", "eval", "sample", "plan", "stage", "submit", "policy", "status",
         "logs", "watch", "cancel", "fetch", "explain", "ls", "view", "query", "report", "compare",
-        "audit", "doctor", "model",
-        "tasks", "envs", "store", "sandbox", "runtime", "slurm", "sagemaker",
+        "audit", "doctor", "model", "tasks", "envs", "sandbox", "runtime",
     ]  # fmt: skip
 
 
@@ -207,7 +206,6 @@ def test_tasks_are_listed_for_people_and_programs(run: Run) -> None:
         ("train", "--help"),
         ("explain", "optimizer.lr"),
         ("tasks", "ls"),
-        ("model", "ls"),
         ("plan", "run.toml"),
         ("plan", "run.toml", "--json"),
         ("plan", "run.toml", "--hardware", "h100"),

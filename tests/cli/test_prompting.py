@@ -93,5 +93,5 @@ def test_kept_replies_are_judged_anew_under_the_same_words(
     ended = run("eval", tiny_model_dir, *words, "--split", "held_out", "--limit", "2", "--out", "results")
     result = read_result(folder / "results" / "arithmetic-step-000000.json")
     assert result.stop_strings == ["\x7f", "\n"], ended.err
-    (entry,) = json.loads(run("rescore", "results", "--json").out)
+    (entry,) = json.loads(run("eval", "results", "--rescore", "--json").out)
     assert entry["result"]["task_version"] == result.task_version

@@ -1,4 +1,4 @@
-"""`strop sagemaker`: requests and rights are printed, contradictions refused, and a job runs here."""
+"""SageMaker by the command line: requests and rights are printed, a job runs here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from strop import __version__
 from strop.cli import main
 from strop.cli.output import Output
-from strop.cli.submit import sagemaker_commands
+from strop.cli.program import app
 from strop.errors import CheckRefused, ConfigError
 from strop.launch.build_request import SubmitOptions, read_request
 from strop.launch.container.engine import Engine
@@ -55,10 +55,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*words: str) -> int:
-    command, output = typer.main.get_command(sagemaker_commands), Output()
+    command, output = typer.main.get_command(app), Output()
     try:
         with output.hear_notices():
-            command(args=list(words), prog_name="strop sagemaker", obj=output, standalone_mode=False)
+            command(args=list(words), prog_name="strop", obj=output, standalone_mode=False)
     except (click.exceptions.Exit, typer.Exit) as end:
         return int(end.exit_code)
     return 0
@@ -227,7 +227,10 @@ def test_a_build_logs_in_for_its_base_and_says_which_image_the_job_uses(
     # What `check` finds in this account is not this test's matter, and asking takes half a minute.
     monkeypatch.setattr("strop.launch.sagemaker.backend.probe_site", lambda *parts: [])
     for _ in range(2):
-        assert main(["check", "qwen3-1.7B.toml", "--on", "cloud", "--build", "site.image_tag=other"]) == 0
+        assert (
+            main(["submit", "qwen3-1.7B.toml", "--check", "--on", "cloud", "--build", "site.image_tag=other"])
+            == 0
+        )
     # Once: the second time there is nothing to build.
     host = base.partition("/")[0]
     assert (tmp_path / "words").read_text() == f"login --username AWS --password-stdin {host}\n"

@@ -1,4 +1,4 @@
-"""`strop sft`, and `strop plan` and `strop train` on run files with demonstrations."""
+"""`strop train` and `strop plan` on run files with demonstrations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sft_file(folder: Path) -> Path:
 
 def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sft_file: Path) -> None:
     # All rows in each step, so that the second one is measured on what the first has learned.
-    ended = run("sft", "sft.toml", "sft.rows_per_step=8")
+    ended = run("train", "sft.toml", "sft.rows_per_step=8")
     assert ended.code == 0, ended.err
     lines = ended.out.splitlines()
     assert [line.split()[0] for line in lines[:6]] == [
@@ -53,15 +53,7 @@ def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sf
     assert "step 2/2  loss " in ended.err
     assert "Cross-entropy of demonstrations" in (path / "report.html").read_text()
     # And a finished run says so.
-    assert run("sft", "sft.toml", "sft.rows_per_step=8", f"output.dir={path}").code == 76
-
-
-def test_a_file_that_does_not_imitate_alone_is_refused(folder: Path, run: Run, sft_file: Path) -> None:
-    for words in (("run.toml",), ("sft.toml", "train.terms=rl+sft")):
-        ended = run("sft", *words)
-        assert ended.code == 2
-        assert "`strop sft` was given a run file with train.terms=" in ended.err
-    assert not (folder / "runs").exists()
+    assert run("train", "sft.toml", "sft.rows_per_step=8", f"output.dir={path}").code == 76
 
 
 @pytest.mark.parametrize(
@@ -76,7 +68,7 @@ def test_a_file_that_does_not_imitate_alone_is_refused(folder: Path, run: Run, s
 def test_what_cannot_be_imitated_is_refused(
     folder: Path, run: Run, sft_file: Path, word: str, words: str
 ) -> None:
-    ended = run("sft", "sft.toml", word)
+    ended = run("train", "sft.toml", word)
     assert ended.code == 2
     assert words in ended.err
     assert ended.out == ""
@@ -158,12 +150,12 @@ def test_a_run_is_imitated(folder: Path, run: Run, finished_run: Path, sft_file:
     word = f"sft.source={finished_run}"
     # Nothing cut is imitated.
     whole = ("sft.min_reward=0.0", "sft.rows_per_step=1")
-    ended = run("sft", "sft.toml", word, *whole)
+    ended = run("train", "sft.toml", word, *whole)
     assert ended.code == 0, ended.err
     assert "1 demonstrations from" in ended.err
     assert "(7 rollouts without a whole reply)" in ended.err
     # None of them is right.
-    ended = run("sft", "sft.toml", word)
+    ended = run("train", "sft.toml", word)
     assert ended.code == 2
     assert "gives no demonstration: 8 rollouts are recorded, " in ended.err
     assert "1 rollouts below sft.min_reward" in ended.err

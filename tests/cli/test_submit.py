@@ -51,8 +51,7 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("submit", "absent.toml"), 2, ("run file absent.toml does not exist",)),
     (("submit", "run.toml", "--on", "lab"), 2, ("there is no site 'lab'", "strop-sites.toml", "[sites.lab]")),
     (("submit", "run.toml", "--on", "slrum"), 2, ("did you mean slurm?",)),
-    (("submit", "run.toml", "--command", "evil"), 2, ("--command 'evil'", "train or sft or eval")),
-    (("submit", "run.toml", "--command", "sft"), 2, ("train.terms",)),
+    (("submit", "run.toml", "--command", "evil"), 2, ("--command 'evil'", "train or eval")),
     (("submit", "run.toml", "--project-dir", "absent"), 2, ("absent is no folder",)),
     (
         ("submit", "run.toml", "--gpus", "9"),
@@ -83,13 +82,12 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
         ("job.eval_gpus=65 (--eval-gpus)",),
     ),
     (("submit", "run.toml", "--eval-config", "absent.toml"), 2, ("absent.toml is not there",)),
-    (("slurm", "rl", "run.toml", "--eval-config", "absent.toml"), 2, ("absent.toml is not there",)),
     (("submit", "run.toml", "--time", "10"), 2, ("job.time_limit='10' (--time)", "90s, 30m, 2h, 5d")),
     (("submit", "run.toml", "job.memory=64 GB; rm"), 2, ("job.memory='64 GB; rm' (override)",)),
     (("submit", "run.toml", "--no-requeue"), 2, ("No such option: --no-requeue. Write job.max_requeue=",)),
     (("submit", "run.toml", "--grace", "3"), 2, ("Write job.grace_s=VALUE;",)),
     (("submit", "run.toml", "--qos", "high"), 2, ("Write site.qos=VALUE;",)),
-    (("slurm", "rl", "run.toml", "--keep-alive=3"), 2, ("Write site.keep_alive_s=VALUE;",)),
+    (("submit", "run.toml", "--on", "slurm", "--keep-alive=3"), 2, ("Write site.keep_alive_s=VALUE;",)),
     (
         ("submit", "run.toml", "--on", "slurm", "site.qso=high"),
         2,
@@ -106,7 +104,7 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
         ("site.partition='b', and 'a' is given for it too",),
     ),
     (("plan", "run.toml", "site.qos=high"), 2, ("unknown key site",)),
-    (("check", "run.toml", "--wait"), 2, ("strop check submits nothing: leave --wait out",)),
+    (("submit", "run.toml", "--check", "--wait"), 2, ("--check submits nothing: leave --wait out",)),
     (("submit", "run.toml", "--job-name", ".."), 2, ("(--job-name)",)),
     (("submit", "run.toml", "--sweep", "train.steps"), 2, ("--sweep 'train.steps' is not understood",)),
     (("submit", "run.toml", "--sweep", "train.stesp=1,2"), 2, ("did you mean train.steps",)),
@@ -147,12 +145,20 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
         2,
         ("site.entrypoint=", "No closing quotation"),
     ),
-    (("slurm", "rl", "run.toml", "--spot"), 2, ("--spot given for a site of backend slurm", "--partition")),
-    (("check", "absent.toml"), 2, ("run file absent.toml does not exist",)),
-    (("check", "run.toml", "--on", "lab"), 2, ("there is no site 'lab'",)),
-    (("check", "run.toml", "job.gpus=9"), 2, ("9 GPUs per node are asked for",)),
+    (
+        ("submit", "run.toml", "--on", "slurm", "--spot"),
+        2,
+        ("--spot given for a site of backend slurm", "--partition"),
+    ),
+    (("submit", "absent.toml", "--check"), 2, ("run file absent.toml does not exist",)),
+    (("submit", "run.toml", "--check", "--on", "lab"), 2, ("there is no site 'lab'",)),
+    (("submit", "run.toml", "--check", "job.gpus=9"), 2, ("9 GPUs per node are asked for",)),
     # In these words it passed, and the run would have refused itself on the node.
-    (("check", "run.toml", "job.infer_gpus=3", "placement.engines=2"), 2, ("would be idle: 1 of the 3",)),
+    (
+        ("submit", "run.toml", "--check", "job.infer_gpus=3", "placement.engines=2"),
+        2,
+        ("would be idle: 1 of the 3",),
+    ),
     (("ls", "--orphans", "--all", "--rooot"), 2, ("No such option",)),
     (("status", "nope"), 2, ("'nope' names no job", "there is none yet")),
     (("status", "--wait"), 2, ("--wait with 0 jobs", "one job")),
@@ -325,16 +331,16 @@ def test_a_dry_run_writes_its_named_output_alone(here: World, run: Run) -> None:
 
 def test_check_tells_what_would_stop_the_job(here: World, run: Run) -> None:
     before = tree(here.folder)
-    assert "nothing was found that would stop this job" in run("check", "run.toml").out
+    assert "nothing was found that would stop this job" in run("submit", "run.toml", "--check").out
     missing = Finding(
         code="partition", given="partition x does not exist", allowed="gpu, cpu", next_step="name one"
     )
     here.backend.findings = [replace(missing, severity=Severity.UNKNOWN), missing]
-    ended = run("check", "run.toml")
+    ended = run("submit", "run.toml", "--check")
     assert ended.code == 76
     assert ended.out.splitlines()[0].startswith("error: partition x does not exist. Allowed: gpu, cpu.")
     assert ended.out.splitlines()[1].startswith("unknown:")
-    found = json.loads(run("check", "run.toml", "--json").out)
+    found = json.loads(run("submit", "run.toml", "--check", "--json").out)
     assert [one["severity"] for one in found] == ["error", "unknown"]
     assert tree(here.folder) == before
     # And it is not submitted.
@@ -499,10 +505,8 @@ def test_a_job_goes_on_with_resume(here: World, run: Run, job: JobRef) -> None:
     assert read_ref(job_path_of(job.home)).job_id == "fake-2"
 
 
-@pytest.mark.parametrize("words", [("submit", "run.toml"), ("slurm", "rl", "run.toml", "--on", "local")])
-def test_waiting_is_over_at_the_end_and_its_code_says_how_it_ended(
-    here: World, run: Run, words: tuple[str, ...]
-) -> None:
+def test_waiting_is_over_at_the_end_and_its_code_says_how_it_ended(here: World, run: Run) -> None:
+    words = ("submit", "run.toml")
     assert run(*words).code == 0
     ref = only_ref(here)
     here.backend.end_attempt(here.backend.begin_attempt(ref), 0)
@@ -536,15 +540,3 @@ def test_a_row_that_could_not_be_written_is_told_and_has_a_code(
     # The job runs: the same again is that one, and nothing is left to do.
     assert run("submit", "run.toml").code == 0
     assert here.backend.count("submit") == 1
-
-
-def test_the_other_names_of_submit_have_its_options_and_other_defaults(here: World, run: Run) -> None:
-    (here.project / "My.Run_File.toml").write_text((here.project / "run.toml").read_text())
-    words = ("My.Run_File.toml", "--dry-run", "--no-snapshot", "--json", "--partition", "debug")
-    plan = json.loads(run("slurm", "rl", *words).out)
-    assert (plan["site"], plan["command"], plan["name"]) == ("slurm", "train", "my-run-file-rl")
-    assert json.loads(run("slurm", "rl", *words, "--job-name", "x").out)["name"] == "x"
-    assert plan["roles"] == json.loads(run("submit", *words, "--on", "slurm").out)["roles"]
-    helped = run("slurm", "sft", "--help").out
-    assert "Usage: strop slurm sft" in helped
-    assert "--partition" in helped

@@ -121,12 +121,11 @@ def test_an_installed_package_announces_tasks(
         reference.announced.cache_clear()
 
 
-def test_environments_are_listed_apart_from_tasks(run: Run) -> None:
-    listed = run("envs", "ls", "--json")
-    assert listed.code == 0
-    assert '"guess-number"' in listed.out
-    assert '"gsm8k"' not in listed.out
-    assert "A class of your own" in run("envs", "ls").out
+def test_environments_are_listed_beside_tasks(run: Run) -> None:
+    rows = [line.split()[:2] for line in run("tasks", "ls").out.splitlines()]
+    lines = dict(row for row in rows if len(row) == 2)
+    assert (lines["guess-number"], lines["gsm8k"]) == ("several", "one")
+    assert {"guess-number", "gsm8k", "FILE.py:CLASS"} <= set(json.loads(run("tasks", "ls", "--json").out))
 
 
 def test_a_game_is_played_by_piped_lines(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

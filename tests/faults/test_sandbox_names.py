@@ -23,11 +23,11 @@ import pytest
 
 from strop.errors import SandboxRefused
 from strop.io.endpoints import Endpoint
-from strop.runtime.conformance import ConformanceOptions, run_conformance
 from strop.runtime.openhands import OPENHANDS
 from strop.sandbox import SandboxSpec, make_backend
 from tests.conftest import require_system_part
 from tests.fixtures.commands import Run, run
+from tests.fixtures.conformance import ConformanceOptions, run_conformance
 from tests.fixtures.runtime_client import SERVER, RuntimeClient, wait_for
 from tests.fixtures.runtime_processes import Processes, service_of
 from tests.fixtures.sandboxes import needs_podman

@@ -31,7 +31,7 @@ def write_demonstrations(folder: Path, num_words: int) -> None:
     (folder / "demos.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-@pytest.mark.parametrize("command", ["submit", "check", "plan", "train"])
+@pytest.mark.parametrize("command", ["submit", "submit --check", "plan", "train"])
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
@@ -46,7 +46,8 @@ def test_refused_on_the_node_is_refused_here(
 ) -> None:
     """Misspelt checks, too many examples and too long demonstrations were refused only on the node."""
     write_demonstrations(folder, num_words=5000)
-    ended = run(command, "run.toml", *words, *(LOCAL if command in ("submit", "check") else ()))
+    name, *option = command.split()
+    ended = run(name, "run.toml", *option, *words, *(LOCAL if name == "submit" else ()))
     assert ended.code == EXIT_USAGE
     assert all(text in ended.err for text in shown), ended.err
     assert not list(folder.glob("runs/*"))

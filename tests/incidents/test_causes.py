@@ -206,6 +206,6 @@ def test_replies_that_nobody_can_judge_anew_say_why(
 ) -> None:
     run("eval", tiny_model_dir, *ASK, "--num-examples", "3", "--out", "kept")
     break_part("verifier")
-    ended = run("rescore", "kept")
+    ended = run("eval", "kept", "--rescore")
     assert f"all 3 rollouts failed: {CAUSES['verifier']}; invalid: verifier errors" in ended.out.splitlines()
     del folder

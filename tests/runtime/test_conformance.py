@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from strop.errors import ConfigError, StoreError
-from strop.runtime.conformance import CASES, ConformanceOptions, read_options, run_conformance
 from strop.runtime.openhands import OPENHANDS
 from strop.store.python_environment import find_interpreter
 from tests.conftest import require_system_part
+from tests.fixtures.conformance import CASES, ConformanceOptions, run_conformance
 from tests.fixtures.docker_daemon import docker
 from tests.fixtures.runtime_processes import Processes, service_of
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
@@ -172,11 +172,5 @@ def test_the_page_says_which_cases_are_run(request: pytest.FixtureRequest) -> No
 def test_what_there_is_not_is_refused() -> None:
     with pytest.raises(ConfigError, match="case 99"):
         list(run_conformance("http://127.0.0.1:9", "", ConformanceOptions(cases=(99,)), say=print))
-    for word in ("other=1", "many=0", "cases=one"):
-        with pytest.raises(ConfigError, match=word):
-            read_options([word])
-    assert read_options(["cases=2,17", "many=9", "slow_image=x"]) == ConformanceOptions(
-        cases=(2, 17), many=9, extra={"slow_image": "x"}
-    )
     results = list(run_conformance("http://127.0.0.1:9", "", ConformanceOptions(cases=(19, 24)), say=print))
     assert [one.status for one in results] == ["failed", "not run"]

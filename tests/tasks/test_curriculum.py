@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from strop.cli import main
 from strop.errors import ConfigError, DataError
 from strop.rollout import Split
 from strop.spec import load_spec
@@ -198,42 +197,3 @@ def test_a_malformed_plain_file_is_refused(rows_task: TaskSection, tmp_path: Pat
     (tmp_path / "order.txt").write_text(text)
     with pytest.raises(DataError, match=r"line [12] of order file .* one id or one row number a line"):
         ask_order(rows_task, tmp_path / "order.txt")
-
-
-def test_convert_writes_ids_that_train_alike(
-    rows_task: TaskSection, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    order = tmp_path / "order.txt"
-    words = ["tasks", "order", "convert", str(order), "gsm8k", f"source={tmp_path}"]
-    order.write_text("q-2\nq-0\n")
-    assert main(words) == 2
-    assert "2 of 2 lines of" in capsys.readouterr().err
-    assert main([*words, "column=id"]) == 0
-    assert f"{tmp_path}/order.jsonl: 2 examples of 2 lines, 0 without" in capsys.readouterr().out
-    assert ask_order(rows_task, tmp_path / "order.jsonl") == ["2 + 1?", "0 + 1?"]
-    order.write_text("1\n4\n99\n")
-    out = tmp_path / "from-one.jsonl"
-    assert main([*words, "first=1", "max_unmatched=1", "--out", str(out)]) == 0
-    assert ask_order(rows_task, out) == ["0 + 1?", "3 + 1?"]
-    assert main([*words, "first=1", "max_unmatched=1", "--out", str(out)]) == 2
-    assert main([*words, "column=idea"]) == 2
-    assert "has no column 'idea'" in capsys.readouterr().err
-    for wrong in ("first=2", "max_unmatched=some"):
-        assert main([*words, wrong]) == 2
-        assert f"{wrong} is not allowed" in capsys.readouterr().err
-
-
-def test_convert_takes_a_part_of_a_mixture(
-    rows_task: TaskSection, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = tmp_path / "run.toml"
-    run.write_text(
-        'name = "x"\ntask.name = "mixture"\n[task.parts.sums]\nname = "arithmetic"\n'
-        f'[task.parts.words]\nname = "gsm8k"\nsource = "{tmp_path}"\n'
-    )
-    (tmp_path / "order.txt").write_text("2\n")
-    words = ["tasks", "order", "convert", str(tmp_path / "order.txt"), str(run)]
-    assert main(words) == 2
-    assert "part=NAME with one of sums, words" in capsys.readouterr().err
-    assert main([*words, "part=words"]) == 0
-    assert ask_order(rows_task, tmp_path / "order.jsonl") == ["2 + 1?"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from enum import StrEnum
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar, get_type_hints
 
 import typer
-from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from strop.spec.reader import Flag
@@ -90,29 +89,6 @@ def takes(options_type: type[T]) -> Callable[[Callable[[typer.Context, T], None]
         return run
 
     return decorate
-
-
-class Alias(TyperCommand):
-    """Another name of a command, with other defaults and its own help text."""
-
-    command: Callable[..., Any]
-    command_type: type[TyperCommand]
-    defaults: Mapping[str, str]
-
-    def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-        """Return the context of the original command, which then runs."""
-        alone = typer.Typer(add_completion=False, rich_markup_mode=None)
-        alone.command(cls=self.command_type, help=self.help)(self.command)
-        command = typer.main.get_command(alone)
-        return command.make_context(info_name, args, parent, default_map=dict(self.defaults), **extra)
-
-
-def alias(
-    command: Callable[..., Any], command_type: type[TyperCommand] = TyperCommand, /, **defaults: str
-) -> type[Alias]:
-    """Return a command class that runs `command` with these defaults."""
-    members = {"command": staticmethod(command), "command_type": command_type, "defaults": defaults}
-    return type("Alias", (Alias,), members)
 
 
 _SETTINGS = {

@@ -20,7 +20,8 @@ Clean = Annotated[
     bool,
     typer.Option(
         "--clean",
-        help="Only remove the leftovers of your dead runs on this machine and the secrets of ended jobs.",
+        help="Only remove what your dead runs and killed sandboxes left on this machine, and the secrets of"
+        " ended jobs.",
     ),
 ]
 
@@ -31,20 +32,24 @@ def doctor(context: typer.Context, json: Json = False, clean: Clean = False) -> 
     from strop.launch.sites import list_run_roots
     from strop.launch.status import clear_secrets
     from strop.run.doctor import diagnose
+    from strop.sandbox.janitor import clear_abandoned
 
     output: Output = context.obj
     if clean:
         cleared = clear_leftovers()
         homes = clear_secrets([Path("runs"), *list_run_roots(Path.cwd(), os.environ)], os.environ)
+        abandoned = clear_abandoned()
         if json:
             of_jobs = [{"home": str(home), "removed": ["secrets"]} for home in homes]
-            output.give_json([*map(asdict, cleared), *of_jobs])
+            output.give_json([*map(asdict, cleared), *of_jobs, *({"sandbox": line} for line in abandoned)])
             return
+        for line in abandoned:
+            output.give(line)
         for leftover in cleared:
             output.give(str(leftover))
         for home in homes:
             output.give(f"job {home} had ended; removed its secrets")
-        if not cleared and not homes:
+        if not cleared and not homes and not abandoned:
             output.give("dead runs have left nothing")
         return
     diagnosis = diagnose(Path.cwd() / "runs")

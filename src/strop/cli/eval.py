@@ -1,4 +1,4 @@
-"""`strop eval MODEL --task NAME[,NAME ...] --split NAME [key=value ...]` and `strop rescore PLACE`."""
+"""`strop eval MODEL --task NAME[,NAME ...] --split NAME [key=value ...]` and `strop eval PLACE --rescore`."""
 
 from __future__ import annotations
 
@@ -83,6 +83,14 @@ class EvalOptions:
         Path | None,
         typer.Option(help="Folder for results and replies. Default: a new one in evals/."),
     ] = None
+    rescore: Annotated[
+        bool,
+        typer.Option(
+            "--rescore",
+            help="Score the kept replies of an evaluation (its result or folder, in place of MODEL) again"
+            " with the current task; nothing is generated.",
+        ),
+    ] = False
     write_order: Annotated[
         Path | None, typer.Option(help="Also write how often each example was solved (JSONL).")
     ] = None
@@ -128,6 +136,11 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     from strop.run.inference import open_model, read_setups
 
     output: Output = context.obj
+    if options.rescore:
+        if options.model is None:
+            raise typer.BadParameter("--rescore takes a result of `strop eval`, a shard, or a folder of them")
+        _rescore(output, Path(options.model), options.settings or (), is_json=options.json)
+        return
     if options.config is not None:
         _evaluate_by_file(output, options, options.config)
         return
@@ -426,27 +439,16 @@ def percent(share: float | None) -> str:
     return "-" if share is None else f"{share:.1%}"
 
 
-def rescore(
-    context: typer.Context,
-    place: Annotated[
-        Path, typer.Argument(help="Result of `strop eval`, one of its shards, or a folder of them.")
-    ],
-    settings: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[key=value ...]", help="Settings of the task. Default: as evaluated."),
-    ] = None,
-    json: Json = False,
-) -> None:
+def _rescore(output: Output, place: Path, settings: Sequence[str], *, is_json: bool) -> None:
     """Score stored replies again with the current task; nothing is generated."""
     from strop.run.evaluation import find_kept, rescore_kept
 
-    output: Output = context.obj
     rescored = []
     for folder in find_kept(place):
-        stored = rescore_kept(folder, settings or ())
+        stored = rescore_kept(folder, settings)
         output.say(f"{stored.rescored.result.full_name}: {stored.path}")
         rescored.append(stored)
-    if json:
+    if is_json:
         output.give_json(
             [
                 {

@@ -1,4 +1,4 @@
-"""`strop model get|ls|export`, `strop sample MODEL`, `strop stage RUN.toml` and `strop store ls [URI]`."""
+"""`strop model get|export`, `strop sample MODEL` and `strop stage RUN.toml`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from strop.cli.output import Output
 if TYPE_CHECKING:
     from strop.rollout import Rollout
 
-model_commands = typer.Typer(help="Fetch, list and export models.", no_args_is_help=True)
+model_commands = typer.Typer(help="Fetch and export models.", no_args_is_help=True)
 
 
 @model_commands.command("get")
@@ -34,28 +34,6 @@ def get(
     handle = get_model(uri)
     output.say(f"{handle.source}, digest {handle.digest}")
     output.give(str(handle.path))
-
-
-@model_commands.command("ls")
-def list_cached(context: typer.Context, json: Json = False) -> None:
-    """List the converted models in the cache."""
-    from strop.store import list_models
-
-    output: Output = context.obj
-    models = list_models()
-    if json:
-        output.give_json(
-            [
-                {"uri": m.uri, "path": str(m.path), "digest": m.digest, "size_bytes": m.size_bytes}
-                for m in models
-            ]
-        )
-        return
-    if not models:
-        output.say("no converted models in the cache; `strop model get URI` fetches one")
-        return
-    rows = [(m.uri, f"{m.size_bytes / 1e6:.0f} MB", m.digest[:12], str(m.path)) for m in models]
-    output.give_table(("model", "size", "digest", "directory"), rows)
 
 
 @model_commands.command("export")
@@ -199,31 +177,3 @@ def stage(
     for record in staged:
         if record.advice is not None:
             output.say(f"where {record.name} is not on the disk, write into the run file: {record.advice}")
-
-
-store_commands = typer.Typer(help="The store of models, data and runs.", no_args_is_help=True)
-
-
-@store_commands.command("ls")
-def list_store(
-    context: typer.Context,
-    uri: Annotated[
-        str | None, typer.Argument(metavar="[URI]", help="A place in a store. Default: STROP_STORE_URI.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """List the contents of a store: records, runs, and files of other tools."""
-    from strop.store.contents import list_contents
-
-    output: Output = context.obj
-    contents = list_contents(uri)
-    if json:
-        output.give_json([asdict(entry) for entry in contents])
-    elif not contents:
-        output.say("nothing is there")
-    else:
-        rows = [
-            (entry.name, entry.state, entry.num_files, f"{entry.size_bytes / 1e6:.1f} MB")
-            for entry in contents
-        ]
-        output.give_table(("name", "state", "files", "size"), rows)

@@ -11,18 +11,17 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from strop import __version__
-from strop.cli.arguments import alias
 from strop.cli.doctor import doctor, sandbox_commands
-from strop.cli.eval import evaluate, rescore
+from strop.cli.eval import evaluate
 from strop.cli.jobs import cancel, fetch, logs, status, watch
-from strop.cli.model import model_commands, sample, stage, store_commands
+from strop.cli.model import model_commands, sample, stage
 from strop.cli.output import Output
 from strop.cli.plan import explain, plan
 from strop.cli.runs import compare, list_runs, query, report, view
 from strop.cli.runtime import runtime_commands
-from strop.cli.submit import SubmitCommand, check, sagemaker_commands, slurm_commands, submit
+from strop.cli.submit import SubmitCommand, policy, submit
 from strop.cli.tasks import audit, environment_commands, task_commands
-from strop.cli.train import sft, train
+from strop.cli.train import train
 from strop.errors import EXIT_DONE, EXIT_FAILED, StropError, describe_error
 from strop.io.exits import guarding_exit
 
@@ -50,21 +49,14 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Take a language model and a verifiable task, and make the model better at it.",
 )
-_CLASSES: dict[str, type[TyperCommand]] = {
-    "submit": SubmitCommand,
-    "check": alias(submit, SubmitCommand),
-    "sft": alias(train),
-}
 for _name, _command in (
     ("train", train),
-    ("sft", sft),
     ("eval", evaluate),
-    ("rescore", rescore),
     ("sample", sample),
     ("plan", plan),
-    ("check", check),
     ("stage", stage),
     ("submit", submit),
+    ("policy", policy),
     ("status", status),
     ("logs", logs),
     ("watch", watch),
@@ -79,15 +71,12 @@ for _name, _command in (
     ("audit", audit),
     ("doctor", doctor),
 ):
-    app.command(_name, cls=_CLASSES.get(_name))(_command)
+    app.command(_name, cls=SubmitCommand if _command is submit else TyperCommand)(_command)
 app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
 app.add_typer(environment_commands, name="envs")
-app.add_typer(store_commands, name="store")
 app.add_typer(sandbox_commands, name="sandbox")
 app.add_typer(runtime_commands, name="runtime")
-app.add_typer(slurm_commands, name="slurm")
-app.add_typer(sagemaker_commands, name="sagemaker")
 
 
 def _print_version(is_asked: bool) -> None:

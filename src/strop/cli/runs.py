@@ -33,7 +33,12 @@ Place = Annotated[
 def list_runs(
     context: typer.Context,
     root: Annotated[
-        Path | None, typer.Argument(help="Folder of runs. Default: runs, and run_root of each site.")
+        str | None,
+        typer.Argument(
+            metavar="[PLACE]",
+            help="Folder of runs (default: runs, and run_root of each site), or a place in a store, such as"
+            " s3://bucket/prefix, whose records and files are listed.",
+        ),
     ] = None,
     everywhere: Annotated[
         bool, typer.Option("--all", help="Include jobs whose directory is elsewhere.")
@@ -50,7 +55,10 @@ def list_runs(
     from strop.run.runs import summarize_runs
 
     output: Output = context.obj
-    roots = [root] if root else [Path("runs"), *list_run_roots(Path.cwd(), os.environ)]
+    if root is not None and "://" in root:
+        _list_store(output, root, is_json=json)
+        return
+    roots = [Path(root)] if root else [Path("runs"), *list_run_roots(Path.cwd(), os.environ)]
     if orphans:
         orphaned = find_orphans(roots, os.environ)
         if json:
@@ -87,6 +95,22 @@ def list_runs(
         output.say(f"no runs in {', '.join(map(str, places))}")
         return
     output.give_table(("run", "state", "steps", "held-out accuracy", "begun (UTC)", "job"), rows)
+
+
+def _list_store(output: Output, uri: str, *, is_json: bool) -> None:
+    from strop.store.contents import list_contents
+
+    contents = list_contents(uri)
+    if is_json:
+        output.give_json([asdict(entry) for entry in contents])
+    elif not contents:
+        output.say("nothing is there")
+    else:
+        rows = [
+            (entry.name, entry.state, entry.num_files, f"{entry.size_bytes / 1e6:.1f} MB")
+            for entry in contents
+        ]
+        output.give_table(("name", "state", "files", "size"), rows)
 
 
 def _has_begun(status: JobStatus, runs: list[RunSummary]) -> bool:

@@ -1,4 +1,4 @@
-"""`strop runtime`: the sandbox service, its processes, and its conformance test."""
+"""`strop runtime`: the sandbox service and its processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from strop.cli.arguments import Json, lasting, takes
+from strop.cli.arguments import lasting, takes
 from strop.cli.output import Output
 from strop.errors import EXIT_FAILED, ConfigError
 
@@ -215,20 +215,6 @@ def run_node(context: typer.Context, args: NodeArguments) -> None:
         asyncio.run(work())
 
 
-@runtime_commands.command("janitor")
-def clear_up(context: typer.Context, json: Json = False) -> None:
-    """Remove the leftovers of sandboxes on this machine whose agents were killed."""
-    from strop.sandbox.janitor import clear_abandoned
-
-    output: Output = context.obj
-    cleared = clear_abandoned()
-    if json:
-        output.give_json(cleared)
-        return
-    for line in cleared or ["nothing is left"]:
-        output.give(line)
-
-
 @runtime_commands.command("prebuild")
 def fetch_images(
     context: typer.Context,
@@ -253,45 +239,6 @@ def fetch_images(
     num_failed = asyncio.run(work)
     output.give(f"{len(images)} images, {num_failed} failed; results in {results}")
     if num_failed:
-        raise typer.Exit(EXIT_FAILED)
-
-
-@runtime_commands.command("conformance")
-def prove_conformance(
-    context: typer.Context,
-    url: Annotated[str, typer.Argument(metavar="URL", help="A server of OpenHands' runtime protocol.")],
-    key_file: KeyFile = None,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[key=value ...]",
-            help="cases=1,17 of the matrix; image=NAME, the image of the sandboxes; and what single"
-            " cases need: many, clients at once (17), slow_image (7), no_agent_image (10), oom_image (11),"
-            " restart, a shell command that kills the service and starts it again (16).",
-        ),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Test a server with all requests of OpenHands' real client, and print the results."""
-    from dataclasses import asdict
-
-    from strop.runtime.conformance import read_options, run_conformance
-    from strop.runtime.service_dir import read_key
-
-    output: Output = context.obj
-    options = read_options(words or ())
-    results = []
-    for result in run_conformance(url, read_key(key_file) if key_file else "", options, say=output.say):
-        results.append(result)
-        output.say(f"{result.number:2d} {result.title}: {result.status} {result.detail}".rstrip())
-    if json:
-        output.give_json([{**asdict(case), "title": case.title} for case in results])
-    else:
-        rows = [
-            (case.number, case.title, case.status, f"{case.seconds:.1f} s", case.detail) for case in results
-        ]
-        output.give_table(("case", "situation", "result", "took", "detail"), rows)
-    if any(case.status == "failed" for case in results):
         raise typer.Exit(EXIT_FAILED)
 
 

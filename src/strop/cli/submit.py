@@ -1,4 +1,4 @@
-"""`strop submit RUN.toml --on SITE [key=value ...]`, other names for it, and `strop sagemaker policy`."""
+"""`strop submit RUN.toml --on SITE [key=value ...]` and `strop policy`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from strop.cli.arguments import (
     Overrides,
     RunFile,
     SingleGpu,
-    alias,
     brief,
     lasting,
     takes,
@@ -63,7 +62,7 @@ class SubmitArguments:
     command: Annotated[
         str,
         typer.Option(
-            help="Command of the job: train, sft or eval. Default: eval for a file that asks for an"
+            help="Command of the job: train or eval. Default: eval for a file that asks for an"
             " evaluation and says nothing of training, else train."
         ),
     ] = "auto"
@@ -106,6 +105,13 @@ class SubmitArguments:
             help="Print what would be submitted, and with --output-dir write it; submit nothing.",
         ),
     ] = False
+    check: Annotated[
+        bool,
+        typer.Option(
+            "--check",
+            help="Look for obstacles, read-only: names, rights, images, disk space; submit nothing.",
+        ),
+    ] = False
     confirm_run_unsafe_code: Annotated[
         bool,
         typer.Option(
@@ -128,7 +134,7 @@ class SubmitArguments:
     json: Json = False
 
 
-_OF_SUBMISSION = ("dry_run", "resume", "wait", "new")
+_WITHOUT_CHECK = ("dry_run", "resume", "wait", "new")
 _FLAGS = "strop.flags"
 
 
@@ -243,12 +249,12 @@ def _words_instead(option: str) -> list[str]:
 @brief
 def submit(context: typer.Context, args: SubmitArguments) -> None:
     """Submit a run to a site: this machine, a container, SLURM, SageMaker. Idempotent."""
-    is_check = context.info_name == "check"
-    if is_check and (unusable := [name for name in _OF_SUBMISSION if getattr(args, name)]):
-        raise typer.BadParameter(f"strop check submits nothing: leave --{unusable[0].replace('_', '-')} out")
+    given = [name for name in _WITHOUT_CHECK if getattr(args, name)]
+    if args.check and given:
+        raise typer.BadParameter(f"--check submits nothing: leave --{given[0].replace('_', '-')} out")
     request = read_arguments(args, context.meta.get(_FLAGS, ()))
     launcher, request = prepare(context.obj, request, args)
-    submit_request(context.obj, launcher, request, args, is_check=is_check)
+    submit_request(context.obj, launcher, request, args)
 
 
 def read_arguments(args: SubmitArguments, flags: Sequence[Flag] = ()) -> JobRequest:
@@ -276,9 +282,7 @@ def prepare(output: Output, request: JobRequest, args: SubmitArguments) -> tuple
     return Launcher(backend), request
 
 
-def submit_request(
-    output: Output, launcher: Launcher, request: JobRequest, args: SubmitArguments, *, is_check: bool = False
-) -> None:
+def submit_request(output: Output, launcher: Launcher, request: JobRequest, args: SubmitArguments) -> None:
     """Plan, then check, show or submit the plan as the arguments request."""
     import os
 
@@ -305,7 +309,7 @@ def submit_request(
     if args.dry_run:
         _show_dry_run(output, plan, request, is_json=args.json)
         return
-    if is_check:
+    if args.check:
         from strop.hardware.findings import require_none
 
         findings = launcher.check(plan)
@@ -432,36 +436,6 @@ def _show_submitted(output: Output, submitted: Submitted, *, is_json: bool) -> N
     output.give(f"  strop cancel   {name}")
 
 
-def check() -> None:
-    """Check for obstacles to a job on a site, read-only: names, rights, images, disk space."""
-
-
-slurm_commands = typer.Typer(no_args_is_help=True, help="Other names of `strop submit --on slurm`.")
-
-
-@slurm_commands.command(
-    "sft", cls=alias(submit, SubmitCommand, on="slurm", command="sft", job_name="{stem}-sft")
-)
-def slurm_sft() -> None:
-    """Submit an SFT run to a SLURM cluster."""
-
-
-@slurm_commands.command(
-    "rl", cls=alias(submit, SubmitCommand, on="slurm", command="train", job_name="{stem}-rl")
-)
-def slurm_rl() -> None:
-    """Submit an RL run to a SLURM cluster."""
-
-
-sagemaker_commands = typer.Typer(help="Training jobs of SageMaker.", no_args_is_help=True)
-
-
-@sagemaker_commands.command("submit", cls=alias(submit, SubmitCommand, on="sagemaker"))
-def sagemaker_submit() -> None:
-    """Submit a run to SageMaker: another name of `strop submit --on sagemaker`."""
-
-
-@sagemaker_commands.command("policy")
 def policy(
     context: typer.Context,
     on: Annotated[

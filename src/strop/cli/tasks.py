@@ -1,4 +1,4 @@
-"""`strop tasks ls|new|check|check-judge|order convert`, `strop envs ls|run|export|audit`, `strop audit`."""
+"""`strop tasks ls|new|check`, `strop envs run|export` and `strop audit`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import Json, Overrides, RunFile, alias
+from strop.cli.arguments import Json
 from strop.cli.output import Output
 from strop.errors import EXIT_FAILED
 
@@ -23,24 +23,21 @@ task_commands = typer.Typer(help="Tasks: the built-in ones, and your own.", no_a
 
 @task_commands.command("ls")
 def list_tasks(context: typer.Context, json: Json = False) -> None:
-    """List the tasks that a run file can name; `strop envs ls` those whose attempts have several turns."""
+    """List the tasks and environments that a run file can name."""
     from strop.tasks import environment_names, task_summaries
     from strop.user_code import TASKS_GROUP, announced
 
     output: Output = context.obj
-    tasks = dict(task_summaries())
-    what = "task"
-    if context.parent is not None and context.parent.info_name == "envs":
-        what = "environment"
-        tasks = {name: tasks[name] for name in environment_names()}
-    tasks |= {name: f"Announced by {ref.place}." for name, ref in announced(TASKS_GROUP).items()}
-    tasks["FILE.py:CLASS"] = f"A class of your own; `strop explain {what}` names its settings."
-    if what == "task":
-        tasks["FILE.py:CLASS"] = "A task class of your own; `strop tasks new` writes a task to start from."
+    tasks = dict(task_summaries()) | {
+        name: f"Announced by {ref.place}." for name, ref in announced(TASKS_GROUP).items()
+    }
+    tasks["FILE.py:CLASS"] = "A task class of your own; `strop tasks new` writes a task to start from."
     if json:
         output.give_json(tasks)
         return
-    output.give_table((what, "what it asks"), list(tasks.items()))
+    turns = dict.fromkeys(environment_names(), "several")
+    rows = [(name, turns.get(name, "one"), summary) for name, summary in tasks.items()]
+    output.give_table(("task", "turns", "what it asks"), rows)
 
 
 @task_commands.command("new")
@@ -72,6 +69,12 @@ def check_task(
             help="The task; its settings; and num=32, how many examples are tested and attacked.",
         ),
     ],
+    judges: Annotated[
+        bool,
+        typer.Option(
+            "--judges", help="Instead compare the run file's judges with human labels and with themselves."
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Show what a task asks, test its verifier and audit it. Exits with 76 if training would refuse it."""
@@ -81,6 +84,9 @@ def check_task(
     from strop.view import make_harmless
 
     output: Output = context.obj
+    if judges:
+        _check_judges(output, target[0], target[1:], is_json=json)
+        return
     settings, words = read_audit(target[1:])
     checked = check_task_here(context.with_resource(follow_task(target[0], words)), settings)
     faults = [finding.describe() for finding in checked.findings]
@@ -106,56 +112,16 @@ def check_task(
         )
 
 
-order_commands = typer.Typer(
-    help="Order files: which examples are trained on, and when.", no_args_is_help=True
-)
-task_commands.add_typer(order_commands, name="order")
-
-
-@order_commands.command("convert")
-def convert_order_file(
-    context: typer.Context,
-    order: Annotated[Path, typer.Argument(metavar="ORDER", help="One id, row number or value a line.")],
-    target: Annotated[
-        list[str],
-        typer.Argument(
-            metavar=f"{_TARGET} [key=value ...]",
-            help="The task; its settings; and column=NAME, whose values the lines are (default: ids or row"
-            " numbers), first=1, the number of the first row, part=NAME of a mixture, max_unmatched=2, lines"
-            " that may be no training example.",
-        ),
-    ],
-    out: Annotated[Path | None, typer.Option(help="File to write. Default: ORDER with .jsonl.")] = None,
-) -> None:
-    """Rewrite an order file of row numbers, or of a column's values, as one of example ids."""
-    from strop.run.tasks import follow_task
-    from strop.tasks.curriculum import convert_order, read_conversion, write_converted
-
-    output: Output = context.obj
-    conversion, settings = read_conversion(target[1:])
-    converted = convert_order(order, context.with_resource(follow_task(target[0], settings)), conversion)
-    path = write_converted(converted, order, out, max_unmatched=conversion.max_unmatched)
-    output.give(
-        f"{path}: {converted.num_examples} examples of {converted.num_lines} lines,"
-        f" {len(converted.unmatched)} without an example"
-    )
-    output.give(f'next: task.order_file = "{path}"')
-
-
-@task_commands.command("check-judge")
-def check_judge(
-    context: typer.Context, run_file: RunFile, overrides: Overrides = None, json: Json = False
-) -> None:
-    """Compare the judges of a run with human labels and with themselves. Exits with 76 if they disagree."""
+def _check_judges(output: Output, run_file: str, words: Sequence[str], *, is_json: bool) -> None:
+    """Compare the judges of a run with human labels and with themselves."""
     from dataclasses import asdict
 
     from strop.errors import CheckRefused
     from strop.run.tasks import check_judges_here
     from strop.spec import load_spec
 
-    output: Output = context.obj
-    reports = check_judges_here(load_spec(run_file, overrides or ()).spec)
-    if json:
+    reports = check_judges_here(load_spec(run_file, words).spec)
+    if is_json:
         output.give_json([asdict(report) for report in reports])
     else:
         for report in reports:
@@ -285,7 +251,7 @@ def play(
         list[str],
         typer.Argument(
             metavar=f"{_TARGET} [key=value ...]",
-            help="The environment, see `strop envs ls`; its settings; and seed=1, which picks the example.",
+            help="The environment, see `strop tasks ls`; its settings; and seed=1, which picks the example.",
         ),
     ],
 ) -> None:
@@ -342,13 +308,3 @@ def export(
     name = write_package(context.with_resource(follow_task(words[0], words[1:-1])), folder)
     output.give(f"wrote {folder}")
     output.give(f"next: pip install {folder}, where verifiers is, and vf-eval {name}")
-
-
-@environment_commands.command("ls", cls=alias(list_tasks))
-def list_environments() -> None:
-    """List the environments that a run file can name."""
-
-
-@environment_commands.command("audit", cls=alias(audit))
-def audit_environment() -> None:
-    """Attack an environment before training on it: `strop audit`."""

@@ -1,4 +1,4 @@
-"""`strop train|sft RUN.toml [key=value ...] [--new] [--from URI] [--gpus N] [--json]`."""
+"""`strop train RUN.toml [key=value ...] [--new] [--from URI] [--gpus N] [--json]`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainArguments:
-    """Arguments of `strop train` and `strop sft`."""
+    """Arguments of `strop train`."""
 
     run_file: RunFile
     overrides: Overrides = None
@@ -54,23 +54,16 @@ def train(context: typer.Context, args: TrainArguments) -> None:
     """Train a model. Repeat the command to resume a run that did not finish."""
     from strop.cli.arguments import to_flags
     from strop.spec import load_spec
-    from strop.spec.reader import require_sft
 
     output: Output = context.obj
     with open_observer(output, is_json=args.json) as observer:
         resolved = load_spec(args.run_file, args.overrides or (), to_flags(args))
-        if context.info_name == "sft":
-            require_sft(resolved)
         for conflict in resolved.conflicts:
             output.say(str(conflict))
         if args.from_uri is not None:
             resolved = take_up_mirror(output, args.from_uri, resolved, is_new=args.new)
         words = (args.run_file, *(args.overrides or ()))
         run_to_end(output, resolved, observer, is_new=args.new, words=words)
-
-
-def sft() -> None:
-    """Fine-tune a model on demonstrations alone (train.terms = "sft"); all else as in `strop train`."""
 
 
 @contextmanager

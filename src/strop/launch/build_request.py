@@ -57,11 +57,11 @@ from strop.spec.display import show_text, show_value
 from strop.spec.eval_file import EvalFile, guess_command
 from strop.spec.job import parse_duration_s
 from strop.spec.layout import EVAL, RAY_NODE_MODULE
-from strop.spec.reader import Flag, require_sft
+from strop.spec.reader import Flag
 from strop.spec.run import code_of
 from strop.user_code import list_sources
 
-COMMANDS = ("train", "sft", EVALUATION)
+COMMANDS = ("train", EVALUATION)
 AUTO = "auto"
 """The command follows from the run file: see `guess_command`."""
 SIDECAR = "sidecar"
@@ -256,9 +256,7 @@ def _check_options(options: SubmitOptions, resolved: ResolvedSpec) -> None:
             allowed=" or ".join(COMMANDS),
             next_step="choose one of them",
         )
-    if options.command == "sft":
-        require_sft(resolved)
-    if options.command in ("train", "sft"):
+    if options.command == "train":
         refuse_unfit(resolved.spec)
     beaten = [str(conflict) for conflict in resolved.conflicts if conflict.has_flag]
     if options.is_strict and beaten:

@@ -376,19 +376,3 @@ def _find_conflict(path: KeyPath, layers: Sequence[Leaves], *, has_split: bool) 
         ignored=ignored,
         has_flag=path in layers[-1],
     )
-
-
-def require_sft(resolved: ResolvedSpec) -> None:
-    """Refuse a run file with terms other than SFT.
-
-    Raises: ConfigError naming what it asks for, and where that was written.
-    """
-    terms = resolved.spec.train.terms
-    if terms == "sft":
-        return
-    origin = resolved.origins.get("train.terms", DEFAULT)
-    raise ConfigError(
-        f"`strop sft` was given a run file with train.terms={terms!r} ({origin})",
-        allowed="train.terms = 'sft' here; `strop train` runs any run file",
-        next_step="set train.terms and sft.source, or use `strop train`",
-    )

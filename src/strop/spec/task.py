@@ -91,8 +91,8 @@ class TaskSection(Section):
         min_length=1,
         description="JSONL file of example ids, or a text with one id, or one row number (from 0), on each"
         " line: the run trains on these examples only, in this order, and starts again from the first line in"
-        " each epoch. `strop eval --write-order` writes such a file, `strop tasks order convert` converts"
-        " other ids. none = all examples, reshuffled in each epoch.",
+        " each epoch. `strop eval --write-order` writes such a file. none = all examples, reshuffled in"
+        " each epoch.",
         json_schema_extra=expert("curricula order the examples"),
     )
     min_solved_frac: Unhashed[float] = Field(

@@ -126,7 +126,7 @@ def list_contents(root: str | None = None) -> list[StoredItem]:
         raise ConfigError(
             "no store is named",
             allowed=f"a place such as s3://bucket/prefix or /mnt/store, or the variable {URI_VARIABLE}",
-            next_step="name it: strop store ls s3://bucket/prefix",
+            next_step="name it: strop ls s3://bucket/prefix",
         )
     place = normalize_uri(root)
     require_root(place)

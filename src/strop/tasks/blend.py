@@ -297,9 +297,9 @@ class Blend:
         """Return the example's limits in its own task, with the marks and the time of all parts."""
         return self._blend_limits(limits_of(self._data.task, example))
 
-    def row_keys(self, column: str | None) -> Mapping[str, str | None]:
+    def row_keys(self) -> Mapping[str, str | None]:
         """Return which example each row of the part with the data became."""
-        return row_keys_of(self._data.task, column)
+        return row_keys_of(self._data.task)
 
     def problem_of(self, example: Example) -> str | None:
         """Return the problem that the part with the data counts the example to."""

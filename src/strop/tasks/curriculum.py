@@ -4,27 +4,23 @@ An order file is JSONL: one object per line with an `example_id`, and `solved_fr
 made from measured pass rates; an optional first line names the `task` and `task_version` it was made for.
 Or it is plain text: one id, or one row number from 0, per line. Ids are hashes of content, so a file made
 with other settings or data does not match, and is refused instead of silently shrunk (DAT-1).
-`convert_order` turns a plain file into JSONL; its lines may also be values of a column.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from strop.errors import ConfigError, DataError
-from strop.io.atomic import write_bytes_atomically
+from strop.errors import DataError
 from strop.rollout import Example, Split
-from strop.spec.parts import PartedSection
-from strop.spec.task import TaskSection, TaskSpec
+from strop.spec.task import TaskSpec
 from strop.store.data_files import locate_named
 from strop.tasks.contract import Task
-from strop.tasks.registry import build_task
 from strop.tasks.traits import TaskWrapper, counts_of, row_keys_of
 
 _MAX_SHOWN = 3
@@ -75,7 +71,7 @@ class Curriculum(TaskWrapper):
         num_repeated = 0
         if all(entry.example_id.isdecimal() and entry.example_id not in by_id for entry in entries):
             # Rows with the same question became one example, which is trained on once per epoch.
-            keys = row_keys_of(self._task, None)
+            keys = row_keys_of(self._task)
             numbers = [int(entry.example_id) for entry in entries]
             ids = [keys.get(str(number)) or f"row {number}" for number in numbers]
             num_repeated = len(ids) - len(set(ids))
@@ -161,118 +157,6 @@ def _read_plain(path: Path, lines: Sequence[str]) -> list[str]:
             )
         line_of[word] = number
     return list(line_of)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ConvertedOrder:
-    """An order file of ids, made from a plain one."""
-
-    text: str
-    num_lines: int
-    num_examples: int
-    unmatched: tuple[str, ...]
-    """Lines that match no training example, as written."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conversion:
-    """How to read the lines of a plain order file."""
-
-    column: str | None = None
-    """The data column whose values the lines hold. None: the lines are ids or row numbers."""
-    first: int = 0
-    """The number of the first row: 0 or 1."""
-    part: str | None = None
-    """The part of a mixture that the file is for."""
-    max_unmatched: int = 0
-    """How many lines may match no training example."""
-
-
-def read_conversion(words: Sequence[str]) -> tuple[Conversion, list[str]]:
-    """Read `column=`, `first=`, `part=` and `max_unmatched=`; return them and the other words.
-
-    Raises: ConfigError for a malformed number.
-    """
-    names = {field.name for field in fields(Conversion)}
-    values = {key: value for key, _, value in (word.partition("=") for word in words) if key in names}
-    if values.get("first", "0") not in ("0", "1") or not values.get("max_unmatched", "0").isdecimal():
-        name = "first" if values.get("first", "0") not in ("0", "1") else "max_unmatched"
-        raise ConfigError(
-            f"{name}={values[name]} is not allowed",
-            allowed="first=0 or first=1; max_unmatched from 0",
-            next_step=f"correct {name}",
-        )
-    conversion = Conversion(
-        column=values.get("column"),
-        first=int(values.get("first", 0)),
-        part=values.get("part"),
-        max_unmatched=int(values.get("max_unmatched", 0)),
-    )
-    return conversion, [word for word in words if word.partition("=")[0] not in names]
-
-
-def convert_order(path: Path, section: TaskSection, conversion: Conversion) -> ConvertedOrder:
-    """Convert a plain order file to one of ids, for a task or for a part of a mixture.
-
-    Raises: ConfigError if there is no such part; DataError if the file is malformed or the task has no rows.
-    """
-    task = build_task(_choose_part(section, conversion.part).model_copy(update={"order_file": None}))
-    lines = [entry.example_id for entry in read_order_file(path)]
-    ids = {example.example_id for example in task.examples(Split.TRAIN)}
-    if conversion.column is not None:
-        keys = row_keys_of(task, conversion.column)
-        matches = [keys.get(line) for line in lines]
-    elif ids.isdisjoint(lines) and all(line.isdecimal() for line in lines):
-        keys = row_keys_of(task, None)
-        matches = [keys.get(str(int(line) - conversion.first)) for line in lines]
-    else:
-        matches = [line if line in ids else None for line in lines]
-    kept = list(dict.fromkeys(key for key in matches if key is not None))
-    header = {"task": task.name, "task_version": task.version}
-    rows = [header, *({"example_id": key} for key in kept)]
-    return ConvertedOrder(
-        text="".join(json.dumps(row) + "\n" for row in rows),
-        num_lines=len(lines),
-        num_examples=len(kept),
-        unmatched=tuple(line for line, key in zip(lines, matches, strict=True) if key is None),
-    )
-
-
-def write_converted(
-    converted: ConvertedOrder, order_path: Path, out: Path | None, *, max_unmatched: int
-) -> Path:
-    """Write a converted file, by default beside its source with the ending .jsonl, and return its path.
-
-    Raises: DataError if more than `max_unmatched` lines match no example; ConfigError if the file exists.
-    """
-    path = out or order_path.with_suffix(".jsonl")
-    unmatched = converted.unmatched
-    if len(unmatched) > max_unmatched:
-        raise DataError(
-            f"{len(unmatched)} of {converted.num_lines} lines of {order_path} are no training examples of the"
-            f" task: {', '.join(unmatched[:_MAX_SHOWN])}",
-            allowed=f"at most max_unmatched={max_unmatched}",
-            next_step="name the column that holds these values with column=NAME, count rows from 1 with"
-            " first=1, or allow that number",
-        )
-    if path.exists():
-        raise ConfigError(f"{path} exists already", allowed="a new file", next_step="name one with --out")
-    write_bytes_atomically(path, converted.text.encode())
-    return path
-
-
-def _choose_part(section: TaskSection, part: str | None) -> TaskSection:
-    parts = section.posed_parts() if isinstance(section, PartedSection) else {}
-    # In a blend one part poses the problems, and the order file belongs to the blend.
-    if part is None and len(parts) <= 1:
-        return section
-    if part is not None and part in parts:
-        return parts[part].task
-    raise ConfigError(
-        f"task {section.name} has {f'no part {part}' if part else 'parts, and each has an order of its own'}",
-        allowed=f"part=NAME with one of {', '.join(parts)}" if parts else "no part=: it has none",
-        next_step="name the part that the file is for" if parts else "leave part= out",
-    )
 
 
 def _read_line(path: Path, number: int, line: str) -> OrderEntry | None:

@@ -31,7 +31,7 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
         "part_of": "(example) -> the label of the part that it belongs to, in a task made of several.",
         "problem_of": "(example) -> a name for its problem, the same for examples that pose one problem, as"
         " 3 + 5 and 5 + 3 do; None where unknown. They belong in one split, and count once in an error bar.",
-        "row_keys": "(column) -> id of the training example that each row became, by the row's number from 0"
+        "row_keys": "() -> id of the training example that each row became, by the row's number from 0"
         " (None) or by its value in a column; None where the row is no training example.",
         "world": "Where its examples are attempted in turns: `make_environment(judge)`, `play(example, text)`"
         " for given replies, `attempt_tokens(limits)` in all turns; None where one reply is judged.",
@@ -181,8 +181,8 @@ def attempt_tokens_of(task: Task, limits: TaskLimits) -> int:
     return tokens
 
 
-def row_keys_of(task: Task, column: str | None) -> Mapping[str, str | None]:
-    """Map each training row, by number (None) or by a column's value, to its example id.
+def row_keys_of(task: Task) -> Mapping[str, str | None]:
+    """Map the number of each training row, from 0, to its example id; None: the row is left out.
 
     Raises: DataError if the task has no rows, or as the task does.
     """
@@ -193,7 +193,7 @@ def row_keys_of(task: Task, column: str | None) -> Mapping[str, str | None]:
             allowed="ids of its training examples",
             next_step="write ids, as `strop eval --write-order` does; in a mixture, give the file to a part",
         )
-    keys: Mapping[str, str | None] = find(column)
+    keys: Mapping[str, str | None] = find()
     return keys
 
 
@@ -255,9 +255,9 @@ class TaskWrapper:
         """Return the values that a prompt template may use."""
         return prompt_fields_of(self._task, example)
 
-    def row_keys(self, column: str | None) -> Mapping[str, str | None]:
+    def row_keys(self) -> Mapping[str, str | None]:
         """Map each of the task's rows to its example id. Raises: DataError as the task does."""
-        return row_keys_of(self._task, column)
+        return row_keys_of(self._task)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example as the task does."""

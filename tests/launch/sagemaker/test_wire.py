@@ -205,7 +205,7 @@ def test_refused_credentials_name_action_resource_and_identity(site: Site) -> No
     assert (
         "sagemaker:CreateTrainingJob on training job job-20261121-120000 is not allowed for arn:aws:" in text
     )
-    assert "strop sagemaker policy" in text
+    assert "strop policy" in text
 
 
 def test_expired_tokens_say_to_log_in(site: Site) -> None:

@@ -478,7 +478,7 @@ def _refuse_start(plan: JobPlan, engine: Engine, words: str) -> CheckRefused:
     return CheckRefused(
         f"{engine.kind} did not start {plan.name}: {words}",
         allowed="a container that starts",
-        next_step="correct it, then submit again; `strop check` tests without starting the job",
+        next_step="correct it, then submit again; `strop submit --check` tests without starting the job",
     )
 
 

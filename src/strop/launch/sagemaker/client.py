@@ -178,7 +178,7 @@ class AwsClients:
             return RemoteDenied(
                 f"{where} is not allowed for {self.identity()} ({words})",
                 allowed=f"an identity that may {action}",
-                next_step="have the right granted: `strop sagemaker policy` prints all that are needed",
+                next_step="have the right granted: `strop policy` prints all that are needed",
             )
         return CheckRefused(
             f"{where} was refused: {words}",

@@ -133,7 +133,7 @@ def _unusable(path: Path, why: str) -> CheckRefused:
     return CheckRefused(
         f"{path} {why}",
         allowed="the file as SageMaker writes it",
-        next_step="start the entry in a training job, or by `strop sagemaker submit RUN.toml --local`",
+        next_step="start the entry in a training job, or by `strop submit RUN.toml --on sagemaker --local`",
     )
 
 

@@ -23,7 +23,7 @@ from strop.launch.sagemaker.request import count_hosts
 from strop.launch.sagemaker.settings import find_unstaged
 
 _SERVICE = "sagemaker.amazonaws.com"
-_POLICY_HINT = "`strop sagemaker policy` prints the rights that are needed"
+_POLICY_HINT = "`strop policy` prints the rights that are needed"
 _MAX_ACTIONS = 50
 """Actions of one call of the simulator. Source: no limit is documented; one answer has 100 results."""
 VERSION = "2012-10-17"

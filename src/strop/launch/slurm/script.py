@@ -45,7 +45,7 @@ _OWNED_ARGS = {
     "--parsable": "",
     "--requeue": "job.max_requeue",
     "--signal": "job.grace_s, and signal in the site profile",
-    "--test-only": "strop check",
+    "--test-only": "strop submit --check",
     "--time": "--time",
     "--wait": "",
     "--wrap": "",

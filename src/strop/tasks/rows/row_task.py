@@ -71,26 +71,20 @@ class RowTask(ABC):
         """How many rows are left out, by reason; reads the data."""
         return {f"rows left out, {reason}": count for reason, count in self.left_out.items()}
 
-    def row_keys(self, column: str | None) -> Mapping[str, str | None]:
-        """Map each training row, by number (None) or by a column's value, to its example id.
+    def row_keys(self) -> Mapping[str, str | None]:
+        """Map the number of each training row, from 0, to its example id; None: the row is left out.
 
-        A row with the question of an earlier one has that one's example.
-        Raises: DataError like `examples`, or if a row lacks the column, or two rows have one value in it.
+        A row with the question of an earlier one has that one's example. Raises: DataError like `examples`.
         """
         reading = self._reading
         ids = {_question(reading, example): example.example_id for example in self._splits.train}
         keys: dict[str, str | None] = {}
         train, _ = read_split_rows(self._source, reading.layout, split_key=reading.split_key)
         for row in train:
-            if column is not None and column not in row.values:
-                raise bad_row(f"{row.place} has no column {column!r}", f"one of {', '.join(row.values)}")
-            key = str(row.index if column is None else row.values[column])
-            if key in keys:
-                raise bad_row(
-                    f"{row.place} has {column}={key!r}, as another row has", "a column that names rows"
-                )
             is_left_out = reading.why_left_out(row, Split.TRAIN) is not None
-            keys[key] = None if is_left_out else ids.get(_question(reading, reading.to_example(row)))
+            keys[str(row.index)] = (
+                None if is_left_out else ids.get(_question(reading, reading.to_example(row)))
+            )
         return keys
 
     def examples(self, split: Split) -> Sequence[Example]:
