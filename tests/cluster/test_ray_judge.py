@@ -19,7 +19,7 @@ import pytest
 from strop.cluster.ray.placement import RayPlacement
 from strop.cluster.servers import JudgeRoles
 from strop.environments import RolloutPlan
-from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE, find_interface
+from strop.hardware.ports import NODE_VARIABLE, NUM_NODES_VARIABLE
 from strop.io.endpoints import ENDPOINTS_VARIABLE
 from strop.rollout import Group, Split
 from strop.spec.layout import RAY_NODE_MODULE
@@ -27,6 +27,7 @@ from strop.store import ModelHandle
 from tests.fixtures.builders import plan_for
 from tests.fixtures.judged import JudgedSpell, judge_spec
 from tests.fixtures.ray_traces import needs_ray
+from tests.fixtures.sockets import find_interface
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import tiny_spec
@@ -39,7 +40,7 @@ JUDGE, DIGEST = "org/judge", "0123456789abcdef"
 def test_workers_of_both_nodes_are_answered_by_the_judge_on_the_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    interface = find_interface("192.0.2.1")
+    interface = find_interface()
     if interface is None:
         pytest.skip("this machine has no address but loopback")
     for name, value in ((NODE_VARIABLE, "0"), (NUM_NODES_VARIABLE, "2"), ("GLOO_SOCKET_IFNAME", interface)):

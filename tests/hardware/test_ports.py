@@ -6,23 +6,15 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-import time
-from pathlib import Path
 
 import pytest
 
-from strop.errors import CheckRefused, StoreError
+from strop.errors import CheckRefused
 from strop.hardware.ports import (
-    PORTS_NAME,
     find_host_address,
-    find_interface,
     hold_port,
-    publish_ports,
     read_listening_ports,
-    read_ports,
     start_on_port,
-    wait_for_ports,
 )
 
 # Listens on an inherited descriptor, says so, answers one caller.
@@ -99,12 +91,6 @@ def test_nodes_listen_where_others_reach_them() -> None:
         find_host_address(2, "eno7")
 
 
-def test_the_interface_on_the_way_to_a_peer_is_found() -> None:
-    assert find_interface("127.0.0.1") == "lo"
-    # Of an IPv6 peer nothing is known; no such address has a way here.
-    assert find_interface("::1") is None
-
-
 def test_several_nodes_never_listen_on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
     # The name of many a node is that of its loopback in /etc/hosts: then the way out decides.
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
@@ -113,51 +99,6 @@ def test_several_nodes_never_listen_on_loopback(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("strop.hardware.ports._find_route", list)
     with pytest.raises(CheckRefused, match="localhost has no address that 1 other nodes could reach"):
         find_host_address(2)
-
-
-def test_ports_of_an_attempt_are_read_by_that_attempt_only(tmp_path: Path) -> None:
-    assert read_ports(tmp_path, 3) is None
-    path = publish_ports(tmp_path, 3, {"store": "10.0.0.1:4711"}, node="n1")
-    assert path == tmp_path / PORTS_NAME
-    published = read_ports(tmp_path, 3)
-    assert published is not None
-    assert (published.node, published.addresses) == ("n1", {"store": "10.0.0.1:4711"})
-    # For the next attempt that is not its own yet.
-    assert read_ports(tmp_path, 4) is None
-    publish_ports(tmp_path, 4, {"store": "10.0.0.2:4712"}, node="n2")
-    for late in (
-        lambda: read_ports(tmp_path, 3),
-        lambda: publish_ports(tmp_path, 3, {}, node="n1"),
-        lambda: wait_for_ports(tmp_path, 3, ["store"], node="n1", wait_limit_s=120),
-    ):
-        with pytest.raises(
-            StoreError, match=r"this is attempt 3, and .*ports.json is of attempt 4, by node n2"
-        ):
-            late()
-
-
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"attempt": 1, "node": "n", "addresses": 3}'])
-def test_a_file_of_another_form_says_nothing(tmp_path: Path, text: str) -> None:
-    (tmp_path / PORTS_NAME).write_text(text)
-    assert read_ports(tmp_path, 1) is None
-
-
-def test_who_waits_is_told_which_node_is_missing(tmp_path: Path) -> None:
-    publish_ports(tmp_path, 1, {"store": "10.0.0.1:1"}, node="n1")
-    with pytest.raises(
-        StoreError, match=r"node n2 has not said within 0\.1 s where engine of attempt 1 can be"
-    ):
-        wait_for_ports(tmp_path, 1, ["store", "engine"], node="n2", wait_limit_s=0.1)
-
-
-def test_who_waits_gets_it_when_it_is_there(tmp_path: Path) -> None:
-    timer = threading.Timer(0.2, publish_ports, (tmp_path, 1, {"store": "h:1"}), {"node": "n1"})
-    timer.start()
-    began = time.monotonic()
-    published = wait_for_ports(tmp_path, 1, ["store"], node="n1", wait_limit_s=120)
-    assert published.addresses == {"store": "h:1"}
-    assert time.monotonic() - began >= 0.1
-    timer.join()
 
 
 def test_a_program_that_takes_numbers_alone_is_started_on_another_one() -> None:

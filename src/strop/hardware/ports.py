@@ -10,19 +10,14 @@ Loopback is the default, because other users of the network can connect to its a
 from __future__ import annotations
 
 import fcntl
-import json
 import socket
 import struct
-import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeVar
 
-from strop.errors import CheckRefused, StoreError
+from strop.errors import CheckRefused
 from strop.hardware.identity import describe_process
-from strop.io.atomic import write_bytes_atomically
 
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
@@ -152,16 +147,6 @@ def find_host_address(num_nodes: int, interface: str | None = None) -> str:
     )
 
 
-def find_interface(peer: str) -> str | None:
-    """Return this node's interface on the route to an address; None if there is no route."""
-    for address in _find_route((peer, _UNROUTED[1])):
-        for _, name in socket.if_nameindex():
-            with suppress(CheckRefused):
-                if _read_interface(name) == address:
-                    return name
-    return None
-
-
 def read_listening_ports() -> list[ListeningPort]:
     """Return the listening TCP ports of this network namespace; none if the system does not list them."""
     import psutil
@@ -193,101 +178,14 @@ def _read_interface(name: str) -> str:
     return socket.inet_ntoa(answer[20:24])
 
 
-def _find_route(to: tuple[str, int] = _UNROUTED) -> list[str]:
-    """Return the source address of packets to an address. No packet is sent."""
+def _find_route() -> list[str]:
+    """Return the source address of packets on the default route. No packet is sent."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
-            asking.connect(to)
+            asking.connect(_UNROUTED)
         except OSError:
             return []
         return [str(asking.getsockname()[0])]
-
-
-# Addresses of an attempt's programs, for its other nodes: `ports.json` in the attempt's directory, with the
-# attempt's number. A late reader of an earlier attempt is refused instead of connecting to a newer one.
-
-PORTS_NAME = "ports.json"
-_POLL_S = 0.05
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
-    """The published addresses of an attempt."""
-
-    attempt: int
-    """Its number, which grows with each attempt."""
-    node: str
-    """The node that published them."""
-    addresses: Mapping[str, str]
-    """From name to host:port."""
-
-
-def publish_ports(
-    attempt_path: Path, attempt: int, addresses: Mapping[str, str], *, node: str, name: str = PORTS_NAME
-) -> Path:
-    """Publish the addresses of an attempt as one atomic file; return the file.
-
-    Several publishers use one `name` each. Raises: StoreError if a later attempt has published there already,
-    or the file cannot be written.
-    """
-    read_ports(attempt_path, attempt, name=name)
-    path = attempt_path / name
-    content = {"attempt": attempt, "node": node, "addresses": dict(addresses)}
-    write_bytes_atomically(path, json.dumps(content, indent=1).encode())
-    return path
-
-
-def read_ports(attempt_path: Path, attempt: int, *, name: str = PORTS_NAME) -> Published | None:
-    """Return the addresses of an attempt; None while they are not published, or the file has another format.
-
-    Raises: StoreError if a later attempt has begun.
-    """
-    path = attempt_path / name
-    try:
-        content = json.loads(path.read_bytes())
-        latest = Published(
-            attempt=int(content["attempt"]),
-            node=str(content["node"]),
-            addresses={str(key): str(value) for key, value in content["addresses"].items()},
-        )
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return None
-    if latest.attempt > attempt:
-        raise StoreError(
-            f"this is attempt {attempt}, and {path} is of attempt {latest.attempt}, by node {latest.node}",
-            allowed="the newest attempt: one that was replaced must not talk to its successor",
-            next_step="nothing; the newer attempt goes on, and this one ends here",
-        )
-    return latest if latest.attempt == attempt else None
-
-
-def wait_for_ports(
-    attempt_path: Path,
-    attempt: int,
-    wanted: Sequence[str],
-    *,
-    node: str,
-    wait_limit_s: float,
-    name: str = PORTS_NAME,
-) -> Published:
-    """Wait until an attempt has published the wanted names.
-
-    Raises: StoreError naming the node that should have published them, or if a later attempt has begun.
-    """
-    deadline = time.monotonic() + wait_limit_s
-    while True:
-        published = read_ports(attempt_path, attempt, name=name)
-        missing = [key for key in wanted if published is None or key not in published.addresses]
-        if published is not None and not missing:
-            return published
-        if time.monotonic() >= deadline:
-            raise StoreError(
-                f"node {node} has not said within {wait_limit_s:g} s where {', '.join(missing)} of"
-                f" attempt {attempt} can be reached ({attempt_path / name})",
-                allowed="a node that starts with the others and sees the same disk",
-                next_step=f"read the logs of node {node}; exclude it if it does not start",
-            )
-        time.sleep(_POLL_S)
 
 
 # Environment variables that a node's agent sets for the roles that it starts.

@@ -124,11 +124,10 @@ class JobSpec(Section):
         description="Seconds before its end at which a job is signalled, so that it can save its state.",
         json_schema_extra=expert("large checkpoints need longer before the time limit"),
     )
-    preflight: Literal["none", "quick", "compute", "collect", "site"] = Field(
+    preflight: Literal["none", "quick", "compute"] = Field(
         default="quick",
         description="Checks on every node before the run starts. 'quick': devices, memory, disk and foreign"
-        " processes; 'compute': also a product on every GPU; 'collect': also an all-reduce over all nodes;"
-        " 'site': also the site's own diagnosis.",
+        " processes; 'compute': also a product on every GPU.",
         json_schema_extra=expert("a site with bad nodes wants the longer checks"),
     )
     max_silence_s: float | None = Field(

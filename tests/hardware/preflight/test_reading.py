@@ -25,7 +25,7 @@ from strop.hardware.gpus import (
 )
 from strop.hardware.inventory import read_inventory
 from strop.hardware.leases import take_lease
-from strop.hardware.preflight import Level, NodeGroup, require_ready, run_preflight
+from strop.hardware.preflight import Level, require_ready, run_preflight
 from strop.hardware.preflight.checks import check_driver
 from tests.fixtures.devices import GIB, OnCpu, divided, whole
 from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
@@ -160,8 +160,7 @@ def test_a_held_gpu_names_its_run_and_ones_own_is_none(tool: Path, tmp_path: Pat
 
 def test_slices_cannot_compute_together_on_several_nodes(tool: Path, tmp_path: Path) -> None:
     install_fake_nvidia_smi(tool, [divided(0, "MIG-a")])
-    group = NodeGroup(names=("n0", "n1"), index=0, attempt_path=tmp_path, attempt=1)
-    request = OnCpu(run_path=tmp_path, allocation=given("MIG-a", learner=1), group=group)
+    request = OnCpu(run_path=tmp_path, allocation=given("MIG-a", learner=1), num_nodes=2)
     (finding,) = run_preflight(request)
     assert (finding.code, finding.where) == ("mig_mode", "MIG-a")
 

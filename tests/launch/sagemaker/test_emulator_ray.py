@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from strop.hardware.ports import find_interface
 from strop.launch.container.engine import Engine
 from strop.launch.contract import RolePlan
 from strop.launch.sagemaker.local_mode import Emulator
 from tests.fixtures.ray_traces import needs_ray
+from tests.fixtures.sockets import find_interface
 from tests.fixtures.tiny_model import tiny_model
 from tests.launch.sagemaker.rehearsal import Rehearsal
 
@@ -41,7 +41,7 @@ def test_two_hosts_train_on_ray_and_the_run_outlives_the_second(
         instance_count=2, roles=(train, ray), variables={"TRICKY": VALUE, "OMP_NUM_THREADS": "1"}
     )
     # Ray takes no loopback for several hosts, which the emulator calls their network.
-    interface = find_interface("192.0.2.1")
+    interface = find_interface()
     assert interface is not None
     environment = {CREDENTIALS: "/v2/credentials/an-id", "GLOO_SOCKET_IFNAME": interface}
     emulator = rehearsal.start(

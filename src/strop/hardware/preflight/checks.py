@@ -1,34 +1,28 @@
-"""The levels of a preflight. Level c, over several nodes, is in `collective`."""
+"""The levels of a preflight."""
 
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, Interrupted, NodeRefused, split_error
+from strop.errors import CheckRefused, NodeRefused, split_error
 from strop.hardware.disks import free_disk_bytes, require_writable
 from strop.hardware.findings import Finding, Severity, require_none
 from strop.hardware.gpus import (
     GpuReport,
     Probe,
     TorchBuild,
-    ask_nvidia_smi,
     explain_misfit,
     has_compat_package,
     read_torch_build,
 )
 from strop.hardware.inventory import Inventory, check_device, read_inventory
 from strop.hardware.machine import free_memory_bytes
-from strop.hardware.preflight.collective import check_collective
 from strop.hardware.preflight.request import FOLDER_NAME, Level, PreflightRequest, await_probes, start_probe
 from strop.hardware.visible_devices import VISIBLE_DEVICES
 from strop.io.atomic import nearest_existing
@@ -120,10 +114,10 @@ def _check_devices(request: PreflightRequest, inventory: Inventory) -> Iterator[
                     device, inventory, need_bytes=need_bytes, own_lease_id=request.own_lease_id
                 )
     slices = [uuid for role in request.computing for uuid in role.uuids if uuid.startswith("MIG-")]
-    if slices and request.group is not None and len(request.group.names) > 1:
+    if slices and request.num_nodes > 1:
         yield Finding(
             code="mig_mode",
-            given=f"{len(request.group.names)} nodes are to compute together on MIG slices",
+            given=f"{request.num_nodes} nodes are to compute together on MIG slices",
             allowed="whole GPUs: NCCL connects no slices",
             next_step="ask for whole GPUs, or for one node with one slice",
             where=slices[0],
@@ -274,119 +268,9 @@ def _judge(uuid: str, answer: dict[str, Any] | None, limit_s: float) -> Iterator
         )
 
 
-# Level d: the site's own tools and the driver's counters. Most machines lack them, and most users may not
-# read the kernel's messages; the result is then unknown.
-
-DIAG_LIMIT_S = 180.0
-_DMESG_LIMIT_S = 10.0
-_ECC_FIELD = "ecc.errors.uncorrected.volatile.total"
-HARDWARE_XIDS = frozenset({48, 64, 74, 79, 92, 95, 119, 120, 140})
-"""Errors of the GPU, its memory or its links. Most others are errors of programs.
-
-Source: NVIDIA, 'XID Errors', table of XID events: uncorrected memory errors (48, 64, 92, 95, 140), NVLink
-(74), fallen off the bus (79), time-outs of its system processor (119, 120).
-"""
-_XID_LINE = re.compile(r"NVRM: Xid \(PCI:(?P<address>[^)]+)\): (?P<number>\d+)")
-_NEXT_STEP = "exclude this node and tell its administrators"
-
-
-def check_site_tools(request: PreflightRequest) -> list[Finding]:
-    """Check dcgmi, the memory-error counters and the kernel's messages."""
-    if not request.num_gpus:
-        return []
-    severity = Severity.ERROR if request.is_strict else Severity.WARNING
-    uuids = () if request.allocation is None else request.allocation.uuids
-    findings = [*_ask_dcgmi(request.node), *_count_memory_errors(uuids), *_read_xids(request.node)]
-    return [
-        finding if finding.severity is Severity.UNKNOWN else replace(finding, severity=severity)
-        for finding in findings
-    ]
-
-
-def _ask_dcgmi(node: str) -> Iterator[Finding]:
-    words = ["dcgmi", "diag", "-r", "1"]
-    done = _run(words, DIAG_LIMIT_S)
-    if isinstance(done, str):
-        yield _unknown("dcgmi", f"dcgmi diag -r 1 gives no answer: {done}", node)
-        return
-    failed = [" ".join(line.strip(" |").split()) for line in done.stdout.splitlines() if "Fail" in line]
-    if done.returncode != 0 or failed:
-        error = "; ".join(failed) or " ".join(done.stderr.split()) or f"exit code {done.returncode}"
-        yield Finding(
-            code="dcgmi",
-            given=f"dcgmi diag -r 1 fails: {error}",
-            allowed="a node that passes its diagnosis",
-            next_step=_NEXT_STEP,
-            where=node,
-        )
-
-
-def _count_memory_errors(uuids: tuple[str, ...]) -> Iterator[Finding]:
-    answer = ask_nvidia_smi(f"--query-gpu=uuid,{_ECC_FIELD}", "--format=csv,noheader,nounits")
-    if answer.probe is not Probe.ANSWERED:
-        why = answer.complaint or "there is no nvidia-smi"
-        yield _unknown("ecc", f"uncorrected memory errors cannot be counted: {why}", "")
-        return
-    for line in answer.lines:
-        uuid, _, count = (part.strip() for part in line.partition(","))
-        # GPUs without such memory report '[N/A]'.
-        if uuid in uuids and count.isdigit() and int(count) > 0:
-            yield Finding(
-                code="ecc",
-                given=f"{count} uncorrected memory errors since the driver was loaded",
-                allowed="none",
-                next_step=_NEXT_STEP,
-                where=uuid,
-            )
-
-
-def _read_xids(node: str) -> Iterator[Finding]:
-    done = _run(["dmesg"], _DMESG_LIMIT_S)
-    if isinstance(done, str) or done.returncode != 0:
-        why = done if isinstance(done, str) else " ".join(done.stderr.split())
-        yield _unknown("xid", f"the kernel's messages cannot be read: {why}", node)
-        return
-    events = [(match["address"], int(match["number"])) for match in _XID_LINE.finditer(done.stdout)]
-    faults = sorted({event for event in events if event[1] in HARDWARE_XIDS})
-    if faults:
-        listing = ", ".join(f"XID {number} of PCI {address}" for address, number in faults)
-        yield Finding(
-            code="xid",
-            given=f"the kernel has reported {listing} since its start",
-            allowed="no errors of the hardware",
-            next_step=_NEXT_STEP,
-            where=node,
-        )
-
-
-def _run(words: list[str], limit_s: float) -> subprocess.CompletedProcess[str] | str:
-    """Run a program of the site; return the completed process, or why there is none."""
-    if shutil.which(words[0]) is None:
-        return f"there is no {words[0]} here"
-    try:
-        return subprocess.run(
-            words, capture_output=True, text=True, timeout=limit_s, check=False, stdin=subprocess.DEVNULL
-        )
-    except (OSError, subprocess.SubprocessError) as error:
-        return str(error)
-
-
-def _unknown(code: str, problem: str, where: str) -> Finding:
-    return Finding(
-        code=code,
-        given=problem,
-        allowed="a site whose users may ask",
-        next_step="nothing; it is not known whether anything is wrong",
-        where=where,
-        severity=Severity.UNKNOWN,
-    )
-
-
 _LEVELS = {
     Level.READ: check_readings,
     Level.COMPUTE: check_compute,
-    Level.COLLECT: check_collective,
-    Level.SITE: check_site_tools,
 }
 
 
@@ -410,15 +294,10 @@ def require_ready(request: PreflightRequest) -> list[Finding]:
     """Run the preflight; return the findings that do not forbid a start.
 
     Raises: NodeRefused (exit code 76) naming all errors, each with its code; CheckRefused (76) if one of them
-        would be found on every node; Interrupted (75) if only other nodes are at fault: this one need not be
-        excluded, and the job can start again.
+        would be found on every node.
     """
     findings = run_preflight(request)
     errors = [finding for finding in findings if finding.severity is Severity.ERROR]
-    others = set() if request.group is None else {*request.group.names} - {request.group.name}
-    words = "\n".join(f"{finding.code}: {finding}" for finding in errors)
-    if errors and all(finding.where in others for finding in errors):
-        raise Interrupted(words)
     if errors and not any(finding.code in _OF_THE_JOB for finding in errors):
-        raise NodeRefused(words)
+        raise NodeRefused("\n".join(f"{finding.code}: {finding}" for finding in errors))
     return require_none(findings)

@@ -25,35 +25,6 @@ class Level(StrEnum):
     """Counts, memory, processes, disk, clock, without computing. Under a second."""
     COMPUTE = "b"
     """A product with a known sum on each GPU, and copies there and back. About ten seconds."""
-    COLLECT = "c"
-    """A sum over all nodes with a known result and a minimum speed. About thirty seconds."""
-    SITE = "d"
-    """The site's own diagnosis and error counters."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NodeGroup:
-    """The nodes that compute together."""
-
-    names: tuple[str, ...]
-    """Names of all nodes, in their order; the first one serves the rendezvous."""
-    index: int
-    """The index of this node."""
-    attempt_path: Path
-    """Directory of the attempt, visible to all nodes."""
-    attempt: int
-    """Number of the attempt."""
-    interface: str | None = None
-    """Network interface between the nodes; None finds it."""
-    min_bytes_per_s: float = 50e6
-    """Minimum payload rate of a node to the first one: half of 1 Gbit/s' capacity."""
-    wait_limit_s: float = 60.0
-    """Limit until all nodes have met, and again until their sum is complete."""
-
-    @property
-    def name(self) -> str:
-        """This node's name."""
-        return self.names[self.index]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,10 +50,8 @@ class PreflightRequest:
     """Current time of another node's clock (Unix seconds); None only compares with the file system."""
     interfaces: Mapping[str, str] = field(default_factory=dict)
     """Variables that name network interfaces, for example GLOO_SOCKET_IFNAME."""
-    group: NodeGroup | None = None
-    """None for a run on one node, which skips level c."""
-    is_strict: bool = False
-    """Whether findings of the site's tools are errors instead of warnings."""
+    num_nodes: int = 1
+    """Nodes that compute together."""
 
     @property
     def num_gpus(self) -> int:
@@ -116,14 +85,12 @@ def start_probe(
     words: Sequence[str],
     log_path: Path,
     variables: Mapping[str, str],
-    *,
-    pass_fds: Sequence[int] = (),
 ) -> ChildProcess:
     """Run a module as a program with one compute thread and an empty log."""
     log_path.unlink(missing_ok=True)
     env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     # -P: a file in the current directory must not shadow strop's modules.
-    return spawn([sys.executable, "-P", "-m", module, *words], log_path, env, pass_fds=pass_fds)
+    return spawn([sys.executable, "-P", "-m", module, *words], log_path, env)
 
 
 def await_probes(probes: Sequence[ChildProcess], limit_s: float) -> list[dict[str, Any] | None]:

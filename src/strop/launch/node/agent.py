@@ -27,7 +27,6 @@ from strop.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
     CheckRefused,
-    Interrupted,
     NodeRefused,
     StropError,
 )
@@ -35,7 +34,7 @@ from strop.hardware import HeldLease, clear_leftovers
 from strop.hardware.allocation import Allocation, lease_gpus
 from strop.hardware.identity import identify_self
 from strop.hardware.leftovers import clear_shared_memory, end_processes
-from strop.hardware.preflight import Level, NodeGroup, PreflightRequest, require_ready
+from strop.hardware.preflight import Level, PreflightRequest, require_ready
 from strop.hardware.process import become_subreaper, reap_orphans
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.attempts import read_attempts
@@ -67,15 +66,11 @@ from strop.record.run_dir import STATE_NAME
 
 MIN_FREE_BYTES = 256 << 20
 """Free bytes on the run's disk, enough for the logs of the attempt."""
-ARRIVAL_LIMIT_S = 120.0
-"""Longest time between the starts of the first and the last node of a job."""
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _LEVELS = {
     "none": (),
     "quick": (Level.READ,),
     "compute": (Level.READ, Level.COMPUTE),
-    "collect": (Level.READ, Level.COMPUTE, Level.COLLECT),
-    "site": (Level.READ, Level.COMPUTE, Level.COLLECT, Level.SITE),
 }
 
 
@@ -216,9 +211,7 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
     if plan.code_sha256 is not None:
         code_path = work_path / "code"
         unpack_code(task.job_path / CODE_NAME, code_path, plan.code_sha256)
-    check_node(
-        plan, task, allocation, lease.lease.lease_id, node.say, is_stopped=lambda: bool(stop.signal_name)
-    )
+    check_node(plan, task, allocation, lease.lease.lease_id, node.say)
     if stop.signal_name:
         # Stopped before anything began: the last attempt's checkpoint is the state.
         return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="")
@@ -296,44 +289,23 @@ def check_node(
     allocation: Allocation,
     lease_id: str,
     say: Callable[[str], None],
-    *,
-    is_stopped: Callable[[], bool],
 ) -> None:
     """Run the preflight of this node at the plan's level.
 
-    Raises: NodeRefused naming problem and node, CheckRefused for a fault of the job (both exit code 76);
-        Interrupted (75) if another node is at fault, or `is_stopped` becomes true while this one waits.
+    Raises: NodeRefused naming problem and node, CheckRefused for a fault of the job (both exit code 76).
     """
     levels = _LEVELS[plan.preflight]
     if not levels:
         return
-    group, num_nodes = None, plan.resources.num_nodes
-    if Level.COLLECT in levels and num_nodes > 1 and task.part == "main":
-        # All nodes of the main part must have begun.
-        deadline = time.monotonic() + ARRIVAL_LIMIT_S
-        while missing := [node for node in range(num_nodes) if _host_of(task, node) is None]:
-            shown = ", ".join(map(str, missing))
-            if is_stopped():
-                raise Interrupted(f"stopped while it waited for node {shown}")
-            if time.monotonic() > deadline:
-                # Not this node is at fault, which may be used again.
-                raise Interrupted(
-                    f"node {shown} of {num_nodes} has not begun within {ARRIVAL_LIMIT_S:.0f} s",
-                    allowed="all nodes of a job, at about the same time",
-                    next_step="look for them in the scheduler's log; leave a bad one out (site.exclude)",
-                )
-            time.sleep(0.2)
-        names = tuple(f"{_host_of(task, node)} (node {node})" for node in range(num_nodes))
-        group = NodeGroup(names=names, index=task.node, attempt_path=task.attempt_path, attempt=task.number)
     request = PreflightRequest(
         run_path=task.trial_path,
         allocation=allocation if allocation.roles else None,
-        levels=tuple(level for level in levels if group is not None or level is not Level.COLLECT),
+        levels=levels,
         node=host_name(),
         disk_need_bytes=MIN_FREE_BYTES,
         own_lease_id=lease_id,
         interfaces={name: value for name in _INTERFACES if (value := os.environ.get(name))},
-        group=group,
+        num_nodes=plan.resources.num_nodes if task.part == "main" else 1,
     )
     for finding in require_ready(request):
         say(f"{finding.code}: {finding}")
@@ -342,13 +314,6 @@ def check_node(
 def host_name() -> str:
     """Return the scheduler's name of this node, else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def _host_of(task: NodeTask, node: int) -> str | None:
-    try:
-        return str(json.loads((task.attempt_path / f"agent-{node}.json").read_bytes())["host"])
-    except (OSError, ValueError, KeyError):
-        return None
 
 
 def _write_start(node: _Node, allocation: Allocation, lease: HeldLease) -> None:
