@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import subprocess
@@ -15,8 +14,6 @@ import httpx
 import pytest
 
 from strop.cli import main
-from strop.errors import CheckRefused
-from strop.runtime.serve import served_beside
 from strop.runtime.service_dir import ServiceDir
 from tests.conftest import require_system_part
 from tests.fixtures.runtime_client import RuntimeClient, processes_of, wait_for
@@ -108,15 +105,6 @@ def test_what_cannot_be_served_is_refused(
     monkeypatch.chdir(tmp_path)
     assert main(["runtime", "serve", *words]) == 2
     assert message in capsys.readouterr().err
-
-
-def test_a_service_for_a_block_that_does_not_begin_says_why() -> None:
-    async def work() -> None:
-        async with served_beside("--policy", "{"):
-            pass
-
-    with pytest.raises(CheckRefused, match="cannot be read"):
-        asyncio.run(work())
 
 
 def test_a_backend_that_there_is_not_is_refused_before_anything_is_started(

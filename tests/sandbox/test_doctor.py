@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from strop.sandbox import IsolationLevel, doctor
-from strop.sandbox.doctor import diagnose_sandboxes, keep_confirmed, read_facts
+from strop.sandbox.doctor import diagnose_sandboxes, read_facts
 from tests.fixtures.commands import Run, run
 from tests.fixtures.sandboxes import needs_bubblewrap, on_every_engine
 
@@ -31,6 +31,9 @@ def test_what_it_says_of_a_backend_is_what_its_sandboxes_reach(
         assert by_name[name]["has_list"] is (name == "bubblewrap")
         assert by_name[name]["start_s"] > 0.0
         assert by_name[name]["command_s"] > 0.0
+        assert by_name[name]["broken"] == []
+    assert by_name["bubblewrap"]["not_held"] == []
+    assert {"processes", "network"} <= set(by_name["process"]["not_held"])
     assert diagnosis["facts"]["bwrap"].startswith("bubblewrap ")
     monkeypatch.setattr(doctor, "BACKENDS", ("bubblewrap",))
     shown = run("sandbox", "doctor")
@@ -45,6 +48,7 @@ def test_an_engine_reaches_a_container(backend: str, monkeypatch: pytest.MonkeyP
     (report,) = asyncio.run(diagnose_sandboxes()).backends
     assert report.isolation is not None, report.refusal
     assert report.isolation.level is IsolationLevel.CONTAINER
+    assert report.not_held == ()
 
 
 def test_a_host_without_programs_is_told_what_would_give_more(
@@ -68,32 +72,18 @@ def test_a_host_without_programs_is_told_what_would_give_more(
     assert any("Delegate=yes" in one for one in diagnosis.advice)
 
 
-def test_what_attacks_have_confirmed_is_told_while_the_host_stays_as_it_is(
-    own_cache: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+def test_a_probe_that_a_record_promises_to_hold_fails_the_command(
+    run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "BACKENDS", ("process",))
     monkeypatch.setattr(doctor, "_TIMES", 1)
-    # Its programs stay as they are, too.
-    monkeypatch.setattr(doctor, "_version_of", lambda *_: "1.0")
-
-    def look() -> tuple[IsolationLevel | None, list[str]]:
-        diagnosis = json.loads(run("sandbox", "doctor", "--json").out)
-        return diagnosis["backends"][0]["confirmed"], [one for one in diagnosis["advice"] if "attack" in one]
-
-    untried = (None, ["strop sandbox attack confirms the levels, in about a minute"])
-    assert look() == untried
-    for level, num_told in ((IsolationLevel.NONE, 1), (IsolationLevel.RLIMIT, 0)):
-        keep_confirmed({"process": level})
-        confirmed, told = look()
-        assert (confirmed, len(told)) == (level, num_told)
-        assert all("process: attacks confirm level none alone" in one for one in told)
-    keep_confirmed({"bubblewrap": IsolationLevel.NONE})
-    assert look()[0] == IsolationLevel.RLIMIT
-    with monkeypatch.context() as patch:
-        patch.setattr(doctor, "read_boot_id", lambda: "another start")
-        assert look() == untried
-    (own_cache / "sandbox-attacks.json").write_text("[]")
-    assert look() == untried
+    names = ("processes", "files", "network", "forks", "survivors")
+    monkeypatch.setattr(doctor, "_promises", lambda _: dict.fromkeys(names, True))
+    ended = run("sandbox", "doctor", "--json")
+    (report,) = json.loads(ended.out)["backends"]
+    assert {"processes", "network"} <= set(report["broken"]) < set(names)
+    assert report["broken"] == report["not_held"]
+    assert ended.code == 1
 
 
 def test_a_docker_without_a_daemon_is_told_what_to_do(

@@ -17,6 +17,7 @@ import pytest
 
 from strop.errors import SandboxError, SandboxLost
 from strop.sandbox import ExecKind, Limits, Sandbox, make_backend
+from strop.sandbox.contract import MIB
 from strop.sandbox.daemon import SCRATCH_BASES
 from strop.sandbox.daemon_handle import close_daemons
 from strop.sandbox.family import parent_of
@@ -451,3 +452,10 @@ def test_directories_of_killed_daemons_are_removed_and_others_stay() -> None:
         os.close(descriptor)
         held.rmdir()
         young.rmdir()
+
+
+@on_every_backend
+def test_one_process_meets_the_end_of_its_address_space(backend: str) -> None:
+    result = python(backend, "bytearray(200 << 20)", limits=Limits(memory_bytes=128 * MIB))
+    assert (result.kind, result.exit_code) == (ExecKind.EXITED, 1)
+    assert b"MemoryError" in result.stderr

@@ -1,4 +1,4 @@
-"""`strop doctor` and `strop sandbox doctor|attack`: this machine's resources, and tests of its sandboxes."""
+"""`strop doctor` and `strop sandbox doctor`: this machine's resources, and tests of its sandboxes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from strop.cli.output import Output
 
 if TYPE_CHECKING:
     from strop.run.doctor import Diagnosis
-    from strop.sandbox.attack import Verdict
 
 Clean = Annotated[
     bool,
@@ -124,16 +123,17 @@ sandbox_commands = typer.Typer(help="Sandboxes: where untrusted code runs.", no_
 
 @sandbox_commands.command("doctor")
 def diagnose(context: typer.Context, json: Json = False) -> None:
-    """Try every kind of sandbox on this machine: its isolation, its speed, and how to improve them."""
+    """Try every kind of sandbox on this machine: its isolation and speed. Fails if one breaks a promise."""
     import asyncio
 
     from strop.sandbox.doctor import diagnose_sandboxes
 
     output: Output = context.obj
     diagnosis = asyncio.run(diagnose_sandboxes())
+    broken = [backend for backend in diagnosis.backends if backend.broken]
     if json:
         output.give_json(asdict(diagnosis))
-        return
+        raise typer.Exit(1 if broken else 0)
     rows: list[tuple[object, ...]] = []
     for backend in diagnosis.backends:
         if backend.isolation is None:
@@ -145,11 +145,11 @@ def diagnose(context: typer.Context, json: Json = False) -> None:
             f"{seconds * 1000:.0f} ms" for seconds in (backend.start_s, backend.command_s, backend.stop_s)
         ]
         network = reached.network + (" or a list" if backend.has_list else "")
-        confirmed = backend.confirmed.word if backend.confirmed is not None else None
-        rows.append((backend.name, reached.level.word, confirmed, *guards, network, *times))
+        probes = f"all but {', '.join(backend.not_held)}" if backend.not_held else "all"
+        rows.append((backend.name, reached.level.word, probes, *guards, network, *times))
     limits = ("memory", "processes", "CPU time", "disk")
     output.give_table(
-        ("backend", "level", "attacks confirm", *limits, "network", "start", "command", "stop"), rows
+        ("backend", "level", "holds probes", *limits, "network", "start", "command", "stop"), rows
     )
     output.give_table(("this host", "has"), list(diagnosis.facts.items()))
     for backend in diagnosis.backends:
@@ -157,52 +157,6 @@ def diagnose(context: typer.Context, json: Json = False) -> None:
             output.say(f"{backend.name}: {backend.refusal}")
     for sentence in diagnosis.advice:
         output.say(f"for more: {sentence}")
-
-
-@sandbox_commands.command("attack")
-def attack(
-    context: typer.Context,
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[NAME ...]", help="Backends and attacks to choose. Default: all with all."),
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Attack the sandboxes of this machine; fails if one holds less than its record promises."""
-    import asyncio
-
-    from strop.runtime.serve import served_beside
-    from strop.sandbox.attack import ATTACKS, attack_sandboxes, choose_attacks
-
-    output: Output = context.obj
-    reports = asyncio.run(attack_sandboxes(*choose_attacks(names or ()), serve=served_beside))
-    worse = [(report, verdict) for report in reports for verdict in report.verdicts if verdict.is_worse]
-    if json:
-        output.give_json([asdict(report) for report in reports])
-    else:
-        by_name = [{verdict.attack: verdict for verdict in report.verdicts} for report in reports]
-        rows = [
-            (attack.row, attack.name, *(_cell(of.get(attack.name)) for of in by_name))
-            for attack in ATTACKS
-            if any(attack.name in of for of in by_name)
-        ]
-        output.give_table(("row", "attack", *(report.name for report in reports)), rows)
-        for report in reports:
-            if report.isolation is None:
-                output.say(f"{report.name}: {report.refusal}")
-            elif report.confirmed is not None:
-                level = f"level {report.isolation.level.word}"
-                output.say(f"{report.name}: reached {level}; its attacks confirm {report.confirmed.word}")
-    for report, verdict in worse:
-        output.say(
-            f"{report.name}, {verdict.attack}: {verdict.code}, where at most {verdict.expected} may be:"
-        )
-        output.say(f"  {verdict.what}")
-    if worse:
-        raise typer.Exit(1)
-
-
-def _cell(verdict: Verdict | None) -> str | None:
-    if verdict is None:
-        return None
-    return f"{verdict.code}, not {verdict.expected}" if verdict.is_worse else str(verdict.code)
+    for backend in broken:
+        output.say(f"{backend.name} does not hold what its record promises: {', '.join(backend.broken)}")
+    raise typer.Exit(1 if broken else 0)

@@ -11,17 +11,14 @@ import asyncio
 import os
 import signal
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from strop.errors import CheckRefused
-from strop.hardware.process import ChildProcess, spawn, tail, terminate, tied_argv
+from strop.hardware.process import ChildProcess, spawn, terminate
 from strop.io.endpoints import Endpoint
-from strop.runtime.service_dir import START_LIMIT_S, ServiceDir, serve_argv
+from strop.runtime.service_dir import START_LIMIT_S, ServiceDir
 
 _POLL_S = 0.2
 _MIN_RUN_S = 10.0
@@ -134,39 +131,3 @@ async def serve(
             await asyncio.to_thread(terminate, process.child, _STOP_GRACE_S)
         if options.has_controller:
             folder.retire()
-
-
-@asynccontextmanager
-async def served_beside(*words: str) -> AsyncIterator[Endpoint]:
-    """Run a service on this machine, in a temporary directory, for the block; `words` are its options.
-
-    It runs in the network namespace of the calling thread, and is killed when that thread ends.
-
-    Raises: CheckRefused with its last lines if it ends before it can be reached.
-    """
-    with tempfile.TemporaryDirectory(prefix="strop-service-") as name, tempfile.NamedTemporaryFile() as log:
-        folder = ServiceDir(Path(name))
-        argv = serve_argv(sys.executable, name, "--host", "127.0.0.1", *words)
-        # `spawn` would start it from its own thread, which may be in another network namespace.
-        process = await asyncio.create_subprocess_exec(
-            *tied_argv(argv[0], argv),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-
-        def check() -> None:
-            if process.returncode is not None:
-                raise CheckRefused(
-                    f"the service ended with {process.returncode}; its last lines:\n{tail(Path(log.name))}",
-                    allowed="a service that stays",
-                    next_step="mend the cause",
-                )
-
-        try:
-            yield await folder.wait_for(folder.find, limit_s=START_LIMIT_S, check=check)
-        finally:
-            if process.returncode is None:
-                process.terminate()
-            await process.wait()

@@ -1,46 +1,47 @@
 """Diagnose the sandboxes of this host: which backends work, how fast, and how to get better isolation.
 
-Every backend is tried by real starts, commands and stops. The isolation is read from its sandboxes' records.
-The level that attacks confirmed is shown if they ran since the host's boot, with the same programs. The facts
-explain why a backend reached no more.
+Every backend is tried by real starts, commands and stops, and by five probes that a sandbox should hold. The
+isolation is read from its sandboxes' records. The facts explain why a backend reached no more.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import platform
 import resource
+import secrets
 import shutil
+import socket
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from strop import __version__
 from strop.errors import SandboxError, SandboxRefused, given_of
 from strop.hardware.disks import Disk, describe_disk
-from strop.hardware.identity import read_boot_id
-from strop.io.atomic import write_bytes_atomically
-from strop.io.variables import user_cache_dir
 from strop.sandbox.cgroup import find_controllers, hand_down_controllers, make_cgroup
 from strop.sandbox.choose import BACKENDS, make_backend
-from strop.sandbox.contract import Isolation, IsolationLevel, Limits, SandboxBackend, SandboxSpec
+from strop.sandbox.contract import (
+    ExecResult,
+    Guard,
+    Isolation,
+    IsolationLevel,
+    Limits,
+    SandboxBackend,
+    SandboxSpec,
+)
 from strop.sandbox.daemon import SCRATCH_BASES
+from strop.sandbox.family import find_descendants
 from strop.sandbox.linux import read_or_empty
 from strop.sandbox.rootless import count_ids, names_of, ranges_of
+from strop.sandbox.served import ServedSandbox
 
 _TIMES = 5
 _PROGRAMS = ("bwrap", "podman", "docker", "runc", "crun", "apptainer", "enroot", "runsc")
-_DECIDING = (
-    *("kernel", "user", "control groups", "user namespaces", "subordinate ids", "docker daemon"),
-    *_PROGRAMS,
-)
-_CONFIRMED_NAME = "sandbox-attacks.json"
 _DEVICES = ("/dev/kvm", "/dev/fuse", "/dev/net/tun")
 _GET_GROUPS = (
     "be root, or, with control groups of version 2, start strop by: systemd-run --user --scope"
@@ -48,6 +49,7 @@ _GET_GROUPS = (
 )
 _ANSWER_LIMIT_S = 10.0
 _WALL_LIMIT_S = 30.0
+_LIMITS = Limits(cpus=1.0, max_processes=16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,8 +60,10 @@ class BackendReport:
     isolation: Isolation | None
     """None if it makes no sandbox."""
     refusal: str = ""
-    confirmed: IsolationLevel | None = None
-    """The level that attacks on this host have confirmed; None if some were not run."""
+    not_held: tuple[str, ...] = ()
+    """The probes that its sandboxes did not hold."""
+    broken: tuple[str, ...] = ()
+    """Those of them that its record promises to hold."""
     has_list: bool = False
     """Whether its sandboxes can be restricted to a list of hosts."""
     start_s: float = 0.0
@@ -81,19 +85,19 @@ class SandboxDiagnosis:
 async def diagnose_sandboxes() -> SandboxDiagnosis:
     """Try every backend on this host. Takes some seconds."""
     facts = read_facts()
-    confirmed = read_confirmed(facts)
-    reports = tuple([replace(await _try(name), confirmed=confirmed.get(name)) for name in BACKENDS])
+    reports = tuple([await _try(name) for name in BACKENDS])
     return SandboxDiagnosis(backends=reports, facts=facts, advice=tuple(_advise(reports, facts)))
 
 
 async def _try(name: str) -> BackendReport:
-    spec = SandboxSpec(limits=Limits(cpus=1.0), min_level=IsolationLevel.NONE)
+    spec = SandboxSpec(limits=_LIMITS, min_level=IsolationLevel.NONE)
     times: list[tuple[float, float, float]] = []
     try:
         backend = make_backend(name)
         # The first one starts the processes that the others share.
         async with await backend.create(spec) as first:
             isolation = first.isolation
+            not_held = await _probe(first)
         has_list = await _has_list(backend, spec)
         for _ in range(_TIMES):
             begun = time.perf_counter()
@@ -112,11 +116,51 @@ async def _try(name: str) -> BackendReport:
     return BackendReport(
         name=name,
         isolation=isolation,
+        not_held=not_held,
+        broken=tuple(name for name in not_held if _promises(isolation)[name]),
         has_list=has_list,
         start_s=start_s,
         command_s=command_s,
         stop_s=stop_s,
     )
+
+
+async def _probe(sandbox: ServedSandbox) -> tuple[str, ...]:
+    """Return the probes of `_promises` that a sandbox does not hold."""
+    token = f"613.{secrets.randbelow(1 << 30)}"
+
+    async def shell(script: str, wall_limit_s: float = _WALL_LIMIT_S) -> ExecResult:
+        return await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=wall_limit_s)
+
+    with tempfile.NamedTemporaryFile() as file, socket.create_server(("127.0.0.1", 0)) as listener:
+        file.write(token.encode())
+        file.flush()
+        seen = (await shell(f"cat /proc/{os.getpid()}/cmdline")).stdout
+        read = (await shell(f"cat {file.name}")).stdout
+        call = f"import socket; socket.create_connection(('127.0.0.1', {listener.getsockname()[1]}), 5)"
+        called = await sandbox.exec([*sandbox.python_argv, "-c", call], wall_limit_s=_WALL_LIMIT_S)
+    forked = await shell(f"i=0; while [ $i -lt {4 * _LIMITS.max_processes} ]; do sleep 9 & i=$((i+1)); done")
+    await shell(f"setsid sleep {token} & sleep 9", 0.2)
+    lines = [read_or_empty(f"/proc/{pid}/cmdline") for pid in find_descendants(sandbox.supervisor_pid)]
+    is_held = {
+        "processes": seen.decode(errors="replace") != read_or_empty("/proc/self/cmdline"),
+        "files": read != token.encode(),
+        "network": called.exit_code != 0,
+        "forks": forked.exit_code != 0,
+        "survivors": not any(token in line for line in lines),
+    }
+    return tuple(name for name, held in is_held.items() if not held)
+
+
+def _promises(isolation: Isolation) -> dict[str, bool]:
+    """Return the probes, with whether a sandbox with this record must hold them."""
+    return {
+        "processes": isolation.pidns,
+        "files": isolation.mountns or isolation.host_uid != os.geteuid(),
+        "network": isolation.netns,
+        "forks": isolation.pids is Guard.ENFORCED,
+        "survivors": True,
+    }
 
 
 async def _has_list(backend: SandboxBackend, spec: SandboxSpec) -> bool:
@@ -147,34 +191,6 @@ def read_facts() -> dict[str, str]:
     }
 
 
-def keep_confirmed(levels: Mapping[str, IsolationLevel]) -> None:
-    """Store the levels that attacks have confirmed, by backend, until this host's facts change."""
-    facts = read_facts()
-    kept = {name: level.word for name, level in (read_confirmed(facts) | dict(levels)).items()}
-    content = {"host": _digest_host(facts), "confirmed": kept}
-    path = user_cache_dir() / _CONFIRMED_NAME
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes_atomically(path, json.dumps(content).encode())
-
-
-def read_confirmed(facts: Mapping[str, str]) -> dict[str, IsolationLevel]:
-    """Return the levels that `keep_confirmed` stored for a host with these facts."""
-    try:
-        content = json.loads((user_cache_dir() / _CONFIRMED_NAME).read_bytes())
-        if content["host"] != _digest_host(facts):
-            return {}
-        return {name: IsolationLevel[word.upper()] for name, word in content["confirmed"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}
-
-
-def _digest_host(facts: Mapping[str, str]) -> str:
-    """Return a digest of everything that decides the outcome of attacks."""
-    deciding = {name: facts[name] for name in _DECIDING}
-    parts = [read_boot_id(), __version__, deciding]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
-
-
 def _private_disk() -> Disk:
     places = [path for path in SCRATCH_BASES if os.access(path, os.W_OK)]
     return describe_disk(Path((places or SCRATCH_BASES)[0]))
@@ -185,7 +201,7 @@ def _describe_cgroups() -> str:
     controllers = find_controllers()
     if not controllers:
         return "none may be used"
-    group = make_cgroup(controllers, f"strop-doctor-{os.getpid()}", Limits(cpus=1.0))
+    group = make_cgroup(controllers, f"strop-doctor-{os.getpid()}", _LIMITS)
     names, version = sorted(group.dirs), group.version
     group.remove()
     return f"version {version}: {', '.join(names)}" if names else "none may be made"
@@ -255,12 +271,5 @@ def _advise(reports: tuple[BackendReport, ...], facts: Mapping[str, str]) -> Ite
             "no control group may be made, so memory and processes are watched and processor time is not"
             f" bounded: {_GET_GROUPS}"
         )
-    working = [(report, report.isolation) for report in reports if report.isolation is not None]
-    for report, isolation in working:
-        if report.confirmed is not None and report.confirmed < isolation.level:
-            which = f"strop sandbox attack {report.name} says which succeed"
-            yield f"{report.name}: attacks confirm level {report.confirmed.word} alone; {which}"
-    if any(report.confirmed is None for report, _ in working):
-        yield "strop sandbox attack confirms the levels, in about a minute"
     if _private_disk().is_network:
         yield "private directories are on a disk that machines share; give this host a local /tmp"

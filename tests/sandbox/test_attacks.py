@@ -1,0 +1,112 @@
+"""Every attack of the list on every backend: what its record promises is what holds."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from strop.sandbox import IsolationLevel, SandboxSpec, daemon_handle
+from strop.sandbox.choose import REMOTE
+from tests.fixtures.attack_ground import (
+    SMALL,
+    Ground,
+    Stage,
+    attack_ground,
+    find_leftovers,
+    is_other_user,
+    parent_of,
+)
+from tests.fixtures.attacks import ATTACKS, LIMITS, MARK, OPEN, PAGE, Finding, Outcome, render
+from tests.fixtures.sandboxes import DOCKER, IS_ROOT, PODMAN, needs_bubblewrap, where_users_differ
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        "process",
+        pytest.param("bubblewrap", marks=needs_bubblewrap),
+        PODMAN,
+        DOCKER,
+        pytest.param(REMOTE, marks=[needs_bubblewrap, pytest.mark.slow]),
+    ],
+)
+def ground(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ground]:
+    if request.param == "docker":
+        # It must not live in the network of the attacks.
+        request.getfixturevalue("docker_daemon")
+    with attack_ground(request.param, tmp_path_factory.mktemp("service")) as made:
+        yield made
+
+
+async def run(ground: Ground, name: str) -> tuple[Finding, Outcome]:
+    """Attack a fresh sandbox, then look for disturbances and leftovers; return also what may be."""
+    attack, since = ATTACKS[name], time.time()
+    has_list = "list" in attack.given
+    network = ground.bait.network if has_list else "none"
+    spec = SandboxSpec(limits=LIMITS.get(name, SMALL), network=network, min_level=IsolationLevel.NONE)
+    expected = attack.expected(ground.control.sandbox.isolation)
+    if has_list and expected is OPEN:
+        pytest.skip("its programs have the host's network, and it refuses a list")
+    async with asyncio.timeout(120):
+        async with await ground.backend.create(spec) as sandbox:
+            reached = sandbox.isolation
+            if not (attack.given.get("spares", True) or reached.pidns or is_other_user(reached)):
+                pytest.skip("it would reach all of this user's processes")
+            # What waits for the first command is not of the attack.
+            await sandbox.exec(["/bin/true"], wall_limit_s=60)
+            stage, maker_pid = Stage(ground, sandbox), parent_of(sandbox.supervisor_pid)
+            finding = await attack.make(stage)
+        assert await find_leftovers(stage, maker_pid, since) == []
+        assert ground.bait.changes() == []
+        assert await ground.control.disturbances() == []
+    return finding, expected
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_an_attack_takes_no_more_than_the_record_says(ground: Ground, name: str) -> None:
+    if ground.has_service and not ATTACKS[name].is_over_service:
+        pytest.skip("as on the node's backend")
+    (outcome, what), expected = ground.runner.run(run(ground, name))
+    assert outcome <= expected, what
+    # What nothing stops shows that the attack works.
+    assert (outcome is OPEN) == (expected is OPEN), what
+
+
+WEAK = """
+import strop.sandbox.allowlist as allowlist
+import strop.sandbox.program as program
+program.forbid_privileges = program.filter_calls = lambda *_: None
+allowlist.AllowList.has = allowlist.AllowList.may_connect = lambda *_: True
+"""
+
+
+@where_users_differ
+def test_an_attack_sees_what_is_open(backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sandboxes without their last defences; what remains of them is not relied upon here."""
+    code = daemon_handle._DAEMON_CODE.replace("main(", WEAK + "main(", 1)
+    monkeypatch.setattr(daemon_handle, "_DAEMON_CODE", code)
+    names = ["kernel-calls", "keyrings"]
+    if backend == "process" and IS_ROOT:
+        names += ["set-uid-program", "capable-program"]
+    if backend == "bubblewrap":
+        names += ["list-other-port", "list-rebound-name"]
+    with attack_ground(backend, tmp_path) as ground:
+        for name in names:
+            (outcome, what), _ = ground.runner.run(run(ground, name))
+            assert outcome is OPEN, (name, what)
+
+
+@pytest.mark.slow
+def test_an_attack_sees_what_is_open_at_a_node(tmp_path: Path) -> None:
+    with attack_ground(REMOTE, tmp_path, served_by="process") as ground:
+        for name in ("reach-loopback", "read-public-files"):
+            (outcome, _), expected = ground.runner.run(run(ground, name))
+            assert outcome is expected is OPEN
+
+
+def test_the_page_lists_every_attack() -> None:
+    assert PAGE.read_text("utf-8").partition(MARK)[2].strip() == render().strip()
