@@ -18,6 +18,7 @@ from tests.conftest import require_system_part
 
 ROOT = Path(__file__).parents[1]
 FEW = ["train.steps=5", "optimizer.lr=8e-5", "eval.num_examples=16", "train.checkpoint_every=5"]
+FEW += ["optimizer.schedule=constant"]
 MIN_GAIN = 0.15
 """Of accuracy in 64 sampled replies to 16 examples: some three standard errors without any learning."""
 

@@ -87,15 +87,14 @@ class TokenTermsFn(Protocol):
 def lr_at(spec: OptimizerSpec, place: int, num_places: int | None) -> float:
     """Return the learning rate of the optimizer step that follows `place` others.
 
-    `num_places` counts the steps of the whole run; a constant schedule needs none. As in transformers'
-    schedules, the first step after warm-up has the full rate, and one after the last would have the final
-    rate.
+    `num_places` counts the steps of the whole run; None: it has no end, and the rate stays. As in
+    transformers' schedules, the first step after warm-up has the full rate, and one after the last would have
+    the final rate.
     """
     if place < spec.warmup_steps:
         return spec.lr * (place + 1) / (spec.warmup_steps + 1)
-    if spec.schedule == "constant":
+    if spec.schedule == "constant" or num_places is None:
         return spec.lr
-    assert num_places is not None, "a decay needs the length of the run"
     passed = min((place - spec.warmup_steps) / max(num_places - spec.warmup_steps, 1), 1.0)
     kept = 1.0 - passed if spec.schedule == "linear" else (1.0 + math.cos(math.pi * passed)) / 2
     return spec.lr * (spec.final_frac + (1.0 - spec.final_frac) * kept)

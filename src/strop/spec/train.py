@@ -281,9 +281,9 @@ class OptimizerSpec(Section):
         description="Optimizer steps over which the learning rate rises linearly from 0.",
     )
     schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant",
-        description="Learning rate after warm-up: constant, or linear or cosine decay over all optimizer"
-        " steps of the run.",
+        default="linear",
+        description="Learning rate after warm-up: linear or cosine decay over all optimizer steps of the run,"
+        " or constant, with which the last steps of a short run swing.",
     )
     final_frac: float = Field(
         default=0.0,
