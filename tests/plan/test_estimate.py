@@ -11,7 +11,15 @@ from strop.hardware import Calibration, Gpu, Machine
 from strop.hardware.accelerators import find_accelerator
 from strop.hardware.calibrate import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
 from strop.plan.estimate import estimate_time, list_assumptions, list_disk_parts, step_period_s, sync_s
-from strop.plan.roles import RoleCounts, RoleMemory, count_roles, count_rows, list_roles, split_memory
+from strop.plan.roles import (
+    KEPT_FRAC,
+    RoleCounts,
+    RoleMemory,
+    count_roles,
+    count_rows,
+    list_roles,
+    split_memory,
+)
 from strop.plan.rollouts import Work
 from strop.plan.speeds import Speeds, choose_speeds
 from strop.policy.footprint import (
@@ -76,13 +84,9 @@ def test_the_parts_of_memory_add_up_to_what_the_gate_counts(dtype: str) -> None:
     spec = make_spec(model={"dtype": dtype})
     parts = split_memory(spec, SIZE, 8)
     # 16 rows, each with 8 slots for its reply and its share of the 1,280 positions: 80.
-    expected = (
-        state_bytes(SIZE, dtype)
-        + activation_bytes(SIZE, dtype, DEFAULT_MICRO_BATCH_POSITIONS)
-        + cache_bytes(SIZE, dtype, 16, 88)
-        + packed_bytes(SIZE, dtype)
-    )
-    assert sum(part.amount for part in parts) == expected
+    learner = state_bytes(SIZE, dtype) + activation_bytes(SIZE, dtype, DEFAULT_MICRO_BATCH_POSITIONS)
+    engine = cache_bytes(SIZE, dtype, 16, 88) + packed_bytes(SIZE, dtype)
+    assert sum(part.amount for part in parts) == pytest.approx((1 + KEPT_FRAC) * learner + engine)
 
 
 def test_masters_gradients_and_moments_by_hand() -> None:

