@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -66,13 +65,6 @@ def test_several_tasks_give_one_table_and_one_file_each(run: Run, folder: Path, 
             "--write-order takes one task of",
         ),
         (("--harness", "helm", "--task", "gsm8k"), "--harness takes lm-eval, not helm"),
-        (("--harness", "lm-eval", "--task", "gsm8k,gsm8k"), "a task is named twice in gsm8k,gsm8k"),
-        (("--harness", "lm-eval", "--task", "gsm8k", "--samples", "2"), "lm-eval with samples, pass@k,"),
-        (
-            ("--harness", "lm-eval", "--task", "gsm8k,minerva_math", "source=x"),
-            "source=x does not say which of the 2 tasks it is for. Allowed: gsm8k.source=... or math.source=",
-        ),
-        (("--harness", "lm-eval", "--task", "humaneval"), "Allowed: such a task with --confirm-run-unsafe"),
     ],
 )
 def test_usage_that_cannot_work_is_refused(
@@ -81,26 +73,6 @@ def test_usage_that_cannot_work_is_refused(
     ended = run("eval", tiny_model_dir, *ASK, *words)
     assert (ended.code, ended.out) == (2, "")
     assert message in " ".join(ended.err.replace("│", " ").split())
-
-
-def test_a_score_of_our_own_task_is_not_compared_with_a_published_one(
-    run: Run, folder: Path, tiny_model_dir: Path
-) -> None:
-    model = folder / "Qwen" / "Qwen3-1.7B-Base"
-    model.parent.mkdir()
-    shutil.copytree(tiny_model_dir, model)
-    rows = [{"question": f"What is {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(6)]
-    for split, part in (("train", rows[:4]), ("test", rows[4:])):
-        (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    words = ("--task", "gsm8k", *ASK, f"source={folder}", "max_reply_tokens=8", "--json")
-    said = run("eval", model, *words).err
-    assert (
-        "gsm8k_cot flexible-extract: not compared with the published 73.09 % ± 1.22: harness_task is" in said
-    )
-    assert "max_reply_tokens is 8 here and 1024 there; num_examples is 2 here and 1319 there" in said
-    assert "--harness lm-eval --task gsm8k_cot`" in said
-    # Of another model nothing is known.
-    assert "published" not in run("eval", tiny_model_dir, *words).err
 
 
 def test_a_score_says_what_the_audit_of_its_task_found(
@@ -302,7 +274,6 @@ def test_a_mixture_is_evaluated_rescored_and_compared_by_part(
     [
         (("--canary", "absent.json"), "the result absent.json cannot be read"),
         (("--pass-threshold", "nan"), "a pass threshold of nan for task arithmetic"),
-        (("--canary", "a.json", "--harness", "lm-eval"), "--canary is for strop's own tasks"),
     ],
 )
 def test_a_canary_or_threshold_that_cannot_be_is_refused(

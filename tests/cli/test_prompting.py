@@ -78,13 +78,6 @@ def test_a_wrong_field_is_refused_by_name(run: Run, rows: Path, tiny_model_dir: 
         assert "Traceback" not in ended.err
 
 
-def test_the_harness_asks_in_its_own_words(run: Run, rows: Path, tiny_model_dir: Path) -> None:
-    words = ("--harness", "lm-eval", "--task", "gsm8k", "source=./rows.jsonl", "system_prompt=Be brief.")
-    ended = run("eval", tiny_model_dir, *words, *ASK, "--split", "held_out")
-    assert (ended.code, ended.out) == (2, "")
-    assert "--harness lm-eval with task.system_prompt. Allowed: settings that choose examples" in ended.err
-
-
 def test_kept_replies_are_judged_anew_under_the_same_words(
     run: Run, folder: Path, tiny_model_dir: Path
 ) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from strop.evaluate import EvalResult, ExampleScore, Score, Validity
+from strop.evaluate.harness import HarnessMetric, HarnessResult
 from strop.evaluate.result import digest_examples
 from strop.rollout import Sampling, Split
 
@@ -76,3 +77,28 @@ def make_result(
         "validity": Validity.VALID,
     }
     return EvalResult(**(fields | changes))
+
+
+def make_harness_result(**changes: Any) -> HarnessResult:
+    fields: dict[str, Any] = {
+        "harness": "lm-eval-0.4.13",
+        "task": "gsm8k_cot",
+        "task_version": "3.0",
+        "step": 0,
+        "model_digest": "m",
+        "dtype": "float32",
+        "num_examples": 1319,
+        "data_digest": "d",
+        "num_fewshot": 4,
+        "max_reply_tokens": 1024,
+        "stops": ("Q:",),
+        "seed": 42,
+        "engine": "hf",
+        "metrics": {
+            "exact_match,flexible-extract": HarnessMetric(value=0.75, stderr=0.01),
+            "exact_match,strict-match": HarnessMetric(value=0.5, stderr=0.01),
+        },
+        "parts": {},
+        "truncated_frac": 0.0,
+    }
+    return HarnessResult(**(fields | changes))

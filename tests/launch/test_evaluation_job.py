@@ -92,6 +92,10 @@ def plan(folder: Path, name: str, *overrides: str, site: str = "local", **given:
     return make_plan(request, open_backend(request.site))
 
 
+def gpus(number: int) -> Flag:
+    return Flag(key="job.gpus", value=number, name="--gpus")
+
+
 @pytest.mark.parametrize("site", ["local", "container", "slurm", "cloud"])
 @pytest.mark.parametrize("name", ["EVAL.toml", "lm-eval.toml"])
 def test_an_evaluation_is_a_job_on_every_site(folder: Path, site: str, name: str) -> None:
@@ -122,10 +126,6 @@ def test_baselines_travel_with_the_job(folder: Path, tmp_path: Path, site: str) 
     (folder / "EVAL.toml").write_text('eval.baselines = ["base=nowhere"]\n' + text)
     with pytest.raises(ConfigError, match="the baseline 'nowhere' has no results"):
         read_request(str(folder / "EVAL.toml"), options, environ=os.environ, now=1.0e9)
-
-
-def gpus(number: int) -> Flag:
-    return Flag(key="job.gpus", value=number, name="--gpus")
 
 
 def test_each_node_has_its_share(folder: Path) -> None:
@@ -186,8 +186,14 @@ def test_a_file_says_itself_whether_it_is_trained_or_evaluated(folder: Path) -> 
         ("lm-eval.toml", {"overrides": ('harness.tasks=["mbpp"]',)}, "--confirm-run-unsafe-code"),
         ("bare.toml", {"command": "eval"}, "names no model"),
         ("lm-eval.toml", {"overrides": ("eval.num_samples=4",)}, "with samples, pass@k"),
-        ("lm-eval.toml", {"overrides": ("sampling.temperature=0.5",)}, "sampling.temperature=0.5"),
-        ("lm-eval.toml", {"overrides": ("placement.kind=ray",)}, "placement.kind='ray'"),
+        ("lm-eval.toml", {"overrides": ("sampling.temperature=0.5",)}, "sampling.temperature"),
+        ("lm-eval.toml", {"overrides": ("placement.kind=ray",)}, "placement.kind"),
+        ("lm-eval.toml", {"overrides": ("task.name=arithmetic",)}, "task.name"),
+        (
+            "lm-eval.toml",
+            {"overrides": ("job.nodes=2",), "site": "slurm", "flags": (gpus(8),)},
+            "job.nodes=2",
+        ),
         ("lm-eval.toml", {"site": "closed"}, "whose jobs have no network: lm-eval's environment"),
         (
             "lm-eval.toml",

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from strop.evaluate.result import PartScores
     from strop.evaluate.stored import StoredBaseline
     from strop.evaluate.table import ScoreRow
-    from strop.rollout import Split
     from strop.run.evaluation import EvalRequest, StoredRescored
 
 CHANGES_SHOWN = 20
@@ -150,27 +149,23 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
         raise typer.BadParameter("--workers takes --config EVAL.toml, which says what is evaluated")
     if options.follow:
         raise typer.BadParameter("--follow takes --config EVAL.toml, which says what is evaluated")
-    if options.task is None or options.split is None:
-        name = "task" if options.task is None else "split"
-        raise typer.BadParameter(f"Missing option '--{name}', or --config EVAL.toml")
-    tasks, split = [name.strip() for name in options.task.split(",")], Split(options.split)
-    if options.write_order is not None and (len(tasks) > 1 or options.harness is not None):
-        raise typer.BadParameter("--write-order takes one task of strop's own")
-    if options.canary is not None and options.harness is not None:
-        raise typer.BadParameter("--canary is for strop's own tasks: leave --harness out")
-    stored = read_baselines(
-        options.baseline or (), tasks, split, by_harness=options.harness is not None, out_dir=options.out
-    )
+    if options.task is None:
+        raise typer.BadParameter("Missing option '--task', or --config EVAL.toml")
+    tasks = [name.strip() for name in options.task.split(",")]
     if options.harness is not None:
-        show_harness(output, options, tasks, split, stored)
+        show_harness(output, options, tasks)
         return
+    if options.split is None:
+        raise typer.BadParameter("Missing option '--split', or --config EVAL.toml")
+    split = Split(options.split)
+    if options.write_order is not None and len(tasks) > 1:
+        raise typer.BadParameter("--write-order takes one task of strop's own")
+    stored = read_baselines(options.baseline or (), tasks, split, by_harness=False, out_dir=options.out)
     setups = read_setups(tasks, options.settings or (), split)
     request = _read_request(options)
     opened = open_model(options.model)
     results = [stored.result for stored in evaluate_here(setups, opened, request, say=output.say)]
     show_results(output, results, is_json=options.json)
-    for result in results:
-        say_references(output, options.model or "", result)
     _say_stored(output, options, results, stored)
     # After the results were shown, because the numbers explain the refusal.
     if len(results) == 1:
@@ -245,7 +240,7 @@ def _exit_if_invalid(output: Output, results: Sequence[EvalResult]) -> None:
 
 
 def show_beside(output: Output, rows: Sequence[ScoreRow]) -> None:
-    """Print all scores next to published and stored ones."""
+    """Print all scores next to the stored ones."""
     from strop.evaluate.table import COLUMNS as TABLE_COLUMNS
     from strop.evaluate.table import describe_note, show_row
 
@@ -262,13 +257,12 @@ def _say_stored(
     stored: Sequence[StoredBaseline],
 ) -> None:
     """Print and write results next to the baselines of the command line."""
-    from strop.evaluate.baselines import find_model_name
     from strop.evaluate.table import list_rows, write_tables
     from strop.run.evaluation import EVALS_ROOT
 
     if not stored:
         return
-    rows = list_rows(results, find_model_name(options.model or ""), stored)
+    rows = list_rows(results, stored)
     if not options.json:
         show_beside(output, rows)
     name = f"{results[0].model_digest[:8]}-step-{results[0].step:06d}"
@@ -286,34 +280,31 @@ def _read_share(text: str | None, name: str) -> tuple[int, int] | None:
     return int(first), int(number)
 
 
-def show_harness(
-    output: Output,
-    options: EvalOptions,
-    tasks: list[str],
-    split: Split,
-    stored: Sequence[StoredBaseline] = (),
-) -> None:
+def show_harness(output: Output, options: EvalOptions, tasks: list[str]) -> None:
     """Evaluate by lm-eval and print its numbers."""
-    from strop.evaluate.table import show_metric
+    from strop.evaluate.table import show_cut, show_metric
+    from strop.rollout import Split
+    from strop.run.baselines import read_baselines
     from strop.run.harness import evaluate_by_harness
     from strop.run.inference import open_model
 
     assert options.model is not None
     if options.harness != "lm-eval":
         raise typer.BadParameter(f"--harness takes lm-eval, not {options.harness}")
-    request, words = _read_request(options), options.settings or ()
-    opened = open_model(options.model)
+    own = {"--split": options.split, "--canary": options.canary, "--write-order": options.write_order}
+    if given := [name for name, value in own.items() if value is not None]:
+        raise typer.BadParameter(f"{given[0]} is for strop's own tasks: leave it or --harness out")
+    stored = read_baselines(
+        options.baseline or (), tasks, Split.HELD_OUT, by_harness=True, out_dir=options.out
+    )
     results = evaluate_by_harness(
         tasks,
-        words,
-        split,
-        opened,
-        request,
+        options.settings or (),
+        open_model(options.model),
+        _read_request(options),
         may_run_code=options.confirm_run_unsafe_code,
         say=output.say,
     )
-    for result in results:
-        say_references(output, options.model or "", result)
     _say_stored(output, options, results, stored)
     if options.json:
         output.give_json([result.model_dump(mode="json") for result in results])
@@ -325,7 +316,7 @@ def show_harness(
             *show_metric(name, metric),
             result.num_fewshot,
             result.max_reply_tokens,
-            percent(result.truncated_frac),
+            show_cut(result),
             result.num_examples,
         )
         for result in results
@@ -333,26 +324,6 @@ def show_harness(
     ]
     columns = ("task", "metric", "value", "s.e.", "shots", "budget", "cut", "examples")
     output.give_table(columns, rows, title=f"{results[0].harness}, step {results[0].step}")
-
-
-def say_references(output: Output, model: str, result: EvalResult | HarnessResult) -> None:
-    """Compare a score with the published one of the same model, or say why it cannot be compared."""
-    from strop.evaluate.baselines import compare_own_result, compare_with_references, find_model_name
-    from strop.evaluate.harness import HarnessResult
-
-    name = find_model_name(model)
-    if name is None:
-        return
-    if isinstance(result, HarnessResult):
-        for comparison in compare_with_references(name, result):
-            output.say(comparison.describe())
-        return
-    comparisons = compare_own_result(name, result)
-    for comparison in comparisons:
-        output.say(comparison.describe())
-    if comparisons:
-        task = comparisons[0].baseline.harness_task
-        output.say(f"published scores are compared with `strop eval {model} --harness lm-eval --task {task}`")
 
 
 def _read_request(options: EvalOptions) -> EvalRequest:

@@ -18,7 +18,6 @@ from strop.evaluate.accuracy import (
     require_baseline,
     run_evaluation,
 )
-from strop.evaluate.baselines import Baseline, BaselineStatus, find_baselines, find_reference
 from strop.evaluate.comparison import (
     Change,
     Comparison,
@@ -53,8 +52,6 @@ from strop.evaluate.result import (
 from strop.evaluate.shards import ChangedVerdict, Rescored, ShardFolder, rescore
 
 __all__ = [
-    "Baseline",
-    "BaselineStatus",
     "Change",
     "ChangedVerdict",
     "Comparison",
@@ -81,8 +78,6 @@ __all__ = [
     "difference_over_seeds",
     "dump_result",
     "evaluate_task",
-    "find_baselines",
-    "find_reference",
     "paired_difference",
     "pass_at_k",
     "pass_at_k_interval",

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.errors import CorruptRecord, StoreError
@@ -31,8 +31,7 @@ from strop.rollout import Split
 NORMAL_95 = 1.959963984540054
 _PERCENT = 100.0
 _HARNESS_PROTOCOL = (
-    *("task_version", "split", "data_digest", "num_fewshot", "max_reply_tokens", "stops", "seed"),
-    "arguments",
+    *("task_version", "data_digest", "num_fewshot", "max_reply_tokens", "stops", "seed", "arguments"),
 )
 """Fields that comparable results of lm-eval share, besides task and number of examples."""
 _NO_SHARES = ("perplexity", "bits_per_byte")
@@ -64,9 +63,7 @@ class StoredBaseline:
     """Stored results under a name that the user chose."""
 
     name: str
-    results: Mapping[Path, Result] = field(default_factory=dict)
-    published: str | None = None
-    """A model whose published scores are the baseline instead."""
+    results: Mapping[Path, Result]
 
     def choose(self, result: Result) -> Result | None:
         """Return the result to compare with: of the same task, at its last step, comparable if possible."""
@@ -80,12 +77,12 @@ def name_of(result: Result) -> str:
     return result.full_name if isinstance(result, EvalResult) else result.task
 
 
-Kind = tuple[type[Result], str, Split]
-"""The harness (by the class of its results), the task and the split."""
+Kind = tuple[type[Result], str, Split | None]
+"""The harness (by the class of its results), the task and the split; lm-eval's tasks say theirs."""
 
 
 def _kind_of(result: Result) -> Kind:
-    return type(result), name_of(result), result.split
+    return type(result), name_of(result), result.split if isinstance(result, EvalResult) else None
 
 
 def group_last(results: Mapping[Path, Result]) -> dict[Kind, dict[Path, Result]]:
@@ -323,5 +320,9 @@ def require_one_model(name: str, results: Mapping[Path, Result]) -> str | None:
 
 
 def tasks_of(results: Sequence[Result], split: Split) -> set[tuple[bool, str]]:
-    """Return the tasks of the results of a split: whether lm-eval evaluated it, and the name."""
-    return {(isinstance(result, HarnessResult), result.task) for result in results if result.split is split}
+    """Return the tasks of the results, strop's of a split: whether lm-eval evaluated it, and the name."""
+    return {
+        (isinstance(result, HarnessResult), result.task)
+        for result in results
+        if isinstance(result, HarnessResult) or result.split is split
+    }

@@ -1,4 +1,4 @@
-"""All scores of an evaluation in one table, with published and stored baselines: as text, JSON and CSV.
+"""All scores of an evaluation in one table, beside the user's own baselines: as text, JSON and CSV.
 
 A score has a row for each baseline. If the protocols differ, the row has no difference, and `note` names the
 differing fields.
@@ -15,19 +15,15 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 
-from strop.evaluate.baselines import ReferenceComparison, compare_own_result, compare_with_references
 from strop.evaluate.harness import HarnessMetric, HarnessResult
 from strop.evaluate.result import EvalResult
 from strop.evaluate.stored import (
-    NORMAL_95,
     BaselineScore,
     Result,
     StoredBaseline,
-    compare_apart,
     compare_with_stored,
     interval_of,
     scale_of,
-    widen,
 )
 from strop.io import write_bytes_atomically
 
@@ -51,7 +47,7 @@ class ScoreRow:
     baseline: float | None = None
     baseline_stderr: float | None = None
     baseline_of: str = ""
-    """The model of a published score with the date of publication, or the user's name of a stored result."""
+    """The user's name of the stored result."""
     difference: float | None = None
     """Points above it; None if the protocols differ."""
     note: str = ""
@@ -65,18 +61,11 @@ class ScoreRow:
     """Whether the two are comparable; None without a baseline."""
 
 
-def list_rows(
-    results: Sequence[Result], model: str | None, stored: Sequence[StoredBaseline] = ()
-) -> list[ScoreRow]:
-    """Return a row for each score and each of its baselines, in the order of the results.
-
-    `model`: a name with published scores; they precede those of `stored`.
-    """
+def list_rows(results: Sequence[Result], stored: Sequence[StoredBaseline] = ()) -> list[ScoreRow]:
+    """Return a row for each score and each of its baselines, in the order of the results."""
     rows: list[ScoreRow] = []
     for result in results:
-        models = [model, *[baseline.published for baseline in stored if baseline.published]]
-        tables = [_published_scores(name, result) for name in dict.fromkeys(models) if name is not None]
-        tables += [compare_with_stored(baseline, result) for baseline in stored]
+        tables = [compare_with_stored(baseline, result) for baseline in stored]
         scores = _rows_of_harness(result) if isinstance(result, HarnessResult) else _rows_of_own(result)
         for row in scores:
             key = row.task, row.metric
@@ -114,7 +103,11 @@ def _rows_of_own(result: EvalResult) -> Iterator[ScoreRow]:
 
 
 def _rows_of_harness(result: HarnessResult) -> Iterator[ScoreRow]:
-    notes = [f"{result.truncated_frac:.1%} of replies were cut"] if result.truncation_suspect else []
+    notes = []
+    if result.truncation_suspect:
+        notes.append(f"{result.truncated_frac:.1%} of replies were cut")
+    elif result.max_reply_tokens is not None and result.truncated_frac is None:
+        notes.append("how many replies were cut is unknown")
     notes += [f"{result.num_cut_prompts} prompts were cut"] if result.num_cut_prompts else []
     notes += list(result.arguments)
     for task, part in result.scored_parts.items():
@@ -143,41 +136,11 @@ def show_metric(name: str, metric: HarnessMetric) -> tuple[str, str]:
     return f"{scale * metric.value:.2f}{unit}", stderr
 
 
-def _published_scores(model: str, result: Result) -> dict[tuple[str, str], BaselineScore]:
-    """Return the published scores of a model for the scores of a result, by task and metric."""
-    if isinstance(result, HarnessResult):
-        parts = result.scored_parts
-        return {
-            (task, reference.metric): _published_score(
-                reference, widen(part.metrics[reference.metric], part.num_examples, 100.0)
-            )
-            for reference in reversed(compare_with_references(model, result))
-            for task, part in parts.items()
-            if reference.baseline.harness_task == task
-        }
-    return {
-        (result.full_name, reference.metric): _published_score(reference, None)
-        for reference in reversed(compare_own_result(model, result))
-    }
-
-
-def _published_score(reference: ReferenceComparison, metric: HarnessMetric | None) -> BaselineScore:
-    published = reference.baseline
-    value, stderr = published.value_pct, published.stderr_pct
-    half = None if stderr is None else NORMAL_95 * stderr
-    difference = None
-    if metric is not None and value is not None and reference.delta_points is not None:
-        earlier = HarnessMetric(value=value / 100, stderr=None if stderr is None else stderr / 100)
-        difference = compare_apart(earlier, metric, 100.0)
-    return BaselineScore(
-        of=f"{published.model}, {published.published}",
-        value=value,
-        low=None if value is None or half is None else value - half,
-        high=None if value is None or half is None else value + half,
-        stderr=stderr,
-        difference=difference,
-        differing=reference.differing,
-    )
+def show_cut(result: HarnessResult) -> str:
+    """Format the share of replies that the budget cut; a dash where nothing is generated."""
+    if result.max_reply_tokens is None:
+        return "-"
+    return "unknown" if result.truncated_frac is None else f"{result.truncated_frac:.1%}"
 
 
 def _with_baseline(row: ScoreRow, baseline: BaselineScore) -> ScoreRow:

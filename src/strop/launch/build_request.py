@@ -143,7 +143,7 @@ def read_request(
     if file is not None and evaluation is not None:
         # The model as it is named where the job runs.
         evaluation = replace(evaluation, model_uri=resolved.spec.model.uri)
-        roles = [evaluating_role(resolved.spec, python, may_run_code=options.may_run_code)]
+        roles = [evaluating_role(resolved.spec, evaluation, python, may_run_code=options.may_run_code)]
     elif options.command == SERVE:
         roles = service_roles(resolved.spec, python, site.name, options.service, of_site)
     else:

@@ -49,9 +49,18 @@ def read_job_file(
     return resolved, file
 
 
-def evaluating_role(spec: RunSpec, python: str, *, may_run_code: bool) -> RolePlan:
-    """Return the process on each node of an evaluation, which starts one process for each GPU."""
+def evaluating_role(spec: RunSpec, file: EvalFile, python: str, *, may_run_code: bool) -> RolePlan:
+    """Return the process on each node of an evaluation, which starts one process for each GPU.
+
+    Raises: ConfigError for lm-eval on several nodes.
+    """
     job = spec.job
+    if file.is_by_harness and job.nodes > 1:
+        raise ConfigError(
+            f"harness.tasks with job.nodes={job.nodes}",
+            allowed="one node: lm-eval is one process, whose engine uses all its GPUs",
+            next_step="leave job.nodes out, or submit a file for each task",
+        )
     words = ["eval", "--config", f"{{job}}/{EVALUATION_NAME}", "--out", "{run}/eval"]
     words += ["--node", f"{{node}}/{job.nodes}", *(["--confirm-run-unsafe-code"] if may_run_code else [])]
     gpus = {"eval": job.gpus_per_node} if job.gpus_per_node else {}
@@ -67,7 +76,6 @@ def carry_baselines(file: EvalFile) -> EvalFile:
 
     words, carried = [], {}
     for baseline in read_file_baselines(file):
-        words += [] if baseline.published is None else [f"{baseline.name}={baseline.published}"]
         for path in baseline.results:
             name = f"baseline-{hashlib.sha256(path.read_bytes()).hexdigest()[:16]}.json"
             carried[name] = path
@@ -82,11 +90,12 @@ def refuse_unreachable(file: EvalFile, site: str, profile: SiteOptions, environm
     Raises: ConfigError naming it.
     """
     include = file.values.get(("harness", "include"))
-    if include and not profile.has_shared_disk and not getattr(profile, "local", False):
+    has_folder = profile.has_shared_disk or getattr(profile, "local", False)
+    if include and "://" not in str(include) and not has_folder:
         raise ConfigError(
             f"harness.include={include} on {site}: a path of this machine, which its jobs cannot reach",
-            allowed="lm-eval's own tasks there",
-            next_step="leave it out, or evaluate on a site that sees the folder",
+            allowed="an s3:// prefix, or a folder that they see",
+            next_step="send the folder to S3 and name it there, or leave it out",
         )
     if file.is_by_harness and not profile.has_network and "STROP_CACHE" not in environment.variables:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Find the stored results or published scores that a user names as baselines of an evaluation."""
+"""Find the stored results that a user names as baselines of an evaluation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.errors import ConfigError
-from strop.evaluate.baselines import BaselineStatus, all_baselines, find_model_name
 from strop.evaluate.stored import (
     Result,
     StoredBaseline,
@@ -27,38 +26,28 @@ def read_baselines(
     """Read the baselines that the words `NAME=PLACE` or `PLACE` name.
 
     A place is a result, a folder of results, a run; a model or a checkpoint with results in its run, in
-    `out_dir` or in `EVALS_ROOT`; the name of an evaluation by a file, with results in these folders; or a
-    model with published scores. Places of the same name are one baseline. `tasks` are those of the new
-    evaluation; with `by_harness` they are lm-eval's.
+    `out_dir` or in `EVALS_ROOT`; or the name of an evaluation by a file, with results in these folders.
+    Places of the same name are one baseline. `tasks` are those of the new evaluation; with `by_harness` they
+    are lm-eval's.
     Raises: ConfigError for a baseline without a result on any of the tasks, or of several models;
         CorruptRecord for a damaged result.
     """
-    joined: dict[tuple[str, str | None], StoredBaseline] = {}
+    joined: dict[str, StoredBaseline] = {}
     for baseline in (_read_baseline(word, out_dir) for word in words):
-        key = (baseline.name, baseline.published)
-        joined[key] = replace(baseline, results={**joined.get(key, baseline).results, **baseline.results})
+        results = {**joined.get(baseline.name, baseline).results, **baseline.results}
+        joined[baseline.name] = replace(baseline, results=results)
     wanted = {(by_harness, task) for task in tasks}
     baselines = []
     for baseline in joined.values():
-        if baseline.published is not None:
-            # The tasks on which a model's published scores may be quoted.
-            available = {
-                (row.harness_task or "") if by_harness else row.task
-                for row in all_baselines()
-                if row.model == baseline.published and row.status is BaselineStatus.REFERENCE
-            }
-            known = [task for task in tasks if task in available]
-        else:
-            if several := require_one_model(baseline.name, baseline.results):
-                raise ConfigError(
-                    several,
-                    allowed="the results of one model",
-                    next_step="name one file, or the model whose results are meant",
-                )
-            stored = tasks_of(list(baseline.results.values()), split)
-            known = [task for task in tasks if (by_harness, task) in stored]
+        if several := require_one_model(baseline.name, baseline.results):
+            raise ConfigError(
+                several,
+                allowed="the results of one model",
+                next_step="name one file, or the model whose results are meant",
+            )
+        stored = tasks_of(list(baseline.results.values()), split)
+        if not wanted & stored:
             available = {f"{name} (by lm-eval)" if is_by_harness else name for is_by_harness, name in stored}
-        if not known:
             raise ConfigError(
                 f"the baseline {baseline.name} has no {split.value} result on {' or '.join(tasks)}",
                 allowed=f"a baseline with one of the tasks; it has {', '.join(sorted(available)) or 'none'}",
@@ -91,12 +80,9 @@ def _read_baseline(word: str, out_dir: Path | None) -> StoredBaseline:
         matching = {file: result for file, result in stored.items() if file.name.startswith(f"{place}.")}
     if place and matching:
         return StoredBaseline(name=name or path.name, results=matching)
-    published = find_model_name(place)
-    if published is not None:
-        return StoredBaseline(name=name or published, published=published)
     raise ConfigError(
         f"the baseline {place or word!r} has no results",
         allowed="a result, a folder of results, a run; a model or an evaluation with results in"
-        f" {EVALS_ROOT}/ or --out; a model with published scores",
+        f" {EVALS_ROOT}/ or --out",
         next_step="correct it, or evaluate that model first",
     )

@@ -17,7 +17,6 @@ from pathlib import Path
 
 from strop.errors import EXIT_REFUSED, EXIT_USAGE, CheckRefused, ConfigError, EngineError
 from strop.evaluate import EvalResult
-from strop.evaluate.baselines import find_model_name
 from strop.evaluate.harness import HarnessResult
 from strop.evaluate.stored import StoredBaseline
 from strop.evaluate.table import ScoreRow, list_rows, write_tables
@@ -112,7 +111,7 @@ def evaluate_file(evaluation: FileEvaluation, *, say: Callable[[str], None]) -> 
                 if evaluation.node[0]:
                     return FileResults()
         model = open_model(name)
-        return _evaluate(file, evaluation, name, model, say, baselines)
+        return _evaluate(file, evaluation, model, say, baselines)
 
 
 def read_file_baselines(
@@ -135,13 +134,12 @@ def require_readable(file: EvalFile, *, may_run_code: bool) -> None:
             read_file_setup(file, None, task)
         return
     harness, words = _read_harness(file), _harness_words(file, None)
-    read_harness_setup(harness.tasks, words, Split.HELD_OUT, _make_request(file), may_run_code=may_run_code)
+    read_harness_setup(harness.tasks, words, _make_request(file), may_run_code=may_run_code)
 
 
 def _evaluate(
     file: EvalFile,
     evaluation: FileEvaluation,
-    name: str,
     model: OpenedModel,
     say: Callable[[str], None],
     baselines: Sequence[StoredBaseline],
@@ -154,15 +152,14 @@ def _evaluate(
     if file.is_by_harness:
         tasks, words = _read_harness(file).tasks, _harness_words(file, run)
         harness = evaluate_by_harness(
-            tasks, words, Split.HELD_OUT, model, request, may_run_code=evaluation.may_run_code, say=say
+            tasks, words, model, request, may_run_code=evaluation.may_run_code, say=say
         )
     else:
         setups = [read_file_setup(file, run, task) for task in file.tasks]
         own = [stored.result for stored in evaluate_here(setups, model, request, say=say)]
     if part != (0, 1):
         return FileResults()
-    known = find_model_name(name) or (None if run is None else find_model_name(run.model.uri))
-    rows = list_rows([*own, *harness], known, baselines)
+    rows = list_rows([*own, *harness], baselines)
     tables = write_tables(rows, evaluation.out_dir or EVALS_ROOT, f"{file.name}-step-{model.step:06d}")
     return FileResults(own=own, harness=harness, rows=rows, tables=tables)
 
@@ -187,28 +184,26 @@ def _make_request(file: EvalFile) -> EvalRequest:
 
 
 def _harness_words(file: EvalFile, run: RunSpec | None) -> list[str]:
-    """Return the words of `evaluate_by_harness`: settings of tasks begin with the task's name.
-
-    `run`: the run that trained the model.
-    """
-    values = {
-        place: value for place, value in file.values.items() if place[0] not in {"store", "job", "output"}
-    }
+    """Return the words of `evaluate_by_harness`. `run`: the run that trained the model."""
+    left_out = {"store", "job", "output"}
+    values = {place: value for place, value in file.values.items() if place[0] not in left_out}
     values.pop(("harness", "tasks"), None)
     if run is not None:
         # Evaluated in the number format of the training; lm-eval chooses all else.
         values.setdefault(("model", "dtype"), run.model.dtype)
-    words = [
-        f"{dotted(place)}={format_value(value)}" for place, value in values.items() if place[0] != "task"
-    ]
-    for task in file.tasks:
-        own = [word for word in file.words_for(None, task) if word.startswith("task.")]
-        words += [f"{task}.{word.removeprefix('task.')}" for word in own]
-    return words
+    return [f"{dotted(place)}={format_value(value)}" for place, value in values.items()]
 
 
 def _count_workers(file: EvalFile, evaluation: FileEvaluation, name: str) -> int:
     """Return the number of processes on this node."""
+    if file.is_by_harness:
+        if evaluation.node[1] > 1 or evaluation.num_workers not in {None, 1}:
+            raise ConfigError(
+                "harness.tasks with several nodes or workers",
+                allowed="one process, whose engine uses all GPUs of the machine",
+                next_step="leave them out",
+            )
+        return 1
     if name.startswith(("http://", "https://")):
         # The server has its own GPUs, and batches requests.
         return evaluation.num_workers or 1
@@ -232,8 +227,6 @@ def _count_workers(file: EvalFile, evaluation: FileEvaluation, name: str) -> int
 
 
 def _gpus_per_copy(file: EvalFile) -> int:
-    if file.is_by_harness:
-        return _read_harness(file).tensor_parallel
     return int(file.values.get(("engine", "tensor_parallel")) or 1)
 
 

@@ -56,7 +56,7 @@ class EvalFile:
 
     @property
     def is_by_harness(self) -> bool:
-        """Whether lm-eval evaluates; the tasks then only name the examples of its tasks."""
+        """Whether lm-eval evaluates; then there are no tasks of strop's."""
         return bool(self.values.get(_HARNESS_TASKS))
 
     @property
@@ -131,11 +131,8 @@ def read_eval_file(
         )
     given, _ = merge_sources(read_sources(os.fspath(path), ()))
     if overrides:
-        single, harness = (
-            place in given and given[place].value for place in (("task", "name"), _HARNESS_TASKS)
-        )
-        tables = {str(name): f"task.parts.{name}" for name in harness or ()}
-        tables |= {place[2]: f"task.parts.{place[2]}" for place in given if place[:2] == PARTS_TABLE}
+        single = given[("task", "name")].value if ("task", "name") in given else None
+        tables = {place[2]: f"task.parts.{place[2]}" for place in given if place[:2] == PARTS_TABLE}
         tables |= {str(single): "task"} if single else {}
         placed = []
         for word in overrides:
@@ -198,13 +195,21 @@ def _take_tasks(values: dict[KeyPath, Any], shown: str) -> tuple[str, ...]:
 
     Raises: ConfigError if there is none, one stands twice, or a setting does not say whose it is.
     """
+    if values.get(_HARNESS_TASKS):
+        if of_task := [dotted(place) for place in values if place[0] == "task"]:
+            raise _wrong(
+                f"{', '.join(of_task)} in {shown}, which lists harness.tasks",
+                "strop's own tasks, or lm-eval's, which have data and prompts of their own",
+                "write a second file for the others",
+            )
+        return ()
     task = values.pop(("task", "name"), None)
     if isinstance(task, str):
         return (task,)
     labels = dict.fromkeys(place[2] for place in values if place[:2] == PARTS_TABLE)
     names = [str(values.get((*PARTS_TABLE, label, "name"), label)) for label in labels]
     shared = [dotted(place) for place in values if place[0] == "task" and place[:2] != PARTS_TABLE]
-    if not names and not values.get(_HARNESS_TASKS):
+    if not names:
         raise _wrong(
             f"{shown} names no task",
             "task.name, a table [task.parts.LABEL] for each of several tasks, or harness.tasks for lm-eval's",

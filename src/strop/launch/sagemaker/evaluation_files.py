@@ -1,24 +1,20 @@
 """An evaluation's files on hosts without a common disk: kept for the next start, sent to the first host.
 
     <run>/eval/<task>-step-000020/examples-*.parquet    replies, written atomically
-    <run>/eval/*.replies-*/part-<n>_rank0.db, *.done    lm-eval's replies, once a share has all of one kind
     <run>/eval/.shares/<attempt>/<node>                 a node's share is done; sent after all its replies
 
 The platform keeps the first host's files in S3 and copies them to every host at the next start, so that each
 requests only missing replies. Files go through the connection of the hosts (`rendezvous`), which jobs without
-network have too. Not covered: unfinished work of lm-eval.
+network have too. Not covered: unfinished work of lm-eval, which has one host.
 """
 
 from __future__ import annotations
 
 import base64
 import shutil
-import sqlite3
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -89,13 +85,10 @@ class ShareSender(Worker):
     def send_new(self) -> None:
         """Send new files, then the marks that were listed before them."""
         marks = [path for path in sorted(self._marks.glob("*")) if path.name.isdigit()]
-        kinds = sorted(self._folder.glob("*.replies-*/*.done"))
         try:
-            for path in [*list_evaluation(self._trial_path), *kinds, *marks]:
+            for path in [*list_evaluation(self._trial_path), *marks]:
                 if self._sent.get(path) == (version := _version(path)):
                     continue
-                if path in kinds:
-                    self._send_replies(path)
                 name = (
                     path.relative_to(self._folder).as_posix()
                     if path not in marks
@@ -103,24 +96,11 @@ class ShareSender(Worker):
                 )
                 self._send_file(path, name)
                 self._sent[path] = version
-        except (OSError, sqlite3.Error) as error:
+        except OSError as error:
             # The next call sends it.
             if str(error) != self._last_error:
                 self._last_error = str(error)
                 sys.stderr.write(f"shares: not sent yet: {error}\n")
-
-    def _send_replies(self, done: Path) -> None:
-        """Send a snapshot of lm-eval's cache; SQLite copies it, because it may grow meanwhile."""
-        share = done.stem.rpartition("-")[2]
-        source = done.with_name(f"part-{share}_rank0.db")
-        with tempfile.TemporaryDirectory() as folder:
-            copy = Path(folder) / "copy.db"
-            with (
-                closing(sqlite3.connect(f"file:{source}?mode=ro", uri=True)) as old,
-                closing(sqlite3.connect(copy)) as new,
-            ):
-                old.backup(new)
-            self._send_file(copy, source.relative_to(self._folder).as_posix())
 
     def _send_file(self, path: Path, name: str) -> None:
         data = path.read_bytes()
