@@ -6,9 +6,11 @@ from pathlib import Path
 
 from strop.record import RunDir
 from strop.record.events import JsonLines
+from strop.record.files import DirectoryRecord
 from strop.record.rollouts import read_rollouts
 from strop.view.alarms import count_alarms
-from strop.view.run_record import compare_ends, read_run_record
+from strop.view.live import LiveRun
+from strop.view.run_record import compare_ends, read_live
 from tests.fixtures.records import RecordSize, make_record
 
 SIZE = RecordSize(num_steps=12, num_rollouts=20, num_reply_tokens=9, num_distinct=2, num_evaluations=3)
@@ -17,7 +19,7 @@ SIZE = RecordSize(num_steps=12, num_rollouts=20, num_reply_tokens=9, num_distinc
 def test_a_record_has_all_that_a_run_leaves(tmp_path: Path) -> None:
     made = make_record(tmp_path, SIZE)
     assert not made.is_locked_here
-    record = read_run_record(made.path)
+    record = read_live(LiveRun(key="made", record=DirectoryRecord(made.path)))
     assert record.state.finished_at is not None
     assert record.num_steps == 12
     assert {len(line) for line in record.metrics} == {SIZE.num_metrics + 1}

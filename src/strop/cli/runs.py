@@ -304,12 +304,10 @@ def report(
     It is written to the run's directory; for a job, a mirror or a comparison, to the current folder.
     """
     from strop.record.run_dir import STATE_NAME
-    from strop.view.report import write_report, write_report_of
+    from strop.view.report import write_comparison, write_report, write_report_of
 
     output: Output = context.obj
     if len(runs) > 1:
-        from strop.view.comparison import write_comparison
-
         output.give(str(write_comparison([Path(run) for run in runs], Path())))
         return
     (run,) = runs

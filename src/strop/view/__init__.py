@@ -2,7 +2,6 @@
 
 `open_progress` picks the `Progress` for a stream, plain lines or the live lines of `strop.view.display`;
 `TerminalObserver` shows a run on it. `make_harmless` removes escape codes from text that a model wrote.
-The report is `strop.view.report.write_report`, imported by path because it needs Jinja2.
 Not here: recording (record), judging (evaluate), and any decision about the run.
 """
 

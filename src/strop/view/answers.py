@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from strop.errors import StropError
 from strop.record import EventKind
+from strop.record.prediction import compare_prediction
 from strop.rollout import ToolCall
 from strop.tool_calls import guess_format, read_reply
 from strop.view.live import EVALUATION, NOTES, TRAINING, LiveRun
+from strop.view.terminal import describe_duration, describe_usd
 
 if TYPE_CHECKING:
     from strop.evaluate import EvalResult
+    from strop.view.run_record import RunRecord
 
 
 def list_runs(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
@@ -52,9 +57,7 @@ def list_runs(runs: Sequence[LiveRun]) -> list[dict[str, Any]]:
 
 def describe_run(live: LiveRun) -> dict[str, Any]:
     """Return everything about a run except its curves and its rollouts."""
-    # Imported here: the report needs its template engine, which a list of runs does not.
     from strop.view.alarms import count_alarms
-    from strop.view.report import collect_facts, compare_with_plan, describe_status
     from strop.view.run_record import NOTED_KINDS, compare_ends, describe_protocol, read_live
 
     events, events_offset = live.read_events()
@@ -65,10 +68,10 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
         "key": live.key,
         "name": run.state.name,
         "phase": live.find_phase(),
-        "status": describe_status(run),
+        "plot_range": describe_plot_range(run),
         "task": run.state.facts.get("task") or run.spec.get("task", {}).get("name"),
         "model": run.spec.get("model", {}).get("uri"),
-        "algorithm": train.get("terms") if "algorithm" not in run.spec else run.spec["algorithm"].get("name"),
+        "algorithm": _name_method(run),
         "created_at": run.state.created_at,
         "finished_at": run.state.finished_at,
         "num_attempts": run.state.num_attempts,
@@ -90,6 +93,13 @@ def describe_run(live: LiveRun) -> dict[str, Any]:
         # Read first: events between this and the rest are sent twice, and never missed.
         "events_offset": events_offset,
     }
+
+
+def _name_method(run: RunRecord) -> str | None:
+    """Return the run's algorithm, or the name of its objective."""
+    terms, algorithm = (_lookup(run.spec, *path) for path in (("train", "terms"), ("algorithm", "name")))
+    own = {"sft": "sft", "dpo": _lookup(run.spec, "dpo", "loss") or "dpo", "distill": "distillation"}
+    return f"{algorithm} and sft" if terms == "rl+sft" else own.get(terms or "", algorithm or terms)
 
 
 def _describe_eval(result: EvalResult) -> dict[str, Any]:
@@ -238,3 +248,85 @@ def compare(runs: Sequence[LiveRun]) -> dict[str, Any]:
                 }
             )
     return answer
+
+
+def compare_with_plan(record: RunRecord) -> list[dict[str, Any]]:
+    """Return planned numbers with their measured ones; none if nothing was planned or measured."""
+    if record.prediction is None:
+        return []
+    return [
+        {
+            "name": row.name,
+            "planned": describe_amount(row.planned, row.unit),
+            "measured": describe_amount(row.measured, row.unit),
+            "ratio": row.ratio,
+        }
+        for row in compare_prediction(record.prediction, record.metrics)
+    ]
+
+
+def describe_amount(amount: float, unit: str) -> str:
+    """Format a number of a plan; `unit` is 's', 'bytes', 'USD' or a rate."""
+    if unit == "s":
+        return f"{1e3 * amount:.0f} ms" if amount < 0.1 else describe_duration(amount)
+    if unit == "USD":
+        return describe_usd(amount)
+    return f"{amount / 1e9:.2f} GB" if unit == "bytes" else f"{amount:,.0f} {unit}"
+
+
+def describe_plot_range(record: RunRecord) -> str | None:
+    """Return the range of the charts' steps, with a warning if it is not the whole run; None: no steps."""
+    if not record.metrics:
+        return None
+    first, last = int(record.metrics[0]["step"]), record.num_steps
+    wanted = int(_lookup(record.spec, "train", "steps") or last)
+    if first <= 1 and last >= wanted:
+        return f"The charts show the whole run, steps 1 to {last}."
+    return (
+        f"Cut short: the charts show steps {first} to {last} of the {wanted} of the run. What is not recorded"
+        " may look otherwise."
+    )
+
+
+def collect_facts(record: RunRecord) -> list[tuple[str, str]]:
+    """Collect the run's identity and cost, as label and text."""
+    state, num = record.state, record.state.num_attempts
+    facts = [
+        ("Started", instant(state.created_at)),
+        ("Processes", "one" if num <= 1 else f"{num}, each resumed from a checkpoint"),
+        ("Seed", str(record.spec.get("seed", "default"))),
+        ("Spec digest", state.spec_digest),
+    ]
+    facts += [(name.replace("_", " ").capitalize(), _plain(value)) for name, value in state.facts.items()]
+    seconds = [line["seconds_step"] for line in record.metrics if "seconds_step" in line]
+    if seconds:
+        facts.append(("Training time", describe_duration(sum(seconds))))
+        facts.append(("Median step", describe_duration(statistics.median(seconds))))
+    planned = record.prediction
+    if planned is not None and (rate := planned.usd_per_hour) is not None:
+        price = describe_usd(rate * sum(seconds) / 3600.0)
+        wanted = f"; planned {describe_usd(rate * planned.total_s / 3600.0)}" if planned.total_s else ""
+        facts.append(("Price of the steps", f"{price} at {describe_usd(rate)} an hour{wanted}"))
+    tokens = sum(line.get("num_scored_tokens", 0) for line in record.metrics)
+    if tokens:
+        facts.append(("Scored tokens", f"{tokens:,.0f}"))
+    peak_bytes = max((line.get("peak_memory_bytes", 0) for line in record.metrics), default=0)
+    if peak_bytes:
+        facts.append(("Peak memory", f"{peak_bytes / 1e9:.2f} GB"))
+    return facts
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_plain(part)}" for name, part in value.items())
+    return ", ".join(map(_plain, value)) if isinstance(value, list) else str(value)
+
+
+def _lookup(spec: Mapping[str, Any], section: str, key: str) -> str | None:
+    value = spec.get(section, {}).get(key)
+    return None if value is None else str(value)
+
+
+def instant(seconds: float) -> str:
+    """Format a time."""
+    return datetime.fromtimestamp(seconds, tz=UTC).strftime("%Y-%m-%d %H:%M UTC")

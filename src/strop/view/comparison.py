@@ -1,4 +1,4 @@
-"""Comparison of runs with the first of them: a table of changes, and one self-contained page with curves.
+"""Comparison of runs with the first of them, as a table of changes.
 
 The numbers come from `strop.run.runs.compare_many`; this module only shows them.
 """
@@ -6,87 +6,16 @@ The numbers come from `strop.run.runs.compare_many`; this module only shows them
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from strop import __version__
-from strop.io import write_bytes_atomically
-from strop.run.runs import Arm, ManyComparison, compare_many, list_changes
+from strop.run.runs import Arm, ManyComparison, list_changes
 
 if TYPE_CHECKING:
     from strop.evaluate import Interval, Summary
-    from strop.view.charts import Chart
-    from strop.view.run_record import RunRecord
 
-COMPARISON_NAME = "comparison.html"
 COLUMNS = ("run", "replies", "share", "first", "this", "change", "95% interval", "p", "p (Holm)")
 """Columns of `list_changes_in_words`. p (Holm) holds for all comparisons together."""
-_NUM_STYLES = 6
-_SMOOTHED_STEPS = 5
-_CURVES = (
-    ("accuracy", "Training accuracy", True),
-    ("reward_mean", "Reward", False),
-    ("entropy_nats", "Entropy (nats per token)", False),
-    ("reply_tokens_mean", "Reply length (tokens)", False),
-    ("zero_variance_frac", "Groups without signal", True),
-    ("seconds_step", "Step time (seconds)", False),
-)
-
-
-def write_comparison(paths: Sequence[Path], folder: Path) -> Path:
-    """Compare runs with `compare_many`, and write comparison.html into a folder; return its path.
-
-    Raises: as `compare_many`; StoreError if the disk fails; CorruptRecord if a run is damaged.
-    """
-    path = folder / COMPARISON_NAME
-    write_bytes_atomically(path, render_comparison(compare_many(paths)).encode())
-    return path
-
-
-def render_comparison(comparison: ManyComparison) -> str:
-    """Render the page. Arms that are stored results have no curves."""
-    from strop.view.report import open_templates
-    from strop.view.run_record import read_run_record
-
-    arms = [comparison.baseline, *(other.arm for other in comparison.others)]
-    records = [read_run_record(path) for arm in arms for path in arm.paths if path.is_dir()]
-    return (
-        open_templates()
-        .get_template("comparison.html.j2")
-        .render(
-            baseline=comparison.baseline.label,
-            names=[arm.label for arm in arms],
-            columns=COLUMNS,
-            rows=list_changes_in_words(comparison),
-            remarks=list(list_remarks(comparison, is_declared=False)),
-            settings=comparison.settings,
-            charts=_draw_curves(records),
-            version=__version__,
-        )
-    )
-
-
-def _draw_curves(records: Sequence[RunRecord]) -> list[Chart]:
-    from strop.view.charts import Series, build_chart, smooth
-
-    def draw(key: str, title: str, points: Sequence[Sequence[tuple[float, float | None]]]) -> Chart | None:
-        lines = [
-            Series(label=record.path.name, style=f"run-{place % _NUM_STYLES}", points=line)
-            for place, (record, line) in enumerate(zip(records, points, strict=True))
-            if any(value is not None for _, value in line)
-        ]
-        return build_chart(key, title, lines, is_share=key in shares)
-
-    shares = {"held-out", *(name for name, _, is_share in _CURVES if is_share)}
-    held_out = [
-        [(float(result.step), result.greedy.accuracy) for result in record.evals] for record in records
-    ]
-    charts = [draw("held-out", "Held-out accuracy", held_out)]
-    for name, title, _ in _CURVES:
-        lines = [[(line["step"], line.get(name)) for line in record.metrics] for record in records]
-        charts.append(draw(name, title, [smooth(line, _SMOOTHED_STEPS) for line in lines]))
-    return [chart for chart in charts if chart is not None]
 
 
 def list_changes_in_words(comparison: ManyComparison) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""The contents of a report, read from a run's record.
+"""What the page tells of a run, read from its record.
 
 It reads and selects; nothing is formatted here. A run that is going on, was killed or has no evaluation is as
 readable as a finished one: missing records are absent.
@@ -10,24 +10,21 @@ import json
 import tomllib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from strop.errors import CorruptRecord
 from strop.evaluate import EvalResult, Interval, compare_results
 from strop.evaluate.result import PROTOCOL_FIELDS
-from strop.record import Event, EventKind, RunDir, RunState
-from strop.record.events import ACCEPTED
-from strop.record.files import DirectoryRecord, RecordFiles
+from strop.record import Event, EventKind, RunState
+from strop.record.files import RecordFiles
 from strop.record.prediction import PREDICTION_NAME, Prediction, parse_prediction
 from strop.rollout import Rollout
 from strop.view.live import LiveRun
 
 EXAMPLES_SHOWN = 3
 NOTED_KINDS = frozenset({EventKind.RESUME, EventKind.NOTICE, EventKind.STOP})
-STAGES = ("generate", "verify", "learn", "sync", "other")
-"""The parts of a step, in order; metric `seconds_<stage>` holds each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +58,6 @@ class RunRecord:
     events: Sequence[Event]
     evals: Sequence[EvalResult]
     """By step; only of the protocol measured most often."""
-    early: RolloutsAtStep | None
-    late: RolloutsAtStep | None
     prediction: Prediction | None = None
     """The plan's predicted time and memory."""
     audit: Mapping[str, Any] | None = None
@@ -72,24 +67,6 @@ class RunRecord:
     def num_steps(self) -> int:
         """Recorded steps."""
         return int(self.metrics[-1]["step"]) if self.metrics else 0
-
-
-def read_run_record(run_dir: Path) -> RunRecord:
-    """Read a run directory.
-
-    Raises: StoreError if it is not one; CorruptRecord if a record in it is damaged.
-    """
-    RunDir.open(run_dir)
-    return read_record(run_dir.resolve().name, DirectoryRecord(run_dir))
-
-
-def read_record(name: str, files: RecordFiles) -> RunRecord:
-    """Read a run from any record, like `read_run_record`; `name` is the name of its directory."""
-    live = LiveRun(key=name, record=files)
-    steps = live.rollout_steps()
-    ends = [choose_at_step(files, step) for step in dict.fromkeys([*steps[:1], *steps[-1:]])]
-    early, late = (*ends, None, None)[:2]
-    return replace(read_live(live), early=early, late=late)
 
 
 def read_live(live: LiveRun, events: Sequence[Event] | None = None) -> RunRecord:
@@ -116,8 +93,6 @@ def read_live(live: LiveRun, events: Sequence[Event] | None = None) -> RunRecord
         metrics=live.metrics,
         events=live.read_events()[0] if events is None else events,
         evals=choose_results(live.read_results()),
-        early=None,
-        late=None,
         prediction=None
         if prediction is None
         else parse_prediction(prediction, files.describe(PREDICTION_NAME)),
@@ -181,23 +156,6 @@ def compare_ends(evals: Sequence[EvalResult]) -> BeforeAfter | None:
     if before.is_valid and after.is_valid:
         change = compare_results(before, after).greedy
     return BeforeAfter(before=before, after=after, change=change)
-
-
-def list_checks(events: Sequence[Event]) -> tuple[list[Event], list[Event]]:
-    """Return the gate's passed checks and its accepted ones, each from the last attempt that made it."""
-    last = {event.cause: event for event in events if event.kind is EventKind.GATE}
-    accepted = [event for event in last.values() if event.detail.startswith(ACCEPTED)]
-    return [event for event in last.values() if event not in accepted], accepted
-
-
-def sum_stages(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the seconds of each stage over all steps; stages never measured are left out."""
-    totals: dict[str, float] = {}
-    for stage in STAGES:
-        seconds = [line[f"seconds_{stage}"] for line in metrics if f"seconds_{stage}" in line]
-        if seconds:
-            totals[stage] = sum(seconds)
-    return totals
 
 
 def describe_protocol(result: EvalResult) -> dict[str, str]:

@@ -349,7 +349,7 @@ def serve(runs: Runs, address: Address, *, writes_notes: bool, say: Callable[[st
 
 def _import_rest() -> None:
     """Import the modules of the first answers while the browser loads the page."""
-    for name in ("strop.view.report", "strop.run.runs", "strop.record.rows", "tokenizers"):
+    for name in ("strop.view.run_record", "strop.run.runs", "strop.record.rows", "tokenizers"):
         import_module(name)
 
 

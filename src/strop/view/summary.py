@@ -12,8 +12,8 @@ from strop.evaluate import compare_results
 from strop.record import RunDir
 from strop.record.prediction import compare_prediction, read_prediction
 from strop.run.held_out import Changes, TrainOutcome
+from strop.view.answers import describe_amount
 from strop.view.display import cut
-from strop.view.report import describe_amount
 from strop.view.terminal import make_harmless, to_one_line
 
 _MOST_ASKED = 60

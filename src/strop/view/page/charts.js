@@ -60,6 +60,8 @@ const sights = new IntersectionObserver((entries) => {
 }, { rootMargin: "200px" });
 const sizes = new ResizeObserver((entries) => entries.forEach((entry) => entry.target.chart.later()));
 const all = new Set();
+// On paper all are in sight.
+window.addEventListener("beforeprint", () => all.forEach((chart) => chart.draw()));
 export const redrawAll = () => all.forEach((chart) => chart.later());
 export const forgetCharts = () => { for (const chart of all) { sights.unobserve(chart.canvas); sizes.unobserve(chart.canvas); } all.clear(); };
 

@@ -1,6 +1,6 @@
 // Runs beside each other: their curves in one chart each, and the paired change of their last evaluations.
 import { Chart, smooth } from "./charts.js";
-import { ask, h, isNumber, link, percent, signed, table, visible } from "./dom.js";
+import { ask, h, isNumber, kept, link, percent, signed, table, visible } from "./dom.js";
 import { say } from "./main.js";
 import { Metrics } from "./run.js";
 
@@ -27,5 +27,5 @@ export async function compareView(room, { all }) {
     const chart = new Chart({ title, isShare, series: () => metrics.map((one, i) => ({ label: visible(keys[i]), colour: `run-${i % 6}`, dash: DASHES[i % 6], x: one.steps, y: isSmooth ? smooth(one.column(name)) : one.column(name) })) });
     grid.append(chart.figure);
   }
-  say(`${keys.length} runs`);
+  say(kept?.made ?? `${keys.length} runs`);
 }

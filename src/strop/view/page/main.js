@@ -1,7 +1,7 @@
 // Which view is shown follows from the address behind '#'. Theme, keys, and what a view leaves behind when it goes.
 import { forgetCharts, redrawAll } from "./charts.js";
 import { compareView } from "./compare.js";
-import { h, link } from "./dom.js";
+import { h, kept, link } from "./dom.js";
 import { readerView, searchView, stepView } from "./rollouts.js";
 import { runView } from "./run.js";
 import { runsView } from "./runs.js";
@@ -100,5 +100,6 @@ export function moveRow(by) {
   next.querySelector("a").focus();
 }
 
+if (kept && !location.hash) location.replace(kept.start);
 window.addEventListener("hashchange", show);
 show();

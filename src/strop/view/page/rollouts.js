@@ -1,5 +1,5 @@
 // Rollouts: a step's list, a search over all steps, and one of them turn by turn and token by token.
-import { ask, choice, h, isNumber, link, percent, prose, short, table, visible } from "./dom.js";
+import { ask, choice, h, isNumber, kept, link, percent, prose, short, table, visible } from "./dom.js";
 import { moveRow, say } from "./main.js";
 
 const hidden = (key, action) => h("button", { type: "button", hidden: true, "data-key": key, onclick: action }, key);
@@ -43,6 +43,14 @@ function rowOf(run, row, step, marks = {}) {
 
 const heads = (first, isGrouped = false) => h("thead", {}, h("tr", {}, [[first, "c-id"], ["verdict", "c-verdict"], ["reward", "c-num number"], ["tokens", "c-num number hide-small"], ["fate", "c-status hide-small"], ["age", "c-num number hide-small"], ...(isGrouped ? [["reply", "", 2]] : [["prompt", "hide-small"], ["reply", ""]])].map(([text, kind, span]) => h("th", { scope: "col", class: kind, colspan: span }, text))));
 
+// The rollouts of a report: of each step the best, a middle and the worst reply to one prompt.
+export const written = async (run, steps) => Promise.all(steps.map(async (step) => {
+  const { rows } = await ask("rollouts", { run, step, of: "step" });
+  tellApart(rows);
+  return [h("h3", {}, `What the model wrote after ${step} ${step === 1 ? "step" : "steps"}`),
+    h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Rollouts of step ${step}` }, h("table", { class: "rows" }, heads("#"), h("tbody", {}, rows.map((row) => rowOf(run, row, step)))))];
+}));
+
 export async function stepView(room, { run, of, step, query }) {
   const [{ rows }, told] = await Promise.all([ask("rollouts", { run, step, of }), ask("steps", { run, of })]);
   tellApart(rows);
@@ -76,7 +84,7 @@ export async function stepView(room, { run, of, step, query }) {
   const solved = rows.filter((row) => row.is_correct === true).length, judged = rows.filter((row) => row.is_correct !== null).length;
   room.append(h("h1", {}, of === "eval" ? `Held-out replies after step ${step}` : `Step ${step}`), h("p", { class: "soft" }, `${rows.length} rollouts of ${new Set(rows.map((row) => row.example_id)).size} prompts${judged ? `, ${percent(solved / judged)} of ${judged} judged ones solved` : ""}`),
     h("div", { class: "filters" }, h("button", { type: "button", disabled: at <= 0, "data-key": "[", onclick: () => go(-1) }, "← earlier step"), h("button", { type: "button", disabled: at < 0 || at >= steps.length - 1, "data-key": "]", onclick: () => go(1) }, "later step →"),
-      h("form", { onsubmit: (event) => { event.preventDefault(); change({ text: search.value }); } }, search), choice("outcome", "show", OUTCOMES, state.outcome, (outcome) => change({ outcome })), choice("sort", "order", ORDERS, state.sort, (sort) => change({ sort })), count,
+      kept ? null : h("form", { onsubmit: (event) => { event.preventDefault(); change({ text: search.value }); } }, search), choice("outcome", "show", OUTCOMES, state.outcome, (outcome) => change({ outcome })), choice("sort", "order", ORDERS, state.sort, (sort) => change({ sort })), count,
       state.example ? h("button", { type: "button", onclick: () => { location.hash = link(["run", run, of, step]); } }, "all prompts") : null, hidden("j", () => moveRow(1)), hidden("k", () => moveRow(-1))),
     h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Rollouts of the step" }, h("table", { class: "rows" }, head, body)));
   await change({});

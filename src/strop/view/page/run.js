@@ -1,7 +1,8 @@
 // One run: how it goes, what is wrong, where the time went. It follows the run while it is open.
 import { Chart, nearest, smooth } from "./charts.js";
-import { ask, duration, h, isNumber, link, percent, prose, short, signed, table, visible } from "./dom.js";
+import { ask, duration, h, isNumber, kept, link, percent, prose, short, signed, table, visible } from "./dom.js";
 import { say } from "./main.js";
+import { written } from "./rollouts.js";
 import { timeline } from "./timeline.js";
 
 const STAGES = ["generate", "verify", "learn", "sync", "other"];
@@ -90,8 +91,8 @@ export async function runView(room, { run: key }) {
   const search = h("input", { type: "search", placeholder: "a text in prompts and replies", "aria-label": "search in rollouts", "data-key": "/" });
   room.append(head, alarms, section("outcome", "How it goes", outcome), section("policy", "What the policy does", policy), section("speed", "Where the time goes", speed, lanes),
     section("samples", "What became of samples", samples), section("parts", "By part", parts),
-    section("rollouts", "Rollouts", h("p", { class: "soft" }, "A click on a step of any curve opens its rollouts."),
-      h("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); location.hash = link(["run", key, "search"], { text: search.value }); } }, h("label", {}, "search all steps", search), h("button", {}, "search"), stepChooser(() => told.rollout_steps, key))),
+    section("rollouts", "Rollouts", kept ? await written(key, run.rollout_steps) : [h("p", { class: "soft" }, "A click on a step of any curve opens its rollouts."),
+      h("form", { class: "filters", onsubmit: (event) => { event.preventDefault(); location.hash = link(["run", key, "search"], { text: search.value }); } }, h("label", {}, "search all steps", search), h("button", {}, "search"), stepChooser(() => told.rollout_steps, key))]),
     facts, other);
   build();
   showHead(head, told, metrics); showAlarms(alarms, told, key); showFacts(facts, told);
@@ -113,6 +114,7 @@ function stepChooser(steps, key) {
 
 // News come in order; where the connection breaks, the browser asks on from the last one.
 function followNews(key, cursor, heard, lastStep) {
+  if (kept) { say(kept.made); return () => {}; }
   const source = new EventSource(`api/news?${new URLSearchParams({ run: key, from: cursor })}`);
   let refreshing = null;
   const refresh = () => { clearTimeout(refreshing); refreshing = setTimeout(() => heard.refresh().catch((error) => say(error.message, "lost")), 150); };
@@ -137,6 +139,7 @@ function showHead(place, run, metrics) {
     h("h1", {}, visible(run.key)),
     h("p", { class: "soft" }, visible(run.model ?? ""), run.task ? h("span", {}, " learning ", h("b", {}, visible(run.task))) : null, run.algorithm ? ` by ${visible(run.algorithm)}` : ""),
     h("p", {}, h("b", {}, run.phase), `: ${step} of ${wanted} steps${left}`, run.num_attempts > 1 ? `, attempt ${run.num_attempts}` : ""),
+    run.plot_range ? h("p", { class: "soft small" }, run.plot_range) : null,
     h("div", { class: "progress", role: "progressbar", "aria-label": "steps", "aria-valuemin": "0", "aria-valuemax": wanted, "aria-valuenow": step }, h("i", { style: { width: `${wanted ? Math.min(100, (100 * step) / wanted) : 0}%` } })),
     first ? h("div", { class: "headline" }, first !== last ? end(first, "before") : null, end(last, first === last ? "measured" : "after"), verdict) : h("p", { class: "soft" }, "No held-out accuracy is measured yet."));
 }

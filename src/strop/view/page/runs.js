@@ -1,5 +1,5 @@
 // The list of runs, and choosing some to compare.
-import { ask, choice, h, instant, link, percent, short, visible } from "./dom.js";
+import { ask, choice, h, instant, kept, link, percent, short, visible } from "./dom.js";
 import { moveRow, say } from "./main.js";
 
 const ORDERS = {
@@ -46,6 +46,7 @@ export async function runsView(room, { query }) {
     return all;
   }
   const runs = await load();
+  if (kept) return null;
   // Where there is one run only, it is what is meant.
   if (runs.length === 1 && !runs[0].error && !sessionStorage.getItem("strop.listed")) location.replace(link(["run", runs[0].key]));
   sessionStorage.setItem("strop.listed", "yes");
