@@ -127,9 +127,7 @@ def test_rew_3_a_model_that_goes_on_to_questions_of_its_own_is_named(
     found = alarms_of(made, "runaway")
     assert len(found) == is_running
     for alarm in found:
-        assert alarm.detail.startswith(
-            "runaway_frac=1 is above tripwires.max_runaway_frac=0.3: replies go on"
-        )
+        assert alarm.detail.startswith("runaway_frac=1 is above 0.3: replies go on")
         assert "add what begins it to task.stop; for example '" in alarm.detail
         assert behind.strip()[:12] in alarm.detail
         assert len(alarm.example_ids) == 3

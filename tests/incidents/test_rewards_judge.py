@@ -52,7 +52,7 @@ def test_rew_6_prose_of_a_judge_is_no_score_and_an_alarm(tmp_path: Path, said: s
     # One of four is unparsable, and the mean is over the other three.
     assert (metrics["judge_unparsable_frac"], metrics["reward_mean"]) == (0.25, 0.5)
     causes = [event.cause for event in find_alarms(TripwireSpec(), 1, metrics)]
-    assert "judge_unparsable" in causes
+    assert "verifier_errors" in causes
 
 
 def test_rew_6_a_row_without_verifier_is_refused(tmp_path: Path) -> None:

@@ -141,18 +141,9 @@ def test_the_demo_raises_nothing() -> None:
     assert watch_curve(demo, spec) == ([[]] * 40, None)
 
 
-@pytest.mark.parametrize(
-    "setting", ["max_common_reply_frac", "max_unearned_ratio", "min_entropy_kept_frac", "max_length_ratio"]
-)
-def test_a_sign_that_is_switched_off_is_silent(setting: str) -> None:
-    cause = {
-        "max_common_reply_frac": "reply_collapse",
-        "max_unearned_ratio": "unearned_reward",
-        "min_entropy_kept_frac": "entropy_fall",
-        "max_length_ratio": "length_collapse",
-    }[setting]
-    alarms, _ = watch_curve(REPORTED, tiny_spec(tripwires={setting: None}))
-    assert cause not in {one for of_step in alarms for one in of_step}
+def test_a_reward_that_grades_partial_work_is_not_watched_where_so_is_said() -> None:
+    alarms, _ = watch_curve(REPORTED, tiny_spec(tripwires={"max_unearned_ratio": None}))
+    assert "unearned_reward" not in {one for of_step in alarms for one in of_step}
 
 
 def test_an_alarm_says_metric_bound_cause_and_what_to_do() -> None:
@@ -164,10 +155,10 @@ def test_an_alarm_says_metric_bound_cause_and_what_to_do() -> None:
         in last["reply_collapse"]
     )
     assert "accuracy went from 0.0% to 0.0%" in last["reply_collapse"]
-    assert "above tripwires.max_common_reply_frac=0.25" in last["reply_collapse"]
+    assert "above 0.25" in last["reply_collapse"]
     assert "Look at what the reward gives" in last["reply_collapse"]
     assert "more than tripwires.max_unearned_ratio=2 times as much" in last["unearned_reward"]
-    assert "below tripwires.min_entropy_kept_frac=0.5 of it" in last["entropy_fall"]
+    assert "below 0.5 of it" in last["entropy_fall"]
 
 
 def test_a_policy_that_stops_reading_its_prompts_is_a_collapse_whatever_it_says() -> None:

@@ -107,17 +107,13 @@ def test_long_replies_that_keep_coming_too_late_are_an_alarm() -> None:
     assert causes(History([late]), **late) == []
 
 
-def test_a_trend_that_is_switched_off_is_silent() -> None:
-    spec = TripwireSpec(max_length_ratio=None, max_grad_norm_ratio=None, min_reward_kept_frac=None)
+def test_an_alarm_says_how_far_it_is_from_the_usual() -> None:
     history = History([{"reply_tokens_mean": 50.0, "reward_mean": 0.8, "grad_norm": 1.0}] * 16)
     metrics = {"reply_tokens_mean": 1.0, "reward_mean": 0.0, "grad_norm": 1e6}
-    assert find_trend_alarms(spec, 17, metrics, history) == []
     alarms = find_trend_alarms(SPEC, 17, metrics, history)
     assert [alarm.cause for alarm in alarms] == ["length_collapse", "grad_norm"]
-    assert (
-        "more than tripwires.max_length_ratio=4 times shorter at a reward of 0 from 0.8" in alarms[0].detail
-    )
-    assert "above tripwires.max_grad_norm_ratio=20 times the usual 1" in alarms[1].detail
+    assert "more than 4 times shorter at a reward of 0 from 0.8" in alarms[0].detail
+    assert "above 20 times the usual 1" in alarms[1].detail
 
 
 def summary(step: int, **changes: float | None) -> EvalSummary:

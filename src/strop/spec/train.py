@@ -347,14 +347,6 @@ class TripwireSpec(Section):
         " nothing is learned from them." + _WATCHED,
         json_schema_extra=expert("hard tasks start with few groups that differ"),
     )
-    max_duplicate_frac: float | None = Field(
-        default=0.95,
-        ge=0.0,
-        le=1.0,
-        description="Largest share of a step's rollouts that equal an earlier rollout of their"
-        " group, token by token; the first of a group does not count." + _WATCHED,
-        json_schema_extra=expert("short answers repeat without a collapse"),
-    )
     max_truncated_frac: float | None = Field(
         default=0.5,
         ge=0.0,
@@ -383,59 +375,12 @@ class TripwireSpec(Section):
         " none = not watched.",
         json_schema_extra=expert("tasks of one right answer end with little entropy"),
     )
-    max_length_ratio: float | None = Field(
-        default=4.0,
-        gt=1.0,
-        description="How many times shorter or longer than in the first 8 steps the mean reply may become"
-        " while the reward has not improved. none = not watched.",
-        json_schema_extra=expert("reasoning grows long before the reward follows"),
-    )
-    max_grad_norm_ratio: float | None = Field(
-        default=20.0,
-        gt=1.0,
-        description="Gradient norm before clipping, as a multiple of the median of the last 16 steps with a"
-        " gradient. A larger one is an alarm. none = not watched.",
-        json_schema_extra=expert("small batches have rare large gradients"),
-    )
-    min_reward_kept_frac: float | None = Field(
-        default=0.5,
-        gt=0.0,
-        le=1.0,
-        description="Share of its best mean reward (over 8 consecutive steps) that a run must keep; 8"
-        " consecutive steps below it are an alarm. none = not watched.",
-        json_schema_extra=expert("a curriculum that gets harder lowers the reward"),
-    )
-    max_common_reply_frac: float | None = Field(
-        default=0.25,
-        ge=0.0,
-        le=1.0,
-        description="Largest share of replies that are the same wrong text for different prompts, over 8"
-        " steps. A larger share that is also twice that of the first 8 steps, while right replies become no"
-        " more frequent, is an alarm. none = not watched.",
-        json_schema_extra=expert("a task may have one frequent answer"),
-    )
     max_unearned_ratio: float | None = Field(
         default=2.0,
         ge=1.0,
         description="How many times as much as in the first 8 steps wrong replies may earn over the last 8"
         " while right ones become no more frequent. none = not watched, for rewards that grade partial work.",
         json_schema_extra=expert("rewards that grade partial work rise before answers are right"),
-    )
-    min_entropy_kept_frac: float | None = Field(
-        default=0.5,
-        gt=0.0,
-        le=1.0,
-        description="Share of the first 8 steps' entropy that the last 8 must keep while neither reward nor"
-        " accuracy improves, or different prompts get the same reply. Less is an alarm. none = not watched.",
-        json_schema_extra=expert("imitation lowers the entropy on purpose"),
-    )
-    max_runaway_frac: float | None = Field(
-        default=0.3,
-        ge=0.0,
-        le=1.0,
-        description="Largest share of a step's replies that continue with another question after"
-        " their answer." + _WATCHED,
-        json_schema_extra=expert("base models go on behind their answer until they have learned to stop"),
     )
     max_dev_gap: float | None = Field(
         default=0.25,
@@ -445,42 +390,11 @@ class TripwireSpec(Section):
         " floor to ceiling, on average over a step's attempts. none = not watched.",
         json_schema_extra=expert("small development data are noisy"),
     )
-    min_used_length_ratio: float | None = Field(
-        default=0.9,
-        gt=0.0,
-        le=1.0,
-        description="Smallest ratio of the mean length of replies that arrived in time to that of all"
-        " dispatched ones, over 8 steps. A smaller one is an alarm: long replies are evicted. none = not"
-        " watched.",
-        json_schema_extra=expert("very uneven lengths reach this bound without harm"),
-    )
-    max_term_norm_ratio: float | None = Field(
-        default=100.0,
-        gt=1.0,
-        description="Largest ratio between the gradient norms of two terms of the loss in the same step, if"
-        " train.terms names several. A larger one is an alarm. none = not watched.",
-        json_schema_extra=expert("a weak term may be meant as a small push"),
-    )
-    max_memory_growth_bytes: int | None = Field(
-        default=1 << 20,
-        ge=0,
-        description="Bytes per step by which the trainer's resident memory may grow steadily after its first"
-        " 8 steps. none = not watched.",
-        json_schema_extra=expert("libraries that a task brings may cache on purpose"),
-    )
     max_stall_s: float | None = Field(
         default=600.0,
         gt=0.0,
         description="Seconds without progress of any stage. none = not watched.",
         json_schema_extra=expert("a slow judge or a large model may be silent for longer"),
-    )
-    max_slowdown_ratio: float | None = Field(
-        default=5.0,
-        gt=1.0,
-        description="How many times longer than `strop plan` predicts generating, learning or publishing may"
-        " take, step after step; twice as many if the machine's speed was never measured (`strop doctor`)."
-        " none = not watched.",
-        json_schema_extra=expert("a shared machine can be slower than its plan"),
     )
     on_alarm: Literal["warn", "stop-on-collapse", "stop"] = Field(
         default="stop-on-collapse",

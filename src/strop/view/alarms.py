@@ -112,10 +112,6 @@ EXPLANATIONS: Mapping[str, str] = {
         " until it is found."
     ),
     "verifier_errors": _LOST,
-    "judge_unparsable": (
-        "The judge answered without a score in the asked form, so these rollouts were left out."
-        " Look at its answers and at the rubric, or let the judge answer in a schema."
-    ),
     "logprob_drift": (
         "Engine and learner disagree about the probability of the same tokens: they do not"
         " compute the same model. Usual causes: weights that were not taken over, another number"

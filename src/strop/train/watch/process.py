@@ -196,6 +196,8 @@ def full_collections_by_hand() -> Iterator[None]:
 
 NUM_STEPS = 3
 """Steps whose median is compared: one slow step may be the machine's fault."""
+MAX_SLOWDOWN_RATIO = 5.0
+"""How many times longer than planned a stage may take."""
 MIN_EXCESS_S = 2.0
 """A smaller excess over the plan raises no alarm: the stage is too short to be compared."""
 ASSUMED_FACTOR = 2.0
@@ -212,9 +214,8 @@ _CAUSES = {
 class PaceWatch:
     """Compares the stages of each step with the plan. Without a prediction it raises no alarm."""
 
-    def __init__(self, prediction: Prediction | None, max_slowdown_ratio: float | None) -> None:
+    def __init__(self, prediction: Prediction | None) -> None:
         self._prediction = prediction
-        self._max_ratio = max_slowdown_ratio
         self._num_seen = 0
         self._seconds: dict[str, deque[tuple[float, float]]] = {
             stage: deque(maxlen=NUM_STEPS) for stage in _STAGES
@@ -225,9 +226,9 @@ class PaceWatch:
         """Take the metrics of a step; return an alarm for each stage that keeps being slower than planned."""
         self._num_seen += 1
         plan = self._prediction
-        if plan is None or self._max_ratio is None or self._num_seen <= NUM_WARM_UP:
+        if plan is None or self._num_seen <= NUM_WARM_UP:
             return []
-        bound = self._max_ratio * (1.0 if plan.is_measured else ASSUMED_FACTOR)
+        bound = MAX_SLOWDOWN_RATIO * (1.0 if plan.is_measured else ASSUMED_FACTOR)
         planned = scale_to_work(plan, metrics)
         alarms = []
         for stage, seen in self._seconds.items():
@@ -241,8 +242,8 @@ class PaceWatch:
                 basis = "" if plan.is_measured else f" (twice, because its speed is {plan.basis})"
                 detail = (
                     f"{stage} took {took_s:.3g} s in the last {NUM_STEPS} steps, and {planned_s:.3g} s were"
-                    f" planned on {plan.hardware}: more than tripwires.max_slowdown_ratio={self._max_ratio:g}"
-                    f" times as long{basis}; {_CAUSES[stage]}, and whether others use the machine"
+                    f" planned on {plan.hardware}: more than {MAX_SLOWDOWN_RATIO:g} times as long{basis};"
+                    f" {_CAUSES[stage]}, and whether others use the machine"
                 )
                 alarms.append(
                     Event(kind=EventKind.TRIPWIRE, step=step, cause="slower_than_plan", detail=detail)
@@ -258,6 +259,8 @@ NUM_MEMORY_WARM_UP = 8
 NUM_BLOCKS = 6
 BLOCK_STEPS = 4
 """A leak shows in each of `NUM_BLOCKS` blocks of `BLOCK_STEPS` steps; a pool that fills up does not."""
+_MAX_GROWTH_BYTES = 1 << 20
+"""By which resident memory may grow per step; less is no leak."""
 LOW_DISK_FACTOR = 1.25
 """Checkpoints that must fit on the disk, or the run ends while one more can still be written."""
 
@@ -265,8 +268,7 @@ LOW_DISK_FACTOR = 1.25
 class MemoryWatch:
     """Tells a leak from memory that fills up and stays."""
 
-    def __init__(self, max_growth_bytes: int | None) -> None:
-        self._max_growth_bytes = max_growth_bytes
+    def __init__(self) -> None:
         self._num_seen = 0
         self._sizes: list[float] = []
 
@@ -277,22 +279,21 @@ class MemoryWatch:
         process, and again in every step that follows.
         """
         self._num_seen += 1
-        if self._max_growth_bytes is None or self._num_seen <= NUM_MEMORY_WARM_UP:
+        if self._num_seen <= NUM_MEMORY_WARM_UP:
             return []
         window = NUM_BLOCKS * BLOCK_STEPS + 1
         self._sizes = [*self._sizes, memory_bytes][-window:]
         if len(self._sizes) < window or not is_steady_growth(self._sizes):
             return []
         growth = (self._sizes[-1] - self._sizes[0]) / (window - 1)
-        if growth <= self._max_growth_bytes:
+        if growth <= _MAX_GROWTH_BYTES:
             return []
         free_bytes = free_memory_bytes()
         left = "" if free_bytes is None else f", {free_bytes / growth:.0f} steps before memory is full"
         detail = (
             f"resident memory grew by {growth / 2**20:.1f} MiB in each of the last {window - 1} steps, to"
-            f" {memory_bytes / 2**20:.0f} MiB{left}; tripwires.max_memory_growth_bytes="
-            f"{self._max_growth_bytes}: something is kept that should be dropped, most often by the"
-            " task's verifier"
+            f" {memory_bytes / 2**20:.0f} MiB{left}: something is kept that should be dropped, most often by"
+            " the task's verifier"
         )
         return [Event(kind=EventKind.TRIPWIRE, step=step, cause="memory_growth", detail=detail)]
 

@@ -26,6 +26,14 @@ NUM_LOW = 8
 """Steps in a row that make a trend; fewer may be the luck of one step's examples."""
 _MIN_STEPS = 6
 """Steps of a window that must have a metric."""
+_MAX_LENGTH_RATIO = 4.0
+"""How many times shorter or longer the mean reply may become while the reward has not improved."""
+_MAX_GRAD_NORM_RATIO = 20.0
+"""Of a gradient norm before clipping to the median of the last ones."""
+_MIN_REWARD_KEPT_FRAC = 0.5
+"""Share of its best mean reward that a run must keep."""
+_MIN_USED_LENGTH_RATIO = 0.9
+"""Of the mean length of replies that arrived in time to that of all dispatched ones."""
 _NUM_ERRORS = 3.0
 """Standard errors beyond which a difference between two windows is not chance."""
 
@@ -136,6 +144,10 @@ NUM_STOP = 5
 """Steps in a row with two signs of a collapse that end a run."""
 NUM_LOST = 16
 """Steps in a row with `reward_collapse` alone that end a run: with few replies a step, eight may be luck."""
+_MAX_COMMON_REPLY_FRAC = 0.25
+"""Share of replies that are the same wrong text for different prompts."""
+_MIN_ENTROPY_KEPT_FRAC = 0.5
+"""Share of the first steps' entropy that the last ones must keep while nothing gets better."""
 _MIN_RISE_RATIO = 2.0
 _MIN_DEPENDENCE = 0.15
 """Of replies on their prompts (`measure.prompt_dependence`); 0 is chance."""
@@ -158,9 +170,9 @@ def ignores_prompts(metrics: Mapping[str, float], history: History) -> bool:
     return is_low and not is_more_right(metrics, history)
 
 
-def find_one_reply(bound: float | None, metrics: Mapping[str, float], history: History) -> Alarm | None:
+def find_one_reply(metrics: Mapping[str, float], history: History) -> Alarm | None:
     """Find different prompts that get one wrong reply, or replies that no longer depend on them."""
-    if bound is None or is_more_right(metrics, history):
+    if is_more_right(metrics, history):
         return None
     # The begin as well: a fast collapse is over before the first steps are, and they look as the last ones.
     for num_first in (NUM_FIRST, NUM_BEGIN):
@@ -169,7 +181,9 @@ def find_one_reply(bound: float | None, metrics: Mapping[str, float], history: H
             for name in ("common_reply_frac", "distinct_reply_frac", "prompt_dependence")
         )
         is_one = (
-            common is not None and common.now > max(bound, _MIN_RISE_RATIO * common.then) and common.is_rise
+            common is not None
+            and common.now > max(_MAX_COMMON_REPLY_FRAC, _MIN_RISE_RATIO * common.then)
+            and common.is_rise
         )
         is_deaf = (
             dependence is not None
@@ -191,7 +205,7 @@ def find_one_reply(bound: float | None, metrics: Mapping[str, float], history: H
         if change is not None
     ]
     limit = (
-        f"above tripwires.max_common_reply_frac={bound:g} the same wrong reply is given to different prompts"
+        f"above {_MAX_COMMON_REPLY_FRAC:g} the same wrong reply is given to different prompts"
         if is_one
         else f"below a prompt_dependence of {_MIN_DEPENDENCE:g} replies could as well answer other prompts"
     )
@@ -220,22 +234,20 @@ def find_unearned_reward(bound: float | None, metrics: Mapping[str, float], hist
     )
 
 
-def find_entropy_fall(
-    bound: float | None, metrics: Mapping[str, float], history: History, *, is_narrow: bool
-) -> Alarm | None:
+def find_entropy_fall(metrics: Mapping[str, float], history: History, *, is_narrow: bool) -> Alarm | None:
     """Find a policy whose entropy fell without a better reward.
 
     `is_narrow`: different prompts get one reply, so that a better reward does not excuse it.
     """
     entropy, reward = (history.compare(name, metrics) for name in ("entropy_nats", "reward_mean"))
-    if bound is None or entropy is None or reward is None or is_more_right(metrics, history):
+    if entropy is None or reward is None or is_more_right(metrics, history):
         return None
     is_gain = reward.now > reward.then and not is_narrow
-    if is_gain or not entropy.is_fall or entropy.now >= bound * entropy.then:
+    if is_gain or not entropy.is_fall or entropy.now >= _MIN_ENTROPY_KEPT_FRAC * entropy.then:
         return None
     return "entropy_fall", (
         f"entropy_nats={entropy.now:.4g} over the last {NUM_LOW} steps was {entropy.then:.4g} in the first"
-        f" {NUM_FIRST}, below tripwires.min_entropy_kept_frac={bound:g} of it, at a reward of"
+        f" {NUM_FIRST}, below {_MIN_ENTROPY_KEPT_FRAC:g} of it, at a reward of"
         f" {reward.now:.4g} from {reward.then:.4g}{_say_accuracy(metrics, history)}: the policy gives up what"
         " it could have tried; lower optimizer.lr, raise sampling.temperature, or go back to an earlier"
         " checkpoint"
@@ -292,19 +304,27 @@ _MIN_NORMS = 4
 
 
 def find_trend_alarms(
-    spec: TripwireSpec, step: int, metrics: Mapping[str, float], history: History
+    spec: TripwireSpec,
+    step: int,
+    metrics: Mapping[str, float],
+    history: History,
+    *,
+    is_paid: bool = True,
 ) -> list[Event]:
-    """Return the alarms that a step raises beside the steps before it. `history` does not hold it yet."""
-    one_reply = find_one_reply(spec.max_common_reply_frac, metrics, history)
+    """Return the alarms that a step raises beside the steps before it. `history` does not hold it yet.
+
+    Where the policy is not paid but taught (`is_paid`), entropy falls on purpose: the teacher may be surer.
+    """
+    one_reply = find_one_reply(metrics, history)
     is_narrow = one_reply is not None or ignores_prompts(metrics, history)
     alarms = (
         one_reply,
-        find_unearned_reward(spec.max_unearned_ratio, metrics, history),
-        find_entropy_fall(spec.min_entropy_kept_frac, metrics, history, is_narrow=is_narrow),
-        _find_length_change(spec.max_length_ratio, metrics, history, is_narrow=is_narrow),
-        _find_norm_spike(spec.max_grad_norm_ratio, metrics, history),
-        _find_reward_fall(spec.min_reward_kept_frac, metrics, history),
-        _find_selection(spec.min_used_length_ratio, metrics, history),
+        find_unearned_reward(spec.max_unearned_ratio, metrics, history) if is_paid else None,
+        find_entropy_fall(metrics, history, is_narrow=is_narrow) if is_paid else None,
+        _find_length_change(metrics, history, is_narrow=is_narrow),
+        _find_norm_spike(metrics, history),
+        _find_reward_fall(metrics, history),
+        _find_selection(metrics, history),
     )
     return [
         Event(kind=EventKind.TRIPWIRE, step=step, cause=cause, detail=detail)
@@ -312,74 +332,72 @@ def find_trend_alarms(
     ]
 
 
-def _find_length_change(
-    bound: float | None, metrics: Mapping[str, float], history: History, *, is_narrow: bool
-) -> Alarm | None:
+def _find_length_change(metrics: Mapping[str, float], history: History, *, is_narrow: bool) -> Alarm | None:
     """Find replies far shorter or longer than in the first steps, without a better reward.
 
     A better one does not excuse them where it is paid for one reply to different prompts (`is_narrow`).
     """
     lengths, rewards = history.first_values("reply_tokens_mean"), history.first_values("reward_mean")
     now, reward = metrics.get("reply_tokens_mean"), metrics.get("reward_mean")
-    if bound is None or now is None or reward is None or not lengths or not rewards:
+    if now is None or reward is None or not lengths or not rewards:
         return None
     usual, usual_reward = median(lengths), fmean(rewards)
+    is_usual = usual / _MAX_LENGTH_RATIO <= now <= usual * _MAX_LENGTH_RATIO
     # Replies that earn more may grow and shrink.
-    if (reward > usual_reward and not is_narrow) or usual / bound <= now <= usual * bound:
+    if (reward > usual_reward and not is_narrow) or is_usual:
         return None
     cause, word = ("length_collapse", "shorter") if now < usual else ("length_explosion", "longer")
     return cause, (
-        f"reply_tokens_mean={now:.4g} was {usual:.4g} in the first steps, more than"
-        f" tripwires.max_length_ratio={bound:g} times {word} at a reward of {reward:.4g} from"
-        f" {usual_reward:.4g}: the policy is falling apart; lower optimizer.lr and go back to an earlier"
-        " checkpoint"
+        f"reply_tokens_mean={now:.4g} was {usual:.4g} in the first steps, more than {_MAX_LENGTH_RATIO:g}"
+        f" times {word} at a reward of {reward:.4g} from {usual_reward:.4g}: the policy is falling apart;"
+        " lower optimizer.lr and go back to an earlier checkpoint"
     )
 
 
-def _find_norm_spike(bound: float | None, metrics: Mapping[str, float], history: History) -> Alarm | None:
+def _find_norm_spike(metrics: Mapping[str, float], history: History) -> Alarm | None:
     """Find a gradient far above those of the last steps."""
     now = metrics.get("grad_norm")
-    if bound is None or now is None or len(history.grad_norms) < _MIN_NORMS:
+    if now is None or len(history.grad_norms) < _MIN_NORMS:
         return None
     usual = median(history.grad_norms)
-    if now <= bound * usual:
+    if now <= _MAX_GRAD_NORM_RATIO * usual:
         return None
     return "grad_norm", (
-        f"grad_norm={now:.4g} is above tripwires.max_grad_norm_ratio={bound:g} times the usual {usual:.4g}:"
+        f"grad_norm={now:.4g} is above {_MAX_GRAD_NORM_RATIO:g} times the usual {usual:.4g}:"
         " one step undoes what many have learned; lower optimizer.lr or optimizer.max_grad_norm, and look at"
         " the step's rollouts"
     )
 
 
-def _find_reward_fall(bound: float | None, metrics: Mapping[str, float], history: History) -> Alarm | None:
+def _find_reward_fall(metrics: Mapping[str, float], history: History) -> Alarm | None:
     """Find a reward that stays far below what the run once had."""
     now = metrics.get("reward_mean")
-    if bound is None or now is None or not history.best_rewards:
+    if now is None or not history.best_rewards:
         return None
     rewards, best = [*history.rewards, now][-NUM_LOW:], fmean(history.best_rewards)
     # A few lucky replies of a policy that earns nothing are no reward that could be lost.
     is_fall = change_between(history.best_rewards, rewards).is_fall
-    if best <= 0.0 or max(rewards) >= bound * best or not is_fall:
+    if best <= 0.0 or max(rewards) >= _MIN_REWARD_KEPT_FRAC * best or not is_fall:
         return None
     return "reward_collapse", (
-        f"reward_mean={now:.4g} stays below tripwires.min_reward_kept_frac={bound:g} of the best"
+        f"reward_mean={now:.4g} stays below {_MIN_REWARD_KEPT_FRAC:g} of the best"
         f" {NUM_LOW} steps' {best:.4g} for {NUM_LOW} steps: what was learned is lost; lower optimizer.lr and"
         " go back to an earlier checkpoint"
     )
 
 
-def _find_selection(bound: float | None, metrics: Mapping[str, float], history: History) -> Alarm | None:
+def _find_selection(metrics: Mapping[str, float], history: History) -> Alarm | None:
     """Find long replies that keep coming too late to be trained on."""
     now = metrics.get("used_length_ratio")
-    if bound is None or now is None:
+    if now is None:
         return None
     ratio = fmean([*history.used_lengths, now][-NUM_LOW:])
-    if ratio >= bound:
+    if ratio >= _MIN_USED_LENGTH_RATIO:
         return None
     return "selection_bias", (
-        f"used_length_ratio={ratio:.4g} over {NUM_LOW} steps is below tripwires.min_used_length_ratio="
-        f"{bound:g}: long replies come too late and are evicted, so the policy is trained on short ones;"
-        " raise train.max_staleness, or look for the engine that serves old weights"
+        f"used_length_ratio={ratio:.4g} over {NUM_LOW} steps is below {_MIN_USED_LENGTH_RATIO:g}: long"
+        " replies come too late and are evicted, so the policy is trained on short ones; raise"
+        " train.max_staleness, or look for the engine that serves old weights"
     )
 
 

@@ -1,7 +1,7 @@
 """Alarms that the metrics of one step raise. Each has a name, a bound and advice.
 
-The bounds are settings (`tripwires.*`). An alarm is recorded and shown; where `tripwires.on_alarm` asks for
-it, it ends the run with its last checkpoint intact. `StepWatch` runs every watch on the metrics of a step.
+An alarm is recorded and shown; where `tripwires.on_alarm` asks for it, it ends the run with its last
+checkpoint intact. `StepWatch` runs every watch on the metrics of a step.
 """
 
 from __future__ import annotations
@@ -23,6 +23,12 @@ from strop.train.measure import MAX_IDS, with_samples
 from strop.train.watch.process import MemoryWatch, PaceWatch
 from strop.train.watch.trends import CollapseWatch, History, find_trend_alarms
 
+_MAX_DUPLICATE_FRAC = 0.95
+"""Share of a step's rollouts that equal an earlier rollout of their group, token by token."""
+_MAX_RUNAWAY_FRAC = 0.3
+"""Share of a step's replies that go on to another question behind their answer."""
+_MAX_TERM_NORM_RATIO = 100.0
+"""Between the gradient norms of two terms of the loss in the same step."""
 _MIN_MASTER_CHANGED_FRAC = 0.1
 """Below this share of changed masters, updates vanish in rounding. fp32 masters are near 1. The
 share of changed bf16 copies tells nothing: at small learning rates it is near 0 in healthy runs."""
@@ -37,104 +43,91 @@ class _Wire:
 
     cause: str
     metric: str
-    setting: str
-    is_upper: bool
+    bound: float | None
+    """None: not watched."""
     advice: str
+    setting: str = ""
+    """Name of the setting that the bound comes from."""
+    is_upper: bool = True
     max_accuracy: float = 1.0
     """Above it the policy solves its task, and the metric is no sign of anything."""
 
 
-_WIRES = (
-    _Wire(
-        cause="zero_variance",
-        metric="zero_variance_frac",
-        setting="max_zero_variance_frac",
-        is_upper=True,
-        advice="almost all groups have equal rewards; make the task harder or easier, or raise temperature",
-    ),
-    _Wire(
-        cause="duplicate_completions",
-        metric="duplicate_frac",
-        setting="max_duplicate_frac",
-        is_upper=True,
-        advice="rollouts of a group repeat each other; look at seeds, temperature and entropy",
-        max_accuracy=0.5,
-    ),
-    _Wire(
-        cause="truncation",
-        metric="truncated_frac",
-        setting="max_truncated_frac",
-        is_upper=True,
-        advice="replies are cut at their limit; raise task.max_reply_tokens",
-    ),
-    _Wire(
-        cause="runaway",
-        metric="runaway_frac",
-        setting="max_runaway_frac",
-        is_upper=True,
-        advice="replies go on to a question of their own behind their answer, which the verifier may judge"
-        " and training pays for; add what begins it to task.stop",
-    ),
-    _Wire(
-        cause="dev_gap",
-        metric="dev_gap",
-        setting="max_dev_gap",
-        is_upper=True,
-        advice="the work is better on what it was tried on than on what it is judged on; lower"
-        " task.num_evaluations, and look whether attempts read or guess the development data",
-    ),
-    _Wire(
-        cause="verifier_errors",
-        metric="failed_frac",
-        setting="max_failed_frac",
-        is_upper=True,
-        advice="rollouts could not be scored and were masked; the events rollout_lost say why",
-    ),
-    _Wire(
-        cause="judge_unparsable",
-        metric="judge_unparsable_frac",
-        setting="max_failed_frac",
-        is_upper=True,
-        advice="the judge answered without a score, and these rollouts were masked; look at its rubric",
-    ),
-    _Wire(
-        cause="logprob_drift",
-        metric="drift_mean_nats",
-        setting="max_drift_nats",
-        is_upper=True,
-        advice="engine and trainer disagree about the same tokens; check weights, dtype and temperature",
-    ),
-    _Wire(
-        cause="entropy_collapse",
-        metric="entropy_nats",
-        setting="min_entropy_nats",
-        is_upper=False,
-        advice="the policy samples almost one reply only; lower the learning rate or stop here",
-    ),
-)
+def _list_wires(spec: TripwireSpec) -> tuple[_Wire, ...]:
+    return (
+        _Wire(
+            cause="zero_variance",
+            metric="zero_variance_frac",
+            bound=spec.max_zero_variance_frac,
+            setting="max_zero_variance_frac",
+            advice="almost all groups have equal rewards; make the task harder or easier, or raise"
+            " temperature",
+        ),
+        _Wire(
+            cause="duplicate_completions",
+            metric="duplicate_frac",
+            bound=_MAX_DUPLICATE_FRAC,
+            advice="rollouts of a group repeat each other; look at seeds, temperature and entropy",
+            max_accuracy=0.5,
+        ),
+        _Wire(
+            cause="truncation",
+            metric="truncated_frac",
+            bound=spec.max_truncated_frac,
+            setting="max_truncated_frac",
+            advice="replies are cut at their limit; raise task.max_reply_tokens",
+        ),
+        _Wire(
+            cause="runaway",
+            metric="runaway_frac",
+            bound=_MAX_RUNAWAY_FRAC,
+            advice="replies go on to a question of their own behind their answer, which the verifier may"
+            " judge and training pays for; add what begins it to task.stop",
+        ),
+        _Wire(
+            cause="dev_gap",
+            metric="dev_gap",
+            bound=spec.max_dev_gap,
+            setting="max_dev_gap",
+            advice="the work is better on what it was tried on than on what it is judged on; lower"
+            " task.num_evaluations, and look whether attempts read or guess the development data",
+        ),
+        _Wire(
+            cause="verifier_errors",
+            metric="failed_frac",
+            bound=spec.max_failed_frac,
+            setting="max_failed_frac",
+            advice="rollouts could not be scored and were masked; the events rollout_lost say why",
+        ),
+        _Wire(
+            cause="logprob_drift",
+            metric="drift_mean_nats",
+            bound=spec.max_drift_nats,
+            setting="max_drift_nats",
+            advice="engine and trainer disagree about the same tokens; check weights, dtype and temperature",
+        ),
+        _Wire(
+            cause="entropy_collapse",
+            metric="entropy_nats",
+            bound=spec.min_entropy_nats,
+            setting="min_entropy_nats",
+            is_upper=False,
+            advice="the policy samples almost one reply only; lower the learning rate or stop here",
+        ),
+    )
 
 
 def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> list[Event]:
     """Return the alarms that the metrics of a step raise. An absent metric raises none."""
     alarms = []
-    # Spelled out, so that a renamed setting is a type error.
-    bounds: dict[str, float | None] = {
-        "max_zero_variance_frac": spec.max_zero_variance_frac,
-        "max_duplicate_frac": spec.max_duplicate_frac,
-        "max_truncated_frac": spec.max_truncated_frac,
-        "max_runaway_frac": spec.max_runaway_frac,
-        "max_dev_gap": spec.max_dev_gap,
-        "max_failed_frac": spec.max_failed_frac,
-        "max_drift_nats": spec.max_drift_nats,
-        "min_entropy_nats": spec.min_entropy_nats,
-    }
-    for wire in _WIRES:
-        bound, value = bounds[wire.setting], metrics.get(wire.metric)
+    for wire in _list_wires(spec):
+        bound, value = wire.bound, metrics.get(wire.metric)
         if bound is None or value is None or metrics.get("accuracy", 0.0) > wire.max_accuracy:
             continue
         if value > bound if wire.is_upper else value < bound:
             word = "above" if wire.is_upper else "below"
-            detail = f"{wire.metric}={value:.4g} is {word} tripwires.{wire.setting}={bound:g}: {wire.advice}"
+            limit = f"tripwires.{wire.setting}={bound:g}" if wire.setting else f"{bound:g}"
+            detail = f"{wire.metric}={value:.4g} is {word} {limit}: {wire.advice}"
             alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause=wire.cause, detail=detail))
     changed_frac = metrics.get("master_changed_frac", 1.0)
     has_signal = any(map(metrics.get, ("num_signal_tokens", "num_sft_tokens", "num_pair_tokens")))
@@ -150,7 +143,7 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
             " can be learned; look at the algorithm's loss, and at a clip that holds every token"
         )
         alarms.append(Event(kind=EventKind.TRIPWIRE, step=step, cause="no_gradient", detail=detail))
-    alarms += _find_dominant_term(spec.max_term_norm_ratio, step, metrics)
+    alarms += _find_dominant_term(step, metrics)
     broken_frac = metrics.get("prefix_break_frac", 0.0)
     if broken_frac > 0.0:
         detail = (
@@ -161,18 +154,18 @@ def find_alarms(spec: TripwireSpec, step: int, metrics: Mapping[str, float]) -> 
     return alarms
 
 
-def _find_dominant_term(bound: float | None, step: int, metrics: Mapping[str, float]) -> list[Event]:
+def _find_dominant_term(step: int, metrics: Mapping[str, float]) -> list[Event]:
     """Return an alarm where one term of the loss drowns another; none where one has no gradient at all."""
     norms = {name: metrics.get(f"grad_norm_{name}", 0.0) for name in ("rl", "sft")}
-    if bound is None or not all(norms.values()):
+    if not all(norms.values()):
         return []
     large, small = max(norms, key=lambda name: norms[name]), min(norms, key=lambda name: norms[name])
     ratio = norms[large] / norms[small]
-    if ratio <= bound:
+    if ratio <= _MAX_TERM_NORM_RATIO:
         return []
     detail = (
         f"grad_norm_{large}={norms[large]:.4g} is {ratio:.4g} times grad_norm_{small}={norms[small]:.4g},"
-        f" above tripwires.max_term_norm_ratio={bound:g}: almost only the {large} term moves the weights;"
+        f" above {_MAX_TERM_NORM_RATIO:g}: almost only the {large} term moves the weights;"
         f" {'lower' if large == 'sft' else 'raise'} sft.weight"
     )
     return [Event(kind=EventKind.TRIPWIRE, step=step, cause="term_dominates", detail=detail)]
@@ -330,13 +323,10 @@ class StepWatch:
 
     def __init__(self, spec: RunSpec, task: Task, prediction: Prediction | None) -> None:
         self._wires = spec.tripwires
-        if spec.train.terms == "distill":
-            # There is no reward, and entropy falls on purpose where the teacher is surer than the policy.
-            no_pay = {"max_unearned_ratio": None, "min_entropy_kept_frac": None}
-            self._wires = spec.tripwires.model_copy(update=no_pay)
+        self._is_paid = spec.train.terms != "distill"
         self._history = History()
-        self._pace = PaceWatch(prediction, spec.tripwires.max_slowdown_ratio)
-        self._memory = MemoryWatch(spec.tripwires.max_memory_growth_bytes)
+        self._pace = PaceWatch(prediction)
+        self._memory = MemoryWatch()
         self.collapse = CollapseWatch(is_ordered=epoch_order_of(task) is not None)
         """Whether the alarms of the last steps together are a collapse."""
 
@@ -357,7 +347,7 @@ class StepWatch:
     def _compare(self, step: int, metrics: Mapping[str, float]) -> list[Event]:
         """Compare a step with the bounds and with earlier steps, and add it to these."""
         alarms = find_alarms(self._wires, step, metrics)
-        alarms += find_trend_alarms(self._wires, step, metrics, self._history)
+        alarms += find_trend_alarms(self._wires, step, metrics, self._history, is_paid=self._is_paid)
         self.collapse.note([alarm.cause for alarm in alarms], metrics, self._history)
         self._history.add(metrics)
         return alarms
