@@ -24,13 +24,6 @@ from tests.fixtures.tiny_run import Curve
 from tests.fixtures.train_here import Moment
 
 NUM_STEPS = 5
-# On a busy machine the uploader, which gives way to everybody, takes minutes.
-STORE = """
-[store]
-mirror_every_s = 0.1
-flush_limit_s = 280.0
-stop_flush_limit_s = 280.0
-"""
 # In the order in which a run comes by: before, in the middle of and after its checkpoints.
 DEATHS = (
     r"open .*/rollouts/step-000004\.parquet",
@@ -41,7 +34,7 @@ DEATHS = (
 
 
 def short_run(model_dir: Path) -> str:
-    return describe_run("remote", model_dir, NUM_STEPS) + STORE
+    return describe_run("remote", model_dir, NUM_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +74,7 @@ def test_ckp_6_the_disk_is_lost_again_and_again_and_the_curve_stays_the_same(
     store. A checkpoint that had not arrived is trained again.
     """
     store = tmp_path / "store"
-    text = short_run(tiny_model_dir) + f'uri = "{store}"\nmirror = true\n'
+    text = short_run(tiny_model_dir) + f'[store]\nuri = "{store}"\nmirror = true\n'
     bench = Bench(tmp_path / "0", text)
     # The first one may end when its first checkpoint is there.
     assert bench.end(Moment(r"os\.rename .*/rollouts/step-000003\.parquet", signal.SIGTERM)) == 75

@@ -42,8 +42,7 @@ MIRROR_ALARMS = {"upload_failed", "upload_incomplete", "uploader_died", "mirror_
 
 
 def short_run(model_dir: Path) -> str:
-    text = describe_run("here", model_dir, NUM_STEPS, prompts_per_step=2, group_size=3)
-    return text + "[store]\nmirror_every_s = 0.1\n"
+    return describe_run("here", model_dir, NUM_STEPS, prompts_per_step=2, group_size=3)
 
 
 class Here:
@@ -112,7 +111,7 @@ def mirroring(tmp_path: Path) -> Iterator[Mirroring]:
     flush_path(run.path).touch()
     notes_path(run.path).write_text('{"cause": "upload_failed", "detail": "before", "is_alarm": true}\n')
     run.begin_attempt()
-    spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True, mirror_every_s=0.1, flush_limit_s=20.0)
+    spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True)
     with run, follow_store(spec), Mirroring(find_mirror_root(spec), spec, run, Notes()) as made:
         yield made
 
@@ -147,10 +146,13 @@ def test_an_uploader_that_lost_its_claim_is_not_started_again(
     assert [event.cause for event in run.events.read()] == ["mirror", "mirror_fenced"]
 
 
-def test_after_a_signal_the_rest_is_waited_for_as_long_as_the_run_file_says(tmp_path: Path) -> None:
+def test_after_a_signal_the_rest_is_not_waited_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strop.run.mirroring.STOP_FLUSH_LIMIT_S", 0.01)
     run = RunDir.create(tmp_path / "runs", "here", "", "", {})
     run.begin_attempt()
-    spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True, flush_limit_s=60.0, stop_flush_limit_s=0.01)
+    spec = StoreSpec(uri=str(tmp_path / "store"), mirror=True)
     with run, follow_store(spec):
         made = Mirroring(find_mirror_root(spec), spec, run, Notes())
         made.begin()
@@ -258,7 +260,7 @@ def test_a_run_goes_on_from_its_mirror_on_another_machine(
     """Stopped by a signal after step 3; the machine is gone; another one has the run file and the store."""
     bench = Bench(tmp_path / "first", short_run(tiny_model_dir))
     with bench.run_file.open("a") as file:
-        file.write(f'uri = "{here.store_uri}"\nmirror = true\n')
+        file.write(f'[store]\nuri = "{here.store_uri}"\nmirror = true\n')
     stop = Moment(r"os\.rename .*/rollouts/step-000003\.parquet", signal.SIGTERM)
     assert bench.end(stop) == 75, bench.log_path.read_text()
     (mirror,) = Path(here.store_uri, "checkpoints").iterdir()
@@ -333,13 +335,14 @@ def test_a_mirror_takes_half_of_a_launchers_grace_at_most(
     monkeypatch.delenv(GRACE_VARIABLE, raising=False)
     if given is not None:
         monkeypatch.setenv(GRACE_VARIABLE, given)
-    assert limit_after_signal(StoreSpec(stop_flush_limit_s=60.0)) == limit_s
+    assert limit_after_signal() == limit_s
 
 
 @pytest.mark.slow
 def test_a_store_that_fails_while_a_run_trains_is_told_and_costs_only_the_mirror(
-    here: Here, proxy: SpoilingProxy, s3_root: str, whole: Curve
+    here: Here, proxy: SpoilingProxy, s3_root: str, whole: Curve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("strop.run.mirroring.FLUSH_LIMIT_S", 0.5)
     here.store_uri = s3_root
     num_steps_seen = 0
 
@@ -351,7 +354,7 @@ def test_a_store_that_fails_while_a_run_trains_is_told_and_costs_only_the_mirror
             wait_for_note(here, "upload_failed")
 
     here.notes = WatchedNotes(on_step)
-    run = here.train("store.flush_limit_s=0.5")
+    run = here.train()
     assert read_curve(run.path) == whole
     alarms = [event for event in run.events.read() if event.kind is EventKind.TRIPWIRE]
     alarms = [event for event in alarms if event.cause in MIRROR_ALARMS]
@@ -442,7 +445,7 @@ def test_all_is_killed_and_the_run_goes_on_from_s3(
     """A kill -9 of trainer and uploader, once a checkpoint is in the store; the disk is lost."""
     bench = Bench(tmp_path / "first", short_run(tiny_model_dir))
     with bench.run_file.open("a") as file:
-        file.write(f'uri = "{s3_root}"\n')
+        file.write(f'[store]\nuri = "{s3_root}"\n')
     # The loop is held at the metrics of step 4 until the checkpoint of step 2 has arrived.
     process = bench.start(Moment(r"open .*/rollouts/step-000004\.parquet", signal.SIGSTOP))
     bench.wait_until_begun(process)

@@ -6,8 +6,6 @@ import hashlib
 import os
 import random
 import re
-import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -325,12 +323,3 @@ def test_unfinished_uploads_below_a_prefix_are_given_up(s3_root: str) -> None:
     make_objects().give_up_uploads(f"{s3_root}/mine")
     left = client.list_multipart_uploads(Bucket=BUCKET, Prefix=place.key).get("Uploads", ())
     assert [entry["UploadId"] for entry in left] == [begun["mine-not/c"]]
-
-
-def test_an_upload_in_parts_keeps_to_the_limit(s3_root: str, tmp_path: Path) -> None:
-    data = bytes(12 << 20)  # Parts of 5, 5 and 2 MiB: the last one may go when 10 MiB had their time.
-    (tmp_path / "f").write_bytes(data)
-    objects = S3Objects(replace(SETTINGS, max_bytes_per_s=10 * 2**20 / 0.8))
-    began_at = time.monotonic()
-    objects.upload(tmp_path / "f", f"{s3_root}/f", sha256(data))
-    assert time.monotonic() - began_at >= 0.8

@@ -23,7 +23,7 @@ from strop.record import RunDir
 from strop.record.fence import require_unfenced
 from strop.record.files import list_shards
 from strop.record.mirror.layout import TRACES, mirror_uri
-from strop.record.mirror.uploader import upload_settings
+from strop.record.mirror.uploader import UPLOAD_SETTINGS
 from strop.record.run_dir import STATE_NAME
 from strop.spec import RunSpec, load_spec
 from strop.spec.eval_file import is_of_file, read_eval_file
@@ -199,7 +199,7 @@ class _Follower:
             uri = mirror_uri(root, self.spec.store.mirror_as or self.run_path.name)
             place = join_uri(uri, TRACES)
             try:
-                store = open_record_store(uri, upload_settings(None))
+                store = open_record_store(uri, UPLOAD_SETTINGS)
                 for path in paths:
                     store.objects.write(join_uri(place, f"eval/{path.name}"), path.read_bytes())
             except StoreError as error:

@@ -27,7 +27,7 @@ from strop.record.fence import GRACE_VARIABLE
 from strop.record.mirror.claim import RunIdentity, claim_mirror
 from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri, notes_path
 from strop.record.mirror.restore import RemoteRun, find_remote_run, restore_run
-from strop.record.mirror.uploader import EXIT_FENCED, upload_settings
+from strop.record.mirror.uploader import EXIT_FENCED, UPLOAD_SETTINGS
 from strop.spec import ResolvedSpec, StoreSpec, spec_digest
 from strop.store.opening import open_record_store
 from strop.store.policy import find_mirror_root, follow_store
@@ -39,6 +39,10 @@ if TYPE_CHECKING:
 
 RESPAWN_AFTER_S = 30.0
 """Shortest time between two starts of an uploader that died."""
+FLUSH_LIMIT_S = 600.0
+"""Longest wait for the mirror after training has ended."""
+STOP_FLUSH_LIMIT_S = 60.0
+"""The same after a signal; the newest checkpoint goes first."""
 _POLL_S = 0.1
 LOG_NAME = "mirror.log"
 
@@ -48,7 +52,7 @@ def probe_store(root: str, store: RecordStore | None = None) -> None:
 
     Raises: NoCredentials; CheckRefused naming the missing permission, or if the store does not answer.
     """
-    store = store or open_record_store(root, upload_settings(None))
+    store = store or open_record_store(root, UPLOAD_SETTINGS)
     folder = join_uri(root, "checkpoints")
     # A random name: two runs that start at once must not remove each other's object.
     place, content = join_uri(folder, f".probe-{secrets.token_hex(8)}"), b"strop"
@@ -132,7 +136,7 @@ class Mirroring:
         state, notes = self._run_dir.state, notes_path(self._run_dir.path)
         flush_path(self._run_dir.path).unlink(missing_ok=True)
         self._num_read_bytes = notes.stat().st_size if notes.exists() else 0
-        store = open_record_store(self.uri, upload_settings(None))
+        store = open_record_store(self.uri, UPLOAD_SETTINGS)
         try:
             claim_mirror(
                 store, self.uri, RunIdentity.of(state), owner=self._owner, attempt=state.num_attempts
@@ -162,7 +166,7 @@ class Mirroring:
         is_hurried = isinstance(error, Interrupted) or (
             error is not None and not isinstance(error, Exception)
         )
-        limit_s = limit_after_signal(self._spec) if is_hurried else self._spec.flush_limit_s
+        limit_s = limit_after_signal() if is_hurried else FLUSH_LIMIT_S
         try:
             self._flush(limit_s)
         finally:
@@ -210,17 +214,13 @@ class Mirroring:
 
     def _spawn(self) -> None:
         assert self.uri is not None
-        spec = self._spec
         order = MirrorOrder(
             run_path=str(self._run_dir.path.absolute()),
             uri=self.uri,
             owner=self._owner,
             attempt=self._run_dir.state.num_attempts,
             may_claim=not self._has_claimed,
-            every_s=spec.mirror_every_s,
-            keep_last=spec.keep_last,
-            keep_every=spec.keep_every,
-            max_mb_per_s=spec.max_mb_per_s,
+            keep_last=self._spec.keep_last,
         )
         self._child = start_uploader(order, (self._run_dir.path / "latest").resolve() / LOG_NAME)
         self._spawned_at = time.monotonic()
@@ -280,14 +280,14 @@ def start_uploader(
     return child
 
 
-def limit_after_signal(spec: StoreSpec) -> float:
+def limit_after_signal() -> float:
     """Return how long the mirror may take after a signal: at most half of the launcher's grace period.
 
     The checkpoint is on the disk already. If the launcher killed the process during the wait, the run would
     count as failed.
     """
     grace_s = os.environ.get(GRACE_VARIABLE)
-    return spec.stop_flush_limit_s if grace_s is None else min(spec.stop_flush_limit_s, float(grace_s) / 2)
+    return STOP_FLUSH_LIMIT_S if grace_s is None else min(STOP_FLUSH_LIMIT_S, float(grace_s) / 2)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,7 +307,7 @@ def continue_from(uri: str, resolved: ResolvedSpec) -> Continuation:
     Raises: CheckRefused if no run is mirrored there, the mirror is of another spec, or the directory here is
         behind the mirror; StoreErrors.
     """
-    remote = find_remote_run(uri, settings=upload_settings(None))
+    remote = find_remote_run(uri, settings=UPLOAD_SETTINGS)
     if remote is None or remote.step is None:
         raise CheckRefused(
             f"nothing can be gone on with at {uri}: "
@@ -327,7 +327,7 @@ def continue_from(uri: str, resolved: ResolvedSpec) -> Continuation:
     if target.exists():
         detail = _compare_here(target, remote)
     else:
-        restore_run(uri, target.parent, name=target.name, settings=upload_settings(None))
+        restore_run(uri, target.parent, name=target.name, settings=UPLOAD_SETTINGS)
         detail = f"restored {target} from {uri}"
     changes = {
         "output": output.model_copy(update={"dir": str(target)}),

@@ -40,19 +40,6 @@ class StoreSpec(Section):
         description="Folder of this run in checkpoints/. none = the name of the run's directory.",
         json_schema_extra=expert("a run that moves to another machine finds its mirror by name"),
     )
-    mirror_every_s: float = Field(
-        default=30.0,
-        gt=0.0,
-        le=86_400.0,
-        description="Seconds between uploads of metrics, rollouts and logs. Checkpoints are sent at once.",
-        json_schema_extra=expert("requests to a store cost money, and a machine may vanish"),
-    )
-    max_mb_per_s: float | None = Field(
-        default=None,
-        gt=0.0,
-        description="Upload rate limit, in 10^6 bytes per second. none = no limit.",
-        json_schema_extra=expert("a shared uplink must be left to others"),
-    )
     keep_last: int = Field(
         default=2,
         ge=1,
@@ -60,25 +47,6 @@ class StoreSpec(Section):
         description="Number of newest checkpoints to keep in the store; older ones that this run uploaded are"
         " removed once a newer one is there.",
         json_schema_extra=expert("storage is paid for by size"),
-    )
-    keep_every: int | None = Field(
-        default=None,
-        ge=1,
-        le=10**7,
-        description="Also keep the checkpoints of every so many steps. none = keep_last alone decides.",
-        json_schema_extra=expert("studies of training need checkpoints from all of it"),
-    )
-    flush_limit_s: float = Field(
-        default=600.0,
-        ge=0.0,
-        description="Longest wait for the mirror after training has ended.",
-        json_schema_extra=expert("a slow uplink needs longer for the last checkpoint"),
-    )
-    stop_flush_limit_s: float = Field(
-        default=60.0,
-        ge=0.0,
-        description="Longest wait for the mirror after a signal; the newest checkpoint goes first.",
-        json_schema_extra=expert("a scheduler kills after a grace that differs by site"),
     )
 
 

@@ -83,12 +83,10 @@ class S3Settings:
     silence_limit_s: float = 30.0
     """Longest wait for the next byte."""
     retries: RetryRules = field(default_factory=RetryRules)
-    max_bytes_per_s: float | None = None
-    """Limit of the average rate over all connections; None: no limit."""
 
 
 def open_transfers(settings: S3Settings) -> Any:
-    """Return the transfer manager of this process, whose `client`, threads and limit all files share.
+    """Return the transfer manager of this process, whose `client` and threads all files share.
 
     Made once for each set of variables that it depends on.
     Raises: ConfigError if boto3 is not installed, or a variable or a profile makes no sense.
@@ -133,9 +131,8 @@ def _make_transfers(settings: S3Settings, pid: int, variables: tuple[str | None,
             num_download_attempts=settings.retries.num_attempts,
             io_chunksize=1 << 20,
             max_io_queue_size=64,
-            max_bandwidth=settings.max_bytes_per_s,
         ),
-        _make_reader(is_limited=settings.max_bytes_per_s is not None),
+        _make_reader(),
     )
 
 
@@ -198,7 +195,7 @@ def _no_client(error: Exception) -> ConfigError:
     )
 
 
-def _make_reader(*, is_limited: bool) -> Any:
+def _make_reader() -> Any:
     """Return the transfer manager's access to files, which hands whole parts to the client.
 
     The client would read a file twice, and send it in pieces of 16 KiB.
@@ -211,8 +208,6 @@ def _make_reader(*, is_limited: bool) -> Any:
             self, fileobj: Any, chunk_size: int, *_: Any, **__: Any
         ) -> Iterator[bytes]:
             with fileobj:
-                if is_limited:
-                    fileobj.signal_transferring()  # Else the limit would not hold.
                 sizes = (min(_READ_BYTES, chunk_size - start) for start in range(0, chunk_size, _READ_BYTES))
                 yield b"".join(map(fileobj.read, sizes))
 

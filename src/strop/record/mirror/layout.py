@@ -30,9 +30,8 @@ class MirrorOrder:
     may_claim: bool = True
     """False: the trainer has claimed the mirror for this owner, and a lost claim is final."""
     every_s: float = 30.0
+    """Between two uploads of metrics, rollouts and logs. Checkpoints are sent at once."""
     keep_last: int = 2
-    keep_every: int | None = None
-    max_mb_per_s: float | None = None
 
     def to_json(self) -> str:
         """Return the order as a command-line argument."""

@@ -44,14 +44,10 @@ MAX_FLUSH_PAUSE_S = 2.0
 """The same while the trainer waits for the flush."""
 
 
-def upload_settings(max_mb_per_s: float | None) -> S3Settings:
-    """Return an uploader's S3 settings: few parts at once, and few retries, since the outer loop retries."""
-    return S3Settings(
-        part_bytes=8 << 20,
-        num_connections=4,
-        retries=RetryRules(num_attempts=4, first_pause_s=0.5),
-        max_bytes_per_s=None if max_mb_per_s is None else max_mb_per_s * 1e6,
-    )
+UPLOAD_SETTINGS = S3Settings(
+    part_bytes=8 << 20, num_connections=4, retries=RetryRules(num_attempts=4, first_pause_s=0.5)
+)
+"""Few parts at once, and few retries, since the outer loop retries."""
 
 
 class _ClaimFailed(Exception):
@@ -288,8 +284,6 @@ class Uploader:
         found = [name for name in (RecordName.parse(folder, run) for folder in folders) if name is not None]
         whole = sorted(name for name in found if self._find(name) is not None)
         kept = set(whole[-order.keep_last :])
-        if order.keep_every is not None:
-            kept |= {name for name in whole if name.step % order.keep_every == 0}
         for name in sorted(found):
             uri = name.uri(order.uri, run)
             # Later or incomplete records are of another look, or of a dead attempt that may be resumed.
