@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from strop.cluster.ray.roles import RayRole, RoleFacts, RoleStart, prove_environ
 from strop.cluster.ray.runtime import TOKEN_NAME, RayHead, read_nodes
 from strop.cluster.ray.settings import NodeSettings, choose_temp_dir, node_resource
 from strop.errors import CheckRefused, EngineError, EngineLost
-from strop.hardware.ports import LOOPBACK, hold_port, read_listening_ports
+from strop.hardware.ports import LOOPBACK, read_listening_ports
 from tests.fixtures.ray_traces import descendants, files_of_nodes, is_alive, needs_ray, wait_until
 
 pytestmark = [pytest.mark.slow, needs_ray]
@@ -261,20 +261,3 @@ def test_prc_4_a_killed_owner_takes_all_of_ray_along(tmp_path: Path) -> None:
     left = descendants(keeper) | {keeper}
     wait_until(lambda: not [pid for pid in left | descendants(keeper) if is_alive(pid)], 120.0)
     assert files_of_nodes() <= before
-
-
-def test_a_head_whose_port_is_taken_says_by_whom(tmp_path: Path) -> None:
-    with hold_port() as taken:
-        head = RayHead(replace(make_settings(tmp_path), port=taken.port), tmp_path / "head.json")
-
-        async def act() -> None:
-            head.launch()
-            try:
-                cause = rf"(?s)Ray did not start: its keeper ended with 76.*{taken.address} cannot be bound"
-                with pytest.raises(EngineError, match=cause):
-                    await head.connect()
-            finally:
-                await head.stop()
-
-        asyncio.run(act())
-    assert head.keeper_pid is None

@@ -224,7 +224,6 @@ def test_cfg_3_every_public_setting_has_a_reader() -> None:
         f"task.{name}" for name in ("can_judge_itself", "max_format_weight", "parts") if f".{name}" in checks
     }
     asked |= {f"job.{name}" for name in GPU_SPLIT if f".{name}" in checks}
-    asked |= {"ray.ports"} if ".ports" in checks else set()
     unread = set(all_keys()) - settings_read_in_source() - asked
     assert not unread, f"nothing outside of spec/ reads {sorted(unread)}: read them or remove them"
 

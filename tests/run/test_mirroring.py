@@ -104,8 +104,9 @@ def test_an_uploader_leaves_the_processors_to_the_trainer(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def mirroring(tmp_path: Path) -> Iterator[Mirroring]:
+def mirroring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirroring]:
     """A run whose first attempt was killed when it had asked for the rest to be sent."""
+    monkeypatch.setattr("strop.run.mirroring.FLUSH_LIMIT_S", 20.0)
     run = RunDir.create(tmp_path / "runs", "here", "", "", {})
     flush_path(run.path).parent.mkdir()
     flush_path(run.path).touch()

@@ -177,9 +177,6 @@ class PlacementSpec(Section):
     )
 
 
-MAX_PORT = 65_535
-
-
 class RaySpec(Section):
     """Settings of Ray's own processes; read only with placement.kind = "ray"."""
 
@@ -199,57 +196,14 @@ class RaySpec(Section):
         " what it makes there. none = the user's own folder in /tmp.",
         json_schema_extra=expert("temporary folders are small on some clusters, and paths of sockets short"),
     )
-    object_store_bytes: int | None = Field(
-        default=None,
-        ge=75 << 20,
-        description="Shared memory on each node for Ray's object store. Steps and rollouts pass through it,"
-        " weights do not. none = 256 MiB.",
-        json_schema_extra=expert("containers often have little shared memory"),
-    )
-    port: int | None = Field(
-        default=None,
-        ge=1024,
-        le=MAX_PORT,
-        description="Port of the first node that the others join. none = any free port.",
-        json_schema_extra=expert("firewalls open only named ports"),
-    )
-    ports: str | None = Field(
-        default=None,
-        pattern=r"^\d{4,5}-\d{4,5}$",
-        description="Range for all other ports of Ray on each node, such as '20000-20099'. none = any free"
-        " ports.",
-        json_schema_extra=expert("firewalls open only named ports"),
-    )
-
-    @property
-    def port_range(self) -> tuple[int, int]:
-        """First and last port; zeros for any port."""
-        if self.ports is None:
-            return 0, 0
-        first, _, last = self.ports.partition("-")
-        return int(first), int(last)
 
     @model_validator(mode="after")
     def _check_address(self) -> RaySpec:
-        names = ("temp_dir", "object_store_bytes", "port", "ports")
-        own = {f"ray.{name}": value for name in names if (value := getattr(self, name)) is not None}
-        if self.address is not None and own:
+        if self.address is not None and self.temp_dir is not None:
             raise SpecConflict(
-                {"ray.address": self.address, **own},
+                {"ray.address": self.address, "ray.temp_dir": self.temp_dir},
                 "the cluster that is running has settings of its own",
                 allowed="ray.address alone",
-                next_step=f"remove {', '.join(own)}, or ray.address",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_ports(self) -> RaySpec:
-        first, last = self.port_range
-        if self.ports is not None and not (1024 <= first < last <= MAX_PORT):
-            raise SpecConflict(
-                {"ray.ports": self.ports},
-                "it is no range of ports that a user may open",
-                allowed=f"first and last, 1024 to {MAX_PORT}, the smaller first",
-                next_step="correct it, or leave it out",
+                next_step="remove ray.temp_dir, or ray.address",
             )
         return self

@@ -35,7 +35,6 @@ from strop.cluster.ray.settings import (
     RAY_VERSION,
     NodeSettings,
     check_object_store,
-    choose_ports,
     choose_temp_dir,
     describe_here,
     ray_environment,
@@ -138,15 +137,14 @@ def keep_node(settings: NodeSettings, address: str | None, find_order: Callable[
     """Start a node, of the head at `address` or the head itself, wait for its end, and clean up.
 
     `find_order` returns why it must end, None while it must not. Returns 0 after an order, 1 otherwise.
-    Raises: CheckRefused if its ports are taken; StoreError if its directories cannot be made.
+    Raises: StoreError if its directories cannot be made.
     """
     log_path = Path(settings.log_path)
     # For the roles that Ray starts here: a joining node has no other process that does it.
     tune_process()
     environment = ray_environment(os.environ, host=settings.host, token_path=Path(settings.token_path))
-    ports = choose_ports(settings)
     with own_dir(Path(settings.temp_dir)), own_dir(Path(settings.shared_dir)):
-        child = spawn(start_args(settings, address, ports), log_path, environment)
+        child = spawn(start_args(settings, address), log_path, environment)
         why = None
         try:
             while child.poll() is None and (why := find_order()) is None:
@@ -228,9 +226,9 @@ def await_head(
 
 def _choose_settings(head: Mapping[str, Any], run_path: Path) -> NodeSettings:
     """Return the settings of this node: those of the head, with other directories."""
-    shared, index = head["settings"], int(os.environ[NODE_VARIABLE])
-    check_object_store(shared["object_store_bytes"])
-    temp_dir = choose_temp_dir(Path(shared["temp_parent"]) if shared["temp_parent"] else None)
+    temp_parent, index = head["temp_parent"], int(os.environ[NODE_VARIABLE])
+    check_object_store()
+    temp_dir = choose_temp_dir(Path(temp_parent) if temp_parent else None)
     logs_dir = run_path / "attempts" / os.environ.get(ATTEMPT_VARIABLE, "local") / str(index)
     token_path = temp_dir.with_name(f"{temp_dir.name}.{TOKEN_NAME}")
     try:
@@ -247,9 +245,6 @@ def _choose_settings(head: Mapping[str, Any], run_path: Path) -> NodeSettings:
         name=f"{index}@{socket.gethostname()}",
         index=index,
         num_cpus=os.cpu_count() or 1,
-        object_store_bytes=shared["object_store_bytes"],
-        first_port=shared["first_port"],
-        last_port=shared["last_port"],
     )
 
 

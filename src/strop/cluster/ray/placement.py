@@ -27,6 +27,7 @@ from strop.cluster.ray.ranks import LearnerFacts, LearnerRank
 from strop.cluster.ray.roles import RayRole, RoleStart, prove_environment
 from strop.cluster.ray.runtime import TOKEN_NAME, RayHead, read_nodes
 from strop.cluster.ray.settings import (
+    OBJECT_STORE_BYTES,
     NodeSettings,
     check_object_store,
     choose_temp_dir,
@@ -48,7 +49,6 @@ from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
 from strop.tasks import Task, task_builder
 from strop.tokenizer import Tokenizer
 
-DEFAULT_OBJECT_STORE_BYTES = 256 << 20
 JOIN_LIMIT_S = 300.0
 """Longest wait until all nodes of a job have joined."""
 START_LIMIT_S = 300.0
@@ -175,11 +175,9 @@ class RayPlacement:
     def _make_head(self, host: str) -> RayHead:
         """Return a new cluster for the run, which is not started yet."""
         ray = self._spec.ray
-        store_bytes = ray.object_store_bytes or DEFAULT_OBJECT_STORE_BYTES
-        check_object_store(store_bytes)
+        check_object_store()
         own_dir = self._find_own_dir()
         logs_dir = self._find_logs_dir()
-        first, last = ray.port_range
         settings = NodeSettings(
             temp_dir=str(choose_temp_dir(Path(ray.temp_dir) if ray.temp_dir else None)),
             shared_dir=str(choose_temp_dir(SHARED_MEMORY)),
@@ -189,14 +187,10 @@ class RayPlacement:
             host=host,
             name=f"0@{socket.gethostname()}",
             num_cpus=os.cpu_count() or 1,
-            object_store_bytes=store_bytes,
-            port=ray.port or 0,
-            first_port=first,
-            last_port=last,
         )
         # Weights in shared memory of this node, if it has room.
         if self._spec.engine.transport != "file" and has_memory_room(
-            self._source.path, reserved_bytes=store_bytes
+            self._source.path, reserved_bytes=OBJECT_STORE_BYTES
         ):
             self._weights_dir = Path(settings.shared_dir)
         rendezvous = rendezvous_path(self._work_dir, self._attempt)

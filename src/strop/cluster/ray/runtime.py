@@ -192,13 +192,7 @@ class RayHead:
 
     def _announce(self, address: str) -> None:
         """Write the rendezvous file, readable by this user alone: the token is in it."""
-        settings = {
-            "temp_parent": self._temp_parent,
-            "object_store_bytes": self._settings.object_store_bytes,
-            "first_port": self._settings.first_port,
-            "last_port": self._settings.last_port,
-        }
-        head = {"address": address, "token": self._token, "settings": settings} | describe_here()
+        head = {"address": address, "token": self._token, "temp_parent": self._temp_parent} | describe_here()
         path = self._rendezvous_path
         partial = path.with_suffix(".partial")
         try:

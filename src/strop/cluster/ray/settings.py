@@ -1,7 +1,7 @@
 """Settings of one Ray node: its command line, its environment, and checks before it starts.
 
-Every Ray process gets port 0 unless `ray.ports` names a range: then the kernel picks a port for the process
-that binds it, so no other process can take it in between.
+Every Ray process gets port 0: the kernel picks a port for the process that binds it, so no other process can
+take it in between.
 
 Facts about Ray 2.60 that this file relies on (ray/scripts/scripts.py, ray/_private/services.py):
 loopback is an address to Ray only where RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER is off, and its native processes
@@ -27,7 +27,7 @@ from typing import Any
 from strop.errors import CheckRefused, ConfigError
 from strop.hardware.leases import leases_dir, open_folder
 from strop.hardware.leftovers import PREFIX, SHARED_MEMORY
-from strop.hardware.ports import LOOPBACK, hold_port
+from strop.hardware.ports import LOOPBACK
 from strop.io.atomic import explain_write_failure
 
 RAY_VERSION = "2.60.0"
@@ -36,17 +36,9 @@ ADDRESS_NAME = "ray_current_cluster"
 MAX_TEMP_DIR_BYTES = 43
 """Of 107 that the path of a socket may have (unix(7)), Ray adds 64 at most:
 `/session_2026-11-22_02-46-02_147512_4194304/sockets/plasma_store`."""
-MIN_OBJECT_STORE_BYTES = 75 << 20
-"""Ray refuses smaller ones: OBJECT_STORE_MINIMUM_MEMORY_BYTES."""
+OBJECT_STORE_BYTES = 256 << 20
+"""Shared memory of a node for Ray's objects: steps and rollouts pass through it, weights do not."""
 TOKEN_PATH = "RAY_AUTH_TOKEN_PATH"
-_HELD_PORTS = (
-    "node-manager-port",
-    "object-manager-port",
-    "dashboard-agent-grpc-port",
-    "dashboard-agent-listen-port",
-    "runtime-env-agent-port",
-    "metrics-export-port",
-)
 _OWN_VARIABLES = re.compile(
     r"RAY_(ADDRESS|NAMESPACE|JOB_CONFIG_JSON_ENV_VAR|START_HOOK|AUTH_.*|TMPDIR|BACKEND_.*)"
 )
@@ -73,12 +65,7 @@ class NodeSettings:
     index: int = 0
     """0 is the head."""
     num_cpus: int = 1
-    object_store_bytes: int = MIN_OBJECT_STORE_BYTES
-    port: int = 0
-    """Port of the head. 0: any."""
-    first_port: int = 0
-    last_port: int = 0
-    """Range for all other ports, both ends included. 0: any."""
+    object_store_bytes: int = OBJECT_STORE_BYTES
 
     def write(self, path: Path) -> None:
         """Write the settings for a keeper."""
@@ -95,14 +82,15 @@ def node_resource(index: int) -> str:
     return f"strop_node_{index}"
 
 
-def start_args(settings: NodeSettings, address: str | None, ports: Mapping[str, int]) -> list[str]:
-    """Return the command that starts a node: a head if `address` is None. `ports`: see `choose_ports`."""
+def start_args(settings: NodeSettings, address: str | None) -> list[str]:
+    """Return the command that starts a node: a head if `address` is None."""
     args = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--block"]
     if address is None:
-        args += ["--head", f"--port={settings.port}", "--include-dashboard=false", "--no-monitor"]
+        args += ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
     else:
         args += [f"--address={address}"]
-    args += [
+    return [
+        *args,
         f"--node-ip-address={settings.host}",
         f"--node-name={settings.name or settings.index}",
         f"--temp-dir={settings.temp_dir}",
@@ -113,39 +101,10 @@ def start_args(settings: NodeSettings, address: str | None, ports: Mapping[str, 
         "--resources=" + json.dumps({node_resource(settings.index): 1}),
         "--include-log-monitor=false",
         "--disable-usage-stats",
+        # 0: the kernel picks one for every process; Ray's own default for workers is a fixed range.
+        "--min-worker-port=0",
+        "--max-worker-port=0",
     ]
-    return args + [f"--{name}={port}" for name, port in ports.items()]
-
-
-def choose_ports(settings: NodeSettings) -> dict[str, int]:
-    """Return an option and a port for each of Ray's processes; workers share the rest of the range.
-
-    Raises: CheckRefused if the range has too few free ports, or the head's port is taken.
-    """
-    if settings.index == 0 and settings.port:
-        hold_port(settings.host, settings.port).close()
-    if not settings.first_port:
-        # 0: the kernel picks a port for every process; Ray's own default for workers is a fixed range.
-        return {"min-worker-port": 0, "max-worker-port": 0}
-    chosen: dict[str, int] = {}
-    taken: list[int] = []
-    port = settings.first_port
-    while len(chosen) < len(_HELD_PORTS) and port <= settings.last_port:
-        try:
-            hold_port(settings.host, port).close()
-        except CheckRefused:
-            taken.append(port)
-        else:
-            chosen[_HELD_PORTS[len(chosen)]] = port
-        port += 1
-    if len(chosen) < len(_HELD_PORTS) or port > settings.last_port:
-        raise CheckRefused(
-            f"ports {settings.first_port} to {settings.last_port} of {settings.host} have"
-            f" {len(chosen)} free ones ({len(taken)} are taken: {', '.join(map(str, taken)) or 'none'})",
-            allowed=f"a range with {len(_HELD_PORTS)} free ports for Ray and one for each of its workers",
-            next_step="widen ray.ports, or leave it out so that free ones are picked",
-        )
-    return chosen | {"min-worker-port": port, "max-worker-port": settings.last_port}
 
 
 def ray_environment(environ: Mapping[str, str], *, host: str, token_path: Path) -> dict[str, str]:
@@ -179,23 +138,17 @@ def ray_variables(*, host: str, token_path: Path) -> dict[str, str]:
     }
 
 
-def check_object_store(num_bytes: int) -> None:
+def check_object_store() -> None:
     """Refuse an object store that does not fit into shared memory: Ray would silently put it on a disk.
 
-    Raises: CheckRefused, ConfigError.
+    Raises: CheckRefused.
     """
-    if num_bytes < MIN_OBJECT_STORE_BYTES:
-        raise ConfigError(
-            f"ray.object_store_bytes is {num_bytes}",
-            allowed=f"at least {MIN_OBJECT_STORE_BYTES}, which is Ray's own limit",
-            next_step="raise it, or leave it out",
-        )
     free = shutil.disk_usage(SHARED_MEMORY).free
-    if num_bytes > free:
+    if free < OBJECT_STORE_BYTES:
         raise CheckRefused(
-            f"ray.object_store_bytes is {num_bytes} and {SHARED_MEMORY} has {free} free",
+            f"Ray's object store takes {OBJECT_STORE_BYTES} bytes, and {SHARED_MEMORY} has {free} free",
             allowed="an object store that fits into shared memory",
-            next_step="lower ray.object_store_bytes, or give the container more shared memory",
+            next_step="give the container more shared memory (--shm-size of podman and docker)",
         )
 
 
