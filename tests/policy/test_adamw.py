@@ -10,11 +10,11 @@ import torch
 
 from strop.policy import optimizer as optimizer_module
 from strop.policy.objective import lr_at
-from strop.policy.optimizer import MOMENTS, AdamW
+from strop.policy.optimizer import BETA1, EPS, MOMENTS, AdamW
 from strop.spec.train import OptimizerSpec
 
 SHAPES = {"matrix": (37, 11), "vector": (53,), "nothing": (0, 4), "one": (1,)}
-SPEC = OptimizerSpec(lr=3e-3, weight_decay=0.1, beta1=0.8, beta2=0.95, eps=1e-6)
+SPEC = OptimizerSpec(lr=3e-3, weight_decay=0.1, beta2=0.95)
 
 
 def draw_masters(seed: int) -> dict[str, torch.Tensor]:
@@ -34,7 +34,7 @@ def test_masters_move_as_by_adamw(monkeypatch: pytest.MonkeyPatch, block: int) -
         {"params": [master for master in others.values() if master.dim() == 1], "weight_decay": 0.0},
     ]
     reference = torch.optim.AdamW(
-        parts, lr=SPEC.lr, betas=(SPEC.beta1, SPEC.beta2), eps=SPEC.eps, weight_decay=SPEC.weight_decay
+        parts, lr=SPEC.lr, betas=(BETA1, SPEC.beta2), eps=EPS, weight_decay=SPEC.weight_decay
     )
     own, random = AdamW(masters, SPEC), torch.Generator().manual_seed(1)
     for step in range(4):

@@ -9,6 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -107,6 +108,7 @@ def test_an_uploader_leaves_the_processors_to_the_trainer(tmp_path: Path) -> Non
 def mirroring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mirroring]:
     """A run whose first attempt was killed when it had asked for the rest to be sent."""
     monkeypatch.setattr("strop.run.mirroring.FLUSH_LIMIT_S", 20.0)
+    monkeypatch.setattr("strop.run.mirroring.MirrorOrder", partial(MirrorOrder, every_s=0.1))
     run = RunDir.create(tmp_path / "runs", "here", "", "", {})
     flush_path(run.path).parent.mkdir()
     flush_path(run.path).touch()

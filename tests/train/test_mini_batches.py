@@ -20,8 +20,9 @@ from strop.algorithm.advantages import Aggregation
 from strop.cluster import Roles
 from strop.cluster.local import LocalLearner
 from strop.errors import RunStopped
+from strop.policy import optimizer as optimizer_module
 from strop.policy.learner import Term
-from strop.policy.optimizer import StepPlan, StepReport
+from strop.policy.optimizer import BETA1, StepPlan, StepReport
 from strop.policy.packing import PackedGroup, with_logprobs
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
@@ -89,8 +90,8 @@ def plain_update(
     optimizer = torch.optim.AdamW(
         module.parameters(),
         lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
+        betas=(BETA1, settings.beta2),
+        eps=optimizer_module.EPS,
         weight_decay=0.0,
     )
     steps = []
@@ -136,13 +137,12 @@ def drawn_order(spec: RunSpec, step: int = 0, epoch: int = 0) -> list[list[int]]
 
 @pytest.mark.parametrize("epochs", [1, 2])
 def test_an_epoch_of_four_mini_batches_is_verls_own(
-    tmp_path: Path, tiny_model_dir: Path, epochs: int
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, epochs: int
 ) -> None:
     # With the usual eps the rounding of gradients near 0, not their formula, would decide where they lead.
+    monkeypatch.setattr(optimizer_module, "EPS", 1e-5)
     ranges = {"clip_low": 0.006, "clip_high": 0.01}
-    spec = tiny_spec(
-        train=FOUR | {"epochs": epochs}, algorithm=CLIPPED | ranges, optimizer={"lr": 2e-4, "eps": 1e-5}
-    )
+    spec = tiny_spec(train=FOUR | {"epochs": epochs}, algorithm=CLIPPED | ranges, optimizer={"lr": 2e-4})
     made = train(tmp_path, tiny_model_dir, spec)
     rollouts = read_rollouts(made.run_dir.rollouts_path(1))
     groups = [rollouts[start : start + 4] for start in range(0, len(rollouts), 4)]

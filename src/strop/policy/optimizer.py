@@ -145,6 +145,10 @@ class TensorShard:
 _BLOCKS = {"cpu": 1 << 20, "cuda": 1 << 24}
 """Entries moved at once: on a CPU 4 MiB of masters, and their old values, fit in the cache."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
+BETA1 = 0.9
+"""Decay rate of the first moment."""
+EPS = 1e-8
+"""Added to the root of the second moment."""
 
 
 class Masters(Protocol):
@@ -314,10 +318,10 @@ class AdamW:
             [],
             [count],
             lr=lr,
-            beta1=self._spec.beta1,
+            beta1=BETA1,
             beta2=self._spec.beta2,
             weight_decay=decay,
-            eps=self._spec.eps,
+            eps=EPS,
             amsgrad=False,
             maximize=False,
         )

@@ -245,13 +245,6 @@ class OptimizerSpec(Section):
         description="Decoupled weight decay per step, multiplied by the learning rate. 0 = no decay.",
         json_schema_extra=expert("published recipes of full fine-tuning set it"),
     )
-    beta1: float = Field(
-        default=0.9,
-        ge=0.0,
-        lt=1.0,
-        description="Decay rate of the first moment.",
-        json_schema_extra=expert("published recipes set it"),
-    )
     beta2: float = Field(
         default=0.999,
         ge=0.0,
@@ -260,13 +253,6 @@ class OptimizerSpec(Section):
         json_schema_extra=expert(
             "published recipes set it: 0.95 and 0.99 are common, and 0.999 is slow to forget a spike"
         ),
-    )
-    eps: float = Field(
-        default=1e-8,
-        gt=0.0,
-        le=1.0,
-        description="Added to the root of the second moment, to avoid division by 0.",
-        json_schema_extra=expert("published recipes set it, and small gradients are damped by it"),
     )
     max_grad_norm: float = Field(
         default=1.0,
