@@ -355,31 +355,6 @@ def test_the_rate_follows_from_the_place_in_the_run(model_dir: Path) -> None:
     assert reports[4].update_ratio < 0.3 * reports[2].update_ratio
 
 
-def test_a_step_too_far_from_where_ratios_start_moves_nothing(model_dir: Path, tmp_path: Path) -> None:
-    algorithm = replace(ALGORITHMS["grpo"], mode="decoupled")
-    learner = build_learner(model_dir, lr=LR)
-    groups = with_logprobs(signal(), "old", learner.score(signal(), 1.0))
-    terms = terms_of(groups, algorithm)
-    first = learner.step_terms(terms, StepPlan(version=1, max_kl=1e-9))
-    assert (first.is_taken, learner.version) == (True, 1)
-    before = state_of(learner, tmp_path / "before")
-    second = learner.step_terms(terms, StepPlan(version=2, max_kl=1e-9))
-    assert (second.is_taken, second.update_ratio, second.changed_frac, learner.version) == (
-        False,
-        0.0,
-        0.0,
-        1,
-    )
-    assert second.totals["approx_kl_nats"].mean > 1e-9
-    assert second.totals["approx_kl_nats"].count == 9
-    assert_equal(state_of(learner, tmp_path / "after"), before)
-    # Nothing of its gradient is left: the next step is that of a learner that never saw it.
-    other = build_learner(model_dir, lr=LR)
-    other.load_state(tmp_path / "before")
-    norms = [each.step_terms(terms, StepPlan(version=2)).grad_norm for each in (learner, other)]
-    assert norms[0] == norms[1]
-
-
 def test_means_over_tokens_are_those_of_any_micro_batch(model_dir: Path) -> None:
     algorithm = replace(ALGORITHMS["grpo"], mode="decoupled", clip_low=0.01, clip_high=0.01)
     groups = [World(seed).packed(3, [4, 2], advantage=1.0 - seed) for seed in range(4)]

@@ -141,7 +141,7 @@ def play_frozen(
 
 
 def play_update(learner: Learner, take: Callable[..., list[PackedGroup]]) -> Scene:
-    """Take a batch in two mini-batches, be stopped in a third, and ask the weights that it began with."""
+    """Take a batch in three mini-batches, and ask the weights that it began with."""
     learner.hold()
     algorithm = replace(GRPO, mode="decoupled", clip_low=0.01, clip_high=0.01)
     parts = [
@@ -149,10 +149,9 @@ def play_update(learner: Learner, take: Callable[..., list[PackedGroup]]) -> Sce
         for share in (take(batch(20, 4)), take(batch(21, 3)), take(batch(20, 4)))
     ]
     terms = [replace(term(part, rule=algorithm), entropy_weight=0.1) for part in parts]
-    plans = [StepPlan(version=1, place=place) for place in range(2)]
+    plans = [StepPlan(version=1, place=place) for place in range(3)]
     scene: Scene = {
-        "reports": [learner.step_terms([one], plan) for one, plan in zip(terms, plans, strict=False)],
-        "stopped": learner.step_terms([terms[2]], StepPlan(version=2, place=2, max_kl=1e-9)),
+        "reports": [learner.step_terms([one], plan) for one, plan in zip(terms, plans, strict=True)],
         "held": learner.score(take(batch(20, 4)), 0.7, is_held=True),
         "version": learner.version,
     }
@@ -386,15 +385,10 @@ def test_the_mini_batches_of_a_batch_are_those_of_one_process(
     learner = single(models["tied"])
     before = learner.score(batch(20, 4), 0.7)
     expected = play_update(learner, whole)
-    assert [report.is_taken for report in expected["reports"]] == [True, True]
-    assert not expected["stopped"].is_taken
     for scene in (one["update"] for one in played[num_ranks]):
         assert scene["version"] == expected["version"] == 1
-        for report, other in zip(
-            [*scene["reports"], scene["stopped"]], [*expected["reports"], expected["stopped"]], strict=True
-        ):
+        for report, other in zip(scene["reports"], expected["reports"], strict=True):
             assert_same_step(report, other)
-            assert report.is_taken == other.is_taken
             assert report.update_ratio == pytest.approx(other.update_ratio, rel=1e-4)
             assert report.totals.keys() == other.totals.keys()
             for name, total in report.totals.items():
@@ -402,8 +396,8 @@ def test_the_mini_batches_of_a_batch_are_those_of_one_process(
                 assert total.mean == pytest.approx(other.totals[name].mean, rel=1e-2, abs=1e-6)
             np.testing.assert_allclose(np.sort(report.ratio_M), np.sort(other.ratio_M), rtol=1e-3)
         # Every rank was told the same, whatever it has of the batch.
-        assert scene["stopped"].totals == played[num_ranks][0]["update"]["stopped"].totals
-    assert {"clip_low_frac", "clip_high_frac", "policy_entropy_nats"} <= expected["stopped"].totals.keys()
+        assert scene["reports"][2].totals == played[num_ranks][0]["update"]["reports"][2].totals
+    assert {"clip_low_frac", "clip_high_frac", "policy_entropy_nats"} <= expected["reports"][2].totals.keys()
     groups = batch(20, 4)
     shares = shard_groups(groups, num_ranks)
     for name, there in (("held", before), ("now", expected["now"])):

@@ -94,7 +94,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "every group would be left out",
     ),
     ({"train": {"prompts_per_step": 6, "mini_batches": 4}}, "the parts of a batch would differ in size"),
-    ({"train": {"max_kl": 0.1}}, "the only optimizer step of a batch begins where the batch began"),
     (
         {"train": {"terms": "distill", "epochs": 2}, "teacher": TEACHER},
         "only a batch of rollouts alone is gone through several times",
@@ -137,7 +136,7 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], why: str) 
         {"algorithm": {"mode": "single"}, "train": {"sync_every": 2, "max_staleness": 1}, "placement": RAY},
         {"algorithm": {"name": "reinforce_pp"}, "train": {"group_size": 1}},
         {"algorithm": {"name": "reinforce_pp_baseline"}, "reference": {"kl_beta": 0.1, "kl_estimator": "k2"}},
-        {"train": {"prompts_per_step": 8, "mini_batches": 4, "epochs": 2, "max_kl": 0.1}},
+        {"train": {"prompts_per_step": 8, "mini_batches": 4, "epochs": 2}},
         {"optimizer": {"schedule": "cosine", "final_frac": 0.1, "warmup_steps": 5}, "train": {"epochs": 2}},
     ],
 )

@@ -146,7 +146,7 @@ def test_the_numbers_of_an_update_by_hand() -> None:
     # The 99 % quantile of 4 values lies at position 2.97: 0.97 of the way from 0 to 0.25.
     assert metrics["drift_p99_nats"] == pytest.approx(0.2425)
     silent = measure_update(Update(steps=(report([]),)))
-    assert not [name for name in silent if name.startswith(("drift", "ratio", "num_refused", "num_left"))]
+    assert not [name for name in silent if name.startswith(("drift", "ratio", "num_refused"))]
 
 
 def test_the_numbers_of_several_optimizer_steps_by_hand() -> None:
@@ -167,23 +167,21 @@ def test_the_numbers_of_several_optimizer_steps_by_hand() -> None:
         ratio_M=np.array([0.5, 1.5, 2.0], dtype=np.float32),
         totals={"approx_kl_nats": Total(sum=0.6, count=3), "clip_high_frac": Total(sum=2.0, count=3)},
     )
-    left_out = replace(second, is_taken=False, update_ratio=0.0, changed_frac=0.0, totals={}, lr=1e-6)
-    found = measure_update(Update(steps=(first, second, left_out), num_refused=2, num_left_out=4))
+    found = measure_update(Update(steps=(first, second), num_refused=2))
     assert found["num_optimizer_steps"] == 2.0
-    assert (found["num_refused_steps"], found["num_left_out_steps"]) == (2.0, 4.0)
-    # Means over the three gradients, the largest of their norms, the last learning rate.
-    assert found["loss"] == pytest.approx((0.5 + 1.5 + 1.5) / 3)
-    assert (found["grad_norm"], found["lr"], found["num_positions"]) == (6.0, 1e-6, 120.0)
-    # What moved the weights moved them twice.
+    assert found["num_refused_steps"] == 2.0
+    # Means over the two gradients, the largest of their norms, the last learning rate.
+    assert found["loss"] == pytest.approx(1.0)
+    assert (found["grad_norm"], found["lr"], found["num_positions"]) == (6.0, 5e-6, 80.0)
     assert (found["changed_frac"], found["update_ratio"]) == pytest.approx((0.5, 2e-3))
     assert found["master_changed_frac"] == 0.5
     # 0.6 over 5 tokens and 2 of 5, not the means of 0 and 0.2, or of 0 and 2 thirds.
     assert found["approx_kl_nats"] == pytest.approx(0.12)
     assert found["clip_high_frac"] == pytest.approx(0.4)
-    # Of all ratios [1, 1, 0.5, 1.5, 2, 0.5, 1.5, 2] the middle; the low end lies at 0.07 of the way from 0.5.
-    assert found["ratio_p50"] == pytest.approx(1.25)
-    assert found["ratio_p01"] == 0.5
-    assert found["ratio_p99"] == 2.0
+    # Of all ratios [0.5, 1, 1, 1.5, 2] the middle; the ends lie at 0.04 and 3.96 of the way through them.
+    assert found["ratio_p50"] == pytest.approx(1.0)
+    assert found["ratio_p01"] == pytest.approx(0.52)
+    assert found["ratio_p99"] == pytest.approx(1.98)
     # Engine against trainer: of the first step, before anything has moved.
     assert (found["drift_mean_nats"], found["drift_max_nats"]) == (0.5, 0.75)
     nothing = measure_update(Update(num_refused=4))

@@ -30,7 +30,7 @@ from strop.policy.head import (
 )
 from strop.policy.language_model import LanguageModel
 from strop.policy.lora import name_for_peft, without_adapters, write_adapter
-from strop.policy.objective import APPROX_KL, Scope, TokenTerms, TokenTermsFn, lr_at
+from strop.policy.objective import Scope, TokenTerms, TokenTermsFn, lr_at
 from strop.policy.optimizer import (
     MOMENTS,
     Accumulator,
@@ -42,7 +42,6 @@ from strop.policy.optimizer import (
     StepPlan,
     StepReport,
     TermReport,
-    Total,
     add_up,
     count_missing,
     join,
@@ -163,12 +162,9 @@ class Learner:
             reports = [
                 TermReport(name=terms[0].name, loss=accumulator.loss, grad_norm=grad_norm, cosine=None)
             ]
-        moved, lr = _UNMOVED, lr_at(self._spec, place, self._num_steps)
-        distance = accumulator.totals.get(APPROX_KL, Total())
-        is_taken = plan.max_kl is None or not distance.count or distance.mean <= plan.max_kl
-        if is_taken:
-            moved = self._apply(lr)
-            self.version = self.version + 1 if plan.version is None else plan.version
+        lr = lr_at(self._spec, place, self._num_steps)
+        moved = self._apply(lr)
+        self.version = self.version + 1 if plan.version is None else plan.version
         self._zero_gradients()
         return StepReport(
             loss=accumulator.loss,
@@ -177,7 +173,6 @@ class Learner:
             changed_frac=moved.changed_frac,
             master_changed_frac=moved.master_changed_frac,
             update_ratio=moved.ratio,
-            is_taken=is_taken,
             drift_M=join(accumulator.drifts),
             num_positions=accumulator.num_positions,
             num_micro_batches=accumulator.num_micro_batches,

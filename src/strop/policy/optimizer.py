@@ -338,8 +338,6 @@ class StepPlan:
     """Version of the weights after the step; None: the next. The steps of one batch make one version."""
     place: int | None = None
     """Optimizer steps that the run plans before it, for the learning rate; None: those that were taken."""
-    max_kl: float | None = None
-    """The step is not taken above this mean divergence (nats) from the weights that ratios start from."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -388,8 +386,6 @@ class StepReport:
     """Probability ratio of every token whose loss has one that is not 1 by construction."""
     update_ratio: float = 0.0
     """L2 norm of the step's change of the trained weights over that of the weights."""
-    is_taken: bool = True
-    """Whether the weights were moved; False where the policy had moved farther than `StepPlan.max_kl`."""
     compute_s: float = 0.0
     """Wall time of the step on the slowest rank."""
 

@@ -84,15 +84,6 @@ class TrainSpec(Section):
         description="Passes over a step's batch, each in a different order.",
         json_schema_extra=expert("PPO-style recipes go through a batch more than once"),
     )
-    max_kl: float | None = Field(
-        default=None,
-        gt=0.0,
-        description="KL divergence, in nats per token, from the policy that ratios start from: an optimizer"
-        " step that begins beyond it is skipped, with the rest of its batch. none = no bound.",
-        json_schema_extra=expert(
-            "several optimizer steps on one batch may move the policy too far from its samples"
-        ),
-    )
     max_staleness: int = Field(
         default=0,
         ge=0,
@@ -196,13 +187,6 @@ class TrainSpec(Section):
                 "the parts of a batch would differ in size, and their optimizer steps in weight",
                 allowed="a train.mini_batches that divides train.prompts_per_step",
                 next_step="change one of the two",
-            )
-        if self.max_kl is not None and self.steps_per_batch == 1:
-            raise SpecConflict(
-                {"train.max_kl": self.max_kl, **given},
-                "the only optimizer step of a batch begins where the batch began",
-                allowed="train.max_kl beside several mini-batches or epochs",
-                next_step="set train.mini_batches, or remove train.max_kl",
             )
         return self
 

@@ -175,13 +175,12 @@ def measure_update(update: Update, *, is_mixed: bool = False, is_stale: bool = F
     are `is_stale` (sampled by earlier weights), the gap between learner and engine is mostly the change of
     the weights since then: its name is `offpolicy_*` instead of `drift_*`, and it has no bound.
     """
-    steps, taken = update.steps, [step for step in update.steps if step.is_taken]
-    counted = {"num_refused_steps": update.num_refused, "num_left_out_steps": update.num_left_out}
-    metrics = {name: float(count) for name, count in counted.items() if count}
+    steps = update.steps
+    metrics = {"num_refused_steps": float(update.num_refused)} if update.num_refused else {}
     if not steps:
         return metrics
     metrics |= {
-        "num_optimizer_steps": float(update.num_taken),
+        "num_optimizer_steps": float(len(steps)),
         "loss": fmean(step.loss for step in steps),
         "grad_norm": max(step.grad_norm for step in steps),
         "lr": steps[-1].lr,
@@ -191,10 +190,9 @@ def measure_update(update: Update, *, is_mixed: bool = False, is_stale: bool = F
     }
     for name in sorted({name for step in steps for name in step.sums}):
         metrics[name] = fmean(step.sums.get(name, 0.0) for step in steps)
-    if taken:
-        metrics["changed_frac"] = fmean(step.changed_frac for step in taken)
-        metrics["update_ratio"] = fmean(step.update_ratio for step in taken)
-    shares = [step.master_changed_frac for step in taken if step.master_changed_frac is not None]
+    metrics["changed_frac"] = fmean(step.changed_frac for step in steps)
+    metrics["update_ratio"] = fmean(step.update_ratio for step in steps)
+    shares = [step.master_changed_frac for step in steps if step.master_changed_frac is not None]
     if shares:
         metrics["master_changed_frac"] = fmean(shares)
     for term in steps[0].terms if is_mixed else ():

@@ -427,16 +427,9 @@ class Update:
     """The optimizer steps of a batch."""
 
     steps: tuple[StepReport, ...] = ()
-    """Steps whose gradient was computed and finite, in order; the last one may not have been taken."""
+    """Steps whose gradient was finite, in order."""
     num_refused: int = 0
     """Steps whose loss or gradient was not finite."""
-    num_left_out: int = 0
-    """Steps that were skipped because the policy had moved farther than `train.max_kl`."""
-
-    @property
-    def num_taken(self) -> int:
-        """Steps that moved the weights."""
-        return sum(step.is_taken for step in self.steps)
 
 
 async def take_steps(
@@ -448,21 +441,16 @@ async def take_steps(
 ) -> Update:
     """Take the optimizer steps of the batch that follows `step` completed ones: together one version.
 
-    A step that is not finite is refused and reported, and the others go on. Where the policy is farther than
-    `train.max_kl` from the weights that its ratios start from, the rest of the batch is left out.
+    A step that is not finite is refused and reported, and the others go on.
     """
     version, first = learner.version + 1, step * train.steps_per_batch
     reports: list[StepReport] = []
-    num_refused = num_left_out = 0
+    num_refused = 0
     for index, terms in enumerate(steps):
-        plan = StepPlan(version=version, place=first + index, max_kl=train.max_kl)
+        plan = StepPlan(version=version, place=first + index)
         try:
             reports.append(await learner.step_terms(terms, plan))
         except LearnerError as error:
             num_refused += 1
             on_refused(error)
-            continue
-        if not reports[-1].is_taken:
-            num_left_out = len(steps) - index
-            break
-    return Update(steps=tuple(reports), num_refused=num_refused, num_left_out=num_left_out)
+    return Update(steps=tuple(reports), num_refused=num_refused)

@@ -330,7 +330,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     (TRAIN, r"ratio_p\d\d|clip_(low|high)_frac|correction_\w+|effective_sample_frac"),
     (TRAIN, r"pair_\w+|num_(pairs|pair_tokens|sft_rows|sft_tokens)"),
     (TRAIN, r"num_(scored_tokens|signal_tokens|forwarded|positions|optimizer_steps)"),
-    (TRAIN, r"num_(refused|left_out)_steps|policy_version"),
+    (TRAIN, r"num_refused_steps|policy_version"),
 )
 """Group and pattern of the whole name; the first match counts. Other metrics are in `train`."""
 _PATTERNS = [(group, re.compile(pattern)) for group, pattern in GROUPS]
