@@ -234,7 +234,6 @@ def test_without_correction_the_engine_does_not_matter() -> None:
 
 
 SEVERAL = TrainSpec(mini_batches=4)
-WINDOW = TrainSpec(sync_every=2, max_staleness=1)
 
 
 @pytest.mark.parametrize(
@@ -249,9 +248,6 @@ WINDOW = TrainSpec(sync_every=2, max_staleness=1)
         ({}, SEVERAL, "decoupled"),
         ({}, TrainSpec(epochs=2), "decoupled"),
         ({"name": "dppo"}, SEVERAL, "bypass"),
-        # Several batches of the same weights: only where it was asked for.
-        ({}, WINDOW, "single"),
-        ({"mode": "decoupled"}, WINDOW, "decoupled"),
     ],
 )
 def test_ratios_start_where_they_can_differ_from_1(spec: dict[str, Any], train: TrainSpec, mode: str) -> None:

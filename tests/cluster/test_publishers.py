@@ -148,13 +148,13 @@ def test_a_step_waits_until_weights_are_sent(tiny_model_dir: Path) -> None:
         learner._sender = Slow()  # type: ignore[assignment]
         offer = await learner.offer_weights("nccl", "127.0.0.1", 1)
         order.append("offered")
-        await learner.hold()
-        order.append("held")
+        await learner.digest_tensors()
+        order.append("digested")
         return offer
 
     address, digest = asyncio.run(act())
     assert (address, digest) == ("nccl://there/v000000-0", device_digest(learner.local.compute_copies()))
-    assert order == ["offered", "sent", "held"]
+    assert order == ["offered", "sent", "digested"]
 
 
 def test_memory_is_used_where_it_has_room_and_given_back(tiny_model_dir: Path) -> None:

@@ -260,9 +260,7 @@ def test_log_3_a_kernel_that_depends_on_the_trainers_micro_batch_is_refused(
         learner = learner_of(roles)
         score = learner.score
 
-        def score_packed(
-            groups: Sequence[PackedGroup], temperature: float, *measure: Any, is_held: bool = False
-        ) -> list[Any]:
+        def score_packed(groups: Sequence[PackedGroup], temperature: float, *measure: Any) -> list[Any]:
             found = score(groups, temperature, *measure)
             if len(groups) == 1 or measure:
                 return found

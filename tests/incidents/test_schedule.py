@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ from strop.errors import RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Group
 from strop.train.generation import BufferLimits, RolloutBuffer
-from tests.fixtures.commands import Run
+from strop.train.publishing import Publishing
 from tests.incidents.faulty_engines import TamperedEngine
 from tests.train.test_asynchronous import NUM_STEPS, compose
 from tests.train.test_generation import example_of, group_of
@@ -82,27 +81,12 @@ def test_smp_7_evicting_what_takes_long_is_named(
         assert min(line.get("used_length_ratio", 1.0) for line in made.notes.steps) < 0.9
 
 
-def test_prc_2_a_schedule_that_starves_both_sides_is_refused_with_its_inequality(
-    run: Run, folder: Path
-) -> None:
-    """Incident: staleness 0, 8 prompts per step, weights synchronised every 16: each side waited."""
-    ended = run("train", "run.toml", "train.sync_every=2", "train.max_staleness=0", "placement.kind=process")
-    assert ended.code == 2
-    assert (
-        "train.max_staleness=0 (override) and train.sync_every=2 (override): the learner would wait"
-        in ended.err
-    )
-    assert "max_staleness >= sync_every - 1" in ended.err
-    assert not (folder / "runs").exists()
-
-
-@pytest.mark.parametrize(("steps", "sync_every", "ahead"), [(5, 2, 1), (5, 2, 3), (1, 1, 2), (1, 2, 4)])
-def test_prc_2_a_run_ends_by_rule_with_a_partial_interval_at_its_end(
-    tmp_path: Path, tiny_model_dir: Path, steps: int, sync_every: int, ahead: int
+@pytest.mark.parametrize(("steps", "ahead"), [(5, 1), (5, 3), (1, 2)])
+def test_prc_2_a_run_ends_by_rule_where_fewer_steps_are_left_than_it_may_be_ahead(
+    tmp_path: Path, tiny_model_dir: Path, steps: int, ahead: int
 ) -> None:
     """Incident: a partial batch at the end, or fewer steps than the lag, were waited for without end."""
-    settings: dict[str, Any] = {"steps": steps, "sync_every": sync_every, "max_staleness": ahead}
-    made = compose(tmp_path, tiny_model_dir, checkpoint_every=NUM_STEPS, **settings)
+    made = compose(tmp_path, tiny_model_dir, checkpoint_every=NUM_STEPS, steps=steps, max_staleness=ahead)
     made.run()
     assert [line["step"] for line in made.notes.steps] == list(range(1, steps + 1))
     assert made.notes.steps[-1].get("num_groups_ahead", 0) == 0
@@ -111,14 +95,18 @@ def test_prc_2_a_run_ends_by_rule_with_a_partial_interval_at_its_end(
     assert [len(rollouts) for rollouts in trained] == [12] * steps
 
 
-def test_prc_2_without_the_proof_the_stall_is_named_with_what_it_waits_for(
-    tmp_path: Path, tiny_model_dir: Path
+def test_prc_2_a_stall_is_named_with_what_it_waits_for(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Incident: a rewritten loop had lost the check."""
+    """Incident: staleness 0, 8 prompts per step, weights synchronised every 16: each side waited."""
+    publish = Publishing.publish
+
+    async def publish_first(self: Publishing, step: int) -> None:
+        if step == 0:
+            await publish(self, step)
+
+    monkeypatch.setattr(Publishing, "publish", publish_first)
     made = compose(tmp_path, tiny_model_dir, max_staleness=0, checkpoint_every=NUM_STEPS)
-    # As a loop whose spec nobody proved would have it.
-    unproven = made.spec.train.model_copy(update={"sync_every": 4})
-    made.spec = made.spec.model_copy(update={"train": unproven})
     with pytest.raises(RunStopped, match=r"step 2 waits for rollouts, and none may be sampled"):
         made.run()
     (stall,) = [event for event in made.notes.events if event.cause == "stall"]

@@ -141,8 +141,7 @@ def play_frozen(
 
 
 def play_update(learner: Learner, take: Callable[..., list[PackedGroup]]) -> Scene:
-    """Take a batch in three mini-batches, and ask the weights that it began with."""
-    learner.hold()
+    """Take a batch in three mini-batches."""
     algorithm = replace(GRPO, mode="decoupled", clip_low=0.01, clip_high=0.01)
     parts = [
         with_logprobs(share, "old", learner.score(share, 0.7))
@@ -152,7 +151,6 @@ def play_update(learner: Learner, take: Callable[..., list[PackedGroup]]) -> Sce
     plans = [StepPlan(version=1, place=place) for place in range(3)]
     scene: Scene = {
         "reports": [learner.step_terms([one], plan) for one, plan in zip(terms, plans, strict=True)],
-        "held": learner.score(take(batch(20, 4)), 0.7, is_held=True),
         "version": learner.version,
     }
     return {**scene, "now": learner.score(take(batch(20, 4)), 0.7)}
@@ -383,7 +381,6 @@ def test_the_mini_batches_of_a_batch_are_those_of_one_process(
     played: dict[int, list[Scene]], models: dict[str, Path], num_ranks: int
 ) -> None:
     learner = single(models["tied"])
-    before = learner.score(batch(20, 4), 0.7)
     expected = play_update(learner, whole)
     for scene in (one["update"] for one in played[num_ranks]):
         assert scene["version"] == expected["version"] == 1
@@ -400,10 +397,9 @@ def test_the_mini_batches_of_a_batch_are_those_of_one_process(
     assert {"clip_low_frac", "clip_high_frac", "policy_entropy_nats"} <= expected["reports"][2].totals.keys()
     groups = batch(20, 4)
     shares = shard_groups(groups, num_ranks)
-    for name, there in (("held", before), ("now", expected["now"])):
-        found = restore_order(groups, shares, [one["update"][name] for one in played[num_ranks]])
-        for actual, one in zip(found, there, strict=True):
-            np.testing.assert_allclose(actual, one, atol=1e-4)
+    found = restore_order(groups, shares, [one["update"]["now"] for one in played[num_ranks]])
+    for actual, one in zip(found, expected["now"], strict=True):
+        np.testing.assert_allclose(actual, one, atol=1e-4)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

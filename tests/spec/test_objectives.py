@@ -133,7 +133,7 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], why: str) 
         {"train": {"terms": "dpo"}, "dpo": {"source": "r", "loss": "cdpo", "label_noise_frac": 0.1}},
         {"algorithm": {"name": "sapo", "sapo_temperature_pos": 2.0}},
         {"algorithm": {"name": "gspo", "dual_clip": 3.0}},
-        {"algorithm": {"mode": "single"}, "train": {"sync_every": 2, "max_staleness": 1}, "placement": RAY},
+        {"algorithm": {"mode": "single"}, "train": {"max_staleness": 1}, "placement": RAY},
         {"algorithm": {"name": "reinforce_pp"}, "train": {"group_size": 1}},
         {"algorithm": {"name": "reinforce_pp_baseline"}, "reference": {"kl_beta": 0.1, "kl_estimator": "k2"}},
         {"train": {"prompts_per_step": 8, "mini_batches": 4, "epochs": 2}},

@@ -104,7 +104,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("train.terms", "train.steps", "train.prompts_per_step", "train.group_size"),
         *("train.branches", "train.shared_turns"),
         *("train.mini_batches", "train.epochs"),
-        *("train.max_staleness", "train.sync_every", "train.deterministic"),
+        *("train.max_staleness", "train.deterministic"),
         *("train.micro_batch_tokens", "train.activation_checkpointing", "train.checkpoint_every"),
         "train.keep_checkpoints",
         "train.accept",
@@ -205,7 +205,6 @@ def test_the_pairs_of_a_range_by_hand() -> None:
         ({"optimizer": {"warmup_steps": 40}}, "before the learning rate is reached"),
         ({"train": {"terms": "sft"}}, "there is nothing to imitate"),
         # PRC-2: 8 prompts per step, published every 16, staleness 0 (algorithms.md S1: k = 2, bound 1).
-        ({"train": {"sync_every": 2}}, "the learner would wait for rollouts of newer weights"),
         (
             {"train": {"max_staleness": 1}, "placement": {"kind": "inline"}},
             "nothing is sampled while the learner works",

@@ -126,47 +126,6 @@ def test_a_deterministic_run_that_is_interrupted_goes_on_to_the_same_curve(
     assert read_curve(first.run_dir.path) == read_curve(whole.run_dir.path)
 
 
-def test_weights_may_be_published_every_second_step(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = compose(
-        tmp_path,
-        tiny_model_dir,
-        max_staleness=1,
-        sync_every=2,
-        checkpoint_every=NUM_STEPS,
-        deterministic=True,
-    )
-    made.run()
-    # algorithms.md section 10: at version v the engine gives the rollouts of steps v ... v + k - 1.
-    assert [versions_of(rollouts_of(made, step)) for step in range(1, NUM_STEPS + 1)] == [
-        {0},
-        {0},
-        {2},
-        {2},
-        {4},
-        {4},
-    ]
-    assert [line["staleness_max"] for line in made.notes.steps] == [0, 1, 0, 1, 0, 1]
-
-
-def test_ratios_start_from_the_weights_of_the_last_publication(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """Within a window of two steps the second moves on from what the engine has; the first begins there."""
-    made = compose(
-        tmp_path,
-        tiny_model_dir,
-        algorithm={"mode": "decoupled", "zero_variance": "keep"},
-        sync_every=2,
-        checkpoint_every=NUM_STEPS,
-        deterministic=True,
-    )
-    made.run()
-    lines = made.notes.steps
-    moved = [line["approx_kl_nats"] > 1e-6 for line in lines]
-    assert moved == [False, True, False, True, False, True]
-    assert all(line["ratio_p01"] == pytest.approx(1.0, abs=1e-4) for line in lines[::2])
-    # What sampled the rollouts is what ratios start from, so there is nothing to correct but rounding.
-    assert all(line["correction_mean"] == pytest.approx(1.0, abs=1e-3) for line in lines)
-
-
 def test_versions_count_batches_and_not_optimizer_steps(tmp_path: Path, tiny_model_dir: Path) -> None:
     made = compose(tmp_path, tiny_model_dir, mini_batches=3, epochs=2, deterministic=True)
     made.run()

@@ -274,7 +274,7 @@ def test_text_begins_as_the_models_tokenizer_begins_it(tmp_path: Path) -> None:
     gate = gate_of(path)
     score = gate.roles.learner.score
 
-    async def note(groups: Any, temperature: float, *, is_held: bool = False) -> Any:
+    async def note(groups: Any, temperature: float) -> Any:
         asked.extend(group.prompt_ids.tolist() for group in groups)
         return await score(groups, temperature)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -32,11 +31,9 @@ from strop.spec.algorithm import AlgorithmSpec
 from strop.spec.model import ReferenceSpec
 from strop.spec.train import TrainSpec
 from strop.train.batch import build_batch, cut_batch, penalize_rewards
-from strop.train.step import StepTerms
-from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, learner_of, new_run, read_curve, tiny_spec
 from tests.policy.naive import padded_logprobs, sampled_places
-from tests.policy.worlds import REPLY_LIMIT, World, build_learner, make_model, ragged_groups
+from tests.policy.worlds import REPLY_LIMIT, World, ragged_groups
 
 FOUR = {"steps": 1, "prompts_per_step": 4, "group_size": 4, "mini_batches": 4, "checkpoint_every": 1}
 CLIPPED = {
@@ -372,66 +369,6 @@ def test_groups_that_do_not_count_are_in_no_mini_batch() -> None:
     # Two of four have a difference: two mini-batches of one group each, of weight 1.
     assert [len(part) for part in steps] == [1, 1]
     assert [sum(len(r.engine_logprobs) * r.weight for r in part[0].replies) for part in steps] == [1.0, 1.0]
-
-
-# --- where ratios start
-
-
-def window_terms(roles: Roles, spec: RunSpec) -> StepTerms:
-    return StepTerms(spec=spec, roles=roles, task=SpellTask())
-
-
-def test_ratios_of_a_window_start_from_the_weights_that_the_engine_was_given(tmp_path: Path) -> None:
-    """Two batches of one publication: the second is not what the policy began it with."""
-    learner = LocalLearner(build_learner(make_model(tmp_path), lr=1e-2))
-    roles = Roles(learner=learner, engine=None, publisher=None, tokenizer=None)  # type: ignore[arg-type]
-    spec = tiny_spec(
-        train={"sync_every": 2, "max_staleness": 1},
-        placement={"kind": "process"},
-        algorithm={"mode": "decoupled", "zero_variance": "keep", "correction": "none"},
-    )
-    groups = ragged_groups()
-
-    async def run() -> list[StepReport]:
-        terms = window_terms(roles, spec)
-        reports = []
-        for step in range(4):
-            if step % 2 == 0:
-                await terms.begin_window()
-            batch = await terms.credit(groups)
-            began = await learner.score(batch.groups, 1.0)
-            (only,) = await terms.build(step, batch, groups, [])
-            old = [reply.old_logprobs for group in only[0].groups for reply in group.replies]
-            is_own = all(a is not None and np.array_equal(a, b) for a, b in zip(old, began, strict=True))
-            assert is_own == (step % 2 == 0)
-            reports.append(await learner.step_terms(only))
-        return reports
-
-    reports = asyncio.run(run())
-    moved = [bool(np.abs(report.ratio_M - 1.0).max() > 1e-3) for report in reports]
-    assert moved == [False, True, False, True]
-
-
-def test_weights_that_were_held_are_scored_and_change_nothing(tmp_path: Path) -> None:
-    learner = build_learner(make_model(tmp_path, dtype="bfloat16"), dtype="bfloat16", lr=1e-2)
-    group = World().packed(4, [5, 3])
-    learner.hold()
-    (before, _) = learner.score([group], 1.0)
-    learner.step_terms(_term(group))
-    (after, _) = learner.score([group], 1.0)
-    assert not np.array_equal(before, after)
-    for _ in range(2):
-        (held, _) = learner.score([group], 1.0, is_held=True)
-        assert np.array_equal(held, before)
-        assert np.array_equal(learner.score([group], 1.0)[0], after)
-    learner.hold()
-    assert np.array_equal(learner.score([group], 1.0, is_held=True)[0], after)
-
-
-def _term(group: PackedGroup) -> list[Term]:
-    from strop.train.step import rl_term
-
-    return [rl_term(build_algorithm(AlgorithmSpec(correction="none")), [group], 1.0)]
 
 
 # --- a penalty in the reward

@@ -64,17 +64,8 @@ class LearnerRole(Protocol):
         """
         ...
 
-    async def hold(self) -> None:
-        """Keep a copy of the current trained weights for `score`, in place of the last copy."""
-        ...
-
-    async def score(
-        self, groups: Sequence[PackedGroup], temperature: float, *, is_held: bool = False
-    ) -> list[FloatArray]:
-        """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
-
-        `is_held`: under the weights that `hold` kept.
-        """
+    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
+        """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups."""
         ...
 
     async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:

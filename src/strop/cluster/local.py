@@ -101,15 +101,9 @@ class LocalLearner:
         """Take one optimizer step. See `LearnerRole.step_terms`."""
         return await self._do(partial(self.local.step_terms, terms, plan))
 
-    async def hold(self) -> None:
-        """Keep a copy of the current weights. See `LearnerRole.hold`."""
-        await self._do(self.local.hold)
-
-    async def score(
-        self, groups: Sequence[PackedGroup], temperature: float, *, is_held: bool = False
-    ) -> list[FloatArray]:
+    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
         """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
-        return await self._do(partial(self.local.score, groups, temperature, is_held=is_held))
+        return await self._do(partial(self.local.score, groups, temperature))
 
     async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
         """Return the places of scored tokens. See `LearnerRole.place_tokens`."""

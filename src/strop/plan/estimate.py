@@ -152,11 +152,10 @@ def estimate_time(work: Work, speeds: Speeds) -> TimeEstimate:
             needed = "" if work.spec.layout.kind == "ray" else "placement.kind=ray "
             word = setting if "=" in setting else f"{needed}{setting}={number}"
             tried[word] = replace(work, layout=replace(layout, **{field_name: number}))
-        staleness = work.spec.train.sync_every
-        if work.spec.train.has_rl and work.spec.train.max_staleness < staleness:
-            train = work.spec.train.model_copy(update={"max_staleness": staleness})
+        if work.spec.train.has_rl and work.spec.train.max_staleness == 0:
+            train = work.spec.train.model_copy(update={"max_staleness": 1})
             stale = work.spec.model_copy(update={"train": train})
-            tried[f"train.max_staleness={staleness}"] = replace(work, spec=stale)
+            tried["train.max_staleness=1"] = replace(work, spec=stale)
     step_s = {setting: _estimate_once(other, speeds).step_s for setting, other in tried.items()}
     best = min(step_s, key=lambda setting: step_s[setting], default=None)
     if best is None or step_s[best] > (1.0 - _MIN_GAIN_FRAC) * estimate.step_s:
@@ -164,22 +163,14 @@ def estimate_time(work: Work, speeds: Speeds) -> TimeEstimate:
     return replace(estimate, relief=Relief(setting=best, step_s=step_s[best]))
 
 
-def step_period_s(
-    seconds: Mapping[str, float], layout: RoleCounts, *, max_staleness: int, sync_every: int
-) -> float:
-    """Return seconds from one step to the next.
-
-    With k = sync_every: at staleness 0 the stages run one after the other; below k only the k steps between
-    two publications overlap, max + min / k; from k on, all steps do.
-    """
+def step_period_s(seconds: Mapping[str, float], layout: RoleCounts, *, max_staleness: int) -> float:
+    """Return seconds from one step to the next: at staleness 0 the stages run one after the other."""
     generate_s = seconds.get("generate", 0.0) + seconds.get("verify", 0.0)
     learn_s = seconds.get("learn", 0.0)
-    sync_s = seconds.get("sync", 0.0) / sync_every
+    sync_s = seconds.get("sync", 0.0)
     longer, shorter = max(generate_s, learn_s), min(generate_s, learn_s)
     if layout.is_shared or max_staleness == 0:
         return longer + shorter + sync_s
-    if max_staleness < sync_every:
-        return longer + shorter / sync_every + sync_s
     return longer + sync_s
 
 
@@ -210,7 +201,7 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
         work, speeds, layout, num_eval_replies, work.num_eval_examples * work.prompt_tokens_mean
     )
     eval_s += judge_s(work, speeds, layout, num_eval_replies)
-    step_s = step_period_s(seconds, layout, max_staleness=train.max_staleness, sync_every=train.sync_every)
+    step_s = step_period_s(seconds, layout, max_staleness=train.max_staleness)
     bottleneck, role = _name_bottleneck(seconds, eval_s * work.num_evals / train.steps, limit)
     return TimeEstimate(
         step_parts=tuple(Part(name=name, amount=amount) for name, amount in seconds.items()),

@@ -22,7 +22,6 @@ from strop.policy.footprint import (
     count_trained,
     frozen_bytes,
     gpu_positions,
-    held_bytes,
     micro_batch_positions,
     packed_bytes,
     rank_state_bytes,
@@ -318,7 +317,6 @@ def _learner_parts(
         (f"gradients (fp32{of})", trained * 4),
         ("sum of the terms' gradients (fp32)", terms_bytes(size, num_terms, adapters) / num_ranks),
         (f"moments (fp32{of})", trained * 8),
-        (f"weights that ratios start from (fp32{of})", held_bytes(spec, size, adapters) / num_ranks),
         ("gathered copies and gradients", gathered),
         (f"activations ({positions} positions{again})", activations),
         *(

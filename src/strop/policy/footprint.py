@@ -283,11 +283,6 @@ def terms_bytes(size: ModelSize, num_terms: int, num_trained: int | None = None)
     return 4 * (size.num_params if num_trained is None else num_trained) if num_terms > 1 else 0
 
 
-def held_bytes(spec: RunSpec, size: ModelSize, num_trained: int | None = None) -> int:
-    """Bytes of the weights that ratios start from, where a copy of them is held over several steps."""
-    return 4 * (size.num_params if num_trained is None else num_trained) if spec.holds_start else 0
-
-
 def activation_bytes(size: ModelSize, dtype: str, num_positions: int, *, is_recomputed: bool = False) -> int:
     """Bytes that autograd keeps for one micro-batch, attention and head workspace included.
 

@@ -11,7 +11,6 @@ import json
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
@@ -94,9 +93,6 @@ class _Applied:
     ratio: float = 0.0
 
 
-_UNMOVED = _Applied()
-
-
 class Learner:
     """Owns the masters and moments of a model and moves them."""
 
@@ -129,7 +125,6 @@ class Learner:
         self._masters = self._weights.by_name
         self._optimizer = AdamW(self._masters, spec)
         self._num_steps = num_steps
-        self._held: dict[str, torch.Tensor] | None = None
 
     def step(
         self, groups: Sequence[PackedGroup], *, temperature: float, token_terms: TokenTermsFn
@@ -199,45 +194,20 @@ class Learner:
         self._zero_gradients()
         return copies
 
-    def hold(self) -> None:
-        """Keep a copy of the current trained weights for `score`, in place of the last copy."""
-        self._held = {name: master.detach().clone() for name, master in self._masters.items()}
-
     def score(
         self,
         groups: Sequence[PackedGroup],
         temperature: float,
         measure: Measure = token_logprobs,
-        *,
-        is_held: bool = False,
     ) -> list[FloatArray]:
         """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
 
         The groups are this rank's share, which may be empty. `measure` may compute other values of the
-        tokens. `is_held`: under the weights that `hold` kept.
+        tokens.
         """
-        with self._held_weights() if is_held else nullcontext():
-            scores = score_shard(self.model, groups, temperature, self.max_positions, self._ranks, measure)
-            self._weights.release()
+        scores = score_shard(self.model, groups, temperature, self.max_positions, self._ranks, measure)
+        self._weights.release()
         return scores
-
-    @contextmanager
-    def _held_weights(self) -> Iterator[None]:
-        """Swap the weights with the held ones, and back."""
-        self._exchange()
-        try:
-            yield
-        finally:
-            self._exchange()
-
-    @torch.no_grad()
-    def _exchange(self) -> None:
-        assert self._held is not None, "nothing was held"
-        for name, master in self._masters.items():
-            now = master.detach().clone()
-            master.copy_(self._held[name])
-            self._held[name].copy_(now)
-        self._weights.refresh()
 
     def digest_tensors(self) -> dict[str, str]:
         """Return the digest of each compute copy, without adapters; on the first rank only."""

@@ -26,9 +26,7 @@ def choose_mode(wanted: Mode, train: TrainSpec) -> Mode:
     """
     if wanted == "bypass":
         return wanted
-    if train.steps_per_window == 1:
-        return "single"
-    return "decoupled" if train.steps_per_batch > 1 else wanted
+    return "decoupled" if train.steps_per_batch > 1 else "single"
 
 
 def require_acting_settings(spec: RunSpec) -> None:

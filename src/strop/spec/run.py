@@ -90,19 +90,9 @@ class RunSpec(Section):
         """
         # A penalty in the reward is that of the policy that the batch began with.
         is_penalized = self.algorithm.whitened == "rpp" and self.reference.kl_beta > 0.0
-        return self._starts_apart or (self.train.terms in ("rl", "rl+sft") and is_penalized)
-
-    @property
-    def holds_start(self) -> bool:
-        """Whether those weights are kept while later steps update the policy."""
-        return self._starts_apart and self.train.sync_every > 1
-
-    @property
-    def _starts_apart(self) -> bool:
-        """Whether ratios start at other weights than those at the beginning of an optimizer step."""
         own: Mode = "bypass" if self.algorithm.name in ("dppo", "ipo_mask") else "single"
         is_apart = choose_mode(self.algorithm.mode or own, self.train) == "decoupled"
-        return self.train.terms in ("rl", "rl+sft") and is_apart
+        return self.train.terms in ("rl", "rl+sft") and (is_apart or is_penalized)
 
     @property
     def needs_reference(self) -> bool:

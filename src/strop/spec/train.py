@@ -90,14 +90,7 @@ class TrainSpec(Section):
         le=1000,
         description="Steps by which the weights that sampled a rollout may be older than those it updates. 0"
         " samples each step's rollouts with the newest weights; above 0 sampling overlaps with learning, and"
-        " one more than sync_every - 1 hides the shorter of the two.",
-    )
-    sync_every: int = Field(
-        default=1,
-        ge=1,
-        le=1000,
-        description="Steps between publications of weights to the engine.",
-        json_schema_extra=expert("weights that take long to send are worth sending less often"),
+        " the shorter of the two costs no time.",
     )
     deterministic: bool = Field(
         default=False,
@@ -159,19 +152,6 @@ class TrainSpec(Section):
         return text
 
     @model_validator(mode="after")
-    def _check_schedule(self) -> TrainSpec:
-        # The engine stays at version v while the learner makes the steps v ... v + sync_every - 1, whose
-        # rollouts can only come from v: below the bound each waits for the other.
-        if self.max_staleness < self.sync_every - 1:
-            raise SpecConflict(
-                {"train.max_staleness": self.max_staleness, "train.sync_every": self.sync_every},
-                "the learner would wait for rollouts of newer weights, and the engine for newer weights",
-                allowed="max_staleness >= sync_every - 1",
-                next_step=f"set train.max_staleness to {self.sync_every}, which also hides the shorter stage",
-            )
-        return self
-
-    @model_validator(mode="after")
     def _check_mini_batches(self) -> TrainSpec:
         given = {"train.mini_batches": self.mini_batches, "train.epochs": self.epochs}
         if self.steps_per_batch > 1 and self.terms != "rl":
@@ -194,11 +174,6 @@ class TrainSpec(Section):
     def steps_per_batch(self) -> int:
         """Optimizer steps per batch."""
         return self.mini_batches * self.epochs
-
-    @property
-    def steps_per_window(self) -> int:
-        """Optimizer steps between two publications: all on rollouts of the weights before the first."""
-        return self.sync_every * self.steps_per_batch
 
     @property
     def num_optimizer_steps(self) -> int:

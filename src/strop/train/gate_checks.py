@@ -18,7 +18,6 @@ from strop.policy.footprint import (
     checkpoint_bytes,
     count_trained,
     frozen_bytes,
-    held_bytes,
     micro_batch_positions,
     packed_bytes,
     read_model_size,
@@ -249,7 +248,6 @@ def check_room(gate: GateInput) -> GateCheck:
     rows = spec.train.prompts_per_step * spec.train.group_size
     num_terms, num_trained = spec.train.has_rl + spec.train.has_sft, count_trained(size, spec.lora)
     memory_bytes = state_bytes(size, dtype, num_trained) + terms_bytes(size, num_terms, num_trained)
-    memory_bytes += held_bytes(spec, size, num_trained)
     memory_bytes += cache_bytes(size, dtype, rows, task.limits.max_reply_tokens + answered // rows)
     if not (is_elsewhere := gate.roles.learner.device != "cpu"):
         memory_bytes += packed_bytes(size, dtype)

@@ -205,7 +205,6 @@ class TrainLoop:
     async def _publish(self) -> None:
         self._watchdog.progress("publish")
         await self._publishing.publish(self._state.step)
-        await self._terms.begin_window()
 
     async def _pass_gate(self) -> None:
         await self._publishing.await_proof()
@@ -271,7 +270,9 @@ class TrainLoop:
             next_group=0 if self._buffer is None else self._buffer.next_unconsumed,
             num_refused_in_a_row=self._state.num_refused_in_a_row + 1 if is_refused else 0,
         )
-        await self._publish_if_due()
+        if self._spec.train.deterministic and self._buffer is not None:
+            await self._buffer.settle()
+        await self._publish()
         synced_at = time.perf_counter()
         seconds = {
             "generate": collected_at - started_at - verify_s,
@@ -338,16 +339,6 @@ class TrainLoop:
         num_ahead = self._buffer.num_ahead if self._spec.train.max_staleness else None
         metrics = measure_groups(collected, batch, self._parts.task, version=version, num_ahead=num_ahead)
         return sampled, metrics | {f"num_{status}_groups": float(number) for status, number in counts.items()}
-
-    async def _publish_if_due(self) -> None:
-        """Publish the weights where `sync_every`, a checkpoint, an evaluation or the run's end wants it."""
-        step, train, evaluation = self._state.step, self._spec.train, self._spec.eval
-        is_due = step % train.sync_every == 0 or step == train.steps or step % train.checkpoint_every == 0
-        if not is_due and (evaluation.every is None or step % evaluation.every):
-            return
-        if train.deterministic and self._buffer is not None:
-            await self._buffer.settle()
-        await self._publish()
 
     async def _close_step(self, metrics: dict[str, float], groups: Sequence[Group]) -> None:
         """Record the step's numbers, checkpoint, evaluate, and stop where a tripwire says so."""

@@ -312,16 +312,6 @@ class StepTerms:
             self.preferences.members, seed=self.spec.seed, prompts_per_step=self.spec.dpo.pairs_per_step
         )
 
-    async def begin_window(self) -> None:
-        """Keep a copy of the weights just published, where later steps compute ratios from them."""
-        if self._asks_held:
-            await self.roles.learner.hold()
-
-    @property
-    def _asks_held(self) -> bool:
-        """Whether ratios start from the published weights and several steps follow a publication."""
-        return self.algorithm.mode == "decoupled" and self.spec.train.sync_every > 1
-
     def samples(self, step: int) -> bool:
         """Whether the step that follows `step` completed ones has rollouts."""
         if self.spec.train.terms != "distill":
@@ -390,7 +380,7 @@ class StepTerms:
         algorithm, temperature = self.algorithm, self.spec.sampling.temperature
         groups = tuple(groups)
         if algorithm.mode == "decoupled" or algorithm.reward_kl_beta:
-            scores = await self.roles.learner.score(groups, temperature, is_held=self._asks_held)
+            scores = await self.roles.learner.score(groups, temperature)
             groups = with_logprobs(groups, "old", scores)
         if algorithm.needs_reference:
             assert self.roles.reference is not None

@@ -96,15 +96,9 @@ class RayLearner:
         report, self._version = answers[0]
         return report
 
-    async def hold(self) -> None:
-        """Keep a copy of the current weights. See `LearnerRole.hold`."""
-        await self._ask_all("hold")
-
-    async def score(
-        self, groups: Sequence[PackedGroup], temperature: float, *, is_held: bool = False
-    ) -> list[FloatArray]:
+    async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
         """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
-        return await self._score(groups, lambda rank, share: rank.score.remote(share, temperature, is_held))
+        return await self._score(groups, lambda rank, share: rank.score.remote(share, temperature))
 
     async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
         """Return the places of scored tokens. See `LearnerRole.place_tokens`."""

@@ -134,15 +134,11 @@ class LearnerRank(RayRole):
         terms = [replace(pickle.loads(share.term), groups=decode_groups(share.groups)) for share in shares]
         return self._learner.step_terms(terms, plan), self._learner.version
 
-    def hold(self) -> None:
-        """Keep a copy of the current weights."""
-        self._learner.hold()
-
-    def score(self, groups: bytes, temperature: float, is_held: bool) -> list[FloatArray]:
+    def score(self, groups: bytes, temperature: float) -> list[FloatArray]:
         """Return the log-probabilities of this rank's share."""
         from strop.policy.batch_wire import decode_groups
 
-        return self._learner.score(decode_groups(groups), temperature, is_held=is_held)
+        return self._learner.score(decode_groups(groups), temperature)
 
     def place_tokens(self, groups: bytes, temperature: float) -> list[FloatArray]:
         """Return the places of this rank's tokens in their distributions."""
