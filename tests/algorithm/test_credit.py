@@ -179,21 +179,13 @@ def test_streams_of_different_shape_are_refused() -> None:
 
 
 def test_replies_near_the_limit_lose_reward_by_hand() -> None:
-    # Limit 20, buffer 4: from 16 tokens on a quarter per token.
-    shaping = replace(DAPO, overlong_buffer_tokens=4)
+    # Limit 20, a fifth of it is 4: from 16 tokens on a quarter per token.
     lengths = [15, 16, 17, 18, 20, 21]
-    assert shape_rewards(shaping, [0.0] * 6, lengths, 20) == [0, 0, -0.25, -0.5, -1, -1]
-    assert shape_rewards(shaping, [1.0, None], [18, 18], 20) == [0.5, None]
-    # Without a setting a fifth of the limit, and at least one token.
-    assert shape_rewards(DAPO, [0.0] * 2, [16, 18], 20) == [0, -0.5]
+    assert shape_rewards(DAPO, [0.0] * 6, lengths, 20) == [0, 0, -0.25, -0.5, -1, -1]
+    assert shape_rewards(DAPO, [1.0, None], [18, 18], 20) == [0.5, None]
+    # At least one token.
     assert shape_rewards(DAPO, [0.0], [2], 2) == [-1]
     assert shape_rewards(GRPO, [0.5], [20], 20) == [0.5]
-
-
-def test_a_buffer_is_at_most_the_whole_limit() -> None:
-    # Of 30 tokens only the limit's 20: an empty reply loses nothing.
-    shaping = replace(DAPO, overlong_buffer_tokens=30)
-    assert shape_rewards(shaping, [0.0] * 3, [0, 10, 20], 20) == [0, -0.5, -1]
 
 
 def test_every_group_is_shaped_by_its_own_limit_and_normalised_by_the_widest() -> None:

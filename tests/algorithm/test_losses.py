@@ -23,7 +23,6 @@ from strop.algorithm.losses import (
     SAPO,
     TokenLoss,
     dual_clipped,
-    soft_gated,
 )
 from tests.fixtures.losses import LOSSES
 
@@ -145,15 +144,14 @@ def test_the_gate_of_sapo_closes_softly_and_faster_for_worse_rollouts() -> None:
     ratios_N = torch.tensor([1.0, 1.5, 3.0, 6.0], dtype=torch.float64)
     ones_N = torch.ones(4, dtype=torch.float64)
     up_N, down_N = (
-        soft_gated(1.0, 2.0).grad(ratios_N.log(), torch.zeros(4), sign * ones_N, 0.2, 0.2) / ratios_N
-        for sign in (-1.0, 1.0)
+        SAPO.grad(ratios_N.log(), torch.zeros(4), sign * ones_N, 0.2, 0.2) / ratios_N for sign in (-1.0, 1.0)
     )
     # -A at a ratio of 1; beyond it less and less of what the ratio alone would give.
     assert (up_N[0].item(), down_N[0].item()) == (1.0, -1.0)
     assert bool((up_N[1:] < up_N[:-1]).all() and (down_N[1:] > down_N[:-1]).all())
     assert bool((up_N[1:] < -down_N[1:]).all())
-    # 4 s (1 - s) with s = sigmoid(2 x 0.5) = 0.731059
-    assert up_N[1].item() == pytest.approx(0.786448, abs=1e-6)
+    # 4 s (1 - s) with s = sigmoid(1.05 x 0.5) = 0.628316, and with sigmoid(0.5) = 0.622459
+    assert (up_N[1].item(), down_N[1].item()) == pytest.approx((0.934140, -0.940015), abs=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -425,8 +425,6 @@ def test_what_cannot_matter_is_told_before_a_run(plan_it: PlanIt) -> None:
 def test_no_setting_is_shown_that_takes_no_part(plan_it: PlanIt) -> None:
     sapo = values_of(plan_it("algorithm.name=sapo", "train.epochs=2"))
     assert not {"algorithm.clip_low", "algorithm.clip_high"} & sapo.keys()
-    assert "algorithm.sapo_temperature_pos" in sapo
-    assert "algorithm.sapo_temperature_pos" not in values_of(plan_it())
     bypass = values_of(plan_it("algorithm.name=dppo"))
     assert bypass["algorithm.correction"] == "none"
     assert "algorithm.correction_cap" not in bypass

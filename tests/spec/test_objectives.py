@@ -64,10 +64,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
         "only 'cdpo' knows about wrong labels",
     ),
     ({"algorithm": {"name": "sapo", "clip_low": 0.1}}, "algorithm.clip_low=0.1: its gate has no bounds"),
-    (
-        {"algorithm": {"name": "grpo", "sapo_temperature_pos": 2.0}},
-        "only the gate of 'sapo' has a temperature",
-    ),
     ({"algorithm": {"name": "cispo", "dual_clip": 3.0}}, "its loss is not the clipped one"),
     (
         {"algorithm": {"entropy_weight": 0.1}, "train": {"terms": "distill"}, "teacher": TEACHER},
@@ -131,7 +127,6 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], why: str) 
             "algorithm": {"correction": "icepop", "correction_cap": 3.0},
         },
         {"train": {"terms": "dpo"}, "dpo": {"source": "r", "loss": "cdpo", "label_noise_frac": 0.1}},
-        {"algorithm": {"name": "sapo", "sapo_temperature_pos": 2.0}},
         {"algorithm": {"name": "gspo", "dual_clip": 3.0}},
         {"algorithm": {"mode": "single"}, "train": {"max_staleness": 1}, "placement": RAY},
         {"algorithm": {"name": "reinforce_pp"}, "train": {"group_size": 1}},

@@ -51,7 +51,7 @@ def test_a_reply_that_is_cut_loses_reward_by_the_limit_of_its_own_part(
     would show a difference, and all would be sampled again for ever.
     """
     spec = tiny_spec(
-        algorithm={"name": "dapo", "filter_on": "shaped", "zero_variance": "resample"},
+        algorithm={"overlong": "shape", "zero_variance": "resample"},
         train={"steps": 1, "accept": f"{ACCEPTED}; verifier: all replies earn the same"},
     )
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=Short())

@@ -21,13 +21,10 @@ from strop.algorithm.corrections import CORRECTIONS, NO_CORRECTION
 from strop.algorithm.losses import (
     CLIPPED,
     ESTIMATORS,
-    SAPO,
-    SAPO_TEMPERATURES,
     KlPenalty,
     TokenLoss,
     differentiate,
     dual_clipped,
-    soft_gated,
 )
 from strop.errors import ConfigError
 from strop.spec.objectives import choose_mode
@@ -42,7 +39,7 @@ if TYPE_CHECKING:
 _REWARDS = np.array([0.0, 0.5, 1.0, 1.0])
 _NUM_TOKENS = 64
 _TOLERANCE = 1e-4
-_RANGE = ("clip_low", "clip_high", "dual_clip", "sapo_temperature_pos", "sapo_temperature_neg")
+_RANGE = ("clip_low", "clip_high", "dual_clip")
 _TWINS = {
     "gspo": "'grpo'",
     "sapo": "'grpo'",
@@ -81,8 +78,6 @@ def build_algorithm(
         clip_low=entry.clip_low if spec.clip_low is None else spec.clip_low,
         clip_high=entry.clip_high if spec.clip_high is None else spec.clip_high,
         overlong=entry.overlong if spec.overlong is None else spec.overlong,
-        overlong_buffer_tokens=spec.overlong_buffer_tokens,
-        filter_on=entry.filter_on if spec.filter_on is None else spec.filter_on,
         mode=mode,
         correction=correction,
         correction_cap=correction.cap if spec.correction_cap is None else spec.correction_cap,
@@ -208,9 +203,6 @@ def _refuse(ref: CodeRef, flaw: str, allowed: str) -> ConfigError:
 
 def _choose_loss(entry: Algorithm, spec: AlgorithmSpec) -> TokenLoss:
     """Return the entry's loss with the settings of the run."""
-    above, below = spec.sapo_temperature_pos, spec.sapo_temperature_neg
-    if entry.loss is SAPO and (above is not None or below is not None):
-        return soft_gated(above or SAPO_TEMPERATURES[0], below or SAPO_TEMPERATURES[1])
     if spec.dual_clip is None:
         return entry.loss
     if entry.loss is not CLIPPED:

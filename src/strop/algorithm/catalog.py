@@ -81,8 +81,6 @@ class Algorithm:
     """Rollouts cut at the limit: keep (ordinary) or mask (no token trained; they stay in the
     statistics of their group and remain one of the batch's rollouts). shape subtracts up to 1 from the
     reward of replies near the limit."""
-    overlong_buffer_tokens: int | None = None
-    """Tokens before the limit at which `shape` begins. None: a fifth of the limit."""
     mode: Mode = "single"
     """The log-probability that a ratio starts from: the policy's of the same optimizer step (single), that of
     the last published weights (decoupled), or the engine's, which then needs no correction (bypass)."""

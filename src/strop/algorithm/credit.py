@@ -45,7 +45,7 @@ from strop.errors import DataError
 
 BoolArray = NDArray[np.bool_]
 _WEIGHT_SUM_TOLERANCE = 1e-9
-_DEFAULT_BUFFER_SHARE = 5
+_BUFFER_SHARE = 5
 """The buffer is a fifth of the limit; arXiv:2503.14476 takes 4,096 of 20,480 tokens."""
 
 
@@ -108,15 +108,13 @@ def shape_rewards(
 ) -> list[float | None]:
     """Return the rewards that advantages are computed from.
 
-    Under `overlong = "shape"` a reply loses linearly up to 1 in the buffer before the limit. The buffer is at
-    most the whole limit.
+    Under `overlong = "shape"` a reply loses linearly up to 1 in the buffer before the limit.
     Units: reward units; an unscored member stays unscored.
     Source: arXiv:2503.14476, equation 13.
     """
     if algorithm.overlong != "shape":
         return list(rewards_G)
-    buffer = algorithm.overlong_buffer_tokens or max(max_reply_tokens // _DEFAULT_BUFFER_SHARE, 1)
-    buffer = min(buffer, max_reply_tokens)
+    buffer = max(max_reply_tokens // _BUFFER_SHARE, 1)
     start = max_reply_tokens - buffer
     penalties = [min(max((start - length) / buffer, -1.0), 0.0) for length in num_scored_G]
     return [

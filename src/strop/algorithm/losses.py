@@ -225,50 +225,34 @@ def dual_clipped(bound: float) -> TokenLoss:
     )
 
 
-def _gate(ratio_N: Tensor, advantage_N: Tensor, above: float, below: float) -> tuple[Tensor, Tensor]:
-    """Return sigmoid(t (ratio - 1)) and t, where t is `above` for A > 0 and `below` else."""
-    temperature_N = ratio_N.new_full(ratio_N.shape, below).where(advantage_N <= 0, above)
+_SAPO_ABOVE = 1.0
+_SAPO_BELOW = 1.05
+"""Temperatures of the gate for A > 0 and else: the paper's, section 4."""
+
+
+def _gate(ratio_N: Tensor, advantage_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Return sigmoid(t (ratio - 1)) and the temperature t."""
+    temperature_N = ratio_N.new_full(ratio_N.shape, _SAPO_BELOW).where(advantage_N <= 0, _SAPO_ABOVE)
     return (temperature_N * (ratio_N - 1.0)).sigmoid(), temperature_N
 
 
-def _sapo_value(
-    logp_N: Tensor,
-    old_logp_N: Tensor,
-    advantage_N: Tensor,
-    clip_low: float,
-    clip_high: float,
-    above: float,
-    below: float,
+def sapo_value(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    gate_N, temperature_N = _gate(_ratio(logp_N, old_logp_N), advantage_N, above, below)
+    """Return -4 / t sigmoid(t (ratio - 1)) A: the gradient fades as the ratio leaves 1, without a bound.
+
+    At a ratio of 1 its gradient is that of the policy. Source: arXiv:2511.20347, equations 5 and 6.
+    """
+    gate_N, temperature_N = _gate(_ratio(logp_N, old_logp_N), advantage_N)
     return -4.0 / temperature_N * gate_N * advantage_N
 
 
-def _sapo_grad(
-    logp_N: Tensor,
-    old_logp_N: Tensor,
-    advantage_N: Tensor,
-    clip_low: float,
-    clip_high: float,
-    above: float,
-    below: float,
+def sapo_grad(
+    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
-    gate_N, _ = _gate(_ratio(logp_N.detach(), old_logp_N), advantage_N, above, below)
+    """Return the derivative of `sapo_value`."""
+    gate_N, _ = _gate(_ratio(logp_N.detach(), old_logp_N), advantage_N)
     return -4.0 * gate_N * (1.0 - gate_N) * _ratio_slope(logp_N, old_logp_N) * advantage_N
-
-
-def soft_gated(above: float, below: float) -> TokenLoss:
-    """Return the loss whose gradient fades as the ratio leaves 1, instead of stopping at a bound.
-
-    -4 / t sigmoid(t (ratio - 1)) A, with the temperature t `above` for A > 0 and `below` else. At a ratio of
-    1 its gradient is that of the policy. Source: arXiv:2511.20347, equations 5 and 6.
-    """
-    return TokenLoss(
-        name="sapo",
-        value=_Settled(_sapo_value, (above, below)),
-        grad=_Settled(_sapo_grad, (above, below)),
-        has_range=False,
-    )
 
 
 def cispo_value(
@@ -374,9 +358,7 @@ def ipo_mask_grad(
 IS_PG = TokenLoss(name="is_pg", value=is_pg_value, grad=is_pg_grad, has_range=False)
 CLIPPED = TokenLoss(name="clipped", value=clipped_value, grad=clipped_grad, bounded=clipped_sides)
 CISPO = TokenLoss(name="cispo", value=cispo_value, grad=cispo_grad, bounded=cispo_sides)
-SAPO_TEMPERATURES = (1.0, 1.05)
-"""Above and below 0; the paper's, section 4."""
-SAPO = soft_gated(*SAPO_TEMPERATURES)
+SAPO = TokenLoss(name="sapo", value=sapo_value, grad=sapo_grad, has_range=False)
 DPPO = TokenLoss(name="dppo", value=dppo_value, grad=dppo_grad, bounded=dppo_sides, acts_on_all_tokens=True)
 IPO_MASK = TokenLoss(
     name="ipo_mask",

@@ -361,14 +361,12 @@ def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, .
         advantage = replace(advantage, origin=resolved.origins.get(advantage.name, DEFAULT))
     # Settings without effect are left out.
     unused = set() if algorithm.loss.has_range else {"clip_low", "clip_high"}
-    unused |= {"overlong_buffer_tokens"} if algorithm.overlong != "shape" else set()
-    unused |= {"sapo_temperature_pos", "sapo_temperature_neg"} if spec.algorithm.name != "sapo" else set()
     derived = [
         PlannedValue(name="weight of a token", value=normalizer, origin=own),
         advantage,
         *(
             _effective(resolved, f"algorithm.{name}", getattr(algorithm, name), own)
-            for name in ("mode", "clip_low", "clip_high", "zero_variance", "filter_on", "overlong")
+            for name in ("mode", "clip_low", "clip_high", "zero_variance", "overlong")
             if name not in unused
         ),
         *_plan_correction(resolved, algorithm.correction, algorithm.correction_cap),

@@ -90,21 +90,6 @@ class AlgorithmSpec(Section):
         " gradient, in the clipped loss; 3 is usual. none = no such bound.",
         json_schema_extra=expert("large negative advantages at large ratios unsettle some runs"),
     )
-    sapo_temperature_pos: float | None = Field(
-        default=None,
-        gt=0.0,
-        le=100.0,
-        description="How fast the gate of 'sapo' closes as the probability ratio leaves 1, for tokens with"
-        " positive advantage. none = 1.",
-        json_schema_extra=expert("it is the one constant of SAPO"),
-    )
-    sapo_temperature_neg: float | None = Field(
-        default=None,
-        gt=0.0,
-        le=100.0,
-        description="The same for all other tokens. none = 1.05.",
-        json_schema_extra=expert("it is the one constant of SAPO"),
-    )
     entropy_weight: float = Field(
         default=0.0,
         ge=0.0,
@@ -122,26 +107,12 @@ class AlgorithmSpec(Section):
         " on tokens without advantage.",
         json_schema_extra=expert("dynamic sampling costs generation, and its use is a choice"),
     )
-    filter_on: Literal["task", "shaped"] | None = Field(
-        default=None,
-        description="Which rewards 'drop' and 'resample' compare: the task's own, or those after the shaping"
-        " of overlong replies. none = the algorithm's own.",
-        json_schema_extra=expert("published filters look at accuracy or at the shaped reward"),
-    )
     overlong: Literal["keep", "mask", "shape"] | None = Field(
         default=None,
         description="What happens to a reply that was truncated at its token limit: 'keep' trains on it,"
         " 'mask' removes its tokens from the loss, 'shape' lowers the reward of every reply near the limit by"
         " up to 1. none = the algorithm's own.",
         json_schema_extra=expert("published recipes treat truncated replies in three ways"),
-    )
-    overlong_buffer_tokens: int | None = Field(
-        default=None,
-        ge=1,
-        le=10**7,
-        description="Number of tokens before a reply's limit at which 'shape' begins, at most the whole"
-        " limit. none = a fifth of the limit.",
-        json_schema_extra=expert("the published buffer is a number of tokens"),
     )
     correction: Literal["none", "tis_token", "tis_seq", "mis_token", "mis_seq", "icepop", "opsm"] = Field(
         default="tis_token",

@@ -39,15 +39,7 @@ def require_acting_settings(spec: RunSpec) -> None:
             ("clip_low", "clip_high"),
             named,
             "its gate has no bounds",
-            allowed="algorithm.sapo_temperature_pos and _neg, which say how fast the gate closes",
-        )
-    else:
-        _refuse_given(
-            spec,
-            ("sapo_temperature_pos", "sapo_temperature_neg"),
-            named,
-            "only the gate of 'sapo' has a temperature",
-            allowed="algorithm.name = 'sapo'",
+            allowed="another algorithm with them",
         )
     if chosen.name in _UNCLIPPED:
         _refuse_given(
