@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Literal
 
 import pytest
 import torch
@@ -12,22 +12,14 @@ from hypothesis import strategies as st
 
 from strop.algorithm.offline import Preference
 from strop.policy.objective import ScoredTokens
-from strop.spec.offline import DpoSpec
-from strop.train.step import dpo_term
 
 CASES = [
     # -log sigmoid(0.15) and -0.1 x sigmoid(-0.15)
     (Preference(name="dpo", beta=0.1), 0.620957, -0.046257),
-    # 0.9 x 0.620957 + 0.1 x 0.770957, and -0.09 x 0.462570 + 0.01 x 0.537430
-    (Preference(name="cdpo", beta=0.1, label_noise_frac=0.1), 0.635957, -0.036257),
-    # (1.5 - 5)^2 and 2 x -3.5
-    (Preference(name="pref_ipo", beta=0.1), 12.25, -7.0),
     # Means: h = (1 + 0) / 2 - (0.5 - 1) / 2 = 0.75. (0.75 - 5)^2, and 2 x -4.25 for each half
-    (Preference(name="pref_ipo", beta=0.1, is_per_token=True), 18.0625, -4.25),
-    # -log sigmoid(0.075), and -0.1 x sigmoid(-0.075) for each half
-    (Preference(name="dpo", beta=0.1, is_per_token=True), 0.656350, -0.024063),
+    (Preference(name="pref_ipo", beta=0.1), 18.0625, -4.25),
 ]
-IDS = [f"{case[0].name}{'-means' * case[0].is_per_token}" for case in CASES]
+IDS = [case[0].name for case in CASES]
 
 
 def pair_tokens() -> ScoredTokens:
@@ -59,13 +51,12 @@ def test_a_policy_that_is_its_reference_starts_at_ln_2() -> None:
     assert terms.grad_N[4:].tolist() == [-0.05, 0.05]
 
 
-@pytest.mark.parametrize("is_per_token", [False, True])
-def test_what_is_reported_of_pairs_by_hand(is_per_token: bool) -> None:
-    terms = Preference(name="dpo", beta=0.1, is_per_token=is_per_token)(pair_tokens())
+@pytest.mark.parametrize(("name", "scale"), [("dpo", 1.0), ("pref_ipo", 0.5)])
+def test_what_is_reported_of_pairs_by_hand(name: Literal["dpo", "pref_ipo"], scale: float) -> None:
+    terms = Preference(name=name, beta=0.1)(pair_tokens())
     # Two pairs of equal weight. The better reply gained 1 - 0, the worse one 0.5 - 1; the others nothing.
     # Per token that is half of it, for replies of two tokens.
     found = {name: float(share_M.sum()) / 2 for name, share_M in terms.shares.items()}
-    scale = 0.5 if is_per_token else 1.0
     assert found == pytest.approx(
         {
             "pair_accuracy": 0.5,
@@ -105,18 +96,3 @@ def test_the_gradient_of_every_token_is_that_of_autograd(preference: Preference)
     margins = torch.stack([of_replies[0] - of_replies[1], of_replies[2] - of_replies[3]])
     (expected_M,) = torch.autograd.grad(preference.judge(margins)[0].sum(), leaf_M)
     torch.testing.assert_close(preference(tokens).grad_N, expected_M)
-
-
-@pytest.mark.parametrize(
-    ("settings", "is_per_token"),
-    [
-        ({}, False),
-        ({"loss": "pref_ipo"}, True),
-        ({"loss": "pref_ipo", "margin": "sum"}, False),
-        ({"loss": "cdpo", "margin": "mean"}, True),
-    ],
-)
-def test_ipo_means_tokens_unless_it_is_asked_for_sums(settings: dict[str, Any], is_per_token: bool) -> None:
-    term = dpo_term(DpoSpec(source="r", **settings), [], 1.0)
-    assert isinstance(term.token_terms, Preference)
-    assert term.token_terms.is_per_token is is_per_token

@@ -59,10 +59,6 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"teacher": TEACHER}, "beside rewards a teacher is a part of the advantage"),
     ({"train": {"terms": "dpo"}}, "pairs and the loss on them belong together"),
     ({"dpo": {"source": "runs/one"}}, "pairs and the loss on them belong together"),
-    (
-        {"train": {"terms": "dpo"}, "dpo": {"source": "runs/one", "label_noise_frac": 0.1}},
-        "only 'cdpo' knows about wrong labels",
-    ),
     ({"algorithm": {"name": "sapo", "clip_low": 0.1}}, "algorithm.clip_low=0.1: its gate has no bounds"),
     ({"algorithm": {"name": "cispo", "dual_clip": 3.0}}, "its loss is not the clipped one"),
     (
@@ -126,7 +122,7 @@ def test_what_cannot_go_together_is_refused(sections: dict[str, Any], why: str) 
             "teacher": {**TEACHER, "form": "sampled"},
             "algorithm": {"correction": "icepop", "correction_cap": 3.0},
         },
-        {"train": {"terms": "dpo"}, "dpo": {"source": "r", "loss": "cdpo", "label_noise_frac": 0.1}},
+        {"train": {"terms": "dpo"}, "dpo": {"source": "r", "loss": "pref_ipo"}},
         {"algorithm": {"name": "gspo", "dual_clip": 3.0}},
         {"algorithm": {"mode": "single"}, "train": {"max_staleness": 1}, "placement": RAY},
         {"algorithm": {"name": "reinforce_pp"}, "train": {"group_size": 1}},

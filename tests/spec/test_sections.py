@@ -111,11 +111,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *(
             "dpo.source",
             "dpo.loss",
-            "dpo.margin",
             "dpo.beta",
-            "dpo.label_noise_frac",
-            "dpo.pairs",
-            "dpo.min_margin",
         ),
         *("dpo.pairs_per_step", "teacher.source", "teacher.model", "teacher.context", "teacher.form"),
         *("teacher.divergence", "teacher.jsd_beta", "teacher.top_k", "teacher.rest"),

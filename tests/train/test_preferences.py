@@ -17,7 +17,6 @@ from strop.errors import CheckRefused, CorruptRecord, DataError
 from strop.policy.packing import PackedGroup
 from strop.record import RunDir
 from strop.rollout import FinishReason, FloatArray, Rollout
-from strop.spec.offline import DpoSpec
 from strop.train.data.offline import Framing, Pairs, find_offline_source, pair_rollouts, read_pairs
 from strop.train.data.preferences import (
     REFERENCE_NAME,
@@ -37,8 +36,8 @@ def framing(tiny_model_dir: Path) -> Framing:
     return make_framing(tiny_model_dir, SpellTask())
 
 
-def pairs_of(rollouts: Sequence[Rollout], **settings: Any) -> list[tuple[str, str]]:
-    found = pair_rollouts(DpoSpec(**settings), rollouts, 512, Counter())
+def pairs_of(rollouts: Sequence[Rollout]) -> list[tuple[str, str]]:
+    found = pair_rollouts(rollouts, 512, Counter())
     return [tuple(one.reply.text if one.reply else "" for one in pair) for pair in found]  # type: ignore[misc]
 
 
@@ -51,16 +50,10 @@ def test_the_best_of_a_group_is_paired_with_its_worst(framing: Framing) -> None:
     assert pairs_of([*group, *other_example, *other_step]) == [("B", "C"), ("H", "I")]
 
 
-def test_all_pairs_are_those_of_different_reward(framing: Framing) -> None:
-    group = [roll(framing, 0, text, reward) for text, reward in (("A", 0.2), ("B", 1.0), ("C", 0.2))]
-    assert pairs_of(group, pairs="all") == [("B", "A"), ("B", "C")]
-    assert pairs_of(group, pairs="all", min_margin=0.9) == []
-
-
 def test_what_cannot_be_compared_is_counted(framing: Framing) -> None:
     rollouts = [roll(framing, 0, "A", None), roll(framing, 0, "B", 1.0), roll(framing, 0, "C" * 60, 0.0)]
     counts: Counter[str] = Counter()
-    assert list(pair_rollouts(DpoSpec(), rollouts, 40, counts)) == []
+    assert list(pair_rollouts(rollouts, 40, counts)) == []
     assert counts == {
         "rollouts without a score": 1,
         "rollouts longer than the model's positions": 1,
@@ -119,12 +112,14 @@ def test_what_was_remembered_must_belong_to_the_pairs(framing: Framing, tmp_path
         attach(some_pairs(framing), None, path)
 
 
-def compose(root: Path, model_dir: Path, framing: Framing, **sections: Any) -> Composition:
+def compose(
+    root: Path, model_dir: Path, framing: Framing, *, worst: str = "no", **sections: Any
+) -> Composition:
     root.mkdir(parents=True, exist_ok=True)
     rollouts = [
         one
         for n in range(6)
-        for one in (roll(framing, n, GOLD, 1.0), roll(framing, n, "no", 0.0), roll(framing, n, "x!", 0.3))
+        for one in (roll(framing, n, GOLD, 1.0), roll(framing, n, worst, 0.0), roll(framing, n, "x!", 0.3))
     ]
     source = write_run(root / "source", rollouts)
     dpo = {"source": str(source), "pairs_per_step": 3} | sections.pop("dpo", {})
@@ -188,7 +183,7 @@ def test_other_pairs_are_another_run(tmp_path: Path, tiny_model_dir: Path, frami
     made.run()
     resumed = RunDir.open(made.run_dir.path)
     resumed.acquire()
-    other = compose(tmp_path / "other", tiny_model_dir, framing, dpo={"pairs": "all"}, train={"steps": 4})
+    other = compose(tmp_path / "other", tiny_model_dir, framing, worst="on", train={"steps": 4})
     with pytest.raises(CheckRefused, match=r"began with another preferences \("):
         Composition(other.spec, tiny_model_dir, resumed, preferences=other.preferences).run()
 

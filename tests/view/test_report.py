@@ -69,13 +69,13 @@ def test_a_finished_run_shows_before_and_after(tmp_path: Path) -> None:
         ("rl", "grpo"),
         ("sft", "sft"),
         ("rl+sft", "grpo and sft"),
-        ("dpo", "cdpo"),
+        ("dpo", "pref_ipo"),
         ("distill", "distillation"),
     ],
 )
 def test_a_run_is_named_after_what_it_learned_by(tmp_path: Path, terms: str, method: str) -> None:
     run = make_run(tmp_path)
-    sections = f'[train]\nterms = "{terms}"\n[dpo]\nloss = "cdpo"\n[algorithm]\nname = "grpo"\n'
+    sections = f'[train]\nterms = "{terms}"\n[dpo]\nloss = "pref_ipo"\n[algorithm]\nname = "grpo"\n'
     (run.path / "spec.toml").write_text(sections)
     assert told(run)["algorithm"] == method
 

@@ -39,29 +39,25 @@ class Preference:
     pairs is the sum over tokens if every token weighs 1 / pairs.
     """
 
-    name: Literal["dpo", "cdpo", "pref_ipo"]
+    name: Literal["dpo", "pref_ipo"]
     beta: float
-    label_noise_frac: float = 0.0
-    """For `cdpo`: assumed share of wrong labels."""
-    is_per_token: bool = False
-    """Whether a reply's gain is the mean over its tokens instead of their sum."""
+
+    @property
+    def is_per_token(self) -> bool:
+        """Whether a reply's gain is the mean over its tokens instead of their sum, as the authors intend."""
+        return self.name == "pref_ipo"
 
     def judge(self, margin: Tensor) -> tuple[Tensor, Tensor]:
         """Return the loss of margins (nats), and its derivative with respect to them.
 
-        Source: arXiv:2305.18290, equation 7 (dpo); arXiv:2310.12036, equation 17 (pref_ipo), with
-        log-probabilities per token, as its authors intend.
+        Source: arXiv:2305.18290, equation 7 (dpo); arXiv:2310.12036, equation 17 (pref_ipo).
         """
         if self.name == "pref_ipo":
             distance = margin - 1.0 / (2.0 * self.beta)
             return distance.square(), 2.0 * distance
-        noise = self.label_noise_frac if self.name == "cdpo" else 0.0
         scaled = self.beta * margin
         # -log sigmoid(x) = log(1 + exp(-x)), by logaddexp, which never overflows.
-        nothing = scaled.new_zeros(scaled.shape)
-        loss = (1 - noise) * nothing.logaddexp(-scaled) + noise * nothing.logaddexp(scaled)
-        grad = self.beta * (noise * scaled.sigmoid() - (1 - noise) * (-scaled).sigmoid())
-        return loss, grad
+        return scaled.new_zeros(scaled.shape).logaddexp(-scaled), -self.beta * (-scaled).sigmoid()
 
     def __call__(self, tokens: ScoredTokens, /) -> TokenTerms:
         """Return every token's share of its pair's loss, and its gradient. Nothing is differentiated."""

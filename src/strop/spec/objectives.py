@@ -295,10 +295,3 @@ def require_pairs(spec: RunSpec) -> None:
             allowed="train.terms = 'dpo' with the folder of a run in dpo.source, or neither",
             next_step="set both, or set dpo.source to none",
         )
-    if chosen.label_noise_frac > 0.0 and chosen.loss != "cdpo":
-        raise SpecConflict(
-            {"dpo.loss": chosen.loss, "dpo.label_noise_frac": chosen.label_noise_frac},
-            "only 'cdpo' knows about wrong labels",
-            allowed="dpo.label_noise_frac = 0, or dpo.loss = 'cdpo'",
-            next_step="set dpo.loss to 'cdpo'",
-        )

@@ -86,17 +86,11 @@ class DpoSpec(Section):
         description="Folder of a run, or of the replies that `strop eval` kept, whose rollouts of one example"
         " are paired by reward. A relative path is relative to the file that names it. none = no pairs.",
     )
-    loss: Literal["dpo", "cdpo", "pref_ipo"] = Field(
+    loss: Literal["dpo", "pref_ipo"] = Field(
         default="dpo",
-        description="'dpo' is the logistic loss of the margin, 'cdpo' the same with label noise, 'pref_ipo'"
-        " the squared distance of the margin from 1 / (2 beta).",
+        description="'dpo' is the logistic loss of the margin between the summed log-ratios of two replies,"
+        " 'pref_ipo' the squared distance of the margin of their means from 1 / (2 beta).",
         json_schema_extra=expert("published results differ by the loss"),
-    )
-    margin: Literal["sum", "mean"] | None = Field(
-        default=None,
-        description="How a reply's log-ratios to the reference are combined: their 'sum', or their 'mean',"
-        " which ignores length. none = 'mean' for 'pref_ipo', as its authors intended, else 'sum'.",
-        json_schema_extra=expert("published results differ in whether length counts"),
     )
     beta: float = Field(
         default=0.1,
@@ -104,25 +98,6 @@ class DpoSpec(Section):
         le=1e3,
         description="Strength of the pull towards the reference; smaller values let the policy move further.",
         json_schema_extra=expert("it is what papers on preferences vary"),
-    )
-    label_noise_frac: float = Field(
-        default=0.0,
-        ge=0.0,
-        lt=0.5,
-        description="Assumed share of pairs whose labels are swapped, for 'cdpo'.",
-        json_schema_extra=expert("labels of people and models are wrong at a known rate"),
-    )
-    pairs: Literal["best_worst", "all"] = Field(
-        default="best_worst",
-        description="Pairs of an example: its best reply with its worst, or every two replies of different"
-        " reward.",
-        json_schema_extra=expert("few examples give more pairs when all are used"),
-    )
-    min_margin: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="Smallest difference of rewards within a pair; 0 = any.",
-        json_schema_extra=expert("with graded rewards, pairs with nearly equal rewards are noise"),
     )
     pairs_per_step: int = Field(
         default=16,

@@ -231,17 +231,11 @@ def sft_term(members: Sequence[Demonstration], weight: float) -> LossTerm:
 
 def dpo_term(spec: DpoSpec, pairs: Sequence[PackedGroup], temperature: float) -> LossTerm:
     """Return the mean loss of preference pairs; both replies of a pair go into one micro-batch."""
-    preference = Preference(
-        name=spec.loss,
-        beta=spec.beta,
-        label_noise_frac=spec.label_noise_frac,
-        is_per_token=spec.loss == "pref_ipo" if spec.margin is None else spec.margin == "mean",
-    )
     return LossTerm(
         name="dpo",
         groups=_weigh_replies(pairs, 1.0 / max(len(pairs), 1)),
         temperature=temperature,
-        token_terms=preference,
+        token_terms=Preference(name=spec.loss, beta=spec.beta),
         scope=Scope.GROUP,
     )
 

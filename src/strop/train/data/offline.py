@@ -310,7 +310,7 @@ def read_pairs(dpo: DpoSpec, framing: Framing) -> Pairs:
     folder = find_source(dpo.source, setting="dpo.source")
     rollouts = itertools.chain.from_iterable(map(read_rollouts, find_rollouts_files(folder)))
     counts: Counter[str] = Counter()
-    members = tuple(pair_rollouts(dpo, rollouts, framing.max_positions, counts))
+    members = tuple(pair_rollouts(rollouts, framing.max_positions, counts))
     paired = {id(rollout): rollout for pair in members for rollout in pair}.values()
     refuse_held_out("dpo.source", dpo.source, list(paired), framing)
     for rollout in paired:
@@ -326,9 +326,9 @@ def read_pairs(dpo: DpoSpec, framing: Framing) -> Pairs:
 
 
 def pair_rollouts(
-    spec: DpoSpec, rollouts: Iterable[Rollout], max_positions: int, counts: Counter[str]
+    rollouts: Iterable[Rollout], max_positions: int, counts: Counter[str]
 ) -> Iterator[tuple[Rollout, Rollout]]:
-    """Yield (better, worse) of every group: rollouts of one example and step, to one prompt.
+    """Yield the best and the worst of every group: rollouts of one example and step, to one prompt.
 
     Equal rewards give no pair; among rollouts of equal reward the earlier one is taken.
     """
@@ -342,17 +342,11 @@ def pair_rollouts(
         groups.setdefault(key, []).append(rollout)
     for members in groups.values():
         ranked = sorted(members, key=lambda rollout: -_reward(rollout))
-        pairs = list(itertools.combinations(ranked, 2))
-        if spec.pairs == "best_worst":
-            worst = next(rollout for rollout in members if _reward(rollout) == _reward(ranked[-1]))
-            pairs = [(ranked[0], worst)]
-        kept = [
-            (better, worse)
-            for better, worse in pairs
-            if _reward(better) - _reward(worse) >= max(spec.min_margin, np.finfo(float).tiny)
-        ]
-        counts["groups without a pair"] += not kept
-        yield from kept
+        worst = next(rollout for rollout in members if _reward(rollout) == _reward(ranked[-1]))
+        if _reward(ranked[0]) > _reward(worst):
+            yield ranked[0], worst
+        else:
+            counts["groups without a pair"] += 1
 
 
 def _reward(rollout: Rollout) -> float:
