@@ -265,27 +265,27 @@ def query(
             allowed="a run, a folder of runs, a job, or runs in a store",
             next_step="name it: strop query SQL PLACE",
         )
-    database = RunsDatabase({run.key: run.record for run in runs})
-    if not sql:
-        columns = database.list_columns()
+    with RunsDatabase({run.key: run.record for run in runs}) as database:
+        if not sql:
+            columns = database.list_columns()
+            if json:
+                output.give_json([asdict(column) for column in columns])
+            else:
+                output.give_table(
+                    ("table", "column", "type"),
+                    [(column.table, column.name, shorten(column.kind, 80)) for column in columns],
+                )
+            return
+        answer = database.ask(sql)
         if json:
-            output.give_json([asdict(column) for column in columns])
-        else:
-            output.give_table(
-                ("table", "column", "type"),
-                [(column.table, column.name, shorten(column.kind, 80)) for column in columns],
+            output.give_json_list(
+                dict(zip(answer.columns, map(to_json, row), strict=True)) for row in answer.rows
             )
-        return
-    answer = database.ask(sql)
-    if json:
-        output.give_json_list(
-            dict(zip(answer.columns, map(to_json, row), strict=True)) for row in answer.rows
-        )
-        return
-    rows = [[shorten(value, _CELL_CHARACTERS) for value in row] for row in islice(answer.rows, MOST_ROWS)]
-    output.give_table([make_harmless(name) for name in answer.columns], rows)
-    if next(answer.rows, None) is not None:
-        output.say(f"these are the first {MOST_ROWS} rows: narrow the question, or take all with --json")
+            return
+        rows = [[shorten(value, _CELL_CHARACTERS) for value in row] for row in islice(answer.rows, MOST_ROWS)]
+        output.give_table([make_harmless(name) for name in answer.columns], rows)
+        if next(answer.rows, None) is not None:
+            output.say(f"these are the first {MOST_ROWS} rows: narrow the question, or take all with --json")
 
 
 def report(

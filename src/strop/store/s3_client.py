@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from strop.errors import (
     ConfigError,
@@ -29,7 +28,7 @@ from strop.errors import (
 )
 
 if TYPE_CHECKING:
-    from pyarrow.fs import S3FileSystem
+    pass
 
 INSTALL = "pip install 'strop[s3]'"
 _ENDPOINT_VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
@@ -133,39 +132,6 @@ def _make_transfers(settings: S3Settings, pid: int, variables: tuple[str | None,
             max_io_queue_size=64,
         ),
         _make_reader(),
-    )
-
-
-def open_arrow_files(settings: S3Settings | None = None) -> S3FileSystem:
-    """Return S3 as a pyarrow file system, to read single columns; its paths are `bucket/key`.
-
-    Endpoint, region, credentials, timeouts and retries are the client's. No request is made yet.
-    Raises: ConfigError as `open_transfers`; RemoteDenied if there are no credentials.
-    """
-    from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
-
-    settings = settings or S3Settings()
-    client = open_transfers(settings).client
-    found = _make_session().get_credentials()
-    if found is None:
-        raise RemoteDenied(
-            "there are no credentials for S3",
-            allowed="credentials that may list and read",
-            next_step="set AWS_PROFILE or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY",
-        )
-    credentials, endpoint = found.get_frozen_credentials(), urlsplit(client.meta.endpoint_url)
-    is_foreign = not (endpoint.hostname or "").endswith(_AMAZON)
-    return S3FileSystem(
-        access_key=credentials.access_key,
-        secret_key=credentials.secret_key,
-        session_token=credentials.token,
-        region=client.meta.region_name,
-        scheme=endpoint.scheme,
-        endpoint_override=endpoint.netloc if is_foreign else None,
-        connect_timeout=settings.connect_limit_s,
-        request_timeout=settings.silence_limit_s,
-        retry_strategy=AwsStandardS3RetryStrategy(max_attempts=settings.retries.num_attempts),
-        tls_ca_file_path=os.environ.get("AWS_CA_BUNDLE"),
     )
 
 
