@@ -93,16 +93,12 @@ def test_after_stage_the_unedited_run_file_is_submitted(
         f'name = "small"\nmodel.uri = "{model}"\nstore.uri = "{s3_root}"\n[task]\nname = "mixture"\n'
         f'[task.parts.words]\nname = "gsm8k"\nsource = "{data}"\n[task.parts.sums]\nname = "arithmetic"\n'
     )
-    held_out = write_data(tmp_path / "held-out")
-    (folder / "eval.toml").write_text(f'task.name = "gsm8k"\ntask.source = "{held_out}"\n')
-    with run_file.open("a") as file:
-        file.write('[job]\neval_config = "eval.toml"\n')
     with pytest.raises(ConfigError, match="a path of this machine, which no training job can reach"):
         submit("--dry-run")
     capsys.readouterr()
     assert main(["stage", str(run_file), "--json"]) == 0
     uris = [one["stands_for"] for one in json.loads(capsys.readouterr().out)]
-    model_uri, data_uri, held_out_uri = uris
+    model_uri, data_uri = uris
     assert submit("--dry-run") == 0
     said = capsys.readouterr().err
     for key, uri, path in (("model.uri", model_uri, model), ("task.parts.words.source", data_uri, data)):
@@ -110,8 +106,6 @@ def test_after_stage_the_unedited_run_file_is_submitted(
     request = read_request(
         str(run_file), SubmitOptions(site="cloud", has_snapshot=False), environ=os.environ, now=0.0
     )
-    assert request.evaluation is not None
-    assert request.evaluation.values["task", "source"] == held_out_uri
     resolved = request.resolved
     assert resolved.spec.model.uri == model_uri
     assert get_model(resolved.spec.model.uri).digest == get_model(str(model)).digest
@@ -270,25 +264,3 @@ def test_a_job_runs_here_as_the_platform_would_run_it(
     assert "train| ended: done" in said
     assert "contract:" not in said
     assert not (folder / "docs").exists()
-
-
-def test_lists_of_gpus_become_two_roles_on_disjoint_ones(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (folder / "held-out.toml").write_text('task.name = "gsm8k"\ntask.source = "Org/Data"\n')
-    words = ("--eval-config", "held-out.toml", "--train-gpus", "0-5", "--dry-run", "--json")
-    assert submit(*words, "--eval-gpus", "6,7", "train.steps=40") == 0
-    captured = capsys.readouterr()
-    plan = json.loads(captured.out)
-    assert [(role["name"], role["gpus"]) for role in plan["roles"]] == [
-        ("train", {"train": 6}),
-        ("evaluator", {"eval": 2}),
-    ]
-    assert plan["resources"]["gpus_per_node"] == 8
-    assert "role evaluator: the first node, 2 GPUs (2 for eval), no other role's" in captured.err
-    # Its data must be staged like the run's own.
-    assert {"key": "task.source", "value": "Org/Data", "place": "datasets/Org/Data"} in plan["details"][
-        "named_assets"
-    ]
-    with pytest.raises(ConfigError, match="both name GPU 5"):
-        submit(*words, "--eval-gpus", "5-7", "train.steps=40")

@@ -75,13 +75,6 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("submit", "run.toml", "--train-gpus", "4", "--infer-gpus", "7"), 2, ("11 GPUs", "7 for infer")),
     (("submit", "run.toml", "--single-gpu", "--train-gpus", "2"), 2, ("one GPU cannot be several",)),
     (("submit", "run.toml", "--gpus", "2", "--infer-gpus", "1"), 2, ("shared out in two ways",)),
-    (("submit", "run.toml", "--eval-gpus", "2"), 2, ("job.eval_gpus=2 (--eval-gpus)", "(--eval-config)")),
-    (
-        ("submit", "run.toml", "--eval-gpus", "65", "--eval-config", "x"),
-        2,
-        ("job.eval_gpus=65 (--eval-gpus)",),
-    ),
-    (("submit", "run.toml", "--eval-config", "absent.toml"), 2, ("absent.toml is not there",)),
     (("submit", "run.toml", "--time", "10"), 2, ("job.time_limit='10' (--time)", "90s, 30m, 2h, 5d")),
     (("submit", "run.toml", "job.memory=64 GB; rm"), 2, ("job.memory='64 GB; rm' (override)",)),
     (("submit", "run.toml", "--no-requeue"), 2, ("No such option: --no-requeue. Write job.max_requeue=",)),
@@ -304,15 +297,12 @@ def test_a_dry_run_shows_everything_and_leaves_nothing(here: World, run: Run, is
 
 
 def test_the_roles_of_a_job_and_their_gpus_are_shown(here: World, run: Run) -> None:
-    (here.project / "held-out.toml").write_text('task.name = "arithmetic"\n')
     words = ("submit", "run.toml", "--dry-run", "--train-gpus", "4", "--infer-gpus", "2")
-    ended = run(*words, "--eval-config", "held-out.toml", "--eval-gpus", "2", "train.steps=60")
+    ended = run(*words, "job.cpu_nodes=1", "job.cpu_command=serve", "train.steps=60")
     assert ended.code == 0, ended.err
     told = " ".join(ended.err.split())
     assert "role train: the first node, 6 GPUs (2 for infer, 4 for train), no other role's" in told
-    assert "role evaluator: the first node, 2 GPUs (2 for eval), no other role's" in told
-    ended = run(*words, "--eval-config", "held-out.toml", "train.steps=60")
-    assert "role evaluator: the first node, no GPU" in " ".join(ended.err.split())
+    assert "role sidecar: the nodes without GPUs, no GPU" in told
 
 
 def test_a_dry_run_writes_its_named_output_alone(here: World, run: Run) -> None:

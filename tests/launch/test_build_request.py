@@ -18,7 +18,7 @@ from strop.launch.build_request import (
     make_plan,
     read_request,
 )
-from strop.launch.contract import JobRequest
+from strop.launch.contract import JobRequest, Need
 from strop.launch.slurm.options import SlurmSite
 from strop.spec.reader import Flag
 from tests.fixtures.scripted_jobs import NOW, World
@@ -148,13 +148,13 @@ def test_the_roles_of_a_job_are_argument_lists(world: World) -> None:
     assert dict(train.gpus) == {"infer": 1, "train": 2}
     # Nothing is expanded: there is no shell.
     assert sidecar.argv == ("serve", "--name", "two words", "$HOME")
-    assert (sidecar.nodes, sidecar.must_succeed) == ("cpu", False)
+    assert (sidecar.nodes, sidecar.need) == ("cpu", Need.PRESENCE)
 
 
 def test_every_other_node_joins_a_run_on_ray_as_a_role_of_its_own(world: World) -> None:
     train, ray = world.request("placement.kind=ray", "job.nodes=3", "job.train_gpus=2").roles
     assert (train.name, train.nodes) == ("train", "first")
-    assert (ray.name, ray.nodes, ray.must_succeed) == ("ray", "others", False)
+    assert (ray.name, ray.nodes, ray.need) == ("ray", "others", Need.NOTHING)
     assert ray.argv[1:] == ("-m", "strop.cluster.ray.node", "{run}")
     # As many devices there as on the first node: roles of the run live on both.
     assert dict(ray.gpus) == dict(train.gpus) == {"infer": 1, "train": 2}
@@ -193,72 +193,6 @@ def test_a_user_without_a_name_has_a_number(world: World, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(getpass, "getuser", unnamed)
     assert world.request().user == str(os.getuid())
-
-
-EVAL_TEXT = 'task.name = "arithmetic"\neval.num_examples = 8\n'
-
-
-def test_an_evaluation_is_a_role_of_its_own_whose_file_travels_with_the_job(world: World) -> None:
-    (world.project / "held-out.toml").write_text(EVAL_TEXT)
-    flags = {"job.eval_config": str(world.project / "held-out.toml"), "job.eval_gpus": 2, "job.gpus": 6}
-    request = world.request("train.steps=40", flags=flags)
-    train, evaluator = request.roles
-    assert (dict(train.gpus), train.is_awaited) == ({"train": 6}, False)
-    assert evaluator.argv[1:] == (
-        *("-m", "strop.cli", "eval", "{run}", "--config", "{job}/eval.toml", "--follow"),
-    )
-    assert (evaluator.name, dict(evaluator.gpus), evaluator.nodes) == ("evaluator", {"eval": 2}, "first")
-    assert (evaluator.must_succeed, evaluator.is_awaited) == (False, True)
-    assert (request.resources.gpus_per_node, request.resources.is_whole_node) == (8, True)
-    home = Path(world.launcher.submit(request).ref.home)
-    text = (home / "job" / "eval.toml").read_text()
-    assert text.splitlines() == [
-        'name = "held-out"',
-        'task.name = "arithmetic"',
-        # What nobody wrote is no wish: lm-eval would refuse samples.
-        "eval.num_examples = 8",
-    ]
-
-
-def test_what_the_evaluation_says_is_a_part_of_the_plan_and_its_place_is_not(world: World) -> None:
-    first, second = world.project / "held-out.toml", world.folder / "held-out.toml"
-    first.write_text(EVAL_TEXT)
-    second.write_text(EVAL_TEXT)
-
-    def plan_hash(path: Path) -> str:
-        request = world.request("train.steps=40", f"job.eval_config={path}", has_snapshot=False)
-        return world.launcher.plan(request).plan_hash
-
-    before = plan_hash(first)
-    assert plan_hash(second) == before
-    first.write_text(EVAL_TEXT.replace("8", "9"))
-    assert plan_hash(first) != before
-
-
-@pytest.mark.parametrize(
-    ("text", "overrides", "sweep", "message"),
-    [
-        (None, (), (), "held-out.toml is not there"),
-        (EVAL_TEXT + 'model.uri = "Org/Other"\n', ("model.uri=Org/Mine",), (), "trains 'Org/Mine'"),
-        (EVAL_TEXT + 'model.uri = "Org/Mine"\n', (), ("model.uri=Org/Mine,Org/B",), "trains 'Org/B'"),
-        (EVAL_TEXT, ("train.checkpoint_every=40",), (), "no checkpoint would be there before the end"),
-        (
-            EVAL_TEXT,
-            ("job.gpus=4", "job.eval_gpus=2"),
-            (),
-            "6 GPUs per node are asked for (4 for train, 2 for eval), and nodes of local have 4",
-        ),
-    ],
-)
-def test_an_evaluation_that_cannot_work_is_refused(
-    world: World, text: str | None, overrides: tuple[str, ...], sweep: tuple[str, ...], message: str
-) -> None:
-    world.sites("[sites.local]\ngpus_per_node = 4\n")
-    path = world.project / "held-out.toml"
-    if text is not None:
-        path.write_text(text)
-    words = ("train.steps=40", f"job.eval_config={path}", *overrides)
-    assert message in refusal(world, overrides=words, sweep=sweep)
 
 
 SITES = """

@@ -13,7 +13,7 @@ from strop.errors import ConfigError
 from strop.evaluate import EvalResult, read_result, write_result
 from strop.launch.backends import open_backend
 from strop.launch.build_request import AUTO, SubmitOptions, make_plan, read_request
-from strop.launch.contract import JobPlan
+from strop.launch.contract import JobPlan, Need
 from strop.launch.job_dir import write_preview
 from strop.run.evaluation import tell_progress
 from strop.run.shares import require_readable
@@ -101,7 +101,7 @@ def gpus(number: int) -> Flag:
 def test_an_evaluation_is_a_job_on_every_site(folder: Path, site: str, name: str) -> None:
     found = plan(folder, name, site=site, flags=() if site == "cloud" else (gpus(8),))
     (role,) = found.roles
-    assert (found.command, role.name, role.nodes, role.must_succeed) == ("eval", "eval", "all", True)
+    assert (found.command, role.name, role.nodes, role.need) == ("eval", "eval", "all", Need.SUCCESS)
     assert role.gpus == {"eval": 8}
     words = ["strop.cli", "eval", "--config", "{job}/eval.toml", "--out", "{run}/eval", "--node", "{node}/1"]
     assert list(role.argv[2:]) == words

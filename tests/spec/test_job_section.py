@@ -47,24 +47,12 @@ def test_the_gpus_of_a_node_are_shared_out(given: dict[str, int], roles: dict[st
     assert job.gpus_per_node == sum(roles.values())
 
 
-def test_evaluation_has_gpus_beside_those_of_training() -> None:
-    job = JobSpec(gpus=6, eval_config="e.toml", eval_gpus=2)
-    assert (job.gpu_roles, job.gpus_per_node) == ({"train": 6}, 8)
-    assert JobSpec(eval_config="e.toml", eval_gpus=2).gpus_per_node == 2
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["job.gpus=2", "job.train_gpus=1"], "the GPUs are shared out in two ways"),
         (["job.gpus=1", "job.single_gpu=true"], "the GPUs are shared out in two ways"),
         (["job.single_gpu=true", "job.infer_gpus=2"], "one GPU cannot be several"),
-        (["job.eval_gpus=2"], "nothing would compute on these GPUs"),
-        (
-            ["job.eval_config=e.toml", "train.steps=20", "train.checkpoint_every=20"],
-            "no checkpoint would be there before the end, and the evaluator would wait all the time",
-        ),
-        (["job.eval_config=e.toml", "train.steps=1"], "Allowed: two steps or more"),
         (["job.gpus=65"], "job.gpus=65 (override) is not allowed"),
         (["job.train_gpus=65"], "job.train_gpus=65 (override)"),
         (["job.infer_gpus=0"], "job.infer_gpus=0 (override)"),

@@ -18,7 +18,6 @@ from strop.launch.slurm.options import SlurmSite
 from strop.plan.roles import count_roles
 from strop.spec import RunSpec
 from strop.spec.layout import (
-    EVAL,
     INFER,
     PARTS,
     SANDBOX,
@@ -29,6 +28,14 @@ from strop.spec.layout import (
     settle_layout,
 )
 
+JUDGED = {
+    "name": "llm-judge",
+    "source": "rows.jsonl",
+    "rubric": "correctness",
+    "judge_url": "role",
+    "judge_model": "org/judge",
+    "judge_revision": "1",
+}
 RAY_NODE = "python -m strop.cluster.ray.node {run}"
 
 
@@ -176,7 +183,7 @@ def test_workers_prefer_the_nodes_without_gpus() -> None:
         ({"job": {"nodes": 2, "train_gpus": 1, "infer_nodes": 1}}, "whole nodes generate"),
         ({"job": {"nodes": 2}, "placement": {"engines": 1}}, "node 1 would have no role"),
         (
-            {"job": {"nodes": 2, "gpus": 7, "eval_gpus": 1, "eval_config": "e.toml"}},
+            {"job": {"nodes": 2, "gpus": 7, "judge_gpus": 1}, "task": JUDGED},
             "GPUs would be idle: 1 of node 1",
         ),
         (
@@ -216,7 +223,7 @@ SPLITS = st.one_of(
 )
 BESIDE = st.fixed_dictionaries(
     {"nodes": st.integers(1, 5)},
-    optional={"env_gpus": st.integers(0, 2), "eval_gpus": st.integers(0, 2), "cpu_nodes": st.integers(0, 2)},
+    optional={"env_gpus": st.integers(0, 2), "cpu_nodes": st.integers(0, 2)},
 )
 PLACEMENTS = st.fixed_dictionaries(
     {},
@@ -250,8 +257,6 @@ def test_plan_dry_run_and_run_give_the_same_roles_and_no_gpu_is_idle(
     sandbox_gpus: float,
 ) -> None:
     job = split | beside
-    if job.get("eval_gpus"):
-        job["eval_config"] = "e.toml"
     if job.get("cpu_nodes"):
         job["cpu_command"] = RAY_NODE
     engine = {"kind": "vllm", "tensor_parallel": width} if is_vllm else {"kind": "native"}
@@ -290,7 +295,7 @@ def test_plan_dry_run_and_run_give_the_same_roles_and_no_gpu_is_idle(
         for node in layout.nodes
         for part, number in node.gpus.items()
         for place in range(number)
-        if part != EVAL and (part != SANDBOX or layout.num_workers)
+        if part != SANDBOX or layout.num_workers
     }
     assert set(taken) == there
     assert all(number == 1 for one, number in taken.items() if one[1] in (INFER, SANDBOX))

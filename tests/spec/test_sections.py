@@ -142,7 +142,6 @@ def test_the_settings_of_strop_are_this_list() -> None:
         "trackers.finish_limit_s",
         *("job.nodes", "job.gpus", "job.train_gpus", "job.infer_gpus", "job.infer_nodes"),
         *("job.judge_gpus", "job.env_gpus", "job.single_gpu"),
-        *("job.eval_config", "job.eval_gpus"),
         *("job.cpus_per_gpu", "job.cpus", "job.memory", "job.time_limit", "job.max_requeue", "job.grace_s"),
         *("job.preflight", "job.max_silence_s", "job.cpu_nodes", "job.cpu_command"),
     )

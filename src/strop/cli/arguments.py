@@ -57,10 +57,6 @@ OutputDir = Annotated[str | None, typer.Option(help="Run directory. Default: a n
 Gpus = Annotated[int | None, typer.Option(min=0, max=8, help="GPUs per node, all for the learner.")]
 TrainGpus = Annotated[int | None, typer.Option(min=1, max=4, help="GPUs for the learner.")]
 InferGpus = Annotated[int | None, typer.Option(min=1, max=7, help="GPUs for generation.")]
-EvalConfig = Annotated[
-    str | None,
-    typer.Option(metavar="EVAL.toml", help="Evaluate checkpoints as they appear, with this file's settings."),
-]
 SingleGpu = Annotated[bool, typer.Option("--single-gpu", help="Use one GPU for both learner and generation.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on standard output.")]
 JsonEvents = Annotated[
@@ -95,17 +91,14 @@ _SETTINGS = {
     "gpus": "job.gpus",
     "train_gpus": "job.train_gpus",
     "infer_gpus": "job.infer_gpus",
-    "eval_gpus": "job.eval_gpus",
     "nodes": "job.nodes",
     "cpus_per_gpu": "job.cpus_per_gpu",
     "time": "job.time_limit",
     "job_name": "name",
 }
 """Option to setting."""
-_PATHS = {"output_dir": "output.dir", "eval_config": "job.eval_config"}
+_PATHS = {"output_dir": "output.dir"}
 """Options whose paths are relative to the current folder."""
-_GPUS = ("gpus", "train_gpus", "infer_gpus", "eval_gpus")
-"""Options that may be text, because some backends take a list of GPUs instead of a number."""
 
 
 def to_flags(args: object) -> tuple[Flag, ...]:
@@ -114,9 +107,9 @@ def to_flags(args: object) -> tuple[Flag, ...]:
 
     settings = _SETTINGS | _PATHS
     values = {name: getattr(args, name, None) for name in settings}
-    for name in _GPUS:
-        if isinstance(text := values[name], str) and text.isdecimal():
-            values[name] = int(text)
+    # Text, because a site of SageMaker takes a list for this machine's GPUs.
+    if isinstance(text := values["gpus"], str) and text.isdecimal():
+        values["gpus"] = int(text)
     flags = [
         Flag(
             key=settings[name],

@@ -13,7 +13,6 @@ import typer
 from typer.core import TyperCommand
 
 from strop.cli.arguments import (
-    EvalConfig,
     Json,
     NewRun,
     OutputDir,
@@ -43,13 +42,6 @@ Site = Annotated[
 ]
 Text = str | None
 GpuNumber = Annotated[Text, typer.Option(metavar="N", help="GPUs per node, all for the learner.")]
-TrainGpuNumber = Annotated[
-    Text, typer.Option(metavar="N", help="GPUs for the learner; on SageMaker also a list, such as 0-5.")
-]
-EvalGpuNumber = Annotated[
-    Text,
-    typer.Option(metavar="N", help="GPUs for --eval-config, or a list as above. Default: CPUs only."),
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,11 +67,9 @@ class SubmitArguments:
         ),
     ] = None
     gpus: GpuNumber = None
-    train_gpus: TrainGpuNumber = None
-    infer_gpus: Annotated[Text, typer.Option(metavar="N", help="GPUs for generation.")] = None
+    train_gpus: Annotated[int | None, typer.Option(metavar="N", help="GPUs for the learner.")] = None
+    infer_gpus: Annotated[int | None, typer.Option(metavar="N", help="GPUs for generation.")] = None
     single_gpu: SingleGpu = False
-    eval_config: EvalConfig = None
-    eval_gpus: EvalGpuNumber = None
     nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.")] = None
     cpus_per_gpu: Annotated[int | None, typer.Option(min=1, max=32, help="CPU cores per GPU.")] = None
     time: Annotated[Text, typer.Option(help="Wall time limit: 90m, 12h, 2d, HH:MM:SS or D-HH:MM:SS.")] = None

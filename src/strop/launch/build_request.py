@@ -24,6 +24,7 @@ from strop.launch.contract import (
     JobEnvironment,
     JobPlan,
     JobRequest,
+    Need,
     Resources,
     RolePlan,
     TrialPlan,
@@ -34,11 +35,10 @@ from strop.launch.evaluating import (
     EVALUATION,
     carry_baselines,
     evaluating_role,
-    read_evaluation,
     read_job_file,
     refuse_unreachable,
 )
-from strop.launch.job_dir import EVALUATION_NAME, name_job_dir
+from strop.launch.job_dir import name_job_dir
 from strop.launch.options import Site, SiteOptions, read_site_words
 from strop.launch.serving import (
     SERVE,
@@ -56,7 +56,7 @@ from strop.spec import NOT_ASKED, ResolvedSpec, RunSpec, load_spec, spec_digest
 from strop.spec.display import show_text, show_value
 from strop.spec.eval_file import EvalFile, guess_command
 from strop.spec.job import parse_duration_s
-from strop.spec.layout import EVAL, RAY_NODE_MODULE
+from strop.spec.layout import RAY_NODE_MODULE
 from strop.spec.reader import Flag
 from strop.spec.run import code_of
 from strop.user_code import list_sources
@@ -65,7 +65,6 @@ COMMANDS = ("train", EVALUATION)
 AUTO = "auto"
 """The command follows from the run file: see `guess_command`."""
 SIDECAR = "sidecar"
-EVALUATOR = "evaluator"
 MAX_TRIALS = 1000
 TRIALS_FOLDER = "members"
 TAG_PREFIX = "strop:"
@@ -133,22 +132,21 @@ def read_request(
     _check_options(options, resolved)
     sweep = expand_sweep(options.sweep)
     # Every trial is loaded, so that a mistake shows before anything is written.
-    trials = [load_spec(run_file, [*options.overrides, *overrides], flags).spec for overrides in sweep]
-    evaluation = file or read_evaluation(trials or [resolved.spec])
+    for trial in sweep:
+        load_spec(run_file, [*options.overrides, *trial], flags)
     if not profile.has_shared_disk and not getattr(profile, "local", False):
         # Imported here: other sites, and commands that only query, do not need it.
         from strop.run.stage import use_copies
 
-        resolved, evaluation = use_copies(resolved, evaluation)
-    if file is not None and evaluation is not None:
+        resolved, file = use_copies(resolved, file)
+    if file is not None:
         # The model as it is named where the job runs.
-        evaluation = replace(evaluation, model_uri=resolved.spec.model.uri)
-        roles = [evaluating_role(resolved.spec, evaluation, python, may_run_code=options.may_run_code)]
+        file = carry_baselines(replace(file, model_uri=resolved.spec.model.uri))
+        roles = [evaluating_role(resolved.spec, file, python, may_run_code=options.may_run_code)]
     elif options.command == SERVE:
         roles = service_roles(resolved.spec, python, site.name, options.service, of_site)
     else:
         roles = list_roles(options.command, resolved.spec, python, site)
-    evaluation = None if evaluation is None else carry_baselines(evaluation)
     root = _find_root(site, resolved)
     names, variable_flags = options.variables, options.environment
     environment, conflicts = gather_for_run(
@@ -177,7 +175,7 @@ def read_request(
         options=site_options,
         conflicts=(*map(str, resolved.conflicts), *conflicts),
         env_file=options.env_file,
-        evaluation=evaluation,
+        evaluation=file,
         run_file=run_file,
     )
 
@@ -323,8 +321,7 @@ def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[Rol
         )
     argv = (python, "-m", "strop.cli", command, "{run}/job/spec.toml", "output.dir={run}")
     layout = spec.layout
-    gpus = {part: number for part, number in layout.nodes[0].gpus.items() if part != EVAL}
-    roles = [RolePlan(name="train", argv=argv, gpus=gpus)]
+    roles = [RolePlan(name="train", argv=argv, gpus=layout.nodes[0].gpus)]
     if layout.kind == "ray" and job.nodes > 1:
         if not site.profile.has_shared_disk and spec.engine.transport == "file":
             raise ConfigError(
@@ -342,23 +339,12 @@ def list_roles(command: str, spec: RunSpec, python: str, site: Site) -> list[Rol
                 shares[f"1-{first_to_generate - 1}"] = layout.nodes[1]
         # The run keeps track of its engines, and goes on while one of them is left.
         roles += [
-            RolePlan(name="ray", argv=join, gpus=node.gpus, nodes=nodes, must_succeed=False, may_be_lost=True)
+            RolePlan(name="ray", argv=join, gpus=node.gpus, nodes=nodes, need=Need.NOTHING)
             for nodes, node in shares.items()
         ]
-    if job.eval_config is not None:
-        follow = ("eval", "{run}", "--config", f"{{job}}/{EVALUATION_NAME}", "--follow")
-        roles.append(
-            RolePlan(
-                name=EVALUATOR,
-                argv=(python, "-m", "strop.cli", *follow),
-                gpus={"eval": job.eval_gpus} if job.eval_gpus else {},
-                must_succeed=False,
-                is_awaited=True,
-            )
-        )
     if job.cpu_command is not None:
         words = tuple(shlex.split(job.cpu_command))
-        roles.append(RolePlan(name=SIDECAR, argv=words, nodes="cpu", must_succeed=False))
+        roles.append(RolePlan(name=SIDECAR, argv=words, nodes="cpu", need=Need.PRESENCE))
     if spec.runtime.serve == "cpu-nodes":
         require_shared_disk(site.name, site.profile)
         roles.append(runtime_role(spec, python))
@@ -465,9 +451,7 @@ def describe_request(request: JobRequest) -> dict[str, Any]:
     profile = request.site.profile.model_dump(mode="json", exclude={"env"})
     content: dict[str, Any] = {
         **request.resolved.spec.model_dump(mode="json", exclude=NOT_ASKED),
-        # Below, the content of the evaluation's file counts; its path does not.
-        "job": request.resolved.spec.job.model_dump(mode="json", exclude={"eval_config"}),
-        **request.resolved.spec.model_dump(mode="json", include={"store", "trackers"}),
+        **request.resolved.spec.model_dump(mode="json", include={"job", "store", "trackers"}),
         "site": {"name": request.site.name, "profile": profile},
         "command": request.command,
         "resources": asdict(request.resources),

@@ -90,6 +90,17 @@ class JobEnvironment:
     """Secret to the roles that get it; a secret without an entry goes to every role."""
 
 
+class Need(StrEnum):
+    """What the end of a role means for its job. Exit codes 2 and 76 always end the job."""
+
+    SUCCESS = "success"
+    """The job is done when every such role has exited with 0, and fails with it."""
+    PRESENCE = "presence"
+    """A sidecar: the job fails with it, and an early exit with 0 is a failure too."""
+    NOTHING = "nothing"
+    """The job goes on without it: a node that only adds engines to a run."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RolePlan:
     """One process of a job on a node."""
@@ -103,13 +114,7 @@ class RolePlan:
     nodes: str = "first"
     """`first`: node 0 of the main part; `all`: every node of it; `others`: all of them but node 0; `2-3`:
     nodes 2 and 3 of it; `cpu`: the nodes of the CPU part."""
-    must_succeed: bool = True
-    """Whether the job succeeds when it exits with 0. An early exit of a sidecar is always a failure."""
-    is_awaited: bool = False
-    """Whether the job waits for it but does not fail with it, as for an evaluator. Exit codes 2 and 76 still
-    end the job, which would otherwise run without its evaluation."""
-    may_be_lost: bool = False
-    """Whether the job goes on after it fails, except with 2 or 76: a node that only adds engines to a run."""
+    need: Need = Need.SUCCESS
 
     @property
     def num_gpus(self) -> int:
@@ -186,7 +191,7 @@ class JobRequest:
     num_past: int = 0
     """Number of attempts of earlier jobs in this directory, if the job resumes in it."""
     evaluation: EvalFile | None = None
-    """The file of `job.eval_config` with its bases; None without one."""
+    """The file of an evaluation with its bases; None for a training or a service."""
     run_file: str = ""
     """As the user named it."""
 

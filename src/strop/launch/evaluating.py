@@ -1,4 +1,4 @@
-"""Evaluations, as separate jobs and next to a training run: their files and their roles."""
+"""Evaluations as jobs: their files and their roles."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from strop.launch.contract import JobEnvironment, RolePlan
 from strop.launch.job_dir import EVALUATION_NAME
 from strop.launch.options import SiteOptions
 from strop.spec import ResolvedSpec, RunSpec
-from strop.spec.eval_file import EvalFile, read_eval_file, resolve_job
+from strop.spec.eval_file import EvalFile, resolve_job
 from strop.spec.reader import Flag
 
 EVALUATION = "eval"
@@ -29,8 +29,8 @@ def read_job_file(
 
     file, resolved = resolve_job(path, overrides, flags)
     job = resolved.spec.job
-    foreign = ("train_gpus", "infer_gpus", "judge_gpus", "env_gpus", "eval_gpus", "infer_nodes", "single_gpu")
-    settings = [name for name in (*foreign, "eval_config", "cpu_command") if getattr(job, name)]
+    foreign = ("train_gpus", "infer_gpus", "judge_gpus", "env_gpus", "infer_nodes", "single_gpu")
+    settings = [name for name in (*foreign, "cpu_command") if getattr(job, name)]
     if settings or has_sweep:
         raise ConfigError(
             f"{', '.join([*(f'job.{name}' for name in settings), *(['--sweep'] if has_sweep else [])])} in a"
@@ -103,21 +103,3 @@ def refuse_unreachable(file: EvalFile, site: str, profile: SiteOptions, environm
             allowed="jobs with network; or STROP_CACHE in `env` of the site profile, a folder that has it",
             next_step="open the network in the site profile, or evaluate strop's own tasks",
         )
-
-
-def read_evaluation(specs: Sequence[RunSpec]) -> EvalFile | None:
-    """Return the evaluation next to a training job; None if it has none.
-
-    `specs`: of the run, or of every run of a sweep, which share the file.
-    Raises: ConfigError if the file is missing or wrong, or is for another model than a run's.
-    """
-    path = specs[0].job.eval_config
-    if path is None:
-        return None
-    from strop.run.evaluation import read_file_setup
-
-    file = read_eval_file(path)
-    for spec in specs:
-        for task in file.tasks or ("",):
-            read_file_setup(file, spec, task)
-    return file

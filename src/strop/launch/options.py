@@ -33,7 +33,7 @@ DEVICES_HELP = "GPUs of this machine, by index or UUID. none = free ones."
 KIND_HELP = "What kind of site it is."
 DeviceGrant = Literal["none", "instance", "named"]
 SITE_PREFIX = "site."
-_GPU_KEYS = ("job.gpus", "job.train_gpus", "job.infer_gpus", "job.eval_gpus")
+_GPU_KEYS = ("job.gpus", "job.train_gpus", "job.infer_gpus")
 
 
 def split_at_commas(value: Any) -> Any:

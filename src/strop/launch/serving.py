@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.errors import ConfigError
-from strop.launch.contract import JobRequest, RolePlan
+from strop.launch.contract import JobRequest, Need, RolePlan
 from strop.launch.options import SiteOptions
 from strop.runtime.service_dir import backend_words, serve_argv
 from strop.spec import ResolvedSpec, RunSpec
@@ -77,9 +77,9 @@ def resolve_service(overrides: Sequence[str], flags: Sequence[Flag]) -> Resolved
         )
     resolved = resolve_sources([*read_sources(None, _WORDS), *sources], flags)
     job = resolved.spec.job
-    if job.gpus_per_node or job.cpu_nodes or job.eval_config is not None:
+    if job.gpus_per_node or job.cpu_nodes:
         raise ConfigError(
-            "GPUs, CPU nodes or an evaluation in a job that serves sandboxes",
+            "GPUs or CPU nodes in a job that serves sandboxes",
             allowed="job.nodes, job.cpus, job.memory and job.time_limit",
             next_step="remove them",
         )
@@ -97,9 +97,7 @@ def service_roles(
     roles = [RolePlan(name=RUNTIME, argv=argv)]
     if spec.job.nodes > 1:
         # The service goes on without a lost node.
-        roles.append(
-            RolePlan(name="sandboxes", argv=argv, nodes="others", must_succeed=False, may_be_lost=True)
-        )
+        roles.append(RolePlan(name="sandboxes", argv=argv, nodes="others", need=Need.NOTHING))
     if options.max_jobs:
         pool = (python, "-m", "strop.launch.pool", "--dir", FOLDER, "--on", site)
         more = ("--max-jobs", str(options.max_jobs), "--words", shlex.join(options.words))
@@ -108,7 +106,7 @@ def service_roles(
         resources = {"job.cpus": job.cpus, "job.memory": job.memory, "job.time_limit": job.time_limit}
         limits = (f"{key}={value}" for key, value in resources.items() if value is not None)
         settings = (f"name={spec.name}-pool", *limits, *(f"{flag.name}={flag.value}" for flag in of_site))
-        roles.append(RolePlan(name=POOL, argv=(*pool, *more, *settings), must_succeed=False))
+        roles.append(RolePlan(name=POOL, argv=(*pool, *more, *settings), need=Need.PRESENCE))
     return roles
 
 
@@ -122,7 +120,7 @@ def runtime_role(spec: RunSpec, python: str) -> RolePlan:
     """Return the process on each CPU node of a run's job; the first one has the controller."""
     # Nodes are numbered over both parts.
     words = ("--node", f"{{node}}/{spec.job.nodes}", *backend_words(spec.runtime.backend))
-    return RolePlan(name=RUNTIME, argv=serve_argv(python, FOLDER, *words), nodes="cpu", must_succeed=False)
+    return RolePlan(name=RUNTIME, argv=serve_argv(python, FOLDER, *words), nodes="cpu", need=Need.PRESENCE)
 
 
 def require_shared_disk(site: str, profile: SiteOptions) -> None:

@@ -20,11 +20,10 @@ from strop.io.atomic import Manifest, read_manifest, write_bytes_atomically
 from strop.io.lock import FileLock
 from strop.io.variables import user_cache_dir
 from strop.rollout import Split
-from strop.run.evaluation import read_file_setup
 from strop.spec import ResolvedSpec, RunSpec, StoreSpec
 from strop.spec.base import DEFAULT
 from strop.spec.display import dotted, walk_values
-from strop.spec.eval_file import EvalFile, read_eval_file
+from strop.spec.eval_file import EvalFile
 from strop.spec.judge import judge_sections, role_judges
 from strop.spec.offline import is_data_path
 from strop.store import follow_store, get_model
@@ -89,14 +88,6 @@ def stage_run(resolved: ResolvedSpec, *, is_check: bool = False, may_replace: bo
             may_replace=may_replace,
         )
         staged = [*_stage_models(spec, sender), *_stage_data(spec, sender)]
-        if spec.job.eval_config is not None:
-            # The data of an evaluation beside the run.
-            names = {item.name for item in staged}
-            file = read_eval_file(spec.job.eval_config)
-            for item in _stage_data(read_file_setup(file, spec).spec, sender):
-                if item.name not in names:
-                    advice = None if item.advice is None else f"in {file.origin}: {item.advice}"
-                    staged.append(replace(item, advice=advice))
     if not is_check:
         note_copies(
             {item.name: item.stands_for for item in staged if item.stands_for is not None}, sender.files
@@ -266,7 +257,7 @@ def note_copies(copies: Mapping[str, str], files: Mapping[str, Mapping[str, Path
 def use_copies(resolved: ResolvedSpec, evaluation: EvalFile | None) -> tuple[ResolvedSpec, EvalFile | None]:
     """Replace local paths by their copies in S3, where there is one, with a notice for each.
 
-    `evaluation`: the file of `job.eval_config`, whose data may be staged too.
+    `evaluation`: the file of a job that evaluates.
     Raises: CheckRefused naming a path whose files have changed since it was staged.
     """
     notes, notices, origins = _read_notes(), list(resolved.notices), dict(resolved.origins)

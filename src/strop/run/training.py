@@ -62,7 +62,7 @@ from strop.run.mirroring import Mirroring, probe_mirror
 from strop.run.resuming import check_record, open_run
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.judge import judge_sections, role_judges
-from strop.spec.layout import ENV, EVAL, SANDBOX, settle_layout
+from strop.spec.layout import ENV, SANDBOX, settle_layout
 from strop.store import ModelHandle, follow_store, get_model
 from strop.store.data_files import locate_named
 from strop.store.model_files import digest_parts
@@ -125,7 +125,7 @@ def train_here(
         if run_dir.state.num_attempts:
             settled, number_format = _settle(laid_out, run_dir.state.facts)
             parts = replace(parts, spec=settled, number_format=number_format)
-        gpus = {part: n for part, n in parts.spec.layout.nodes[0].gpus.items() if part != EVAL}
+        gpus = parts.spec.layout.nodes[0].gpus
         attempt = str(run_dir.state.num_attempts + 1)
         wanted = {"train": 0} if is_attached else gpus
         claim = stack.enter_context(

@@ -127,7 +127,7 @@ def read_eval_file(
         raise ConfigError(
             f"the evaluation's file {shown} is not there",
             allowed="a run file with a task, relative to the file that names it",
-            next_step="correct --eval-config or job.eval_config",
+            next_step="correct the path",
         )
     given, _ = merge_sources(read_sources(os.fspath(path), ()))
     if overrides:

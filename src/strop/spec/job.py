@@ -69,22 +69,6 @@ class JobSpec(Section):
         description="Use one GPU for both learner and generation.",
         json_schema_extra=expert("a learner and an engine may share one GPU"),
     )
-    eval_config: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Run file of an evaluation: task, sampling, eval.num_examples, eval.num_samples. A"
-        " separate role evaluates checkpoints with it during training, the newest first, and the last one"
-        " after the end. A relative path is relative to the file that names it. none = no such role.",
-        json_schema_extra=expert("checkpoints can be evaluated beside the run"),
-    )
-    eval_gpus: int = Field(
-        default=0,
-        ge=0,
-        le=64,
-        description="GPUs of the first node for eval_config, besides those for training. 0 = it computes on"
-        " CPUs.",
-        json_schema_extra=expert("that evaluation may need GPUs of its own"),
-    )
     cpus_per_gpu: int | None = Field(
         default=None,
         ge=1,
@@ -170,24 +154,13 @@ class JobSpec(Section):
                 allowed="single_gpu with train_gpus and infer_gpus of 1, or unset",
                 next_step="remove single_gpu, or the other two",
             )
-        if self.infer_nodes and (split or self.judge_gpus or self.eval_gpus):
-            beside = {"job.judge_gpus": self.judge_gpus, "job.eval_gpus": self.eval_gpus}
+        if self.infer_nodes and (split or self.judge_gpus):
+            beside = {"job.judge_gpus": self.judge_gpus} if self.judge_gpus else {}
             raise SpecConflict(
-                {"job.infer_nodes": self.infer_nodes, **split, **{k: v for k, v in beside.items() if v}},
+                {"job.infer_nodes": self.infer_nodes, **split, **beside},
                 "whole nodes generate, and a node's GPUs are shared out as well",
                 allowed="job.gpus with job.infer_nodes",
                 next_step="give the GPUs of a node in job.gpus",
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _check_evaluator(self) -> JobSpec:
-        if self.eval_gpus and self.eval_config is None:
-            raise SpecConflict(
-                {"job.eval_gpus": self.eval_gpus, "job.eval_config": self.eval_config},
-                "nothing would compute on these GPUs",
-                allowed="GPUs for an evaluation that is named",
-                next_step="set job.eval_config (--eval-config), or remove job.eval_gpus",
             )
         return self
 
@@ -233,7 +206,7 @@ class JobSpec(Section):
     @property
     def gpus_per_node(self) -> int:
         """GPUs that each node must have, without those of cpu_nodes."""
-        return sum(self.gpu_roles.values()) + self.judge_gpus + self.env_gpus + self.eval_gpus
+        return sum(self.gpu_roles.values()) + self.judge_gpus + self.env_gpus
 
 
 # Lengths of time: `90s`, `30m`, `2h`, `5d`, `2:30:00`, `1-12:00:00`.

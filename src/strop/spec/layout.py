@@ -195,9 +195,7 @@ def _list_nodes(spec: RunSpec) -> tuple[LayoutNode, ...]:
         gpus = dict(job.gpu_roles)
         if index >= num_main - job.infer_nodes and gpus:
             gpus = {INFER: gpus[TRAIN]}
-        beside = {_env_part(spec): job.env_gpus} | (
-            {} if index else {JUDGE: job.judge_gpus, EVAL: job.eval_gpus}
-        )
+        beside = {_env_part(spec): job.env_gpus} | ({} if index else {JUDGE: job.judge_gpus})
         gpus |= {part: number for part, number in beside.items() if number}
         ordered = {part: gpus[part] for part in PARTS if part in gpus}
         nodes.append(LayoutNode(index=index, gpus=ordered))
@@ -429,8 +427,6 @@ def _require_none_idle(spec: RunSpec, layout: Layout) -> None:
     }
     if not layout.of(RoleKind.WORKER):
         used |= {(0, SANDBOX, place) for place in range(layout.nodes[0].gpus.get(SANDBOX, 0))}
-    # The evaluator is a role of the job.
-    used |= {(0, EVAL, place) for place in range(spec.job.eval_gpus)}
     idle = [text for node in layout.nodes for text in _describe_idle(node, used)]
     # A scheduler gives every node of the main part as many.
     most = max(node.num_gpus for node in layout.nodes)
@@ -444,7 +440,7 @@ def _require_none_idle(spec: RunSpec, layout: Layout) -> None:
             _gpus_asked(spec) or {"job.nodes": spec.job.nodes},
             f"GPUs would be idle: {'; '.join(idle)}",
             allowed="GPUs that a role uses: learners, engines and rollout workers, and on the first node"
-            " judges and the evaluator",
+            " judges",
             next_step="ask for fewer, or for other shares",
         )
     busy = {slot.node for slot in layout.slots}
@@ -470,7 +466,7 @@ def _gpus_asked(spec: RunSpec) -> dict[str, Any]:
     """Return the settings that ask for GPUs and nodes, for a message."""
     names = (
         *("nodes", "infer_nodes", "gpus", "single_gpu", "train_gpus", "infer_gpus"),
-        *("judge_gpus", "env_gpus", "eval_gpus"),
+        *("judge_gpus", "env_gpus"),
     )
     given = {f"job.{name}": getattr(spec.job, name) for name in names}
     return {key: value for key, value in given.items() if value and (key, value) != ("job.nodes", 1)}

@@ -337,20 +337,6 @@ class RunSpec(Section):
                 allowed=f"0 to {num_steps - 1} warm-up steps",
                 next_step="lower optimizer.warmup_steps or raise train.steps",
             )
-        if self.job.eval_config is not None and self.train.checkpoint_every >= self.train.steps:
-            raise SpecConflict(
-                {
-                    "train.checkpoint_every": self.train.checkpoint_every,
-                    "train.steps": self.train.steps,
-                    "job.eval_config": self.job.eval_config,
-                },
-                "no checkpoint would be there before the end, and the evaluator would wait all the time",
-                allowed=f"1 to {self.train.steps - 1} steps between checkpoints"
-                if self.train.steps > 1
-                else "two steps or more",
-                next_step="lower train.checkpoint_every; or remove job.eval_config, and evaluate the last"
-                " checkpoint with `strop eval RUN --config FILE`",
-            )
         limit, reply = self.train.micro_batch_tokens, self.task.max_reply_tokens
         if limit is not None and reply is not None and limit <= reply:
             raise SpecConflict(

@@ -425,7 +425,6 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[..., bool]] = {
     ("output", "root"): _is_any_text,
     ("output", "dir"): _is_any_text,
     ("store", "uri"): _is_marked_path,
-    ("job", "eval_config"): _is_any_text,
     ("harness", "include"): _is_no_address,
 }
 """Setting, and whether a text of it is a path (or else the id of something remote)."""

@@ -114,14 +114,6 @@ def test_the_project_is_shown_read_only_where_no_copy_of_it_is_sent(project: Pat
     assert str(project) not in {mount[0] for mount in plan_of(boxed(project)).details["mounts"]}
 
 
-def test_data_of_an_evaluation_must_be_shown_too_and_its_file_travels_in_the_home(project: Path) -> None:
-    path = project.parent / "held-out.toml"
-    path.write_text('task.name = "gsm8k"\ntask.source = "/data/rows.jsonl"\n')
-    plan = plan_of(boxed(project, f"job.eval_config={path}", "train.steps=40"))
-    assert "/data/rows.jsonl" in plan.details["paths"]
-    assert str(path) not in plan.details["paths"]
-
-
 def test_the_interpreter_is_the_images_own_unless_the_profile_names_one(project: Path) -> None:
     request = boxed(project)
     train = replace(request.roles[0], argv=(request.python, "-m", "strop.cli"))

@@ -17,7 +17,7 @@ import pytest
 
 from strop.hardware.gpus import Gpu
 from strop.launch.build_request import make_plan
-from strop.launch.contract import JobPlan, RolePlan
+from strop.launch.contract import JobPlan, Need, RolePlan
 from strop.launch.job_dir import write_job_dir
 from strop.launch.local.backend import LocalBackend
 from tests.fixtures.jobs import is_running, make_request, project, role, saver, wait_for
@@ -112,7 +112,7 @@ def test_an_altered_bundle_is_refused(project: Path) -> None:
 @pytest.mark.parametrize("code", [0, 3])
 def test_the_early_end_of_a_sidecar_ends_the_run_and_names_it(project: Path, code: int) -> None:
     """Incident PRC-5: an engine that ends with 0 unnoticed."""
-    sidecar = role("engine", f"print('bye'); raise SystemExit({code})", must_succeed=False)
+    sidecar = role("engine", f"print('bye'); raise SystemExit({code})", need=Need.PRESENCE)
     node = a_node(project, [saver(10_000), sidecar])
     assert node.run() == (code or 1)
     cause = node.end()["cause"]
@@ -122,7 +122,7 @@ def test_the_early_end_of_a_sidecar_ends_the_run_and_names_it(project: Path, cod
 
 def test_a_sidecar_ends_with_the_run(project: Path) -> None:
     marker = f"sidecar-{os.getpid()}"
-    sidecar = role("engine", "import time; time.sleep(600)", marker, must_succeed=False)
+    sidecar = role("engine", "import time; time.sleep(600)", marker, need=Need.PRESENCE)
     node = a_node(project, [saver(3), sidecar])
     assert node.run() == 0
     assert not is_running(marker)
@@ -138,7 +138,7 @@ def test_a_role_that_cannot_start_is_named_with_its_words(project: Path) -> None
 def test_a_program_that_is_missing_is_refused_and_no_other_role_stays(project: Path) -> None:
     marker = f"left-{os.getpid()}"
     waiting = role("train", "import time; time.sleep(600)", marker)
-    missing = RolePlan(name="engine", argv=("no-such-program",), must_succeed=False)
+    missing = RolePlan(name="engine", argv=("no-such-program",), need=Need.PRESENCE)
     node = a_node(project, [waiting, missing])
     assert node.run() == 76
     assert "program 'no-such-program' was not found" in node.end()["cause"]
@@ -190,7 +190,7 @@ def test_silence_ends_the_run_with_the_stacks_of_all_roles(
         "import os, signal, time\n"
         "def serves():\n    os.kill(os.getpid(), signal.SIGSTOP)\n    time.sleep(600)\n"
         "print('stage: loop', flush=True)\nserves()",
-        must_succeed=False,
+        need=Need.PRESENCE,
     )
     node = a_node(project, [hanging, stopped], max_silence_s=8.0)
     agent = node.start()
@@ -228,7 +228,7 @@ def test_a_sidecar_node_ends_when_the_main_part_has(
     project: Path, running: list[subprocess.Popen[str]]
 ) -> None:
     """Incident PRC-5: a partner idle for twelve hours."""
-    sidecar = role("sidecar", "import time; time.sleep(600)", nodes="cpu", must_succeed=False)
+    sidecar = role("sidecar", "import time; time.sleep(600)", nodes="cpu", need=Need.PRESENCE)
     node = a_node(project, [saver(20), sidecar])
     plan_roles = json.loads((node.home / "job" / "plan.json").read_text())["roles"]
     # This machine has one node: its plan gives the sidecar to the first. Two parts, as on a cluster.

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 
-from strop.launch.contract import RolePlan
+from strop.launch.contract import Need, RolePlan
 from strop.launch.sagemaker.local_mode import Emulator
 from strop.launch.sagemaker.local_platform import FolderObjects
 from strop.launch.sagemaker.rendezvous import SILENCE_LIMIT_S
 from strop.record.fence import GRACE_VARIABLE
-from strop.spec.eval_file import read_eval_file
 from tests.fixtures import waiting
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.launch.sagemaker.building import PROGRAM
@@ -342,7 +341,7 @@ def test_sec_4_a_secret_reaches_its_role_alone(rehearsal: Rehearsal, monkeypatch
             RolePlan(
                 name="sidecar",
                 argv=("python3", "-c", probe, str(rehearsal.root / "probed")),
-                must_succeed=False,
+                need=Need.PRESENCE,
             ),
         ),
     )
@@ -463,8 +462,7 @@ def test_a_host_that_the_run_can_do_without_may_be_silent_and_may_be_lost(rehear
         name="ray",
         argv=("python3", "-c", "import time; print('here', flush=True); time.sleep(600)"),
         nodes="others",
-        must_succeed=False,
-        may_be_lost=True,
+        need=Need.NOTHING,
     )
     # A shell: it says something before the limit however long an interpreter would take to start.
     told = rehearsal.root / "told"
@@ -497,33 +495,4 @@ def test_stop_of_two_hosts(rehearsal: Rehearsal) -> None:
     wait_for_state(rehearsal, request)
     assert emulator.stop() == 75, emulator.log_of(HOST)
     assert set(emulator.codes.values()) == {75}
-    assert emulator.check_end() == []
-
-
-def test_an_evaluation_travels_to_the_instance_and_its_role_outlives_training(rehearsal: Rehearsal) -> None:
-    path = rehearsal.root / "held-out.toml"
-    path.write_text('task.name = "arithmetic"\neval.num_examples = 7\n')
-    # It reads its file some time after the training has ended.
-    text = (
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "while not any('done' in path.read_text() for path in Path(sys.argv[2]).glob('*/0/train.log')):\n"
-        "    time.sleep(0.05)\n"
-        "time.sleep(3)\n"
-        "print(Path(sys.argv[1]).read_text())\n"
-    )
-    evaluator = RolePlan(
-        name="evaluator",
-        argv=("python3", "-c", text, "{job}/eval.toml", "{run}/attempts"),
-        must_succeed=False,
-        is_awaited=True,
-    )
-    request = rehearsal.submit(
-        trainee={"STEPS": 1},
-        roles=(RolePlan(name="train", argv=PROGRAM), evaluator),
-        evaluation=read_eval_file(path),
-    )
-    emulator = rehearsal.start(request)
-    assert emulator.wait(LIMIT_S) == 0, emulator.log_of(HOST)
-    assert "evaluator| eval.num_examples = 7" in emulator.log_of(HOST)
     assert emulator.check_end() == []

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from strop.launch.container.engine import Engine
-from strop.launch.contract import RolePlan
+from strop.launch.contract import Need, RolePlan
 from strop.launch.sagemaker.local_mode import Emulator
 from tests.fixtures.ray_traces import needs_ray
 from tests.fixtures.sockets import find_interface
@@ -36,7 +36,7 @@ def test_two_hosts_train_on_ray_and_the_run_outlives_the_second(
     model = tiny_model(tmp_path / "model")
     train = RolePlan(name="train", argv=(sys.executable, str(TRAINER), "{run}", str(model)))
     join = (sys.executable, "-m", "strop.cluster.ray.node", "{run}")
-    ray = RolePlan(name="ray", argv=join, nodes="others", must_succeed=False, may_be_lost=True)
+    ray = RolePlan(name="ray", argv=join, nodes="others", need=Need.NOTHING)
     request = rehearsal.submit(
         instance_count=2, roles=(train, ray), variables={"TRICKY": VALUE, "OMP_NUM_THREADS": "1"}
     )

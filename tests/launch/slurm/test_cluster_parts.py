@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.contract import JobEnvironment, JobRef, JobState
+from strop.launch.contract import JobEnvironment, JobRef, JobState, Need
 from strop.launch.job_dir import job_path_of
 from strop.launch.launcher import Launcher
 from tests.launch.slurm.plans import ALL_ENDS, LoginNode, a_role, gpus, seen, slurm_log
@@ -72,7 +72,7 @@ def test_one_trial_of_a_sweep_is_told_alone_and_goes_on(login: LoginNode) -> Non
 
 
 def _submit_with_sidecar(login: LoginNode, sidecar_steps: int, *words: str) -> JobRef:
-    sidecar = a_role("--steps", str(sidecar_steps), name="sidecar", nodes="cpu", must_succeed=False)
+    sidecar = a_role("--steps", str(sidecar_steps), name="sidecar", nodes="cpu", need=Need.PRESENCE)
     return login.submit(a_role(*words, gpus=2), sidecar, resources=gpus(2, num_cpu_nodes=1))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.launch.contract import JobEnvironment, RolePlan
+from strop.launch.contract import JobEnvironment, Need, RolePlan
 from tests.fixtures.ray_traces import is_alive, needs_ray
 from tests.launch.slurm.plans import ALL_ENDS, LoginNode, gpus, slurm_log
 
@@ -24,7 +24,7 @@ VALUE = "a,b 'c' \"d\"\nnew\\n$HOME"
 def test_two_nodes_train_on_ray_and_go_on_until_the_last_engine_is_lost(login: LoginNode) -> None:
     train = RolePlan(name="train", argv=(sys.executable, str(TRAINER), "{run}"))
     join = (sys.executable, "-m", "strop.cluster.ray.node", "{run}")
-    ray = RolePlan(name="ray", argv=join, nodes="others", must_succeed=False, may_be_lost=True)
+    ray = RolePlan(name="ray", argv=join, nodes="others", need=Need.NOTHING)
     # Every role on both nodes proves to the run that it has these bytes.
     environment = JobEnvironment(variables={"TRICKY": VALUE, "OMP_NUM_THREADS": "1"})
     ref = login.submit(train, ray, resources=gpus(0, nodes=2), environment=environment, max_requeue=0)

@@ -86,7 +86,7 @@ def complete_plan(plan: JobPlan, request: JobRequest, profile: ContainerSite) ->
     values = [*walk_values(request.resolved.spec.model_dump(mode="json"))]
     values += request.evaluation.values.items() if request.evaluation else ()
     # The evaluation's file travels in the job's home.
-    skipped = ("output.", "job.eval_config")
+    skipped = ("output.",)
     details = {
         **plan.details,
         "container": name_container(plan),

@@ -38,7 +38,7 @@ from strop.hardware.preflight import Level, PreflightRequest, require_ready
 from strop.hardware.process import become_subreaper, reap_orphans
 from strop.io.atomic import write_bytes_atomically
 from strop.launch.attempts import read_attempts
-from strop.launch.contract import JobPlan, RolePlan, is_place
+from strop.launch.contract import JobPlan, Need, RolePlan, is_place
 from strop.launch.environment import read_environment
 from strop.launch.gpus import watch_gpus
 from strop.launch.job_dir import CODE_NAME, read_plan
@@ -167,10 +167,6 @@ def _run(task: NodeTask, log: TextIO, stop: StopRequest) -> NodeEnd:
         _say(task, log, "an earlier attempt has finished this run")
         return NodeEnd(exit_code=EXIT_DONE, cause="")
     roles = tuple(role for role in plan.roles if is_place(role.nodes, task.node, task.part))
-    awaited = tuple(role for role in roles if role.is_awaited)
-    if awaited and (task.trial_path / STATE_NAME).is_file() and not _is_unfinished(task.trial_path):
-        # An earlier attempt has finished the run.
-        roles = awaited
     node = _Node(task=task, plan=plan, roles=roles, log=log)
     become_subreaper()
     if task.node == 0:
@@ -249,7 +245,7 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
 
 
 def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
-    is_sidecar = not any(role.plan.must_succeed or role.plan.is_awaited for role in roles)
+    is_sidecar = not any(role.plan.need is Need.SUCCESS for role in roles)
     names = [role.name for role in roles]
     # Sidecars may be silent while the run goes on, and their node may not see the run's record.
     stall = None if is_sidecar else StallWatch(node.plan, node.task, names)

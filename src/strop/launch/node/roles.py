@@ -1,8 +1,7 @@
 """The processes of a job on one node, which start together and end together.
 
 They end with success once every role that must succeed has exited with 0, else with the code, the name and
-the last lines of the first role that failed. A sidecar must not end while the run goes on. An awaited role
-may end before or after the others: its end is reported, and does not end the job.
+the last lines of the first role that failed. A sidecar must not end while the run goes on.
 
 `PeerWatch` and `StallWatch` end them from outside: for another node's end, a later attempt, a stall.
 """
@@ -21,7 +20,7 @@ from pathlib import Path
 from strop.errors import EXIT_DONE, EXIT_FAILED, EXIT_INTERRUPTED, EXIT_REFUSED, EXIT_USAGE
 from strop.hardware import ChildProcess, spawn, tail
 from strop.launch.attempts import SIGNAL_BASE, describe_exit, from_wait, read_exit_code
-from strop.launch.contract import JobPlan, RolePlan
+from strop.launch.contract import JobPlan, Need, RolePlan
 from strop.launch.node.environment import NodeTask
 from strop.record.fence import read_fence
 
@@ -130,8 +129,7 @@ def watch_roles(
             code = role.child.poll()
             if is_stopping or role.name in failed or code is None or from_wait(code) in _REFUSALS:
                 continue
-            # The run does not need this role, and goes on.
-            if role.plan.may_be_lost or (role.plan.is_awaited and code != EXIT_DONE):
+            if role.plan.need is Need.NOTHING:
                 failed.add(role.name)
                 say(f"{_describe_end(role)}\nthe run goes on without it")
         end = _find_end(roles, is_stopping=is_stopping)
@@ -140,7 +138,7 @@ def watch_roles(
             return end
         if stop.signal_name and not is_stopping:
             # Once: a second SIGTERM would end a role without a checkpoint.
-            saving = [role for role in roles if role.plan.must_succeed or role.plan.is_awaited]
+            saving = [role for role in roles if role.plan.need is Need.SUCCESS]
             _signal_all(saving, signal.SIGTERM)
             is_stopping = True
         if time.monotonic() > stop.deadline:
@@ -189,24 +187,17 @@ def write_stacks(roles: Sequence[Role]) -> str:
 def _find_end(roles: Sequence[Role], *, is_stopping: bool) -> NodeEnd | None:
     """Return the end of the node, or None while it runs."""
     codes = {role.name: role.child.poll() for role in roles}
-    needed = [role for role in roles if role.plan.must_succeed]
-    awaited = [role for role in roles if role.plan.is_awaited]
-    has_succeeded = all(codes[role.name] == EXIT_DONE for role in needed)
-    if (needed or awaited) and has_succeeded and all(codes[role.name] is not None for role in awaited):
-        bad = [role for role in awaited if codes[role.name] != EXIT_DONE]
-        if bad and is_stopping:
-            # The next attempt finishes it, and has nothing else to do.
-            return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="", role=bad[0].name)
-        name = (needed or awaited)[0].name
-        return NodeEnd(exit_code=EXIT_DONE, cause="\n".join(map(_describe_end, bad)), role=name)
+    needed = [role for role in roles if role.plan.need is Need.SUCCESS]
+    if needed and all(codes[role.name] == EXIT_DONE for role in needed):
+        return NodeEnd(exit_code=EXIT_DONE, cause="", role=needed[0].name)
     for role in roles:
         code = codes[role.name]
-        if code is None or (code == EXIT_DONE and (role.plan.must_succeed or role.plan.is_awaited)):
+        if code is None or (code == EXIT_DONE and role.plan.need is Need.SUCCESS):
             continue
         exit_code = from_wait(code)
-        if (role.plan.is_awaited or role.plan.may_be_lost) and exit_code not in _REFUSALS:
+        if role.plan.need is Need.NOTHING and exit_code not in _REFUSALS:
             continue
-        if is_stopping and exit_code == _KILLED_BY_TERM and role.plan.must_succeed:
+        if is_stopping and exit_code == _KILLED_BY_TERM and role.plan.need is Need.SUCCESS:
             # It had not begun to save: the last checkpoint is its state, and it can be requeued.
             return NodeEnd(exit_code=EXIT_INTERRUPTED, cause="", role=role.name)
         if exit_code == EXIT_INTERRUPTED:
@@ -219,7 +210,7 @@ def _find_end(roles: Sequence[Role], *, is_stopping: bool) -> NodeEnd | None:
 
 def _describe_end(role: Role) -> str:
     exit_code = from_wait(role.child.poll() or 0)
-    early = " while the run went on" if not (role.plan.must_succeed or role.plan.is_awaited) else ""
+    early = "" if role.plan.need is Need.SUCCESS else " while the run went on"
     words = role.child.tail(NUM_TAIL_LINES)
     return f"role {role.name} ended{early} with {describe_exit(exit_code)}; its last lines:\n{words}"
 

@@ -34,7 +34,7 @@ from strop.errors import (
 )
 from strop.io.atomic import MANIFEST_NAME, write_bytes_atomically
 from strop.launch.attempts import write_verdict
-from strop.launch.contract import is_place
+from strop.launch.contract import Need, is_place
 from strop.launch.evaluating import EVALUATION
 from strop.launch.node.agent import run_node
 from strop.launch.node.environment import NodeTask
@@ -293,7 +293,7 @@ def _find_optional_nodes(start: _Start) -> set[int]:
     for node, name in enumerate(hosts.names):
         part = "cpu" if name in hosts.cpu else "main"
         here = [role for role in roles if is_place(role["nodes"], node, part)]
-        if here and all(role.get("may_be_lost") for role in here):
+        if here and all(role["need"] == Need.NOTHING for role in here):
             optional.add(node)
     return optional
 

@@ -10,10 +10,9 @@ change.
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -39,10 +38,6 @@ from strop.spec.reader import Flag
 if TYPE_CHECKING:
     from strop.launch.contract import Backend
 
-_LIST = re.compile(r"\d{1,2}(-\d{1,2})?(,\d{1,2}(-\d{1,2})?)*")
-_TRAIN, _EVAL = "--train-gpus", "--eval-gpus"
-_MAX_GPUS = 16
-"""The most GPUs of any instance type."""
 _EXCLUSIVE = (("job_name", "name_prefix"), ("local", "push"), ("image", "image_tag"), ("image", "build"))
 """Options that contradict each other."""
 
@@ -229,7 +224,7 @@ class SageMakerSite(SiteOptions):
 
     @classmethod
     def read_flags(cls, flags: Sequence[Flag]) -> tuple[tuple[Flag, ...], dict[str, Any]]:
-        """Split the flags; lists of GPUs become numbers, or with --local the GPUs to use.
+        """Split the flags; with --local, --gpus lists the GPUs to use.
 
         Raises: ConfigError for options that contradict each other, and for invalid GPUs.
         """
@@ -238,8 +233,6 @@ class SageMakerSite(SiteOptions):
             flags = [flag for flag in flags if flag.name != "--gpus"]
         else:
             devices = []
-        # Lists of GPUs become numbers.
-        gpu_texts = {flag.name: str(flag.value) for flag in flags if flag.name in (_TRAIN, _EVAL)}
         for flag in flags:
             if flag.name == "--gpus" and not isinstance(flag.value, int):
                 raise ConfigError(
@@ -247,20 +240,7 @@ class SageMakerSite(SiteOptions):
                     allowed="GPUs of this machine, with --local",
                     next_step="choose an instance type for a job, or add --local",
                 )
-        shares = read_gpu_shares(
-            gpu_texts.get(_TRAIN),
-            gpu_texts.get(_EVAL),
-            has_split=any(flag.name == "--infer-gpus" for flag in flags),
-        )
-        keys = {_TRAIN: next((key for key in shares if key != "eval_gpus"), ""), _EVAL: "eval_gpus"}
-        settings, options = super().read_flags(
-            [
-                replace(flag, key=f"job.{keys[flag.name]}", value=shares[keys[flag.name]])
-                if flag.name in gpu_texts
-                else flag
-                for flag in flags
-            ]
-        )
+        settings, options = super().read_flags(flags)
         for first, second in _EXCLUSIVE:
             if options.get(first) and options.get(second):
                 option, other = cls.settable()[first], cls.settable()[second]
@@ -318,58 +298,3 @@ class SageMakerSite(SiteOptions):
         from strop.launch.sagemaker.backend import SageMakerBackend
 
         return SageMakerBackend(self)
-
-
-def read_gpu_shares(train: str | None, evaluation: str | None, *, has_split: bool) -> dict[str, int]:
-    """Return the settings `gpus` or `train_gpus`, and `eval_gpus`, from two flags.
-
-    A list has a comma or a hyphen; if one flag is a list, a single number in the other is an index too.
-    `has_split`: generation has its own GPUs, so a list for training is for the learner, else for all of it.
-    Raises: ConfigError for a text that is neither a number nor a list, and for an index that occurs twice or
-        that no instance has.
-    """
-    texts = {flag: text for flag, text in ((_TRAIN, train), (_EVAL, evaluation)) if text is not None}
-    for flag, text in texts.items():
-        if _LIST.fullmatch(text) is None:
-            raise _gpu_error(
-                f"{flag} {show_value(text)}", "it is neither a number of GPUs nor a list of indices"
-            )
-    if not any(mark in text for text in texts.values() for mark in ",-"):
-        numbers = {flag: int(text) for flag, text in texts.items()}
-        return _name_settings(numbers, "train_gpus")
-    lists: dict[str, list[int]] = {}
-    for flag, text in texts.items():
-        indices = lists[flag] = []
-        for part in text.split(","):
-            first, hyphen, last = part.partition("-")
-            part_indices = range(int(first), int(last if hyphen else first) + 1)
-            if not part_indices:
-                raise _gpu_error(f"{flag} {text}", f"{part} runs backwards")
-            indices += part_indices
-        twice = sorted({index for index in indices if indices.count(index) > 1})
-        if twice:
-            raise _gpu_error(f"{flag} {text}", f"it names GPU {', '.join(map(str, twice))} twice")
-        if max(indices) >= _MAX_GPUS:
-            raise _gpu_error(f"{flag} {text}", f"instances have GPUs 0 to {_MAX_GPUS - 1}")
-    shared = sorted(set(lists.get(_TRAIN, ())) & set(lists.get(_EVAL, ())))
-    if shared:
-        raise _gpu_error(
-            f"{_TRAIN} {train} and {_EVAL} {evaluation}",
-            f"both name GPU {', '.join(map(str, shared))}, and two roles cannot share one",
-        )
-    counts = {flag: len(indices) for flag, indices in lists.items()}
-    return _name_settings(counts, "train_gpus" if has_split else "gpus")
-
-
-def _name_settings(numbers: dict[str, int], train_name: str) -> dict[str, int]:
-    names = {_TRAIN: train_name, _EVAL: "eval_gpus"}
-    return {names[flag]: number for flag, number in numbers.items()}
-
-
-def _gpu_error(flags: str, why: str) -> ConfigError:
-    return ConfigError(
-        f"{flags}: {why}",
-        allowed=f"numbers ({_TRAIN} 4 {_EVAL} 2), or lists without a GPU in common ({_TRAIN} 0-5"
-        f" {_EVAL} 6,7)",
-        next_step="correct it",
-    )

@@ -1,0 +1,88 @@
+"""A role that its job does without, as the agent knows it; and the GPUs that roles get."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.hardware.allocation import GpuRequest
+from strop.launch.contract import Need, RolePlan
+from strop.launch.node.environment import request_devices
+from tests.fixtures.jobs import project, role, saver, wait_for
+from tests.launch.node.test_agent import LIMIT_S, Node, a_node, running
+
+__all__ = ["project", "running"]
+
+
+def lender(text: str) -> RolePlan:
+    """A role that a run does without, like a node's Ray."""
+    return role("ray", text, need=Need.NOTHING)
+
+
+TRAINS_UNTIL_TOLD = """
+import sys, time
+from pathlib import Path
+
+log, words = Path(sys.argv[1]) / "attempts/a-0/0/agent.log", sys.argv[2]
+while words not in log.read_text():
+    time.sleep(0.02)
+print("trained")
+"""
+
+
+def trainer(words: str) -> RolePlan:
+    """A role that has done its work once the agent has said something, and not before."""
+    return role("train", TRAINS_UNTIL_TOLD, "{run}", words)
+
+
+def a_job(project: Path, *roles: RolePlan) -> Node:
+    return a_node(project, roles)
+
+
+def test_a_node_that_loses_what_it_lent_waits_for_the_others(
+    project: Path, running: list[subprocess.Popen[str]]
+) -> None:
+    node = a_job(project, lender("print('the raylet ended'); raise SystemExit(1)"))
+    agent = node.start("--grace", 2)
+    running.append(agent)
+    wait_for(lambda: "the raylet ended\nthe run goes on without it" in node.log("agent"))
+    assert agent.poll() is None
+    agent.send_signal(signal.SIGUSR2)
+    assert agent.wait(LIMIT_S) == 0
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_training_decides_after_the_loss_of_what_was_lent(project: Path, code: int) -> None:
+    node = a_job(project, trainer("the run goes on without it"), lender(f"raise SystemExit({code})"))
+    assert node.run() == 0
+    assert node.log("train") == "trained\n"
+
+
+@pytest.mark.parametrize("code", [2, 76])
+def test_a_lender_that_refuses_ends_the_job(project: Path, code: int) -> None:
+    node = a_job(project, saver(10_000), lender(f"raise SystemExit({code})"))
+    assert node.run() == code
+    assert node.end()["role"] == "ray"
+
+
+def request_of(project: Path, roles: Sequence[RolePlan], backend: str, **environ: str) -> GpuRequest:
+    node = a_node(project, roles)
+    return request_devices(replace(node.plan, backend=backend), roles, environ)
+
+
+def test_gpus_are_handed_out_to_training_first(project: Path) -> None:
+    roles: list[Any] = [
+        replace(lender("pass"), gpus={"judge": 2}),
+        replace(saver(1), gpus={"train": 4, "infer": 2}),
+    ]
+    asked = request_of(project, roles, "slurm", CUDA_VISIBLE_DEVICES="0,1,2,3,4,5,6,7")
+    assert list(asked.wanted.items()) == [("train/infer", 2), ("train/train", 4), ("ray/judge", 2)]
+    # What a scheduler must name, and an instance that is the job's altogether.
+    assert asked.is_granted
+    assert not request_of(project, roles, "sagemaker").is_granted
