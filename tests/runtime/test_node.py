@@ -108,12 +108,18 @@ def test_what_a_client_gets_wrong_is_answered() -> None:
         asyncio.run(Maker(MakeSettings(backends=("bubblewrap",))).kind_of(order_of("r", image="/usr/share")))
 
 
-def test_a_node_that_drains_takes_nothing_new_and_obeys_its_controller() -> None:
+def test_a_node_whose_job_ends_soon_takes_nothing_new_and_obeys_its_controller() -> None:
     async def work(orders: Orders) -> None:
         await orders.start("kept")
         await orders.wait_for("kept", State.READY)
         assert orders.node is not None
-        orders.node.drain()
+        orders.node._ends_at = time.monotonic() + 60.0
+        orders.node._news.set()
+        async with asyncio.timeout(60):
+            while True:
+                if orders.reports[-1].is_draining:
+                    break
+                await asyncio.sleep(0.01)
         refused = await orders.ask("POST", "/sandboxes", order_of("more").model_dump_json())
         assert refused.status_code == 503
         orders.reply = orders.reply.model_copy(update={"to_stop": ("kept",)})

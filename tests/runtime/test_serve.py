@@ -86,12 +86,10 @@ def test_killed_parts_live_again_and_an_end_leaves_nothing(
     [
         (["job.nodes=2"], "job.nodes=2 without --on"),
         (["--dry-run"], "--dry-run without --on"),
-        (["max_jobs=2"], "max_jobs=2 without --on"),
-        (["--on", "slurm", "max_jobs=1001"], "max_jobs=1001 is not allowed"),
         (["--node", "first"], "--node first is not understood"),
         (["--on", "slurm", "--port", "1"], "port with --on slurm"),
         (["--on", "slurm", "model.uri=x"], "model.uri in a job that serves sandboxes"),
-        (["--on", "slurm", "job.gpus=1"], "GPUs, CPU nodes or an evaluation"),
+        (["--on", "slurm", "job.gpus=1"], "GPUs or CPU nodes"),
         (["--on", "sagemaker"], "whose hosts see no common disk"),
     ],
 )

@@ -19,7 +19,6 @@ from strop.errors import EXIT_FAILED, ConfigError, StoreError
 
 if TYPE_CHECKING:
     from strop.launch.contract import JobRef, JobStatus
-    from strop.launch.gpus import GpuRow
     from strop.launch.launcher import Launcher
     from strop.view.live import LiveRun
     from strop.view.watching import RunEnd
@@ -68,11 +67,9 @@ def status(
     wait: Annotated[
         bool, typer.Option("--wait", help="Wait for the job to end, as `strop submit --wait` does.")
     ] = False,
-    gpus: Annotated[bool, typer.Option("--gpus", help="Show the state of each GPU of running jobs.")] = False,
     json: Json = False,
 ) -> None:
     """Show the status of jobs; without a name, of all your jobs that have not ended."""
-    from strop.launch.backends import BACKENDS
     from strop.launch.status import list_statuses
 
     output: Output = context.obj
@@ -100,59 +97,7 @@ def status(
     else:
         everything = list_statuses([RUNS], os.environ)
         statuses = [status for status in everything if not status.state.is_terminal]
-    if gpus:
-        # A job with a damaged directory has no known site.
-        statuses = [status for status in statuses if status.ref.backend in BACKENDS]
-        launchers = [open_job(status.ref.home)[0] for status in statuses]
-        show_gpus(output, launchers, statuses, is_json=json)
-    else:
-        show_statuses(output, statuses, is_json=json)
-
-
-def show_gpus(
-    output: Output, launchers: Sequence[Launcher], statuses: Sequence[JobStatus], *, is_json: bool
-) -> None:
-    """Print the state of each GPU of running trials."""
-    from dataclasses import asdict
-
-    from strop.launch.gpus import read_gpu_rows
-
-    rows = [
-        (status, row)
-        for status, launcher in zip(statuses, launchers, strict=True)
-        if not status.state.is_terminal
-        for row in read_gpu_rows(launcher.backend.open_record(status.ref, status.trial), now=time.time())
-    ]
-    if is_json:
-        output.give_json(
-            [{"run": status.ref.name, "trial": status.trial, **asdict(row)} for status, row in rows]
-        )
-        return
-    if not rows:
-        output.say("no running job has reported its GPUs: it has none, or has not begun")
-        return
-    columns = ("run", "node", "gpu", "role", "state", "computes", "memory", "newest trace", "seen")
-    output.give_table(columns, [_row_of_gpu(status.ref.name, row) for status, row in rows])
-    for status, row in rows:
-        for holder in row.holders:
-            output.give(f"{status.ref.name}, node {row.node}, GPU {row.index}: {holder}")
-
-
-def _row_of_gpu(name: str, row: GpuRow) -> tuple[object, ...]:
-    memory = "-"
-    if row.used_bytes is not None and row.memory_bytes is not None:
-        memory = f"{row.used_bytes / 1e9:.1f} of {row.memory_bytes / 1e9:.1f} GB"
-    return (
-        name,
-        f"{row.node} ({row.host})",
-        f"{row.index} {row.name}",
-        row.role,
-        row.state,
-        "-" if row.work_frac is None else f"{row.work_frac:.0%}",
-        memory,
-        "-" if row.trace_age_s is None else f"{row.trace_age_s:.0f} s old",
-        f"{row.age_s:.0f} s ago",
-    )
+    show_statuses(output, statuses, is_json=json)
 
 
 def show_statuses(output: Output, statuses: Sequence[JobStatus], *, is_json: bool) -> None:

@@ -107,8 +107,7 @@ class ServeArguments:
         list[str] | None,
         typer.Argument(
             metavar="[key=value ...]",
-            help="With --on: settings of its job, such as job.nodes=4 or name=pool; and max_jobs=8,"
-            " jobs of one node that may be added while sandboxes wait.",
+            help="With --on: settings of its job, such as job.nodes=4 or name=sandboxes.",
         ),
     ] = None
     on: Annotated[
@@ -151,7 +150,7 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
     if for_jobs:
         raise ConfigError(
             f"{' '.join(for_jobs)} without --on",
-            allowed="settings of a job, max_jobs and --dry-run for a service that is one",
+            allowed="settings of a job and --dry-run for a service that is one",
             next_step="name the site with --on, or leave them out",
         )
     from strop.runtime.controller import read_policy
@@ -248,23 +247,21 @@ def _submit(output: Output, site: str, args: ServeArguments) -> None:
 
     from strop.cli.submit import SubmitArguments, prepare, submit_request, to_options
     from strop.launch.build_request import read_request
-    from strop.launch.serving import SERVE, ServiceOptions, read_max_jobs
+    from strop.launch.serving import SERVE
 
     local_options = [name for name in ("host", "port", "node", "disable_auth") if getattr(args, name)]
     if local_options or args.dir != DEFAULT_FOLDER:
         raise ConfigError(
             f"{', '.join(local_options or ['dir'])} with --on {site}",
-            allowed="options of sandboxes, max_jobs and settings of the job, whose folder is the service's",
+            allowed="options of sandboxes and settings of the job, whose folder is the service's",
             next_step="leave it out; output.dir=DIR names the job's folder",
         )
     # The same arguments as of `strop submit`, without a run file.
-    max_jobs, settings = read_max_jobs(args.settings or ())
     submit_args = SubmitArguments(
-        run_file="", overrides=settings, on=site, command=SERVE, snapshot=False, dry_run=args.dry_run
+        run_file="", overrides=args.settings, on=site, command=SERVE, snapshot=False, dry_run=args.dry_run
     )
     words = [*_words_of_nodes(args), *(["--policy", args.policy] if args.policy != "{}" else [])]
-    service = ServiceOptions(words=tuple(words), max_jobs=max_jobs)
-    options = replace(to_options(submit_args, ()), service=service)
+    options = replace(to_options(submit_args, ()), service_words=tuple(words))
     request = read_request("", options, environ=os.environ, now=time.time())
     launcher, request = prepare(output, request, submit_args)
     submit_request(output, launcher, request, submit_args)

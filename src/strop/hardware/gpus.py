@@ -143,19 +143,6 @@ def report_gpus() -> GpuReport:
     return GpuReport(gpus=tuple(gpus), probe=answer.probe, complaint=answer.complaint)
 
 
-def read_gpu_work() -> dict[str, float]:
-    """Return the utilization of each GPU over about the last second, in [0, 1], by UUID. Runs nvidia-smi.
-
-    GPUs that are divided into slices are missing, since they do not report it.
-    """
-    utilization = {}
-    for line in ask_nvidia_smi("--query-gpu=uuid,utilization.gpu", "--format=csv,noheader,nounits").lines:
-        uuid, _, percent = (part.strip() for part in line.partition(","))
-        if percent.isdigit():
-            utilization[uuid] = int(percent) / 100.0
-    return utilization
-
-
 def read_gpu_users() -> tuple[GpuUser, ...]:
     """Return the computing processes. In a container there may be none, or ids of another namespace."""
     query = f"--query-compute-apps={','.join(_USER_FIELDS)}"

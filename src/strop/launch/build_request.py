@@ -42,7 +42,6 @@ from strop.launch.job_dir import name_job_dir
 from strop.launch.options import Site, SiteOptions, read_site_words
 from strop.launch.serving import (
     SERVE,
-    ServiceOptions,
     require_shared_disk,
     resolve_service,
     runtime_role,
@@ -95,8 +94,8 @@ class SubmitOptions:
     environment: EnvironmentFlags = field(default_factory=EnvironmentFlags)
     is_strict: bool = False
     """Refuse a flag that overrides another value."""
-    service: ServiceOptions = field(default_factory=ServiceOptions)
-    """For a job that serves sandboxes."""
+    service_words: tuple[str, ...] = ()
+    """For a job that serves sandboxes: options of `strop runtime serve` on each of its nodes."""
 
 
 def read_request(
@@ -144,7 +143,7 @@ def read_request(
         file = carry_baselines(replace(file, model_uri=resolved.spec.model.uri))
         roles = [evaluating_role(resolved.spec, file, python, may_run_code=options.may_run_code)]
     elif options.command == SERVE:
-        roles = service_roles(resolved.spec, python, site.name, options.service, of_site)
+        roles = service_roles(resolved.spec, python, options.service_words)
     else:
         roles = list_roles(options.command, resolved.spec, python, site)
     root = _find_root(site, resolved)

@@ -2,5 +2,5 @@
 
 Clients are OpenHands' own, unchanged. The controller answers from memory and writes a journal; a node holds
 the addresses of its sandboxes, relays to the servers inside, and cleans up. The service runs on one machine,
-as a job or as a pool of jobs. The sandboxes themselves, and their isolation, are the room `sandbox`.
+or as a job. The sandboxes themselves, and their isolation, are the room `sandbox`.
 """

@@ -237,14 +237,12 @@ class NodeReport(_Message):
     """Where the controller reaches the node agent."""
     boot_id: str
     pid: int
-    job_id: str = ""
-    """The scheduler's id of the job that the node agent runs in."""
     capacity: Slot
     snapshot_bytes: int = 0
     """Disk that snapshots take beside the sandboxes."""
     backends: tuple[str, ...]
     is_draining: bool = False
-    """It takes no new sandboxes: its allocation ends soon, or it was drained."""
+    """It takes no new sandboxes: its allocation ends soon."""
     ends_in_s: float | None = None
     """Seconds until its allocation ends."""
     sandboxes: tuple[SandboxReport, ...]
@@ -262,4 +260,3 @@ class NodeReply(_Message):
     """Runtime ids that the node should stop: stopped, expired, or placed elsewhere meanwhile."""
     wants_all: bool = False
     """The report was not taken: a node's first report has to have all its sandboxes."""
-    should_drain: bool = False

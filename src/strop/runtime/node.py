@@ -147,11 +147,6 @@ class Node:
         """Make `run` end all sandboxes and return."""
         self._ending.set()
 
-    def drain(self) -> None:
-        """Take no more sandboxes."""
-        self._is_draining = True
-        self._news.set()
-
     @property
     def url(self) -> str:
         """The address of this agent, once it runs."""
@@ -234,8 +229,6 @@ class Node:
                 task = asyncio.create_task(self._stop(held, "the controller does not want it any more"))
                 self._stopping.add(task)
                 task.add_done_callback(self._stopping.discard)
-        if reply.should_drain:
-            self._is_draining = True
 
     def _make_report(self, runtime_ids: Iterable[str], *, has_all: bool) -> NodeReport:
         return NodeReport(
@@ -244,7 +237,6 @@ class Node:
             url=self._url,
             boot_id=read_boot_id(),
             pid=os.getpid(),
-            job_id=os.environ.get("SLURM_JOB_ID", ""),
             capacity=self._capacity,
             snapshot_bytes=self._snapshots.num_bytes,
             backends=self._settings.make.backends,

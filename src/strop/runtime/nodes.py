@@ -28,19 +28,13 @@ class Node:
     report: NodeReport
     seen_at: float = field(default_factory=time.monotonic)
     """When it last reported, by the monotonic clock."""
-    should_drain: bool = False
     is_suspect: bool = False
     """Whether an order has failed since the last report: it gets no orders until the next one."""
 
     @property
-    def is_leaving(self) -> bool:
-        """Whether it will take no more sandboxes."""
-        return self.report.is_draining or self.should_drain
-
-    @property
     def is_open(self) -> bool:
         """Whether it takes new sandboxes now."""
-        return not (self.is_leaving or self.is_suspect)
+        return not (self.report.is_draining or self.is_suspect)
 
 
 class NodeFailed(Exception):

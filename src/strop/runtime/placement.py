@@ -129,7 +129,7 @@ class Placement:
         if previous is None and not report.has_all:
             # Sandboxes that the journal has at this node would be missing from a partial report.
             return NodeReply(wants_all=True)
-        node = Node(report=report, should_drain=previous is not None and previous.should_drain)
+        node = Node(report=report)
         self.nodes[node_id] = node
         if previous is None:
             self.newest_node_at = time.monotonic()
@@ -155,15 +155,7 @@ class Placement:
                 if session.runtime_id not in present:
                     self._note_missing(session)
         self.dispatch()
-        return NodeReply(to_stop=tuple(to_stop), should_drain=node.should_drain)
-
-    def drain(self, node_id: str) -> bool:
-        """Send a node no more orders; return whether there is such a node."""
-        node = self.nodes.get(node_id)
-        if node is not None:
-            node.should_drain = True
-            self.admission.rooms[node_id].is_open = False
-        return node is not None
+        return NodeReply(to_stop=tuple(to_stop))
 
     def lose_silent(self) -> None:
         """Drop nodes that have been silent for too long, and end their sandboxes."""

@@ -188,7 +188,6 @@ class Routes:
                     }
                     for node_id, node in placement.nodes.items()
                 ],
-                "num_waiting": len(placement.admission),
             }
         )
 
@@ -202,13 +201,6 @@ class Routes:
         if report.node_id != request.path_params["node_id"]:
             raise HttpError(422, f"the report is of node {report.node_id}")
         return JSONResponse(self.sessions.placement.report(report).model_dump(mode="json"))
-
-    async def drain(self, request: Request) -> Response:
-        """Send a node no more sandboxes."""
-        node_id = request.path_params["node_id"]
-        if not self.sessions.placement.drain(node_id):
-            raise HttpError(404, f"no node {node_id}")
-        return JSONResponse({"node_id": node_id, "should_drain": True})
 
     def _nodes(self) -> list[Node]:
         """Return the nodes, open ones with the most room first. Raises: HttpError 503 if there is none."""
@@ -252,7 +244,6 @@ def build_routes(routes: Routes) -> list[Route]:
         "/leases": routes.lease,
         "/build": routes.refuse_build,
         "/nodes/{node_id}": routes.report,
-        "/nodes/{node_id}/drain": routes.drain,
     }
     return [
         *(Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()),

@@ -47,7 +47,7 @@ class _Restarted:
     ) -> None:
         self.name = name
         self._argv = (sys.executable, "-m", *words)
-        # Several jobs of a pool may share a node.
+        # Several jobs of one service may share a node.
         job = "-".join(filter(None, (os.environ.get("SLURMD_NODENAME"), os.environ.get("SLURM_JOB_ID"))))
         self._log_path = folder.path / f"{name}-{job or 'here'}.log"
         self._say = say

@@ -220,7 +220,7 @@ class Sessions:
         if time.monotonic() - self.placement.newest_node_at < self.policy.settle_s:
             return None
         only = session.only_node_id
-        if only and ((node := self.placement.nodes.get(only)) is None or node.is_leaving):
+        if only and ((node := self.placement.nodes.get(only)) is None or node.report.is_draining):
             session.refusal = "snapshot"
             cause = f"node {only}, which has its snapshot, is gone, or makes no more sandboxes"
             return State.FAILED, FailureKind.INFRA_LOST, cause

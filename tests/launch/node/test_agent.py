@@ -337,16 +337,3 @@ def test_two_runs_on_one_node_do_not_meet(project: Path, running: list[subproces
     running += agents
     assert [agent.wait(LIMIT_S) for agent in agents] == [0, 0]
     assert long.log("train") != short.log("train")
-
-
-def test_what_the_gpus_do_is_written_while_the_job_runs(project: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "bin"
-    gpu = Gpu(index="0", uuid="GPU-aaaa", name="Test", memory_bytes=80 << 30, free_memory_bytes=80 << 30)
-    install_fake_nvidia_smi(folder, [gpu])
-    wait = "import time; time.sleep(3)"
-    node = a_node(project, [role("train", wait, gpus={"train": 1})], preflight="none")
-    assert node.run(variables={"CUDA_VISIBLE_DEVICES": "0", "PATH": f"{folder}:{os.environ['PATH']}"}) == 0
-    content = json.loads((node.home / "attempts" / "a-0" / "gpus-0.json").read_text())
-    assert [(one["uuid"], one["role"], one["state"]) for one in content["gpus"]] == [
-        ("GPU-aaaa", "train/train", "idle")
-    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,6 @@ def test_a_service_on_two_nodes_serves_goes_on_without_one_and_leaves_nothing(
     with RuntimeClient(endpoint) as client:
         follow_the_page(endpoint, folder)
         use_and_lose_a_node(client)
-        grow_and_shrink(client, folder, site)
     assert main(["cancel", str(home)]) == 0
     site.wait_for(ref, JobState.CANCELLED, JobState.SUCCEEDED)
     wait_for(lambda: processes_of(home), lambda found: not found)
@@ -112,32 +110,6 @@ def use_and_lose_a_node(client: RuntimeClient) -> None:
         assert (ended["failure_kind"], ended["pod_status"]) == ("infra_lost", "unknown")
     kept = next(record for record in records if record not in lost)
     assert client.run(kept, "true")["exit_code"] == 0
-
-
-def grow_and_shrink(client: RuntimeClient, folder: ServiceDir, site: LoginNode) -> None:
-    """Ask for more than both nodes hold, which are one core each, promised four times."""
-    nodes = wait_for(client.nodes, lambda found: sum(node["is_open"] for node in found) == 2)
-    own = {node["node_id"]: node["job_id"] for node in nodes}
-    words = ["--dir", str(folder.path), "--on", "cluster"]
-    words += ["--max-jobs", "1", "--idle", "1", "--words", "--backend bubblewrap"]
-    words += ["name=pool", "job.cpus=1", "job.time_limit=15m"]
-    pool = subprocess.Popen([sys.executable, "-m", "strop.launch.pool", *words], cwd=site.root)
-    try:
-        late, num_asked = client.session("s0"), 0
-        # Until both are full, and one waits for a node that there is not yet.
-        while late["node"] in own or late["status"] == "error":
-            num_asked += 1
-            assert client.start(f"more-{num_asked}")["url"]
-            late = client.wait_ready(f"more-{num_asked}")
-        (added,) = (node for node in client.nodes() if node["node_id"] not in own)
-        assert (added["node_id"], added["job_id"] in own.values()) == (late["node"], False)
-        assert client.run(late, "echo late")["stdout"] == "late\n"
-        client.stop(late)
-        # The idle node gives its job back.
-        wait_for(lambda: len(client.nodes()), lambda found: found == 2, limit_s=120.0)
-    finally:
-        pool.terminate()
-        assert pool.wait(60) == 0
 
 
 REWARD = """

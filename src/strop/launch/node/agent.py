@@ -40,7 +40,6 @@ from strop.io.atomic import write_bytes_atomically
 from strop.launch.attempts import read_attempts
 from strop.launch.contract import JobPlan, Need, RolePlan, is_place
 from strop.launch.environment import read_environment
-from strop.launch.gpus import watch_gpus
 from strop.launch.job_dir import CODE_NAME, read_plan
 from strop.launch.node.environment import (
     NodeTask,
@@ -240,8 +239,7 @@ def _run_roles(node: _Node, allocation: Allocation, lease: HeldLease, stop: Stop
     for role in roles:
         lease.record_process(role.child.pid)
     node.say(f"started {', '.join(f'{role.name} (process {role.child.pid})' for role in roles)}")
-    with watch_gpus(task.attempt_path, task.node, allocation, lease.lease.lease_id):
-        return _watch(node, roles, stop)
+    return _watch(node, roles, stop)
 
 
 def _watch(node: _Node, roles: list[Role], stop: StopRequest) -> NodeEnd:
