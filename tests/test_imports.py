@@ -87,7 +87,7 @@ NEEDLESS_FOR_A_PLAN = {
     "multiprocessing", "fastapi", "httpx",
     "strop.evaluate", "strop.tasks.judging", "strop.tasks.llm_judge", "strop.tasks.code",
     "strop.tasks.mathematics", "strop.tasks.instructions", "strop.tasks.mixture",
-    "strop.launch.container.backend", "strop.launch.sagemaker.backend", "strop.view.report",
+    "strop.launch.sagemaker.backend", "strop.view.report",
 }  # fmt: skip
 NEEDLESS_FOR_A_LIST = NEEDLESS_FOR_A_PLAN | {"numpy", "jinja2", "tokenizers", "strop.tasks"}
 

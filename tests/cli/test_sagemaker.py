@@ -17,9 +17,8 @@ from strop.cli.output import Output
 from strop.cli.program import app
 from strop.errors import CheckRefused, ConfigError
 from strop.launch.build_request import SubmitOptions, read_request
-from strop.launch.container.engine import Engine
-from strop.launch.container.image import BuiltImage, ImagePlan
 from strop.launch.sagemaker.client import AwsClients
+from strop.launch.sagemaker.engine import Engine
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.prepare import push_for
 from strop.rollout import Split
@@ -174,7 +173,7 @@ def test_what_is_pushed_is_submitted_by_digest(
     program = tmp_path / "podman"
     program.write_text(f'#!/bin/sh\necho "$1 $2 $3" >> {tmp_path}/words\ncat > /dev/null\n')
     program.chmod(0o755)
-    engine = Engine(kind="podman", program=str(program), version="0")
+    engine = Engine(kind="podman", program=str(program))
     request = make_request(image_tag="x")
     said: list[str] = []
     pushed = push_for(request, profile, engine, "localhost/strop:0123456789abcdef", said.append)
@@ -201,37 +200,38 @@ def test_a_build_logs_in_for_its_base_and_says_which_image_the_job_uses(
     (folder / "strop-sites.toml").write_text(
         f'{SITES}endpoint_url = "{store_address}"\nbase_image = "{base}"\n'
     )
-    program, built = tmp_path / "podman", tmp_path / "built"
+    (folder / "Containerfile").write_text("ARG BASE\nFROM ${BASE}\n")
+    program = tmp_path / "podman"
     program.write_text(
         "#!/bin/sh\n"
-        f'if [ "$1" = login ]; then echo "$*" >> {tmp_path}/words; cat > {tmp_path}/password; fi\n'
-        f'if [ "$1" = image ] && [ -e {built} ]; then echo \'[{{"Id": "abc", "Size": 1}}]\'; exit; fi\n'
-        'if [ "$1" = image ]; then echo "[]"; fi\n'
+        f'[ "$1" = info ] || echo "$*" >> {tmp_path}/words\n'
+        f'if [ "$1" = login ]; then cat > {tmp_path}/password; fi\n'
+        'if [ "$1" = image ]; then echo \'[{"Id": "0123456789abcdef0123"}]\'; fi\n'
     )
     program.chmod(0o755)
-    engine = Engine(kind="podman", program=str(program), version="0")
-
-    def build(_engine: Engine, plan: ImagePlan, **_settings: object) -> BuiltImage:
-        built.touch()
-        return BuiltImage(name=plan.name, size_bytes=1, wall_s=0.0)
-
-    monkeypatch.setattr("strop.launch.sagemaker.prepare.locate_engine", lambda: engine)
-    monkeypatch.setattr("strop.launch.sagemaker.prepare.prove_engine", lambda found: found)
-    monkeypatch.setattr("strop.launch.sagemaker.prepare.build_image", build)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     # What `check` finds in this account is not this test's matter, and asking takes half a minute.
     monkeypatch.setattr("strop.launch.sagemaker.backend.probe_site", lambda *parts: [])
-    for _ in range(2):
-        assert (
-            main(["submit", "qwen3-1.7B.toml", "--check", "--on", "cloud", "--build", "site.image_tag=other"])
-            == 0
-        )
-    # Once: the second time there is nothing to build.
-    host = base.partition("/")[0]
-    assert (tmp_path / "words").read_text() == f"login --username AWS --password-stdin {host}\n"
+    words = ["submit", "qwen3-1.7B.toml", "--check", "--on", "cloud", "--build", "site.image_tag=other"]
+    assert main(words) == 0
+    login, build, *rest = (tmp_path / "words").read_text().splitlines()
+    assert login == f"login --username AWS --password-stdin {base.partition('/')[0]}"
+    assert build == (
+        f"build --quiet --tag localhost/strop --file {folder}/Containerfile --build-arg BASE={base} {folder}"
+    )
+    assert "tag localhost/strop localhost/strop:0123456789abcdef" in rest
     assert (tmp_path / "password").read_text()
     told = capsys.readouterr().err
     assert "the job uses the repository's image" in told
     assert "warning: strop:other in the repository is another image than the one that was built" in told
+
+
+def test_a_build_needs_a_containerfile(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "podman").write_text("#!/bin/sh\n")
+    (tmp_path / "podman").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"there is no .*Containerfile"):
+        submit("--build", "--check")
 
 
 @pytest.mark.slow

@@ -121,14 +121,6 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
         ("--partition, --spot given for a site of backend local", "Allowed: --devices, site.KEY=", "--on"),
     ),
     (
-        ("submit", "run.toml", "--on", "container", "--partition", "x"),
-        2,
-        (
-            "--partition given for a site of backend container",
-            "Allowed: --container-image, --devices, --image",
-        ),
-    ),
-    (
         ("submit", "run.toml", "--on", "sagemaker", "--instance-count", "0"),
         2,
         ("--instance-count=0 is not allowed", "Allowed: Number of instances", "correct --instance-count"),

@@ -200,8 +200,8 @@ SITES = """
 backend = "slurm"
 partition = "gpu's $HOME"
 [sites.box]
-backend = "container"
-image = "registry.example/strop:1"
+backend = "local"
+wrap = ["podman", "run", "registry.example/strop:1"]
 [sites.cloud]
 backend = "sagemaker"
 region = "eu-central-1"

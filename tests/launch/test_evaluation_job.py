@@ -41,14 +41,6 @@ repository = "123456789012.dkr.ecr.us-east-1.amazonaws.com/strop"
 [sites.local]
 backend = "local"
 gpus_per_node = 8
-[sites.container]
-backend = "container"
-gpus_per_node = 8
-image = "strop:1"
-network = true
-[sites.closed]
-backend = "container"
-image = "strop:1"
 [sites.slurm]
 backend = "slurm"
 gpus_per_node = 8
@@ -96,7 +88,7 @@ def gpus(number: int) -> Flag:
     return Flag(key="job.gpus", value=number, name="--gpus")
 
 
-@pytest.mark.parametrize("site", ["local", "container", "slurm", "cloud"])
+@pytest.mark.parametrize("site", ["local", "slurm", "cloud"])
 @pytest.mark.parametrize("name", ["EVAL.toml", "lm-eval.toml"])
 def test_an_evaluation_is_a_job_on_every_site(folder: Path, site: str, name: str) -> None:
     found = plan(folder, name, site=site, flags=() if site == "cloud" else (gpus(8),))
@@ -194,7 +186,6 @@ def test_a_file_says_itself_whether_it_is_trained_or_evaluated(folder: Path) -> 
             {"overrides": ("job.nodes=2",), "site": "slurm", "flags": (gpus(8),)},
             "job.nodes=2",
         ),
-        ("lm-eval.toml", {"site": "closed"}, "whose jobs have no network: lm-eval's environment"),
         (
             "lm-eval.toml",
             {"site": "cloud", "overrides": ("site.network_isolation=true",)},

@@ -8,7 +8,6 @@ import pytest
 
 from strop.errors import ConfigError
 from strop.launch.backends import BACKENDS
-from strop.launch.container.options import ContainerSite
 from strop.launch.local.options import LocalSite
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sites import explain_site, find_site, list_site_names, site_files
@@ -40,7 +39,6 @@ def test_the_name_of_a_backend_is_a_site_without_a_profile(places: Places) -> No
     kinds = {name: type(find_site(name, places.project, places.environ).profile) for name in BACKENDS}
     assert kinds == {
         "local": LocalSite,
-        "container": ContainerSite,
         "slurm": SlurmSite,
         "sagemaker": SageMakerSite,
     }
@@ -150,7 +148,7 @@ def test_settings_of_sites_are_explained_by_kind() -> None:
         found.description == "Partition of the main part. Override for one job: `strop submit --partition`."
     )
     assert explain_site(("sites", "slurm", "secrets")).type == "list of texts"
-    assert "sites.container.image" in explain_site(("sites", "container")).keys
+    assert "sites.local.wrap" in explain_site(("sites", "local")).keys
     assert {"sites.local.python", "sites.sagemaker.role"} <= set(explain_site(("sites",)).keys)
     with pytest.raises(ConfigError, match=r"did you mean sites\.slurm\.partition"):
         explain_site(("sites", "slurm", "partitoin"))

@@ -36,9 +36,7 @@ if TYPE_CHECKING:
 
 Site = Annotated[
     str,
-    typer.Option(
-        "--on", metavar="SITE", help="A site of strop-sites.toml; or local, container, slurm, sagemaker."
-    ),
+    typer.Option("--on", metavar="SITE", help="A site of strop-sites.toml; or local, slurm, sagemaker."),
 ]
 Text = str | None
 GpuNumber = Annotated[Text, typer.Option(metavar="N", help="GPUs per node, all for the learner.")]
@@ -238,7 +236,7 @@ def _words_instead(option: str) -> list[str]:
 @takes(SubmitArguments)
 @brief
 def submit(context: typer.Context, args: SubmitArguments) -> None:
-    """Submit a run to a site: this machine, a container, SLURM, SageMaker. Idempotent."""
+    """Submit a run to a site: this machine, SLURM, SageMaker. Idempotent."""
     given = [name for name in _WITHOUT_CHECK if getattr(args, name)]
     if args.check and given:
         raise typer.BadParameter(f"--check submits nothing: leave --{given[0].replace('_', '-')} out")

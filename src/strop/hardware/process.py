@@ -101,6 +101,7 @@ def spawn(
     *,
     cwd: Path | None = None,
     pass_fds: Sequence[int] = (),
+    stdin: int = subprocess.DEVNULL,
 ) -> ChildProcess:
     """Start a program with its output appended to `log_path`. `env` None: this process's environment.
 
@@ -126,7 +127,7 @@ def spawn(
                 .submit(
                     subprocess.Popen,
                     tied_argv(program, args),
-                    stdin=subprocess.DEVNULL,
+                    stdin=stdin,
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env=None if env is None else dict(env),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from strop.launch.container.options import ContainerSite
 from strop.launch.contract import Backend, JobPlan
 from strop.launch.local.options import LocalSite
 from strop.launch.options import Site, SiteOptions
@@ -11,7 +10,6 @@ from strop.launch.slurm.options import SlurmSite
 
 BACKENDS: dict[str, type[SiteOptions]] = {
     "local": LocalSite,
-    "container": ContainerSite,
     "slurm": SlurmSite,
     "sagemaker": SageMakerSite,
 }

@@ -383,9 +383,6 @@ class Backend(Protocol):
         Raises: StoreError if the scheduler does not answer.
         """
 
-    def preempt(self, ref: JobRef, trial: int) -> str:
-        """Send the signal of a preemption; return its name. For rehearsals."""
-
     def list_tagged(self) -> Iterator[JobRef]:
         """Yield this user's jobs with strop's tag, including those whose directory is gone."""
 

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 
 IMAGE_FLAGS = ("--image", "--container-image")
 """The option that all backends with images share."""
+WRAP_HELP = (
+    "Words put before the agent's command, such as `podman run --rm --interactive ... IMAGE`; they pass"
+    " signals, the exit code and standard input on."
+)
 DEVICES_HELP = "GPUs of this machine, by index or UUID. none = free ones."
 KIND_HELP = "What kind of site it is."
 DeviceGrant = Literal["none", "instance", "named"]

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from strop.hardware import Machine, describe_machine, free_disk_bytes
 from strop.hardware.accelerators import Accelerator, find_accelerator, match_gpu_type
-from strop.launch.container.command import parse_memory_bytes
 from strop.launch.contract import JobRequest
 from strop.launch.options import NodeHardware, SiteOptions
 from strop.plan.plan import Rate, Target
+from strop.spec.job import parse_memory_bytes
 
 
 def describe_target(request: JobRequest, accelerator: Accelerator | None = None) -> Target:

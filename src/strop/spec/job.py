@@ -230,6 +230,13 @@ def parse_duration_s(text: str) -> float:
     raise ValueError(f"{text!r} is no length of time; allowed: {DURATION_HELP}")
 
 
+def parse_memory_bytes(text: str) -> int:
+    """Return the bytes of `JobSpec.memory`: '64G', or '100' in MiB, as SLURM reads it."""
+    powers = {"K": 10, "M": 20, "G": 30, "T": 40}
+    power = powers.get(text[-1:])
+    return int(text) << 20 if power is None else int(text[:-1]) << power
+
+
 def format_duration(duration_s: float) -> str:
     """Return whole seconds, rounded up, as D-HH:MM:SS or HH:MM:SS, the form of schedulers."""
     whole = -int(-duration_s // 1)

@@ -18,6 +18,7 @@ from strop.launch.local.backend import LocalBackend
 from strop.launch.local.supervisor_files import order_end, read_identity
 from strop.launch.logs import LogFilter
 from strop.spec.reader import Flag
+from tests.fixtures.drill import preempt
 from tests.fixtures.held_jobs import HELD, held, let_go, saved_step, told_once
 from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
 from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
@@ -82,7 +83,7 @@ def test_the_same_submission_is_the_same_job(project: Path, launcher: Launcher) 
 def test_a_preempted_job_saves_its_state_and_is_requeued(project: Path, launcher: Launcher) -> None:
     ref = launcher.submit(make_request(project, [told_once()])).ref
     wait_for(lambda: len(steps_of(ref.home)) >= 3)
-    assert launcher.backend.preempt(ref, 0) == "SIGUSR2"
+    preempt(launcher.backend, ref)
     assert wait_for_end(launcher, ref).state is JobState.SUCCEEDED
     # Each step once: the second life went on from where the first one had saved.
     assert steps_of(ref.home) == list(range(1, saved_step(ref.home) + 1))
@@ -111,9 +112,10 @@ def test_who_waits_leaves_the_next_attempt_to_the_supervisor(project: Path, laun
         assert 1.0 <= duration_s <= 1.25
         time.sleep(0.05)
         if len(steps_of(ref.home)) >= 3 and not told:
-            told.append(launcher.backend.preempt(ref, 0))
+            preempt(launcher.backend, ref)
+            told.append(True)
 
-    told: list[str] = []
+    told: list[bool] = []
     watch(launcher, Path(ref.home), said.append, pause=pause)
     assert said[-1] == f"{ref.job_id}: succeeded"
     assert steps_of(ref.home) == list(range(1, saved_step(ref.home) + 1))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import CheckRefused, RemoteDenied, RemoteUnreachable, StoreError
+from strop.errors import CheckRefused, RemoteDenied, RemoteUnreachable
 from strop.io.atomic import AtomicDirectory
 from strop.launch.attempts import read_attempts
 from strop.launch.contract import JobState
@@ -157,14 +157,6 @@ def test_being_stopped_is_never_success(site: Site) -> None:
     site.fake.advance(120)
     assert answer(site, ref) is JobState.CANCELLED
     site.backend.stop(ref, 0, grace_s=30)  # It has ended: nothing to refuse.
-
-
-def test_a_preemption_is_a_stop(site: Site) -> None:
-    ref = site.backend.submit(site.plan())
-    site.fake.advance(200)
-    assert site.backend.preempt(ref, 0) == "SIGTERM"
-    with pytest.raises(StoreError, match="has no trial 7"):
-        site.backend.preempt(ref, 7)
 
 
 def test_the_wall_time_is_a_timeout_and_a_wait_without_capacity_a_failure(site: Site) -> None:

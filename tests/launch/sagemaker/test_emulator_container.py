@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused
-from strop.launch.container.engine import Engine
+from strop.launch.sagemaker.engine import Engine
 from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
 from strop.launch.sagemaker.local_platform import FolderObjects
 from tests.launch.sagemaker.rehearsal import ENDLESS, Rehearsal, expected_metrics, handles_term, step_of

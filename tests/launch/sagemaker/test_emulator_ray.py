@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from strop.launch.container.engine import Engine
 from strop.launch.contract import Need, RolePlan
+from strop.launch.sagemaker.engine import Engine
 from strop.launch.sagemaker.local_mode import Emulator
 from tests.fixtures.ray_traces import needs_ray
 from tests.fixtures.sockets import find_interface

@@ -13,7 +13,6 @@ from botocore.exceptions import ClientError
 
 from strop.errors import CheckRefused, ConfigError, RemoteDenied, RemoteMissing, RemoteUnreachable
 from strop.hardware.findings import Severity
-from strop.launch.container.engine import Engine
 from strop.launch.contract import JobPlan
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients, action_of
@@ -26,6 +25,7 @@ from strop.launch.sagemaker.ecr import (
     push_image,
     require_repository_name,
 )
+from strop.launch.sagemaker.engine import Engine
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.sagemaker.places import LOG_GROUP
 from strop.launch.sagemaker.status import CloudWatchLogs
@@ -354,7 +354,7 @@ def make_engine(folder: Path, *, fails: str = "") -> Engine:
         f'if [ "$1" = "{fails}" ]; then cat {folder}/stdin 1>&2; echo " no space left" 1>&2; exit 1; fi\n'
     )
     program.chmod(0o755)
-    return Engine(kind="podman", program=str(program), version="0")
+    return Engine(kind="podman", program=str(program))
 
 
 def test_a_push_logs_in_by_standard_input_and_gives_the_digest(site: Site, tmp_path: Path) -> None:

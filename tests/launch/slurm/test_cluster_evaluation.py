@@ -10,6 +10,7 @@ from strop.cli import main
 from strop.evaluate import EvalResult
 from strop.launch.contract import JobState
 from strop.launch.job_dir import job_path_of, read_ref
+from tests.fixtures.drill import preempt
 from tests.fixtures.evaluation_jobs import (
     WHOLE_TABLE,
     alone,
@@ -45,7 +46,7 @@ def test_a_preempted_evaluation_on_two_nodes_ends_as_one_that_was_left_alone(
     ref = read_ref(job_path_of(home))
     hold("--part 0/2", str(home))
     login.wait_until(lambda: find_shards(home))
-    assert login.backend.preempt(ref, 0) == "SIGUSR2"
+    preempt(login.backend, ref)
     status = login.wait_for(ref, *ALL_ENDS, attempt=1)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)
     ends = [verdict(login, ref, number) for number in (0, 1)]

@@ -258,3 +258,17 @@ def test_steps_run_in_an_image_where_one_is_asked_for(
     else:
         assert f"--volume={ref.home}:{ref.home}" in asked
     assert f"image image:1 by {'pyxis' if program == 'srun' else program}" in slurm_log(ref)
+
+
+def test_the_words_of_the_site_stand_before_an_agent_and_the_verdict(
+    login: LoginNode, tmp_path: Path
+) -> None:
+    path = tmp_path / "wrapped"
+    path.write_text(f'#!/bin/bash\necho "$*" >>{tmp_path}/asked\nshift; exec "$@"\n')
+    path.chmod(0o755)
+    login.backend.profile = SlurmSite(wrap=(str(path), "two words"))
+    ref = login.submit(a_role("--steps", "1"))
+    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    agent, verdict = (tmp_path / "asked").read_text().splitlines()
+    assert f"two words {login.python} -m strop.launch.node " in agent
+    assert f"two words {login.python} -m strop.launch.slurm.verdict " in verdict

@@ -11,6 +11,7 @@ import pytest
 from strop.launch.contract import JobEnvironment, JobRef, JobState, Need
 from strop.launch.job_dir import job_path_of
 from strop.launch.launcher import Launcher
+from tests.fixtures.drill import preempt
 from tests.launch.slurm.plans import ALL_ENDS, LoginNode, a_role, gpus, seen, slurm_log
 from tools.slurm_cluster import Cluster
 
@@ -63,7 +64,7 @@ def test_one_trial_of_a_sweep_is_told_alone_and_goes_on(login: LoginNode) -> Non
     ref = login.submit(a_role("--held"), sweep=RATES[:2])
     for trial in (0, 1):
         login.wait_for_step(ref, trial=f"members/{trial}")
-    login.backend.preempt(ref, 1)
+    preempt(login.backend, ref, 1)
     login.wait_for_step(ref, trial="members/1", attempt=1)
     login.let_go(ref, "members/0", "members/1")
     assert login.wait_for(ref, *ALL_ENDS, trial=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
@@ -97,7 +98,7 @@ def test_a_sidecar_that_ends_early_ends_the_run(login: LoginNode) -> None:
 def test_both_parts_of_a_job_are_told_and_live_again(login: LoginNode, cluster: Cluster) -> None:
     ref = _submit_with_sidecar(login, 5000, "--held")
     login.wait_for_step(ref)
-    login.backend.preempt(ref, 0)
+    preempt(login.backend, ref)
 
     def lives_again() -> bool:
         # Only the backfill scheduler starts such jobs; 22.05 looks again only once something happens.

@@ -11,6 +11,7 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.launch.contract import JobState
+from tests.fixtures.drill import preempt
 from tests.launch.slurm.plans import ALL_ENDS, LoginNode, a_role, gpus, seen, slurm_log, verdict
 from tools.slurm_cluster import Cluster
 
@@ -31,7 +32,7 @@ def test_a_told_job_saves_and_goes_on_from_there(login: LoginNode, cluster: Clus
     ref = login.submit(a_role("--steps", "5000,0"))
     login.wait_for_step(ref)
     with starts_nothing(cluster):
-        assert login.backend.preempt(ref, 0) == "SIGUSR2"
+        preempt(login.backend, ref)
         assert login.wait_for(ref, JobState.PREEMPTED).reason
     status = login.wait_for(ref, *ALL_ENDS, attempt=1)
     assert status.state is JobState.SUCCEEDED, slurm_log(ref)

@@ -32,7 +32,7 @@ def _plan(root: Path, profile: SlurmSite | None = None, **more: Any) -> JobPlan:
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "small": {"resources": gpus(2)},
+    "small": {"resources": gpus(2), "profile": SlurmSite(wrap=("podman", "run", "two words"))},
     "whole-node": {
         "resources": gpus(8, nodes=2, is_whole_node=True, memory="900G", gpu_type="h100"),
         "profile": SlurmSite(
@@ -128,6 +128,7 @@ def test_a_home_with_a_line_break_comes_through_the_shell(tmp_path: Path) -> Non
         ({"options": {"comment": "two\nlines"}}, "comment='two\\\\nlines'.*one line"),
         ({"options": {"gpu_type": "gpu:h100"}, "resources": gpus(1)}, "one type of the site"),
         ({"options": {"array": 3}}, "without a sweep"),
+        ({"options": {"wrap": ("podman",), "container_image": "x"}}, "site.wrap together with"),
         (
             {"options": {"array": 0}, "sweep": ((), ())},
             "site.array=0 is not allowed: .* greater than or equal to 1",

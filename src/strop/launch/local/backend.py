@@ -6,6 +6,7 @@ import os
 import secrets
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -51,19 +52,24 @@ class LocalBackend:
         if devices:
             plan = replace(plan, details={**plan.details, "devices": list(split_at_commas(devices))})
         roles = tuple(replace(role, nodes="first") if role.nodes == "cpu" else role for role in plan.roles)
-        argv = (plan.python, "-m", "strop.launch.local.supervisor", "--job", str(job_path_of(plan.home)))
+        # The supervisor runs outside of what wraps its agents.
+        python = sys.executable if plan.profile.get("wrap") else plan.python
+        argv = (python, "-m", "strop.launch.local.supervisor", "--job", str(job_path_of(plan.home)))
         return replace(plan, argv=argv, roles=roles)
 
     def probe(self, plan: JobPlan) -> list[Finding]:
         """Check that the interpreter exists and the GPUs are free, because no queue waits for them."""
         findings = []
-        if shutil.which(plan.python) is None:
+        setting, program = "python", plan.python
+        if wrap := plan.profile.get("wrap"):
+            setting, program = "wrap", wrap[0]
+        if shutil.which(program) is None:
             findings = [
                 Finding(
-                    code="python",
-                    given=f"{plan.python} is no program of this machine",
-                    allowed="the interpreter of an environment that has strop",
-                    next_step="correct `python` in the site profile, or remove it",
+                    code=setting,
+                    given=f"{program} is no program of this machine",
+                    allowed="the interpreter of an environment that has strop, or what runs one",
+                    next_step=f"correct `{setting}` in the site profile, or remove it",
                     severity=Severity.ERROR,
                 )
             ]
@@ -155,11 +161,6 @@ class LocalBackend:
                 break
             clear_leftovers()
             time.sleep(0.05)
-
-    def preempt(self, ref: JobRef, trial: int) -> str:
-        """Send the supervisor the signal of a preemption."""
-        self._signal(ref, signal.SIGUSR2)
-        return "SIGUSR2"
 
     def list_tagged(self) -> Iterator[JobRef]:
         """Yield nothing: a job of this machine does not exist without its directory."""

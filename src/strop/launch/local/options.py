@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strop.launch.options import DEVICES_HELP, KIND_HELP, CliFlag, SiteOptions, imply_gpus, split_at_commas
+from strop.launch.options import (
+    DEVICES_HELP,
+    KIND_HELP,
+    WRAP_HELP,
+    CliFlag,
+    SiteOptions,
+    imply_gpus,
+    split_at_commas,
+)
 from strop.spec.job import JobSpec
 from strop.spec.reader import Flag
 
@@ -24,6 +32,8 @@ class LocalSite(SiteOptions):
     devices: Annotated[tuple[str, ...], BeforeValidator(split_at_commas), CliFlag(metavar="0,1")] = Field(
         default=(), strict=False, exclude=True, description=DEVICES_HELP
     )
+
+    wrap: tuple[str, ...] = Field(default=(), strict=False, description=WRAP_HELP)
 
     def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
         """Return `job.gpus` as the number of chosen GPUs."""

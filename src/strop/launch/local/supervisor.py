@@ -5,7 +5,10 @@
 SIGUSR2 is a preemption: the attempt saves its state, and the job is requeued at most `max_requeue` times.
 SIGTERM and SIGINT are a cancellation. A killed agent counts as a lost node, which a scheduler would also
 replace. The trials of a sweep run one after the other; one of them can be ended alone
-(`supervisor_files`). The supervisor may be process 1 of a container.
+(`supervisor_files`).
+
+The words of the site's `wrap` stand before the agent's command. What they run is told of the supervisor's
+death by the end of its standard input: a container's engine does not pass a kill on.
 """
 
 from __future__ import annotations
@@ -19,9 +22,16 @@ import time
 from pathlib import Path
 
 from strop.errors import EXIT_DONE, EXIT_INTERRUPTED
-from strop.hardware import clear_leftovers, spawn
+from strop.hardware import clear_leftovers, spawn, tail
 from strop.hardware.process import become_subreaper, reap_orphans
-from strop.launch.attempts import combine_exit_files, describe_exit, from_wait, write_verdict
+from strop.launch.attempts import (
+    SIGNAL_BASE,
+    combine_exit_files,
+    describe_exit,
+    from_wait,
+    read_exit_code,
+    write_verdict,
+)
 from strop.launch.contract import JobPlan, TrialPlan
 from strop.launch.job_dir import ATTEMPTS_FOLDER, read_plan
 from strop.launch.local.supervisor_files import confirm_end, read_orders, write_identity
@@ -120,10 +130,15 @@ def _run_attempt(
     attempt_path = trial_path / ATTEMPTS_FOLDER / attempt
     started_at = time.time()
     orders.forget_preemptions()
-    argv = [sys.executable, "-m", "strop.launch.node", "--trial", str(trial_path), "--job", str(job_path)]
+    wrap = plan.profile.get("wrap") or ()
+    python = plan.python if wrap else sys.executable
+    argv = [*wrap, python, "-m", "strop.launch.node", "--trial", str(trial_path), "--job", str(job_path)]
     argv += ["--attempt", attempt, "--number", str(number), "--grace", str(plan.grace_s)]
-    argv += ["--term-grace", str(plan.grace_s)]
-    agent = spawn(argv, attempt_path / "supervisor.log", cwd=trial_path)
+    argv += ["--term-grace", str(plan.grace_s), *(["--tied"] if wrap else [])]
+    log_path, (stdin, tie) = attempt_path / "supervisor.log", os.pipe()
+    os.write(tie, b"\n")
+    agent = spawn(argv, log_path, cwd=trial_path, stdin=stdin)
+    os.close(stdin)
     # The first signal that is passed on to the agent.
     signal_name = ""
     while agent.poll() is None:
@@ -132,9 +147,12 @@ def _run_attempt(
             os.kill(agent.pid, order)
         reap_orphans([agent.pid])
         time.sleep(_POLL_S)
+    os.close(tie)
     ended = agent.poll() or 0
+    has_code = read_exit_code(attempt_path / "exit" / "0") is not None
     # Negative only if the agent itself was killed: for a killed role the agent returns that role's code.
-    exit_code, is_lost = from_wait(ended), ended < 0
+    exit_code = from_wait(ended)
+    is_lost = ended < 0 or (not has_code and exit_code == SIGNAL_BASE + signal.SIGKILL)
     if is_lost:
         for cleared in clear_leftovers():
             sys.stderr.write(f"after a kill: {cleared}\n")
@@ -150,7 +168,7 @@ def _run_attempt(
         started_at=started_at,
         ended_at=time.time(),
         nodes=(socket.gethostname(),),
-        cause=f"the agent was {describe_exit(exit_code)}" if is_lost else "",
+        cause="" if has_code else f"the agent ended: {describe_exit(from_wait(ended))}\n{tail(log_path)}",
     )
     return exit_code, is_lost
 

@@ -1,4 +1,4 @@
-"""The files between a job's supervisor and the commands about the job, on this machine and in containers.
+"""The files between a job's supervisor and the commands about the job.
 
 `supervisor.json` identifies the supervising process. It runs the trials of a sweep one after the other, and a
 signal to it would end all of them: so the order to end one trial is a file, which the supervisor reads and

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from pathlib import Path
 
+from strop.launch.attempts import SIGNAL_BASE
 from strop.launch.node.agent import run_node
 from strop.launch.node.environment import TERM_GRACE_S, NodeTask
 
@@ -25,7 +28,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--grace", type=float, default=120.0, help="seconds after the announcement of an end")
     parser.add_argument("--term-grace", type=float, default=TERM_GRACE_S, help="seconds after SIGTERM")
     parser.add_argument("--address", default="127.0.0.1", help="of node 0, as other nodes reach it")
+    parser.add_argument("--tied", action="store_true", help="end at once when standard input ends")
     args = parser.parse_args(arguments)
+    if args.tied:
+        threading.Thread(target=_end_with_parent, daemon=True).start()
     node = int(os.environ[args.node_variable]) if args.node_variable else args.node
     return run_node(
         NodeTask(
@@ -41,6 +47,13 @@ def main(arguments: list[str] | None = None) -> int:
             address=args.address,
         )
     )
+
+
+def _end_with_parent() -> None:
+    # Without a first byte nothing is connected to standard input, and its end says nothing.
+    if os.read(0, 1):
+        os.read(0, 1)
+        os._exit(SIGNAL_BASE + signal.SIGKILL)
 
 
 if __name__ == "__main__":

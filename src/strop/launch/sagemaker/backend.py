@@ -210,11 +210,6 @@ class SageMakerBackend:
             if trial in {None, job["trial"]}:
                 self._stop(job["name"])
 
-    def preempt(self, ref: JobRef, trial: int) -> str:
-        """Stop the job, which sends the container SIGTERM as a user's stop or the wall time does."""
-        self._stop(_job_of(ref, trial)["name"])
-        return "SIGTERM"
-
     def list_tagged(self) -> Iterator[JobRef]:
         """Yield the live jobs of the last 30 days with strop's tags, each with one trial."""
         for summary in self._list_since(time.time() - LOOK_BACK_S):

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from strop.errors import CheckRefused, ConfigError, RemoteMissing, StropError
-from strop.launch.container.engine import Engine
 from strop.launch.sagemaker.client import AwsClients
+from strop.launch.sagemaker.engine import Engine
 from strop.launch.sagemaker.options import SageMakerSite
 
 LOGIN_LIMIT_S = 60.0

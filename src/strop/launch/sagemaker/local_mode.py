@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from strop.errors import CheckRefused
-from strop.launch.container.command import device_words
-from strop.launch.container.engine import Engine
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.client import JobObjects
+from strop.launch.sagemaker.engine import Engine
 from strop.launch.sagemaker.local_platform import PlatformSync, build_tree, checkpoint_path
 from strop.launch.sagemaker.places import NUM_FAILURE_CHARACTERS, STOP_WINDOW_S
 from strop.launch.sagemaker.request import count_hosts
@@ -299,7 +298,7 @@ class _ContainerHost:
             argv += [word for host in names for word in ("--add-host", f"{host}:127.0.0.1")]
         # Only names, because values would be visible in the process list.
         argv += [word for key in sorted(environment) for word in ("--env", key)]
-        argv += device_words(settings.engine.kind, settings.gpus)
+        argv += settings.engine.device_words(settings.gpus)
         if settings.rootfs is not None:
             argv += ["--rootfs", f"{settings.rootfs}:O", *entry]
         else:

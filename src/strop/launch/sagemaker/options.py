@@ -123,7 +123,9 @@ class SageMakerSite(SiteOptions):
         max_length=255,
         description="Image instead of our own. With --local, 'none' = plain processes.",
     )
-    base_image: str | None = Field(default=None, min_length=1, description="What our image is built from.")
+    base_image: str | None = Field(
+        default=None, min_length=1, description="BASE of the project's Containerfile. none = its own."
+    )
     base_image_aws_profile: str | None = Field(
         default=None,
         min_length=1,
@@ -189,7 +191,7 @@ class SageMakerSite(SiteOptions):
         description="Entry point instead of strop's, split as a shell would.",
     )
     build: Annotated[bool, CliFlag(is_switch=True)] = Field(
-        default=False, exclude=True, description="Build the image from this environment."
+        default=False, exclude=True, description="Build the image from the project's Containerfile."
     )
     no_cache: bool = Field(default=False, exclude=True, description="With --build: rebuild all layers.")
     push: Annotated[bool, CliFlag(is_switch=True)] = Field(

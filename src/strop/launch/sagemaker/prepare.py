@@ -14,16 +14,15 @@ from dataclasses import replace
 
 from strop import __version__
 from strop.errors import EXIT_INTERRUPTED, CheckRefused, ConfigError
-from strop.hardware import read_gpu_users, read_gpus
+from strop.hardware.allocation import GpuRequest, allocate_gpus
+from strop.hardware.inventory import read_inventory
 from strop.launch.build_request import make_plan
-from strop.launch.container.command import choose_devices, leased_devices
-from strop.launch.container.engine import Engine, locate_engine, prove_engine
-from strop.launch.container.image import build_image, find_image, plan_image
 from strop.launch.contract import JobPlan, JobRequest
 from strop.launch.job_dir import job_path_of, write_job_dir
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients
 from strop.launch.sagemaker.ecr import compare_images, log_in_for_base, parse_reference, push_image
+from strop.launch.sagemaker.engine import IMAGE, Engine, build_image, find_image, locate_engine
 from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
 from strop.launch.sagemaker.local_platform import FolderObjects
 from strop.launch.sagemaker.options import SageMakerSite
@@ -47,7 +46,7 @@ def prepare_image(
     Raises: CheckRefused without a container engine, or without an image for a job with GPUs; ConfigError for
         a push without an image or a repository; StoreError if AWS does not answer.
     """
-    engine, image = _find_image(options, request.options.get("image"), say)
+    engine, image = _find_image(request, options, say)
     plain = replace(request, options={k: v for k, v in request.options.items() if k not in _STEPS})
     if options.local:
         return _run_here(plain, options, backend, engine, image, say)
@@ -58,37 +57,42 @@ def prepare_image(
         remote = parse_reference(f"{options.repository}:{options.image_tag or f'v{__version__}'}")
         local = find_image(engine, image) if engine is not None and image is not None else None
         if remote is not None and remote.registry is not None and local is not None:
-            difference = compare_images(AwsClients(profile=options), remote, local[0])
+            difference = compare_images(AwsClients(profile=options), remote, local)
             if difference:
                 say(f"warning: {difference}")
     return plain
 
 
-def _find_image(
-    options: SageMakerSite, named_image: str | None, say: Say
-) -> tuple[Engine | None, str | None]:
+def _find_image(request: JobRequest, options: SageMakerSite, say: Say) -> tuple[Engine | None, str | None]:
     """Return an engine and its image, built if requested; (None, None) if none is needed.
 
-    `named_image`: the image of `--image`. AWS fetches that of the profile.
+    An image of `--image` counts; AWS fetches that of the profile.
     """
+    named_image = request.options.get("image")
     is_bare = options.local and named_image == NO_IMAGE
     if is_bare or not (options.build or options.push or options.local):
         return None, None
     try:
-        engine = prove_engine(locate_engine())
+        engine = locate_engine()
     except CheckRefused:
         if options.build or options.push or options.devices:
             raise
         return None, None
     if named_image is not None:
         return engine, named_image
-    image = plan_image(base_image=options.base_image)
-    if options.build:
-        if options.no_cache or find_image(engine, image.name) is None:
-            log_in_for_base(options, engine)
-        built = build_image(engine, image, no_cache=options.no_cache, say=say)
-        say(f"image {built.name}: {built.size_bytes / 1e6:.0f} MB, built in {built.wall_s:.0f} s")
-    return engine, image.name if find_image(engine, image.name) else None
+    if not options.build:
+        return engine, IMAGE if find_image(engine, IMAGE) else None
+    containerfile = request.project_path / "Containerfile"
+    if not containerfile.is_file():
+        raise ConfigError(
+            f"--build, and there is no {containerfile}",
+            allowed="a Containerfile in the project's folder, as in docs/container.md",
+            next_step="write one, or name an image with --image",
+        )
+    log_in_for_base(options, engine)
+    name = build_image(engine, containerfile, options.base_image, no_cache=options.no_cache)
+    say(f"image {name} is built")
+    return engine, name
 
 
 def push_for(
@@ -139,15 +143,17 @@ def _run_here(
     if image is None:
         engine = None
     else:
-        gpus = choose_devices(
-            read_gpus(),
-            read_gpu_users(),
-            num_wanted=plan.resources.gpus_per_node,
-            requested=gpus,
-            taken=leased_devices(),
-        )
+        gpus = _choose_gpus(plan.resources.gpus_per_node, gpus)
     write_job_dir(plan, request, os.environ)
     return _emulate(plan, options, gpus, engine, image, say)
+
+
+def _choose_gpus(number: int, requested: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the GPUs of a container: those requested, or free ones. Raises: CheckRefused if they are not."""
+    if not number:
+        return ()
+    asked = GpuRequest(wanted={"all": number}, inherited=",".join(requested) or None)
+    return allocate_gpus(asked, read_inventory()).roles["all"].uuids
 
 
 def _emulate(

@@ -131,10 +131,7 @@ def build_request(
 ) -> dict[str, Any]:
     """Return the request for one trial. Pure; equal plans give equal requests."""
     profile = settings.profile
-    # Strop's own image is built from this environment, with the same path of the interpreter.
-    is_own = profile.base_image is None and not profile.image
-    python = profile.python or (request.python if is_own else ENTRY_PYTHON)
-    entry = list(profile.entrypoint or (python, "-m", places.ENTRY_MODULE))
+    entry = list(profile.entrypoint or (profile.python or ENTRY_PYTHON, "-m", places.ENTRY_MODULE))
     output: dict[str, Any] = {"S3OutputPath": f"{settings.root}/output", "CompressionType": "GZIP"}
     if profile.kms_key:
         output["KmsKeyId"] = profile.kms_key

@@ -173,13 +173,6 @@ class SlurmBackend:
         argv = ("scancel", *how, _target(ref, trial))
         _require(ask_client(argv), shlex.join(argv))
 
-    def preempt(self, ref: JobRef, trial: int) -> str:
-        """Send the steps the signal that announces a preemption, as `--signal` does."""
-        target = _target(ref, trial)
-        argv = ("scancel", f"--signal={self.profile.signal}", target)
-        _require(ask_client(argv), shlex.join(argv))
-        return f"SIG{self.profile.signal}"
-
     def list_tagged(self) -> Iterator[JobRef]:
         """Yield this user's jobs with strop's tag that have not ended.
 

@@ -7,7 +7,15 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from strop.launch.options import IMAGE_FLAGS, KIND_HELP, CliFlag, DeviceGrant, NodeHardware, SiteOptions
+from strop.launch.options import (
+    IMAGE_FLAGS,
+    KIND_HELP,
+    WRAP_HELP,
+    CliFlag,
+    DeviceGrant,
+    NodeHardware,
+    SiteOptions,
+)
 from strop.spec.job import DURATION_HELP, DURATION_PATTERN
 
 if TYPE_CHECKING:
@@ -59,6 +67,7 @@ class SlurmSite(SiteOptions):
         min_length=1,
         description="Image that the steps run in: by pyxis where srun has it, else podman, else apptainer.",
     )
+    wrap: tuple[str, ...] = Field(default=(), strict=False, description=WRAP_HELP)
     container_mounts: tuple[str, ...] = Field(
         default=(),
         strict=False,

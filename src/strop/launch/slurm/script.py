@@ -167,6 +167,8 @@ def write_script(plan: JobPlan, options: SlurmSite) -> str:
         autoescape=False,
     )
     templates.filters["q"] = shlex.quote
+    if options.wrap and options.container_image:
+        raise _refusal("site.wrap together with site.container_image", "one of them", "leave one out")
     resources = plan.resources
     node_lists = ["SLURM_JOB_NODELIST"]
     if resources.num_cpu_nodes:
@@ -185,6 +187,7 @@ def write_script(plan: JobPlan, options: SlurmSite) -> str:
         grace_s=f"{plan.grace_s:g}",
         num_past=plan.num_past,
         image=options.container_image,
+        wrap=options.wrap,
         mounts=mounts,
     )
 

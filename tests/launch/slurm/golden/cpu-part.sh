@@ -52,7 +52,7 @@ agent=(/env/bin/python -m strop.launch.node --trial "$trial" --job "$home/job" -
   --number "$number" --node-variable STROP_NODE --num-nodes 3 --address "$address"
   --grace 120 --term-grace "$((${kill_wait:-30} * 4 / 5))")
 step=(srun --export=ALL --kill-on-bad-exit=0 --cpu-bind=none --label)
-steps=(); contain=(); inside=(); here=()
+steps=(); contain=(); inside=(); here=("${inside[@]}")
 image=/images/strop.sif
 mounts=("$home" "$TMPDIR")
 for i in "${!mounts[@]}"; do [[ ${mounts[i]} == *:* ]] || mounts[i]=${mounts[i]}:${mounts[i]}; done

@@ -39,7 +39,7 @@ agent=(/env/bin/python -m strop.launch.node --trial "$trial" --job "$home/job" -
   --number "$number" --node-variable STROP_NODE --num-nodes 1 --address "$address"
   --grace 120 --term-grace "$((${kill_wait:-30} * 4 / 5))")
 step=(srun --export=ALL --kill-on-bad-exit=0 --cpu-bind=none --label)
-steps=(); contain=(); inside=(); here=()
+steps=(); contain=(); inside=(podman run 'two words'); here=("${inside[@]}")
 "${step[@]}" "${contain[@]}" \
   bash -c "$on_node" node 0 "${inside[@]}" "${agent[@]}" --part main & steps+=($!)
 # Agents end each other where one has ended. Not `wait` alone: it returns at each signal, as if all had ended.
