@@ -77,7 +77,7 @@ def test_an_unknown_site_names_the_near_one_and_where_was_looked(places: Places)
     assert "did you mean laboratory?" in told
     assert str(places.user_path) in told
     assert str(places.project_path) in told
-    assert "local, container, slurm, sagemaker" in told
+    assert "local, slurm, sagemaker" in told
 
 
 def test_an_unknown_site_without_a_near_one_says_what_to_write(places: Places) -> None:
@@ -92,7 +92,7 @@ def test_an_unknown_site_without_a_near_one_says_what_to_write(places: Places) -
             ["partitoin", ":3)", "did you mean partition?"],
         ),
         ('[sites.lab]\nbackend = "local"\npartition = "x"\n', ["unknown key sites.lab.partition"]),
-        ('[sites.lab]\nbackend = "lsf"\n', ["sites.lab.backend='lsf'", "local, container, slurm, sagemaker"]),
+        ('[sites.lab]\nbackend = "lsf"\n', ["sites.lab.backend='lsf'", "local, slurm, sagemaker"]),
         ("[sites.lab]\noffline = true\n", ["sites.lab.backend=none", "set backend"]),
         (
             '[sites.lab]\nbackend = "slurm"\ntime_limit = "2 hours"\n',

@@ -162,10 +162,6 @@ def test_a_snapshot_shows_one_moment_and_nothing_is_lost_meanwhile(backend: str)
             assert num_a - num_b in (0, 1)
             assert num_a > 0
         await snapshot.close()
-        await sandbox.pause()
-        async with await sandbox.snapshot():
-            assert (await sandbox.stats()).is_paused
-        await sandbox.resume()
 
     in_sandbox(backend, act)
 

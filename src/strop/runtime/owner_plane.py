@@ -291,7 +291,7 @@ _FIELDS: Mapping[str, Mapping[str, _Check]] = {
     },
     "open_shell": {"argv": _is_words, **_COMMAND_FIELDS},
     "run": {"shell": _is_number, "wall_limit_s": _is_time},
-    **{name: {} for name in ("pause", "resume", "snapshot", "stats")},
+    **{name: {} for name in ("snapshot", "stats")},
     **{name: {"job": _is_number} for name in ("cancel", "end", "drop", "input", "input_end")},
     "signal": {"job": _is_number, "number": lambda value: type(value) is int and 1 <= value <= 64},
     "output": {

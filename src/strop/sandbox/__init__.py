@@ -10,7 +10,6 @@ from strop.sandbox.choose import choose_backend, make_backend
 from strop.sandbox.contract import (
     ExecKind,
     ExecResult,
-    FrozenBy,
     Guard,
     Isolation,
     IsolationLevel,
@@ -27,7 +26,6 @@ from strop.sandbox.following import Job, JobOutput, Shell, ShellResult
 __all__ = [
     "ExecKind",
     "ExecResult",
-    "FrozenBy",
     "Guard",
     "Isolation",
     "IsolationLevel",

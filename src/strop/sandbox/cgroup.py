@@ -199,14 +199,6 @@ def find_controllers(
     return list(controllers.values())
 
 
-def find_freezers() -> list[tuple[int, Path]]:
-    """Return the hierarchies that can freeze: version and this process's own directory, the best first."""
-    hierarchies = _find_hierarchies(None, None)
-    return sorted(
-        (version, path) for version, names, path in hierarchies if version == 2 or "freezer" in names
-    )
-
-
 def _find_hierarchies(membership: str | None, mounts: str | None) -> Iterator[tuple[int, list[str], Path]]:
     """Yield version, controllers (of version 1) and the process's own directory of each mounted hierarchy."""
     # Empty on a kernel without control groups, or inside some containers.

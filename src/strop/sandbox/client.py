@@ -20,7 +20,6 @@ from strop.errors import CorruptRecord, SandboxError, SandboxLost
 from strop.sandbox.channel import Channel
 
 _NEXT_STEPS = {
-    "paused": "resume it first",
     "busy": "try again; a process may wait for a disk",
     "refused": "wait until something listens there",
     "missing": "wait until something listens there",

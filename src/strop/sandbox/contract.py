@@ -6,8 +6,8 @@ raises `SandboxError`. The isolation reached is measured when a sandbox is creat
 
 A sandbox is a session: its files stay from one command to the next, until it is stopped. A command is awaited
 (`exec`), followed while it runs (`start`) or evaluated by a shell that stays open (`open_shell`; both in
-`following`). `pause` freezes the sandbox, and new sandboxes can begin from a `snapshot` of it. The contract
-is independent of the language; `local` adds Python for the sandboxes of this machine.
+`following`). New sandboxes can begin from a `snapshot` of it. The contract is independent of the language;
+`local` adds Python, and pauses, for the sandboxes of this machine.
 """
 
 from __future__ import annotations
@@ -238,15 +238,6 @@ class ExecResult:
         return self.stderr_total - len(self.stderr)
 
 
-class FrozenBy(StrEnum):
-    """The mechanism that freezes a paused sandbox's programs."""
-
-    CGROUP = "cgroup"
-    """The kernel's freezer. Programs do not notice."""
-    SIGNALS = "signals"
-    """Each process was stopped by a signal, which a shell that waits for a child may notice."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SandboxStats:
     """Resource use of a sandbox so far."""
@@ -267,7 +258,6 @@ class SandboxStats:
     exec_p50_s: float | None
     """Median duration of the newest commands; None before the first."""
     exec_p99_s: float | None
-    is_paused: bool
     refused_calls: int = 0
     """Connections that programs tried to hosts outside the sandbox's list of allowed ones."""
 
@@ -400,25 +390,11 @@ class Sandbox(Protocol):
         """
         ...
 
-    async def pause(self) -> FrozenBy:
-        """Freeze all programs, and their time limits with them. No-op if it is paused.
-
-        Until `resume`, requests to run something are refused with a SandboxError of kind paused, and requests
-        to its jobs wait.
-
-        Raises: SandboxError with kind busy if a process could not be stopped; then all go on. SandboxLost.
-        """
-        ...
-
-    async def resume(self) -> None:
-        """Let its programs go on. No-op if it is not paused. Raises: SandboxLost."""
-        ...
-
     async def snapshot(self) -> Snapshot:
-        """Copy the files that programs, frozen meanwhile, have written so far; see `SandboxSpec.snapshot`.
+        """Copy the files that programs, stopped meanwhile, have written so far; see `SandboxSpec.snapshot`.
 
-        Raises: SandboxError with kind no_space, busy (as `pause`), too_deep (a snapshot of a snapshot, and
-        so on, 16 times) or io; SandboxLost.
+        Raises: SandboxError with kind no_space, busy (a process could not be stopped), too_deep (a snapshot
+        of a snapshot, and so on, 16 times) or io; SandboxLost.
         """
         ...
 

@@ -35,7 +35,6 @@ from strop.sandbox.cgroup import (
     find_controllers,
     hand_down_controllers,
     remove_abandoned,
-    remove_group,
 )
 from strop.sandbox.channel import Channel
 from strop.sandbox.contract import IsolationLevel, Limits
@@ -43,7 +42,6 @@ from strop.sandbox.docker import DockerPlace
 from strop.sandbox.engine import Engine, container_name, read_container_id
 from strop.sandbox.family import end_inside, kill_strays, signal_descendants
 from strop.sandbox.frames import pack
-from strop.sandbox.freezer import thaw_groups
 from strop.sandbox.inside import read_namespaces
 from strop.sandbox.layers import PREFIX, layer_files, remove_layer, remove_unfinished
 from strop.sandbox.linux import (
@@ -238,7 +236,6 @@ class _Daemon:
     def _clear_after(self, pid: int) -> None:
         """Clean up after a supervisor that was killed."""
         deadline = time.monotonic() + _END_LIMIT_S
-        thawed = thaw_groups(f"strop-{pid}")
         # To podman, a process runs until its parent has reaped it.
         while (strays := kill_strays(os.getpid(), self._supervisors)) and time.monotonic() < deadline:
             for stray in strays:
@@ -246,8 +243,6 @@ class _Daemon:
                     os.waitpid(stray, os.WNOHANG)
             time.sleep(0.001)
         Cgroup({each.name: each.own_dir / f"strop-{pid}" for each in self._ground.controllers}).remove()
-        for group in thawed:
-            remove_group(group)
         uid, is_private_uid = sandbox_uid(pid)
         if is_private_uid:
             remove_ipc(uid)

@@ -7,10 +7,11 @@ may have reused a process id.
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 from strop.sandbox.linux import read_file, read_or_empty
@@ -18,6 +19,7 @@ from strop.sandbox.linux import read_file, read_or_empty
 _STATE_FIELD, _PARENT_FIELD, _GROUP_FIELD, _START_FIELD = 0, 1, 2, 19
 """Fields of /proc/PID/stat, counted from behind the name."""
 _END_LIMIT_S = 5.0
+_STOP_LIMIT_S = 2.0
 _CPU_FIELDS = slice(11, 15)
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -74,6 +76,37 @@ def start_times(pids: Collection[int]) -> dict[int, str]:
     """
     stats = {pid: _read_stat(pid) for pid in pids}
     return {pid: stat[_START_FIELD] for pid, stat in stats.items() if stat}
+
+
+def stop_programs(find_programs: Callable[[], list[int]]) -> dict[int, str]:
+    """Stop processes by a signal until none runs; return those that ran, with their start times.
+
+    Raises: OSError if one cannot be stopped; then all go on.
+    """
+    stopped: dict[int, str] = {}
+    deadline = time.monotonic() + _STOP_LIMIT_S
+    while True:
+        states = process_states(find_programs())
+        # One that waits in the kernel, as for its child of a vfork, stops before it runs again.
+        running = [
+            pid
+            for pid, state in states.items()
+            if state not in "TtZX" and not (state == "D" and pid in stopped)
+        ]
+        if not running:
+            return stopped
+        if time.monotonic() > deadline:
+            continue_programs(stopped)
+            raise OSError(errno.EBUSY, f"{len(running)} processes go on after {_STOP_LIMIT_S:.0f} s")
+        stopped |= {pid: start for pid, start in start_times(running).items() if pid not in stopped}
+        signal_processes(running, signal.SIGSTOP)
+        time.sleep(0.001)
+
+
+def continue_programs(stopped: Mapping[int, str]) -> None:
+    """Let the processes that `stop_programs` returned run again."""
+    present = start_times(list(stopped))
+    signal_processes([pid for pid, start in stopped.items() if present.get(pid) == start], signal.SIGCONT)
 
 
 def find_copies(group: int) -> dict[int, str]:

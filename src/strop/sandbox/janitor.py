@@ -12,20 +12,16 @@ import fcntl
 import os
 import re
 import shutil
-import signal
 import stat
 import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from strop.hardware.identity import read_start_ticks, send_signal
-from strop.sandbox.cgroup import find_controllers, find_freezers, remove_abandoned, remove_group
+from strop.sandbox.cgroup import find_controllers, remove_abandoned
 from strop.sandbox.daemon import FOLDER_PREFIX, SCRATCH_BASES
 from strop.sandbox.engine import ENGINES, Engine, engine_environ
-from strop.sandbox.family import end_inside, parent_of
-from strop.sandbox.freezer import FREEZER_FILES
-from strop.sandbox.linux import read_file, write_file
+from strop.sandbox.family import end_inside
 from strop.sandbox.spawning import remove_tree
 
 _YOUNG_S = 2.0
@@ -39,8 +35,6 @@ def clear_abandoned() -> list[str]:
     cleared = []
     dead = list(_find_dead())
     try:
-        # First, because a container with processes that cannot end is not removed.
-        cleared += [f"process {pid}, frozen" for pid in _end_frozen()]
         names = {path.name for path, _ in dead}
         for engine_name in ENGINES:
             if (program := shutil.which(engine_name)) is not None:
@@ -105,35 +99,3 @@ def _find_containers(engine: Engine, dead: set[str]) -> dict[str, str]:
         for match in matches
         if match[1] in dead or not any(Path(base, match[1]).exists() for base in SCRATCH_BASES)
     }
-
-
-def _end_frozen() -> list[int]:
-    """Kill and thaw the processes in frozen groups without a supervisor or a daemon; return their ids."""
-    ended = []
-    for version, own_dir in find_freezers():
-        file, _, word = FREEZER_FILES[version]
-        for path in own_dir.glob("strop-[0-9]*"):
-            with suppress(OSError):
-                supervisor = int(path.name.rpartition("-")[2])
-                pids = list(map(int, read_file(path / "cgroup.procs").split()))
-                # 0 is a process of another namespace, whose ids mean nothing here.
-                # The processes themselves are not checked: as forks of a daemon they may look like one.
-                above = {parent_of(pid) for pid in pids} - set(pids)
-                if 0 in pids or any(map(_is_watched, [supervisor, *above])):
-                    continue
-                # A frozen process ends only when it is thawed.
-                started = {pid: ticks for pid in pids if (ticks := read_start_ticks(pid)) is not None}
-                ended += [pid for pid, ticks in started.items() if send_signal(pid, ticks, signal.SIGKILL)]
-                write_file(path / file, word)
-                remove_group(path)
-    return ended
-
-
-def _is_watched(pid: int | None) -> bool:
-    """Whether a process or one of its ancestors is a sandbox daemon."""
-    while pid:
-        with suppress(OSError):
-            if "strop.sandbox.daemon" in read_file(f"/proc/{pid}/cmdline"):
-                return True
-        pid = parent_of(pid)
-    return False

@@ -164,11 +164,6 @@ class Job:
 
     # Its end.
 
-    def shift(self, delay_s: float) -> None:
-        """Move start and deadline by the time of a pause."""
-        self.started_at += delay_s
-        self.next_at += delay_s
-
     def order(self, order: bytes) -> None:
         """Send an order to the runner."""
         with suppress(OSError):

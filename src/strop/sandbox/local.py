@@ -95,6 +95,17 @@ class LocalSandbox(ServedSandbox):
         request = {"argv": list(self.python_argv), "is_main": True, "wall_limit_s": wall_limit_s}
         return as_result(*await self._run({**request, "env": self._env}, stdin))
 
+    async def pause(self) -> None:
+        """Stop all its programs; their time limits go on. No-op if they are.
+
+        Raises: SandboxError with kind busy if a process could not be stopped; then all go on. SandboxLost.
+        """
+        await self.client.ask({"op": "pause"})
+
+    async def resume(self) -> None:
+        """Let its programs go on. Raises: SandboxLost."""
+        await self.client.ask({"op": "resume"})
+
     async def snapshot(self) -> LocalSnapshot:
         """Copy its programs' files; see `Sandbox.snapshot`."""
         _, answer = self.client.begin({"op": "snapshot"})

@@ -23,7 +23,6 @@ from strop.sandbox.contract import (
     MIB,
     ExecKind,
     ExecResult,
-    FrozenBy,
     Guard,
     Isolation,
     IsolationLevel,
@@ -231,15 +230,6 @@ class ServedSandbox(ABC):
             else:
                 left_out.append(name)
         return tuple(left_out)
-
-    async def pause(self) -> FrozenBy:
-        """Freeze its programs; see `Sandbox.pause`."""
-        header, _ = await self.client.ask({"op": "pause"})
-        return FrozenBy(header["frozen_by"])
-
-    async def resume(self) -> None:
-        """Thaw its programs; see `Sandbox.resume`."""
-        await self.client.ask({"op": "resume"})
 
     @abstractmethod
     async def snapshot(self) -> Snapshot:

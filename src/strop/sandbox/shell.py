@@ -123,13 +123,6 @@ class Shell(Job):
         else:
             self._run.signals.append(number)
 
-    def shift(self, delay_s: float) -> None:
-        """Move all deadlines by the time of a pause."""
-        super().shift(delay_s)
-        if (run := self._run) is not None:
-            run.started_at += delay_s
-            run.deadline += delay_s
-
     def look_at_clock(self, now: float) -> None:
         """Act on the deadline `next_at`, which has passed."""
         run = self._run

@@ -21,9 +21,15 @@ from functools import partial
 from typing import Any
 
 from strop.sandbox.channel import Channel
-from strop.sandbox.contract import KIB, ExecKind, FrozenBy, IsolationLevel
-from strop.sandbox.family import cpu_s, find_grandchildren, memory_bytes, signal_descendants
-from strop.sandbox.freezer import Freezer
+from strop.sandbox.contract import KIB, ExecKind, IsolationLevel
+from strop.sandbox.family import (
+    continue_programs,
+    cpu_s,
+    find_grandchildren,
+    memory_bytes,
+    signal_descendants,
+    stop_programs,
+)
 from strop.sandbox.job import DETACH_S, STUCK_S, Job
 from strop.sandbox.layers import PREFIX, remove_layer, start_copy
 from strop.sandbox.place import Ground, LoadedPython, Place, clean_env
@@ -74,9 +80,8 @@ class Supervisor:
         self._is_ending = False
         self._lost_kind = self._lost_why = ""
         self._accounts = _Accounts()
-        self._freezer = Freezer(place.cgroup, f"strop-{os.getpid()}", lambda: find_grandchildren(os.getpid()))
-        self._paused_at: float | None = None
-        self._frozen_by = FrozenBy.CGROUP
+        self._stopped: dict[int, str] = {}
+        """The processes that a pause has stopped, with their start times."""
         self._begins: dict[str, Callable[[dict[str, Any], bytes], None]] = {
             "start": self._start,
             "open_shell": self._open_shell,
@@ -148,14 +153,13 @@ class Supervisor:
 
     def _turn(self) -> None:
         soonest_at = min((job.next_at for job in self._jobs.values()), default=math.inf)
-        is_waiting = math.isinf(soonest_at) or self._paused_at is not None
-        wait_s = None if is_waiting else max(0.0, soonest_at - time.monotonic())
+        wait_s = None if math.isinf(soonest_at) else max(0.0, soonest_at - time.monotonic())
         for key, _ in self.selector.select(wait_s):
             if key.fd in self.selector.get_map():
                 key.data()
         now = time.monotonic()
         for job in list(self._jobs.values()):
-            if now >= job.next_at and self._paused_at is None:
+            if now >= job.next_at:
                 job.look_at_clock(now)
 
     # Requests.
@@ -182,10 +186,7 @@ class Supervisor:
             elif operation in self._states:
                 self.send({"id": header["id"], **self._states[operation]()})
             elif operation in self._begins:
-                if self._paused_at is None:
-                    self._begins[operation](header, body)
-                else:
-                    self.send({"id": header["id"], "failed": "paused", "why": "it is paused"})
+                self._begins[operation](header, body)
             elif operation not in self._steps:
                 why = f"it knows no request {operation!r}"
                 self.send({"id": header.get("id"), "failed": "unknown", "why": why})
@@ -263,8 +264,8 @@ class Supervisor:
         self._num_connecting -= 1
 
     def _snapshot(self, request_id: int) -> None:
-        """Copy the programs' files while the sandbox is paused; requests wait meanwhile."""
-        was_paused = self._paused_at is not None
+        """Copy the programs' files while they are stopped; requests wait meanwhile."""
+        was_paused = bool(self._stopped)
         if "failed" in (refusal := self._pause()):
             self.send({"id": request_id, **refusal})
             return
@@ -287,25 +288,19 @@ class Supervisor:
             end({"failed": "io", "why": str(error)})
 
     def _pause(self) -> dict[str, Any]:
-        if self._paused_at is None:
-            try:
-                self._frozen_by = self._freezer.freeze()
-            except OSError as error:
-                return {"failed": "busy", "why": f"it cannot be paused: {error}"}
-            self._paused_at = time.monotonic()
-        return {"frozen_by": self._frozen_by}
+        try:
+            self._stopped |= stop_programs(lambda: find_grandchildren(os.getpid()))
+        except OSError as error:
+            return {"failed": "busy", "why": f"it cannot be paused: {error}"}
+        return {}
 
     def _resume(self) -> dict[str, Any]:
-        if self._paused_at is not None:
-            self._freezer.thaw()
-            for job in self._jobs.values():
-                job.shift(time.monotonic() - self._paused_at)
-            self._paused_at = None
+        continue_programs(self._stopped)
+        self._stopped.clear()
         return {}
 
     def _describe(self) -> dict[str, Any]:
-        own = {"is_paused": self._paused_at is not None, "refused_calls": self._num_refused_calls}
-        return self._accounts.describe(self.place) | own
+        return self._accounts.describe(self.place) | {"refused_calls": self._num_refused_calls}
 
     def _on_refused_call(self) -> None:
         assert self._egress is not None
@@ -374,10 +369,6 @@ class Supervisor:
             with suppress(KeyError):
                 self.selector.unregister(self.place.holder)
         self.place.kill()
-        if self._paused_at is not None:
-            # Killed first, so that they do not run again when thawed.
-            signal_descendants(os.getpid(), signal.SIGKILL)
-            self._freezer.thaw()
         now = time.monotonic()
         # With a holder the kernel kills all its processes, so a search is rarely needed.
         search_at = now if self.place.holder is None else now + _NAMESPACE_KILL_S
@@ -389,7 +380,6 @@ class Supervisor:
                 break
             time.sleep(0.001)
             now = time.monotonic()
-        self._paused_at = None
         give_up_at = time.monotonic() + 2 * DETACH_S
         # All processes are dead, so every pipe ends.
         while self._jobs and time.monotonic() < give_up_at:
@@ -398,7 +388,6 @@ class Supervisor:
             self._turn()
         if self._layer:
             remove_layer(self._layer, can_mount=self._ground.can_mount)
-        self._freezer.close()
         self.place.close()
         if self._lost_kind:
             self.send({"lost": self._lost_kind, "why": self._lost_why})
