@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
 
 import pytest
 import torch
@@ -12,16 +11,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from strop.algorithm.losses import IS_PG
-from strop.algorithm.offline import Divergence, compare_top, jensen_shannon
+from strop.algorithm.offline import Divergence
 
 TEACHER_V = torch.tensor([[0.7, 0.2, 0.1]], dtype=torch.float64).log()
 STUDENT_V = torch.tensor([[0.3, 0.5, 0.2]], dtype=torch.float64).log()
 REVERSE = [-0.356965, 0.286853, 0.070112]
-ALL = [
-    Divergence(name="forward_kl"),
-    Divergence(name="reverse_kl"),
-    *(Divergence(name="jsd", beta=beta) for beta in (0.0, 0.1, 0.5, 0.9, 1.0)),
-]
+ALL = [Divergence(name="forward_kl"), Divergence(name="reverse_kl"), Divergence(name="jsd")]
 
 
 @pytest.mark.parametrize(
@@ -30,40 +25,13 @@ ALL = [
         # 0.7 ln(7/3) + 0.2 ln 0.4 + 0.1 ln 0.5, and p - t
         (Divergence(name="forward_kl"), 0.340536, [-0.4, 0.3, 0.1]),
         (Divergence(name="reverse_kl"), 0.342585, REVERSE),
-        (Divergence(name="jsd", beta=0.1), 0.030325, [-0.034779, 0.026203, 0.008576]),
-        (Divergence(name="jsd", beta=0.5), 0.082844, [-0.089018, 0.068512, 0.020506]),
-        (Divergence(name="jsd", beta=0.9), 0.030464, [-0.031793, 0.025262, 0.006531]),
-        (Divergence(name="jsd", beta=0.0), 0.340536, [-0.4, 0.3, 0.1]),
-        (Divergence(name="jsd", beta=1.0), 0.342585, REVERSE),
+        (Divergence(name="jsd"), 0.082844, [-0.089018, 0.068512, 0.020506]),
     ],
 )
 def test_divergences_by_hand(divergence: Divergence, value: float, gradient: list[float]) -> None:
     value_U, grad_U_V = divergence(STUDENT_V, TEACHER_V)
     assert value_U.item() == pytest.approx(value, abs=1e-6)
     assert grad_U_V[0].tolist() == pytest.approx(gradient, abs=1e-6)
-
-
-def test_the_limits_of_jsd_are_the_two_kls() -> None:
-    small, large = (jensen_shannon(STUDENT_V, TEACHER_V, beta)[0].item() for beta in (1e-6, 1 - 1e-6))
-    assert small / 1e-6 == pytest.approx(0.340536, abs=1e-4)
-    assert large / 1e-6 == pytest.approx(0.342585, abs=1e-4)
-
-
-def top(divergence: Divergence, k: int, rest: Literal["tail", "renorm"], student: Tensor) -> float:
-    logp, ids = TEACHER_V.topk(k, dim=-1)
-    return compare_top(divergence, student, logp, ids, rest)[0].item()
-
-
-def test_the_most_likely_tokens_by_hand() -> None:
-    forward = Divergence(name="forward_kl")
-    # 0.7 ln(7/3) + 0.3 ln(3/7): what is left in one bucket
-    assert top(forward, 1, "tail", STUDENT_V) == pytest.approx(0.338919, abs=1e-6)
-    # (7/9) ln((7/9) / (3/8)) + (2/9) ln((2/9) / (5/8)): both scaled
-    assert top(forward, 2, "renorm", STUDENT_V) == pytest.approx(0.337606, abs=1e-6)
-    # A scaled teacher against the unscaled policy would be -ln 0.9 where both agree.
-    for k in (1, 2):
-        assert top(forward, k, "renorm", TEACHER_V) == pytest.approx(0.0, abs=1e-9)
-        assert top(forward, k, "tail", TEACHER_V) == pytest.approx(0.0, abs=1e-9)
 
 
 def softmaxed(logits: Tensor) -> Tensor:
@@ -79,7 +47,7 @@ def by_autograd(divergence: Divergence, logits: Tensor, teacher: Tensor) -> Tens
 rows = st.lists(st.lists(st.floats(-8, 8), min_size=5, max_size=5), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("divergence", ALL, ids=lambda one: f"{one.name}-{one.beta}")
+@pytest.mark.parametrize("divergence", ALL, ids=lambda one: one.name)
 @settings(deadline=None, max_examples=25)
 @given(data=st.data())
 def test_gradients_are_those_of_autograd(divergence: Divergence, data: st.DataObject) -> None:
@@ -93,23 +61,7 @@ def test_gradients_are_those_of_autograd(divergence: Divergence, data: st.DataOb
     )
 
 
-@pytest.mark.parametrize("rest", ["tail", "renorm"])
-@pytest.mark.parametrize("divergence", ALL, ids=lambda one: f"{one.name}-{one.beta}")
-def test_gradients_on_the_most_likely_tokens_are_those_of_autograd(
-    divergence: Divergence, rest: Literal["tail", "renorm"]
-) -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits, other = (torch.randn(4, 9, dtype=torch.float64, generator=generator) * 2 for _ in range(2))
-    logp, ids = softmaxed(other).topk(3, dim=-1)
-    leaf = logits.clone().requires_grad_()
-    value_U, _ = compare_top(divergence, softmaxed(leaf), logp, ids, rest)
-    (expected,) = torch.autograd.grad(value_U.sum(), leaf)
-    _, grad = compare_top(divergence, softmaxed(logits), logp, ids, rest)
-    torch.testing.assert_close(grad, expected)
-    assert float(grad.sum(dim=-1).abs().max()) < 1e-12
-
-
-@pytest.mark.parametrize("divergence", ALL, ids=lambda one: f"{one.name}-{one.beta}")
+@pytest.mark.parametrize("divergence", ALL, ids=lambda one: one.name)
 def test_nothing_overflows_in_float32(divergence: Divergence) -> None:
     # A token that one side rules out: its log-probability is minus infinity.
     student = torch.tensor([[0.0, -math.inf, -200.0]]).log_softmax(-1)

@@ -60,7 +60,7 @@ GRADIENT_TOLERANCES = {
     "bias": 10 * TOLERANCE,
 }
 """Relative, per parameter tensor, in float32."""
-JSD = Divergence(name="jsd", beta=0.3)
+JSD = Divergence(name="jsd")
 Scene = dict[str, Any]
 Change = Callable[[LanguageModel], None]
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from strop.algorithm import Algorithm
-from strop.algorithm.offline import Divergence, TopDivergence
 from strop.errors import ConfigError
 from strop.policy.objective import ScoredTokens
 from strop.record.rows import read_row
@@ -23,7 +22,6 @@ from strop.tasks.prompt import PromptFormat, render_prompt
 from strop.tokenizer import Tokenizer
 from strop.train.step import (
     TeacherPrompts,
-    build_divergence,
     choose_algorithm,
     ignore_rewards,
     pack_for_teacher,
@@ -54,13 +52,6 @@ def test_a_share_of_the_steps_takes_own_replies() -> None:
     for share in (0.0, 1.0):
         whole = spec.model_copy(update={"student_frac": share})
         assert takes_own_replies(whole, 7, 5) == bool(share)
-
-
-def test_the_settings_name_a_divergence() -> None:
-    spec = TeacherSpec(divergence="reverse_kl", top_k=5, rest="renorm", jsd_beta=0.3)
-    divergence = Divergence(name="reverse_kl", beta=0.3)
-    assert build_divergence(spec) == TopDivergence(divergence=divergence, top_k=5, rest="renorm")
-    assert build_divergence(TeacherSpec()) == Divergence(name="jsd", beta=0.5)
 
 
 def test_the_context_stands_behind_the_last_message(tiny_model_dir: Path) -> None:

@@ -6,12 +6,9 @@ other. With the policy as its own reference h = 0, and `dpo` starts at ln 2.
 
 A divergence of a teacher's and a policy's whole distributions returns its value and its gradient on the
 policy's logits, at the policy's temperature. Nothing is differentiated or held for later, so the caller may
-process positions in chunks. For the teacher's most likely tokens alone there are two sound definitions:
-`tail` compares the rest of both sides in one bucket, a lower bound of the whole divergence; `renorm` scales
-both sides up to 1 on those tokens. A scaled teacher against the unscaled policy is not offered: it is not 0
-where both agree.
+process positions in chunks.
 
-Shapes: h of one pair each; N scored tokens of any number of pairs; U positions, V vocabulary, K kept tokens.
+Shapes: h of one pair each; N scored tokens of any number of pairs; U positions, V vocabulary.
 Log-probabilities in nats, float32 or wider.
 """
 
@@ -110,36 +107,15 @@ class Divergence:
     """A divergence of a policy from its teacher."""
 
     name: Literal["forward_kl", "reverse_kl", "jsd"]
-    beta: float = 0.5
-    """For `jsd`: the teacher's share, in the weights and in the mixture. 0 and 1 are the two KLs."""
 
     def __call__(self, student_logp_U_V: Tensor, teacher_logp_U_V: Tensor) -> tuple[Tensor, Tensor]:
         """Return the divergence of each position, and its gradient on the student's logits.
 
-        Shapes: two (U, V) to (U,) and (U, V). V may be any set of categories that both sides share.
-        Source: arXiv:2306.13649, section 3, for the orientation of beta.
+        Shapes: two (U, V) to (U,) and (U, V).
         """
         student, teacher = student_logp_U_V.clamp(min=_MIN_LOGP), teacher_logp_U_V.clamp(min=_MIN_LOGP)
-        if self.name == "forward_kl" or (self.name == "jsd" and self.beta == 0.0):
-            return forward_kl(student, teacher)
-        if self.name == "reverse_kl" or self.beta == 1.0:
-            return reverse_kl(student, teacher)
-        return jensen_shannon(student, teacher, self.beta)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TopDivergence:
-    """A divergence on the teacher's most likely tokens alone; a picklable rule, like `Divergence`."""
-
-    divergence: Divergence
-    top_k: int
-    rest: Literal["tail", "renorm"] = "tail"
-
-    def __call__(self, student_logp_U_V: Tensor, teacher_logp_U_V: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the divergence of each position, and its gradient on the student's logits."""
-        kept = min(self.top_k, teacher_logp_U_V.shape[-1])
-        teacher_U_K, ids_U_K = teacher_logp_U_V.topk(kept, dim=-1)
-        return compare_top(self.divergence, student_logp_U_V, teacher_U_K, ids_U_K, self.rest)
+        compare = {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "jsd": jensen_shannon}[self.name]
+        return compare(student, teacher)
 
 
 def forward_kl(student_logp_U_V: Tensor, teacher_logp_U_V: Tensor) -> tuple[Tensor, Tensor]:
@@ -156,52 +132,11 @@ def reverse_kl(student_logp_U_V: Tensor, teacher_logp_U_V: Tensor) -> tuple[Tens
     return value_U, student * (gap - value_U[..., None])
 
 
-def jensen_shannon(student_logp_U_V: Tensor, teacher_logp_U_V: Tensor, beta: float) -> tuple[Tensor, Tensor]:
-    """Return beta KL(t || m) + (1 - beta) KL(p || m), m = beta t + (1 - beta) p, and its gradient."""
+def jensen_shannon(student_logp_U_V: Tensor, teacher_logp_U_V: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean of KL(t || m) and KL(p || m), m the mean of t and p, and its gradient."""
     student, teacher = student_logp_U_V.exp(), teacher_logp_U_V.exp()
-    mixture = (beta * teacher + (1 - beta) * student).log().clamp(min=_MIN_LOGP)
+    mixture = (0.5 * teacher + 0.5 * student).log().clamp(min=_MIN_LOGP)
     gap = student_logp_U_V - mixture
     mean_U = (student * gap).sum(dim=-1)
-    value_U = beta * (teacher * (teacher_logp_U_V - mixture)).sum(dim=-1) + (1 - beta) * mean_U
-    return value_U, (1 - beta) * student * (gap - mean_U[..., None])
-
-
-def compare_top(
-    divergence: Divergence,
-    student_logp_U_V: Tensor,
-    teacher_logp_U_K: Tensor,
-    ids_U_K: Tensor,
-    rest: Literal["tail", "renorm"],
-) -> tuple[Tensor, Tensor]:
-    """Compare on the teacher's kept tokens alone.
-
-    Shapes: (U, V), (U, K), int64 (U, K) to (U,) and (U, V). `teacher_logp_U_K` are log-probabilities
-        among all tokens; `rest` may rescale them.
-    """
-    student_U_K = student_logp_U_V.gather(-1, ids_U_K)
-    if rest == "renorm":
-        scaled = [logp - logp.logsumexp(dim=-1, keepdim=True) for logp in (student_U_K, teacher_logp_U_K)]
-        value_U, grad_U_K = divergence(*scaled)
-        grad_U_V = student_logp_U_V.new_zeros(student_logp_U_V.shape).scatter_(-1, ids_U_K, grad_U_K)
-        return value_U, grad_U_V
-    tail_U = _log_rest(student_U_K)
-    buckets = [_with_rest(student_U_K), _with_rest(teacher_logp_U_K)]
-    value_U, grad = divergence(*buckets)
-    # The bucket's gradient is spread over its tokens by their share of it.
-    share = (student_logp_U_V - tail_U[..., None]).clamp(max=0.0).exp()
-    return value_U, (share * grad[..., -1:]).scatter_(-1, ids_U_K, grad[..., :-1])
-
-
-def _log_rest(logp_U_K: Tensor) -> Tensor:
-    """Return the logarithm of the remaining probability."""
-    left = 1.0 - logp_U_K.exp().sum(dim=-1)
-    return left.clamp(min=1e-30).log()
-
-
-def _with_rest(logp_U_K: Tensor) -> Tensor:
-    """Append the bucket of all other tokens. Shapes: (U, K) to (U, K + 1)."""
-    # By tensor methods: this room does not import torch.
-    bucketed = logp_U_K.new_empty((*logp_U_K.shape[:-1], logp_U_K.shape[-1] + 1))
-    bucketed[..., :-1] = logp_U_K
-    bucketed[..., -1] = _log_rest(logp_U_K)
-    return bucketed
+    value_U = 0.5 * (teacher * (teacher_logp_U_V - mixture)).sum(dim=-1) + 0.5 * mean_U
+    return value_U, 0.5 * student * (gap - mean_U[..., None])

@@ -288,7 +288,7 @@ def _plan_distillation(resolved: ResolvedSpec) -> tuple[PlannedValue, ...]:
     """Return the settings of a teacher's loss, which uses no rewards."""
     spec = resolved.spec
     is_sampled = spec.teacher.form == "sampled"
-    unread = {"divergence", "jsd_beta", "top_k", "rest"} if is_sampled else set()
+    unread = {"divergence"} if is_sampled else set()
     teacher = with_origins(resolved, "teacher", spec.teacher.model_dump(exclude=unread))
     cap = spec.algorithm.correction_cap or CORRECTIONS[spec.algorithm.correction].cap
     return (

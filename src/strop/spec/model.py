@@ -135,29 +135,8 @@ class TeacherSpec(Section):
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = Field(
         default="jsd",
         description="Divergence for 'exact': KL(teacher || policy), KL(policy || teacher), or the"
-        " Jensen-Shannon divergence.",
+        " Jensen-Shannon divergence from the mean of both.",
         json_schema_extra=expert("published results differ by the divergence"),
-    )
-    jsd_beta: float = Field(
-        default=0.5,
-        ge=0.0,
-        le=1.0,
-        description="Weight of the teacher in the mixture of 'jsd'. 0 is defined as the forward KL, 1 as the"
-        " reverse one.",
-        json_schema_extra=expert("published results differ by the mixture"),
-    )
-    top_k: int | None = Field(
-        default=None,
-        ge=1,
-        le=10**6,
-        description="Compare only this many of the teacher's most likely tokens. none = all.",
-        json_schema_extra=expert("large vocabularies do not fit for every position"),
-    )
-    rest: Literal["tail", "renorm"] = Field(
-        default="tail",
-        description="The tokens beyond top_k: 'tail' compares the remaining mass of both in one bucket,"
-        " 'renorm' rescales both to 1.",
-        json_schema_extra=expert("published results differ in the treatment of the other tokens"),
     )
     student_frac: float = Field(
         default=1.0,

@@ -22,7 +22,6 @@ from strop.algorithm.losses import IS_PG
 from strop.algorithm.offline import (
     Divergence,
     Preference,
-    TopDivergence,
     cross_entropy_terms,
     weigh_demonstrations,
 )
@@ -74,21 +73,13 @@ def takes_own_replies(spec: TeacherSpec, seed: int, step: int) -> bool:
     return bool(draw < spec.student_frac)
 
 
-def build_divergence(spec: TeacherSpec) -> Divergence | TopDivergence:
-    """Return the divergence between teacher and policy of a run."""
-    divergence = Divergence(name=spec.divergence, beta=spec.jsd_beta)
-    if spec.top_k is None:
-        return divergence
-    return TopDivergence(divergence=divergence, top_k=spec.top_k, rest=spec.rest)
-
-
 def distill_term(spec: TeacherSpec, groups: Sequence[PackedGroup], temperature: float) -> DistillTerm:
     """Return the term that compares the distributions of teacher and policy at every reply token."""
     return DistillTerm(
         name="distill",
         groups=groups,
         temperature=temperature,
-        divergence=build_divergence(spec),
+        divergence=Divergence(name=spec.divergence),
         weight=spec.weight,
         is_own_teacher=spec.source == "current",
     )
