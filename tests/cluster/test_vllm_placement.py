@@ -21,7 +21,7 @@ def test_a_run_with_vllm_passes_the_gate_and_learns(tmp_path: Path) -> None:
     spec = tiny_spec(
         train={"steps": 3},
         placement={"kind": "process"},
-        engine={"kind": "vllm", "max_num_seqs": 12, "kv_cache_bytes": 2**26},
+        engine={"kind": "vllm", "max_num_seqs": 12},
     )
     run_dir = new_run(tmp_path / "runs")
     roles_dir = run_dir.path / "roles"

@@ -83,7 +83,7 @@ def server(model_dir: Path, fault: Path, tmp_path_factory: pytest.TempPathFactor
     added = {**vllm_environment(modules), FAULT_FILE: str(fault), "VLLM_CPU_OMP_THREADS_BIND": "0"}
     args = [str(VLLM.python), "-P", "-m", "tests.fixtures.faulty_vllm", "--model", str(model_dir)]
     args += ["--dtype", "float32", "--key-file", str(key_path), "--ready-file", str(ready_path)]
-    args += ["--eager", "--kv-cache-bytes", str(2**26), "--max-num-seqs", "16", "--lora-rank", "8"]
+    args += ["--eager", "--max-num-seqs", "16", "--lora-rank", "8"]
     child = spawn(args, work_dir / "engine.log", {**os.environ, **added})
     try:
         deadline = time.monotonic() + 900

@@ -396,7 +396,7 @@ def test_vllm_is_told_how_much_it_does_at_once(is_gpu: bool, rows: int, batched:
     options = argparse.Namespace(
         model=Path("m"), dtype="bfloat16", eager=False, tensor_parallel=1, max_num_seqs=None
     )
-    options.kv_cache_bytes = options.gpu_memory_frac = options.lora_rank = None
+    options.gpu_memory_frac = options.lora_rank = None
     limits = EngineLimits(max_positions=2048, vocab_size=100)
     settings = engine_settings(options, limits, is_gpu=is_gpu)
     assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (rows, batched)

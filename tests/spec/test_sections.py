@@ -119,7 +119,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("harness.tasks", "harness.engine", "harness.num_few_shot", "harness.max_reply_tokens"),
         *("harness.max_model_tokens", "harness.gpu_memory_frac", "harness.tensor_parallel"),
         *("harness.include", "harness.model_args", "harness.arguments", "harness.seed"),
-        *("engine.kind", "engine.max_num_seqs", "engine.python", "engine.is_eager", "engine.kv_cache_bytes"),
+        *("engine.kind", "engine.max_num_seqs", "engine.python", "engine.is_eager"),
         *("engine.gpu_memory_frac", "engine.max_model_tokens", "engine.tensor_parallel"),
         *("engine.update_mode", "engine.transport"),
         *("placement.kind", "placement.learners", "placement.engines", "placement.rollout_workers"),

@@ -179,7 +179,6 @@ class EngineProcess:
         is_eager = not torch.cuda.is_available() if engine.is_eager is None else engine.is_eager
         args += ["--eager"] if is_eager else []
         values = {
-            "--kv-cache-bytes": engine.kv_cache_bytes,
             "--gpu-memory-frac": engine.gpu_memory_frac,
             "--max-model-tokens": engine.max_model_tokens,
             "--tensor-parallel": engine.tensor_parallel,

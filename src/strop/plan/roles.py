@@ -353,7 +353,7 @@ def _engine_parts(
         frac = engine.gpu_memory_frac or GPU_MEMORY_FRAC
         # On a device vLLM reserves its whole share.
         rest = CPU_KV_CACHE_BYTES if device_bytes is None else max(int(frac * device_bytes) - weights, 0)
-        parts = [("key-value cache of vLLM", engine.kv_cache_bytes or rest)]
+        parts = [("key-value cache of vLLM", rest)]
     else:
         packed = packed_bytes(size, dtype) if device_bytes is None else 0
         parts = [

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from strop.spec.base import Section, SpecConflict, expert
 
 _OF_VLLM = (
-    *("python", "is_eager", "kv_cache_bytes", "gpu_memory_frac", "max_model_tokens"),
+    *("python", "is_eager", "gpu_memory_frac", "max_model_tokens"),
     "tensor_parallel",
 )
 
@@ -43,13 +43,6 @@ class EngineSpec(Section):
         description="Whether vLLM runs the model eagerly, which starts sooner, or compiles it first, which is"
         " faster afterwards. none = eager on a CPU, compiled on a GPU.",
         json_schema_extra=expert("compiling pays in long runs and costs minutes in short ones"),
-    )
-    kv_cache_bytes: int | None = Field(
-        default=None,
-        ge=2**20,
-        description="Memory for vLLM's KV cache, on each device. none = 1 GiB on a CPU, what"
-        " engine.gpu_memory_frac leaves on a GPU.",
-        json_schema_extra=expert("a shared machine must leave memory to others"),
     )
     gpu_memory_frac: float | None = Field(
         default=None,

@@ -105,7 +105,7 @@ def plan_limits(
             f"a cache of {kv_cache_bytes} bytes for keys and values, and one sequence of"
             f" {max_positions} tokens takes {needed_bytes}",
             allowed=f"{needed_bytes} bytes or more, or shorter sequences",
-            next_step="raise engine.kv_cache_bytes or lower engine.max_model_tokens",
+            next_step="lower engine.max_model_tokens",
         )
     return EngineLimits(max_positions=max_positions, vocab_size=size.vocab_size)
 

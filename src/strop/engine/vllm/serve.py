@@ -42,7 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Load the model into vLLM and serve it. Returns the exit code."""
     parser = server_parser("strop.engine.vllm.serve", __doc__)
     parser.add_argument("--eager", action="store_true", help="do not compile the model")
-    parser.add_argument("--kv-cache-bytes", type=int, help="memory for keys and values")
     parser.add_argument("--gpu-memory-frac", type=float, help="share of a GPU's memory that vLLM takes")
     parser.add_argument("--max-model-tokens", type=int, help="prompt and reply of one request")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="devices that share the model")
@@ -66,13 +65,11 @@ async def _load(options: argparse.Namespace) -> Loaded:
     is_gpu = torch.cuda.is_available()
     if not is_gpu:
         require_instructions(describe_machine())
-        if options.kv_cache_bytes is None:
-            options.kv_cache_bytes = CPU_KV_CACHE_BYTES
     limits = plan_limits(
         read_model_size(options.model),
         dtype=options.dtype,
         max_model_tokens=options.max_model_tokens,
-        kv_cache_bytes=options.kv_cache_bytes,
+        kv_cache_bytes=None if is_gpu else CPU_KV_CACHE_BYTES,
     )
     with importing():
         from strop.engine.vllm.core import VllmCore
@@ -131,10 +128,9 @@ def engine_settings(options: argparse.Namespace, limits: EngineLimits, *, is_gpu
         # A seeded request whose prompt is cut into chunks kills vllm 0.32 on a CPU.
         settings["enable_chunked_prefill"] = False
         settings["max_num_batched_tokens"] = max(_BATCHED_TOKENS, limits.max_positions)
+        settings["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
     if options.tensor_parallel == 1:
         settings["distributed_executor_backend"] = "uni"  # On a GPU one process less.
-    if options.kv_cache_bytes is not None:
-        settings["kv_cache_memory_bytes"] = options.kv_cache_bytes
     if options.gpu_memory_frac is not None:
         settings["gpu_memory_utilization"] = options.gpu_memory_frac
     if options.lora_rank is not None:
