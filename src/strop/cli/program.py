@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except StropError as error:
         output.say_refusal(error)
         return error.exit_code
-    except Exception as error:  # boundary: CLI top level
+    except Exception as error:
         output.say_bug(error)
         return EXIT_FAILED
     finally:

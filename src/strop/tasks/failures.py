@@ -71,7 +71,6 @@ class catch_failure:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
         """Keep an exception, unless it concerns the whole run."""
-        # boundary: rollout worker
         if not isinstance(error, Exception | SystemExit) or isinstance(error, _OF_THE_RUN):
             return False
         self.failure = to_failure(error, self._owner() if callable(self._owner) else self._owner)

@@ -74,7 +74,7 @@ def blaming(ref: CodeRef, doing: str) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:  # boundary: user code
+    except Exception as error:
         raise _cannot(ref, doing, error) from error
     except SystemExit as end:
         raise _cannot(ref, doing, end) from end

@@ -1,7 +1,7 @@
 """The harness's rules against verdicts recorded from lm-eval 0.4.13, and what separates strop's own.
 
-`ifeval_parity.jsonl` is made by `tools/record_ifeval_parity.py`: texts of strop's own, judged by the
-harness's code in an environment of its own. Every disagreement would be listed here; there is none.
+`ifeval_parity.jsonl` has texts of strop's own, judged by the harness's code in an environment of its own.
+Every disagreement would be listed here; there is none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Agreement with lm-eval 0.4.13 on 701 replies that it judged (tools/record_math_parity.py).
+"""Agreement with lm-eval 0.4.13 on 701 replies that it judged.
 
 The parity modes must agree on every reply. strop's own verdicts differ where strop means to, and each
 difference has its reason here: one without a reason fails, and so does a reason without a difference.
