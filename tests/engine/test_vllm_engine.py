@@ -400,6 +400,8 @@ def test_vllm_is_told_how_much_it_does_at_once(is_gpu: bool, rows: int, batched:
     limits = EngineLimits(max_positions=2048, vocab_size=100)
     settings = engine_settings(options, limits, is_gpu=is_gpu)
     assert (settings["max_num_seqs"], settings["max_num_batched_tokens"]) == (rows, batched)
+    # Sampling is what a request asks for, and what is reported is what was sampled from.
+    assert (settings["generation_config"], settings["logprobs_mode"]) == ("vllm", "processed_logprobs")
     # Cutting prompts kills it on a CPU.
     assert settings.get("enable_chunked_prefill", True) == is_gpu
     options.max_num_seqs = 7

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from strop.errors import ConfigError, LearnerError
+from strop.errors import ConfigError
 from strop.policy import balancing
 from strop.policy.balancing import (
     BatchPlan,
@@ -25,11 +23,8 @@ from strop.policy.balancing import (
     shard_groups,
 )
 from strop.policy.footprint import ModelSize
-from strop.policy.learner import Learner
-from strop.policy.optimizer import require_disjoint
 from strop.policy.packing import PackedGroup
-from strop.spec.train import OptimizerSpec
-from tests.policy.worlds import World, load_model, make_model, reinforce
+from tests.policy.worlds import World
 
 
 def lengths(group: PackedGroup) -> tuple[int, ...]:
@@ -249,42 +244,3 @@ def test_what_ranks_find_comes_back_in_order() -> None:
     found = [[reply.token_ids.tolist() for group in shard for reply in group.replies] for shard in shards]
     expected = [reply.token_ids.tolist() for group in groups for reply in group.replies]
     assert restore_order(groups, shards, found) == expected
-
-
-class FirstOfTwo:
-    """The first of two ranks, of which the other one says what a test makes of the first one's words."""
-
-    index = 0
-    num_ranks = 2
-
-    def __init__(self, answer: Callable[[Any], Any]) -> None:
-        self._answer = answer
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, self._answer(value)]
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        (lambda own: own, r"step 4 was given the same samples on ranks 0 and 1"),
-        (lambda own: (5, own[1], "other"), r"rank 0 step 4 of \['rl'\]; rank 1 step 5 of \['rl'\]"),
-        (lambda own: (4, ["rl", "sft"], "other"), r"rank 1 step 4 of \['rl', 'sft'\]"),
-    ],
-)
-def test_ranks_that_do_not_share_one_step_are_refused(answer: Callable[[Any], Any], message: str) -> None:
-    shards = [[World(1).packed(2, [3])]]
-    with pytest.raises(LearnerError, match=message):
-        require_disjoint(FirstOfTwo(answer), ["rl"], shards, step=4)
-    require_disjoint(FirstOfTwo(lambda own: (*own[:2], "other")), ["rl"], shards, step=4)
-    # Where there is less than one group each, several have none.
-    require_disjoint(FirstOfTwo(lambda own: own), ["rl"], [[]], step=4)
-
-
-def test_a_step_is_taken_on_shards_that_have_nothing_in_common_alone(tmp_path: Path) -> None:
-    """Two ranks that are given the whole batch would train on all of it twice."""
-    model = load_model(make_model(tmp_path), "float32")
-    learner = Learner(model, OptimizerSpec(lr=1e-3), ranks=FirstOfTwo(lambda own: own))
-    with pytest.raises(LearnerError, match="the same samples on ranks 0 and 1"):
-        learner.step([World(1).packed(2, [3])], temperature=1.0, token_terms=reinforce)
-    assert learner.version == 0

@@ -18,7 +18,6 @@ from strop.policy.head import (
     TokenRule,
     loss_and_gradients,
     token_logprobs,
-    token_places,
 )
 from strop.policy.packing import PackedBatch, PackedLayout
 
@@ -237,25 +236,6 @@ def test_what_cannot_be_sampled_adds_nothing_to_an_entropy() -> None:
     assert float(result.loss) == pytest.approx(-float(batch.weight_M[0]) * np.log(2))
     # At the highest entropy of the two nothing is to be gained.
     assert grad_weight[:, 0].tolist() == pytest.approx([0.0] * 4, abs=1e-7)
-
-
-def test_where_tokens_stand_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.policy.head.TOP_RANKS", (2, 9))
-    # Logits 2, 1, 0, -1 at 1: probabilities 0.643914, 0.236883, 0.087144, 0.032059; at 2 they are flatter.
-    hidden, weight = torch.ones(2, 1), torch.tensor([[2.0], [1.0], [0.0], [-1.0]])
-    batch = head_batch([0, 0, 1], [0, 3, 2])
-    found = token_places(hidden, Head(weight), batch, 1.0)
-    assert found[:, 0].tolist() == pytest.approx([0.0, 0.967941, 0.880797], abs=2e-6)
-    assert found[:, 1].tolist() == pytest.approx([0.643914, 0.032059, 0.087144], abs=2e-6)
-    # Beyond the two likeliest; of nine there are only four.
-    assert found[:, 2].tolist() == pytest.approx([0.119203] * 3, abs=2e-6)
-    assert found[:, 3:].tolist() == [[0.0, 0.0, 0.0], [1.0, 0.0, 0.0], [1.0, 0.0, 0.0]]
-    # 0.455054, 0.276004, 0.167405, 0.101536.
-    flat = token_places(hidden, Head(weight), batch, 2.0)
-    assert flat[1, :3].tolist() == pytest.approx([0.898464, 0.101536, 0.268941], abs=2e-6)
-    # Of tokens that are as likely none comes first.
-    even = token_places(hidden, Head(torch.zeros(4, 1)), batch, 1.0)
-    assert even.tolist() == [[0.0, 1.0, 0.0, 0.0, 0.0, 0.0]] * 3
 
 
 def test_a_micro_batch_without_scored_tokens_has_no_loss() -> None:

@@ -440,37 +440,3 @@ class KlPenalty:
             return factor * value_N, factor * grad_N
         ratio_N = clamp_log_ratio(logp_N.detach() - engine_N).exp()
         return factor * ratio_N * value_N, factor * ratio_N * grad_N
-
-
-_POLICY = (0.5, 0.3, 0.2)
-_REFERENCE = (0.6, 0.3, 0.1)
-_TOY_RATE = 0.5
-
-
-def find_penalty_flaw(penalty: KlPenalty) -> str | None:
-    """Return the flaw of a penalty, or None, by its effect on three tokens.
-
-    It must be 0 where policy and reference agree, and one step down its gradient, averaged over all tokens,
-    must come closer to a reference that differs. Swapped arguments keep its values and fail here.
-    """
-    import torch
-
-    policy_V, reference_V = (
-        torch.tensor(probabilities, dtype=torch.float64).log() for probabilities in (_POLICY, _REFERENCE)
-    )
-    value_V, grad_V = penalty(policy_V, policy_V, policy_V)
-    if float(value_V.abs().max()) > 0.0 or float(grad_V.abs().max()) > 0.0:
-        return "the penalty is not 0 between a policy and itself"
-    before = _divergence(policy_V, reference_V)
-    _, grad_V = penalty(policy_V, reference_V, policy_V)
-    # d logp_v / d logits = onehot(v) - policy, averaged over tokens drawn from the policy.
-    weighed_V = policy_V.exp() * grad_V / penalty.beta
-    step_V = weighed_V - policy_V.exp() * weighed_V.sum()
-    after = _divergence((policy_V - _TOY_RATE * step_V).log_softmax(dim=0), reference_V)
-    if after < before:
-        return None
-    return f"a step down the penalty moves away from the reference: from {before:.4f} to {after:.4f} nats"
-
-
-def _divergence(logp_V: Tensor, reference_V: Tensor) -> float:
-    return float((logp_V.exp() * (logp_V - reference_V)).sum())

@@ -68,13 +68,6 @@ class LearnerRole(Protocol):
         """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups."""
         ...
 
-    async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
-        """Return the places of scored tokens in their distributions, in order of the groups' replies.
-
-        Shapes: (T, 2 + 2 K) each; see `strop.policy.head.token_places`.
-        """
-        ...
-
     async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
         """Return type, shape and SHA-256 of each tensor by name, without adapters.
 

@@ -38,7 +38,6 @@ from strop.hardware.tuning import compute_in_thread
 from strop.policy.device_wires import DeviceSender, Wire, device_digest, send_copies
 from strop.policy.distilling import require_same_vocabulary
 from strop.policy.footprint import read_model_size, wants_recompute
-from strop.policy.head import token_places
 from strop.policy.language_model import DTYPES, LanguageModel, ModelShape
 from strop.policy.learner import Learner, Term
 from strop.policy.optimizer import StepPlan, StepReport
@@ -104,10 +103,6 @@ class LocalLearner:
     async def score(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
         """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
         return await self._do(partial(self.local.score, groups, temperature))
-
-    async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
-        """Return the places of scored tokens. See `LearnerRole.place_tokens`."""
-        return await self._do(partial(self.local.score, groups, temperature, token_places))
 
     async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
         """Return the digest of each tensor. See `LearnerRole.digest_tensors`."""

@@ -31,8 +31,6 @@ _LOGIT_BYTES = 6
 _MAX_GPU_ROWS = 8192
 _MIN_LOGPROB = -1e4
 """Log-probability of tokens that cannot be sampled: 0 times minus infinity would be NaN."""
-TOP_RANKS = (20, 50, 100)
-"""Common values of top-k."""
 _RAMP = 60.0
 """Largest value on the ramp; caps are at 15 to 50."""
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -260,30 +258,6 @@ def token_logprobs(
         logprob_M[tokens] = logits.logprobs(batch.row_M[tokens] - rows.start, batch.target_M[tokens])
         del logits
     return logprob_M
-
-
-@torch.no_grad()
-def token_places(
-    hidden_U_D: torch.Tensor, head: Head, batch: PackedBatch, temperature: float
-) -> torch.Tensor:
-    """Return the place of each scored token in its distribution.
-
-    Shapes: (M, 2 + 2 K), fp32: the mass of all likelier tokens, and of all equally likely ones, itself
-    included; then for each of the K `TOP_RANKS` the mass of all tokens less likely than the k-th, and 1 where
-    the token is one of them.
-    """
-    places = torch.empty(batch.target_M.numel(), 2 + 2 * len(TOP_RANKS), device=hidden_U_D.device)
-    for rows, tokens in head_chunks(batch, hidden_U_D, len(head), HEAD_CHUNK_ROWS):
-        logits = head.logits(hidden_U_D[rows]).float() / temperature
-        probs = torch.softmax(logits, dim=-1)[batch.row_M[tokens] - rows.start]
-        own = probs.gather(1, batch.target_M[tokens, None])
-        parts = [(probs * (probs > own)).sum(dim=1), (probs * (probs == own)).sum(dim=1)]
-        top = probs.topk(min(max(TOP_RANKS), len(head)), dim=1).values
-        for rank in TOP_RANKS:
-            least = top[:, min(rank, top.shape[1]) - 1, None]
-            parts += [(probs * (probs < least)).sum(dim=1), (own < least)[:, 0].float()]
-        places[tokens] = torch.stack(parts, dim=1)
-    return places
 
 
 @torch.no_grad()

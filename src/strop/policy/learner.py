@@ -44,12 +44,11 @@ from strop.policy.optimizer import (
     add_up,
     count_missing,
     join,
-    require_disjoint,
     run_on_first,
 )
 from strop.policy.packing import EMPTY_GROUP, Load, PackedBatch, PackedGroup, split_by_budget
 from strop.policy.publication import digest_each, tensors_digest
-from strop.policy.scoring import FrozenModel, Measure, default_positions, score_shard
+from strop.policy.scoring import FrozenModel, default_positions, score_shard
 from strop.policy.weights import (
     export_tensors,
     load_tensors,
@@ -147,8 +146,6 @@ class Learner:
         """
         begun_at, plan = time.perf_counter(), plan or StepPlan()
         place = self._optimizer.num_steps if plan.place is None else plan.place
-        names, shares = [term.name for term in terms], [term.groups for term in terms]
-        require_disjoint(self._ranks, names, shares, step=place + 1)
         own = Accumulator()
         reports = self._accumulate_apart(terms, own)
         accumulator = add_up(self._ranks.gather(own))
@@ -198,14 +195,12 @@ class Learner:
         self,
         groups: Sequence[PackedGroup],
         temperature: float,
-        measure: Measure = token_logprobs,
     ) -> list[FloatArray]:
         """Return the log-probability (nats) of the scored tokens of each reply, in order of the groups.
 
-        The groups are this rank's share, which may be empty. `measure` may compute other values of the
-        tokens.
+        The groups are this rank's share, which may be empty.
         """
-        scores = score_shard(self.model, groups, temperature, self.max_positions, self._ranks, measure)
+        scores = score_shard(self.model, groups, temperature, self.max_positions, self._ranks)
         self._weights.release()
         return scores
 

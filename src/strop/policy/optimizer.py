@@ -8,7 +8,6 @@ refuse and go on alike.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
@@ -16,11 +15,10 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import numpy as np
 import torch
 
-from strop.errors import LearnerError, StropError
+from strop.errors import StropError
 from strop.policy.head import HeadGradients, add_into
 from strop.policy.language_model import LanguageModel
 from strop.policy.objective import TokenTerms
-from strop.policy.packing import PackedGroup
 from strop.rollout import FloatArray
 from strop.spec.train import OptimizerSpec
 
@@ -85,48 +83,6 @@ def run_on_first(ranks: Ranks, work: Callable[[], T]) -> T:
     Raises: on every rank, the StropError of the function.
     """
     return run_alike(ranks, lambda: [work()] if ranks.index == 0 else [])[0][0]
-
-
-def require_disjoint(
-    ranks: Ranks, names: Sequence[str], shards: Sequence[Sequence[PackedGroup]], *, step: int
-) -> None:
-    """Check that all ranks take the same step, each on another shard. Every rank must call it.
-
-    `names` and `shards` are those of the step's terms. Whole shards are compared: a single rollout may
-    well have been sampled twice.
-
-    Raises: LearnerError, on every rank.
-    """
-    if ranks.num_ranks == 1:
-        return
-    own = _digest([group for shard in shards for group in shard])
-    steps = ranks.gather((step, list(names), own))
-    plans = [(at, terms) for at, terms, _ in steps]
-    if any(plan != plans[0] for plan in plans):
-        listed = "; ".join(f"rank {rank} step {at} of {terms}" for rank, (at, terms) in enumerate(plans))
-        raise LearnerError(f"ranks take different steps: {listed}. Nothing was trained.")
-    owner: dict[str, int] = {}
-    for rank, (_, _, digest) in enumerate(steps):
-        if digest is not None and digest in owner:
-            raise LearnerError(
-                f"step {step} was given the same samples on ranks {owner[digest]} and {rank}."
-                " Nothing was trained."
-            )
-        if digest is not None:
-            owner[digest] = rank
-
-
-def _digest(groups: Sequence[PackedGroup]) -> str | None:
-    """Hash a shard, None if it is empty."""
-    if not groups:
-        return None
-    digest = hashlib.sha256()
-    for group in groups:
-        digest.update(group.prompt_ids.tobytes())
-        for reply in group.replies:
-            digest.update(reply.token_ids.tobytes())
-            digest.update(reply.engine_logprobs.tobytes())
-    return digest.hexdigest()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

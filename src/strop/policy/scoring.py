@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 
 from strop.policy.footprint import DEFAULT_MICRO_BATCH_POSITIONS, gpu_positions, size_of_config
-from strop.policy.head import Head, token_logprobs
+from strop.policy.head import token_logprobs
 from strop.policy.language_model import LanguageModel
 from strop.policy.optimizer import Masters, Ranks, SingleRank, count_missing
 from strop.policy.packing import EMPTY_GROUP, PackedBatch, PackedGroup, PackedReply, cut_groups
 from strop.policy.publication import digest_each
 from strop.rollout import FloatArray, IntArray
 
-Measure = Callable[[torch.Tensor, Head, PackedBatch, float], torch.Tensor]
-"""Maps hidden states (U, D), head, batch and temperature to values of the M scored tokens."""
-
 
 @torch.no_grad()
-def score_batch(
-    model: LanguageModel, batch: PackedBatch, temperature: float, measure: Measure = token_logprobs
-) -> torch.Tensor:
-    """Return the log-probability (nats) of every scored token of a batch. Shapes: (M,), fp32.
-
-    Another `measure` returns other values, with the tokens in the first dimension.
-    """
-    return measure(model.read(batch), model.head, batch, temperature)
+def score_batch(model: LanguageModel, batch: PackedBatch, temperature: float) -> torch.Tensor:
+    """Return the log-probability (nats) of every scored token of a batch. Shapes: (M,), fp32."""
+    return token_logprobs(model.read(batch), model.head, batch, temperature)
 
 
 def score_groups(
@@ -51,25 +43,23 @@ def score_shard(
     temperature: float,
     max_positions: int,
     ranks: Ranks,
-    measure: Measure = token_logprobs,
 ) -> list[FloatArray]:
     """Score this rank's shard, which may be empty, like `score_groups`. Every rank must call it."""
     parts = list(cut_groups(groups, max_positions, is_alone=model.is_alone))
     parts += [[EMPTY_GROUP]] * count_missing(ranks, len(parts))
-    return score_parts(model, parts, temperature, measure)
+    return score_parts(model, parts, temperature)
 
 
 def score_parts(
     model: LanguageModel,
     parts: Iterable[Sequence[PackedGroup]],
     temperature: float,
-    measure: Measure = token_logprobs,
 ) -> list[FloatArray]:
     """Score groups like `score_groups`, each part in one forward."""
     by_reply: list[FloatArray] = []
     for part in parts:
         batch = PackedBatch.of_groups(part, model.device)
-        scores: FloatArray = score_batch(model, batch, temperature or 1.0, measure).cpu().numpy()
+        scores: FloatArray = score_batch(model, batch, temperature or 1.0).cpu().numpy()
         # Scored tokens are ordered by the positions that predict them, so replies are interleaved.
         by_reply += [scores[batch.reply_M == index] for index in range(sum(len(g.replies) for g in part))]
     return by_reply

@@ -100,10 +100,6 @@ class RayLearner:
         """Return the log-probability of each reply's scored tokens. See `LearnerRole.score`."""
         return await self._score(groups, lambda rank, share: rank.score.remote(share, temperature))
 
-    async def place_tokens(self, groups: Sequence[PackedGroup], temperature: float) -> list[FloatArray]:
-        """Return the places of scored tokens. See `LearnerRole.place_tokens`."""
-        return await self._score(groups, lambda rank, share: rank.place_tokens.remote(share, temperature))
-
     async def digest_tensors(self, role: str | None = None) -> dict[str, str]:
         """Return the digest of each tensor. See `LearnerRole.digest_tensors`."""
         return dict(await self._ask_all("digest_tensors", role))

@@ -140,13 +140,6 @@ class LearnerRank(RayRole):
 
         return self._learner.score(decode_groups(groups), temperature)
 
-    def place_tokens(self, groups: bytes, temperature: float) -> list[FloatArray]:
-        """Return the places of this rank's tokens in their distributions."""
-        from strop.policy.batch_wire import decode_groups
-        from strop.policy.head import token_places
-
-        return self._learner.score(decode_groups(groups), temperature, token_places)
-
     def digest_tensors(self, role: str | None) -> dict[str, str]:
         """Return the digest of each tensor, on the first rank."""
         return (self._learner if role is None else self._frozen[role]).digest_tensors()
