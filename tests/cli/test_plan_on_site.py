@@ -10,6 +10,7 @@ import pytest
 
 from strop.launch.sagemaker.options import find_instance
 from tests.fixtures.commands import Run
+from tests.fixtures.descriptions import fetched
 
 SITES = """[sites.cluster]
 backend = "slurm"
@@ -51,6 +52,8 @@ def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the run file and of the sites."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(folder / "config"))
     (folder / "strop-sites.toml").write_text(SITES)
+    fetched("Qwen/Qwen2.5-7B", "qwen-7b")
+    fetched("Qwen/Qwen3-0.6B", "qwen3-0.6b")
     return folder
 
 

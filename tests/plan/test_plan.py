@@ -139,7 +139,6 @@ def test_a_model_elsewhere_is_unknown_and_never_fetched(plan_it: PlanIt) -> None
     assert (found.model_path, found.prompt, found.memory, found.time) == (None, None, None, None)
     (unknown,) = found.unknown
     assert unknown.startswith("prompt, memory, disk and time: model org/absent is not on this machine")
-    assert unknown.endswith("`strop model get org/absent` fetches it")
     # What needs no model is planned all the same.
     assert found.schedule.num_epochs is not None
 

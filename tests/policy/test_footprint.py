@@ -30,6 +30,7 @@ from strop.policy.kv_cache import KVCache
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.packing import PackedBatch
 from strop.policy.weights import export_tensors, own_tensors
+from tests.fixtures.descriptions import config_of
 from tests.policy.worlds import World, build_learner, load_model, make_model, reinforce
 
 CONFIGS: list[dict[str, Any]] = [
@@ -46,6 +47,26 @@ def test_all_matrices_are_counted(tmp_path: Path, config: dict[str, Any]) -> Non
     size = read_model_size(path)
     parameters = dict(load_model(path).named_parameters())
     assert size.num_params == sum(p.numel() for p in parameters.values() if p.dim() == 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions", "active"),
+    [
+        ("qwen3-0.6b", 0.596, 0.596),
+        ("qwen-7b", 7.62, 7.62),
+        ("llama-3.2-1b", 1.24, 1.24),
+        ("gemma-2-9b", 9.24, 9.24),
+        ("qwen3-30b-a3b", 30.5, 3.3),
+        ("mixtral-8x7b", 46.7, 12.9),
+        ("gpt-oss-20b", 20.9, None),
+    ],
+)
+def test_parameters_are_those_that_were_published(name: str, billions: float, active: float | None) -> None:
+    size = size_of_config(config_of(name))
+    assert size.num_params / 1e9 == pytest.approx(billions, rel=0.01)
+    # Those that a token passes through.
+    if active is not None:
+        assert (size.body_params + size.outer_params) / 1e9 == pytest.approx(active, rel=0.02)
 
 
 def test_sizes_by_hand() -> None:

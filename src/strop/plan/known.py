@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from strop.errors import ConfigError, DataError, RemoteMissing, StropError, split_error
 from strop.io import is_complete, user_cache_dir
 from strop.plan.rollouts import REPLY_LIMIT_FRAC, Assumption
-from strop.policy.footprint import ModelSize, read_model_size, size_of_config
-from strop.policy.known_models import TABLE, find_known_config
+from strop.policy.footprint import ModelSize, read_model_size
 from strop.rollout import Example, Split
 from strop.spec import RunSpec
 from strop.spec.judge import role_judges
@@ -72,21 +71,19 @@ class KnownModel:
     size: ModelSize
     source: str
     """Where the sizes are from, for people."""
-    path: Path | None = None
-    """A local folder with its config.json; None: only its sizes are known."""
-    is_whole: bool = False
-    """Whether weights and tokenizer are in it."""
+    path: Path
+    """A local folder with its config.json."""
     lacks: str = ""
     """What the folder lacks to be loaded, for people."""
 
     @property
     def has_tokenizer(self) -> bool:
         """Whether prompts can be rendered."""
-        return self.path is not None and (self.path / "tokenizer.json").is_file()
+        return (self.path / "tokenizer.json").is_file()
 
 
 def describe_model(uri: str, cache_dir: Path | None = None) -> KnownModel | None:
-    """Return the sizes of a model from its local files, its config.json alone, or the table of known models.
+    """Return the sizes of a model from its local files, or its config.json alone.
 
     None: the model is unknown. Uses no network.
     Raises: ConfigError for an invalid name, or a directory without config.json.
@@ -101,17 +98,11 @@ def describe_model(uri: str, cache_dir: Path | None = None) -> KnownModel | None
                 raise
             lacks = split_error(str(error))[0]
         source = f"{CONFIG} in {path}" if lacks else "its files"
-        return KnownModel(
-            path=path, size=read_model_size(path), source=source, is_whole=not lacks, lacks=lacks
-        )
+        return KnownModel(path=path, size=read_model_size(path), source=source, lacks=lacks)
     path = find_description(uri, cache_dir)
     if path is not None:
         return KnownModel(path=path, size=read_model_size(path), source=f"its {CONFIG} in {path}")
-    # A package is a substitute for a model of the hub; a store keeps hub models under their names.
-    name = next((hub for hub, package in SUBSTITUTES.items() if package == uri), uri)
-    name = "/".join(name.rstrip("/").split("/")[-2:]).partition("@")[0]
-    config = find_known_config(name)
-    return None if config is None else KnownModel(size=size_of_config(config), source=f"{name} in {TABLE}")
+    return None
 
 
 def find_model(uri: str, cache_dir: Path | None = None) -> Path | None:
@@ -271,13 +262,13 @@ def read_known(spec: RunSpec, cache_dir: Path | None) -> tuple[Task, Known]:
     uri, model = spec.model.uri, describe_model(spec.model.uri, cache_dir)
     if model is None:
         unknown.append(
-            f"prompt, memory, disk and time: model {uri} is not on this machine, and none that strop knows by"
-            f" name; `strop plan --fetch` fetches its config.json, `strop model get {uri}` fetches it"
+            f"prompt, memory, disk and time: model {uri} is not on this machine, nor is its config.json;"
+            f" `strop plan --fetch` fetches that, `strop model get {uri}` the model"
         )
     elif not model.has_tokenizer:
         unknown.append(
             f"prompt: the tokenizer of {uri} is not on this machine; the sizes are those of {model.source}."
-            " `strop plan --fetch` fetches config.json and tokenizer"
+            " `strop plan --fetch` fetches it"
         )
     task, missing = read_task_offline(spec.task)
     train: Sequence[Example] | None = None
@@ -373,7 +364,7 @@ def _read_offline_data(
     if source is None:
         return None, ()
     name = f"{source.setting}={source.source}"
-    if model is None or model.path is None or not model.has_tokenizer:
+    if model is None or not model.has_tokenizer:
         return None, (f"{source.kind}: without the model's tokenizer {name} is not read",)
     is_here = "://" in source.source or Path(source.source).expanduser().exists()
     with only_local_data() as missing:

@@ -247,7 +247,7 @@ def list_limits(
         ),
     ]
     if model is not None:
-        size, source = model.size, model.source if model.path is None else "config.json"
+        size, source = model.size, "config.json"
         because = size.alone_because
         layout = "packed, prompts shared" if because is None else f"each by itself: {because}"
         values += [

@@ -114,7 +114,7 @@ def make_plan(
         name=spec.name,
         task=task.name,
         model_uri=spec.model.uri,
-        model_path=str(known.model.path) if known.model and known.model.path else None,
+        model_path=str(known.model.path) if known.model else None,
         model_source=known.model.source if known.model else None,
         num_params=known.size.num_params if known.size else None,
         prompt=prompt,
@@ -232,7 +232,7 @@ def predict_run(
     `offline_data`: its demonstrations or pairs.
     """
     known = Known(
-        model=KnownModel(path=model_dir, size=read_model_size(model_dir), source="its files", is_whole=True),
+        model=KnownModel(path=model_dir, size=read_model_size(model_dir), source="its files"),
         train=training_examples_here(task) if spec.train.has_rl else None,
         held_out=task.examples(Split.HELD_OUT),
         offline_data=offline_data,
