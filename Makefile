@@ -37,7 +37,7 @@ help:
 	@echo "make openhands-deps  make the environment of OpenHands' client, whose protocol the runtime serves"
 	@echo "make agents-deps  make the environments of mini-swe-agent, mcp and openenv-core, which tests use"
 	@echo "make browser-deps  fetch axe-core by npm, with which tests look for faults of accessibility"
-	@echo "make trackers-deps  make the environment of wandb, tensorboard, mlflow and trackio, which tests use"
+	@echo "make trackers-deps  make the environment of wandb, tensorboard and mlflow, which tests use"
 	@echo "make clean        remove the environment and all caches; runs/ stays"
 
 venv: $(READY)
@@ -156,8 +156,8 @@ guest-deps: $(READY)
 browser-deps: $(READY)
 	@$(IN_VENV) -c "from tests.fixtures.browser import fetch_axe; fetch_axe()"
 
-# Weights & Biases, TensorBoard, MLflow and trackio, which tests use as they are: an environment of its own in the
-# user's cache, 0.5 GB.
+# Weights & Biases, TensorBoard and MLflow, which tests use as they are: an environment of its own in the user's
+# cache, 0.4 GB.
 trackers-deps: $(READY)
 	@$(IN_VENV) -c "from tests.fixtures.real_trackers import TRACKERS; \
 		from strop.store.python_environment import ensure_environment; \

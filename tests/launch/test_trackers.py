@@ -23,13 +23,13 @@ def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def test_keys_and_addresses_travel_without_being_named(world: World, tmp_path: Path) -> None:
-    world.environ |= {"WANDB_API_KEY": KEY, "WANDB_ENTITY": "team", "TRACKIO_SPACE_ID": "not/used"}
+    world.environ |= {"WANDB_API_KEY": KEY, "WANDB_ENTITY": "team", "WANDB_MODE_OF": "not/used"}
     world.environ["MLFLOW_TRACKING_URI"] = f"https://me:{KEY}@mlflow.example.org"
     request = world.request(*ON)
     # An address with a password in it is a secret, too.
     assert request.environment.secrets == ("MLFLOW_TRACKING_URI", "WANDB_API_KEY")
     assert request.environment.variables["WANDB_ENTITY"] == "team"
-    assert "TRACKIO_SPACE_ID" not in request.environment.sources
+    assert "WANDB_MODE_OF" not in request.environment.sources
     assert KEY not in plan_to_json(make_plan(request, world.backend))
     write_environment(tmp_path, request.environment, world.environ)
     assert KEY not in (tmp_path / "env.json").read_text()

@@ -1,15 +1,13 @@
-"""A real run that four real trackers follow at once, killed and gone on with."""
+"""A real run with three real trackers at once, killed and resumed."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -49,9 +47,9 @@ def command(tmp_path: Path, tiny_model_dir: Path, python: Path) -> Iterator[Star
     text = text.replace("checkpoint_every = 1", f"checkpoint_every = {CHECKPOINT_EVERY}")
     text = text.replace("[eval]", f"[eval]\nevery = {CHECKPOINT_EVERY}")
     (tmp_path / "run.toml").write_text(text + TEXT)
-    keys = dict.fromkeys(("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD", "TRACKIO_WRITE_TOKEN"), KEY)
-    # Addresses that an offline run must not ask.
-    addresses = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "TRACKIO_SERVER_URL": "http://127.0.0.1:9"}
+    keys = dict.fromkeys(("WANDB_API_KEY", "MLFLOW_TRACKING_PASSWORD"), KEY)
+    # An address that an offline run must not ask.
+    addresses = {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9"}
     started: list[subprocess.Popen[bytes]] = []
 
     def start() -> subprocess.Popen[bytes]:
@@ -79,29 +77,13 @@ def wait_for(what: Callable[[], bool], process: subprocess.Popen[bytes], said: P
         time.sleep(0.02)
 
 
-def has_more(run_path: Path, than: int) -> bool:
-    return count_steps(run_path) > than
-
-
-def count_steps(run_path: Path) -> int:
-    path = run_path / "metrics.jsonl"
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
 @pytest.mark.slow
-def test_all_four_have_each_step_once_after_a_kill(tmp_path: Path, python: Path, command: Start) -> None:
+def test_all_have_each_step_once_after_a_kill(tmp_path: Path, python: Path, command: Start) -> None:
     run_path, said = tmp_path / "run", tmp_path / "said.log"
     process = command()
-    # It stands still between two checkpoints, until all have what was trained.
-    last = CHECKPOINT_EVERY
-    while last % CHECKPOINT_EVERY == 0:
-        process.send_signal(signal.SIGCONT)
-        wait_for(partial(has_more, run_path, last), process, said)
-        process.send_signal(signal.SIGSTOP)
-        os.waitpid(process.pid, os.WUNTRACED)
-        last = count_steps(run_path)
     sents = [sent_path(run_path, name) for name in NAMES]
-    wait_for(lambda: all(read_sent(path).step == last for path in sents), process, said)
+    # Between two checkpoints, when all have heard of steps behind the first.
+    wait_for(lambda: all(read_sent(path).step > CHECKPOINT_EVERY for path in sents), process, said)
     ids = [read_sent(path).id for path in sents]
     process.kill()
     process.wait()
@@ -111,16 +93,14 @@ def test_all_four_have_each_step_once_after_a_kill(tmp_path: Path, python: Path,
 
     found = read_trackers(python, run_path / "trackers")
     every = list(range(1, STEPS + 1))
-    for name in ("tensorboard", "mlflow", "trackio"):
+    for name in ("tensorboard", "mlflow"):
         assert found[name]["train/reward_mean"] == every, name
         assert found[name]["eval/accuracy"] == [0, 10, 20, 30], name
-    assert found["tensorboard"]["rollouts"] == found["trackio"]["rollouts"] == [1, 10, 20, 30]
+    assert found["tensorboard"]["rollouts"] == [1, 10, 20, 30]
     assert found["mlflow"]["rollouts"] == [f"rollouts/step-{step:06d}.json" for step in (1, 10, 20, 30)]
     assert "What is" in found["tensorboard"]["text"]
     assert found["mlflow"]["status"] == "FINISHED"
     assert found["mlflow"]["params"]["train.steps"] == str(STEPS)
-    assert "zero_variance" in found["trackio"]["alerts"]
-    assert found["trackio"]["runs"] == [ids[NAMES.index("trackio")]]
     # One file of each attempt, under one id: `wandb sync` makes a run of them.
     files = list((run_path / "trackers" / "wandb").rglob("*.wandb"))
     assert {re.sub(r"run-(\w+)\.wandb", r"\1", file.name) for file in files} == {ids[NAMES.index("wandb")]}

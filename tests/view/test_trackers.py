@@ -20,7 +20,6 @@ from strop.view.trackers import (
     GROUPS,
     KINDS,
     Row,
-    Sent,
     TrackedRun,
     WandbTracker,
     flatten,
@@ -143,31 +142,34 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
 
 
 TOLD = TrackedRun(
-    name="tiny-1", project="study", folder=Path("/f"), config={"a": {"b": 1}}, first_step=0, is_offline=True
+    name="tiny-1",
+    project="study",
+    folder=Path("/f"),
+    config={"a": {"b": 1}},
+    first_step=0,
+    is_offline=True,
+    finish_limit_s=7.0,
 )
 
 
 def test_wandb_is_asked_for_one_run_and_its_own_axis(calls: list[tuple[Any, ...]]) -> None:
-    tracker = WandbTracker()
-    sent = tracker.start(TOLD, Sent())
-    assert sent.id
+    tracker = WandbTracker(TOLD)
     ((_, _, init), *defined) = calls
     assert {init["project"], init["name"], init["mode"], init["dir"]} == {"study", "tiny-1", "offline", "/f"}
-    assert (init["id"], init["resume"], init["config"]) == (sent.id, "allow", {"a": {"b": 1}})
+    assert (init["id"], init["resume"], init["config"]) == (tracker.id, "allow", {"a": {"b": 1}})
     assert init["save_code"] is False
-    assert init["settings"]["console"] == "off"
+    assert (init["settings"]["console"], init["settings"]["finish_timeout"]) == ("off", 7.0)
     assert [args for _, args, _ in defined] == [("step",), ("*",)]
     tracker.log(3, {"train/loss": 0.5})
     assert calls[-1] == ("log", ({"step": 3, "train/loss": 0.5},), {})
     # The next attempt goes on under the same id, and is not told to be offline.
-    WandbTracker().start(replace(TOLD, is_offline=False), replace(sent, step=3))
+    WandbTracker(replace(TOLD, is_offline=False, id=tracker.id))
     again = next(named for name, _, named in reversed(calls) if name == "init")
-    assert (again["id"], again["mode"]) == (sent.id, None)
+    assert (again["id"], again["mode"]) == (tracker.id, None)
 
 
 def test_wandb_gets_tables_and_alerts_of_alarms_alone(calls: list[tuple[Any, ...]]) -> None:
-    tracker = WandbTracker()
-    tracker.start(TOLD, Sent())
+    tracker = WandbTracker(TOLD)
     rows: list[Row] = [
         {"kind": "notice", "cause": "mirror", "detail": "d", "is_alarm": 0.0},
         {"kind": "tripwire", "cause": "c" * 80, "detail": "e", "is_alarm": 1.0},
@@ -203,12 +205,6 @@ def test_without_a_key_wandb_is_refused_before_anything_is_asked(
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
     with pytest.raises(CheckRefused, match="there is no key for it"):
         require_trackers(online)
-
-
-def test_what_came_after_a_step_is_forgotten() -> None:
-    sent = Sent(step=9, rollouts_step=8, at=5.0, evaluations=("t-step-000000.json", "t-step-000009.json"))
-    assert sent.cut_after(6) == replace(sent, step=6, rollouts_step=6, evaluations=("t-step-000000.json",))
-    assert sent.cut_after(9) == sent
 
 
 def test_settings_are_flattened_for_mlflow() -> None:

@@ -80,7 +80,7 @@ class OutputSpec(Section):
     )
 
 
-TRACKERS = ("wandb", "tensorboard", "mlflow", "trackio")
+TRACKERS = ("wandb", "tensorboard", "mlflow")
 
 
 class TrackersSpec(Section):
@@ -89,14 +89,14 @@ class TrackersSpec(Section):
     use: tuple[str, ...] = Field(
         default=(),
         strict=False,
-        description="Trackers that the run is sent to: wandb, tensorboard, mlflow, trackio; install each with"
+        description="Trackers that the run is sent to: wandb, tensorboard, mlflow; install each with"
         " pip install 'strop[NAME]'. Keys and addresses come from the trackers' own environment variables.",
         json_schema_extra=expert("a group may already watch its runs in a tracker"),
     )
     project: str = Field(
         default="strop",
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$",
-        description="Project in wandb and trackio, experiment in MLflow. TensorBoard has none.",
+        description="Project in wandb, experiment in MLflow. TensorBoard has none.",
         json_schema_extra=expert("runs of several studies share one account"),
     )
     offline: bool = Field(
@@ -148,5 +148,4 @@ _VARIABLES: dict[str, tuple[str, ...]] = {
         *("MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_USERNAME", "MLFLOW_TRACKING_PASSWORD"),
         "MLFLOW_TRACKING_URI",
     ),
-    "trackio": ("TRACKIO_WRITE_TOKEN", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"),
 }

@@ -1,27 +1,22 @@
-"""Send a run to trackers: an observer in the training process, and a follower process for each tracker.
+"""Trackers of a run: an observer that hands the news to a thread for each tracker.
 
-A follower is a niced process that reads the growing run directory and sends the news to one tracker. The
-record is the queue: training never waits, a slow tracker loses nothing, and one that hangs, raises or crashes
-its process does not harm the run. `trackers/NAME.json` records how far a tracker is; the next follower, of
-this attempt or a later one, continues from there.
+Training never waits for a tracker: the news are queued. One that raises is dropped, with a notice, and one
+that hangs is left behind at the end; neither harms the run. `trackers/NAME.json` has the tracker's id of the
+run and the last step that was sent: where the run is resumed, it is resumed there, and what it lacks is sent.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
+import threading
 import time
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TextIO
+from queue import SimpleQueue
 
-from strop.errors import CorruptRecord
-from strop.evaluate import read_result
-from strop.hardware import ChildProcess, spawn, terminate
-from strop.hardware.process import step_back
 from strop.io.atomic import write_bytes_atomically
 from strop.io.redaction import is_secret, redact
 from strop.record import Event, EventKind, RunDir
@@ -38,7 +33,6 @@ from strop.view.trackers import (
     KINDS,
     ROLLOUTS,
     Row,
-    Sent,
     TrackedRun,
     Tracker,
     name_metric,
@@ -47,38 +41,21 @@ from strop.view.trackers import (
 
 FOLDER = "trackers"
 """Folder of the run directory with each tracker's progress and files."""
-LOOK_EVERY_S = 0.5
-NICENESS = 5
-"""A follower hardly computes after its start; with a higher value, other processes would starve it."""
 STOP_LIMIT_S = 10.0
 """Limit for sending the rest of a stopped or failed run: the next attempt sends what is missing."""
-RESTART_AFTER_S = 30.0
-"""Pause before an ended follower is restarted; it doubles each time."""
 MAX_TEXT_CHARS = 8000
 """Longest part of a prompt or a reply that is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FollowOrder:
-    """The arguments of a follower. Keys are not among them: it inherits the environment."""
+class Sent:
+    """A tracker's progress with a run."""
 
-    name: str
-    run_path: str
-    attempt_path: str
-    first_step: int
-    project: str
-    is_offline: bool
-    rollouts_every: int | None
-
-    @property
-    def folder(self) -> Path:
-        """The folder of the tracker's own files."""
-        return Path(self.run_path) / FOLDER / self.name
-
-    @property
-    def sent_path(self) -> Path:
-        """The file of the tracker's progress."""
-        return sent_path(Path(self.run_path), self.name)
+    id: str | None = None
+    """Its id of the run; None: it has not been started there."""
+    step: int = 0
+    """The last step whose metrics were sent."""
+    eval_step: int = -1
 
 
 def sent_path(run_path: Path, name: str) -> Path:
@@ -89,104 +66,105 @@ def sent_path(run_path: Path, name: str) -> Path:
 def read_sent(path: Path) -> Sent:
     """Return a tracker's progress; none if it was never started."""
     try:
-        content = json.loads(path.read_bytes())
+        return Sent(**json.loads(path.read_bytes()))
     except FileNotFoundError:
         return Sent()
-    return Sent(**{**content, "evaluations": tuple(content["evaluations"])})
 
 
-class Follower:
-    """Sends a growing run to one tracker."""
+class Sender(threading.Thread):
+    """Sends a run's news to one tracker. `error` says why it ended before the run did."""
 
-    def __init__(self, order: FollowOrder, tracker: Tracker) -> None:
-        self._order, self._tracker = order, tracker
-        self._run_path = Path(order.run_path)
-        # These logs only grow: an attempt cuts them back before it trains.
-        self._record = DirectoryRecord(self._run_path)
-        self._metrics = LineFollower(self._record, "metrics.jsonl")
-        self._events = LineFollower(self._record, "events.jsonl")
-        self._sent = read_sent(order.sent_path)
-        self._task = ""
+    def __init__(self, name: str, run: RunDir, first_step: int, spec: TrackersSpec) -> None:
+        super().__init__(name=f"tracker-{name}", daemon=True)
+        self.tracker_name = name
+        self.error: str | None = None
+        self.news: SimpleQueue[Mapping[str, float] | EvalSummary | Event | str] = SimpleQueue()
+        """Metrics of a step, an evaluation, an event, or the word with which the run ended."""
+        self.sent = read_sent(sent_path(run.path, name))
+        self._run_dir, self._first_step, self._spec = run, first_step, spec
 
-    def follow(self) -> None:
-        """Start the tracker, send everything until the attempt has ended, and finish.
-
-        Raises: as the tracker; StoreError or CorruptRecord if the record cannot be read.
-        """
-        run = RunDir.open(self._run_path)
-        self._order.folder.mkdir(parents=True, exist_ok=True)
-        settings = tomllib.loads(run.spec_path.read_text(encoding="utf-8"))
-        self._task = str(run.state.facts.get("task") or settings.get("task", {}).get("name"))
-        facts = {key: value for key, value in run.state.facts.items() if isinstance(value, str | int | float)}
-        tracked = TrackedRun(
-            name=self._run_path.name,
-            project=self._order.project,
-            folder=self._order.folder,
-            config={**settings, "facts": facts},
-            first_step=self._order.first_step,
-            is_offline=self._order.is_offline,
-        )
-        self._save(self._tracker.start(tracked, self._sent))
-        cause = None
-        while cause is None:
-            # Read first, so that everything recorded before the end is sent.
-            attempt = json.loads((Path(self._order.attempt_path) / "attempt.json").read_bytes())
-            cause = str(attempt["cause"]) if "ended_at" in attempt else None
-            self._send_news()
-            if cause is None:
-                time.sleep(LOOK_EVERY_S)
-        self._tracker.finish(cause=cause)
-
-    def _send_news(self) -> None:
-        for line in self._metrics.read_records()[1]:
-            step = int(line.pop("step"))
-            if step > self._sent.step:
-                self._tracker.log(step, {name_metric(name): float(value) for name, value in line.items()})
-                self._save(replace(self._sent, step=step))
-            every = self._order.rollouts_every
-            if every and (step == 1 or step % every == 0) and step > self._sent.rollouts_step:
-                chosen = choose_at_step(self._record, step)
-                if chosen is not None:
-                    self._tracker.table(ROLLOUTS, step, list(map(describe_rollout, chosen.rollouts)))
-                self._save(replace(self._sent, rollouts_step=step))
-        for path in sorted((self._run_path / "eval").glob("*.json")):
-            if path.name not in self._sent.evaluations:
-                self._send_evaluation(path)
-        self._send_events()
-
-    def _send_evaluation(self, path: Path) -> None:
+    def run(self) -> None:
+        """Start the tracker, send what it lacks and what comes, and finish."""
         try:
-            result = read_result(path)
-        except CorruptRecord:
-            return
-        place = "eval" if result.task == self._task else f"eval/{result.task}"
-        score, values = result.greedy, {}
-        if score.accuracy is not None and result.is_valid:
-            values = {"accuracy": score.accuracy, "accuracy_low": score.low, "accuracy_high": score.high}
-            if result.sampled is not None and result.sampled.accuracy is not None:
-                values["sampled_accuracy"] = result.sampled.accuracy
-        if values:
-            self._tracker.log(result.step, {f"{place}/{name}": value for name, value in values.items()})
-        self._save(replace(self._sent, evaluations=(*self._sent.evaluations, path.name)))
+            tracker = self._start()
+            lines = LineFollower(DirectoryRecord(self._run_dir.path), "metrics.jsonl").read_records()[1]
+            for line in lines:
+                if line["step"] <= self._first_step:
+                    self._send_step(tracker, line)
+            while not isinstance(news := self.news.get(), str):
+                if isinstance(news, EvalSummary):
+                    self._send_eval(tracker, news)
+                elif isinstance(news, Event):
+                    tracker.table(EVENTS, news.step, [describe_event(news)])
+                else:
+                    self._send_step(tracker, news)
+            tracker.finish(cause=news)
+        except BaseException as error:
+            # A tracker is another's code, and no run ends with it. Its message may quote a key.
+            values = [value for name, value in os.environ.items() if is_secret(name, value)]
+            self.error = redact(f"{type(error).__name__}: {error}", values)
 
-    def _send_events(self) -> None:
-        """Send new events, grouped by step."""
-        by_step: dict[int, list[Row]] = {}
-        at = self._sent.at
-        for line in self._events.read_records()[1]:
-            if line["at"] > self._sent.at:
-                shown = {key: str(line[key]) for key in ("kind", "cause", "detail")}
-                is_alarm = float(EventKind(line["kind"]) in ALARM_KINDS)
-                by_step.setdefault(line["step"], []).append({**shown, "is_alarm": is_alarm})
-                at = max(at, float(line["at"]))
-        for step, rows in by_step.items():
-            self._tracker.table(EVENTS, step, rows)
-        if by_step:
-            self._save(replace(self._sent, at=at))
+    def _start(self) -> Tracker:
+        folder = self._run_dir.path / FOLDER / self.tracker_name
+        folder.mkdir(parents=True, exist_ok=True)
+        facts = self._run_dir.state.facts
+        shown = {key: value for key, value in facts.items() if isinstance(value, str | int | float)}
+        settings = tomllib.loads(self._run_dir.spec_path.read_text(encoding="utf-8"))
+        adapter, _ = KINDS[self.tracker_name]
+        if not adapter.keeps_later:
+            self.sent = replace(
+                self.sent,
+                step=min(self.sent.step, self._first_step),
+                eval_step=min(self.sent.eval_step, self._first_step),
+            )
+        tracker = adapter(
+            TrackedRun(
+                name=self._run_dir.path.name,
+                project=self._spec.project,
+                folder=folder,
+                config={**settings, "facts": shown},
+                first_step=self._first_step,
+                is_offline=self._spec.offline or is_offline(),
+                finish_limit_s=self._spec.finish_limit_s,
+                id=self.sent.id,
+            )
+        )
+        self._save(replace(self.sent, id=tracker.id))
+        return tracker
+
+    def _send_step(self, tracker: Tracker, metrics: Mapping[str, float]) -> None:
+        step = int(metrics["step"])
+        if step <= self.sent.step:
+            return
+        tracker.log(step, {name_metric(name): float(v) for name, v in metrics.items() if name != "step"})
+        every = self._spec.rollouts_every
+        if every and (step == 1 or step % every == 0):
+            chosen = choose_at_step(DirectoryRecord(self._run_dir.path), step)
+            if chosen is not None:
+                tracker.table(ROLLOUTS, step, list(map(describe_rollout, chosen.rollouts)))
+        self._save(replace(self.sent, step=step))
+
+    def _send_eval(self, tracker: Tracker, summary: EvalSummary) -> None:
+        if summary.step <= self.sent.eval_step:
+            return
+        values = {"accuracy": summary.greedy_accuracy, "accuracy_low": summary.greedy_low}
+        values["accuracy_high"] = summary.greedy_high
+        if summary.sampled_accuracy is not None:
+            values["sampled_accuracy"] = summary.sampled_accuracy
+        if summary.invalid_cause is None:
+            tracker.log(summary.step, {f"eval/{name}": value for name, value in values.items()})
+        self._save(replace(self.sent, eval_step=summary.step))
 
     def _save(self, sent: Sent) -> None:
-        self._sent = sent
-        write_bytes_atomically(self._order.sent_path, json.dumps(asdict(sent)).encode())
+        self.sent = sent
+        path = sent_path(self._run_dir.path, self.tracker_name)
+        write_bytes_atomically(path, json.dumps(asdict(sent)).encode())
+
+
+def describe_event(event: Event) -> Row:
+    """Return an event as a row of a table."""
+    shown = {"kind": event.kind.value, "cause": event.cause, "detail": event.detail}
+    return {**shown, "is_alarm": float(event.kind in ALARM_KINDS)}
 
 
 def describe_rollout(rollout: Rollout) -> Row:
@@ -206,150 +184,79 @@ def describe_rollout(rollout: Rollout) -> Row:
 
 
 class TrackingObserver:
-    """Forwards every call to another observer, and supervises the followers."""
+    """Forwards every call to another observer, and hands it to the trackers."""
 
     def __init__(self, spec: TrackersSpec, observer: Observer) -> None:
         """Raises: CheckRefused if a tracker cannot start here."""
         require_trackers(spec)
         self._spec, self._observer = spec, observer
         self._run_dir: RunDir | None = None
-        self._followers: list[_FollowerProcess] = []
+        self._senders: list[Sender] = []
         self._step = 0
 
     def open_run(self, run_dir: RunDir) -> None:
-        """Take the run's directory, which records notices on the followers. Call it before the run starts."""
+        """Take the run's directory. Call it before the run starts."""
         self._run_dir = run_dir
 
     def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
-        """Start the followers, and forward the call."""
+        """Start the trackers, and forward the call."""
         self._step = first_step
-        attempt_path = (Path(run) / "latest").resolve()
         for name in self._spec.use:
-            order = FollowOrder(
-                name=name,
-                run_path=str(Path(run).absolute()),
-                attempt_path=str(attempt_path),
-                first_step=first_step,
-                project=self._spec.project,
-                is_offline=self._spec.offline or is_offline(),
-                rollouts_every=self._spec.rollouts_every,
-            )
-            self._followers.append(_FollowerProcess(order=order, child=start_follower(order)))
+            assert self._run_dir is not None
+            sender = Sender(name, self._run_dir, first_step, self._spec)
+            sender.start()
+            self._senders.append(sender)
         self._observer.on_start(run=run, first_step=first_step, num_steps=num_steps)
 
     def on_step(self, metrics: Mapping[str, float]) -> None:
-        """Forward the call, and restart ended followers, without waiting."""
+        """Forward the call and queue the numbers; say which tracker has failed."""
         self._step = int(metrics["step"])
+        self._hand_out(metrics)
         self._observer.on_step(metrics)
-        for follower in self._followers:
-            exit_code = follower.child.poll()
-            if exit_code is None:
-                continue
-            if not follower.num_ends:
-                self._announce(
-                    "tracker_failed",
-                    f"{follower.order.name} ended with {exit_code}, and is started again; its last line:"
-                    f" {follower.child.tail(1)}",
-                )
-            if follower.ended_at is None:
-                follower.ended_at, follower.num_ends = time.monotonic(), follower.num_ends + 1
-            if time.monotonic() - follower.ended_at >= RESTART_AFTER_S * 2 ** (follower.num_ends - 1):
-                follower.child, follower.ended_at = start_follower(follower.order), None
+        for sender in [sender for sender in self._senders if sender.error is not None]:
+            self._report(sender)
 
     def on_event(self, event: Event) -> None:
-        """Forward the call."""
+        """Forward the call, and queue the event."""
+        self._hand_out(event)
         self._observer.on_event(event)
 
     def on_eval(self, summary: EvalSummary) -> None:
-        """Forward the call."""
+        """Forward the call, and queue the result."""
+        self._hand_out(summary)
         self._observer.on_eval(summary)
 
     def on_end(self, *, cause: str) -> None:
-        """Let the followers send the rest within the limit, end them, and forward the call."""
+        """Let the trackers send the rest within the limit, and forward the call."""
         limit_s = self._spec.finish_limit_s
         if cause != "done":
             # After a signal, at most a quarter of the launcher's grace.
             limit_s = min(limit_s, STOP_LIMIT_S, float(os.environ.get(GRACE_VARIABLE, "inf")) / 4)
         deadline = time.monotonic() + limit_s
-        for follower in self._followers:
-            if follower.child.poll() and cause == "done":
-                # One more try: the cause of its failure may have passed.
-                follower.child = start_follower(follower.order)
-        for follower in self._followers:
-            exit_code = follower.child.wait(max(deadline - time.monotonic(), 0.0))
-            terminate(follower.child, 0.0)
-            if exit_code != 0:
-                self._report_missing(follower, exit_code, limit_s)
-        self._followers.clear()
+        self._hand_out(cause)
+        for sender in list(self._senders):
+            sender.join(max(deadline - time.monotonic(), 0.0))
+            if sender.is_alive():
+                sender.error = f"it had not taken all {limit_s:g} s after the end"
+            if sender.error is not None:
+                self._report(sender)
+        self._senders.clear()
         self._observer.on_end(cause=cause)
 
-    def _report_missing(self, follower: _FollowerProcess, exit_code: int | None, limit_s: float) -> None:
+    def _hand_out(self, news: Mapping[str, float] | EvalSummary | Event | str) -> None:
+        for sender in self._senders:
+            sender.news.put(news)
+
+    def _report(self, sender: Sender) -> None:
+        """Record that a tracker got no more, once, and leave it."""
+        self._senders.remove(sender)
         assert self._run_dir is not None
-        steps = [int(line["step"]) for line in self._run_dir.metrics.read()]
-        num_missing = sum(step > read_sent(follower.order.sent_path).step for step in steps)
-        lacking = f"the numbers of {num_missing} of {len(steps)} steps" if num_missing else "what came last"
-        why = (
-            f"it had not taken all {limit_s:g} s after the end"
-            if exit_code is None
-            else f"it ended with {exit_code}; its last line: {follower.child.tail(1)}"
+        event = Event(
+            kind=EventKind.NOTICE,
+            step=self._step,
+            cause="tracker_failed",
+            detail=f"{sender.tracker_name} has the steps up to {sender.sent.step}: {sender.error}. The record"
+            " has all; what it lacks is sent where the run is resumed",
         )
-        self._announce(
-            "tracker_incomplete",
-            f"{follower.order.name} may lack {lacking}: {why}. The record has it, and it is sent where the"
-            " run goes on",
-        )
-
-    def _announce(self, cause: str, detail: str) -> None:
-        event = Event(kind=EventKind.NOTICE, step=self._step, cause=cause, detail=detail)
-        if self._run_dir is not None:
-            self._run_dir.events.append(event)
+        self._run_dir.events.append(event)
         self._observer.on_event(event)
-
-
-@dataclass(kw_only=True, slots=True)
-class _FollowerProcess:
-    """A follower's process and its ends."""
-
-    order: FollowOrder
-    child: ChildProcess
-    num_ends: int = 0
-    ended_at: float | None = None
-    """Monotonic time; None while it runs."""
-
-
-def start_follower(order: FollowOrder) -> ChildProcess:
-    """Start a follower at a lower priority than the trainer."""
-    log_path = Path(order.attempt_path) / f"tracker-{order.name}.log"
-    child = spawn([sys.executable, "-m", "strop.view.tracking", json.dumps(asdict(order))], log_path)
-    step_back(child.pid, by=NICENESS)
-    return child
-
-
-class _Redacting:
-    """A stream that writes whole lines, with the environment's credentials removed."""
-
-    def __init__(self, stream: TextIO, values: tuple[str, ...]) -> None:
-        self._stream, self._values, self._rest = stream, values, ""
-
-    def write(self, text: str) -> int:
-        """Write the complete lines."""
-        whole, end, self._rest = (self._rest + text).rpartition("\n")
-        self._stream.write(redact(whole, self._values) + end)
-        self._stream.flush()
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
-def main(words: list[str]) -> None:
-    """Follow a run; the one argument is a `FollowOrder` as JSON."""
-    values = tuple(value for name, value in os.environ.items() if is_secret(name, value))
-    # Packages may print credentials, and the log is mirrored.
-    sys.stdout, sys.stderr = (_Redacting(stream, values) for stream in (sys.stdout, sys.stderr))
-    order = FollowOrder(**json.loads(words[0]))
-    Follower(order, KINDS[order.name].adapter()).follow()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
