@@ -163,7 +163,9 @@ def test_they_are_given_back_whatever_happens(tmp_path: Any) -> None:
         late.cancel()
         await asyncio.gather(late, return_exceptions=True)
         assert gpus.find_pool().num_waiting == 0
-        rollout = await attempt(make(gpu_wait_s=0.01), tokenizer, SUBMIT)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gpus, "WAIT_LIMIT_S", 0.01)
+            rollout = await attempt(make(), tokenizer, SUBMIT)
         assert rollout.outcome.failure is not None
         assert (rollout.outcome.failure.owner, rollout.outcome.failure.kind) == (FailureOwner.INFRA, "no_gpu")
         both.release()

@@ -69,9 +69,8 @@ def test_dat_1_a_misspelt_id_is_refused_with_the_nearest(tmp_path: Path) -> None
     swapped = {"0": "1", "1": "0"}
     misspelt = ids[2][:-1] + swapped.get(ids[2][-1], "0")
     task = order_task(tmp_path, [*ids[:2], misspelt])
-    with pytest.raises(DataError, match=rf"1 of 3 ids .*: {misspelt} \(nearest: {ids[2]}\)") as caught:
+    with pytest.raises(DataError, match=rf"1 of 3 ids .*: {misspelt} \(nearest: {ids[2]}\)"):
         task.examples(Split.TRAIN)
-    assert "Allowed: at most task.max_unmatched_ids=0" in str(caught.value)
     # The healthy case: all of them, in the file's order.
     found = order_task(tmp_path, ids[2::-1]).examples(Split.TRAIN)
     assert [example.example_id for example in found] == ids[2::-1]

@@ -33,6 +33,8 @@ def require_gpus(section: object) -> None:
         find_pool().require(section.sandbox_gpus)
 
 
+WAIT_LIMIT_S = 3600.0
+"""Longest wait of an attempt for its GPUs: others may hold theirs for hours."""
 NO_GPUS = GpuLease(pool=GpuPool(()), share=Fraction(0), names=(), waited_s=0.0)
 
 
@@ -44,9 +46,9 @@ async def lease_gpus(section: object) -> GpuLease:
     if not isinstance(section, GpuSettings) or not section.sandbox_gpus:
         return NO_GPUS
     settings: GpuSettings = section
-    pool, limit_s = find_pool(), settings.gpu_wait_s
+    pool = find_pool()
     try:
-        return await pool.lease(settings.sandbox_gpus, limit_s=limit_s)
+        return await pool.lease(settings.sandbox_gpus, limit_s=WAIT_LIMIT_S)
     except TimeoutError as error:
-        detail = f"no GPU was free for {limit_s:g} s; {pool.num_waiting} other attempts wait for one"
+        detail = f"no GPU was free for {WAIT_LIMIT_S:g} s; {pool.num_waiting} other attempts wait for one"
         raise AttemptFailed(FailureOwner.INFRA, "no_gpu", detail) from error

@@ -208,9 +208,7 @@ def _section_s(
         )
     else:
         answered_s = num_replies * JUDGE_CALL_S / section.judge_concurrency
-    return (
-        max(answered_s, num_replies / section.judge_calls_per_s) if section.judge_calls_per_s else answered_s
-    )
+    return answered_s
 
 
 def _question_tokens(work: Work) -> float:

@@ -80,13 +80,6 @@ class LlmJudgeSpec(TrainingRows):
         description="Most concurrent calls.",
         json_schema_extra=expert("servers limit concurrent calls"),
     )
-    judge_calls_per_s: Unhashed[float | None] = Field(
-        default=None,
-        gt=0.0,
-        le=1e4,
-        description="Most calls started per second. none = no limit.",
-        json_schema_extra=expert("servers limit the rate of calls"),
-    )
     max_judge_calls: Unhashed[int] = Field(
         default=100_000,
         ge=1,

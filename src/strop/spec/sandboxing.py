@@ -59,13 +59,6 @@ class GpuSettings(SandboxSettings):
         " bubblewrap, podman or docker.",
         json_schema_extra=expert("attempts may train or run models in their sandboxes"),
     )
-    gpu_wait_s: Unhashed[float] = Field(
-        default=3600.0,
-        gt=0.0,
-        le=10**6,
-        description="Longest time in seconds that an attempt waits for sandbox_gpus. Then it is unscored.",
-        json_schema_extra=expert("attempts may hold their GPUs for hours"),
-    )
 
     @model_validator(mode="after")
     def _check_gpus(self) -> Self:

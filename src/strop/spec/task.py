@@ -133,12 +133,6 @@ class TaskSection(Section):
         description="Most tokens that task.agent may have sampled for a problem; then its calls are refused.",
         json_schema_extra=expert("a program may call the model a thousand times"),
     )
-    max_unmatched_ids: Unhashed[int] = Field(
-        default=0,
-        ge=0,
-        description="Ids of the order file that may be missing among the task's training examples.",
-        json_schema_extra=expert("an order file may be older than its data set"),
-    )
 
     @property
     def prompting(self) -> dict[str, object]:

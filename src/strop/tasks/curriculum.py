@@ -77,8 +77,7 @@ class Curriculum(TaskWrapper):
             num_repeated = len(ids) - len(set(ids))
             entries = [OrderEntry(example_id=key, solved_frac=None) for key in dict.fromkeys(ids)]
         _refuse_unmatched(spec, entries, by_id)
-        known = [entry for entry in entries if entry.example_id in by_id]
-        kept = [entry for entry in known if self._is_within(entry)]
+        kept = [entry for entry in entries if self._is_within(entry)]
         if not kept:
             raise DataError(
                 f"none of {len(entries)} examples in {spec.order_file} has a solved_frac from"
@@ -87,8 +86,7 @@ class Curriculum(TaskWrapper):
                 next_step="widen task.min_solved_frac and task.max_solved_frac",
             )
         left_out = {
-            "of the order file, without an example": len(entries) - len(known),
-            "of the order file, outside the bounds": len(known) - len(kept),
+            "of the order file, outside the bounds": len(entries) - len(kept),
             "of the order file, rows that ask what another row asks": num_repeated,
         }
         return tuple(by_id[entry.example_id] for entry in kept), left_out
@@ -191,7 +189,7 @@ def _malformed(path: Path, number: int, content: str) -> DataError:
 
 def _refuse_unmatched(spec: TaskSpec, entries: Sequence[OrderEntry], by_id: dict[str, Example]) -> None:
     unmatched = [entry.example_id for entry in entries if entry.example_id not in by_id]
-    if len(unmatched) <= spec.max_unmatched_ids:
+    if not unmatched:
         return
     shown = []
     for example_id in unmatched[:_MAX_SHOWN]:
@@ -200,6 +198,6 @@ def _refuse_unmatched(spec: TaskSpec, entries: Sequence[OrderEntry], by_id: dict
     raise DataError(
         f"{len(unmatched)} of {len(entries)} ids in {spec.order_file} are no training examples of the"
         f" task: {', '.join(shown)}",
-        allowed=f"at most task.max_unmatched_ids={spec.max_unmatched_ids}",
-        next_step="make the file anew with this task's settings and data, or raise that number",
+        allowed="ids of this task's training examples",
+        next_step="make the file anew with this task's settings and data",
     )

@@ -154,16 +154,6 @@ def test_calls_end_with_the_budget(tmp_path: Path) -> None:
     assert len(server.requests) == 2
 
 
-def test_calls_keep_the_rate(tmp_path: Path) -> None:
-    with judge_server(lambda question: scored(1.0)) as server:
-        task = judge_task(tmp_path, server.url, judge_calls_per_s=20.0)
-        started_at = time.monotonic()
-        for text in "abcd":
-            verify(task, text)
-    # The second to fourth call begin 1/20 s after the one before: 0.15 s at least.
-    assert time.monotonic() - started_at >= 0.15
-
-
 def test_workers_share_places_and_budget(tmp_path: Path) -> None:
     async def judge_many(spec: LlmJudgeSpec) -> list[Outcome]:
         task = build_task(spec)
@@ -220,7 +210,6 @@ def test_the_version_is_the_judge_and_not_the_way_to_it(tmp_path: Path) -> None:
     plain = version()
     same = (
         ("judge_concurrency", 3),
-        ("judge_calls_per_s", 2.0),
         ("max_judge_calls", 7),
         ("judge_key_env", "K"),
     )

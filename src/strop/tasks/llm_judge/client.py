@@ -70,11 +70,9 @@ class JudgeClient:
             deadline = time.monotonic() + CALL_LIMIT_S
             failure = _FailedTry(kind="judge_timeout", detail="", can_retry=False)
             for number in range(_MAX_TRIES):
-                refusal = self.limiter.begin_call(WAIT_LIMIT_S)
-                if refusal is not None:
-                    return _failure(
-                        refusal, f"after {self.limiter.num_calls} calls; see task.max_judge_calls"
-                    )
+                if not self.limiter.begin_call():
+                    detail = f"after {self.limiter.num_calls} calls; see task.max_judge_calls"
+                    return _failure("judge_budget", detail)
                 answer = _try(client, self._model, question, deadline)
                 if isinstance(answer, str):
                     return answer
@@ -185,22 +183,21 @@ def _failure(kind: str, detail: str) -> Failure:
     return Failure(owner=FailureOwner.ENGINE, kind=kind, detail=detail)
 
 
-_STATE = struct.Struct("=Qd")
-"""Number of calls begun, and the earliest begin of the next one (seconds of the monotonic clock)."""
+_STATE = struct.Struct("=Q")
+"""Number of calls begun."""
 _FIRST_SLOT = _STATE.size
 _POLL_S = 0.01
 
 
 class CallLimiter:
-    """Limits calls at once, per second and in all, over all worker processes. Build it before the fork.
+    """Limits calls at once and in all, over all worker processes. Build it before the fork.
 
     Forked workers share an unnamed file with the count. Slots are locks on its bytes, which the kernel
     releases when their holder is killed.
     """
 
-    def __init__(self, *, num_at_once: int, calls_per_s: float | None, max_calls: int) -> None:
+    def __init__(self, *, num_at_once: int, max_calls: int) -> None:
         self._num_at_once = num_at_once
-        self._gap_s = 0.0 if calls_per_s is None else 1.0 / calls_per_s
         self._max_calls = max_calls
         if hasattr(os, "memfd_create"):
             self._file = os.memfd_create("strop-judge")
@@ -208,13 +205,13 @@ class CallLimiter:
             self._file, path = tempfile.mkstemp()
             os.unlink(path)
         weakref.finalize(self, os.close, self._file)
-        os.pwrite(self._file, _STATE.pack(0, 0.0), 0)
+        os.pwrite(self._file, _STATE.pack(0), 0)
 
     @property
     def num_calls(self) -> int:
         """Calls begun so far, in all processes."""
         with _locked(self._file):
-            return self._read()[0]
+            return self._read()
 
     @contextmanager
     def slot(self, wait_limit_s: float) -> Iterator[bool]:
@@ -228,19 +225,14 @@ class CallLimiter:
             if held is not None:
                 fcntl.lockf(self._file, fcntl.LOCK_UN, 1, held)
 
-    def begin_call(self, wait_limit_s: float) -> str | None:
-        """Count a call, and wait until the rate allows it. Return the kind of a failure, or None."""
+    def begin_call(self) -> bool:
+        """Count a call. False: the last one that is allowed was begun before."""
         with _locked(self._file):
-            num_calls, next_at = self._read()
+            num_calls = self._read()
             if num_calls >= self._max_calls:
-                return "judge_budget"
-            now = time.monotonic()
-            begin_at = max(now, next_at)
-            if begin_at - now > wait_limit_s:
-                return "judge_busy"
-            os.pwrite(self._file, _STATE.pack(num_calls + 1, begin_at + self._gap_s), 0)
-        time.sleep(max(0.0, begin_at - time.monotonic()))
-        return None
+                return False
+            os.pwrite(self._file, _STATE.pack(num_calls + 1), 0)
+        return True
 
     def _try_slots(self) -> int | None:
         for slot in range(_FIRST_SLOT, _FIRST_SLOT + self._num_at_once):
@@ -251,9 +243,9 @@ class CallLimiter:
             return slot
         return None
 
-    def _read(self) -> tuple[int, float]:
-        num_calls, next_at = _STATE.unpack(os.pread(self._file, _STATE.size, 0))
-        return int(num_calls), float(next_at)
+    def _read(self) -> int:
+        (num_calls,) = _STATE.unpack(os.pread(self._file, _STATE.size, 0))
+        return int(num_calls)
 
 
 @contextmanager

@@ -68,7 +68,6 @@ class LlmJudge:
         self.limits = fit_limits(limits, spec)
         limiter = CallLimiter(
             num_at_once=spec.judge_concurrency,
-            calls_per_s=spec.judge_calls_per_s,
             max_calls=spec.max_judge_calls,
         )
         self.client = JudgeClient(spec.judge_url, spec.judge_model, spec.judge_key_env, limiter)
