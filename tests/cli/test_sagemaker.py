@@ -71,7 +71,7 @@ def test_a_dry_run_prints_the_exact_request_and_writes_nothing(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = sorted(folder.rglob("*"))
-    words = ("site.max_runtime=24h", "site.vpc=false")
+    words = ("site.max_runtime=24h",)
     assert submit("--dry-run", "--instance-type", "ml.g6e.48xlarge", *words) == 0
     out = capsys.readouterr().out
     # Beside the run file and the roles.

@@ -126,11 +126,6 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
         ("--instance-count=0 is not allowed", "Allowed: Number of instances", "correct --instance-count"),
     ),
     (
-        ("submit", "run.toml", "--on", "sagemaker", "site.entrypoint=a 'b"),
-        2,
-        ("site.entrypoint=", "No closing quotation"),
-    ),
-    (
         ("submit", "run.toml", "--on", "slurm", "--spot"),
         2,
         ("--spot given for a site of backend slurm", "--partition"),

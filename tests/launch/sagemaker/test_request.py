@@ -93,7 +93,6 @@ def test_everything_that_a_flag_may_say() -> None:
         max_wait="3d",
         volume_gb=500,
         image="own@sha256:1",
-        entrypoint=["python3", "-m", "other"],
     )
     request = request_of(plan)
     assert request["TrainingJobName"] == "annotations-adhoc-20261121-120000"
@@ -108,9 +107,7 @@ def test_everything_that_a_flag_may_say() -> None:
     assert request["VpcConfig"] == {"Subnets": ["subnet-1"], "SecurityGroupIds": ["sg-1"]}
     assert request["InfraCheckConfig"] == {"EnableInfraCheck": True}
     assert request["AlgorithmSpecification"]["TrainingImage"] == "own@sha256:1"
-    assert request["AlgorithmSpecification"]["ContainerEntrypoint"] == ["python3", "-m", "other"]
     assert {"Key": "team", "Value": "a"} in request["Tags"]
-    # Another entry does not drop the config.
     assert request["InputDataConfig"][0]["ChannelName"] == "config"
     assert "120 s" in plan.notices[-1]
 
@@ -129,13 +126,6 @@ def test_the_wall_time_of_the_run_beats_the_site_and_a_flag_beats_both() -> None
 def test_the_job_log_may_be_elsewhere_than_in_the_project() -> None:
     assert plan_of().details["job_log"] == "/project/docs/job_log.md"
     assert plan_of(profile={"job_log": "/private/jobs.md"}).details["job_log"] == "/private/jobs.md"
-
-
-def test_errors_of_the_platform_are_retried_by_it_where_the_site_says_so() -> None:
-    assert "RetryStrategy" not in request_of(plan_of())
-    assert request_of(plan_of(profile={"internal_retries": 3}))["RetryStrategy"] == {
-        "MaximumRetryAttempts": 3
-    }
 
 
 def test_nodes_without_gpus_are_an_instance_group() -> None:
@@ -228,7 +218,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         {"network_isolation": True, "overrides": ("model.uri=s3://bucket/m",)},
         "the run needs model.uri=s3://bucket/m",
     ),
-    ("entry words too long", {"entrypoint": ["a" * 257]}, "ContainerEntrypoint.*257 characters"),
+    ("entry words too long", {"python": "a" * 257}, "ContainerEntrypoint.*257 characters"),
 ]
 
 

@@ -112,13 +112,13 @@ def find_image(engine: Engine, name: str) -> str | None:
     return image_id if ":" in image_id else f"sha256:{image_id}"
 
 
-def build_image(engine: Engine, containerfile: Path, base: str | None, *, no_cache: bool = False) -> str:
+def build_image(engine: Engine, containerfile: Path, base: str | None) -> str:
     """Build an image in its Containerfile's folder, with the argument BASE; return its name, with a tag.
 
     Raises: CheckRefused with the engine's message.
     """
     words = ["build", "--quiet", "--tag", IMAGE, "--file", str(containerfile)]
-    words += [*(["--build-arg", f"BASE={base}"] if base else []), *(["--no-cache"] if no_cache else [])]
+    words += ["--build-arg", f"BASE={base}"] if base else []
     engine.ask(*words, str(containerfile.parent), limit_s=_BUILD_LIMIT_S)
     image_id = find_image(engine, IMAGE)
     assert image_id is not None

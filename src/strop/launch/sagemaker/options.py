@@ -10,7 +10,6 @@ change.
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -94,10 +93,6 @@ def _read_table() -> Mapping[str, Instance]:
     return instances
 
 
-def _split_words(value: Any) -> Any:
-    return tuple(shlex.split(value)) if isinstance(value, str) else value
-
-
 class SageMakerSite(SiteOptions):
     """SageMaker training jobs of one AWS account."""
 
@@ -150,13 +145,6 @@ class SageMakerSite(SiteOptions):
         " spot instances are used.",
     )
     spot: Annotated[bool, CliFlag()] = Field(default=False, description="Use spot instances.")
-    internal_retries: int = Field(
-        default=0,
-        ge=0,
-        le=30,
-        description="How often the platform starts a job again after an error of its own. Both time limits"
-        " then hold for all starts together.",
-    )
     keep_alive_s: int | None = Field(
         default=None, ge=0, le=21600, description="Keep-alive of the warm pool, seconds."
     )
@@ -183,17 +171,9 @@ class SageMakerSite(SiteOptions):
     description: str | None = Field(
         default=None, exclude=True, description="Description in the local job log; never sent to AWS."
     )
-    vpc: bool = Field(default=True, exclude=True, description="Use the site's subnets and security groups.")
-    entrypoint: Annotated[tuple[str, ...] | None, BeforeValidator(_split_words)] = Field(
-        default=None,
-        strict=False,
-        exclude=True,
-        description="Entry point instead of strop's, split as a shell would.",
-    )
     build: Annotated[bool, CliFlag(is_switch=True)] = Field(
         default=False, exclude=True, description="Build the image from the project's Containerfile."
     )
-    no_cache: bool = Field(default=False, exclude=True, description="With --build: rebuild all layers.")
     push: Annotated[bool, CliFlag(is_switch=True)] = Field(
         default=False, exclude=True, description="Push the image; the job uses its digest."
     )
@@ -251,8 +231,6 @@ class SageMakerSite(SiteOptions):
                 )
         if devices:
             options["devices"] = devices[0]
-        if options.pop("vpc", True) is False:
-            options |= {"subnets": (), "security_groups": ()}
         return settings, options
 
     def resource_defaults(self) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ NO_IMAGE = "none"
 _FOLLOW_PAUSE_S = 0.2
 _KEPT = (URI_VARIABLE, ORDER_VARIABLE, *OFFLINE_VARIABLES, "STROP_CACHE", "HF_HOME", "PYTHONPATH")
 """Variables of this shell that a run on this machine needs to find its inputs."""
-_STEPS = ("build", "no_cache", "push", "local", "devices")
+_STEPS = ("build", "push", "local", "devices")
 Say = Callable[[str], None]
 
 
@@ -90,7 +90,7 @@ def _find_image(request: JobRequest, options: SageMakerSite, say: Say) -> tuple[
             next_step="write one, or name an image with --image",
         )
     log_in_for_base(options, engine)
-    name = build_image(engine, containerfile, options.base_image, no_cache=options.no_cache)
+    name = build_image(engine, containerfile, options.base_image)
     say(f"image {name} is built")
     return engine, name
 

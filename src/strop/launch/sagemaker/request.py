@@ -131,7 +131,7 @@ def build_request(
 ) -> dict[str, Any]:
     """Return the request for one trial. Pure; equal plans give equal requests."""
     profile = settings.profile
-    entry = list(profile.entrypoint or (profile.python or ENTRY_PYTHON, "-m", places.ENTRY_MODULE))
+    entry = [profile.python or ENTRY_PYTHON, "-m", places.ENTRY_MODULE]
     output: dict[str, Any] = {"S3OutputPath": f"{settings.root}/output", "CompressionType": "GZIP"}
     if profile.kms_key:
         output["KmsKeyId"] = profile.kms_key
@@ -165,8 +165,6 @@ def build_request(
     subnets, groups = profile.subnets, profile.security_groups
     if subnets or groups:
         built["VpcConfig"] = {"Subnets": list(subnets), "SecurityGroupIds": list(groups)}
-    if profile.internal_retries:
-        built["RetryStrategy"] = {"MaximumRetryAttempts": profile.internal_retries}
     if settings.instance_count > 1:
         built["InfraCheckConfig"] = {"EnableInfraCheck": True}
     return built
