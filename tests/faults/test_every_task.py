@@ -14,6 +14,7 @@ import pytest
 
 from strop.agents.verifiers import environment_of
 from strop.environments.guests import guest as guests
+from strop.errors import EXIT_USAGE
 from strop.spec.display import format_value
 from strop.tasks import task_summaries
 from tests.agents.test_verifiers import TASKSET
@@ -45,10 +46,9 @@ num_samples = "none"
 threads = 1
 """
 FOR_EVALUATION = {"aime", "humaneval", "ifbench", "ifeval", "math500", "mmlu-choice"}
-PLANNED_ALONE = {
-    *("apps", "harbor", "humaneval", "mbpp", "mlgym", "repo-repair", "research"),
-    *("openenv", "verifiers"),
-}
+CONDUCTED = "verifiers"
+"""A program conducts its attempts: nobody can play them."""
+PLANNED_ALONE = {"harbor", "mlgym", "repo-repair", "research"}
 """Attempts of these take minutes, in sandboxes or processes of other packages; their own tests make them."""
 OTHERS: dict[str, dict[str, Any]] = {
     "verifiers": {"taskset": "guess", "num_held_out": 1},
@@ -144,5 +144,8 @@ def test_a_task_is_planned_audited_trained_evaluated_and_played(
     assert result["greedy"]["num_unscored"] == 0
     monkeypatch.setattr(sys, "stdin", io.StringIO("7\n"))
     played = run("envs", "run", "run.toml")
+    if name == CONDUCTED:
+        assert (played.code, "verifiers" in played.err) == (EXIT_USAGE, True), played.err
+        return
     assert played.code == 0, played.err
     assert "score: -" not in played.out

@@ -360,14 +360,8 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
 
     A reply is a line, or a whole fenced block; `/NAME key=value` calls a tool. `seed` chooses the example
     and seeds its environment. At the end of the input the attempt is scored. An exception of the task becomes
-    the outcome's failure. Raises: ConfigError if the task has an agent.
+    the outcome's failure. Raises: ConfigError if a program conducts the attempts.
     """
-    if spec.agent is not None:
-        raise ConfigError(
-            f"task.agent={spec.agent}: a program conducts the attempts, and no reply is asked of a person",
-            allowed="the task without its agent",
-            next_step="set task.agent=none",
-        )
     task = build_task(spec)
     examples = task.examples(Split.HELD_OUT)
     example = examples[seed % len(examples)]
@@ -378,6 +372,13 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
     async def play() -> Outcome:
         async with hold_judge(spec, task) as judge:
             environment = choose_environment(task, judge)()
+            if getattr(environment, "act", None) is not None:
+                raise ConfigError(
+                    f"task {spec.name}, agent {spec.agent or 'its own'}: a program conducts the attempts,"
+                    " and no reply is asked of a person",
+                    allowed="an environment that answers reply by reply",
+                    next_step="set task.agent=none, where the task has one; else train or evaluate it",
+                )
             with catch_failure(FailureOwner.TASK) as caught:
                 try:
                     await _converse(environment, await environment.reset(example, seed), read, tell)
