@@ -11,7 +11,7 @@ from benchmarks.harness import Arm
 from strop.engine.vllm.environment import VLLM
 from strop.hardware import describe_machine
 from strop.hardware.number_format import AUTO, choose_format, compute_device
-from strop.hardware.tuning import spin_count
+from strop.hardware.tuning import SPIN_COUNT
 from strop.store.python_environment import PythonEnvironment, ensure_environment
 
 TRL = PythonEnvironment(
@@ -42,7 +42,7 @@ def strop_arm() -> Arm:
         module="benchmarks.arms.strop_arm",
         settings={"dtype": settled_dtype()},
         # As a run has it: read when torch is imported, so it must be there before the worker is.
-        environment={"GOMP_SPINCOUNT": str(spin_count())},
+        environment={"GOMP_SPINCOUNT": str(SPIN_COUNT)},
     )
 
 

@@ -24,7 +24,6 @@ from strop.hardware import (
     read_calibration,
     require_free_disk,
     require_writable,
-    reset_peak_rss,
     rss_bytes,
 )
 from strop.hardware.accelerators import find_accelerator
@@ -75,19 +74,12 @@ def test_cores_are_those_that_a_container_has_time_for(
     assert describe_machine().num_physical_cores == min(without, most)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc to reset the peak")
-def test_the_peak_is_of_the_work_since_its_reset() -> None:
-    # Pages of the kernel's: a heap that keeps what was freed would give the second block the first one's.
+def test_the_peak_is_no_less_than_what_was_held() -> None:
     size = 64 << 20
     with mmap.mmap(-1, size) as block:
         block.write(bytes(size))
-        assert peak_rss_bytes() >= size
-    assert reset_peak_rss()
-    calm = peak_rss_bytes()
-    assert abs(calm - (rss_bytes() or 0)) < size // 4
-    with mmap.mmap(-1, size) as block:
-        block.write(bytes(size))
-        assert peak_rss_bytes() - calm > size // 2
+        assert peak_rss_bytes() >= (rss_bytes() or 0) >= size
+    assert peak_rss_bytes() >= size
 
 
 def test_a_disk_too_small_for_the_plan_is_refused_with_both_numbers(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from strop.hardware.ports import (
     find_host_address,
     hold_port,
     read_listening_ports,
-    start_on_port,
 )
 
 # Listens on an inherited descriptor, says so, answers one caller.
@@ -99,20 +98,3 @@ def test_several_nodes_never_listen_on_loopback(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("strop.hardware.ports._find_route", list)
     with pytest.raises(CheckRefused, match="localhost has no address that 1 other nodes could reach"):
         find_host_address(2)
-
-
-def test_a_program_that_takes_numbers_alone_is_started_on_another_one() -> None:
-    notices: list[str] = []
-    tried: list[int] = []
-
-    def start(port: int) -> str | None:
-        tried.append(port)
-        return None if len(tried) < 3 else f"runs on {port}"
-
-    assert start_on_port(start, on_retry=notices.append) == f"runs on {tried[2]}"
-    assert notices == [
-        f"port {port} of 127.0.0.1 was taken between its choice and its use, try {number}"
-        for number, port in enumerate(tried[:2], start=1)
-    ]
-    with pytest.raises(CheckRefused, match=r"5 ports of 127\.0\.0\.1 were taken one after the other"):
-        start_on_port(lambda _: None, on_retry=notices.append)

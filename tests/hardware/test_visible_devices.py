@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.errors import CheckRefused, ConfigError
-from strop.hardware import DeviceForm, VisibleDevices, parse_visible_devices, remap_slices, share_out
+from strop.hardware import DeviceForm, VisibleDevices, parse_visible_devices, share_out
 
 OLD_SLICE = "MIG-GPU-5d5ba0d6-d33d/7/0"
 
@@ -78,12 +78,3 @@ def test_slices_do_not_work_together() -> None:
     assert apart["train/sandbox"].ids == ("MIG-b2", "MIG-c3")
     with pytest.raises(CheckRefused, match="train is to use several MIG slices together"):
         share_out(visible, {"infer": 1, "train": 2})
-
-
-def test_slices_become_ordinals_only_where_no_other_can_be_seen() -> None:
-    """Incident: the first remedy seen in the field was the constant 0, right for one slice alone."""
-    assert remap_slices(["MIG-b", "MIG-a"], ["MIG-a", "MIG-b"]) == {"MIG-b": "0", "MIG-a": "1"}
-    with pytest.raises(CheckRefused, match="1 MIG slices are assigned and 2 can be seen, MIG-b among them"):
-        remap_slices(["MIG-a"], ["MIG-a", "MIG-b"])
-    with pytest.raises(CheckRefused, match="2 MIG slices are assigned and 1 can be seen"):
-        remap_slices(["MIG-a", "MIG-b"], ["MIG-a"])

@@ -20,7 +20,6 @@ from strop.hardware import ChildProcess, Gpu, clear_leftovers, find_leases, spaw
 from strop.hardware.allocation import GpuRequest, allocate_gpus, lease_gpus
 from strop.hardware.inventory import read_inventory
 from strop.hardware.leftovers import find_processes
-from strop.hardware.ports import start_on_port
 from strop.hardware.preflight import Level, PreflightRequest, require_ready
 from tests.fixtures.devices import GIB, WRONG_PRODUCT, OnCpu, divided, spoil_probe, whole
 from tests.fixtures.dying_runs import NUM_PROLIFIC, STORM, find_marked, prolific_run
@@ -192,45 +191,6 @@ def test_prc_6_runs_that_start_and_end_together_remove_their_own_files_only(tmp_
 
 
 # Listens on the number that it is told, as a program does that takes nothing else.
-LISTENER = """
-import socket, sys, time
-listening = socket.socket()
-try:
-    listening.bind(("127.0.0.1", int(sys.argv[1])))
-except OSError as error:
-    sys.exit(f"cannot listen: {error}")
-listening.listen()
-print("listens", flush=True)
-time.sleep(600)
-"""
-
-
-def test_prc_6_a_port_that_is_stolen_in_between_is_replaced_and_logged(tmp_path: Path) -> None:
-    """Incident: a port that was free when it was chosen was a neighbour's when it was used."""
-    said: list[str] = []
-    thieves: list[socket.socket] = []
-
-    def start(port: int) -> tuple[ChildProcess, int] | None:
-        if not thieves:
-            thieves.append(socket.create_server(("127.0.0.1", port)))
-        child = spawn([sys.executable, "-c", LISTENER, str(port)], tmp_path / f"{port}.log")
-        while "listens" not in child.tail():
-            if child.poll() is not None:
-                assert "cannot listen" in child.tail()
-                return None
-            time.sleep(0.01)
-        return child, port
-
-    child, port = start_on_port(start, on_retry=said.append)
-    (thief,) = thieves
-    stolen = thief.getsockname()[1]
-    assert port != stolen
-    assert said == [f"port {stolen} of 127.0.0.1 was taken between its choice and its use, try 1"]
-    socket.create_connection(("127.0.0.1", port), timeout=60).close()
-    terminate(child, grace_s=0.0)
-    thief.close()
-
-
 # What a role sees, said by a process that was started with its variables.
 ECHO = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ['CUDA_DEVICE_ORDER'])"
 

@@ -19,7 +19,6 @@ from strop.hardware.machine import (
     describe_machine,
     free_memory_bytes,
     peak_rss_bytes,
-    reset_peak_rss,
     rss_bytes,
 )
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
@@ -28,7 +27,6 @@ from strop.hardware.visible_devices import (
     DeviceForm,
     VisibleDevices,
     parse_visible_devices,
-    remap_slices,
     share_out,
 )
 
@@ -59,10 +57,8 @@ __all__ = [
     "read_calibration",
     "read_gpu_users",
     "read_gpus",
-    "remap_slices",
     "require_free_disk",
     "require_writable",
-    "reset_peak_rss",
     "rss_bytes",
     "share_out",
     "spawn",

@@ -113,23 +113,13 @@ def rss_bytes() -> int | None:
 
 
 def peak_rss_bytes() -> int:
-    """Return the largest resident memory of this process since its start or `reset_peak_rss`."""
+    """Return the largest resident memory of this process since its start."""
     peak = _read_status("VmHWM")
     if peak is not None:
         return peak
     # macOS counts in bytes, other systems in KiB.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def reset_peak_rss() -> bool:
-    """Reset the peak; False if the system cannot."""
-    try:
-        # 5 resets only the high-water mark (proc(5)).
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
 
 
 def _read_cpus() -> list[dict[str, str]]:

@@ -2,8 +2,7 @@
 
 A port is chosen by binding it, to a number that the system picks, and the socket is held until the listening
 program has it: the program inherits the descriptor, or binds a port itself and publishes it. A port that is
-chosen and closed again may be taken by another program. For a program that accepts only a number,
-`start_on_port` retries with another one and reports it.
+chosen and closed again may be taken by another program.
 Loopback is the default, because other users of the network can connect to its addresses.
 """
 
@@ -12,9 +11,8 @@ from __future__ import annotations
 import fcntl
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from strop.errors import CheckRefused
 from strop.hardware.identity import describe_process
@@ -22,10 +20,8 @@ from strop.hardware.identity import describe_process
 LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915
 """Get the IPv4 address of an interface; netdevice(7)."""
-_NUM_TRIES = 5
 _UNROUTED = ("192.0.2.1", 9)
 """An address reserved for documentation (RFC 5737). Connecting a datagram socket sends nothing."""
-Started = TypeVar("Started")
 
 
 class HeldPort:
@@ -96,29 +92,6 @@ def hold_port(host: str = LOOPBACK, port: int = 0) -> HeldPort:
             next_step="name no port, so that a free one is picked, or another one",
         ) from error
     return HeldPort(bound)
-
-
-def start_on_port(
-    start: Callable[[int], Started | None], *, host: str = LOOPBACK, on_retry: Callable[[str], None]
-) -> Started:
-    """Start a program that accepts only a port number, with one that was free a moment ago.
-
-    `start` returns None if the program found its port taken; then `on_retry` is called and another port is
-    tried. Only for programs that can neither inherit a socket nor report their port.
-    Raises: CheckRefused after five tries.
-    """
-    for number in range(1, _NUM_TRIES + 1):
-        with hold_port(host) as held:
-            port = held.port
-        started = start(port)
-        if started is not None:
-            return started
-        on_retry(f"port {port} of {host} was taken between its choice and its use, try {number}")
-    raise CheckRefused(
-        f"{_NUM_TRIES} ports of {host} were taken one after the other between choice and use",
-        allowed="a machine where a port that was free a moment ago still is",
-        next_step="look which other programs bind ports on this machine, then start again",
-    )
 
 
 def find_host_address(num_nodes: int, interface: str | None = None) -> str:

@@ -7,9 +7,9 @@ page faults per step. Kept memory stays part of this process; its peak does not 
 Waiting threads spin for a bounded time. An OpenMP thread that has finished its share spins until the others
 have; if one of them waits for a core, spinning withholds that core. GNU's OpenMP counts turns of a loop
 around the instruction PAUSE, 300,000 by default. A turn takes 24 ns on an AMD EPYC (Zen 3) and 60 ns on an
-Intel Xeon, so that is 7 or 18 ms, many times the length of most parallel loops. Here a turn is timed, and the
-count is set to last `SPIN_S`. The table shows the time of a decode step of 64 rows in float32 by AVX2 on two
-cores, relative to 300,000 turns alone; beside one busy loop its fair share would be 2:
+Intel Xeon, so that is 7 or 18 ms, many times the length of most parallel loops; here it is 10,000 turns. The
+table shows the time of a decode step of 64 rows in float32 by AVX2 on two cores, relative to 300,000 turns
+alone; beside one busy loop its fair share would be 2:
 
     spinning, us            60    97   240   480   600   960  1,200  3,000
     Xeon, alone           1.06        1.02        0.97         0.96   1.00
@@ -27,50 +27,23 @@ from __future__ import annotations
 import atexit
 import ctypes
 import gc
-import mmap
 import os
-import platform
 import sys
-import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import copy_context
-from functools import partial
 from typing import TypeVar
 
 GNU_SPIN_COUNT = 300_000
 """GNU OpenMP's default if neither GOMP_SPINCOUNT nor OMP_WAIT_POLICY is set (libgomp, env.c)."""
-SPIN_S = 300e-6
-"""How long a waiting thread spins before it sleeps."""
-_UNTIMED_TURN_S = 60e-9
-"""The longest measured turn, assumed where a turn cannot be timed."""
-_TIMED_TURNS, _TIMINGS = 1000, 5
-_TURNS = bytes.fromhex("f390 48ffcf 75f9 c3")
-"""x86-64: `1: pause; dec rdi; jnz 1b; ret`, a function of the number of turns."""
+SPIN_COUNT = 10_000
+"""Turns before a waiting thread sleeps: 240 us on an AMD EPYC (Zen 3), 600 us on an Intel Xeon."""
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _NEVER_BYTES = 2**31 - 1
 _MAX_MMAP_THRESHOLD_BYTES = 32 * 2**20
 """glibc's maximum: larger blocks always come from the kernel."""
-
-
-def spin_count() -> int:
-    """Return the number of turns of GNU's waiting loop that take `SPIN_S` on x86; elsewhere GNU's default."""
-    return max(1, round(SPIN_S / _time_turn())) if platform.machine() == "x86_64" else GNU_SPIN_COUNT
-
-
-def _time_turn() -> float:
-    """Return the seconds of a turn on x86: the shortest of a few, since other programs may use the core."""
-    try:
-        page = mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
-    except OSError:
-        # A system that forbids executable memory.
-        return _UNTIMED_TURN_S
-    page.write(_TURNS)
-    take_turns = ctypes.CFUNCTYPE(None, ctypes.c_uint64)(ctypes.addressof(ctypes.c_char.from_buffer(page)))
-    timings = timeit.repeat(partial(take_turns, _TIMED_TURNS), number=1, repeat=_TIMINGS)
-    return min(timings) / _TIMED_TURNS
 
 
 def tune_process() -> None:
@@ -79,7 +52,7 @@ def tune_process() -> None:
     Child processes inherit the variables. The user's own values stay.
     """
     if {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}.isdisjoint(os.environ):
-        os.environ["GOMP_SPINCOUNT"] = str(spin_count())
+        os.environ["GOMP_SPINCOUNT"] = str(SPIN_COUNT)
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -9,7 +9,7 @@ the MIG User Guide, 'Device Enumeration'.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -135,23 +135,6 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
 def is_one_by_one(role: str) -> bool:
     """Whether the GPUs of a role's part are used one by one, and so may be several slices."""
     return role.rpartition("/")[2].rpartition(" ")[2] == "sandbox"
-
-
-def remap_slices(assigned: Sequence[str], listed: Sequence[str]) -> dict[str, str]:
-    """Return the ordinal of each assigned slice, for programs that parse the variable as numbers.
-
-    `listed`: all slices that the process sees.
-    Raises: CheckRefused unless these are the assigned ones; otherwise an ordinal might mean another slice.
-    """
-    foreign = sorted(set(listed) - set(assigned))
-    if foreign or len(listed) != len(assigned):
-        raise CheckRefused(
-            f"{len(assigned)} MIG slices are assigned and {len(listed)} can be seen"
-            + (f", {', '.join(foreign)} among them" if foreign else ""),
-            allowed="ordinals in place of UUIDs where a process can see its own slices alone",
-            next_step="start one process for each slice, with its UUID in CUDA_VISIBLE_DEVICES",
-        )
-    return {uuid: str(number) for number, uuid in enumerate(assigned)}
 
 
 def count_gpus(number: int) -> str:

@@ -4,16 +4,13 @@
 staleness, which `strop.record.rows` reads. The columns `reward`, `reply_text` and `num_sampled_tokens` follow
 from the others; with them a query needs no arithmetic.
 
-The file's metadata carries a SHA-256 of the whole file, taken with zeros in the digest's own place.
-Parquet's checksums cover pages alone: in a small file 15 % of the bytes may be flipped unnoticed, and for
-one byte in a thousand this changes what is read.
+Each page has Parquet's own checksum, which is verified when it is read.
 
 Importing this module imports pyarrow, so `strop.record` does not import it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,13 +39,7 @@ from strop.rollout import (
 )
 
 FORMAT = b"7"
-_READABLE = (b"6", FORMAT)
-"""6 has no advantages, status and staleness."""
 _FORMAT_KEY = b"strop.rollouts"
-_SEAL_KEY = b"strop.sha256"
-_UNSEALED = b"0" * 64
-# How Parquet's footer (Thrift, compact protocol) writes this key's entry, up to the value.
-_SEAL_ENTRY = _SEAL_KEY + bytes([0x18, len(_UNSEALED)])
 
 _TURN = pa.struct(
     [
@@ -146,14 +137,11 @@ def write_trained(
             next_step="mend the task that made this example or judged this reply",
         ) from error
     metadata = {name.encode(): value.encode() for name, value in (facts or {}).items()}
-    table = table.replace_schema_metadata({**metadata, _FORMAT_KEY: FORMAT, _SEAL_KEY: _UNSEALED})
+    table = table.replace_schema_metadata({**metadata, _FORMAT_KEY: FORMAT})
     sink = pa.BufferOutputStream()
     # Token ids, log-probabilities and most texts repeat too little for a dictionary.
-    pq.write_table(table, sink, compression="zstd", use_dictionary=_REPEATING)
-    data = sink.getvalue().to_pybytes()
-    start = _find_seal(data)
-    sealed = b"".join([data[:start], _digest(data, start), data[start + len(_UNSEALED) :]])
-    write_bytes_atomically(path, sealed)
+    pq.write_table(table, sink, compression="zstd", use_dictionary=_REPEATING, write_page_checksum=True)
+    write_bytes_atomically(path, sink.getvalue().to_pybytes())
 
 
 def read_rollouts(path: Path) -> list[Rollout]:
@@ -192,37 +180,18 @@ def opened(data: bytes, place: Path | str) -> Iterator[pq.ParquetFile]:
     Raises: CorruptRecord if they are not the bytes that were written, or cannot be decoded.
     """
     try:
-        start = _find_seal(data)
-        if _digest(data, start) != data[start : start + len(_UNSEALED)]:
-            raise ValueError("its bytes are not those that were written")
-        file = pq.ParquetFile(pa.BufferReader(data))
-        written = file.schema_arrow.metadata.get(_FORMAT_KEY) or b"none"
-        if written not in _READABLE:
+        file = pq.ParquetFile(pa.BufferReader(data), page_checksum_verification=True)
+        written = (file.schema_arrow.metadata or {}).get(_FORMAT_KEY) or b"none"
+        if written != FORMAT:
             shown = written.decode(errors="replace")
             raise ValueError(f"its format is {shown}: another version of strop wrote it, and reads it")
         yield file
     except (ValueError, KeyError, TypeError, OSError, pa.ArrowException) as error:
         raise CorruptRecord(
             f"{place} does not hold rollouts ({error})",
-            allowed=f"a Parquet file written by strop, format {' or '.join(map(bytes.decode, _READABLE))}",
+            allowed=f"a Parquet file written by strop, format {FORMAT.decode()}",
             next_step="restore the file from a copy, or remove it: a run goes on without it",
         ) from error
-
-
-def _find_seal(data: bytes) -> int:
-    """Return the offset of the digest."""
-    # The last match: a text among the rollouts or the facts, which come first, may look the same.
-    offset = data.rfind(_SEAL_ENTRY)
-    if offset < 0:
-        raise ValueError("it carries no digest of strop's")
-    return offset + len(_SEAL_ENTRY)
-
-
-def _digest(data: bytes, seal_start: int) -> bytes:
-    total = hashlib.sha256(memoryview(data)[:seal_start])
-    total.update(_UNSEALED)
-    total.update(memoryview(data)[seal_start + len(_UNSEALED) :])
-    return total.hexdigest().encode()
 
 
 def _read_bytes(path: Path) -> bytes:
@@ -285,15 +254,15 @@ def _to_row(stored: StoredRollout) -> dict[str, Any]:
 
 
 def to_stored(row: dict[str, Any]) -> StoredRollout:
-    """Return the stored rollout of a row whose maps are dictionaries; format 6 has no training columns."""
+    """Return the stored rollout of a row whose maps are dictionaries."""
     return StoredRollout(
         rollout=to_rollout(row),
         advantages=tuple(
-            None if (values := turn.get("advantages")) is None else np.array(values, dtype=np.float32)
+            None if (values := turn["advantages"]) is None else np.array(values, dtype=np.float32)
             for turn in row["turns"]
         ),
-        status=row.get("status"),
-        staleness=row.get("staleness"),
+        status=row["status"],
+        staleness=row["staleness"],
     )
 
 

@@ -30,11 +30,11 @@ _PLAIN = (
     "truncated",
     "timed_out",
     "num_sampled_tokens",
+    "status",
+    "staleness",
 )
 _LISTED = (*_PLAIN, "failure.owner", "failure.kind", "turns.list.element.text", "reply_text")
 _SEARCHED = ("turns.list.element.text", "extracted")
-_TRAINED = ("status", "staleness")
-"""Columns of files since format 7."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,14 +74,13 @@ def list_rows(data: bytes, name: str) -> list[RolloutRow]:
     Raises: CorruptRecord, naming the file, if strop did not write these bytes.
     """
     with opened(data, name) as file:
-        trained = [column for column in _TRAINED if column in file.schema_arrow.names]
-        table = file.read(columns=[*_LISTED, *trained], use_threads=False).combine_chunks()
+        table = file.read(columns=list(_LISTED), use_threads=False).combine_chunks()
         offsets, texts = _split_turns(table)
         num_turns = np.diff(offsets)
         # A rollout without turns has no first one.
         firsts = pa.array(offsets[:-1], mask=num_turns == 0)
         failures = table["failure"].to_pylist()
-        columns = {column: table[column].to_pylist() for column in (*_PLAIN, *trained)}
+        columns = {column: table[column].to_pylist() for column in _PLAIN}
         columns |= {
             "failure": [failure and f"{failure['owner']}: {failure['kind']}" for failure in failures],
             "num_turns": num_turns.tolist(),
@@ -89,7 +88,6 @@ def list_rows(data: bytes, name: str) -> list[RolloutRow]:
             "prompt_end": _cut(texts.take(firsts), start=-SHOWN_CHARACTERS),
             "reply": _cut(table["reply_text"]),
         }
-    columns |= {column: [None] * table.num_rows for column in _TRAINED if column not in trained}
     names = tuple(columns)
     return [
         RolloutRow(index=index, **dict(zip(names, row, strict=True)))
