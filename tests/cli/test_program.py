@@ -117,7 +117,7 @@ def test_help_names_every_command(run: Run) -> None:
     assert [line.split()[0] for line in listed if line.strip()] == [
         "train", "eval", "sample", "plan", "stage", "submit", "policy", "status",
         "logs", "watch", "cancel", "fetch", "explain", "ls", "view", "query", "report", "compare",
-        "audit", "doctor", "model", "tasks", "envs", "sandbox", "runtime",
+        "audit", "doctor", "model", "tasks", "envs", "runtime",
     ]  # fmt: skip
 
 

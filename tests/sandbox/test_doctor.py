@@ -24,7 +24,7 @@ def test_what_it_says_of_a_backend_is_what_its_sandboxes_reach(
     monkeypatch.setattr(doctor, "_TIMES", 1)
     # Engines, which are slow, have a test of their own.
     monkeypatch.setattr(doctor, "BACKENDS", ("bubblewrap", "process"))
-    diagnosis = json.loads(run("sandbox", "doctor", "--json").out)
+    diagnosis = json.loads(run("doctor", "--sandboxes", "--json").out)
     by_name = {one["name"]: one for one in diagnosis["backends"]}
     for name, level in (("bubblewrap", IsolationLevel.NAMESPACE), ("process", IsolationLevel.RLIMIT)):
         assert by_name[name]["isolation"]["level"] == level
@@ -36,7 +36,7 @@ def test_what_it_says_of_a_backend_is_what_its_sandboxes_reach(
     assert {"processes", "network"} <= set(by_name["process"]["not_held"])
     assert diagnosis["facts"]["bwrap"].startswith("bubblewrap ")
     monkeypatch.setattr(doctor, "BACKENDS", ("bubblewrap",))
-    shown = run("sandbox", "doctor")
+    shown = run("doctor", "--sandboxes")
     assert shown.code == 0
     assert "namespace" in shown.out
     assert "control groups" in shown.out
@@ -79,7 +79,7 @@ def test_a_probe_that_a_record_promises_to_hold_fails_the_command(
     monkeypatch.setattr(doctor, "_TIMES", 1)
     names = ("processes", "files", "network", "forks", "survivors")
     monkeypatch.setattr(doctor, "_promises", lambda _: dict.fromkeys(names, True))
-    ended = run("sandbox", "doctor", "--json")
+    ended = run("doctor", "--sandboxes", "--json")
     (report,) = json.loads(ended.out)["backends"]
     assert {"processes", "network"} <= set(report["broken"]) < set(names)
     assert report["broken"] == report["not_held"]

@@ -1,4 +1,4 @@
-"""`strop doctor` and `strop sandbox doctor`: this machine's resources, and tests of its sandboxes."""
+"""`strop doctor`: this machine's resources, and tests of its sandboxes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,19 @@ Clean = Annotated[
 ]
 
 
-def doctor(context: typer.Context, json: Json = False, clean: Clean = False) -> None:
+Sandboxes = Annotated[
+    bool,
+    typer.Option(
+        "--sandboxes",
+        help="Instead try every kind of sandbox: its isolation, its speed, and how to improve it. Fails if"
+        " one breaks a promise.",
+    ),
+]
+
+
+def doctor(
+    context: typer.Context, json: Json = False, clean: Clean = False, sandboxes: Sandboxes = False
+) -> None:
     """Diagnose this machine: hardware, software, GPU users; measure its speed for `strop plan`."""
     from strop.hardware import clear_leftovers
     from strop.launch.sites import list_run_roots
@@ -34,6 +46,9 @@ def doctor(context: typer.Context, json: Json = False, clean: Clean = False) -> 
     from strop.sandbox.janitor import clear_abandoned
 
     output: Output = context.obj
+    if sandboxes:
+        _diagnose_sandboxes(output, is_json=json)
+        return
     if clean:
         cleared = clear_leftovers()
         homes = clear_secrets([Path("runs"), *list_run_roots(Path.cwd(), os.environ)], os.environ)
@@ -118,20 +133,15 @@ def _gigabytes(num_bytes: int | None) -> str:
     return "unknown" if num_bytes is None else f"{num_bytes / 1e9:.1f} GB"
 
 
-sandbox_commands = typer.Typer(help="Sandboxes: where untrusted code runs.", no_args_is_help=True)
-
-
-@sandbox_commands.command("doctor")
-def diagnose(context: typer.Context, json: Json = False) -> None:
+def _diagnose_sandboxes(output: Output, *, is_json: bool) -> None:
     """Try every kind of sandbox on this machine: its isolation and speed. Fails if one breaks a promise."""
     import asyncio
 
     from strop.sandbox.doctor import diagnose_sandboxes
 
-    output: Output = context.obj
     diagnosis = asyncio.run(diagnose_sandboxes())
     broken = [backend for backend in diagnosis.backends if backend.broken]
-    if json:
+    if is_json:
         output.give_json(asdict(diagnosis))
         raise typer.Exit(1 if broken else 0)
     rows: list[tuple[object, ...]] = []

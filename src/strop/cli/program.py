@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from strop import __version__
-from strop.cli.doctor import doctor, sandbox_commands
+from strop.cli.doctor import doctor
 from strop.cli.eval import evaluate
 from strop.cli.jobs import cancel, fetch, logs, status, watch
 from strop.cli.model import model_commands, sample, stage
@@ -75,7 +75,6 @@ for _name, _command in (
 app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
 app.add_typer(environment_commands, name="envs")
-app.add_typer(sandbox_commands, name="sandbox")
 app.add_typer(runtime_commands, name="runtime")
 
 

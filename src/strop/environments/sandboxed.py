@@ -182,7 +182,7 @@ class SandboxedObject:
                 f"strop cannot be imported in a {sandbox.isolation.backend} sandbox:"
                 f" {stderr[-_MAX_STDERR_CHARS:] or 'no word'}",
                 allowed="a Python that programs inside can run, with the packages that strop needs",
-                next_step="look at `strop sandbox doctor`, or set task.lane=process",
+                next_step="look at `strop doctor --sandboxes`, or set task.lane=process",
                 kind="interpreter",
             )
         self._connection = await sandbox.connect(f"{sandbox.scratch}/{SOCKET}")
