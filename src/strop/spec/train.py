@@ -272,9 +272,9 @@ class EvalSpec(Section):
         default=(),
         strict=False,
         description="Stored results that an evaluation from a file is compared with in its table: NAME=PLACE"
-        " or PLACE, where PLACE is a result, a folder of results, a run, a model with results, the name of an"
-        " evaluation, or a model with published scores. Not used in training.",
-        json_schema_extra=expert("most evaluations are compared with published scores or nothing"),
+        " or PLACE, where PLACE is a result, a folder of results, a run, a model with results, or the name of"
+        " an evaluation. Not used in training.",
+        json_schema_extra=expert("most evaluations are compared with nothing"),
     )
 
 

@@ -52,7 +52,6 @@ _CHANGED_STATUS = 412
 _READ_BYTES = 1 << 18
 _REFUSED_STATUS = frozenset({401, 403})
 _NOT_FOUND_STATUS = 404
-_AMAZON = ".amazonaws.com"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

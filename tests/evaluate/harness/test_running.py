@@ -76,7 +76,8 @@ class Harness:
         made = {"files": files, "ends": "\n".join(self.ends), "code": self.code, "said": self.said}
         (self.folder / "made.json").write_text(json.dumps(made))
         asked = ["eval", str(self.model), "--harness", "lm-eval", "--task", task, "--out", str(self.out)]
-        return main([*asked, "harness.engine=hf", *words])
+        engine = () if any(word.startswith("harness.engine=") for word in words) else ("harness.engine=hf",)
+        return main([*asked, *engine, *words])
 
     @property
     def result(self) -> HarnessResult:
@@ -318,3 +319,29 @@ def test_a_file_is_evaluated_by_the_harness_beside_the_users_own_baselines(harne
     assert (out / "mine.lm-eval-hats-step-000000.json").exists()
     # A second process would have nothing to do.
     assert main(["eval", "--config", str(file), "--out", str(out), "--workers", "2"]) == 2
+
+
+def test_vllm_takes_all_gpus_memory_and_its_own_arguments(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("strop.evaluate.harness.run.read_gpus", lambda: [None] * 8)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    # It says what it was told, and ends.
+    python = harness.folder / "vllm-python"
+    python.write_text(f'#!/bin/sh\necho "$@" > {harness.folder}/vllm.txt\nexit 3\n')
+    python.chmod(0o755)
+    words = ("harness.engine=vllm", "engine.kind=vllm", f"engine.python={python}", "model.dtype=float32")
+    settings = ("harness.tensor_parallel=2", "harness.gpu_memory_frac=0.5", "harness.max_model_tokens=64")
+    assert harness.run(*words, *settings, "harness.model_args=max_num_seqs=64,enforce_eager=true") == 1
+    told = (harness.folder / "vllm.txt").read_text().split()
+    for flag, value in (
+        ("--tensor-parallel-size", "2"),
+        ("--data-parallel-size", "2"),
+        ("--gpu-memory-utilization", "0.5"),
+        ("--max-model-len", "64"),
+        ("--max-num-seqs", "64"),
+        ("--generation-config", "vllm"),
+    ):
+        assert told[told.index(flag) + 1] == value
+    assert "--enforce-eager" in told
+    assert not (harness.folder / "told.json").exists()

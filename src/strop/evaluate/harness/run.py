@@ -81,7 +81,6 @@ _CHANGING = ("max_model_tokens", "model_args", "arguments", "include")
 """Settings that change the scores and are no field of a result."""
 _KEYS = frozenset({"api_key", "auth_token", "header"})
 """Arguments of lm-eval's engines that hold a secret; other users can read a command line."""
-_WITHOUT_KEY = frozenset({401, 403})
 _LOOK_LIMIT_S = 60.0
 _START_LIMIT_S = 1800.0
 _GRACE_S = 5.0
@@ -186,21 +185,13 @@ def _list_served(url: str) -> dict[str, int | None]:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         answer = httpx.get(f"{url.rstrip('/')}/models", headers=headers, timeout=_LOOK_LIMIT_S)
-        if answer.status_code in _WITHOUT_KEY:
-            raise EngineError(
-                f"{url}/models answers {answer.status_code}:"
-                f" {'it wants a key' if key is None else 'the key is not its own'}",
-                allowed=f"the key of the server in the variable {KEY_VARIABLE}",
-                next_step=f"set {KEY_VARIABLE}; no setting and no word of a command takes it, because others"
-                " could read it there",
-            )
         entries = answer.raise_for_status().json()["data"]
         return {str(entry["id"]): entry.get("max_model_len") for entry in entries}
     except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise EngineError(
             f"{url}/models does not answer ({type(error).__name__}: {error})",
-            allowed="a running server of OpenAI's completions",
-            next_step="start it, or correct the address",
+            allowed=f"a running server of OpenAI's completions, and its key in the variable {KEY_VARIABLE}",
+            next_step="start it, correct the address, or set the variable",
         ) from error
 
 
