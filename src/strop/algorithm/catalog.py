@@ -83,7 +83,8 @@ class Algorithm:
     reward of replies near the limit."""
     mode: Mode = "single"
     """The log-probability that a ratio starts from: the policy's of the same optimizer step (single), that of
-    the last published weights (decoupled), or the engine's, which then needs no correction (bypass)."""
+    the weights that the batch began with (decoupled), or the engine's, which then needs no correction
+    (bypass)."""
     correction: Correction = NO_CORRECTION
     correction_cap: float = 2.0
     """Upper bound of the correction weight; unused for `none`."""

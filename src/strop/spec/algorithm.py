@@ -59,9 +59,9 @@ class AlgorithmSpec(Section):
         default=None,
         description="Weights at which a token's probability ratio starts: 'single' those of the current"
         " optimizer step, so the ratio is 1 and the correction covers the gap to the engine; 'decoupled'"
-        " those that the engine last received (or the batch began with, where these are the same), at the"
-        " cost of one more forward pass; 'bypass' the engine's own log-probability, without correction. none"
-        " = the algorithm's own: 'decoupled' instead of 'single' if a batch takes several optimizer steps.",
+        " those that the batch began with, at the cost of one more forward pass; 'bypass' the engine's own"
+        " log-probability, without correction. none = the algorithm's own: 'decoupled' instead of 'single' if"
+        " a batch takes several optimizer steps.",
         json_schema_extra=expert(
             "it decides which weights a ratio starts from, on which published methods differ"
         ),
