@@ -138,11 +138,14 @@ def test_the_self_test_plays_the_workspaces_own_tools(tmp_path: Path, repository
     ("words", "error"),
     [
         (["name=guess-number", "agent=env"], "consist of turns and have no workspace"),
-        (["name=research", "agent=a.py:solve"], "a function cannot be called there"),
-        (["name=research", "agent=env", "sandbox=remote", "runtime.serve=here"], "the model is not reached"),
-        (["name=research", "agent=env", 'mcp_servers=["x"]'], "with its own tools"),
+        (["name=repo-repair", "source=x", "agent=a.py:solve"], "a function cannot be called there"),
+        (
+            ["name=repo-repair", "source=x", "agent=env", "sandbox=remote", "runtime.serve=here"],
+            "the model is not reached",
+        ),
+        (["name=repo-repair", "source=x", "agent=env", 'mcp_servers=["x"]'], "with its own tools"),
         (["name=humaneval", "agent=env", 'agent_paths=["/usr"]', "source=x"], "works in no sandbox"),
-        (["name=research", 'agent_paths=["/usr"]'], "no program is named"),
+        (["name=mlgym", "root=x", 'agent_paths=["/usr"]'], "no program is named"),
     ],
 )
 def test_what_could_not_act_there_is_refused(tmp_path: Path, words: list[str], error: str) -> None:

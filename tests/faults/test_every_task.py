@@ -48,7 +48,7 @@ threads = 1
 FOR_EVALUATION = {"aime", "humaneval", "ifbench", "ifeval", "math500", "mmlu-choice"}
 CONDUCTED = "verifiers"
 """A program conducts its attempts: nobody can play them."""
-PLANNED_ALONE = {"harbor", "mlgym", "repo-repair", "research"}
+PLANNED_ALONE = {"harbor", "mlgym", "repo-repair"}
 """Attempts of these take minutes, in sandboxes or processes of other packages; their own tests make them."""
 OTHERS: dict[str, dict[str, Any]] = {
     "verifiers": {"taskset": "guess", "num_held_out": 1},

@@ -22,7 +22,6 @@ def test_tasks_without_files_are_listed_and_not_audited() -> None:
         "dummy",
         "reverse-text",
         "guess-number",
-        "research",
         "humaneval",
     }
     assert len(found) - len(plain) > 100

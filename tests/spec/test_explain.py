@@ -57,7 +57,7 @@ def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
     known = explain("task.num_held_out")
     assert known.default == (
         "arithmetic, reverse-text, guess-number, verifiers, reasoning-gym, mlgym,"
-        " openenv: 100; dummy: 4; research: 44; gsm8k, math, math500, deepscaler, aime, mmlu, mmlu-choice,"
+        " openenv: 100; dummy: 4; gsm8k, math, math500, deepscaler, aime, mmlu, mmlu-choice,"
         " mbpp, humaneval, apps, repo-repair, harbor, ifeval, ifbench, rlvr-ifeval, if-multi, llm-judge,"
         ' sft-jsonl, rlvr-mixed, rows, FILE.py:CLASS, FILE.py:ENVIRONMENT: "none"'
     )
@@ -66,9 +66,7 @@ def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
 
 def test_a_task_is_chosen_among_all() -> None:
     known = explain("task.name")
-    assert known.allowed.startswith(
-        "'arithmetic', 'dummy', 'reverse-text', 'guess-number', 'research', 'verifiers', "
-    )
+    assert known.allowed.startswith("'arithmetic', 'dummy', 'reverse-text', 'guess-number', 'verifiers', ")
     assert known.default == "required"
     assert "'gsm8k': Grade-school word problems" in known.description
 

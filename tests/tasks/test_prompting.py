@@ -29,7 +29,7 @@ PLAIN_CASES = [case for case in CASES if case not in {"mixture", "blend"}]
 NOT_TAKEN = {
     *(("sft-jsonl", "prompt_template"), ("rows", "prompt_template"), ("mmlu-choice", "stop")),
     # They open each attempt in their own words.
-    *((name, "prompt_template") for name in ("guess-number", "research", "repo-repair", "mlgym", "harbor")),
+    *((name, "prompt_template") for name in ("guess-number", "repo-repair", "mlgym", "harbor")),
 }
 
 

@@ -55,7 +55,6 @@ def test_a_healthy_step_raises_nothing_and_absent_numbers_neither() -> None:
         ("master_changed_frac", 0.0, "vanishing_updates", "updates vanish"),
         ("grad_norm", 0.0, "no_gradient", "the loss has no gradient"),
         ("runaway_frac", 0.31, "runaway", "a question of their own behind their answer"),
-        ("dev_gap", 0.26, "dev_gap", "better on what it was tried on"),
     ],
 )
 def test_each_alarm_names_number_bound_and_advice(metric: str, value: float, cause: str, words: str) -> None:

@@ -33,7 +33,7 @@ RECORDED = re.findall(
     r"\w+",
     """
 accuracy accuracy_easy approx_kl_nats changed_frac clip_high_frac clip_low_frac common_reply_frac
-correction_masked_frac correction_mean correction_truncated_frac dev_gap distinct_reply_frac drift_max_nats
+correction_masked_frac correction_mean correction_truncated_frac distinct_reply_frac drift_max_nats
 drift_mean_nats drift_p99_nats duplicate_frac effective_sample_frac entropy_nats failed_frac format_ok_frac
 grad_norm grad_norm_rl grad_cosine judge_cached_frac judge_length_correlation loop_lag_s loop_late_frac loss
 loss_sft lr master_changed_frac memory_bytes num_evicted_groups num_forwarded num_groups_ahead

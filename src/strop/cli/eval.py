@@ -371,11 +371,6 @@ def show_results(output: Output, results: Sequence[EvalResult], *, is_json: bool
         title = f"{first.full_name}, {first.num_examples} examples of {first.split.value}, step {first.step}"
     output.give_table(COLUMNS, rows, title=title)
     for result in results:
-        for name, score in result.scores.items():
-            if score.profile_area is not None:
-                output.give(
-                    f"{result.full_name}, {name}: area under the performance profile {score.profile_area:.3f}"
-                )
         if result.truncation_suspect:
             cut = max(score.truncated_frac or 0.0 for score in result.scores.values())
             output.give(

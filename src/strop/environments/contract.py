@@ -9,10 +9,6 @@ from typing import Generic, Protocol, TypeVar
 from strop.rollout import Example, FinishReason, Message, Outcome, Split
 from strop.tool_calls import Spoken
 
-PROFILE_AREA = "profile_area"
-"""Metric of an attempt at a suite of tasks with known best scores: its contribution, from 0 to 1, to the area
-under the suite's performance profile. Evaluations take the mean over tasks."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:

@@ -113,9 +113,6 @@ class Summary(Record):
     """Share in the right format, among rollouts whose format was checked; independent of correctness."""
     reply_tokens_mean: float | None
     reward_mean: float | None
-    profile_area: float | None = None
-    """Area under the performance profile (AUP), the mean over tasks; None unless the task is a suite with
-    known best scores."""
 
 
 class Score(Summary):

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from strop.audit import find_audit
-from strop.environments.contract import PROFILE_AREA
 from strop.errors import ConfigError, CorruptRecord, EngineError
 from strop.evaluate.comparison import clustered_interval, pass_at_k_interval
 from strop.evaluate.result import (
@@ -55,8 +54,6 @@ class Verdict:
     truncated: bool
     timed_out: bool
     reward: float | None
-    profile_area: float | None
-    """Its contribution to the area under a suite's performance profile."""
     num_tokens: int
     failure: Failure | None
     versions: frozenset[int]
@@ -101,7 +98,6 @@ def give_verdict(rollout: Rollout, pass_threshold: float | None) -> Verdict:
         truncated=outcome.truncated,
         timed_out=outcome.timed_out,
         reward=outcome.reward,
-        profile_area=outcome.metrics.get(PROFILE_AREA) if outcome.is_scored else None,
         num_tokens=rollout.num_sampled_tokens,
         # Thousands of equal failures share one text.
         failure=failure and replace(failure, detail=sys.intern(failure.detail)),
@@ -262,17 +258,7 @@ def _summarize(kind_P: Sequence[_Kind]) -> Summary:
         format_ok_frac=_mean([v.format_ok for v in replies if v.format_ok is not None]),
         reply_tokens_mean=_mean([verdict.num_tokens for verdict in replies]),
         reward_mean=_mean([verdict.reward for verdict in replies if verdict.reward is not None]),
-        profile_area=_profile_area(kind_P),
     )
-
-
-def _profile_area(kind_P: Sequence[_Kind]) -> float | None:
-    """Return the mean over tasks: each has the same weight."""
-    by_part: dict[str | None, list[float]] = {}
-    for kind in kind_P:
-        areas = [verdict.profile_area for verdict in kind.verdicts_G if verdict.profile_area is not None]
-        by_part.setdefault(kind.example.part, []).extend(areas)
-    return _mean([float(np.mean(areas)) for areas in by_part.values() if areas])
 
 
 def _score_example(kind: _Kind) -> ExampleScore:

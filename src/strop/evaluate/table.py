@@ -91,8 +91,6 @@ def _rows_of_own(result: EvalResult) -> Iterator[ScoreRow]:
             high=100 * score.high,
             note="" if result.is_valid else result.verdict,
         )
-        if score.profile_area is not None:
-            yield row_of(metric=f"{name} AUP", value=100 * score.profile_area, low=None, high=None)
     for k, estimate in result.pass_at_k.items():
         yield row_of(
             metric=f"pass@{k}",

@@ -327,14 +327,6 @@ class TripwireSpec(Section):
         " while right ones become no more frequent. none = not watched, for rewards that grade partial work.",
         json_schema_extra=expert("rewards that grade partial work rise before answers are right"),
     )
-    max_dev_gap: float | None = Field(
-        default=0.25,
-        ge=0.0,
-        le=1.0,
-        description="Largest excess of development scores over sealed scores, as a share of the distance from"
-        " floor to ceiling, on average over a step's attempts. none = not watched.",
-        json_schema_extra=expert("small development data are noisy"),
-    )
     max_stall_s: float | None = Field(
         default=600.0,
         gt=0.0,

@@ -75,9 +75,6 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
             metrics["unearned_reward_mean"] = math.fsum(wrong) / len(scored)
         _add_mean(metrics, "format_ok_frac", [rollout.outcome.format_ok for rollout in scored])
     metrics |= _measure_judgements(rollouts)
-    gaps = [rollout.outcome.metrics.get("dev_gap") for rollout in rollouts]
-    if known := [gap for gap in gaps if gap is not None]:
-        metrics["dev_gap"] = fmean(known)
     if sampled:
         metrics["reply_tokens_mean"] = fmean(rollout.num_sampled_tokens for rollout in sampled)
     if any(rollout.num_sampled_tokens for rollout in sampled):

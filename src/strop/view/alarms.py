@@ -101,11 +101,6 @@ EXPLANATIONS: Mapping[str, str] = {
         "The verifier gave more than full marks. Such a rollout has no score and is not trained"
         " on. Mend the verifier, or say in task.max_reward what full marks are."
     ),
-    "dev_gap": (
-        "Work is better on the scores that attempts see than on the sealed ones: they fit what"
-        " they are shown. Let them ask less often, and look whether they can read or guess the"
-        " development data."
-    ),
     "impossible_value": (
         "A number cannot be what it is: a share above one, a negative duration, a reward below"
         " the lowest marks. Something that measures is broken. Do not trust this step's numbers"

@@ -238,7 +238,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     # Sampling.
     (ROLLOUTS, r"(truncated|timed_out|failed|prompt_too_long|format_ok|refilled|branched)_frac(_.+)?"),
     (ROLLOUTS, r"(duplicate|common_reply|distinct_reply|runaway|prefix_break|wasted_token)_frac"),
-    (ROLLOUTS, r"reply_tokens_mean(_.+)?|used_length_ratio|prompt_dependence|dev_gap|judge_\w+"),
+    (ROLLOUTS, r"reply_tokens_mean(_.+)?|used_length_ratio|prompt_dependence|judge_\w+"),
     (ROLLOUTS, r"staleness_(mean|max)|num_groups_ahead|num_\w+_groups"),
     # Learning, and the change of the policy.
     (TRAIN, r"reward_(mean|part)(_.+)?|accuracy(_.+)?|unearned_reward_mean|zero_variance_frac"),

@@ -85,14 +85,6 @@ def _list_wires(spec: TripwireSpec) -> tuple[_Wire, ...]:
             " judge and training pays for; add what begins it to task.stop",
         ),
         _Wire(
-            cause="dev_gap",
-            metric="dev_gap",
-            bound=spec.max_dev_gap,
-            setting="max_dev_gap",
-            advice="the work is better on what it was tried on than on what it is judged on; lower"
-            " task.num_evaluations, and look whether attempts read or guess the development data",
-        ),
-        _Wire(
             cause="verifier_errors",
             metric="failed_frac",
             bound=spec.max_failed_frac,
