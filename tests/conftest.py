@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from hypothesis import HealthCheck, settings
 
-from strop.evaluate.harness import LM_EVAL
 from strop.hardware import importing, tune_process
 
 if TYPE_CHECKING:
@@ -44,8 +43,8 @@ settings.register_profile(
     derandomize=os.environ.get("STROP_CI") == "1",
 )
 settings.load_profile("strop")
-# What nltk splits sentences with, where the environment of lm-eval has been made. nltk asks at its import.
-os.environ["NLTK_DATA"] = str(LM_EVAL.path / "nltk_data")
+# Data packages of nltk in the smallest form that it reads; it asks at its import.
+os.environ["NLTK_DATA"] = str(Path(__file__).parent / "fixtures" / "nltk_data")
 
 
 def require_system_part(name: str, found: bool) -> None:

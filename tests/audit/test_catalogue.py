@@ -13,7 +13,7 @@ import pytest
 from strop.audit import AuditReport, AuditSettings, ProbeStatus, run_audit
 from strop.spec import TaskSpec
 from strop.tasks import build_task
-from strop.tasks.instructions.tasks import IfBenchSpec, IfEvalSpec, IfMultiSpec, RlvrIfevalSpec
+from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
 from strop.tasks.mathematics.aime import AimeSpec
 from strop.tasks.mathematics.boxed_math import DeepscalerSpec, Math500Spec, MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
@@ -21,12 +21,10 @@ from strop.tasks.mmlu import MmluSpec
 from strop.tasks.rlvr_mixed import RlvrMixedSpec
 from strop.tasks.sft_jsonl import SftJsonlSpec
 from tests.tasks.instructions.instruction_cases import (
-    BENCH_ARGUMENTS,
-    GOOGLE_ARGUMENTS,
     MULTI_ARGUMENTS,
     RLVR_ARGUMENTS,
 )
-from tests.tasks.instructions.test_tasks import eval_row, multi_row, rlvr_row
+from tests.tasks.instructions.test_tasks import multi_row, rlvr_row
 from tests.tasks.mathematics.test_tasks import math_row
 from tests.tasks.test_rlvr_mixed import row as mixed_row
 
@@ -68,12 +66,6 @@ def rows_of(name: str) -> list[Row]:
             {"question": problem(n), "subject": "art", "choices": list("pqrs"), "answer": (n * 7 // 3) % 4}
             for n in NUMBERS
         ],
-        "ifeval": lambda: [
-            eval_row(n, {key: case}) for n, (key, case) in enumerate(GOOGLE_ARGUMENTS.items())
-        ],
-        "ifbench": lambda: [
-            eval_row(n, {key: case}) for n, (key, case) in enumerate(BENCH_ARGUMENTS.items())
-        ],
         "rlvr-ifeval": lambda: [rlvr_row(key, case) for key, case in RLVR_ARGUMENTS.items()],
         "if-multi": lambda: [
             multi_row({key: case or None}, n) for n, (key, case) in enumerate(MULTI_ARGUMENTS.items())
@@ -94,8 +86,6 @@ SPECS: dict[str, type[Any]] = {
     "deepscaler": DeepscalerSpec,
     "aime": AimeSpec,
     "mmlu": MmluSpec,
-    "ifeval": IfEvalSpec,
-    "ifbench": IfBenchSpec,
     "rlvr-ifeval": RlvrIfevalSpec,
     "if-multi": IfMultiSpec,
     "rlvr-mixed": RlvrMixedSpec,
@@ -114,7 +104,7 @@ EASY = {"empty", "garbage", "echo", "truncation"}
 """Of tasks of instructions: 'no commas' and 'less than 50 words' are followed by a reply of nothing at all,
 and a reply that follows them still does when it is cut."""
 KNOWN = {
-    **dict.fromkeys(["ifeval", "ifbench", "rlvr-ifeval", "if-multi"], EASY),
+    **dict.fromkeys(["rlvr-ifeval", "if-multi"], EASY),
     # One letter of four is right on a quarter.
     "mmlu": {"constant"},
 }

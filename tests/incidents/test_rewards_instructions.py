@@ -12,6 +12,7 @@ from strop.errors import DataError
 from strop.rollout import Example, make_example
 from strop.tasks import Task, build_task
 from strop.tasks.instructions import google
+from strop.tasks.instructions.rlvr import as_instruction
 from strop.tasks.instructions.segments import detect_language
 from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
 from strop.tasks.judging import InlineJudge
@@ -52,7 +53,8 @@ def test_rew_4_next_to_nothing_earns_nothing(text: str) -> None:
         ("validate_lowercase", {}),
         ("validate_word_constraint", {"N": 50, "quantifier": "at most"}),
     ):
-        listed = [{"id": function, "arguments": arguments}]
+        instruction_id, renamed = as_instruction(function, arguments)
+        listed = [{"id": instruction_id, "arguments": renamed}]
         example = make_example("rlvr-ifeval", {"prompt": "Well?", "constraints": listed}, None)
         assert rlvr.verify(example, text).reward == 0.0
 

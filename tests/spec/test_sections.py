@@ -77,7 +77,6 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.protected", "task.root", "task.tasks", "task.raw_validate"),
         *("task.open_network", "task.url", "task.action_field", "task.action_is_number", "task.instructions"),
         *("task.options", "task.max_return", "task.min_return"),
-        "task.skip_unjudged",
         *("task.all_or_nothing", "task.rubric", "task.judge_url", "task.judge_model", "task.judge_revision"),
         "task.judge_engine",
         *("task.judge_key_env", "task.judge_concurrency", "task.max_judge_calls"),

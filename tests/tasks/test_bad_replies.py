@@ -16,7 +16,7 @@ from strop.tasks.code.mbpp import MbppSpec
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec
-from strop.tasks.instructions.tasks import IfEvalSpec
+from strop.tasks.instructions.tasks import IfMultiSpec
 from strop.tasks.mathematics.boxed_math import MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from tests.fixtures.sandboxed import best_level
@@ -51,14 +51,20 @@ def mbpp(folder: Path) -> Task:
     return build_task(MbppSpec(name="mbpp", source=str(folder), min_isolation=best_level()))
 
 
-def ifeval(folder: Path) -> Task:
-    row = {
-        "key": 1,
-        "prompt": "Write about the sea without a comma.",
-        "instruction_id_list": ["punctuation:no_comma", "detectable_format:number_bullet_lists"],
-        "kwargs": [{}, {"num_bullets": 2}],
+def instructions(folder: Path) -> Task:
+    truth = {
+        "instruction_id": ["punctuation:no_comma", "detectable_format:number_bullet_lists"],
+        "kwargs": [None, {"num_bullets": 2}],
     }
-    return build_task(IfEvalSpec(name="ifeval", source=write(folder / "rows.jsonl", row)))
+    rows = [
+        {
+            "messages": [{"role": "user", "content": f"Write about the sea without a comma, {n} words."}],
+            "ground_truth": repr([truth]),
+        }
+        for n in range(2)
+    ]
+    source = write(folder / "rows.jsonl", *rows)
+    return build_task(IfMultiSpec(name="if-multi", source=source, all_or_nothing=True))
 
 
 def reasoning_gym(folder: Path) -> Task:
@@ -73,7 +79,7 @@ MAKERS: dict[str, Callable[[Path], Task]] = {
     "gsm8k": gsm8k,
     "math": mathematics,
     "mbpp": mbpp,
-    "ifeval": ifeval,
+    "if-multi": instructions,
     "reasoning-gym": reasoning_gym,
 }
 PIECES = ["x", "1, ", "( ", "\\boxed{", "#### ", "<answer>", "```python\n", "* a\n", "\u00e9\u4e2d", "\n"]

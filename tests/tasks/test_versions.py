@@ -19,7 +19,7 @@ KNOWN: dict[str, list[str]] = json.loads(Path(__file__).with_name("known_version
 
 def prompts_digest(task: Task) -> str:
     """Hash what a model is asked, as a chat and in plain text, for all examples."""
-    splits = [Split.HELD_OUT] if task.name in {"aime", "math500"} else list(Split)
+    splits = [Split.HELD_OUT] if task.name in {"aime", "ifbench", "ifeval", "math500"} else list(Split)
     asked = [
         [split, message.role, message.text, getattr(message, "base", None)]
         for split in splits

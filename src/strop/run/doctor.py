@@ -51,6 +51,7 @@ if TYPE_CHECKING:
 EXTRAS = {
     "server": ("fastapi", "uvicorn", "httpx"),
     "tasks": ("reasoning-gym", "math-verify"),
+    "ifeval": ("if-verifiable",),
     "ray": ("ray",),
     "s3": ("boto3",),
 }

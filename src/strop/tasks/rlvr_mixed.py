@@ -37,7 +37,7 @@ from strop.tasks.version import fit_limits
 _MAX_REPLY_TOKENS = 2048
 _PROMPT = "{prompt}"
 _REWRITTEN = ("So the answer is ", "The answer is ")
-_VERIFIER = "rlvr-mixed-1"
+_VERIFIER = "rlvr-mixed-2"
 _KINDS = ("gsm8k", "math", "ifeval")
 _VERIFY_LIMIT_S = 2.0
 

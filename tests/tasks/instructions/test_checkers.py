@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Mapping
 
 import pytest
@@ -11,14 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import DataError
-from strop.tasks.instructions.bench import BENCH, UNJUDGED
 from strop.tasks.instructions.checkers import Checkers, Constraint, has_substance
 from strop.tasks.instructions.google import GOOGLE
 from strop.tasks.instructions.multi import MULTI
 from strop.tasks.instructions.replies import write_replies
-from strop.tasks.instructions.rlvr import RLVR
+from strop.tasks.instructions.rlvr import FUNCTIONS, RLVR, as_instruction
 from tests.tasks.instructions.instruction_cases import (
-    BENCH_ARGUMENTS,
     GOOGLE_ARGUMENTS,
     MULTI_ARGUMENTS,
     RLVR_ARGUMENTS,
@@ -29,14 +26,11 @@ pytest.importorskip("langdetect")
 
 FAMILIES: Mapping[str, tuple[Checkers, Mapping[str, Arguments]]] = {
     "google": (GOOGLE, GOOGLE_ARGUMENTS),
-    "rlvr": (RLVR, RLVR_ARGUMENTS),
+    "rlvr": (RLVR, dict(as_instruction(name, case) for name, case in RLVR_ARGUMENTS.items())),
     "multi": (MULTI, MULTI_ARGUMENTS),
-    "bench": (BENCH, BENCH_ARGUMENTS),
 }
 ALL = [(family, id_) for family, (_, cases) in FAMILIES.items() for id_ in cases]
 NONSENSE = ["", " \n", "\t", "a", "asdf", "0", "1", "{}", "123!!!", "yes!", "\u200b\u202e", "..."]
-# 'format:options' with the options yes, no and maybe: then 'yes!' is an answer.
-ANSWERS = {("bench", "format:options", "yes!")}
 
 
 def bind(family: str, instruction_id: str) -> object:
@@ -49,20 +43,11 @@ def is_met(family: Checkers, instruction_id: str, text: str, **arguments: object
 
 
 def test_all_instructions_have_a_case() -> None:
-    assert [len(checkers) for checkers, _ in FAMILIES.values()] == [25, 25, 54, 58]
-    assert all(set(checkers) == set(cases) for checkers, cases in FAMILIES.values())
-    # The 58 ids of the published checkers.
-    groups = Counter(instruction_id.partition(":")[0] for instruction_id in BENCH)
-    assert groups == {
-        "count": 9,
-        "ratio": 5,
-        "words": 13,
-        "sentence": 3,
-        "format": 14,
-        "custom": 11,
-        "repeat": 3,
-    }
-    assert not set(BENCH) & set(UNJUDGED)
+    assert [len(checkers) for checkers, _ in FAMILIES.values()] == [25, 55, 54]
+    assert set(GOOGLE) == set(GOOGLE_ARGUMENTS)
+    assert set(MULTI) == set(MULTI_ARGUMENTS)
+    assert set(FUNCTIONS) == set(RLVR_ARGUMENTS)
+    assert {instruction_id for instruction_id, _ in FUNCTIONS.values()} <= set(RLVR)
 
 
 @pytest.mark.parametrize(("family", "instruction_id"), ALL)
@@ -71,10 +56,7 @@ def test_a_reply_that_follows_is_known_and_nonsense_does_not_follow(family: str,
     constraint = checkers.bind(instruction_id, cases[instruction_id], place="a test")
     (reply,) = write_replies([constraint])
     assert constraint.is_met(reply)
-    followed = [
-        text for text in NONSENSE if constraint.is_met(text) and (family, instruction_id, text) not in ANSWERS
-    ]
-    assert followed == []
+    assert [text for text in NONSENSE if constraint.is_met(text)] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from strop.tasks.instructions.google import GOOGLE
-from strop.tasks.instructions.rlvr import RLVR
+from strop.tasks.instructions.rlvr import FUNCTIONS, RLVR, as_instruction
 
 pytest.importorskip("langdetect")
 
@@ -158,10 +158,10 @@ RLVR_VECTORS = [
     (
         "validate_forbidden_words",
         {"forbidden_words": ["sun"]},
-        ["the moon shines"],
-        ["a sunny day here", "moon"],
+        ["the moon shines", "a sunny day here"],
+        ["the sun shines", "moon"],
     ),
-    ("verify_letter_frequency", {"letter": "a", "N": 2}, ["a cat, Ann No"], ["a cat sat here", "cat"]),
+    ("verify_letter_frequency", {"letter": "a", "N": 2}, ["a cat, no end"], ["a cat, Ann No", "cat"]),
     ("validate_response_language", {"language": "en"}, [ENGLISH], [GERMAN, "42"]),
     ("verify_paragraph_count", {"N": 2}, ["one\n* * *\ntwo", "a***b"], ["one", "a * * * * * * b"]),
     (
@@ -180,24 +180,24 @@ RLVR_VECTORS = [
     (
         "verify_sentence_constraint",
         {"N": 3, "quantifier": "around"},  # 2 to 4
-        ["We see. You go.", "A b. C d. E f. G h."],
+        ["We see. You go.", "One. Two.", "A b. C d. E f. G h."],
         ["We go home.", "A. B. C. D. E. F g h i."],
     ),
     (
         "validate_paragraphs",
         {"N": 2, "first_word": "Then", "i": 2},
-        ["One.\n\n\nthen: two."],
+        ["One.\n\nthen, two."],
         ["One.\n\nThenceforth two.", "Then.", "Then.\n\nTwo."],
     ),
-    ("verify_postscript", {"postscript_marker": "P.P.S"}, ["Hi P.P.S I left"], ["Hi P.P.S", "P.S. I left"]),
+    ("verify_postscript", {"postscript_marker": "P.P.S"}, ["Hi P.P.S I left", "Hi p. p.s"], ["P.S. I left"]),
     ("validate_placeholders", {"N": 2}, ["Dear [a], at [b] street"], ["Dear [a] b c"]),
     (
         "verify_bullet_points",
         {"N": 1},
-        ["Listed below:\n- one thing"],
+        ["Listed below:\n- one thing", "* a"],
         ["- a one\n- b two", "no list at all"],
     ),
-    ("validate_title", {}, ["<<One>> text"], ["<<One>> <<Two>>", "One"]),
+    ("validate_title", {}, ["<<One>> text", "<<One>> <<Two>>"], ["One"]),
     (
         "validate_choice",
         {"options": ["My answer is yes.", "Maybe"]},
@@ -214,10 +214,10 @@ RLVR_VECTORS = [
         ["Section 1 a b c", "SECTION 1 a SECTION 2 b"],
     ),
     ("validate_json_format", {}, ['{"a": [1]}'], ["[]", "yes"]),
-    ("validate_repeat_prompt", {"original_prompt": "Say it."}, ["Say it. It."], ["say it. It.", "Say it."]),
+    ("validate_repeat_prompt", {"original_prompt": "Say it."}, ["Say it. It.", "say it. It."], ["Say it."]),
     ("validate_two_responses", {}, ["a\n******\nb"], ["a ****** a", "a****** b ****** c", "a b"]),
-    ("validate_uppercase", {}, ["ALL OF IT 1"], ["ALL OF it", "1 2 3", "A"]),
-    ("validate_lowercase", {}, ["all of it 1"], ["all of It", "1 2 3", "a"]),
+    ("validate_uppercase", {}, [ENGLISH_CAPITALS], [GERMAN_CAPITALS, ENGLISH, "1 2 3", "A"]),
+    ("validate_lowercase", {}, [ENGLISH], [GERMAN_SMALL, ENGLISH_CAPITALS, "1 2 3", "a"]),
     (
         "validate_frequency_capital_words",
         {"N": 1, "quantifier": "at most"},
@@ -239,11 +239,11 @@ def test_ifeval(instruction_id: str, arguments: dict[str, object], good: list[st
 
 @pytest.mark.parametrize(("function", "arguments", "good", "bad"), RLVR_VECTORS)
 def test_rlvr(function: str, arguments: dict[str, object], good: list[str], bad: list[str]) -> None:
-    constraint = RLVR.bind(function, arguments, place="a vector")
+    constraint = RLVR.bind(*as_instruction(function, arguments), place="a vector")
     assert [text for text in good if not constraint.is_met(text)] == []
     assert [text for text in bad if constraint.is_met(text)] == []
 
 
 def test_every_instruction_has_a_vector() -> None:
     assert {vector[0] for vector in GOOGLE_VECTORS} == set(GOOGLE)
-    assert {vector[0] for vector in RLVR_VECTORS} == set(RLVR)
+    assert {vector[0] for vector in RLVR_VECTORS} == set(FUNCTIONS)

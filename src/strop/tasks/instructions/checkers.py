@@ -134,10 +134,6 @@ class Checkers:
         if instruction_id in other._edits:
             self._edits[as_id] = other._edits[instruction_id]
 
-    def share_edits(self, other: Checkers) -> None:
-        """Take over the edits of another family for the ids of both."""
-        self._edits |= {key: edit for key, edit in other._edits.items() if key in self._checkers}
-
     def bind(self, instruction_id: object, arguments: Mapping[str, Any], *, place: str) -> Constraint:
         """Bind an instruction to its arguments; an argument of None counts as absent.
 
@@ -210,3 +206,12 @@ def holds(count: int, quantifier: str, bound: int, *, slack: int = 0) -> bool:
         case "around":
             return abs(count - bound) <= slack
     raise AssertionError(quantifier)
+
+
+def nearest(count: int, quantifier: str, bound: int) -> int:
+    """Return the count that is allowed and nearest to a count; for edits."""
+    low = bound + 1 if quantifier == "more than" else bound
+    high = bound - 1 if quantifier == "less than" else bound
+    if quantifier in ("at least", "more than"):
+        return max(count, low)
+    return min(count, high) if quantifier in ("at most", "less than") else bound

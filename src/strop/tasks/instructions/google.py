@@ -1,9 +1,9 @@
 """The 25 instructions of IFEval, judged by their meaning.
 
-arXiv:2311.07911 describes them. The verdicts of lm-eval are in `harness.py`; those of this module differ
-where lm-eval's rules reward nothing or depend on chance: keywords are texts and not patterns, an argument
-of 0 stays 0, an undetected language is not the required one, and a reply that merely avoids something must
-have content. A reply truncated at its budget does not have the required end.
+arXiv:2311.07911 describes them. The published verdicts are those of `evaluations.py`; those of this module
+differ where the published rules reward nothing or depend on chance: keywords are texts and not patterns, an
+argument of 0 stays 0, an undetected language is not the required one, and a reply that merely avoids
+something must have content. A reply truncated at its budget does not have the required end.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from strop.tasks.instructions.checkers import (
     Checkers,
     Count,
     Position,
+    Quantifier,
     Relation,
     Stage,
     Text,
     Texts,
     holds,
+    nearest,
 )
 from strop.tasks.instructions.replies import FILLER, SPOKEN, deal, fill_sentences, lengthen, repeat_words
 from strop.tasks.instructions.segments import (
@@ -110,8 +112,8 @@ def _remove_words(draft: str, *, forbidden_words: tuple[str, ...]) -> str:
 
 
 @GOOGLE.check("keywords:letter_frequency", needs_substance=True)
-def counts_letter(text: str, *, letter: Text, let_frequency: Count, let_relation: Relation) -> bool:
-    """The letter, or another single mark, occurs less often or at least as often as required, in any case."""
+def counts_letter(text: str, *, letter: Text, let_frequency: Count, let_relation: Quantifier) -> bool:
+    """The letter, or another single mark, occurs as often as required, in any case."""
     return holds(text.lower().count(letter.strip().lower() or letter), let_relation, let_frequency)
 
 
@@ -119,9 +121,9 @@ def counts_letter(text: str, *, letter: Text, let_frequency: Count, let_relation
 def _repeat_letter(draft: str, *, letter: str, let_frequency: int, let_relation: str) -> str:
     letter = letter.strip() or letter
     count = draft.lower().count(letter.lower())
-    if let_relation == "at least":
-        return f"{draft} {letter * max(let_frequency - count, 0)}".strip()
-    return remove_text(draft, letter) if count >= let_frequency else draft
+    if nearest(count, let_relation, let_frequency) < count:
+        draft, count = remove_text(draft, letter), 0
+    return f"{draft} {letter * (nearest(count, let_relation, let_frequency) - count)}".strip()
 
 
 @GOOGLE.check("language:response_language")
@@ -136,18 +138,15 @@ def _speak_language(draft: str, *, language: str) -> str:
 
 
 @GOOGLE.check("length_constraints:number_sentences")
-def counts_sentences(text: str, *, num_sentences: Count, relation: Relation) -> bool:
-    """The reply has fewer, or at least as many, sentences as required; never none."""
+def counts_sentences(text: str, *, num_sentences: Count, relation: Quantifier) -> bool:
+    """The reply has as many sentences as required, and never none; 'around' allows one more or less."""
     count = len(sentences(text))
-    return count > 0 and holds(count, relation, num_sentences)
+    return count > 0 and holds(count, relation, num_sentences, slack=1)
 
 
 @GOOGLE.edit("length_constraints:number_sentences", stage=Stage.LENGTH)
 def _fill_sentences(draft: str, *, num_sentences: int, relation: str) -> str:
-    count = len(sentences(draft))
-    if relation == "at least":
-        return " ".join(fill_sentences(draft, max(num_sentences, count)))
-    return " ".join(fill_sentences(draft, min(num_sentences - 1, count)))
+    return " ".join(fill_sentences(draft, nearest(len(sentences(draft)), relation, num_sentences)))
 
 
 @GOOGLE.check("length_constraints:number_paragraphs")
@@ -163,17 +162,27 @@ def _divide_parts(draft: str, *, num_paragraphs: int) -> str:
 
 
 @GOOGLE.check("length_constraints:number_words")
-def counts_words(text: str, *, num_words: Count, relation: Relation) -> bool:
-    """The reply has fewer, or at least as many, words as required; at least three if so many are allowed."""
+def counts_words(text: str, *, num_words: Count, relation: Quantifier) -> bool:
+    """The reply has as many words as required, at least three if so many are allowed.
+
+    'around' allows a tenth more or less.
+    """
     count = len(find_words(text))
-    floor = min(MIN_WORDS, num_words - 1) if relation == "less than" else MIN_WORDS
-    return count >= max(floor, 1) and holds(count, relation, num_words)
+    floor = min(MIN_WORDS, nearest(MIN_WORDS, relation, num_words))
+    return count >= max(floor, 1) and holds(count, relation, num_words, slack=a_tenth(num_words))
+
+
+def a_tenth(bound: int) -> int:
+    """Return a tenth of a number of words, and 1 at least."""
+    return max(round(bound / 10), 1)
 
 
 @GOOGLE.edit("length_constraints:number_words", stage=Stage.LENGTH)
 def _fill_words(draft: str, *, num_words: int, relation: str) -> str:
-    if relation == "at least":
-        return lengthen(draft, num_words)
+    if relation in ("at least", "more than"):
+        return lengthen(draft, num_words + (relation == "more than"))
+    if relation in ("exactly", "around"):
+        return " ".join(lengthen(draft, num_words).split()[:num_words])
     # Other edits may add words: one in five stays free for them.
     return " ".join(draft.split()[: max(1, min(num_words - 1, num_words * 4 // 5))])
 
@@ -369,9 +378,10 @@ def _quote(draft: str) -> str:
 
 
 @GOOGLE.check("change_case:capital_word_frequency", needs_substance=True)
-def counts_capital_words(text: str, *, capital_frequency: Count, capital_relation: Relation) -> bool:
-    """Words without small letters occur less often, or at least as often, as required."""
-    return holds(count_capital_words(text), capital_relation, capital_frequency)
+def counts_capital_words(text: str, *, capital_frequency: Count, capital_relation: Quantifier) -> bool:
+    """Words without small letters occur as often as required; 'around' allows a tenth more or less."""
+    count, slack = count_capital_words(text), a_tenth(capital_frequency)
+    return holds(count, capital_relation, capital_frequency, slack=slack)
 
 
 def count_capital_words(text: str) -> int:
@@ -381,10 +391,11 @@ def count_capital_words(text: str) -> int:
 
 @GOOGLE.edit("change_case:capital_word_frequency", stage=Stage.CASE)
 def _write_capital_words(draft: str, *, capital_frequency: int, capital_relation: str) -> str:
-    missing = capital_frequency - count_capital_words(draft)
-    if capital_relation == "at least":
-        return f"{repeat_words(['YES'], missing)} {draft}".strip()
-    return draft.lower() if missing <= 0 else draft
+    count = count_capital_words(draft)
+    if nearest(count, capital_relation, capital_frequency) < count:
+        draft, count = draft.lower(), 0
+    missing = nearest(count, capital_relation, capital_frequency) - count
+    return f"{repeat_words(['YES'], missing)} {draft}".strip()
 
 
 @GOOGLE.check("change_case:english_capital", needs_substance=True)

@@ -24,7 +24,6 @@ from strop.tasks.instructions.checkers import (
 )
 from strop.tasks.instructions.google import GOOGLE, contains_word, remove_text
 from strop.tasks.instructions.replies import BASE_DRAFT, FILLER, deal, fill_sentences, repeat_words
-from strop.tasks.instructions.rlvr import SPACED_STARS, count_word
 from strop.tasks.instructions.segments import (
     bare_words,
     find_words,
@@ -37,6 +36,7 @@ from strop.tasks.instructions.segments import (
 MULTI = Checkers("multi-constraint sets", on=GOOGLE)
 
 _SIX_STARS = re.compile(r"\*{6}")
+_SPACED_STARS = re.compile(r"\*[^\S\n]*+\*[^\S\n]*+\*(?!\*)")
 _BIGRAM = re.compile(r"<<\s*([^<>]*?)\s*>>")
 _END_MARKS = ".!?…。！？"
 _MIN_PALINDROME_LETTERS = 3
@@ -45,6 +45,11 @@ _MIN_PALINDROME_LETTERS = 3
 def folded_words(text: str) -> list[str]:
     """Return the words between white space without marks at their edges, in small letters."""
     return [word.lower() for word in bare_words(text)]
+
+
+def count_word(text: str, word: str) -> int:
+    """Count the occurrences of a word or phrase as a whole word, in any case."""
+    return len(re.findall(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, flags=re.IGNORECASE))
 
 
 def is_same_text(text: str, other: str) -> bool:
@@ -276,15 +281,15 @@ def _start_and_end_with(draft: str, *, keyword: str) -> str:
 
 
 @MULTI.check("paragraphs:paragraphs")
-def has_two_parts(text: str) -> bool:
-    """Spaced asterisks separate two parts."""
-    parts = parts_between(text, SPACED_STARS)
-    return len(parts) == 2 and all(parts)
+def has_parts(text: str, *, num_parts: Count = 2) -> bool:
+    """Spaced asterisks separate two parts, or another number of parts; none is blank."""
+    parts = parts_between(text, _SPACED_STARS)
+    return len(parts) == num_parts and all(parts)
 
 
 @MULTI.edit("paragraphs:paragraphs", stage=Stage.STRUCTURE)
-def _write_two_parts(draft: str) -> str:
-    return "\n* * *\n".join(deal(draft, 2))
+def _write_parts(draft: str, *, num_parts: int = 2) -> str:
+    return "\n* * *\n".join(deal(draft, num_parts))
 
 
 @MULTI.check("paragraphs:paragraphs2")
@@ -402,7 +407,7 @@ MULTI.share(GOOGLE, "keywords:letter_frequency", as_id="letters:letter_counting2
 @MULTI.check("count:counting_composition")
 def composes_paragraphs(text: str, *, n_sent: Count, n_words: Count) -> bool:
     """Spaced asterisks separate three parts of `n_sent` sentences of `n_words` words."""
-    parts = [sentences(part) for part in parts_between(text, SPACED_STARS)]
+    parts = [sentences(part) for part in parts_between(text, _SPACED_STARS)]
     has_form = len(parts) == 3 and all(len(part) == n_sent for part in parts)
     return has_form and all(len(bare_words(sentence)) == n_words for part in parts for sentence in part)
 

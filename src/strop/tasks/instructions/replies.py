@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.instructions.checkers import Constraint, has_substance
@@ -17,15 +16,6 @@ from strop.tasks.instructions.segments import sentences
 _ANSWER_TAGS = ("<answer>", "</answer>")
 _NUM_ROUNDS = 3
 _NUM_SHUFFLES = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """Which of an example's instructions a reply follows, in the order of the example."""
-
-    strict: tuple[bool, ...]
-    loose: tuple[bool, ...]
-    """Whether the reply or a variant of it follows each; equal to `strict` without loose mode."""
 
 
 def judged_text(reply: str) -> str | None:
@@ -46,31 +36,6 @@ def is_echo(text: str, prompt: str) -> bool:
     """Whether a reply repeats the whole prompt and adds almost nothing."""
     reply, question = " ".join(text.split()), " ".join(prompt.split())
     return reply.startswith(question) and not has_substance(reply[len(question) :])
-
-
-def variants(text: str) -> list[str]:
-    """Return the distinct ones of the eight texts of which one must follow an instruction in loose mode.
-
-    The text; without its first line; without its last line; without both; and these four without
-    asterisks. Source: arXiv:2311.07911, section 2.3.
-    """
-    split = text.split("\n")
-    shortened = ("\n".join(part).strip() for part in (split[1:], split[:-1], split[1:-1]))
-    kept = [text, *shortened]
-    return list(dict.fromkeys([*kept, *(variant.replace("*", "") for variant in kept)]))
-
-
-def judge_instructions(constraints: Sequence[Constraint], text: str, *, with_loose: bool) -> Verdict:
-    """Run every checker on a reply. Exceptions of checkers propagate."""
-    strict = tuple(constraint.is_met(text) for constraint in constraints)
-    if not with_loose or all(strict):
-        return Verdict(strict=strict, loose=strict)
-    others = variants(text)[1:]
-    loose = tuple(
-        is_met or any(constraint.is_met(other) for other in others)
-        for constraint, is_met in zip(constraints, strict, strict=True)
-    )
-    return Verdict(strict=strict, loose=loose)
 
 
 def write_replies(constraints: Sequence[Constraint]) -> tuple[str, ...]:

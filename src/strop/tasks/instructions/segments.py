@@ -1,7 +1,7 @@
-"""Split a reply into words, sentences, paragraphs and lines, in linear time, and detect its language.
+"""Split a reply into words, sentences and paragraphs, in linear time, and detect its language.
 
 Sentences need no model or word list to download: they end at a terminator followed by white space or the
-end, or at a blank line. Not here: the sentence and word splitters of other programs (`harness.py`).
+end, or at a blank line. Not here: the sentence and word splitters of other programs.
 """
 
 from __future__ import annotations
@@ -48,11 +48,6 @@ def strip_marks(token: str) -> str:
     while end > start and not token[end - 1].isalnum():
         end -= 1
     return token[start:end]
-
-
-def lines(text: str) -> list[str]:
-    """Return the lines that are not blank, without white space at their ends."""
-    return [line.rstrip() for line in text.split("\n") if line.strip()]
 
 
 def paragraphs(text: str) -> list[str]:

@@ -1,0 +1,239 @@
+"""IFEval and IFBench, for evaluation only, judged by the package if-verifiable.
+
+Its verdicts are the published ones, faults included, so its scores can be set beside others. They are not for
+training: some rules reward nothing. What it draws at random (an argument that a row leaves out, the guess of
+a language) is drawn from a fixed seed here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import random
+from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import MappingProxyType
+from typing import Any, Literal
+
+from pydantic import Field
+
+from strop.errors import ConfigError
+from strop.rollout import Example, Message, Outcome, make_example
+from strop.spec.base import Unhashed, expert
+from strop.spec.task import EvaluationRows
+from strop.tasks.contract import TaskLimits
+from strop.tasks.instructions.replies import judged_text
+from strop.tasks.instructions.tasks import SOURCE_HELP, pair_calls
+from strop.tasks.prompt import pose
+from strop.tasks.registry import built_in
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
+from strop.tasks.rows.row_task import RowReading, RowTask, require_texts
+
+PACKAGE, RELEASE = "if-verifiable", "0.1.2"
+NLTK_DATA: Mapping[str, Sequence[str]] = MappingProxyType(
+    {
+        "ifeval": ("tokenizers/punkt_tab",),
+        "ifbench": (
+            *("tokenizers/punkt", "tokenizers/punkt_tab", "taggers/averaged_perceptron_tagger_eng"),
+            "corpora/stopwords",
+        ),
+    }
+)
+"""What nltk needs for each; the package would fetch what it misses from the network."""
+_LAYOUTS = {
+    "ifeval": DataLayout(train=(), held_out=("ifeval_input_data.jsonl",)),
+    "ifbench": DataLayout(train=(), held_out=("data/train-00000-of-00001.parquet",)),
+}
+_PROMPT = "{prompt}"
+_MAX_REPLY_TOKENS = 4096
+_PATTERN_LIMIT_S = 20.0
+"""The package's patterns can take quadratic time on a long reply."""
+
+
+class IfEvalSpec(EvaluationRows):
+    """Prompts with instructions that a program can check: IFEval, for evaluation only."""
+
+    name: Literal["ifeval"]
+    source: Unhashed[str] = Field(
+        default="google/IFEval", min_length=1, description=SOURCE_HELP.format(hub_id="google/IFEval")
+    )
+    strictness: Literal["strict", "loose"] = Field(
+        default="strict",
+        description="Which verdict is the score. loose = the reply may also follow an instruction without its"
+        " first line, last line or asterisks. Both are reported.",
+        json_schema_extra=expert("published scores differ by how far an answer is read"),
+    )
+
+
+class IfBenchSpec(EvaluationRows):
+    """Prompts with instructions that a program can check: IFBench, for evaluation only."""
+
+    name: Literal["ifbench"]
+    source: Unhashed[str] = Field(
+        default="allenai/IFBench_test",
+        min_length=1,
+        description=SOURCE_HELP.format(hub_id="allenai/IFBench_test"),
+    )
+    strictness: Literal["strict", "loose"] = Field(
+        default="loose",
+        description="Which verdict is the score; published scores are loose. Both are reported.",
+        json_schema_extra=expert("published scores differ by how far an answer is read"),
+    )
+
+
+@built_in(
+    "ifeval",
+    IfEvalSpec,
+    "IFEval: prompts with checkable instructions; evaluation only (extra: ifeval).",
+    rank=150,
+)
+@built_in(
+    "ifbench",
+    IfBenchSpec,
+    "IFBench: harder checkable instructions; evaluation only (extra: ifeval).",
+    rank=160,
+)
+class PublishedInstructions(RowTask):
+    """Follow every instruction of the prompt. Reward: 1 if all are followed, else 0.
+
+    `format_ok`: the reasoning has an end, and a text follows it; that text is judged.
+    Metrics: `instructions_total`, `instructions_satisfied` (strictly), `instructions_satisfied_loose`,
+    `correct_strict` and `correct_loose`.
+    """
+
+    def __init__(self, spec: IfEvalSpec | IfBenchSpec) -> None:
+        self._is_loose = spec.strictness == "loose"
+        reading = RowReading(
+            layout=_LAYOUTS[spec.name],
+            to_example=self._to_example,
+            question=lambda example: str(example.fields["prompt"]),
+        )
+        limits = TaskLimits(
+            max_reply_tokens=_MAX_REPLY_TOKENS, max_goldless_frac=1.0, verify_limit_s=_PATTERN_LIMIT_S
+        )
+        verifier = f"{PACKAGE}-{RELEASE}"
+        super().__init__(spec, reading, limits, source=spec.source, prompt=_PROMPT, verifier=verifier)
+
+    def warm_up(self) -> None:
+        """Load the package. Raises: ConfigError like `load_checkers`."""
+        load_checkers(self.name)
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Return the user's text."""
+        prompt = example.fields["prompt"]
+        return pose(_PROMPT.format(prompt=prompt), base=prompt, thinking=self._spec.thinking)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        """Ask the package about every instruction. Raises: ConfigError like `load_checkers`."""
+        judged = judged_text(text)
+        is_reply = judged is not None and bool(judged.strip())
+        verdicts = judge(self.name, example.fields["prompt"], example.fields["constraints"], judged or "")
+        strict, loose = ([verdict[place] for verdict in verdicts] for place in (0, 1))
+        is_correct = all(loose if self._is_loose else strict)
+        metrics = {
+            "instructions_total": float(len(verdicts)),
+            "instructions_satisfied": float(sum(strict)),
+            "instructions_satisfied_loose": float(sum(loose)),
+            "correct_strict": float(all(strict)),
+            "correct_loose": float(all(loose)),
+        }
+        parts: dict[str, float | None] = {"correct": float(is_correct)}
+        return Outcome(parts=parts, is_correct=is_correct, format_ok=is_reply, metrics=metrics)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return none: no right reply is known."""
+        return ()
+
+    def _to_example(self, row: Row) -> Example:
+        (prompt,) = require_texts(row, "prompt")
+        columns = [row.values.get(name) for name in ("instruction_id_list", "kwargs")]
+        constraints = []
+        for instruction_id, arguments in pair_calls(row, "instruction_id_list and kwargs", *columns):
+            present = {key: value for key, value in arguments.items() if value is not None}
+            _require_judged(self.name, row, prompt, instruction_id, present)
+            constraints.append({"id": instruction_id, "arguments": present})
+        return make_example(self.name, {"prompt": prompt, "constraints": constraints}, None)
+
+
+def judge(
+    benchmark: str, prompt: str, constraints: Sequence[Mapping[str, Any]], reply: str
+) -> list[tuple[bool, bool]]:
+    """Return the strict and the loose verdict on each instruction. Raises: ConfigError as `load_checkers`."""
+    load_checkers(benchmark)
+    package = importlib.import_module("if_verifiable")
+    kind = package.IFEvalSample if benchmark == "ifeval" else package.IFBenchSample
+    sample = kind(
+        key=0,
+        prompt=prompt,
+        instruction_id_list=[one["id"] for one in constraints],
+        kwargs=[dict(one["arguments"]) for one in constraints],
+    )
+    state = random.getstate()
+    random.seed(0)
+    try:
+        results, _ = package.evaluate_output_for_sample(benchmark, sample, reply)
+    finally:
+        random.setstate(state)
+    # No result stands for a blank reply.
+    return [(one.strict_pass, one.loose_pass) for one in results] or [(False, False)] * len(constraints)
+
+
+def _require_judged(
+    benchmark: str, row: Row, prompt: str, instruction_id: object, arguments: Mapping[str, Any]
+) -> None:
+    """Judge the prompt as a reply. Raises: DataError naming the row, if the instruction cannot be judged."""
+    checkers = load_checkers(benchmark)
+    if instruction_id not in checkers:
+        raise bad_row(
+            f"{row.place} asks for the instruction {instruction_id!r}, which has no checker",
+            allowed=f"the {len(checkers)} ids of {benchmark}: {', '.join(sorted(checkers))}",
+        )
+    try:
+        judge(benchmark, prompt, [{"id": instruction_id, "arguments": arguments}], prompt)
+    except Exception as error:
+        raise bad_row(
+            f"{row.place} gives {instruction_id} the arguments {dict(arguments)}"
+            f" ({type(error).__name__}: {error})",
+            allowed=f"arguments that {PACKAGE} can judge a reply by",
+        ) from error
+
+
+@functools.cache
+def load_checkers(benchmark: str) -> Mapping[str, Any]:
+    """Return the package's checkers by instruction id.
+
+    Raises: ConfigError if it, or data that nltk needs, is not on this machine; nothing is fetched.
+    """
+    try:
+        found = version(PACKAGE)
+    except PackageNotFoundError:
+        found = "none"
+    if found != RELEASE:
+        raise ConfigError(
+            f"task.name={benchmark} is judged by the package {PACKAGE}, and here is {found}",
+            allowed=f"{PACKAGE} {RELEASE}, part of the extra 'ifeval'",
+            next_step="pip install 'strop[ifeval]'",
+        )
+    import langdetect
+    import nltk
+
+    missing = [place for place in NLTK_DATA[benchmark] if not _has_data(nltk, place)]
+    if missing:
+        names = " ".join(place.partition("/")[2] for place in missing)
+        raise ConfigError(
+            f"task.name={benchmark} needs data of nltk that is not here: {names}",
+            allowed="its data packages in a folder of NLTK_DATA, or in nltk_data of the home folder",
+            next_step=f"python -m nltk.downloader {names}, or copy them from a machine with a network",
+        )
+    langdetect.DetectorFactory.seed = 0
+    registry = importlib.import_module(f"if_verifiable.{benchmark}.instructions_registry")
+    checkers: Mapping[str, Any] = registry.INSTRUCTION_DICT
+    return checkers
+
+
+def _has_data(nltk: Any, place: str) -> bool:
+    try:
+        nltk.data.find(place)
+    except LookupError:
+        return False
+    return True
