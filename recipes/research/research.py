@@ -39,8 +39,6 @@ class Settings:
     """Which take turns."""
     num_evaluations: int = 5
     """How often an attempt may score its work on hidden development data."""
-    num_train: int = 300
-    num_held_out: int = 30
 
 
 @lru_cache(maxsize=64)
@@ -64,8 +62,7 @@ class Research(Workspace):
     def examples(self, split: str) -> list[dict[str, object]]:
         """Return instances, the tasks taking turns."""
         tasks, is_train = self.settings.tasks, split == "train"
-        first = FIRST_TRAINED if is_train else 0
-        count = self.settings.num_train if is_train else self.settings.num_held_out
+        first, count = (FIRST_TRAINED, 300) if is_train else (0, 30)
         return [{"task": tasks[n % len(tasks)], "number": first + n // len(tasks)} for n in range(count)]
 
     @property

@@ -362,6 +362,13 @@ class UserCodeSection(TrainingRows):
             self.__pydantic_extra__.update(dict.fromkeys(missing))
             return self
         found = self.inspect()
+        if shadowed := sorted(found.values.keys() & type(self).model_fields.keys()):
+            raise SpecConflict(
+                {f"task.{shadowed[0]}": getattr(self, shadowed[0])},
+                f"{self.ref} has a setting of this name, which is one of strop's",
+                allowed="settings of a class under names of their own",
+                next_step=f"rename it; line {found.line} of {self.ref.place} says what it takes",
+            )
         if not found.mistakes:
             self.__pydantic_extra__.update(found.values)
             return self

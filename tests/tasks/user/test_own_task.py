@@ -141,6 +141,14 @@ def test_a_setting_that_it_does_not_take_is_refused(tmp_path: Path, word: str, w
     assert all(part in str(refusal.value) for part in words), str(refusal.value)
 
 
+def test_a_setting_under_a_name_of_strops_own_is_refused(tmp_path: Path) -> None:
+    """It was written twice into the run's record, which then could not be read, and strop's value won."""
+    code = CODE.replace("word: str | None = None", "num_train: int = 9")
+    with pytest.raises(ConfigError) as refusal:
+        load(tmp_path, code=code)
+    assert "task.num_train" in str(refusal.value)
+
+
 def test_settings_of_pydantic_are_checked_by_it(tmp_path: Path) -> None:
     code = PYDANTIC + CODE.partition("word: str | None = None\n")[2]
     with pytest.raises(ConfigError, match="less than or equal to 100"):
