@@ -14,7 +14,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -365,16 +365,6 @@ class Outcome:
         return cls(parts={}, failure=Failure(owner=owner, kind=kind, detail=detail))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Branch:
-    """Which turns of a rollout are those of others of its group too: played once, and gone on from."""
-
-    of: int
-    """Sample index of the first rollout that has them."""
-    num_turns: int
-    """Turns that they share, from the first on; the last of them is what the policy was told."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rollout:
     """One attempt at one example."""
@@ -388,9 +378,7 @@ class Rollout:
     outcome: Outcome
     sampling: Sampling
     seconds: Mapping[str, float] = field(default_factory=dict)
-    """Wall time by stage: 'generate', 'verify'. That of shared turns is with the first that has them."""
-    branch: Branch | None = None
-    """None: it shares no turns."""
+    """Wall time by stage: 'generate', 'verify'."""
 
     @property
     def reply(self) -> Turn | None:
@@ -409,29 +397,15 @@ class Rollout:
 
         Each piece begins with a prompt. Its ids, joined, are what the engine was given and sampled.
         """
-        return cut_samples(self.turns)
-
-    @property
-    def new_turns(self) -> tuple[Turn, ...]:
-        """The turns that no earlier rollout of its group has: all, or those behind shared ones."""
-        is_first = self.branch is None or self.branch.of == self.sample_index
-        return self.turns if is_first or self.branch is None else self.turns[self.branch.num_turns :]
-
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens that the policy sampled in `new_turns`: summed over rollouts, each is counted once."""
-        return sum(len(turn.token_ids) for turn in self.new_turns if turn.is_sampled)
+        restarts = [i for i, turn in enumerate(self.turns) if turn.role in (RESTART, CONVERSATION) and i]
+        return tuple(
+            self.turns[start:end] for start, end in itertools.pairwise([0, *restarts, len(self.turns)])
+        )
 
     @property
     def num_sampled_tokens(self) -> int:
         """Tokens that the policy sampled over all turns, those that ended its replies among them."""
         return sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
-
-
-def cut_samples(turns: Sequence[Turn]) -> tuple[tuple[Turn, ...], ...]:
-    """Return turns cut where a prompt holds a whole conversation; see `Rollout.samples`."""
-    restarts = [index for index, turn in enumerate(turns) if turn.role in (RESTART, CONVERSATION) and index]
-    return tuple(tuple(turns[start:end]) for start, end in itertools.pairwise([0, *restarts, len(turns)]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

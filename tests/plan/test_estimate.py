@@ -245,20 +245,6 @@ def test_one_step_by_hand() -> None:
     assert (found.bottleneck_role, found.relief) == ("learner", None)
 
 
-def test_turns_that_rollouts_share_are_sampled_once() -> None:
-    task = {"name": "guess-number"}
-    alone, shared = (
-        estimate_time(
-            make_work(make_spec(task=task, train={"group_size": 8, "branches": number}), shared_frac=frac),
-            make_speeds(),
-        )
-        for number, frac in ((1, 0.0), (4, 0.5))
-    )
-    # A half in common to four: 1/2 + 1/8 of the tokens; the 1/8 is read once more before what followed.
-    assert shared.num_reply_tokens == pytest.approx(0.625 * alone.num_reply_tokens)
-    assert alone.num_positions > shared.num_positions > 0.625 * alone.num_positions
-
-
 def test_slow_memory_binds_generation() -> None:
     work = make_work(make_spec(), max_reply_tokens=80, num_eval_examples=0, num_evals=2)
     found = estimate_time(work, make_speeds(gflops=1e9, copy_gb_per_s=1e-6))

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from strop.errors import CorruptRecord, DataError, StoreError
 from strop.record.rollouts import read_examples, read_rollouts, write_rollouts
 from strop.rollout import (
-    Branch,
     Example,
     Failure,
     FailureOwner,
@@ -84,7 +83,6 @@ rollouts = st.builds(
         top_k=st.none() | st.integers(1, 10**6),
     ),
     seconds=named_numbers,
-    branch=st.none() | st.builds(Branch, of=st.integers(0, 1000), num_turns=st.integers(1, 1000)),
 )
 
 
@@ -107,7 +105,6 @@ def comparable(rollout: Rollout) -> tuple[object, ...]:
         rollout.step,
         rollout.sample_index,
         shown_turns,
-        rollout.branch,
         rollout.outcome,
         list(rollout.outcome.parts),
         rollout.sampling,

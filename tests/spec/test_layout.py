@@ -107,7 +107,6 @@ def test_sandboxes_have_the_gpus_for_environments() -> None:
     assert [nodes[f"worker-{n}"] for n in range(2)] == [(0, share("sandbox", 0)), (1, share("sandbox", 0))]
     for words, why in (
         ({"job": {"gpus": 1}}, "the job has no GPUs for the sandboxes"),
-        ({"job": job, "train": {"branches": 2}}, "an attempt's GPUs are its own alone"),
         ({"job": job, "sandbox_gpus": 3}, "1 GPUs for environments would be idle"),
         ({"job": {**job, "env_gpus": 1}, "placement": {"rollout_workers": 2}}, "worker-1 would have no GPUs"),
     ):

@@ -98,7 +98,6 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("optimizer.max_grad_norm", "optimizer.warmup_steps"),
         *("optimizer.schedule", "optimizer.final_frac"),
         *("train.terms", "train.steps", "train.prompts_per_step", "train.group_size"),
-        *("train.branches", "train.shared_turns"),
         *("train.mini_batches", "train.epochs"),
         *("train.max_staleness", "train.deterministic"),
         *("train.micro_batch_tokens", "train.activation_checkpointing", "train.checkpoint_every"),

@@ -95,13 +95,6 @@ def build_algorithm(
         zero_variance = "keep"
     built = replace(built, zero_variance=zero_variance)
     _require_turns_compared(built)
-    if train is not None and train.branches > 1 and built.overlong == "shape":
-        raise ConfigError(
-            f"train.branches={train.branches} under algorithm.overlong='shape': shared turns would lose"
-            " reward by the lengths of what follows them",
-            allowed="algorithm.overlong 'keep' or 'mask' where rollouts share turns",
-            next_step="set algorithm.overlong=keep",
-        )
     return built
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
 from strop.rollout import Example, FinishReason, Message, Outcome, Split
 from strop.tool_calls import Spoken
@@ -40,28 +39,6 @@ class StepResult:
     """Whether the attempt is over."""
 
 
-Made = TypeVar("Made")
-Other = TypeVar("Other")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Kept(Generic[Made]):
-    """A snapshot of an attempt, or of the object below it."""
-
-    restore: Callable[[], Awaitable[Made]]
-    """Returns a new copy in that state at each call; equal replies get equal answers."""
-    close: Callable[[], Awaitable[None]]
-    """Releases the snapshot. May be called twice."""
-
-    def then(self, wrap: Callable[[Made], Other]) -> Kept[Other]:
-        """Return a snapshot that wraps each restored object."""
-
-        async def restore() -> Other:
-            return wrap(await self.restore())
-
-        return Kept(restore, self.close)
-
-
 def numbers_of(split: Split, *, num_train: int, num_held_out: int) -> range:
     """Return the numbers of a split's examples, if examples are numbers: the held-out ones come first."""
     return range(num_held_out) if split is Split.HELD_OUT else range(num_held_out, num_held_out + num_train)
@@ -81,8 +58,6 @@ class Environment(Protocol):
     max_attempt_tokens: tokens of all the policy's turns together; then the attempt is scored. None: no bound.
     max_attempt_s: wall time since `reset`, in seconds, with the same end; an unfinished reply is dropped.
         None: no bound. The time that `reset` waited for a slot, `waited_s`, does not count.
-    snapshot: a coroutine function that returns a `Kept` environment, or None if none is possible yet.
-        If the member itself is None, the attempt is replayed for its branches.
     act: a coroutine function that takes a `Recorder` and lets a program conduct the attempt, which calls the
         model as often as it likes; `step` is never called; `score` judges the result. Raises: AttemptFailed.
     """

@@ -6,14 +6,13 @@ a sandbox), `SandboxedObject` asks a process in a sandbox.
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any, Protocol
 
-from strop.environments.contract import Done, Kept
+from strop.environments.contract import Done
 from strop.environments.printed import CapturedOutput, are_prints_kept, capturing
 from strop.environments.tools import Tool, call_tool, cut_text, find_tools, to_text
 from strop.errors import DataError
@@ -99,22 +98,6 @@ class ObjectHere:
         """Score the attempt."""
         with capturing(self._captured):
             return self._to_outcome(await _finished(self._own.score()))
-
-    @property
-    def snapshot(self) -> Callable[[], Awaitable[Kept[ObjectHere] | None]] | None:
-        """Takes a snapshot of a workspace. None for other objects: their shared state is unknown."""
-        # Private, as public methods are tools.
-        take = getattr(self._own, "_snapshot", None)
-        return None if take is None else partial(self._keep, take)
-
-    async def _keep(self, take: Callable[[], Awaitable[Kept[Any] | None]]) -> Kept[ObjectHere] | None:
-        kept = await take()
-        return None if kept is None else kept.then(self._copy(None)._copy)
-
-    def _copy(self, own: Any) -> ObjectHere:
-        other = copy.copy(self)
-        other._own, other._captured = own, copy.deepcopy(self._captured)
-        return other
 
     async def close(self) -> None:
         """Close the object, if it has `close`."""

@@ -1,15 +1,12 @@
-"""One attempt at an example of a `WorldTask`: its turns, its tool calls and its snapshots."""
+"""One attempt at an example of a `WorldTask`: its turns and its tool calls."""
 
 from __future__ import annotations
 
-import copy
 import json
-from collections.abc import Awaitable, Callable
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
-from strop.environments.contract import Action, Kept, StepResult
+from strop.environments.contract import Action, StepResult
 from strop.environments.gpus import NO_GPUS, lease_gpus
 from strop.environments.objects import WorldObject
 from strop.environments.tools import CallRefused, ToolError, cut_text
@@ -90,24 +87,6 @@ class PlayedWorld:
         if not self._is_over and self._num_turns == self.max_turns:
             metrics["out_of_turns"] = 1.0
         return within_bounds(replace(outcome, metrics=metrics), self._task.limits)
-
-    @property
-    def snapshot(self) -> Callable[[], Awaitable[Kept[PlayedWorld] | None]] | None:
-        """Takes a snapshot of the attempt; see `Environment`. None: its object cannot be copied."""
-        take = getattr(self._object, "snapshot", None)
-        return None if take is None else partial(self._keep, take)
-
-    async def _keep(
-        self, take: Callable[[], Awaitable[Kept[WorldObject] | None]]
-    ) -> Kept[PlayedWorld] | None:
-        kept = await take()
-        return None if kept is None else kept.then(self._copy(None)._copy)
-
-    def _copy(self, world: WorldObject | None) -> PlayedWorld:
-        """Return a copy of the attempt on another object."""
-        other = copy.copy(self)
-        other._object, other._counts = world, dict(self._counts)
-        return other
 
     async def close(self) -> None:
         """Close the object, and release its GPUs in any case."""

@@ -24,7 +24,6 @@ from strop.errors import DataError, EngineError
 from strop.rollout import (
     PROMPT_TOO_LONG,
     RESTART,
-    Branch,
     Example,
     Failure,
     FailureOwner,
@@ -62,10 +61,6 @@ class RolloutPlan:
     max_positions: int | None = None
     """The model's context length; a prompt without room for a whole reply is not attempted."""
     prompt_format: PromptFormat | str = PromptFormat.AUTO
-    num_branches: int = 1
-    """How many consecutive plans of a group share their first turns; 1: none do."""
-    num_shared_turns: int = 1
-    """Least number of replies that they share."""
 
     def has_room_behind(self, num_prompt_tokens: int, num_reply_tokens: int) -> bool:
         """Whether a whole reply fits into the context behind a prompt."""
@@ -105,11 +100,6 @@ class Attempt:
     history: list[Message] = field(default_factory=list)
     context_ids: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """Prompt ids of the next request."""
-    actions: list[Action] = field(default_factory=list)
-    """The policy's replies that the world has taken."""
-    world_messages: list[tuple[Message, ...]] = field(default_factory=list)
-    """The opening, then the world's answer to each reply."""
-    branch: Branch | None = None
 
     @property
     def world_seed(self) -> int:
@@ -117,79 +107,11 @@ class Attempt:
         plan = self.plan
         return stream_seed(plan.run_seed, plan.example.example_id, plan.step, 0, _WORLD_TURN)
 
-    async def run(self, until: int | None = None) -> Outcome | None:
-        """Play from reset, or from the current turn, to the score.
-
-        Return None if `until` replies were made and the attempt has not ended.
-        """
-        if not self.turns:
-            if getattr(self.environment, "max_attempt_s", None) is not None:
-                self.started_at = self.clock()
-            self.history = list(await self.environment.reset(self.plan.example, self.world_seed))
-            self.started_at += getattr(self.environment, "waited_s", 0.0)
-            self.world_messages = [tuple(self.history)]
-        end = await self._converse(until)
-        return await self._score(end) if isinstance(end, Stop) else end
-
-    async def _converse(self, until: int | None) -> Outcome | Stop | None:
-        """Let the policy and the world take turns; return why they stopped, or the outcome of a failure."""
-        environment = self.environment
-        if (act := getattr(environment, "act", None)) is not None:
-            return await self._let_act(act)
-        tools = tools_of(self.history)
-        if not self.turns:
-            text, self.context_ids = self.prompts.render(tuple(self.history))
-            self.turns.append(Turn(role="prompt", text=text, token_ids=self.context_ids))
-        last_turn = environment.max_turns if until is None else min(until, environment.max_turns)
-        for turn_index in range(len(self.actions), last_turn):
-            choices = self._encode_choices()
-            if (end := self._find_end(choices, turn_index)) is not None:
-                return end
-            if choices is None:
-                completion = await self._generate(turn_index)
-            else:
-                self.context_ids, completion = choices.context_ids, await self._choose(choices)
-            if completion is None:
-                return Stop.TIME
-            if completion.finish_reason is FinishReason.ABORT:
-                return Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
-            spoken = take_apart(self.prompts, completion, tools, turn_index) if tools else None
-            self.actions.append(
-                Action(text=completion.text, finish_reason=completion.finish_reason, spoken=spoken)
-            )
-            result = await environment.step(self.actions[-1])
-            self.world_messages.append(result.messages)
-            if result.done or completion.finish_reason is FinishReason.LENGTH:
-                return Stop.DONE if result.done else Stop.TOKENS
-            if turn_index + 1 < environment.max_turns:
-                reply = Message(role="assistant", content=completion.text)
-                if spoken is not None and spoken.calls and self.prompts.call_format is not CallFormat.FENCE:
-                    reply = replace(reply, content=spoken.content, tool_calls=spoken.calls)
-                self._continue(reply, result.messages)
-        return Stop.TURNS if last_turn == environment.max_turns else None
-
-    def fork(self, plan: RolloutPlan) -> Attempt:
-        """Return a copy at the same turn under another plan; the caller sets its environment."""
-        of = self.plan.sample_index
-        return replace(
-            self,
-            plan=plan,
-            turns=list(self.turns),
-            history=list(self.history),
-            actions=list(self.actions),
-            world_messages=list(self.world_messages),
-            seconds=dict(self.seconds) if plan.sample_index == of else dict.fromkeys(self.seconds, 0.0),
-            branch=Branch(of=of, num_turns=len(self.turns)),
-        )
-
-    async def conclude(self, walk: Awaitable[Outcome | None]) -> Rollout:
-        """Await a walk of this attempt, close its environment, and return the rollout.
-
-        Raises: as `run_rollout`.
-        """
+    async def run(self) -> Rollout:
+        """Play from reset to the score, and close the environment. Raises: as `run_rollout`."""
         try:
             with catch_failure(lambda: self.stage_owner) as caught:
-                outcome = await walk or Outcome(parts={})
+                outcome = await self._play()
         finally:
             with catch_failure(FailureOwner.INFRA) as closing:
                 async with asyncio.timeout(_CLOSE_LIMIT_S):
@@ -208,8 +130,48 @@ class Attempt:
             outcome=outcome,
             sampling=Sampling(temperature=0.0) if self.choice_nats else plan.sampling,
             seconds=self.seconds,
-            branch=self.branch,
         )
+
+    async def _play(self) -> Outcome:
+        if getattr(self.environment, "max_attempt_s", None) is not None:
+            self.started_at = self.clock()
+        self.history = list(await self.environment.reset(self.plan.example, self.world_seed))
+        self.started_at += getattr(self.environment, "waited_s", 0.0)
+        end = await self._converse()
+        return await self._score(end) if isinstance(end, Stop) else end
+
+    async def _converse(self) -> Outcome | Stop:
+        """Let the policy and the world take turns; return why they stopped, or the outcome of a failure."""
+        environment = self.environment
+        if (act := getattr(environment, "act", None)) is not None:
+            return await self._let_act(act)
+        tools = tools_of(self.history)
+        text, self.context_ids = self.prompts.render(tuple(self.history))
+        self.turns.append(Turn(role="prompt", text=text, token_ids=self.context_ids))
+        for turn_index in range(environment.max_turns):
+            choices = self._encode_choices()
+            if (end := self._find_end(choices, turn_index)) is not None:
+                return end
+            if choices is None:
+                completion = await self._generate(turn_index)
+            else:
+                self.context_ids, completion = choices.context_ids, await self._choose(choices)
+            if completion is None:
+                return Stop.TIME
+            if completion.finish_reason is FinishReason.ABORT:
+                return Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
+            spoken = take_apart(self.prompts, completion, tools, turn_index) if tools else None
+            result = await environment.step(
+                Action(text=completion.text, finish_reason=completion.finish_reason, spoken=spoken)
+            )
+            if result.done or completion.finish_reason is FinishReason.LENGTH:
+                return Stop.DONE if result.done else Stop.TOKENS
+            if turn_index + 1 < environment.max_turns:
+                reply = Message(role="assistant", content=completion.text)
+                if spoken is not None and spoken.calls and self.prompts.call_format is not CallFormat.FENCE:
+                    reply = replace(reply, content=spoken.content, tool_calls=spoken.calls)
+                self._continue(reply, result.messages)
+        return Stop.TURNS
 
     def _find_end(self, choices: EncodedChoices | None, turn_index: int) -> Outcome | Stop | None:
         """Return why there is no further reply, or None if there is one."""
@@ -418,4 +380,4 @@ async def run_rollout(
     """
     prompts = PromptCache(tokenizer, plan.prompt_format)
     attempt = Attempt(environment=environment, engine=engine, plan=plan, prompts=prompts, clock=clock)
-    return await attempt.conclude(attempt.run())
+    return await attempt.run()

@@ -23,22 +23,21 @@ score; but if a program ended its own sandbox, there is nothing to grade, and th
 from __future__ import annotations
 
 import asyncio
-import copy
 import json
 import os
 import posixpath
 import shlex
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from strop.environments.contract import Done, Kept
+from strop.environments.contract import Done
 from strop.environments.tools import ToolError
-from strop.errors import ConfigError, SandboxError, SandboxLost, SandboxRefused
+from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.rollout import Example, FailureOwner, Outcome, ToolCall
 from strop.sandbox.allowlist import PREFIX
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
@@ -79,11 +78,6 @@ _ENDS = {
     ExecKind.OVER_LIMIT: "it was killed: too many processes, or too much on the disk",
 }
 _MAX_SHOWN_BYTES = 8 * MIB
-_SHELL_STATE = ".strop-shell"
-"""File that holds a shell's state in a snapshot."""
-_PRINT_STATE = 'shopt -p; declare -p; declare -f; alias -p; printf "cd -- %q\\n" "$PWD"; umask -p; set +o'
-"""Options come last: with some of them, a failing line ends the shell that reads the state."""
-_NOT_COPIED = ("sandbox", "_shell", "example", "place", "_sandbox_spec")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,15 +154,12 @@ class Workspace:
     """The workspace as programs see it. None: the sandbox's private directory, where relative paths begin."""
     sandbox: ServedSandbox
     """Set before `prepare`."""
-    _sandbox_spec: SandboxSpec
     example: Example
     """Set before `prepare`."""
     _shell: Shell | None = None
     _head_bytes = 0
     _is_open: bool = False
     _is_ruined: bool = False
-    _num_idle_processes = 0
-    """Processes in the sandbox while no program of the model runs."""
 
     def opening(self, example: Example, seed: int) -> Any:
         """Return the first message or messages to the model."""
@@ -204,7 +195,6 @@ class Workspace:
         self.example, spec = example, self.sandbox_for(example)
         self.sandbox, self._is_open = await self._create(spec, self.place.guest), True
         self._head_bytes = spec.limits.output_head_bytes
-        self._sandbox_spec = spec
         await self.prepare(example, seed)
         self._shell = await self._open_shell()
         return self.opening(example, seed)
@@ -317,51 +307,6 @@ class Workspace:
         if self._is_open:
             await self.sandbox.stop()
 
-    async def _snapshot(self) -> Kept[Workspace] | None:
-        """Keep the files, the shell's state and the object's attributes; None while programs run.
-
-        Raises: ConfigError if the sandbox's shell or backend has no snapshots.
-        """
-        self._shell = self._shell or await self._open_shell()
-        if (await self.sandbox.stats()).processes > self._num_idle_processes:
-            return None
-        state = posixpath.join(self.sandbox.scratch, _SHELL_STATE)
-        printed = await self._shell.run(
-            f'[ -n "$BASH_VERSION" ] && {{ {_PRINT_STATE}; }} >{state}', wall_limit_s=GRACE_S
-        )
-        isolation = self.sandbox.isolation
-        if printed.exit_code or "snapshots" in isolation.lacks or isolation.backend == "process":
-            # With `process` each private directory has another name, which the model may have seen.
-            why = "no bash" if printed.exit_code else "nothing to begin others with"
-            raise ConfigError(
-                f"train.branches with a sandbox of {isolation.backend} that has {why}",
-                allowed="a sandbox with snapshots and bash: bubblewrap, podman or docker",
-                next_step="set task.sandbox, or remove train.branches",
-            )
-        files = await self.sandbox.snapshot()
-        # A copy: later changes of this object, such as `close`, must not show in it.
-        kept = self._copy()
-
-        async def restore() -> Workspace:
-            workspace = kept._copy()
-            spec = replace(self._sandbox_spec, files={}, snapshot=files)
-            workspace.sandbox, workspace._is_open = await workspace._create(spec), True
-            async with AsyncExitStack() as stack:
-                stack.push_async_callback(workspace.close)
-                workspace._shell = await workspace._open_shell()
-                await workspace._shell.run(f". {state} 2>/dev/null; rm -f {state}", wall_limit_s=GRACE_S)
-                stack.pop_all()
-            return workspace
-
-        return Kept(restore, files.close)
-
-    def _copy(self) -> Workspace:
-        """Return a copy with the same attributes and without a sandbox."""
-        other = copy.copy(self)
-        attributes = {name: value for name, value in vars(self).items() if name not in _NOT_COPIED}
-        vars(other).update(copy.deepcopy(attributes), _shell=None, _is_open=False)
-        return other
-
     async def _judge_work(self) -> Any:
         async with self._open_grader(*self.carried) as sandbox:
             return await self.grade(sandbox)
@@ -403,7 +348,6 @@ class Workspace:
         shell = await self.sandbox.open_shell(cwd=self.folder)
         # Both streams in one, in the order of writing.
         await shell.run("exec 2>&1", wall_limit_s=GRACE_S)
-        self._num_idle_processes = self._num_idle_processes or (await self.sandbox.stats()).processes
         return shell
 
     async def _close_shell(self) -> None:

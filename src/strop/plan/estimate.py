@@ -180,15 +180,13 @@ def _estimate_once(work: Work, speeds: Speeds) -> TimeEstimate:
     num_prompts = train.prompts_per_step if train.has_rl else 0
     num_rollouts: float = num_prompts * train.group_size
     prompt_tokens = num_prompts * work.prompt_tokens_mean
-    generating_s, limit = generate_s(work, speeds, layout, num_rollouts * work.new_frac, prompt_tokens)
+    generating_s, limit = generate_s(work, speeds, layout, num_rollouts, prompt_tokens)
     # From here on for the mean step: some steps have no rollouts.
     num_rollouts, prompt_tokens = num_rollouts * work.sampling_frac, prompt_tokens * work.sampling_frac
-    reply_tokens = num_rollouts * work.reply_tokens * work.new_frac
+    reply_tokens = num_rollouts * work.reply_tokens
     # A model family that cannot share prompts reads a prompt once for each reply.
     reads = 1 if work.size.alone_because is None else train.group_size
-    # Shared turns are read again, once, before the turns that follow them.
-    read_again = num_rollouts * work.reply_tokens * work.shared_frac / train.branches
-    positions = work.signal_frac * (reads * prompt_tokens + reply_tokens + read_again) + work.offline_tokens
+    positions = work.signal_frac * (reads * prompt_tokens + reply_tokens) + work.offline_tokens
     scored = work.signal_frac * reply_tokens + work.offline_scored
     seconds = {
         "generate": work.sampling_frac * generating_s,

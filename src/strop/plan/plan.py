@@ -341,12 +341,10 @@ def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, .
     spec = resolved.spec
     algorithm = build_algorithm(spec.algorithm, spec.reference, spec.train)
     own = f"{algorithm.name}'s own"
-    prompts, branches = spec.train.prompts_per_step // spec.train.mini_batches, spec.train.branches
+    prompts = spec.train.prompts_per_step // spec.train.mini_batches
     normalizer = _NORMALIZERS[algorithm.aggregation].format(
         part=_part_of_step(spec.train),
-        # Shared turns count as one more rollout.
-        rollouts=prompts
-        * (spec.train.group_size + (spec.train.group_size // branches if branches > 1 else 0)),
+        rollouts=prompts * spec.train.group_size,
         limit=limit,
         prompts=prompts,
     )

@@ -182,7 +182,7 @@ def _estimate_needs(
     if known.size is None or (target is not None and target.unknown):
         return _Needs()
     offline, longest = count_offline_positions(spec, known.offline_data), lengths.prompt_max
-    work = _plan_work(spec, lengths, known, limit, limits.max_reply_tokens, machine)
+    work = _plan_work(spec, lengths, known, limit, machine)
     memory: tuple[Part, ...] = ()
     if speeds.is_processor:
         memory = split_memory(
@@ -247,9 +247,7 @@ def predict_run(
     speeds = choose_speeds(spec, machine, read_calibration(cache_dir), read_efficiency(cache_dir))
     limit = _bound_attempt(task, known, prompt.tokens_max)
     lengths = settle_lengths(spec, task, known, prompt)
-    time = estimate_time(
-        _plan_work(spec, lengths, known, limit, task.limits.max_reply_tokens, machine), speeds
-    )
+    time = estimate_time(_plan_work(spec, lengths, known, limit, machine), speeds)
     positions = count_offline_positions(spec, known.offline_data)
     roles = _plan_roles(spec, known, speeds, limit, prompt.tokens_max, positions)
     is_elsewhere = spec.layout.kind == "ray"
@@ -366,13 +364,10 @@ def _bound_attempt(task: Task, known: Known, prompt_tokens: int | None) -> int:
     return min(limit, max(room, task.limits.max_reply_tokens))
 
 
-def _plan_work(
-    spec: RunSpec, lengths: Lengths, known: Known, limit: int, turn_limit: int, machine: Machine
-) -> Work:
+def _plan_work(spec: RunSpec, lengths: Lengths, known: Known, limit: int, machine: Machine) -> Work:
     assert known.size is not None
     schedule, (sampling_frac, offline_frac) = _plan_schedule(spec, known), _step_shares(spec)
     offline_rows = offline_frac * schedule.given_per_step
-    train = spec.train
     return Work(
         spec=spec,
         size=known.size,
@@ -384,7 +379,6 @@ def _plan_work(
         offline_scored=offline_rows * lengths.offline_scored,
         sampling_frac=sampling_frac,
         signal_frac=signal_frac(spec),
-        shared_frac=min(1.0, train.shared_turns * turn_limit / limit) if train.branches > 1 else 0.0,
         num_cores=machine.num_logical_cpus,
         frozen=known.frozen,
     )

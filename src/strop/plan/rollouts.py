@@ -43,8 +43,6 @@ class Work:
     sampling_frac: float = 1.0
     """Share of the steps with rollouts; the other steps of distillation use demonstrations."""
     signal_frac: float = SIGNAL_FRAC
-    shared_frac: float = 0.0
-    """Share of an attempt's tokens that `train.branches` rollouts have in common."""
     layout: RoleCounts | None = None
     """None: that of the run file."""
     num_cores: int = 2
@@ -57,11 +55,6 @@ class Work:
         """Mean tokens of a reply."""
         assumed = REPLY_LIMIT_FRAC * self.max_reply_tokens
         return assumed if self.reply_tokens_mean is None else self.reply_tokens_mean
-
-    @property
-    def new_frac(self) -> float:
-        """Sampled tokens per token of the rollouts: shared turns are sampled once."""
-        return 1.0 - self.shared_frac * (1.0 - 1.0 / self.spec.train.branches)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,6 @@ import pyarrow.parquet as pq
 from strop.errors import CorruptRecord, StoreError, UnfitRecord
 from strop.io.atomic import write_bytes_atomically
 from strop.rollout import (
-    Branch,
     Example,
     Failure,
     FailureOwner,
@@ -38,7 +37,7 @@ from strop.rollout import (
     VersionSegment,
 )
 
-FORMAT = b"7"
+FORMAT = b"8"
 _FORMAT_KEY = b"strop.rollouts"
 
 _TURN = pa.struct(
@@ -78,7 +77,6 @@ SCHEMA = pa.schema(
         ("top_p", pa.float64()),
         ("top_k", pa.int32()),
         ("seconds", _NAMED),
-        ("branch", pa.struct([("of", pa.int32()), ("num_turns", pa.int32())])),
         ("reply_text", pa.string()),
         ("num_sampled_tokens", pa.int32()),
         ("status", pa.string()),
@@ -245,7 +243,6 @@ def _to_row(stored: StoredRollout) -> dict[str, Any]:
         "top_p": rollout.sampling.top_p,
         "top_k": rollout.sampling.top_k,
         "seconds": list(rollout.seconds.items()),
-        "branch": rollout.branch and {"of": rollout.branch.of, "num_turns": rollout.branch.num_turns},
         "reply_text": reply.text if reply is not None else None,
         "num_sampled_tokens": rollout.num_sampled_tokens,
         "status": stored.status,
@@ -301,7 +298,6 @@ def to_rollout(row: dict[str, Any]) -> Rollout:
         outcome=outcome,
         sampling=Sampling(temperature=row["temperature"], top_p=row["top_p"], top_k=row["top_k"]),
         seconds=row["seconds"],
-        branch=row["branch"] and Branch(**row["branch"]),
     )
 
 

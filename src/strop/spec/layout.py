@@ -342,13 +342,6 @@ def _require_sandbox_gpus(spec: RunSpec) -> None:
     """Refuse attempts that need GPUs which the job lacks, or of which some would be idle."""
     asked, there = gpus_per_attempt(spec.task), spec.job.env_gpus
     width = math.ceil(asked)
-    if width and spec.train.branches > 1:
-        raise SpecConflict(
-            {"task.sandbox_gpus": asked, "train.branches": spec.train.branches},
-            "branches go on in sandboxes of their own, and an attempt's GPUs are its own alone",
-            allowed="train.branches = 1 where sandboxes have GPUs",
-            next_step="leave one of the two out",
-        )
     if width and (not there or there % width):
         raise SpecConflict(
             {"task.sandbox_gpus": asked, "job.env_gpus": there},

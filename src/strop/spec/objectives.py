@@ -65,7 +65,6 @@ def require_acting_settings(spec: RunSpec) -> None:
             next_step="remove algorithm.entropy_weight",
         )
     _require_turns(spec)
-    _require_branches(spec)
     if chosen.mode == "single" and spec.train.steps_per_batch > 1:
         raise SpecConflict(
             {
@@ -98,44 +97,6 @@ def _require_turns(spec: RunSpec) -> None:
             {"algorithm.credit": chosen.credit, "task.name": spec.task.name, "train.terms": spec.train.terms},
             "there are no turns whose rewards it could compare",
             allowed="'turn' in an [environment], with train.terms = 'rl' or 'rl+sft'",
-            next_step="remove algorithm.credit",
-        )
-
-
-def _require_branches(spec: RunSpec) -> None:
-    """Refuse shared turns if there is nothing to share or to compare. Raises: SpecConflict."""
-    train, chosen = spec.train, spec.algorithm
-    if train.branches == 1:
-        if train.shared_turns != 1:
-            raise SpecConflict(
-                {"train.shared_turns": train.shared_turns, "train.branches": train.branches},
-                "no rollouts share turns",
-                allowed="train.shared_turns with train.branches of 2 or more",
-                next_step="set train.branches, or remove train.shared_turns",
-            )
-        return
-    given = {"train.branches": train.branches}
-    has_turns = isinstance(spec.task, EnvironmentSection) and spec.task.agent is None
-    if not has_turns or train.terms not in ("rl", "rl+sft"):
-        raise SpecConflict(
-            {**given, "task.name": spec.task.name, "task.agent": spec.task.agent, "train.terms": train.terms},
-            "there are no turns to share",
-            allowed="an [environment] that answers reply by reply, with train.terms = 'rl' or 'rl+sft'",
-            next_step="remove train.branches",
-        )
-    fewest = 1 if chosen.takes_single_rollouts else 2
-    if train.group_size % train.branches or train.group_size < fewest * train.branches:
-        raise SpecConflict(
-            {**given, "train.group_size": train.group_size},
-            "shared turns are compared with those of the same group, and each has so many rollouts",
-            allowed=f"a group_size that is {fewest} times the branches, or 3 times, or more",
-            next_step=f"set train.group_size={max(fewest, 2) * train.branches}",
-        )
-    if chosen.credit == "turn":
-        raise SpecConflict(
-            {**given, "algorithm.credit": chosen.credit},
-            "both say what a turn is compared with",
-            allowed="one of the two",
             next_step="remove algorithm.credit",
         )
 

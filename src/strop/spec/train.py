@@ -48,26 +48,6 @@ class TrainSpec(Section):
         description="Rollouts per example, which are compared with each other; at least 2 for algorithms that"
         " compare them.",
     )
-    branches: int = Field(
-        default=1,
-        ge=1,
-        le=10**5,
-        description="Rollouts of an environment that share their first turns: these are played once, and each"
-        " branch continues in its own copy of the environment. Shared turns are trained once, by the mean"
-        " reward of their branches, compared with the group's other shared turns; later turns by their own"
-        " reward, compared with their siblings. 1 = no sharing. It must divide group_size.",
-        json_schema_extra=expert(
-            "in long attempts one turn often decides, and attempts that differ there show it"
-        ),
-    )
-    shared_turns: int = Field(
-        default=1,
-        ge=1,
-        le=10_000,
-        description="Turns that rollouts share under train.branches; some more while programs that the model"
-        " started are running.",
-        json_schema_extra=expert("environments differ in where attempts begin to diverge"),
-    )
     mini_batches: int = Field(
         default=1,
         ge=1,

@@ -12,7 +12,6 @@ of the whole batch; a mini-batch is weighed as a batch of its groups alone.
 from __future__ import annotations
 
 import itertools
-import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -26,7 +25,7 @@ from strop.algorithm.credit import weigh_part
 from strop.algorithm.losses import MAX_LOG_RATIO_NATS
 from strop.errors import DataError
 from strop.policy.packing import PackedGroup, PackedReply
-from strop.rollout import Example, FloatArray, Group, IntArray, Rollout, Split, Turn, cut_samples
+from strop.rollout import Example, FloatArray, Group, IntArray, Rollout, Split, Turn
 from strop.spec.run import RunSpec
 from strop.spec.train import TrainSpec
 from strop.tasks import Task, epoch_order_of
@@ -148,20 +147,16 @@ class TrainBatch:
     groups: tuple[PackedGroup, ...]
     """Only rollouts that are forwarded."""
     places: tuple[tuple[int, int], ...]
-    """For each reply, in order: the index of its compared group in `credit`, and of its row there."""
+    """For each reply, in order: the index of its group in `credit`, and of its rollout there."""
     turns: tuple[tuple[Turn, ...], ...]
     """For each reply, in order: the turns with its scored tokens."""
     credit: Credit
-    """By compared group: the rollouts of a group; or, where some share turns, the shared turns of a group,
-    and for each of them the continuations."""
-    group_of_P: tuple[int, ...]
-    """For each compared group in `credit`: the index of the group that it was made from."""
     max_reply_tokens: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Row:
-    """Turns with one advantage: a rollout, turns that several rollouts share, or a continuation of them."""
+    """The turns of a rollout."""
 
     reward: float | None
     samples: tuple[tuple[Turn, ...], ...]
@@ -183,21 +178,21 @@ def build_batch(
     limit_P: Sequence[int] | None = None,
 ) -> TrainBatch:
     """Assign credit over the complete batch, then pack what is forwarded. Limits: as `assign_credit`."""
-    compared = [(index, rows) for index, group in enumerate(groups) for rows in _list_compared(group)]
+    row_P_G = [[_to_row(rollout) for rollout in group.rollouts] for group in groups]
     credit = assign_credit(
         algorithm,
-        [[row.reward for row in rows] for _, rows in compared],
-        [[row.num_tokens for row in rows] for _, rows in compared],
-        [[row.is_truncated for row in rows] for _, rows in compared],
+        [[row.reward for row in row_G] for row_G in row_P_G],
+        [[row.num_tokens for row in row_G] for row_G in row_P_G],
+        [[row.is_truncated for row in row_G] for row_G in row_P_G],
         max_reply_tokens,
-        None if limit_P is None else [limit_P[index] for index, _ in compared],
-        [[row.earned for row in rows] for _, rows in compared],
+        limit_P,
+        [[row.earned for row in row_G] for row_G in row_P_G],
     )
     packed: list[PackedGroup] = []
     origins: dict[int, tuple[tuple[int, int], tuple[Turn, ...]]] = {}
-    for index, (_, rows) in enumerate(compared):
+    for index, row_G in enumerate(row_P_G):
         replies = []
-        for member, row in enumerate(rows):
+        for member, row in enumerate(row_G):
             if not credit.is_forwarded_P_G[index][member]:
                 continue
             advantage, weight = credit.advantage_P_G[index][member], credit.weight_P_G[index][member]
@@ -217,16 +212,12 @@ def build_batch(
         places=tuple(place for place, _ in in_order),
         turns=tuple(spoken for _, spoken in in_order),
         credit=credit,
-        group_of_P=tuple(index for index, _ in compared),
         max_reply_tokens=max_reply_tokens,
     )
 
 
 def list_advantages(batch: TrainBatch, groups: Sequence[Group]) -> list[list[TurnAdvantages]]:
-    """Return the advantages of each turn's tokens, by group and rollout; None for turns that are not trained.
-
-    Turns that several rollouts share are trained once, and listed for each of them.
-    """
+    """Return the advantages of each turn's tokens, by group and rollout; None if a turn is not trained."""
     by_turn: dict[int, FloatArray] = {}
     replies = (reply for packed in batch.groups for reply in packed.replies)
     for reply, spoken in zip(replies, batch.turns, strict=True):
@@ -236,63 +227,12 @@ def list_advantages(batch: TrainBatch, groups: Sequence[Group]) -> list[list[Tur
         ends = np.cumsum([len(turn.token_ids) for turn in spoken])[:-1]
         by_turn |= {id(turn): part for turn, part in zip(spoken, np.split(of_tokens, ends), strict=True)}
     return [
-        [tuple(by_turn.get(id(turn)) for turn in turns) for turns in _list_trained(group)] for group in groups
+        [tuple(by_turn.get(id(turn)) for turn in rollout.turns) for rollout in group.rollouts]
+        for group in groups
     ]
 
 
-def _list_trained(group: Group) -> list[tuple[Turn, ...]]:
-    """Return the turns of each rollout; for shared turns, those of the first rollout that has them."""
-    firsts: dict[int, Rollout] = {}
-    trained = []
-    for rollout in group.rollouts:
-        shared: tuple[Turn, ...] = ()
-        if rollout.branch is not None:
-            first = firsts.setdefault(rollout.branch.of, rollout)
-            shared = first.turns[: rollout.branch.num_turns]
-        trained.append((*shared, *rollout.turns[len(shared) :]))
-    return trained
-
-
-def _list_compared(group: Group) -> list[list[_Row]]:
-    """Return the rows of a group that are compared with each other.
-
-    Turns that several rollouts share are one row, whose reward is the rollouts' mean, compared with the
-    group's other such rows and its rollouts that share none. The continuations of shared turns are compared
-    among themselves: all of them began at the same place.
-    """
-    by_first: dict[int, list[Rollout]] = {}
-    for rollout in group.rollouts:
-        first = rollout.sample_index if rollout.branch is None else rollout.branch.of
-        by_first.setdefault(first, []).append(rollout)
-    first_rows, others = [], []
-    for siblings in by_first.values():
-        branch = siblings[0].branch
-        if branch is None:
-            first_rows += [_whole_row(rollout) for rollout in siblings]
-            continue
-        shared = siblings[0].turns[: branch.num_turns]
-        rewards = [rollout.outcome.reward for rollout in siblings]
-        first_rows.append(_Row(reward=_mean_scored(rewards), samples=_drop_unanswered(cut_samples(shared))))
-        # The shared tokens as one prompt of the continuations.
-        context = Turn(
-            role="prompt",
-            text="",
-            token_ids=np.concatenate([turn.token_ids for turn in cut_samples(shared)[-1]]),
-        )
-        others.append(
-            [
-                _Row(
-                    reward=rollout.outcome.reward,
-                    samples=cut_samples((context, *rollout.turns[branch.num_turns :])),
-                    is_truncated=rollout.outcome.truncated,
-                )
-                for rollout in siblings
-            ]
-        )
-    return [first_rows, *others]
-
-
-def _whole_row(rollout: Rollout) -> _Row:
+def _to_row(rollout: Rollout) -> _Row:
     earned = rollout.outcome.turn_rewards or [0.0] * sum(turn.is_sampled for turn in rollout.turns)
     return _Row(
         reward=rollout.outcome.reward,
@@ -300,22 +240,6 @@ def _whole_row(rollout: Rollout) -> _Row:
         is_truncated=rollout.outcome.truncated,
         earned=earned,
     )
-
-
-def _mean_scored(rewards: Sequence[float | None]) -> float | None:
-    """Return the mean of the scored rewards, exact where all are equal; None if most are not scored."""
-    known = [reward for reward in rewards if reward is not None]
-    if 2 * len(known) < len(rewards):
-        return None
-    return known[0] if len({*known}) == 1 else math.fsum(known) / len(known)
-
-
-def _drop_unanswered(samples: Sequence[tuple[Turn, ...]]) -> tuple[tuple[Turn, ...], ...]:
-    """Leave out the last turns that the policy has not answered: they are not trained."""
-    last = samples[-1]
-    while last and not last[-1].is_sampled:
-        last = last[:-1]
-    return (*samples[:-1], last) if last else tuple(samples[:-1])
 
 
 def cut_batch(

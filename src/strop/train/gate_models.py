@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from strop.policy.footprint import read_model_size
 from strop.policy.packing import PackedGroup
 from strop.policy.scoring import pack_given
 from strop.policy.weights import find_strange
-from strop.rollout import Group, Rollout, Turn, cut_samples
+from strop.rollout import Group, Rollout
 from strop.tasks.failures import find_causes, find_failures, sum_up
 from strop.train.batch import pack_reply
 from strop.train.gate_checks import GateCheck, GateInput
@@ -190,12 +189,7 @@ async def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
 
 def pack_rollouts(rollouts: Iterable[Rollout]) -> list[PackedGroup]:
     """Pack the samples of rollouts as in training, each with its own prompt, every sampled token once."""
-    samples: list[tuple[Turn, ...]] = []
-    for rollout in rollouts:
-        new, num_shared = rollout.new_turns, len(rollout.turns) - len(rollout.new_turns)
-        # Turns that an earlier rollout has are context here.
-        shared = [replace(turn, logprobs=None) for turn in rollout.turns[:num_shared]]
-        samples += cut_samples((*shared, *new))
+    samples = [turns for rollout in rollouts for turns in rollout.samples]
     return [
         PackedGroup(prompt_ids=turns[0].token_ids, replies=(pack_reply(turns, 0.0, 0.0),))
         for turns in samples

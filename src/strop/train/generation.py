@@ -99,7 +99,6 @@ class Collector:
             step=number // spec.train.prompts_per_step,
             num_attempts=spec.train.group_size,
             max_positions=self._roles.learner.shape.max_positions,
-            num_branches=spec.train.branches,
         )
         begun_at = time.perf_counter()
         if self._roles.run_group is not None:
@@ -132,7 +131,6 @@ def plan_attempts(
     step: int,
     num_attempts: int,
     max_positions: int,
-    num_branches: int = 1,
 ) -> list[RolloutPlan]:
     """Plan the attempts at one example as the run file says; `step` names their random streams."""
     sampling = Sampling(**spec.sampling.model_dump())
@@ -147,8 +145,6 @@ def plan_attempts(
             max_reply_tokens=max_reply_tokens,
             max_positions=max_positions,
             prompt_format=spec.model.prompt_format,
-            num_branches=num_branches,
-            num_shared_turns=spec.train.shared_turns,
         )
         for index in range(num_attempts)
     ]
@@ -179,13 +175,8 @@ def _list_ages(groups: Sequence[Group], version: int) -> list[int]:
 def sort_by_status(groups: Sequence[Group], batch: TrainBatch) -> list[GroupStatus]:
     """Return how each group of a batch ended."""
     statuses = []
-    forwarded = {
-        index
-        for index, is_forwarded_G in zip(batch.group_of_P, batch.credit.is_forwarded_P_G, strict=True)
-        if is_forwarded_G.any()
-    }
-    for index, group in enumerate(groups):
-        if index in forwarded:
+    for group, is_forwarded_G in zip(groups, batch.credit.is_forwarded_P_G, strict=True):
+        if is_forwarded_G.any():
             statuses.append(GroupStatus.TRAINED)
         elif not has_enough_scored([rollout.outcome.reward for rollout in group.rollouts]):
             statuses.append(GroupStatus.FAILED)
@@ -217,7 +208,7 @@ def measure_discarded(batch: Batch) -> dict[str, float]:
 
 
 def _lengths(groups: Iterable[Group]) -> list[int]:
-    return [rollout.num_new_tokens for group in groups for rollout in group.rollouts]
+    return [rollout.num_sampled_tokens for group in groups for rollout in group.rollouts]
 
 
 class GroupStatus(StrEnum):

@@ -63,8 +63,6 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
     num_refilled = sum(NUM_REFILLS in rollout.outcome.metrics for rollout in rollouts)
     if num_refilled:
         metrics["refilled_frac"] = num_refilled / len(rollouts)
-    if any(rollout.branch for rollout in rollouts):
-        metrics["branched_frac"] = fmean(rollout.branch is not None for rollout in rollouts)
     if scored:
         metrics["reward_mean"] = fmean(rollout.outcome.reward or 0.0 for rollout in scored)
         metrics["truncated_frac"] = fmean(rollout.outcome.truncated for rollout in scored)
@@ -79,7 +77,7 @@ def measure_rollouts(groups: Sequence[Group]) -> dict[str, float]:
         metrics["reply_tokens_mean"] = fmean(rollout.num_sampled_tokens for rollout in sampled)
     if any(rollout.num_sampled_tokens for rollout in sampled):
         # The mean surprise of what was sampled estimates the policy's entropy.
-        logprobs = [turn.logprobs for r in sampled for turn in r.new_turns if turn.logprobs is not None]
+        logprobs = [turn.logprobs for r in sampled for turn in r.turns if turn.logprobs is not None]
         metrics["entropy_nats"] = float(-np.concatenate(logprobs).mean(dtype=np.float64))
     prompts = [turn.role for r in rollouts for turn in r.turns[1:] if not turn.is_sampled]
     # A program that begins a conversation on purpose answers no reply.

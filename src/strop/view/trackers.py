@@ -236,7 +236,7 @@ GROUPS: tuple[tuple[str, str], ...] = (
     (TIME, r"seconds_\w+|\w+_per_s|loop_(lag_s|late_frac)"),
     (SYSTEM, r"(peak_)?memory_bytes"),
     # Sampling.
-    (ROLLOUTS, r"(truncated|timed_out|failed|prompt_too_long|format_ok|refilled|branched)_frac(_.+)?"),
+    (ROLLOUTS, r"(truncated|timed_out|failed|prompt_too_long|format_ok|refilled)_frac(_.+)?"),
     (ROLLOUTS, r"(duplicate|common_reply|distinct_reply|runaway|prefix_break|wasted_token)_frac"),
     (ROLLOUTS, r"reply_tokens_mean(_.+)?|used_length_ratio|prompt_dependence|judge_\w+"),
     (ROLLOUTS, r"staleness_(mean|max)|num_groups_ahead|num_\w+_groups"),
