@@ -57,7 +57,6 @@ class FinishReason(StrEnum):
     """A stop string was completed. Its tokens were sampled and end the turn's ids; the text ends before."""
     LENGTH = "length"
     """The token budget was used up; the text is cut."""
-    CHOSEN = "chosen"
     """Nothing was sampled: of some given replies it is the one that the policy finds most likely."""
     ABORT = "abort"
     """The engine gave up in between. Never a sample: discarded or run again, never scored."""

@@ -45,7 +45,7 @@ num_samples = "none"
 [placement]
 threads = 1
 """
-FOR_EVALUATION = {"aime", "humaneval", "ifbench", "ifeval", "math500", "mmlu-choice"}
+FOR_EVALUATION = {"aime", "humaneval", "ifbench", "ifeval", "math500"}
 CONDUCTED = "verifiers"
 """A program conducts its attempts: nobody can play them."""
 PLANNED_ALONE = {"harbor", "mlgym", "repo-repair"}
@@ -75,7 +75,7 @@ def data_of(name: str, place: Path) -> Iterator[dict[str, Any]]:
     if name == "verifiers":
         (place / "guess.py").write_text(TASKSET)
         table["folder"] = str(place)
-    if name not in ("mmlu-choice", "mixture", "blend"):
+    if name not in ("mixture", "blend"):
         table["max_reply_tokens"] = 8
     if name == "llm-judge":
         with judge_server(lambda question: scored(0.5)) as server:

@@ -57,7 +57,7 @@ def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
     known = explain("task.num_held_out")
     assert known.default == (
         "arithmetic, reverse-text, guess-number, verifiers, reasoning-gym, mlgym,"
-        " openenv: 100; dummy: 4; gsm8k, math, math500, deepscaler, aime, mmlu, mmlu-choice,"
+        " openenv: 100; dummy: 4; gsm8k, math, math500, deepscaler, aime, mmlu,"
         " mbpp, humaneval, apps, repo-repair, harbor, ifeval, ifbench, rlvr-ifeval, if-multi, llm-judge,"
         ' sft-jsonl, rlvr-mixed, rows, FILE.py:CLASS, FILE.py:ENVIRONMENT: "none"'
     )

@@ -16,7 +16,7 @@ class Action:
     text: str
     """Ends before its terminator or stop string."""
     finish_reason: FinishReason
-    """EOS, STOP_STRING, LENGTH or CHOSEN; an aborted reply never becomes an action."""
+    """EOS, STOP_STRING or LENGTH; an aborted reply never becomes an action."""
     spoken: Spoken | None = None
     """The parsed reply, if the opening named tools."""
 
@@ -54,7 +54,6 @@ class Environment(Protocol):
     Optional members, read with `getattr`:
 
     base_stop_strings: texts that end a reply to a prompt in plain text, beside `stop_strings`.
-    choices: replies among which the policy chooses, since `reset`; () if the policy writes its reply.
     max_attempt_tokens: tokens of all the policy's turns together; then the attempt is scored. None: no bound.
     max_attempt_s: wall time since `reset`, in seconds, with the same end; an unfinished reply is dropped.
         None: no bound. The time that `reset` waited for a slot, `waited_s`, does not count.

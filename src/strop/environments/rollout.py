@@ -16,7 +16,6 @@ from enum import StrEnum
 import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
-from strop.environments.choices import EncodedChoices, choose, encode_choices
 from strop.environments.contract import Action, Environment
 from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn, take_apart
 from strop.environments.recording import CallTooLong, Recorder
@@ -62,9 +61,9 @@ class RolloutPlan:
     """The model's context length; a prompt without room for a whole reply is not attempted."""
     prompt_format: PromptFormat | str = PromptFormat.AUTO
 
-    def has_room_behind(self, num_prompt_tokens: int, num_reply_tokens: int) -> bool:
+    def has_room_behind(self, num_prompt_tokens: int) -> bool:
         """Whether a whole reply fits into the context behind a prompt."""
-        return self.max_positions is None or num_prompt_tokens + num_reply_tokens <= self.max_positions
+        return self.max_positions is None or num_prompt_tokens + self.max_reply_tokens <= self.max_positions
 
 
 class Stop(StrEnum):
@@ -91,8 +90,6 @@ class Attempt:
     turns: list[Turn] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "verify": 0.0})
     started_at: float = 0.0
-    choice_nats: dict[str, float] = field(default_factory=dict)
-    """Log-probability of each choice, by the name of its metric."""
     program_metrics: dict[str, float] = field(default_factory=dict)
     """Counts of a program's calls, by the name of their metric."""
     stage_owner: FailureOwner = FailureOwner.TASK
@@ -128,7 +125,7 @@ class Attempt:
             sample_index=plan.sample_index,
             turns=tuple(self.turns),
             outcome=outcome,
-            sampling=Sampling(temperature=0.0) if self.choice_nats else plan.sampling,
+            sampling=plan.sampling,
             seconds=self.seconds,
         )
 
@@ -149,13 +146,9 @@ class Attempt:
         text, self.context_ids = self.prompts.render(tuple(self.history))
         self.turns.append(Turn(role="prompt", text=text, token_ids=self.context_ids))
         for turn_index in range(environment.max_turns):
-            choices = self._encode_choices()
-            if (end := self._find_end(choices, turn_index)) is not None:
+            if (end := self._find_end(turn_index)) is not None:
                 return end
-            if choices is None:
-                completion = await self._generate(turn_index)
-            else:
-                self.context_ids, completion = choices.context_ids, await self._choose(choices)
+            completion = await self._generate(turn_index)
             if completion is None:
                 return Stop.TIME
             if completion.finish_reason is FinishReason.ABORT:
@@ -173,15 +166,14 @@ class Attempt:
                 self._continue(reply, result.messages)
         return Stop.TURNS
 
-    def _find_end(self, choices: EncodedChoices | None, turn_index: int) -> Outcome | Stop | None:
+    def _find_end(self, turn_index: int) -> Outcome | Stop | None:
         """Return why there is no further reply, or None if there is one."""
         plan, num_context = self.plan, len(self.context_ids)
-        num_reply_tokens = plan.max_reply_tokens if choices is None else choices.num_reply_tokens
-        if not plan.has_room_behind(num_context, num_reply_tokens):
+        if not plan.has_room_behind(num_context):
             if turn_index:
                 return Stop.CONTEXT
             detail = (
-                f"a prompt of {num_context} tokens and a reply of {num_reply_tokens} exceed"
+                f"a prompt of {num_context} tokens and a reply of {plan.max_reply_tokens} exceed"
                 f" the model's {plan.max_positions} positions"
             )
             return Outcome.lost(FailureOwner.TASK, PROMPT_TOO_LONG, detail)
@@ -315,28 +307,6 @@ class Attempt:
             return Stop.CONTEXT if isinstance(refusal, CallTooLong) else Stop.TOKENS
         return Stop.TIME if recorder.is_late else Stop.DONE
 
-    def _encode_choices(self) -> EncodedChoices | None:
-        """Return the replies to choose from, or None if the policy writes its reply."""
-        choices: tuple[str, ...] = getattr(self.environment, "choices", ())
-        if not choices:
-            return None
-        prompt = self.turns[-1]
-        earlier_ids = self.context_ids[: len(self.context_ids) - len(prompt.token_ids)]
-        encoded = encode_choices(self.prompts.tokenizer, prompt.text, choices, self.prompts.prompt_format)
-        self.turns[-1] = replace(prompt, token_ids=encoded.context_ids)
-        return replace(encoded, context_ids=np.concatenate([earlier_ids, encoded.context_ids]))
-
-    async def _choose(self, choices: EncodedChoices) -> Completion:
-        """Take the likeliest choice as the policy's reply."""
-        self.stage_owner = FailureOwner.ENGINE
-        started_at = self.clock()
-        completion, nats = await choose(self.engine, choices)
-        self.seconds["generate"] += self.clock() - started_at
-        self.turns.append(spoken_turn(completion))
-        self.choice_nats = {f"choice_{index}_nats": value for index, value in enumerate(nats)}
-        self.stage_owner = FailureOwner.TASK
-        return completion
-
     async def _score(self, stop: Stop) -> Outcome:
         started_at = self.clock()
         outcome = await self.environment.score()
@@ -348,7 +318,7 @@ class Attempt:
                 allowed="Outcome.turn_rewards with one finite number for each reply, or none",
                 next_step="correct score",
             )
-        metrics = {**outcome.metrics, **self.choice_nats, **self.program_metrics}
+        metrics = {**outcome.metrics, **self.program_metrics}
         if self.environment.max_turns > 1:
             metrics |= {"num_turns": float(num_replies), f"stopped_by_{stop}": 1.0}
         if metrics:
@@ -369,7 +339,7 @@ async def run_rollout(
     """Attempt one example once, and close the environment.
 
     A failure of the engine, the task or its world gives a rollout without a score; the turns up to the
-    failure are kept. A chosen reply is recorded as greedy: nothing was drawn.
+    failure are kept.
 
     The turns alternate between 'prompt', with the ids that were added, and 'assistant', with the sampled ids,
     those of a stop string included; joined, they are the engine's input and output.

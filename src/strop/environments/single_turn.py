@@ -8,7 +8,7 @@ from functools import partial
 from strop.environments.contract import Action, Environment, StepResult
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome
-from strop.tasks import Task, choices_of, limits_of
+from strop.tasks import Task, limits_of
 from strop.tasks.contract import within_bounds
 from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.traits import world_of
@@ -26,7 +26,6 @@ class SingleTurn:
         self._reply: Action | None = None
         self.stop_strings = task.limits.stop_strings
         self.base_stop_strings = task.limits.base_stop_strings
-        self.choices: tuple[str, ...] = ()
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Pose the example; the seed has no effect here."""
@@ -34,7 +33,6 @@ class SingleTurn:
         self._reply = None
         limits = limits_of(self._task, example)
         self.stop_strings, self.base_stop_strings = limits.stop_strings, limits.base_stop_strings
-        self.choices = choices_of(self._task, example)
         return self._task.render(example)
 
     async def step(self, action: Action) -> StepResult:

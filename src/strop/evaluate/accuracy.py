@@ -33,7 +33,6 @@ from strop.rollout import Example, Sampling, Split
 from strop.tasks import (
     PromptFormat,
     Task,
-    choices_of,
     limits_of,
     part_of,
     problem_of,
@@ -314,15 +313,7 @@ def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
             allowed="1 or more, or none for greedy rollouts only",
             next_step="leave the number out, or raise it",
         )
-    examples = _interleave_parts(task, available)[:num_examples]
-    if settings.num_samples is not None and any(choices_of(task, example) for example in examples):
-        raise ConfigError(
-            f"{settings.num_samples} sampled rollouts per example of task {task.name}, whose replies are"
-            " chosen by their likelihood: all would be equal",
-            allowed="one attempt per example, which no temperature changes; pass@k needs sampled replies",
-            next_step="leave --num-samples and --pass-at out; in a run file, eval.num_samples = 'none'",
-        )
-    return examples
+    return _interleave_parts(task, available)[:num_examples]
 
 
 def _interleave_parts(task: Task, examples: Sequence[Example]) -> Sequence[Example]:

@@ -33,7 +33,6 @@ from strop.store.model_files import check_model_dir
 from strop.store.models import HUB_PATTERN, SUBSTITUTES, converted_path, find_model_dir, step_of
 from strop.store.policy import read_policy
 from strop.tasks import Task, build_task, render_prompt, resolve_prompt_format
-from strop.tasks.traits import require_written
 from strop.tokenizer import Tokenizer
 from strop.train.data.offline import (
     OfflineData,
@@ -348,7 +347,6 @@ def _read_training_examples(spec: RunSpec, task: Task) -> tuple[Sequence[Example
     """Return the training examples, and the names of missing files, such as an order file."""
     with only_local_data() as missing:
         try:
-            require_written(task)
             return training_examples_here(task) if spec.train.has_rl else None, ()
         except RemoteMissing:
             if not missing:

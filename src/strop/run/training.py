@@ -68,7 +68,6 @@ from strop.store.data_files import locate_named
 from strop.store.model_files import digest_parts
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import open_judge
-from strop.tasks.traits import require_written
 from strop.train.data.offline import (
     find_offline_source,
     read_demonstrations,
@@ -210,7 +209,6 @@ def _read_parts(laid_out: RunSpec) -> _Parts:
         model = get_model(laid_out.model.uri)
         spec, number_format = _settle(laid_out)
         task = build_task(spec.task)
-        require_written(task)
         require_held_out(spec, task)
         demonstrations, preferences = None, None
         if (source := find_offline_source(spec)) is not None:

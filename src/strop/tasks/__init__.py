@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     )
     from strop.tasks.selftest import SelfTestFinding, describe_findings, self_test
     from strop.tasks.traits import (
-        choices_of,
         describe_counts,
         epoch_order_of,
         limits_of,
@@ -44,9 +43,7 @@ else:
                 "build_task build_warm_task built_in environment_names task_builder task_summaries"
             ),
             "strop.tasks.selftest": "SelfTestFinding describe_findings self_test",
-            "strop.tasks.traits": (
-                "choices_of describe_counts epoch_order_of limits_of part_of problem_of variant_of"
-            ),
+            "strop.tasks.traits": ("describe_counts epoch_order_of limits_of part_of problem_of variant_of"),
         },
     )
 
@@ -58,7 +55,6 @@ __all__ = [
     "build_task",
     "build_warm_task",
     "built_in",
-    "choices_of",
     "describe_counts",
     "describe_findings",
     "environment_names",

@@ -31,7 +31,6 @@ from strop.tasks.llm_judge.task import LlmJudge
 from strop.tasks.registry import built_in
 from strop.tasks.traits import (
     ProgramForm,
-    choices_of,
     counts_of,
     judge_digests_of,
     limits_of,
@@ -308,10 +307,6 @@ class Blend:
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example as its own task does."""
         return self._data.task.render(example)
-
-    def choices(self, example: Example) -> tuple[str, ...]:
-        """Return the replies to choose from, where the part with the data has them."""
-        return choices_of(self._data.task, example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the gold replies of the example's own task."""

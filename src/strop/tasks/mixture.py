@@ -25,7 +25,6 @@ from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.registry import built_in
 from strop.tasks.traits import (
     ProgramForm,
-    choices_of,
     counts_of,
     epoch_order_of,
     judge_digests_of,
@@ -193,10 +192,6 @@ class Mixture:
     def program_form(self, example: Example) -> ProgramForm | None:
         """Return how the part uses the program of a reply."""
         return program_form_of(self._owner(example), example)
-
-    def choices(self, example: Example) -> tuple[str, ...]:
-        """Return the replies to choose from, where the example's part has them."""
-        return choices_of(self._owner(example), example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the gold replies of the example's part."""

@@ -1,24 +1,23 @@
 """Multiple-choice questions in the schema of MMLU: `question`, `subject`, `choices` (4), `answer` (0 to 3).
 
-Two tasks on the same rows, whose scores differ by many points. `mmlu` is generative: the model writes the
-letter. `mmlu-choice` takes the letter that the model finds likeliest, as the published scores do; nothing is
-generated. Evaluation is on the test split, training (of `mmlu` alone) on `auxiliary_train`, whose rows name
-no subject.
+The model writes the letter. Published scores, which lm-eval makes, take the letter that it finds likeliest,
+and differ by many points. Evaluation is on the test split, training on `auxiliary_train`, whose rows name no
+subject.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property, partial
-from typing import ClassVar, Literal
+from functools import cached_property
+from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.base import SpecConflict, Unhashed, expert
-from strop.spec.task import SOURCE_HELP, EvaluationRows, FewShot, TrainingRows
+from strop.spec.base import Unhashed, expert
+from strop.spec.task import SOURCE_HELP, FewShot, TrainingRows
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.prompt import join_shots, pose
@@ -37,12 +36,12 @@ _BASE_PROMPT = "{question}\nA. {a}\nB. {b}\nC. {c}\nD. {d}\nAnswer:"
 # 'A' may be an article: 'A cell is ...' names no choice.
 _LETTER = re.compile(r"(?<![\w'])(?:[B-D]|A(?! [a-z]))(?![\w'])")
 _LETTER_ALONE = re.compile(r"\(?[A-D]\)?[.:]?")
-_CHOICE_CHANCE = 0.25
 
 
-class _MmluRows(FewShot):
-    """Which multiple-choice questions."""
+class MmluSpec(FewShot, TrainingRows):
+    """Multiple-choice questions of 57 subjects; the model writes the letter."""
 
+    name: Literal["mmlu"]
     source: Unhashed[str] = Field(
         default="cais/mmlu", min_length=1, description=SOURCE_HELP.format("cais/mmlu")
     )
@@ -56,12 +55,6 @@ class _MmluRows(FewShot):
     )
 
 
-class MmluSpec(_MmluRows, TrainingRows):
-    """Multiple-choice questions of 57 subjects; the model writes the letter."""
-
-    name: Literal["mmlu"]
-
-
 @built_in("mmlu", MmluSpec, "Multiple choice of 57 subjects; the model writes the letter.", rank=100)
 class Mmlu(RowTask):
     """Right if the first letter A to D that stands alone in the reply's first line is the right one.
@@ -69,11 +62,7 @@ class Mmlu(RowTask):
     `format_ok`: the line is that letter, maybe in brackets or with a period.
     """
 
-    _verifier_name: ClassVar[str] = "first-letter-2"
-    _own_limits: ClassVar[TaskLimits] = TaskLimits(max_reply_tokens=32, base_stop_strings=("\n", "</s>"))
-    _train_files: ClassVar[tuple[str, ...]] = ("all/auxiliary_train-00000-of-00001.parquet",)
-
-    def __init__(self, spec: MmluSpec | MmluChoiceSpec) -> None:
+    def __init__(self, spec: MmluSpec) -> None:
         def why_left_out(row: Row, split: Split) -> str | None:
             if split is Split.TRAIN or spec.subject is None or row.values.get("subject") == spec.subject:
                 return None
@@ -81,11 +70,11 @@ class Mmlu(RowTask):
 
         reading = RowReading(
             layout=DataLayout(
-                train=self._train_files,
+                train=("all/auxiliary_train-00000-of-00001.parquet",),
                 held_out=("all/test-00000-of-00001.parquet",),
                 shots=("all/dev-00000-of-00001.parquet",),
             ),
-            to_example=partial(_to_example, spec.name),
+            to_example=_to_example,
             # Many questions read alike ('Which of these is true?') and differ in their choices.
             question=lambda example: "\n".join([example.fields["question"], *example.fields["choices"]]),
             why_left_out=why_left_out,
@@ -94,11 +83,11 @@ class Mmlu(RowTask):
         super().__init__(
             spec,
             reading,
-            self._own_limits,
+            TaskLimits(max_reply_tokens=32, base_stop_strings=("\n", "</s>")),
             source=spec.source,
             prompt=_PROMPT,
             base_prompt=_BASE_HEADER + _BASE_PROMPT,
-            verifier=self._verifier_name,
+            verifier="first-letter-2",
         )
         self._num_few_shot = spec.num_few_shot
 
@@ -156,68 +145,6 @@ class Mmlu(RowTask):
         return letter, f"{letter}. {choice}", f" ({letter})", f"The answer is {letter}."
 
 
-class MmluChoiceSpec(_MmluRows, EvaluationRows):
-    """The same questions, answered by the likeliest letter: nothing is generated, so for evaluation only."""
-
-    name: Literal["mmlu-choice"]
-
-    @model_validator(mode="after")
-    def _check_unwritten(self) -> MmluChoiceSpec:
-        meaningless: dict[str, object] = {}
-        if self.thinking == "on":
-            meaningless["task.thinking"] = self.thinking
-        if self.max_reply_tokens is not None:
-            meaningless["task.max_reply_tokens"] = self.max_reply_tokens
-        if self.stop is not None:
-            meaningless["task.stop"] = self.stop
-        if meaningless:
-            raise SpecConflict(
-                meaningless,
-                "the model writes no reply: the likeliest of four letters is taken",
-                allowed="thinking off or model_default, no reply budget, and no texts that end a reply",
-                next_step="remove the setting, or use task mmlu, where the model writes",
-            )
-        return self
-
-
-@built_in(
-    "mmlu-choice",
-    MmluChoiceSpec,
-    "MMLU by log-likelihood: the likeliest letter counts; evaluation only.",
-    rank=110,
-)
-class MmluChoice(Mmlu):
-    """Right if the letter that the model finds likeliest behind the prompt is the right one.
-
-    `format_ok`: the reply is one of the letters, as every chosen one is. For evaluation only.
-    """
-
-    _verifier_name = "likeliest-letter-1"
-    _own_limits = TaskLimits(max_reply_tokens=4, chance=_CHOICE_CHANCE)
-    _train_files = ()
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        """Return the questions of the test split; there is nothing to train on.
-
-        Raises: DataError like any task of rows.
-        """
-        return () if split is Split.TRAIN else super().examples(split)
-
-    def choices(self, example: Example) -> tuple[str, ...]:
-        """Return the four letters."""
-        return tuple(_LETTERS)
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        """Compare the whole reply with the right letter."""
-        gold, letter = gold_of(example), text.strip()
-        is_letter, is_correct = letter in tuple(_LETTERS), letter == gold
-        return right_or_wrong(is_correct, format_ok=is_letter, extracted=letter if is_letter else None)
-
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return the letter alone: nothing else can be chosen."""
-        return (gold_of(example),)
-
-
 def _subject(example: Example) -> str:
     return str(example.fields["subject"]).replace("_", " ")
 
@@ -228,7 +155,7 @@ def _choices(example: Example) -> dict[str, str]:
     return {"question": example.fields["question"].strip(), "a": a, "b": b, "c": c, "d": d}
 
 
-def _to_example(task: str, row: Row) -> Example:
+def _to_example(row: Row) -> Example:
     (question,) = require_texts(row, "question")
     choices, answer = row.values.get("choices"), row.values.get("answer")
     if not (
@@ -246,4 +173,4 @@ def _to_example(task: str, row: Row) -> Example:
         "subject": str(row.values.get("subject") or ""),
         "choices": [str(choice) for choice in choices],
     }
-    return make_example(task, fields, _LETTERS[answer])
+    return make_example("mmlu", fields, _LETTERS[answer])

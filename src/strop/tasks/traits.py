@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from strop.errors import ConfigError, DataError
+from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split
 from strop.tasks.contract import Task, TaskLimits
 
@@ -25,8 +25,6 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
         "verify_quick": "(example, text) -> what `verify` returns, or None where that may take more than some"
         " milliseconds. It runs where nothing can end it. Change it together with `verify`.",
         "program_form": "(example) -> how the Python program of a reply is used; None if it asks for none.",
-        "choices": "(example) -> the replies, as `verify` takes them, among which the policy chooses by"
-        " likelihood, none the prefix of another; () if the policy writes one.",
         "judge_digests": "Hashes of all that identifies each model that judges replies; () without one.",
         "part_of": "(example) -> the label of the part that it belongs to, in a task made of several.",
         "problem_of": "(example) -> a name for its problem, the same for examples that pose one problem, as"
@@ -111,31 +109,6 @@ def program_form_of(task: Task, example: Example) -> ProgramForm | None:
     find = _member(task, "program_form")
     form: ProgramForm | None = None if find is None else find(example)
     return form
-
-
-def choices_of(task: Task, example: Example) -> tuple[str, ...]:
-    """Return the replies to choose from; empty if the policy writes the reply."""
-    find = _member(task, "choices")
-    choices: tuple[str, ...] = () if find is None else find(example)
-    return choices
-
-
-def require_written(task: Task) -> None:
-    """Refuse to train on replies that are chosen by likelihood: no sampled token could be reinforced.
-
-    Only training examples count: a mixture may evaluate such held-out examples.
-    Raises: ConfigError; DataError like `examples`.
-    """
-    if not has(task, "choices"):
-        return
-    examples = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
-    if any(choices_of(task, example) for example in every_form(examples)):
-        raise ConfigError(
-            f"training on task {task.name}, whose replies are chosen by their likelihood: the model"
-            " samples nothing that could be reinforced",
-            allowed="such a task in `strop eval`, or as a part of a mixture, for its held-out examples",
-            next_step="train on a task whose replies the model writes",
-        )
 
 
 def judge_digests_of(*tasks: Task) -> list[str]:
@@ -274,10 +247,6 @@ class TaskWrapper:
     def program_form(self, example: Example) -> ProgramForm | None:
         """Return how the program of a reply is run."""
         return program_form_of(self._task, example)
-
-    def choices(self, example: Example) -> tuple[str, ...]:
-        """Return the replies to choose from, if the task has them."""
-        return choices_of(self._task, example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the task's gold replies."""

@@ -29,7 +29,6 @@ from strop.rollout import Example, FloatArray, Group, IntArray, Rollout, Split, 
 from strop.spec.run import RunSpec
 from strop.spec.train import TrainSpec
 from strop.tasks import Task, epoch_order_of
-from strop.tasks.traits import require_written
 from strop.train.data.offline import Demonstration, Demonstrations, require_enough
 
 Item = TypeVar("Item")
@@ -109,9 +108,8 @@ class ExampleSchedule(Generic[Item]):
 def schedule_examples(spec: RunSpec, task: Task) -> ExampleSchedule[Example] | None:
     """Return the schedule of a task's examples, or None in a run without rollouts.
 
-    Raises: DataError if there are fewer examples than a step takes; ConfigError if their replies are chosen.
+    Raises: DataError if there are fewer examples than a step takes.
     """
-    require_written(task)
     if not spec.train.has_rl:
         return None
     return ExampleSchedule(

@@ -22,35 +22,7 @@ from tests.evaluate.harness.asking import ask, samples_of
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("harness_python")]
 PAIRS = ((3, 4), (5, 2), (10, 6), (7, 7))
 """Of apples. The model adds all but the last rightly."""
-FACTS: Mapping[str, Sequence[tuple[str, str, tuple[str, str, str]]]] = {
-    "astronomy": (
-        ("Which body does the Moon travel around?", "The Earth", ("Mars", "The Sun alone", "Venus")),
-        ("What is at the center of the solar system?", "The Sun", ("The Moon", "Jupiter", "A comet")),
-        ("Which planet has large, bright rings?", "Saturn", ("Mercury", "Mars", "Venus")),
-        ("What does a telescope gather?", "Light", ("Sound", "Water", "Dust")),
-        ("What is a light year?", "A distance", ("A span of time", "A speed", "A weight")),
-        ("Which planet is nearest to the Sun?", "Mercury", ("Neptune", "Saturn", "Mars")),
-        ("What color does Mars look to the eye?", "Red", ("Green", "Blue", "White")),
-        ("What are comets mostly made of?", "Ice and dust", ("Gold", "Wood", "Liquid iron")),
-        ("Why do we see the Moon?\n", "It reflects sunlight", ("It burns", "It is hot", "It is wet")),
-    ),
-    "high_school_geography": (
-        ("Which line runs around the middle of the Earth?", "The equator", ("A river", "A coast", "A road")),
-        ("What does a river end in, as a rule?", "A sea or a lake", ("A mountain", "A cloud", "A road")),
-        ("Which is a continent?", "Africa", ("Paris", "The Nile", "The Alps")),
-        ("What is a desert short of?", "Water", ("Sand", "Wind", "Sunlight")),
-        ("Which of these is a large city?", "Tokyo", ("Asia", "The Amazon", "The Sahara")),
-        ("Where is it cold all year?", "At the poles", ("At the equator", "In Cairo", "In Mumbai")),
-        ("What is an island surrounded by?", "Water", ("Forest", "Sand", "Houses")),
-        ("Which country has Rome as its capital?", "Italy", ("Spain", "Norway", "Japan")),
-        ("What does a map's scale tell?", "Distances", ("Temperatures", "Prices", "Ages")),
-    ),
-}
-NUM_SHOWN = 5
-TOLERANCE_NATS = 5e-4
-"""Both compute in float32, in another order of sums."""
 GSM8K = ("openai/gsm8k", ("main",), ("train", "test"))
-MMLU = ("cais/mmlu", tuple(FACTS), ("dev", "test"))
 
 
 def write_repository(folder: Path, of: tuple[str, Sequence[str], Sequence[str]], rows: Any) -> None:
@@ -119,45 +91,3 @@ def test_sums_in_words(tmp_path: Path, smollm2_dir: Path) -> None:
         assert rollout.outcome.is_correct is (sample["exact_match"] == 1.0)
         num_cut += reply.finish_reason is FinishReason.LENGTH
     assert result.truncated_frac == num_cut / len(PAIRS)
-
-
-def test_choices_by_their_likelihood(tmp_path: Path, smollm2_dir: Path) -> None:
-    def row(subject: str, number: int) -> dict[str, Any]:
-        question, right, wrong = FACTS[subject][number]
-        answer = (7 * number + len(subject)) % 4
-        choices = [*wrong[:answer], right, *wrong[answer:]]
-        return {"question": question, "subject": subject, "choices": choices, "answer": answer}
-
-    rows = {
-        subject: {
-            "dev": [row(subject, number) for number in range(NUM_SHOWN)],
-            "test": [row(subject, number) for number in range(NUM_SHOWN, len(facts))],
-        }
-        for subject, facts in FACTS.items()
-    }
-    write_repository(tmp_path, MMLU, rows)
-    joined = {split: [one for of in rows.values() for one in of[split]] for split in ("dev", "test")}
-    source = f"source={write_own(tmp_path / 'own', joined)}"
-    rollouts = ask_own(smollm2_dir, tmp_path / "out", "--task", "mmlu-choice", source, "num_few_shot=5")
-    ours = {str(one.example.fields["question"]): one for one in rollouts}
-    verdicts = []
-    for subject in FACTS:
-        task = f"mmlu_{subject}"
-        result = ask_harness(smollm2_dir, tmp_path, task, "harness.num_few_shot=5")
-        assert (result.num_fewshot, result.max_reply_tokens, result.truncated_frac) == (5, None, None)
-        for sample in samples_of(tmp_path / "out", task):
-            rollout = ours.pop(sample["doc"]["question"])
-            prompt, reply = rollout.turns
-            asked = [argument for _, argument in sorted(sample["arguments"].items())]
-            assert {argument["arg_0"] for argument in asked} == {prompt.text}
-            assert [argument["arg_1"] for argument in asked] == [" A", " B", " C", " D"]
-            assert (reply.finish_reason, len(reply.token_ids)) == (FinishReason.CHOSEN, 1)
-            theirs = [float(response[0][0]) for response in sample["resps"]]
-            metrics = rollout.outcome.metrics
-            assert [metrics[f"choice_{index}_nats"] for index in range(4)] == pytest.approx(
-                theirs, abs=TOLERANCE_NATS
-            )
-            assert rollout.outcome.is_correct is (sample["acc"] == 1.0)
-            verdicts.append(sample["acc"])
-    assert not ours
-    assert 0 < sum(verdicts) < len(verdicts)

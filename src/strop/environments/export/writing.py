@@ -10,12 +10,10 @@ from typing import Any
 
 from strop.errors import ConfigError
 from strop.io.atomic import write_bytes_atomically
-from strop.rollout import Split
 from strop.spec.judge import role_judges
 from strop.spec.parts import needs_service
 from strop.spec.task import EnvironmentSection, TaskSection, UserCodeSection
-from strop.tasks import Task, build_task, choices_of
-from strop.tasks.traits import every_form, has
+from strop.tasks import Task, build_task
 from strop.user_code import CodeRef, list_sources
 from strop.user_code.sources import root_of
 
@@ -61,7 +59,7 @@ def write_package(section: TaskSection, folder: Path) -> str:
 
 
 def _require_playable(section: TaskSection, task: Task) -> None:
-    """Refuse tasks that verifiers cannot play. Raises: ConfigError; DataError as reading the task's data."""
+    """Refuse tasks that verifiers cannot play. Raises: ConfigError."""
     reasons = {
         "verifiers conducts its attempts already": section.name == "verifiers",
         "a program conducts its attempts": section.agent is not None,
@@ -71,14 +69,10 @@ def _require_playable(section: TaskSection, task: Task) -> None:
         "task.order_file is set, and there the run orders": section.order_file is not None,
     }
     reason = next((why for why, holds in reasons.items() if holds), None)
-    if reason is None and has(task, "choices"):
-        examples = task.examples(Split.TRAIN) or task.examples(Split.HELD_OUT)
-        if any(choices_of(task, example) for example in every_form(examples)):
-            reason = "its replies are chosen by likelihood"
     if reason is not None:
         raise ConfigError(
             f"{task.name} cannot be played by verifiers: {reason}",
-            allowed="tasks and environments whose model writes replies, played by strop's process alone",
+            allowed="tasks and environments that are played by strop's process alone",
             next_step="change these settings, or export another one",
         )
 
