@@ -26,7 +26,6 @@ from tests.environments.test_worlds import build_spec
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import judge_spec, judge_task
 from tests.fixtures.program_attacks.probes import trivial_edits
-from tests.fixtures.sandboxes import needs_bubblewrap
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 WORLD = """
@@ -101,8 +100,8 @@ TEXTS = ("label_leak", "forged_stdout", "judge_injection", "stale_submission")
 """Probes whose attacks end no process."""
 
 
-def failed(source: str, lane: str, probes: tuple[str, ...], *, is_apart: bool) -> dict[str, str]:
-    task, spec = build_spec(source, f"environment.lane={lane}", "environment.tool_limit_s=60.0", name="World")
+def failed(source: str, probes: tuple[str, ...], *, is_apart: bool) -> dict[str, str]:
+    task, spec = build_spec(source, "environment.tool_limit_s=60.0", name="World")
     settings = AuditSettings(num_examples=1, probes=probes)
     make_task = task_builder(spec) if is_apart else None
     report = asyncio.run(run_audit(task, settings, make_task=make_task))
@@ -121,35 +120,27 @@ def failed(source: str, lane: str, probes: tuple[str, ...], *, is_apart: bool) -
     ],
 )
 def test_what_is_believed_shown_or_kept_is_found(source: str, probes: set[str]) -> None:
-    assert failed(source, "process", TEXTS, is_apart=False).keys() == probes
+    assert failed(source, TEXTS, is_apart=False).keys() == probes
 
 
 @pytest.mark.parametrize("probes", [("stale_submission",), ("gold", "stale_submission")])
 def test_what_another_attempt_did_is_not_paid(probes: tuple[str, ...]) -> None:
     how = "World.solved or bool(setattr(World, 'solved', self.is_done) or self.is_done)"
-    assert failed(scoring(how), "process", probes, is_apart=False).keys() == {"stale_submission"}
+    assert failed(scoring(how), probes, is_apart=False).keys() == {"stale_submission"}
 
 
 @pytest.mark.slow
-@needs_bubblewrap
 @pytest.mark.parametrize(
-    ("tool", "here", "inside"),
+    ("tool", "probes"),
     [
-        (SOUND, set(), set()),
-        (
-            PYTHON,
-            {"label_leak", "grader_tamper", "os_exit", "network", "isolation"},
-            {"grader_tamper", "os_exit"},
-        ),
-        (SHELL, {"label_leak", "grader_tamper", "os_exit", "network", "isolation"}, {"os_exit"}),
+        (SOUND, set()),
+        (PYTHON, {"label_leak", "grader_tamper", "os_exit", "network", "isolation"}),
+        (SHELL, {"label_leak", "grader_tamper", "os_exit", "network", "isolation"}),
     ],
 )
-def test_what_runs_what_is_said_is_found_wherever_its_class_lives(
-    tool: str, here: set[str], inside: set[str]
-) -> None:
+def test_what_runs_what_is_said_is_found(tool: str, probes: set[str]) -> None:
     source = WORLD.replace("    TOOL\n", tool)
-    assert failed(source, "process", ALL, is_apart=True).keys() == here
-    assert failed(source, "sandbox", ALL, is_apart=False).keys() == inside
+    assert failed(source, ALL, is_apart=True).keys() == probes
 
 
 def test_a_text_is_said_beside_an_argument_of_any_name() -> None:

@@ -85,7 +85,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.reward_weights", "task.reward_limit_s"),
         "task.gold",
         *("task.parts", "task.data", "task.alpha", "task.format_weight", "task.max_format_weight"),
-        *("task.judge_limit_s", "task.lane"),
+        "task.judge_limit_s",
         *("sampling.temperature", "sampling.top_p", "sampling.top_k"),
         *("algorithm.name", "algorithm.advantage", "algorithm.mode"),
         *("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),

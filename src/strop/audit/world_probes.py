@@ -135,8 +135,8 @@ class Arena:
         self.slots = find_slots(world.tools, has_step=world.has_step)
         self.example = context.examples[0]
         self._pool: WorkerPool | None = None
-        """Plays a class that would otherwise run in this process."""
-        if not world.is_apart and context.make_task is not None:
+        """Plays the class, which would otherwise run in this process."""
+        if context.make_task is not None:
             make_handler = partial(_make_player, context.make_task)
             self._pool = WorkerPool(make_handler, num_workers=_AT_ONCE, limit_s=6 * _ATTACK_LIMIT_S)
         self._turn = asyncio.Semaphore(_AT_ONCE)
@@ -145,7 +145,7 @@ class Arena:
     @property
     def may_die(self) -> bool:
         """Whether an attack may end the process that it is played in."""
-        return self.world.is_apart or self._pool is not None
+        return self._pool is not None
 
     async def play(self, *scripts: Script, is_held: bool = False) -> list[Attempt]:
         """Play attempts in one process."""

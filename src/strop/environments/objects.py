@@ -1,7 +1,6 @@
 """The object of an author's class behind one attempt, and the facts of its class.
 
-`WorldObject` is the interface of an attempt to it: `ObjectHere` holds the object in this process (also inside
-a sandbox), `SandboxedObject` asks a process in a sandbox.
+`WorldObject` is the interface of an attempt to it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from functools import cache
 from typing import Any, Protocol
 
 from strop.environments.contract import Done
-from strop.environments.printed import CapturedOutput, are_prints_kept, capturing
 from strop.environments.tools import Tool, call_tool, cut_text, find_tools, to_text
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, ToolCall
@@ -61,20 +59,15 @@ class ObjectHere:
         self._to_outcome = to_outcome
         self._limits = limits
         self._own: Any = None
-        self._captured: CapturedOutput | None = None
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Make a new object, and open the attempt."""
-        if are_prints_kept():
-            self._captured = CapturedOutput(f"{example.task} {example.example_id} seed {seed}")
-        with capturing(self._captured):
-            self._own = self._make_own()
-            return to_messages(await _finished(self._own.reset(example, seed)))
+        self._own = self._make_own()
+        return to_messages(await _finished(self._own.reset(example, seed)))
 
     async def step(self, text: str) -> tuple[tuple[Message, ...], bool]:
         """Pass a reply to the object."""
-        with capturing(self._captured):
-            returned = await _finished(self._own.step(text))
+        returned = await _finished(self._own.step(text))
         is_over = isinstance(returned, Done)
         if isinstance(returned, Message | list | tuple):
             return to_messages(returned), False
@@ -84,32 +77,24 @@ class ObjectHere:
     async def call(self, call: ToolCall) -> tuple[str, bool]:
         """Call a tool; its result is a text within the budget."""
         limits = self._limits
-        with capturing(self._captured):
-            return await call_tool(
-                self._own,
-                _tools_of(type(self._own)),
-                call,
-                # A workspace ends slow commands itself.
-                limit_s=limits.tool_limit_s + getattr(self._own, "spare_limit_s", 0.0),
-                max_chars=limits.max_observation_chars,
-            )
+        return await call_tool(
+            self._own,
+            _tools_of(type(self._own)),
+            call,
+            # A workspace ends slow commands itself.
+            limit_s=limits.tool_limit_s + getattr(self._own, "spare_limit_s", 0.0),
+            max_chars=limits.max_observation_chars,
+        )
 
     async def score(self) -> Outcome:
         """Score the attempt."""
-        with capturing(self._captured):
-            return self._to_outcome(await _finished(self._own.score()))
+        return self._to_outcome(await _finished(self._own.score()))
 
     async def close(self) -> None:
         """Close the object, if it has `close`."""
         own, self._own = self._own, None
-        try:
-            if own is not None and callable(getattr(own, "close", None)):
-                with capturing(self._captured):
-                    await _finished(own.close())
-        finally:
-            captured, self._captured = self._captured, None
-            if captured is not None:
-                captured.log()
+        if own is not None and callable(getattr(own, "close", None)):
+            await _finished(own.close())
 
 
 _tools_of: Callable[[type], dict[str, Tool]] = cache(find_tools)

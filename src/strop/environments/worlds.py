@@ -30,7 +30,6 @@ from strop.environments.gpus import require_gpus
 from strop.environments.mcp import ServedObject, find_served_tools, require_apart
 from strop.environments.objects import ObjectHere, ObjectLimits, WorldObject, read_facts, to_messages
 from strop.environments.played import PlayedWorld
-from strop.environments.sandboxed import SandboxedClass, SandboxedObject
 from strop.environments.workspace import Place, Workspace
 from strop.errors import ConfigError
 from strop.rollout import Example, FinishReason, Message, Outcome, Split, make_example
@@ -55,9 +54,6 @@ class WorldTask:
     def limits(self) -> TaskLimits:
         """The class's limits within the run file's."""
         raise NotImplementedError
-
-    is_apart = False
-    """Whether its class runs in sandboxes."""
 
     @property
     def file(self) -> Path:
@@ -334,32 +330,10 @@ class OwnWorld(WorldTask, OwnTask):
         facts: Mapping[str, Any] = self._posed["facts"]
         return facts
 
-    @cached_property
-    def _sandboxed(self) -> SandboxedClass:
-        return SandboxedClass.read(
-            self._spec.ref,
-            self.section,
-            self.object_limits,
-            digest=self._digest,
-            file=self.file,
-            values=dict(self._inspected.values),
-            where=self.where,
-            full_marks=self.limits.max_reward,
-        )
-
     @property
     def is_workspace(self) -> bool:
         """Whether its class is a `Workspace`."""
         return self._inspected.has_sandbox
-
-    def make_object(self, gpus: tuple[str, ...] = ()) -> WorldObject:
-        """Return the object of one attempt, in this process or in a sandbox."""
-        return SandboxedObject(self._sandboxed, gpus) if self.is_apart else super().make_object(gpus)
-
-    @property
-    def is_apart(self) -> bool:  # type: ignore[override]
-        """Whether its class runs in sandboxes."""
-        return self.section.lane == "sandbox"
 
     @property
     def file(self) -> Path:

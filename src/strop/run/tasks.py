@@ -27,7 +27,7 @@ from strop.audit import (
 )
 from strop.environments import Environment, choose_environment
 from strop.environments.contract import Action
-from strop.environments.printed import forget_prints, keep_prints
+from strop.environments.guests.guest import log_guests
 from strop.errors import CheckRefused, ConfigError
 from strop.io.atomic import explain_write_failure
 from strop.io.notices import tell
@@ -366,8 +366,7 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
     examples = task.examples(Split.HELD_OUT)
     example = examples[seed % len(examples)]
 
-    # Show what an environment's code prints.
-    keep_prints(sys.stderr)
+    log_guests(sys.stderr)
 
     async def play() -> Outcome:
         async with hold_judge(spec, task) as judge:
@@ -387,10 +386,7 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
                     await environment.close()
             return Outcome(parts={}, failure=caught.failure)
 
-    try:
-        return asyncio.run(play())
-    finally:
-        forget_prints()
+    return asyncio.run(play())
 
 
 async def _converse(environment: Environment, opening: Sequence[Message], read: Read, tell: Tell) -> None:

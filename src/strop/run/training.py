@@ -314,7 +314,7 @@ async def _train(
     with importing():
         from strop.cluster.contract import build_placement, with_frozen
         from strop.cluster.servers import JudgeRoles, RuntimeRole, guard
-        from strop.environments.printed import forget_prints, keep_prints
+        from strop.environments.guests.guest import log_guests
         from strop.train.loop import TrainInput, TrainLoop
 
     spec, task = parts.spec, parts.task
@@ -329,7 +329,7 @@ async def _train(
     runtime = RuntimeRole(spec.runtime, run_dir.path, servers_dir)
     placement = build_placement(spec, source, run_dir.path / "roles")
     judge = open_judge(task, task_builder(spec.task))
-    keep_prints(run_dir.path / "latest" / "environments.log")
+    log_guests(run_dir.path / "latest" / "environments.log")
     try:
         # Before the placement: its processes inherit the addresses of these servers.
         await runtime.start()
@@ -356,7 +356,6 @@ async def _train(
         await judge.close()
         await judges.stop()
         await runtime.stop()
-        forget_prints()
     return read_outcome(run_dir, task, spec.train.steps)
 
 

@@ -110,8 +110,6 @@ class SandboxTerms(_Message):
     has_workspace: bool = False
     min_level: IsolationLevel = IsolationLevel.NAMESPACE
     snapshot: SnapshotTerms | None = None
-    module: Literal["strop.environments.inside"] | None = None
-    """The module whose `main` the sandbox is prepared for. It sees the packages of the agent's Python."""
 
     @field_validator("limits")
     @classmethod

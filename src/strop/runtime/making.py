@@ -67,8 +67,6 @@ class Kind:
     network: str
     min_level: IsolationLevel
     mounts: tuple[Mount, ...] = ()
-    module: str | None = None
-    """The module that it is prepared for; see `LocalBackend.create_prepared`."""
     is_user_hint: bool = False
     """Whether to make it without `user` where this host cannot provide that user."""
 
@@ -123,7 +121,6 @@ class Maker:
             has_workspace=terms.has_workspace,
             network=terms.network,
             min_level=terms.min_level,
-            module=terms.module,
         )
 
     def _backends_for(self, request: StartRequest) -> tuple[str, ...]:
@@ -209,8 +206,6 @@ class Maker:
                 snapshot=snapshot,
             )
             backend = LocalBackend(kind.backend)
-            if kind.module is not None:
-                return await backend.create_prepared(spec, kind.module)
             try:
                 return await backend.create(spec)
             except SandboxRefused as refusal:

@@ -281,7 +281,6 @@ _FIELDS: Mapping[str, Mapping[str, _Check]] = {
         "argv": _is_words,
         "wall_limit_s": _is_time,
         "has_stdin": _is_bool,
-        "is_main": _is_bool,
         **_COMMAND_FIELDS,
     },
     "builtin": {
@@ -302,7 +301,7 @@ _FIELDS: Mapping[str, Mapping[str, _Check]] = {
     },
 }
 """The fields of each operation that an owner may request, and their checks."""
-_OPTIONAL = frozenset({"has_stdin", "is_main"})
+_OPTIONAL = frozenset({"has_stdin"})
 _UNANSWERED = frozenset({"cancel", "end", "drop", "input_end", "signal"})
 
 

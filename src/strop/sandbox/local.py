@@ -191,28 +191,6 @@ class LocalBackend:
             stack.pop_all()
         return made
 
-    async def create_prepared(self, spec: SandboxSpec, module: str) -> LocalSandbox:
-        """Return a sandbox that mounts this Python's packages, and whose `start_main` runs a module's `main`.
-
-        Raises: as `create`.
-        """
-        folders = (*(mount.inside_path for mount in spec.mounts), *package_folders())
-        mounts = tuple(Mount(host_path=path, inside_path=path) for path in package_folders())
-        spec = replace(spec, mounts=(*spec.mounts, *mounts))
-        source = _IMPORTING_MAIN.format(folders=[*folders], package=module.rpartition(".")[0], module=module)
-        return await self.create(spec, main_source=source)
-
-
-_IMPORTING_MAIN = """\
-import os, sys
-sys.path += {folders!r}
-# A thread would not survive a fork.
-os.environ["OPENBLAS_NUM_THREADS"] = "1"
-import {package}
-from {module} import main
-del os.environ["OPENBLAS_NUM_THREADS"]
-"""
-
 
 @cache
 def package_folders() -> tuple[str, ...]:

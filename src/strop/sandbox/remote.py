@@ -80,21 +80,10 @@ class RemoteBackend:
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
 
-    async def create_prepared(self, spec: SandboxSpec, module: str) -> RemoteSandbox:
-        """Return a sandbox that mounts the packages of the Python that serves at its node.
-
-        Its `start_main` runs the module's `main`, with that node's version of strop.
-        Raises: as `create`; SandboxRefused with kind limits for a module that the service does not run.
-        """
-        return await self.create(spec, module=module)
-
-    async def create(
-        self, spec: SandboxSpec, *, main_source: str = "", module: str | None = None
-    ) -> RemoteSandbox:
+    async def create(self, spec: SandboxSpec, *, main_source: str = "") -> RemoteSandbox:
         """Return a fresh sandbox; see `SandboxBackend.create`. Waits while the service queues the request.
 
         `main_source`: Python that defines `main`, for `run_main`. It is loaded inside at each call.
-        `module`: see `create_prepared`.
 
         Raises: SandboxRefused with kind network, mounts, gpus, snapshot, key, limits, capacity, service if it
         does not answer, lost if the node was lost, or a kind of the node's backend (`LocalBackend.create`).
@@ -106,7 +95,7 @@ class RemoteBackend:
             async with _Service(self.endpoint) as service:
                 # Hold the snapshot until the node has started the sandbox from it.
                 with nullcontext() if snapshot is None else snapshot.hold():
-                    record = await service.start(spec, snapshot, module)
+                    record = await service.start(spec, snapshot)
                     end = partial(_stop, self.endpoint, record["runtime_id"])
                     stack.push_async_callback(end)
                     record = await service.wait_ready(record)
@@ -355,9 +344,7 @@ class _Service:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def start(
-        self, spec: SandboxSpec, snapshot: RemoteSnapshot | None, module: str | None
-    ) -> dict[str, Any]:
+    async def start(self, spec: SandboxSpec, snapshot: RemoteSnapshot | None) -> dict[str, Any]:
         terms = {
             "limits": asdict(spec.limits),
             "user": spec.user,
@@ -365,7 +352,6 @@ class _Service:
             "has_workspace": spec.has_workspace,
             "min_level": int(spec.min_level),
             "snapshot": None if snapshot is None else snapshot.terms,
-            "module": module,
         }
         body = {
             "image": spec.image or _HOST_IMAGE,

@@ -147,11 +147,6 @@ class ServedSandbox(ABC):
         full = {"op": "start", **request, "env": {**self._env, **(env or {})}}
         return ServedJob(self.client, *self.client.begin(full))
 
-    async def start_main(self) -> ServedJob:
-        """Start the sandbox's `main`, and return; see `run_main` and `start`."""
-        request = {"argv": list(self.python_argv), "cwd": None, "is_main": True, "wall_limit_s": math.inf}
-        return ServedJob(self.client, *self.client.begin({"op": "start", **request, "env": self._env}))
-
     async def open_shell(
         self, *, env: Mapping[str, str] | None = None, cwd: str | None = None
     ) -> ServedShell:

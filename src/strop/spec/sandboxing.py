@@ -22,7 +22,7 @@ class SandboxSettings(Section):
         default="auto",
         description="Backend of the sandboxes for model-written code. 'auto': the first local one with enough"
         " isolation. 'remote': the run's sandbox service, `[runtime]`, on any node with room; there programs"
-        " have the standard library only, and a class of task.lane the installed packages.",
+        " have the standard library only.",
         json_schema_extra=expert(
             "a machine with accelerators may have few processors, or allow no sandboxes"
         ),

@@ -427,32 +427,16 @@ class UserEnvironmentSpec(UserCodeSection, GpuSettings, EnvironmentSection):
     # The second base has the usual one.
     model_config = ConfigDict(extra="allow")
 
-    lane: Literal["process", "sandbox"] = Field(
-        default="process",
-        description="Where the class runs: in the rollout process, or each attempt in its own sandbox"
-        " (task.sandbox), which sees the installed packages, its sources, and nothing else of this machine."
-        " There a tool that hangs, exits or prints endlessly affects only its own attempt.",
-        json_schema_extra=expert("code that may hang, or runs what the model writes, belongs in a sandbox"),
-    )
-
     @model_validator(mode="after")
     def _check_sandbox(self) -> Self:
-        given = {f"task.{name}": getattr(self, name) for name in ("lane", *GpuSettings.model_fields)}
+        given = {f"task.{name}": getattr(self, name) for name in GpuSettings.model_fields}
         usual = [type(self).model_fields[name].default for name in GpuSettings.model_fields]
-        has_own = self.ref.is_here and self.inspect().has_sandbox
-        if self.lane == "sandbox" and has_own:
-            raise SpecConflict(
-                given,
-                f"{self.ref} makes sandboxes itself",
-                allowed="task.lane=sandbox with a class that makes none",
-                next_step="set task.lane=process",
-            )
-        if self.lane == "process" and [*given.values()][1:] != usual and self.ref.is_here and not has_own:
+        if [*given.values()] != usual and self.ref.is_here and not self.inspect().has_sandbox:
             raise SpecConflict(
                 given,
                 f"attempts at {self.ref} have no sandbox",
-                allowed="these settings with task.lane=sandbox, or a strop.environments.Workspace",
-                next_step="remove them, or set task.lane=sandbox",
+                allowed="these settings with a strop.environments.Workspace",
+                next_step="remove them, or derive the class from strop.environments.Workspace",
             )
         return self
 

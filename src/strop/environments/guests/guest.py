@@ -6,20 +6,22 @@ import asyncio
 import atexit
 import itertools
 import json
+import logging
 import os
 import subprocess
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from strop.environments.printed import log_output
 from strop.errors import ConfigError
 from strop.rollout import FailureOwner
 from strop.tasks.failures import AttemptFailed
 
+_log = logging.getLogger("strop.environments.guests")
 _HOST = Path(__file__).with_name("host.py")
 _KEPT_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "HF_HOME", "HF_HUB_OFFLINE", "SSL_CERT_FILE")
 """Environment variables that a guest inherits: none of the run's keys."""
@@ -142,12 +144,12 @@ class Guest:
                 request.set_exception(self._lost())
 
     def _read_stderr(self) -> None:
-        """Log the package's output; see `printed`."""
+        """Log the package's output."""
         assert self._process.stderr is not None
         with self._process.stderr as stream:
             while data := os.read(stream.fileno(), _CHUNK_BYTES):
                 self._last_words = (self._last_words + data)[-_LAST_WORDS_BYTES:]
-                log_output(f"{self._name} {self.pid}", "stderr", data)
+                _log.info("%s %d:\n%s", self._name, self.pid, data.decode(errors="replace").rstrip())
 
     def _lost(self) -> GuestLost:
         return GuestLost(f"its process has ended; its last words: {self._decode_last_words()}")
@@ -155,6 +157,20 @@ class Guest:
     def _decode_last_words(self) -> str:
         self._stderr_reader.join(_LAST_WORDS_S)
         return self._last_words.decode(errors="replace").strip() or "none"
+
+
+def log_guests(where: Path | IO[str]) -> None:
+    """Write what guests print to a stream, or to a file, of which the last 8 to 16 MiB are kept."""
+    handler: logging.Handler = logging.StreamHandler(None if isinstance(where, Path) else where)
+    if isinstance(where, Path):
+        handler = RotatingFileHandler(where, maxBytes=8 << 20, backupCount=1, delay=True, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    for earlier in _log.handlers[:]:
+        _log.removeHandler(earlier)
+        earlier.close()
+    _log.addHandler(handler)
+    _log.setLevel(logging.INFO)
+    _log.propagate = False
 
 
 _starting = threading.Lock()
