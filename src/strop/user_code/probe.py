@@ -13,7 +13,6 @@ import resource
 import sys
 import typing
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from typing import Any
 
 from strop.errors import ConfigError
@@ -24,18 +23,6 @@ MAX_BYTES = 1 << 34
 """Limit of RLIMIT_DATA for inspecting code and making examples; not of addresses, which libraries reserve."""
 TASK_METHODS = ("examples", "render", "verify")
 ENVIRONMENT_METHODS = ("examples", "reset", "score")
-
-
-class Shape(StrEnum):
-    """The interface that a class implements."""
-
-    TASK = "task"
-    ENVIRONMENT = "environment"
-    """strop's own: `examples`, `reset(example, seed)`, `step` or tools, `score`."""
-    GYMNASIUM = "gymnasium"
-    """`reset(seed=...)` and `step(action)`, which returns five values."""
-    TRL = "trl"
-    """`reset(**row)`, tools, and `get_reward`, as TRL's `environment_factory`."""
 
 
 def main(descriptor: int) -> None:
@@ -83,12 +70,13 @@ def _inspect_task(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     if not inspect.isclass(loaded):
         return {"fault": f"is {_kind_of(loaded)}, not a class"}
     line = _line_of(loaded)
-    shape = shape_of(loaded)
-    missing = [name for name in _REQUIRED[shape] if not callable(getattr(loaded, name, None))]
+    is_environment = callable(getattr(loaded, "reset", None))
+    required = ENVIRONMENT_METHODS if is_environment else TASK_METHODS
+    missing = [name for name in required if not callable(getattr(loaded, name, None))]
     if missing:
         return {"fault": f"has no {' and no '.join(missing)}", "line": line}
     answer: dict[str, Any] = {"line": line, "meaning": inspect.getdoc(loaded) or ""}
-    answer |= {"path": inspect.getfile(loaded), "is_environment": shape is not Shape.TASK}
+    answer |= {"path": inspect.getfile(loaded), "is_environment": is_environment}
     answer["has_sandbox"] = callable(getattr(loaded, "sandbox_for", None))
     kind = settings_class(loaded)
     if kind is None:
@@ -108,37 +96,8 @@ def _inspect_task(loaded: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     return {**answer, "values": adapter.dump_python(value, mode="json"), "mistakes": mistakes}
 
 
-_REQUIRED = {
-    Shape.TASK: TASK_METHODS,
-    Shape.ENVIRONMENT: ENVIRONMENT_METHODS,
-    Shape.GYMNASIUM: (),
-    Shape.TRL: (),
-}
-
-
-def shape_of(cls: type) -> Shape:
-    """Return the interface that a class implements, by its methods."""
-    reset = getattr(cls, "reset", None)
-    if not callable(reset):
-        return Shape.TASK
-    parameters = list(inspect.signature(reset).parameters.values())[1:]
-    names = {parameter.name for parameter in parameters}
-    if "example" in names:
-        return Shape.ENVIRONMENT
-    takes_row = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    if {"seed"} <= names <= {"seed", "options"} and callable(getattr(cls, "step", None)):
-        return Shape.GYMNASIUM
-    is_trl = takes_row or callable(getattr(cls, "get_reward", None))
-    return Shape.TRL if is_trl else Shape.ENVIRONMENT
-
-
 def settings_class(cls: type) -> type | None:
-    """Return the class of the settings that a task's `__init__` takes; None if it takes none.
-
-    Classes for Gymnasium or TRL are made without arguments.
-    """
-    if shape_of(cls) in (Shape.GYMNASIUM, Shape.TRL):
-        return None
+    """Return the class of the settings that a task's `__init__` takes; None if it takes none."""
     parameters = list(inspect.signature(cls).parameters)
     if not parameters:
         return None

@@ -9,7 +9,6 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from functools import partial
-from importlib import import_module
 from typing import Any
 
 from strop.errors import ConfigError, DataError
@@ -17,7 +16,7 @@ from strop.rollout import Example, Message, Split, make_example
 from strop.tasks.contract import TURN, TaskLimits
 from strop.tasks.user.rewards import await_if_needed
 from strop.user_code import CodeRef, blaming
-from strop.user_code.probe import Shape, answer_order, settings_class, shape_of
+from strop.user_code.probe import answer_order, settings_class
 
 OPENING_SEED = 0
 """Seed of the openings that a plan and the gate measure; rollouts have other seeds."""
@@ -25,10 +24,7 @@ _LIMITS = frozenset(field.name for field in dataclasses.fields(TaskLimits)) - {"
 
 
 def make_task(kind: Any, values: Mapping[str, Any]) -> Any:
-    """Instantiate the user's class with its settings; classes of other libraries are adapted first."""
-    if shape_of(kind) in (Shape.GYMNASIUM, Shape.TRL):
-        # A room above this one.
-        return import_module("strop.environments.shapes").adapt(kind)()
+    """Instantiate the user's class with its settings."""
     settings = settings_class(kind)
     if settings is None:
         return kind()
