@@ -13,11 +13,11 @@ from strop.errors import StropError
 from strop.rollout import FailureOwner, Split
 from strop.spec.reader import load_spec
 from strop.tasks import Task, build_task, self_test
-from tests.environments.test_gpus import SHOW, two_gpus
 from tests.environments.test_repair import PROCESS, make, play, repository
+from tests.fixtures.gpus import MakeGpus, fake_gpu
 from tests.fixtures.sandboxes import needs_bubblewrap
 
-__all__ = ["repository", "two_gpus"]
+__all__ = ["repository"]
 AGENT = """\
 import json, os, subprocess, sys, urllib.request
 
@@ -157,8 +157,11 @@ def test_what_could_not_act_there_is_refused(tmp_path: Path, words: list[str], e
 
 
 @needs_bubblewrap
-@pytest.mark.usefixtures("two_gpus")
-def test_a_program_has_the_gpus_of_its_attempt(tmp_path: Path, repository: Path, agent: Path) -> None:
-    rollout = play(tmp_path, make_with(tmp_path, repository, agent, sandbox_gpus=1.0), SHOW, "done")
+def test_a_program_has_the_gpus_for_environments(
+    tmp_path: Path, repository: Path, agent: Path, gpus_of: MakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus_of([fake_gpu(index) for index in range(3)])
+    monkeypatch.setenv("STROP_ENV_DEVICES", "1")
+    show = "ls /dev | grep -E '^nvidia[0-9]'; echo sees $CUDA_VISIBLE_DEVICES"
+    rollout = play(tmp_path, make_with(tmp_path, repository, agent), show, "done")
     assert "nvidia1\nsees GPU-1" in rollout.turns[2].text
-    assert rollout.outcome.metrics["gpu_wait_s"] < 60.0

@@ -93,11 +93,11 @@ def planned(run: Run, file: str, *words: str) -> dict[str, int]:
         (
             (
                 *("submit", "run.toml", "--on", "cluster", "environment.name=repo-repair"),
-                *("environment.source=rows.jsonl", "environment.sandbox_gpus=0.5"),
+                "environment.source=rows.jsonl",
                 *("job.train_gpus=4", "job.infer_gpus=2", "job.env_gpus=2"),
             ),
-            {"infer": 2, "train": 4, "sandbox": 2},
-            "ray: 4 learners, 2 engines, 2 GPUs for sandboxes",
+            {"infer": 2, "train": 4, "env": 2},
+            "ray: 4 learners, 2 engines, 2 workers",
         ),
         # It had none of its eight.
         (("submit", "run.toml", "--on", "cloud"), {"train": 8}, "ray: 8 learners, 8 engines"),

@@ -73,8 +73,5 @@ def test_slices_do_not_work_together() -> None:
         ("MIG-a1",),
         ("MIG-b2",),
     ]
-    # Each attempt gets one of them.
-    apart = share_out(visible, {"train/train": 1, "train/sandbox": 2})
-    assert apart["train/sandbox"].ids == ("MIG-b2", "MIG-c3")
     with pytest.raises(CheckRefused, match="train is to use several MIG slices together"):
         share_out(visible, {"infer": 1, "train": 2})

@@ -20,7 +20,6 @@ from strop.spec import RunSpec
 from strop.spec.layout import (
     INFER,
     PARTS,
-    SANDBOX,
     DeviceShare,
     Layout,
     RoleKind,
@@ -78,40 +77,6 @@ def test_five_learn_one_generates_and_one_is_for_environments() -> None:
     assert found["engine-0"] == (0, share("infer", 0))
     assert found["worker-0"] == (0, share("env", 0))
     assert spec.job.gpus_per_node == 7
-
-
-REPAIR = {"name": "repo-repair", "source": "rows.jsonl"}
-"""An environment whose attempts have sandboxes."""
-
-
-def test_sandboxes_have_the_gpus_for_environments() -> None:
-    def lay(**sections: Any) -> Layout:
-        return asked(task={**REPAIR, "sandbox_gpus": sections.pop("sandbox_gpus", 1)}, **sections).layout
-
-    job = {"train_gpus": 1, "infer_gpus": 1, "env_gpus": 4}
-    alone = lay(job=job)
-    # The run's own process hands them out.
-    assert (alone.kind, alone.of(RoleKind.WORKER)) == ("process", [])
-    assert dict(alone.nodes[0].gpus) == {"infer": 1, "train": 1, "sandbox": 4}
-    assert alone.describe() == "process: 1 learner, 1 engine, 4 GPUs for sandboxes"
-    # Workers of a node divide them, in what one attempt needs.
-    several = places(lay(job=job, placement={"rollout_workers": 3}))
-    assert [several[f"worker-{n}"][1] for n in range(3)] == [
-        share("sandbox", 0, 2),
-        share("sandbox", 2),
-        share("sandbox", 3),
-    ]
-    pairs = places(lay(job=job, sandbox_gpus=2, placement={"rollout_workers": 2}))
-    assert [pairs[f"worker-{n}"][1] for n in range(2)] == [share("sandbox", 0, 2), share("sandbox", 2, 2)]
-    nodes = places(lay(job={**job, "nodes": 2, "env_gpus": 1}, sandbox_gpus=0.5))
-    assert [nodes[f"worker-{n}"] for n in range(2)] == [(0, share("sandbox", 0)), (1, share("sandbox", 0))]
-    for words, why in (
-        ({"job": {"gpus": 1}}, "the job has no GPUs for the sandboxes"),
-        ({"job": job, "sandbox_gpus": 3}, "1 GPUs for environments would be idle"),
-        ({"job": {**job, "env_gpus": 1}, "placement": {"rollout_workers": 2}}, "worker-1 would have no GPUs"),
-    ):
-        with pytest.raises(ValueError, match=why):
-            lay(**words)
 
 
 def test_one_node_learns_and_the_other_generates() -> None:
@@ -244,7 +209,6 @@ PLACEMENTS = st.fixed_dictionaries(
     width=COUNTS,
     is_vllm=st.booleans(),
     has_rl=st.booleans(),
-    sandbox_gpus=st.sampled_from([0, 0, 0.5, 1, 2]),
 )
 def test_plan_dry_run_and_run_give_the_same_roles_and_no_gpu_is_idle(
     split: dict[str, Any],
@@ -253,7 +217,6 @@ def test_plan_dry_run_and_run_give_the_same_roles_and_no_gpu_is_idle(
     width: int | None,
     is_vllm: bool,
     has_rl: bool,
-    sandbox_gpus: float,
 ) -> None:
     job = split | beside
     if job.get("cpu_nodes"):
@@ -261,8 +224,7 @@ def test_plan_dry_run_and_run_give_the_same_roles_and_no_gpu_is_idle(
     engine = {"kind": "vllm", "tensor_parallel": width} if is_vllm else {"kind": "native"}
     terms = {} if has_rl else {"train": {"terms": "sft"}, "sft": {"source": "rows.jsonl"}}
     try:
-        task = {"task": {**REPAIR, "sandbox_gpus": sandbox_gpus}} if sandbox_gpus and has_rl else {}
-        spec = asked(job=job, placement=placement, engine=engine, **terms, **task)
+        spec = asked(job=job, placement=placement, engine=engine, **terms)
     except ValueError:
         return
     layout = spec.layout
@@ -294,10 +256,9 @@ def test_plan_dry_run_and_run_give_the_same_roles_and_no_gpu_is_idle(
         for node in layout.nodes
         for part, number in node.gpus.items()
         for place in range(number)
-        if part != SANDBOX or layout.num_workers
     }
     assert set(taken) == there
-    assert all(number == 1 for one, number in taken.items() if one[1] in (INFER, SANDBOX))
+    assert all(number == 1 for one, number in taken.items() if one[1] == INFER)
     assert {part for node in layout.nodes for part in node.gpus} <= set(PARTS)
 
 
@@ -309,8 +270,6 @@ def test_a_role_sees_exactly_its_devices_and_ids_stay_words() -> None:
     assert take_devices("worker-0", share("env", 0), indices)["CUDA_VISIBLE_DEVICES"] == "6"
     slices = {"CUDA_VISIBLE_DEVICES": "MIG-aaaa,MIG-bbbb"}
     assert take_devices("learner-1", share("train", 1), slices)["CUDA_VISIBLE_DEVICES"] == "MIG-bbbb"
-    sandboxes = {"CUDA_VISIBLE_DEVICES": "3", "STROP_SANDBOX_DEVICES": "MIG-cccc,MIG-dddd"}
-    assert take_devices("worker-1", share("sandbox", 1), sandboxes)["CUDA_VISIBLE_DEVICES"] == "MIG-dddd"
     # A node that only generates has no other variable.
     one = {"CUDA_VISIBLE_DEVICES": "GPU-12ab"}
     assert take_devices("engine-0", share("infer", 0), one)["CUDA_VISIBLE_DEVICES"] == "GPU-12ab"

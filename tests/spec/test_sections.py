@@ -72,7 +72,7 @@ def test_the_settings_of_strop_are_this_list() -> None:
         *("task.mode", "task.strictness", "task.min_level", "task.max_level", "task.year", "task.subject"),
         *("task.min_isolation", "task.sandbox", "task.agent_paths"),
         *("task.rules", "task.hidden_tests", "task.difficulty"),
-        *("task.sandbox_gpus", "task.memory_gib", "task.disk_gib"),
+        *("task.memory_gib", "task.disk_gib"),
         *("task.image", "task.test_command", "task.test_limit_s", "task.hidden_paths"),
         *("task.protected", "task.root", "task.tasks", "task.raw_validate"),
         *("task.open_network", "task.url", "task.action_field", "task.action_is_number", "task.instructions"),

@@ -31,7 +31,6 @@ from urllib.parse import urlsplit
 from strop.agents import calling
 from strop.agents.face import Face, lease_face
 from strop.environments.contract import Action, StepResult
-from strop.environments.gpus import NO_GPUS, lease_gpus, require_gpus
 from strop.environments.objects import to_messages
 from strop.environments.recording import Recorder
 from strop.environments.workspace import Guest, Workspace
@@ -120,10 +119,9 @@ class AgentTask(TaskWrapper):
         return self
 
     def make_environment(self, judge: Judge | None = None) -> AgentEnvironment | WorkspaceAttempt:
-        """Make one attempt. Raises: CheckRefused like `require_gpus`."""
+        """Make one attempt."""
         if self.workspaces is None:
             return AgentEnvironment(self, judge)
-        require_gpus(self.workspaces.section)
         return WorkspaceAttempt(self, self.workspaces)
 
     def attempt_tokens(self, limits: TaskLimits) -> int:
@@ -215,18 +213,16 @@ class WorkspaceAttempt(Conducted):
         self._workspace: Workspace | None = None
         self._held = AsyncExitStack()
         self._face: Face | None = None
-        self._lease = NO_GPUS
         self.max_attempt_tokens = task.max_tokens
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Make the sandbox, with a way to the model, and pose the example.
 
-        Raises: as `lease_gpus` and the workspace do.
+        Raises: as the workspace does.
         """
         await self.close()
         self._face = await self._held.enter_async_context(lease_face())
-        self._lease = self._held.enter_context(await lease_gpus(self._world.section))
-        workspace: Workspace = self._world.make_placed(self._lease.names)
+        workspace: Workspace = self._world.make_placed()
         guest = Guest(endpoint=urlsplit(self._face.url).netloc, paths=self._task.paths)
         workspace.place = replace(workspace.place, guest=guest)
         self._held.push_async_callback(workspace.close)
@@ -266,7 +262,6 @@ class WorkspaceAttempt(Conducted):
         if self._workspace is None:
             raise DataError(f"{self._task.name}: score before reset")
         outcome = self._world.to_outcome(await self._workspace.score())
-        outcome = replace(outcome, metrics={**outcome.metrics, **self._lease.metrics})
         return within_bounds(outcome, self._world.limits)
 
     async def close(self) -> None:

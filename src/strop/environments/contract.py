@@ -56,7 +56,7 @@ class Environment(Protocol):
     base_stop_strings: texts that end a reply to a prompt in plain text, beside `stop_strings`.
     max_attempt_tokens: tokens of all the policy's turns together; then the attempt is scored. None: no bound.
     max_attempt_s: wall time since `reset`, in seconds, with the same end; an unfinished reply is dropped.
-        None: no bound. The time that `reset` waited for a slot, `waited_s`, does not count.
+        None: no bound.
     act: a coroutine function that takes a `Recorder` and lets a program conduct the attempt, which calls the
         model as often as it likes; `step` is never called; `score` judges the result. Raises: AttemptFailed.
     """

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from strop.environments.contract import Action, StepResult
-from strop.environments.gpus import NO_GPUS, lease_gpus
 from strop.environments.objects import WorldObject
 from strop.environments.tools import CallRefused, ToolError, cut_text
 from strop.errors import DataError
@@ -34,7 +33,6 @@ class PlayedWorld:
         self.max_attempt_tokens = section.max_attempt_tokens
         self.max_attempt_s = section.max_attempt_s
         self._object: WorldObject | None = None
-        self._lease = NO_GPUS
         self._num_turns = 0
         self._is_over = False
         """Whether the world ended the attempt."""
@@ -43,20 +41,11 @@ class PlayedWorld:
         """Consecutive ones up to now."""
         self._counts = dict.fromkeys(("num_tool_calls", "num_format_errors", "num_tool_errors"), 0.0)
 
-    @property
-    def waited_s(self) -> float:
-        """Seconds that `reset` waited for GPUs."""
-        return self._lease.waited_s
-
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Wait for GPUs if there are any to lease, make a new object, and open the attempt.
-
-        Raises: DataError if the example is incomplete; as `lease_gpus` does.
-        """
+        """Make a new object, and open the attempt. Raises: DataError if the example is incomplete."""
         require_whole(self._task.name, example)
         await self.close()
-        self._lease = await lease_gpus(self._section)
-        self._object = self._task.make_attempt(self._lease.names)
+        self._object = self._task.make_attempt()
         self._num_turns, self._is_over, self._has_replied = 0, False, False
         return self._task.pose(await self._object.reset(example, seed), example)
 
@@ -78,7 +67,7 @@ class PlayedWorld:
         if self._object is None:
             raise DataError(f"{self._task.name}: score before reset")
         outcome = await self._object.score()
-        metrics = {**outcome.metrics, **self._lease.metrics}
+        metrics = dict(outcome.metrics)
         if self._task.tools:
             metrics |= self._counts
             if outcome.format_ok is None:
@@ -89,11 +78,10 @@ class PlayedWorld:
         return within_bounds(replace(outcome, metrics=metrics), self._task.limits)
 
     async def close(self) -> None:
-        """Close the object, and release its GPUs in any case."""
+        """Close the object."""
         world, self._object = self._object, None
-        with self._lease:
-            if world is not None:
-                await world.close()
+        if world is not None:
+            await world.close()
 
     async def _act(self, world: WorldObject, action: Action) -> tuple[Message, ...]:
         """Execute the calls of a reply, and report malformed ones."""

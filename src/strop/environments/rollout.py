@@ -133,7 +133,6 @@ class Attempt:
         if getattr(self.environment, "max_attempt_s", None) is not None:
             self.started_at = self.clock()
         self.history = list(await self.environment.reset(self.plan.example, self.world_seed))
-        self.started_at += getattr(self.environment, "waited_s", 0.0)
         end = await self._converse()
         return await self._score(end) if isinstance(end, Stop) else end
 

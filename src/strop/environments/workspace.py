@@ -38,6 +38,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from strop.environments.contract import Done
 from strop.environments.tools import ToolError
 from strop.errors import SandboxError, SandboxLost, SandboxRefused
+from strop.hardware.visible_devices import ENV_DEVICES, parse_visible_devices
 from strop.rollout import Example, FailureOwner, Outcome, ToolCall
 from strop.sandbox.allowlist import PREFIX
 from strop.sandbox.contract import MIB, ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
@@ -116,16 +117,14 @@ class Place:
     command_limit_s: float = 60.0
     """Limit of one command's wall time."""
     guest: Guest | None = None
-    gpus: tuple[str, ...] = ()
-    """The attempt's GPUs; its grader sees them, too."""
 
     @classmethod
-    def of(cls, section: object, command_limit_s: float, gpus: tuple[str, ...] = ()) -> Place:
+    def of(cls, section: object, command_limit_s: float) -> Place:
         """Read a section, which may have no sandbox settings."""
         if not isinstance(section, SandboxSettings):
             return cls(command_limit_s=command_limit_s)
         level = IsolationLevel[section.min_isolation.upper()]
-        return cls(backend=section.sandbox, min_level=level, command_limit_s=command_limit_s, gpus=gpus)
+        return cls(backend=section.sandbox, min_level=level, command_limit_s=command_limit_s)
 
 
 def sandbox_tool(
@@ -341,7 +340,9 @@ class Workspace:
 
         backend = await choose_backend(self.place.backend, self.place.min_level)
         spec = spec if guest is None else guest.let_in(spec, backend.name)
-        gpus = self.place.gpus or spec.gpus
+        # These two give none.
+        shown = () if backend.name in ("process", "remote") else _env_gpus()
+        gpus = spec.gpus or shown
         return await backend.create(replace(spec, min_level=self.place.min_level, gpus=gpus))
 
     async def _open_shell(self) -> Shell:
@@ -389,6 +390,11 @@ class Workspace:
         if error.kind != ExecKind.FROM_INSIDE:
             raise error
         self._is_ruined = True
+
+
+def _env_gpus() -> tuple[str, ...]:
+    """Return the GPUs for environments of this process. Raises: ConfigError if they cannot be parsed."""
+    return parse_visible_devices(os.environ.get(ENV_DEVICES, ""), ENV_DEVICES).ids
 
 
 def room_limits(room: RoomSettings) -> Limits:

@@ -20,13 +20,12 @@ import asyncio
 import inspect
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from strop.environments import looking
 from strop.environments.contract import Action
-from strop.environments.gpus import require_gpus
 from strop.environments.mcp import ServedObject, find_served_tools, require_apart
 from strop.environments.objects import ObjectHere, ObjectLimits, WorldObject, read_facts, to_messages
 from strop.environments.played import PlayedWorld
@@ -83,19 +82,18 @@ class WorldTask:
         return self
 
     def make_environment(self, judge: Judge | None = None) -> PlayedWorld:
-        """Make one attempt; the class judges it, not `judge`. Raises: CheckRefused like `require_gpus`."""
-        require_gpus(self.section)
+        """Make one attempt; the class judges it, not `judge`."""
         return PlayedWorld(self)
 
-    def make_attempt(self, gpus: tuple[str, ...]) -> WorldObject:
-        """Return the object of one attempt, whose sandboxes see `gpus`, with the run file's MCP servers."""
-        inner, servers = self.make_object(gpus), self.section.mcp_servers
+    def make_attempt(self) -> WorldObject:
+        """Return the object of one attempt, with the run file's MCP servers."""
+        inner, servers = self.make_object(), self.section.mcp_servers
         owners = {name: server for name, (server, _) in self.served_tools.items()}
         return ServedObject(inner, owners, servers, self.object_limits) if servers else inner
 
-    def make_object(self, gpus: tuple[str, ...] = ()) -> WorldObject:
+    def make_object(self) -> WorldObject:
         """Return the object of one attempt without the MCP servers."""
-        return ObjectHere(partial(self.make_placed, gpus), self.to_outcome, self.object_limits)
+        return ObjectHere(self.make_placed, self.to_outcome, self.object_limits)
 
     @property
     def object_limits(self) -> ObjectLimits:
@@ -109,11 +107,11 @@ class WorldTask:
         """Whether its class is a `Workspace`, whose attempts have sandboxes."""
         raise NotImplementedError
 
-    def make_placed(self, gpus: tuple[str, ...]) -> Any:
+    def make_placed(self) -> Any:
         """Make an object of the class with the run file's sandbox settings."""
         own = self.make_own()
         if isinstance(own, Workspace):
-            own.place = Place.of(self.section, self.section.tool_limit_s, gpus)
+            own.place = Place.of(self.section, self.section.tool_limit_s)
         return own
 
     @property

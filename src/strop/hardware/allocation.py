@@ -21,7 +21,6 @@ from strop.hardware.visible_devices import (
     DeviceForm,
     VisibleDevices,
     count_gpus,
-    is_one_by_one,
     parse_visible_devices,
     share_out,
 )
@@ -250,8 +249,7 @@ def _fill(
         problems = list(check_device(device, inventory, own_lease_id=request.own_lease_id))
         reasons += [finding.given for finding in problems]
         free += [] if problems else [device]
-    together = [number for name, number in request.wanted.items() if not is_one_by_one(name)]
-    if candidates[0].is_slice and max(together, default=0) > 1:
+    if candidates[0].is_slice and max(request.wanted.values(), default=0) > 1:
         return None, [*reasons, "a role sees one MIG slice at most"]
     if len(free) < sum(request.wanted.values()):
         return None, reasons

@@ -17,13 +17,8 @@ from strop.errors import CheckRefused, ConfigError
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 INFER_DEVICES, JUDGE_DEVICES = "STROP_INFER_DEVICES", "STROP_JUDGE_DEVICES"
-ENV_DEVICES, SANDBOX_DEVICES = "STROP_ENV_DEVICES", "STROP_SANDBOX_DEVICES"
-PART_DEVICES = {
-    "infer": INFER_DEVICES,
-    "judge": JUDGE_DEVICES,
-    "env": ENV_DEVICES,
-    "sandbox": SANDBOX_DEVICES,
-}
+ENV_DEVICES = "STROP_ENV_DEVICES"
+PART_DEVICES = {"infer": INFER_DEVICES, "judge": JUDGE_DEVICES, "env": ENV_DEVICES}
 """From a part of a run to the variable with its devices, set for the process that starts these roles. A
 learner's devices are in CUDA_VISIBLE_DEVICES."""
 _NONE_WORDS = {"", "-1", "NoDevFiles"}
@@ -117,7 +112,7 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
             allowed="as many visible GPUs as the roles ask for",
             next_step="ask for fewer, or for a job with more",
         )
-    together = [role for role, number in wanted.items() if number > 1 and not is_one_by_one(role)]
+    together = [role for role, number in wanted.items() if number > 1]
     if visible.form is DeviceForm.MIG_UUID and together:
         raise CheckRefused(
             f"{', '.join(together)} is to use several MIG slices together",
@@ -132,9 +127,6 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
     return shares
 
 
-def is_one_by_one(role: str) -> bool:
-    """Whether the GPUs of a role's part are used one by one, and so may be several slices."""
-    return role.rpartition("/")[2].rpartition(" ")[2] == "sandbox"
 
 
 def count_gpus(number: int) -> str:

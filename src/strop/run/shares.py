@@ -22,7 +22,7 @@ from strop.evaluate.stored import StoredBaseline
 from strop.evaluate.table import ScoreRow, list_rows, write_tables
 from strop.hardware import ChildProcess, spawn, terminate
 from strop.hardware.gpus import read_gpus
-from strop.hardware.visible_devices import SANDBOX_DEVICES, VISIBLE_DEVICES, DeviceForm, parse_visible_devices
+from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm, parse_visible_devices
 from strop.io import write_bytes_atomically
 from strop.io.variables import level_variables, log_from, log_level_of, set_variables
 from strop.record.fence import ATTEMPT_VARIABLE
@@ -251,7 +251,6 @@ def _share_out(
         f"shares {node * num_workers} to {node * num_workers + num_workers - 1} of {num_parts} are asked here"
     )
     devices, per_copy = _list_devices(), _gpus_per_copy(file)
-    for_sandboxes = parse_visible_devices(os.environ.get(SANDBOX_DEVICES), SANDBOX_DEVICES).ids
     with ExitStack() as undo:
         children = []
         for index in range(num_workers):
@@ -270,8 +269,6 @@ def _share_out(
             words += ["--confirm-run-unsafe-code"] if evaluation.may_run_code else []
             own = devices[index * per_copy : (index + 1) * per_copy]
             variables = {**os.environ, **({VISIBLE_DEVICES: ",".join(own)} if devices else {})}
-            # Each child's pool has other GPUs.
-            variables[SANDBOX_DEVICES] = ",".join(for_sandboxes[index::num_workers])
             child = spawn(words, _OWN_OUTPUT, variables)
             undo.callback(terminate, child, 5.0)
             children.append(child)

@@ -62,7 +62,7 @@ from strop.run.mirroring import Mirroring, probe_mirror
 from strop.run.resuming import check_record, open_run
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.judge import judge_sections, role_judges
-from strop.spec.layout import ENV, SANDBOX, settle_layout
+from strop.spec.layout import ENV, settle_layout
 from strop.store import ModelHandle, follow_store, get_model
 from strop.store.data_files import locate_named
 from strop.store.model_files import digest_parts
@@ -416,7 +416,7 @@ def claim_machine(
     inherited = os.environ.get(VISIBLE_DEVICES)
     # "train": learner and engine together.
     shares = dict(wanted or {"train": 1 if _uses_gpu(inherited) else 0})
-    needs = {part: 0 if part in (ENV, SANDBOX) else need_bytes for part in shares}
+    needs = {part: 0 if part == ENV else need_bytes for part in shares}
     request = GpuRequest(wanted=shares, inherited=inherited, need_bytes=needs)
     held, allocation = lease_gpus(run_path.name, attempt, request)
     with held, set_variables(held.variables):

@@ -59,9 +59,8 @@ class JobSpec(Section):
         default=0,
         ge=0,
         le=64,
-        description="GPUs per node for environments, besides those for training. With task.sandbox_gpus the"
-        " sandboxes of attempts get them; else the user's task code sees only these, in rollout workers if"
-        " the run has some.",
+        description="GPUs per node for environments, besides those for training. The sandboxes of workspaces"
+        " and the user's task code see these alone, in rollout workers if the run has some.",
         json_schema_extra=expert("environments may train or run models themselves"),
     )
     single_gpu: bool = Field(

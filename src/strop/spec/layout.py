@@ -6,7 +6,6 @@ that no role would use is refused, and so is a node without a role.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -15,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from strop.errors import ConfigError
 from strop.spec.base import SpecConflict
 from strop.spec.judge import role_judges
-from strop.spec.sandboxing import GpuSettings
 
 if TYPE_CHECKING:
     from strop.spec.run import RunSpec
@@ -24,10 +22,9 @@ RAY_NODE_MODULE = "strop.cluster.ray.node"
 """Joins a node to the Ray cluster of the run; where `job.cpu_command` names it, nodes without GPUs join."""
 SHARED_GPU_FRAC = 0.45
 """Of a GPU's memory, for vLLM beside a learner: the rest holds masters, moments and activations."""
-INFER, TRAIN, JUDGE, ENV, SANDBOX, EVAL = "infer", "train", "judge", "env", "sandbox", "eval"
-PARTS = (INFER, TRAIN, JUDGE, ENV, SANDBOX, EVAL)
-"""What GPUs of a node are for, in the order in which a node's GPUs are handed out. `job.env_gpus` are for
-sandboxes where task.sandbox_gpus says so, and else for the user's code in the process of the rollouts."""
+INFER, TRAIN, JUDGE, ENV, EVAL = "infer", "train", "judge", "env", "eval"
+PARTS = (INFER, TRAIN, JUDGE, ENV, EVAL)
+"""What GPUs of a node are for, in the order in which a node's GPUs are handed out."""
 Kind = Literal["inline", "process", "ray"]
 
 
@@ -127,9 +124,7 @@ class Layout:
         roles = [f"{n} {name}{'s' if n > 1 else ''}" for name, n in counts.items() if n]
         turns = ", learners and engines in turns on the same GPUs" if self.is_shared and self.has_gpus else ""
         width = f", {self.tensor_parallel} GPUs for each engine" if self.tensor_parallel > 1 else ""
-        num_beside = sum(node.gpus.get(SANDBOX, 0) for node in self.nodes)
-        beside = f", {num_beside} GPUs for sandboxes" if num_beside else ""
-        return f"{self.kind}: {', '.join(roles)}{width}{turns}{beside}"
+        return f"{self.kind}: {', '.join(roles)}{width}{turns}"
 
 
 def settle_layout(spec: RunSpec, num_nodes: int | None = None) -> RunSpec:
@@ -167,7 +162,6 @@ def lay_out(spec: RunSpec) -> Layout:
     nodes = _list_nodes(spec)
     learners = _place_learners(spec, nodes)
     engines, tensor_parallel = _place_engines(spec, nodes)
-    _require_sandbox_gpus(spec)
     workers = _place_workers(spec, nodes, len(engines))
     kind = _choose_kind(spec, nodes, (learners, engines, workers))
     layout = Layout(
@@ -195,22 +189,13 @@ def _list_nodes(spec: RunSpec) -> tuple[LayoutNode, ...]:
         gpus = dict(job.gpu_roles)
         if index >= num_main - job.infer_nodes and gpus:
             gpus = {INFER: gpus[TRAIN]}
-        beside = {_env_part(spec): job.env_gpus} | ({} if index else {JUDGE: job.judge_gpus})
+        beside = {ENV: job.env_gpus} | ({} if index else {JUDGE: job.judge_gpus})
         gpus |= {part: number for part, number in beside.items() if number}
         ordered = {part: gpus[part] for part in PARTS if part in gpus}
         nodes.append(LayoutNode(index=index, gpus=ordered))
     if RAY_NODE_MODULE in (job.cpu_command or ""):
         nodes += [LayoutNode(index=num_main + index, is_cpu=True) for index in range(job.cpu_nodes)]
     return tuple(nodes)
-
-
-def gpus_per_attempt(task: object) -> float:
-    """Return the GPUs of an attempt's sandboxes: a whole number, a fraction, or 0."""
-    return task.sandbox_gpus if isinstance(task, GpuSettings) else 0.0
-
-
-def _env_part(spec: RunSpec) -> str:
-    return SANDBOX if gpus_per_attempt(spec.task) else ENV
 
 
 def _places(nodes: Sequence[LayoutNode], part: str) -> list[tuple[int, int]]:
@@ -291,15 +276,9 @@ def _place_engines(spec: RunSpec, nodes: Sequence[LayoutNode]) -> tuple[list[Rol
 
 
 def _place_workers(spec: RunSpec, nodes: Sequence[LayoutNode], num_engines: int) -> list[RoleSlot]:
-    """Distribute rollout workers over nodes with GPUs for environments, else those without GPUs, else all.
-
-    Those of a node divide its GPUs for sandboxes; on a single node, the run's own process can have them all.
-    """
-    part = _env_part(spec)
-    with_gpus = [node for node in nodes if part in node.gpus]
+    """Distribute rollout workers over nodes with GPUs for environments, else those without GPUs, else all."""
+    with_gpus = [node for node in nodes if ENV in node.gpus]
     asked = spec.placement.rollout_workers
-    if part == SANDBOX and asked is None and len(with_gpus) == 1 and spec.ray.address is None:
-        asked = 0
     # Each engine has as many as another, and each node's GPUs one at least.
     num_workers = num_engines * -(-len(with_gpus) // num_engines) if asked is None else asked
     if num_workers % num_engines:
@@ -314,43 +293,11 @@ def _place_workers(spec: RunSpec, nodes: Sequence[LayoutNode], num_engines: int)
     slots = []
     for index in range(num_workers):
         node = hosts[index % len(hosts)]
-        share = DeviceShare(part=part, first=0, count=node.gpus.get(part, 0))
-        if part == SANDBOX:
-            num_beside = len(range(index % len(hosts), num_workers, len(hosts)))
-            share = _divide(share, index // len(hosts), num_beside, math.ceil(gpus_per_attempt(spec.task)))
-            if not share.count:
-                raise SpecConflict(
-                    {"placement.rollout_workers": num_workers, **_gpus_asked(spec)},
-                    f"worker-{index} would have no GPUs for the sandboxes of its attempts",
-                    allowed="on each node as many workers as attempts can have GPUs there, or fewer",
-                    next_step="lower placement.rollout_workers, or raise job.env_gpus",
-                )
+        share = DeviceShare(part=ENV, first=0, count=node.gpus.get(ENV, 0))
         slots.append(
             RoleSlot(kind=RoleKind.WORKER, index=index, node=node.index, devices=share if has_gpus else None)
         )
     return slots
-
-
-def _divide(share: DeviceShare, index: int, number: int, width: int) -> DeviceShare:
-    """Return one worker's share of a node's GPUs, which are assigned to attempts in units of `width`."""
-    each, over = divmod(share.count // width, number)
-    first = index * each + min(index, over)
-    return DeviceShare(part=share.part, first=first * width, count=(each + (index < over)) * width)
-
-
-def _require_sandbox_gpus(spec: RunSpec) -> None:
-    """Refuse attempts that need GPUs which the job lacks, or of which some would be idle."""
-    asked, there = gpus_per_attempt(spec.task), spec.job.env_gpus
-    width = math.ceil(asked)
-    if width and (not there or there % width):
-        raise SpecConflict(
-            {"task.sandbox_gpus": asked, "job.env_gpus": there},
-            f"{there % width} GPUs for environments would be idle on each node"
-            if there
-            else "the job has no GPUs for the sandboxes of attempts",
-            allowed=f"job.env_gpus of {width}, or a multiple" if width > 1 else "job.env_gpus of 1 or more",
-            next_step="give the job as many, or leave task.sandbox_gpus out",
-        )
 
 
 def _place_judges(spec: RunSpec, nodes: Sequence[LayoutNode]) -> list[RoleSlot]:
@@ -418,8 +365,6 @@ def _require_none_idle(spec: RunSpec, layout: Layout) -> None:
         if slot.devices is not None
         for place in range(slot.devices.count)
     }
-    if not layout.of(RoleKind.WORKER):
-        used |= {(0, SANDBOX, place) for place in range(layout.nodes[0].gpus.get(SANDBOX, 0))}
     idle = [text for node in layout.nodes for text in _describe_idle(node, used)]
     # A scheduler gives every node of the main part as many.
     most = max(node.num_gpus for node in layout.nodes)
@@ -451,8 +396,7 @@ def _describe_idle(node: LayoutNode, used: set[tuple[int, str, int]]) -> Iterato
     for part, number in node.gpus.items():
         left = [place for place in range(number) if (node.index, part, place) not in used]
         if left:
-            setting = ENV if part == SANDBOX else part
-            yield f"{len(left)} of the {number} for job.{setting}_gpus on node {node.index}"
+            yield f"{len(left)} of the {number} for job.{part}_gpus on node {node.index}"
 
 
 def _gpus_asked(spec: RunSpec) -> dict[str, Any]:

@@ -47,41 +47,7 @@ class SandboxSettings(Section):
         return self
 
 
-class GpuSettings(SandboxSettings):
-    """Also the GPUs of an attempt's sandboxes."""
-
-    sandbox_gpus: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=64.0,
-        description="GPUs per attempt for its sandboxes, from job.env_gpus: a whole number, or 0.5 if two"
-        " attempts share one, 0.25 if four do. Attempts wait for a free one in order of their start. Needs"
-        " bubblewrap, podman or docker.",
-        json_schema_extra=expert("attempts may train or run models in their sandboxes"),
-    )
-
-    @model_validator(mode="after")
-    def _check_gpus(self) -> Self:
-        if self.sandbox_gpus > 1 and self.sandbox_gpus != int(self.sandbox_gpus):
-            raise SpecConflict(
-                {"task.sandbox_gpus": self.sandbox_gpus},
-                "an attempt has whole GPUs, or shares one",
-                allowed="0, 1, 2, 3, ...; or a part of one: 0.5, 0.25, ...",
-                next_step="round it",
-            )
-        if self.sandbox_gpus and self.sandbox in ("process", "remote"):
-            raise SpecConflict(
-                {"task.sandbox_gpus": self.sandbox_gpus, "task.sandbox": self.sandbox},
-                "its programs reach all GPUs of the machine"
-                if self.sandbox == "process"
-                else "a sandbox service hands out no GPUs",
-                allowed="task.sandbox of bubblewrap, podman or docker, or auto",
-                next_step="choose another task.sandbox, or leave task.sandbox_gpus out",
-            )
-        return self
-
-
-class RoomSettings(GpuSettings):
+class RoomSettings(SandboxSettings):
     """Also the resources of an environment's sandboxes, where an example does not set them."""
 
     memory_gib: float = Field(

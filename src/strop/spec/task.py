@@ -24,7 +24,7 @@ from pydantic_core import PydanticKnownError
 from strop.spec.base import Section, SpecConflict, Unhashed, check_free_table, expert
 from strop.spec.built_in import built_in_tasks
 from strop.spec.display import NULL_WORD
-from strop.spec.sandboxing import GpuSettings, SandboxSettings
+from strop.spec.sandboxing import SandboxSettings
 from strop.spec.template import list_names, refuse_malformed
 from strop.user_code import CodeRef, InspectedTask, find_task, inspect_task, is_code
 
@@ -421,7 +421,7 @@ class UserTaskSpec(UserCodeSection):
     )
 
 
-class UserEnvironmentSpec(UserCodeSection, GpuSettings, EnvironmentSection):
+class UserEnvironmentSpec(UserCodeSection, SandboxSettings, EnvironmentSection):
     """A user-defined environment: a class with `reset`, and `step` or tools."""
 
     # The second base has the usual one.
@@ -429,8 +429,8 @@ class UserEnvironmentSpec(UserCodeSection, GpuSettings, EnvironmentSection):
 
     @model_validator(mode="after")
     def _check_sandbox(self) -> Self:
-        given = {f"task.{name}": getattr(self, name) for name in GpuSettings.model_fields}
-        usual = [type(self).model_fields[name].default for name in GpuSettings.model_fields]
+        given = {f"task.{name}": getattr(self, name) for name in SandboxSettings.model_fields}
+        usual = [type(self).model_fields[name].default for name in SandboxSettings.model_fields]
         if [*given.values()] != usual and self.ref.is_here and not self.inspect().has_sandbox:
             raise SpecConflict(
                 given,

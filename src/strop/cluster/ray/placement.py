@@ -42,7 +42,7 @@ from strop.hardware.ports import NAMES_VARIABLE
 from strop.io.endpoints import list_endpoints
 from strop.io.variables import log_level_of
 from strop.record.fence import ATTEMPT_VARIABLE, rendezvous_path
-from strop.spec.layout import SANDBOX, RoleKind, RoleSlot
+from strop.spec.layout import ENV, RoleKind, RoleSlot
 from strop.spec.run import RunSpec
 from strop.store import ModelHandle
 from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
@@ -341,7 +341,7 @@ class RayPlacement:
                 num_threads=torch.get_num_threads(),
                 log_level=log_level_of(self._spec.output.log_level, logs_as),
                 devices=None if seats.num_gpus[index] else slot.devices,
-                hands_out_gpus=slot.devices is not None and slot.devices.part == SANDBOX,
+                has_env_gpus=slot.devices is not None and slot.devices.part == ENV,
                 proofs=proofs,
                 salt=salt,
                 variables={**seats.variables, **own, **store},

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from strop.errors import CheckRefused
 from strop.hardware.allocation import take_devices
 from strop.hardware.tuning import importing
-from strop.hardware.visible_devices import PART_DEVICES, SANDBOX_DEVICES, VISIBLE_DEVICES
+from strop.hardware.visible_devices import ENV_DEVICES, PART_DEVICES, VISIBLE_DEVICES
 from strop.io.variables import log_from
 from strop.spec.layout import DeviceShare
 
@@ -39,8 +39,8 @@ class RoleStart:
     log_level: str | None = None
     """From `output.log_level` for the role, if that is set."""
     devices: DeviceShare | None = None
-    hands_out_gpus: bool = False
-    """Whether its GPUs are for the sandboxes of its attempts."""
+    has_env_gpus: bool = False
+    """Whether its GPUs are for environments, and so for the sandboxes of its attempts, too."""
     proofs: Mapping[str, str] = field(default_factory=dict)
     """Digests of the environment: see `prove_environment`."""
     salt: str = ""
@@ -91,10 +91,8 @@ class RayRole:
             os.environ.update(take_devices(start.name, start.devices, os.environ))
             for name in PART_DEVICES.values():
                 os.environ.pop(name, None)
-        if start.hands_out_gpus:
-            # The GPUs are for its sandboxes, not for this process.
-            os.environ[SANDBOX_DEVICES] = os.environ.get(VISIBLE_DEVICES, "")
-            os.environ[VISIBLE_DEVICES] = ""
+        if start.has_env_gpus:
+            os.environ[ENV_DEVICES] = os.environ.get(VISIBLE_DEVICES, "")
         if self.computes:
             # After the GPUs are chosen: importing torch may already look at them.
             with importing():

@@ -41,7 +41,7 @@ def check_readings(request: PreflightRequest) -> list[Finding]:
         findings += check_driver(
             inventory.report,
             read_torch_build(),
-            needs_cuda=request.device == "cuda" and any(role.visible.ids for role in request.computing),
+            needs_cuda=request.device == "cuda" and any(role.visible.ids for role in request.devices),
             has_compat=has_compat_package(),
         )
         if inventory.report.probe is Probe.ANSWERED:
@@ -113,7 +113,7 @@ def _check_devices(request: PreflightRequest, inventory: Inventory) -> Iterator[
                 yield from check_device(
                     device, inventory, need_bytes=need_bytes, own_lease_id=request.own_lease_id
                 )
-    slices = [uuid for role in request.computing for uuid in role.uuids if uuid.startswith("MIG-")]
+    slices = [uuid for role in request.devices for uuid in role.uuids if uuid.startswith("MIG-")]
     if slices and request.num_nodes > 1:
         yield Finding(
             code="mig_mode",

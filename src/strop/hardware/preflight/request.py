@@ -15,7 +15,6 @@ from typing import Any
 
 from strop.hardware.allocation import Allocation, RoleDevices
 from strop.hardware.process import ChildProcess, spawn, terminate
-from strop.hardware.visible_devices import is_one_by_one
 
 
 class Level(StrEnum):
@@ -61,10 +60,9 @@ class PreflightRequest:
         return sum(len(role.visible.ids) for role in self.allocation.roles.values())
 
     @property
-    def computing(self) -> list[RoleDevices]:
-        """Devices of the run's own processes; other GPUs are for programs in sandboxes."""
-        roles = {} if self.allocation is None else self.allocation.roles
-        return [role for name, role in roles.items() if not is_one_by_one(name)]
+    def devices(self) -> list[RoleDevices]:
+        """The allocated devices of each role."""
+        return [] if self.allocation is None else [*self.allocation.roles.values()]
 
 
 # Probes are programs of a preflight; the last line of their output is JSON.

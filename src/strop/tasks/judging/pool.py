@@ -29,7 +29,7 @@ from typing import Any
 
 from strop.errors import CheckRefused, CorruptRecord
 from strop.hardware.process import step_back
-from strop.hardware.visible_devices import ENV_DEVICES, SANDBOX_DEVICES, VISIBLE_DEVICES
+from strop.hardware.visible_devices import ENV_DEVICES, VISIBLE_DEVICES
 from strop.sandbox.frames import pack, unpack
 from strop.tasks.judging import fork_server
 
@@ -254,8 +254,6 @@ class WorkerPool:
         ours, theirs = socket.socketpair()
         devices = os.environ.get(ENV_DEVICES)
         added = {} if devices is None else {VISIBLE_DEVICES: devices}
-        # Only this process hands out sandbox devices.
-        inherited = {name: value for name, value in os.environ.items() if name != SANDBOX_DEVICES}
         with theirs:
             process = subprocess.Popen(
                 [sys.executable, "-m", fork_server.__name__, str(theirs.fileno())],
@@ -264,7 +262,7 @@ class WorkerPool:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
-                env={**inherited, **added},
+                env={**os.environ, **added},
             )
         ours.settimeout(_BUILD_LIMIT_S)
         ours.sendall(struct.pack("!I", len(job)) + job)
