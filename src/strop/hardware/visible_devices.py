@@ -127,8 +127,6 @@ def share_out(visible: VisibleDevices, wanted: Mapping[str, int]) -> dict[str, V
     return shares
 
 
-
-
 def count_gpus(number: int) -> str:
     """Format a number of GPUs with its verb, for a message."""
     return "1 GPU is" if number == 1 else f"{number} GPUs are"
