@@ -16,11 +16,10 @@ import pytest
 from strop.cluster import Roles
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.environments import run_group
-from strop.errors import CheckRefused, DataError, RunStopped
+from strop.errors import CheckRefused, RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Group, IntArray, Message, Outcome, Split
-from strop.tasks import Task, build_task, render_prompt
-from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks import build_task, render_prompt
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.train.batch import ExampleSchedule
 from tests.fixtures.spell import NUM_TRAIN, SpellTask
@@ -54,26 +53,6 @@ def test_dat_1_another_answer_is_another_example(tmp_path: Path) -> None:
     first = ids_of(tmp_path / "first", [{"question": "1 + 1?", "answer": "#### 2"}])
     mended = ids_of(tmp_path / "mended", [{"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}])
     assert first["1 + 1?"] != mended["1 + 1?"]
-
-
-def order_task(folder: Path, lines: list[str]) -> Task:
-    """Write an order file and return a task that trains on it."""
-    path = folder / "order.jsonl"
-    path.write_text("".join(json.dumps({"example_id": example_id}) + "\n" for example_id in lines))
-    return build_task(ArithmeticSpec(order_file=str(path)))
-
-
-def test_dat_1_a_misspelt_id_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    """Incident: 1,960 of 4,691 listed ids matched nothing and were skipped in silence."""
-    ids = [example.example_id for example in build_task(ArithmeticSpec()).examples(Split.TRAIN)]
-    swapped = {"0": "1", "1": "0"}
-    misspelt = ids[2][:-1] + swapped.get(ids[2][-1], "0")
-    task = order_task(tmp_path, [*ids[:2], misspelt])
-    with pytest.raises(DataError, match=rf"1 of 3 ids .*: {misspelt} \(nearest: {ids[2]}\)"):
-        task.examples(Split.TRAIN)
-    # The healthy case: all of them, in the file's order.
-    found = order_task(tmp_path, ids[2::-1]).examples(Split.TRAIN)
-    assert [example.example_id for example in found] == ids[2::-1]
 
 
 class LosesSome(SpellTask):

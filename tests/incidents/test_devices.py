@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import CheckRefused, ConfigError
+from strop.errors import CheckRefused
 from strop.hardware import ChildProcess, Gpu, clear_leftovers, find_leases, spawn, take_lease, terminate
 from strop.hardware.allocation import GpuRequest, allocate_gpus, lease_gpus
 from strop.hardware.inventory import read_inventory
@@ -221,26 +221,6 @@ def test_prc_7_roles_get_exactly_the_devices_that_were_given(
         "learner": f"{learner} PCI_BUS_ID",
         "environments": " PCI_BUS_ID",
     }
-
-
-@pytest.mark.parametrize(
-    ("inherited", "wanted", "error", "said"),
-    [
-        ("3", 2, CheckRefused, r"2 GPUs are asked for \(learner 2\), and CUDA_VISIBLE_DEVICES shows 1: 3"),
-        (None, 1, CheckRefused, "1 GPU is asked for, and CUDA_VISIBLE_DEVICES is not set"),
-        ("MIG-a,MIG-b", 2, CheckRefused, "learner is to use several MIG slices together"),
-        ("3,GPU-5", 2, ConfigError, "mixes UUID of a GPU and index"),
-        ("4", 1, ConfigError, "names 4, which is no GPU of this machine"),
-    ],
-)
-def test_prc_7_another_count_or_form_than_asked_for_is_refused(
-    tool: Path, inherited: str | None, wanted: int, error: type[Exception], said: str
-) -> None:
-    """Incident: ordinals beyond one slice per process; counts that nobody compared."""
-    install_fake_nvidia_smi(tool, [whole(3, 70), whole(5, 70), divided(6, "MIG-a", "MIG-b")])
-    request = GpuRequest(wanted={"learner": wanted}, inherited=inherited, is_granted=True)
-    with pytest.raises(error, match=said):
-        allocate_gpus(request, read_inventory())
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from strop.evaluate import (
     Validity,
     compare_results,
     evaluate_task,
-    pass_at_k,
     read_result,
     refuse_invalid,
     write_result,
@@ -33,7 +32,6 @@ from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     Answer,
-    BrittleArithmetic,
     PartialArithmetic,
     add,
     make_engine,
@@ -167,32 +165,6 @@ def test_eva_3_unequal_protocols_are_not_compared(tmp_path: Path) -> None:
         compare_results(evaluate(with_template), evaluate(with_template, task=other_task))
 
 
-def test_eva_3_one_protocol_is_compared(tmp_path: Path) -> None:
-    """Incident: as above; before and after training are scored by the same task object."""
-    tokenizer = make_tokenizer(tmp_path)
-    before = evaluate(tokenizer, lambda a, b, request: str(a + b if a > 4 else 0))
-    after = evaluate(tokenizer, step=20)
-    change = compare_results(before, after).greedy
-    assert before.greedy.accuracy is not None
-    assert change is not None
-    assert change.estimate == pytest.approx(1.0 - before.greedy.accuracy)
-    assert 0.0 < change.low <= change.estimate <= change.high <= 1.0
-
-
-def test_eva_5_pass_at_k_is_the_closed_form() -> None:
-    """Incident: pass@k was reported as "any of the first k" of the rollouts drawn."""
-    # 5 rollouts, 2 solved: 1 - C(3, 3) / C(5, 3) = 1 - 1/10, in whatever order they came.
-    assert pass_at_k(5, 2, 3) == pytest.approx(0.9)
-
-
-def test_eva_5_a_partial_score_is_not_solved(tmp_path: Path) -> None:
-    """Incident: any score above 0 counted as solved."""
-    task = PartialArithmetic(make_spec())
-    result = evaluate(make_tokenizer(tmp_path), lambda a, b, request: "about 3 or so 0", task)
-    assert result.greedy.accuracy == 0.0
-    assert result.greedy.reward_mean == pytest.approx(0.3)
-
-
 def test_eva_5_every_example_is_counted(tmp_path: Path) -> None:
     """Incident: prompts that were too long left the denominator, and the score rose."""
 
@@ -248,17 +220,6 @@ def test_eva_5_a_declared_threshold_is_part_of_the_protocol(tmp_path: Path) -> N
     assert lenient.pass_at_k[2].value == 1.0
     with pytest.raises(CheckRefused, match=r"protocols: pass_threshold None and 0\.3"):
         compare_results(wrong, lenient)
-
-
-def test_eva_5_a_verifier_that_fails_makes_no_score(tmp_path: Path) -> None:
-    """Incident: three verifiers returned 0 for every exception; one hid a type error as 0 % for all."""
-    result = evaluate(make_tokenizer(tmp_path), task=BrittleArithmetic(make_spec()))
-    assert result.validity.value == "invalid: verifier errors"
-    assert result.greedy.failures.keys() == {"TypeError"}
-    with pytest.raises(
-        CheckRefused, match=r"invalid: verifier errors: .* the verifier failed on a share of 0\."
-    ):
-        refuse_invalid(result)
 
 
 def test_eva_5_other_sampling_is_another_protocol(tmp_path: Path) -> None:

@@ -21,7 +21,6 @@ from strop.cluster.local import ProcessPlacement
 from strop.engine import Completion, GenerationRequest
 from strop.errors import CheckRefused, EngineError, RunStopped, StoreError
 from strop.evaluate import read_result
-from strop.hardware import require_free_disk
 from strop.hardware.machine import read_cgroup_memory
 from strop.io import AtomicDirectory, verify_directory
 from strop.policy.footprint import checkpoint_bytes, read_model_size
@@ -84,20 +83,6 @@ def test_prc_6_runs_started_together_never_share_a_directory(tmp_path: Path) -> 
     assert {run.path.name for run in runs} == set(names)
     assert all(run.is_finished and run.state.num_attempts == 1 for run in runs)
     assert all((run.path / "attempts" / "1" / "attempt.json").is_file() for run in runs)
-
-
-def test_prc_6_a_second_run_in_the_same_directory_is_refused(tmp_path: Path) -> None:
-    with RunDir.create(tmp_path, "demo", "", "d1", {}) as run:
-        with pytest.raises(CheckRefused, match="is in use by process"):
-            RunDir.open(run.path).acquire()
-        run.metrics.append(1, {"loss": 1.0})
-    assert RunDir.open(run.path).metrics.read() == [{"step": 1, "loss": 1.0}]
-
-
-def test_prc_8_a_disk_too_small_for_the_run_is_refused(tmp_path: Path) -> None:
-    """Incident: the root disk filled with temporary data hours into a run."""
-    with tiny_disk(tmp_path / "disk") as disk, pytest.raises(CheckRefused, match=r"needs 1620\.0 MB"):
-        require_free_disk(disk / "runs", 1_620_000_000, "one checkpoint")
 
 
 def test_prc_8_a_disk_that_fills_up_leaves_the_last_checkpoint_intact(tmp_path: Path) -> None:

@@ -27,8 +27,6 @@ from tests.fixtures.unsafe_graders import (
     SoundGrader,
 )
 
-needs_bubblewrap = pytest.mark.usefixtures("bubblewrap")
-
 
 class Sums(SpellTask):
     """Sound: the reply is the sum, behind 'answer:'."""

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from functools import partial
-
 import pytest
 
-from strop.rollout import Example, FailureOwner, Outcome, make_example
-from strop.tasks import build_task, build_warm_task
-from strop.tasks.judging import WorkerJudge
+from strop.rollout import Example, Outcome, make_example
+from strop.tasks import build_task
 from strop.tasks.mathematics.aime import AimeSpec
-from strop.tasks.mathematics.answers import find_boxes
 from strop.tasks.mathematics.boxed_math import HendrycksMath, MathSpec
 from tests.fixtures.judging import run_self_test
 
-SYMBOLIC = MathSpec(name="math", source="unused.jsonl")
 STANDARD = MathSpec(name="math", source="unused.jsonl", strictness="standard")
-HUNG = r"\boxed{(a+b+c+d+e)^{60}=1}"
 
 
 def problem(answer: str) -> Example:
@@ -97,53 +90,9 @@ def test_rew_2_a_sign_decides(strictness: str) -> None:
     }
 
 
-def test_rew_3_an_invented_follow_up_problem_is_not_judged() -> None:
-    """Incident: extraction took the last answer of the text, and most replies ran on."""
-    task = build_task(STANDARD)
-    assert task.verify(problem("7"), "\\boxed{7}\n\nProblem:\n2+3? \\boxed{5}").is_correct
-    assert not task.verify(problem("5"), "\\boxed{7}\n\nProblem:\n2+3? \\boxed{5}").is_correct
-
-
 @pytest.mark.parametrize("text", ["a", "1", "5", "the", ".", "\\", "{}", "$", "0", "x", "-"])
 def test_rew_4_a_part_of_the_answer_earns_nothing(text: str) -> None:
     """Incident: a substring match in both directions accepted one letter."""
     for answer in (r"\text{the parabola}", r"\frac{15}{2x}", "150", "-15.05"):
         assert not build_task(STANDARD).verify(problem(answer), f"\\boxed{{{text}}}").is_correct
     assert build_task(AimeSpec(name="aime")).verify(problem("150"), text).is_correct is False
-
-
-def test_rew_7_being_right_and_keeping_the_form_are_told_apart() -> None:
-    """Incident: strict-format match fell from 58 % to 1.2 % while accuracy rose."""
-    task = build_task(STANDARD)
-    kept = task.verify(problem("7"), "So \\boxed{7}.")
-    drifted = task.verify(problem("7"), "So x = 7")
-    twice = task.verify(problem("7"), "\\boxed{6}, no, \\boxed{7}")
-    assert [outcome.is_correct for outcome in (kept, drifted, twice)] == [True, True, True]
-    assert [outcome.format_ok for outcome in (kept, drifted, twice)] == [True, False, False]
-    assert find_boxes("So x = 7") == []
-
-
-@pytest.mark.slow
-def test_rew_8_a_formula_on_which_sympy_hangs_costs_its_own_rollout() -> None:
-    """Incident: pool time-outs abandoned the wait and not the process: 30 to 90 s a step."""
-    pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
-    limit_s = 3.0
-
-    async def run() -> tuple[list[Outcome], bool, Outcome, dict[str, int]]:
-        judge = WorkerJudge(partial(build_warm_task, SYMBOLIC), limit_s=limit_s, num_workers=2)
-        try:
-            await judge.judge(problem("7"), "\\boxed{7}")
-            hung = asyncio.ensure_future(judge.judge(problem("y=x+1"), HUNG))
-            others = await asyncio.gather(*(judge.judge(problem("7"), "\\boxed{7.0}") for _ in range(50)))
-            return list(others), hung.done(), await hung, dict(judge.pool.counts)
-        finally:
-            await judge.close()
-
-    others, is_awaited, hung, counts = asyncio.run(run())
-    assert [outcome.is_correct for outcome in others] == [True] * 50
-    # One limit and the second try's four are 15 s; the others do not wait for them.
-    assert not is_awaited
-    assert hung.reward is None
-    assert hung.failure is not None
-    assert (hung.failure.owner, hung.failure.kind) == (FailureOwner.TASK, "verifier_timeout")
-    assert counts["timeout"] == 2
