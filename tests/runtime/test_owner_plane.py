@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from strop.errors import SandboxLost, SandboxRefused
 from strop.io.endpoints import Endpoint
 from strop.runtime import node as node_agent
-from strop.runtime import owner_plane, snapshots
+from strop.runtime import owner_plane
 from strop.runtime.contract import FailureKind, State
 from strop.runtime.making import Maker, MakeSettings
 from strop.runtime.node import Node, NodeSettings
@@ -32,12 +32,11 @@ from strop.sandbox.wire import (
     MAX_BODY_BYTES,
     PROTOCOL,
     SANDBOX_KEY_HEADER,
-    SNAPSHOT_PATH,
 )
-from tests.fixtures.nodes import CAPACITY, SESSION_KEY, SLOT, Orders, on_node, order_of
+from tests.fixtures.nodes import SESSION_KEY, Orders, on_node, order_of
 from tests.fixtures.runtime_service import POLICY, Service, service
 from tests.fixtures.sandboxes import needs_bubblewrap
-from tests.fixtures.scripted_node import Script, slots
+from tests.fixtures.scripted_node import slots
 
 TERMS = {"limits": {"memory_bytes": 256 << 20}, "min_level": int(IsolationLevel.RLIMIT)}
 SPEC = SandboxSpec(limits=Limits(memory_bytes=256 << 20), min_level=IsolationLevel.RLIMIT)
@@ -45,12 +44,12 @@ Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 @asynccontextmanager
-async def owner_of(url: str, path: str = FRAMES_PATH, key: str = SESSION_KEY) -> AsyncIterator[Stream]:
-    """Become the owner of a sandbox, or of what is at another path, until the end of the block."""
+async def owner_of(url: str) -> AsyncIterator[Stream]:
+    """Become the owner of a sandbox until the end of the block."""
     host, _, port = url.removeprefix("http://").partition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    headers = f"connection: upgrade\r\nupgrade: {PROTOCOL}\r\n{SANDBOX_KEY_HEADER}: {key}\r\n"
-    writer.write(f"GET {path} HTTP/1.1\r\nhost: x\r\n{headers}\r\n".encode())
+    headers = f"connection: upgrade\r\nupgrade: {PROTOCOL}\r\n{SANDBOX_KEY_HEADER}: {SESSION_KEY}\r\n"
+    writer.write(f"GET {FRAMES_PATH} HTTP/1.1\r\nhost: x\r\n{headers}\r\n".encode())
     try:
         assert b" 101 " in await reader.readuntil(b"\r\n\r\n")
         yield reader, writer
@@ -155,7 +154,7 @@ def test_each_field_of_a_request_is_looked_at() -> None:
         {**start, "has_stdin": True, "env": {"A": "b"}, "cwd": "/"},
         {**start, "is_main": True},
         inside,
-        {"id": 1, "op": "snapshot"},
+        {"id": 1, "op": "stats"},
         {"op": "signal", "job": 1, "number": 2},
         {"id": 1, "op": "output", "job": 1, "positions": [0, 5]},
     ):
@@ -165,8 +164,8 @@ def test_each_field_of_a_request_is_looked_at() -> None:
         {"op": "builtin", **{name: inside[name] for name in ("id", "builtin", "details", "wall_limit_s")}},
         {"op": ["start"]},
         {"id": 1, "op": "connect", "address": 1},
-        {"op": "snapshot"},
-        {"id": 1, "op": "snapshot", "key": "a"},
+        {"id": 1, "op": "stats", "key": "a"},
+        {"id": 1, "op": "snapshot"},
         {**start, "id": True},
         {**start, "argv": "a"},
         {**start, "argv": [b"a".hex(), 1]},
@@ -233,82 +232,6 @@ def test_an_owner_that_does_not_come_has_no_sandbox(monkeypatch: pytest.MonkeyPa
         assert ended.cause.startswith("its owner did not come")
 
     on_node(work)
-
-
-async def snapshot_at(owner: Stream) -> dict[str, Any]:
-    """Have a file written, and a snapshot taken; return its answer."""
-    details = {"path": "file", "mode": 0o644}
-    writing = {"id": 1, "op": "start", "builtin": "write", "details": details, "wall_limit_s": 60}
-    owner[1].write(pack(writing, b"x"))
-    assert (await hear(owner))["exit_code"] == 0
-    owner[1].write(pack({"id": 2, "op": "snapshot"}))
-    return await hear(owner)
-
-
-async def kept_bytes(orders: Orders, *, is_any: bool) -> None:
-    """Wait for a report of a node that has snapshots, or that has none."""
-    async with asyncio.timeout(60.0):
-        while bool(orders.reports[-1].snapshot_bytes) is not is_any:
-            orders.has_news.clear()
-            await orders.has_news.wait()
-
-
-def test_only_who_has_its_key_has_a_snapshot_and_as_long_as_it_is_there() -> None:
-    async def work(orders: Orders, url: str) -> None:
-        async with owner_of(url) as owner:
-            snapshot = await snapshot_at(owner)
-            await kept_bytes(orders, is_any=True)
-            asking = {"connection": "upgrade", "upgrade": PROTOCOL}
-            async with httpx.AsyncClient(base_url=snapshot["url"], trust_env=False) as client:
-
-                async def status(**headers: str) -> int:
-                    return (await client.get(SNAPSHOT_PATH, headers={**asking, **headers})).status_code
-
-                key = {SANDBOX_KEY_HEADER: snapshot["key"]}
-                assert await status() == 401
-                assert await status(**{SANDBOX_KEY_HEADER: SESSION_KEY}) == 401
-                assert (await client.get(SNAPSHOT_PATH, headers=key)).status_code == 426
-                assert (await client.get("/sandboxes/r1", headers=key)).status_code == 401
-                async with owner_of(snapshot["url"], SNAPSHOT_PATH, snapshot["key"]):
-                    assert await status(**key) == 409
-                await kept_bytes(orders, is_any=False)
-                assert await status(**key) == 401
-
-    with_sandbox(work)
-
-
-def test_a_snapshot_without_room_or_owner_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "MAX_SNAPSHOTS", 1)
-    monkeypatch.setattr(snapshots, "_OWNER_LIMIT_S", 0.5)
-
-    async def work(orders: Orders) -> None:
-        url = await orders.start("r1", sandbox=TERMS)
-        await orders.wait_for("r1", State.READY)
-        async with owner_of(url) as owner:
-            assert (await snapshot_at(owner))["num_bytes"] > 0
-            assert (await snapshot_at(owner))["failed"] == "no_space"
-            await kept_bytes(orders, is_any=True)
-            # Its owner does not come.
-            await kept_bytes(orders, is_any=False)
-        url = await orders.start(
-            "r2", SLOT.model_copy(update={"disk_bytes": CAPACITY.disk_bytes}), sandbox=TERMS
-        )
-        await orders.wait_for("r2", State.READY)
-        async with owner_of(url) as owner:
-            assert (await snapshot_at(owner))["failed"] == "no_space"
-
-    on_node(work)
-
-
-def test_no_snapshot_of_a_node_that_is_leaving_is_waited_for(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path, policy=POLICY) as it:
-            node = await it.add_node(1, Script(is_draining=True))
-            terms = {**TERMS, "snapshot": {"node_id": node.node_id, "key": "k"}}
-            record = await it.start("s", sandbox=terms)
-            assert (record["refusal"], record["failure_kind"]) == ("snapshot", "infra_lost")
-
-    asyncio.run(main())
 
 
 def test_a_full_service_refuses_and_an_idle_sandbox_ends_with_the_reason(

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from strop.runtime.contract import SandboxTerms, Slot, SnapshotTerms, StartRequest
+from strop.runtime.contract import Slot, StartRequest
 from strop.runtime.queue import PATIENCE_S, Admission
 from strop.runtime.session import Session
-from strop.sandbox import Limits
 
 GIB = 1 << 30
 
@@ -18,13 +17,8 @@ def node_of(cpus: float, gib: int) -> Slot:
     return Slot(cpus=cpus, memory_bytes=gib * GIB, disk_bytes=100 * GIB, processes=100_000)
 
 
-def session_of(
-    name: str, *, owner: str = "ada", cpus: float = 1, gib: int = 1, snapshot_at: str = ""
-) -> Session:
-    terms = None
-    if snapshot_at:
-        terms = SandboxTerms(limits=Limits(), snapshot=SnapshotTerms(node_id=snapshot_at, key="k"))
-    request = StartRequest(image="img", command=("a",), session_id=name, sandbox=terms)
+def session_of(name: str, *, owner: str = "ada", cpus: float = 1, gib: int = 1) -> Session:
+    request = StartRequest(image="img", command=("a",), session_id=name)
     slot = slot_of(cpus, gib)
     return Session(runtime_id=name, session_id=name, owner=owner, key="k", request=request, slot=slot)
 
@@ -122,35 +116,6 @@ def test_a_large_request_lets_others_pass_until_its_patience_ends() -> None:
     assert names_taken(admission) == []
     admission.set_room("m", node_of(2, 8), is_open=True)
     assert names_taken(admission) == [("b1", "m")]
-
-
-def test_who_begins_with_a_snapshot_waits_for_its_node_and_lets_others_pass() -> None:
-    admission = admission_of(m=node_of(2, 8), n=node_of(4, 9))
-    holder, second = session_of("holder", snapshot_at="m"), session_of("second", cpus=2, snapshot_at="m")
-    for one in (holder, second, session_of("free", gib=8)):
-        admission.add(one)
-    assert names_taken(admission) == [("holder", "m"), ("free", "n")]
-    # Once its patience ends its own node is kept for it, though another would be taken there.
-    second.begun_at -= PATIENCE_S + 1
-    other = session_of("other")
-    admission.add(other)
-    assert names_taken(admission) == []
-    admission.release(holder)
-    assert names_taken(admission) == [("second", "m")]
-    assert "cpus 4 of 2" in admission.explain_impossible(slot_of(cpus=4), "m")
-    assert admission.explain_impossible(slot_of(cpus=4)) == ""
-
-
-def test_snapshots_take_of_a_nodes_disk() -> None:
-    admission = admission_of()
-    for snapshot_bytes, is_taken in ((99 * GIB + 1, False), (99 * GIB, True)):
-        admission.set_room("n", node_of(2, 101), is_open=True, snapshot_bytes=snapshot_bytes)
-        # They may be closed: it is not refused for ever.
-        assert admission.explain_impossible(slot_of()) == ""
-        session = session_of("a")
-        admission.add(session)
-        assert bool(names_taken(admission)) is is_taken
-        admission.remove(session)
 
 
 @pytest.mark.parametrize("factor", [0.1, 0.3])

@@ -202,16 +202,13 @@ def test_the_daemon_stays_small() -> None:
     assert not {"asyncio", "subprocess", "threading", "numpy", "pydantic"} & set(loaded)
 
 
-def test_a_program_for_its_own_ends_is_run_and_bounded(tmp_path: Path) -> None:
+def test_a_program_for_its_own_ends_is_run_and_bounded() -> None:
     env = {"PATH": "/usr/bin:/bin", "WORD": "a word"}
     done = run_program(["sh", "-c", "echo $WORD; cat; head -c 200000 /dev/zero >&2; exit 3"], env)
     assert (done.exit_code, done.stdout, len(done.stderr)) == (3, b"a word\n", 200_000)
     assert run_program(["sh", "-c", "kill -9 $$"], env).exit_code == -9
     with pytest.raises(OSError, match="No such file"):
         run_program(["no-such-program"], env)
-    given = run_program(["pwd"], env, prepare=lambda: os.chdir(tmp_path))
-    assert given.stdout.decode().strip() == str(tmp_path)
-    assert run_program(["no-such-program"], env, prepare=lambda: None).exit_code == 127
     with pytest.raises(OSError, match="gave no answer"):
         run_program(["sleep", "7403"], env, limit_s=0.05)
 

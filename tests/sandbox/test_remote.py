@@ -20,8 +20,7 @@ from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.rollout import FailureOwner
 from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec, choose_backend, make_backend, remote
-from strop.sandbox.local import LocalBackend
-from strop.sandbox.remote import RemoteBackend, RemoteSnapshot
+from strop.sandbox.remote import RemoteBackend
 from strop.sandbox.served import ServedSandbox
 from strop.sandbox.wire import MAX_BODY_BYTES
 from strop.tasks.code.mbpp import MbppSpec
@@ -29,7 +28,7 @@ from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from tests.fixtures.judging import judge_once
 from tests.fixtures.runtime_processes import Processes, kill, service_of
 from tests.fixtures.sandboxes import appearance_of, in_sandbox, spec_of, wait_until_gone
-from tests.sandbox import test_exec, test_jobs, test_pausing, test_shells, test_snapshots, test_trees
+from tests.sandbox import test_exec, test_jobs, test_pausing, test_shells, test_trees
 
 BACKEND = "bubblewrap" if shutil.which("bwrap") else "process"
 OF_ALL_BACKENDS: tuple[Callable[..., None], ...] = (
@@ -61,8 +60,6 @@ OF_ALL_BACKENDS: tuple[Callable[..., None], ...] = (
     test_jobs.test_many_connections_at_once,
     test_pausing.test_a_paused_sandbox_runs_nothing_and_goes_on,
     test_pausing.test_what_is_used_is_told,
-    test_snapshots.test_what_was_deleted_stays_so_in_a_snapshot_of_a_snapshot,
-    test_snapshots.test_a_group_begins_where_one_was,
     test_shells.test_what_a_command_sets_stays,
     test_shells.test_what_ends_a_shell_is_told,
     test_shells.test_output_of_a_shell_is_bounded_like_a_programs,
@@ -140,38 +137,6 @@ def test_a_service_that_is_not_there_or_not_ours_is_refused(
     with pytest.raises(SandboxRefused, match="no sandbox service was handed") as caught:
         asyncio.run(choose_backend("remote"))
     assert caught.value.kind == "service"
-
-
-def test_a_snapshot_of_elsewhere_or_that_is_gone_is_refused(service: Processes) -> None:
-    async def refusal(backend: RemoteBackend | LocalBackend, spec: SandboxSpec) -> str:
-        with pytest.raises(SandboxRefused) as caught:
-            await backend.create(spec)
-        assert caught.value.kind == "snapshot"
-        return str(caught.value)
-
-    async def run() -> None:
-        backend, here = make_backend("remote"), make_backend(BACKEND)
-        async with await backend.create(spec_of()) as first, await here.create(spec_of()) as local:
-            snapshot, of_here = await first.snapshot(), await local.snapshot()
-            spec = replace(spec_of(), snapshot=snapshot)
-            assert isinstance(snapshot, RemoteSnapshot)
-            assert "of this machine" in await refusal(backend, replace(spec, snapshot=of_here))
-            assert "of a sandbox elsewhere" in await refusal(here, spec)
-            elsewhere = RemoteBackend(Endpoint(url="http://127.0.0.1:9", key=service.key))
-            assert f"service at {service.url}" in await refusal(elsewhere, spec)
-            assert "image None" in await refusal(backend, replace(spec, image="debian:12"))
-            # Its node's own words, where a client would not look.
-            true_terms = dict(snapshot.terms)
-            snapshot.terms["key"] = "guessed"
-            assert "this node does not have" in await refusal(backend, spec)
-            snapshot.terms.update(true_terms, node_id="nowhere")
-            assert "node nowhere, which has its snapshot, is gone" in await refusal(backend, spec)
-            snapshot.terms.update(true_terms)
-            await asyncio.gather(snapshot.close(), of_here.close())
-            await snapshot.close()
-            assert "was closed" in await refusal(backend, spec)
-
-    asyncio.run(run())
 
 
 @pytest.mark.skipif(BACKEND == "process", reason="its programs have this host's root")
@@ -254,16 +219,12 @@ def test_a_controller_may_die_and_a_lost_node_is_told(tmp_path: Path) -> None:
         # Asked of a controller that is not back yet.
         async with await backend.create(spec_of()) as second:
             assert (await second.exec(["/bin/true"], wall_limit_s=60)).exit_code == 0
-            snapshot = await first.snapshot()
             assert service.node is not None
             kill(service.node)
             for awaited in (running, second.exec(["/bin/true"], wall_limit_s=60), first.stats()):
                 with pytest.raises(SandboxLost) as caught:
                     await awaited
                 assert caught.value.kind == "infra"
-            with pytest.raises(SandboxRefused, match="that its node has no more") as refusal:
-                await backend.create(replace(spec_of(), snapshot=snapshot))
-            assert refusal.value.kind == "snapshot"
         await first.stop()
 
     with service_of(tmp_path, "--backend", BACKEND) as service:

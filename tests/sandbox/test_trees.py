@@ -16,7 +16,15 @@ from strop.sandbox import Guard, Limits, Mount, Sandbox, SandboxSpec, make_backe
 from strop.sandbox.contract import MIB
 from strop.sandbox.linux import detach_mount, mount_tmpfs
 from strop.sandbox.local import LocalSandbox
-from tests.fixtures.sandboxes import IS_ROOT, in_sandbox, on_every_backend, say, spec_of
+from tests.fixtures.sandboxes import (
+    IS_ROOT,
+    in_sandbox,
+    needs_bubblewrap,
+    needs_podman,
+    on_every_backend,
+    say,
+    spec_of,
+)
 
 
 def with_spec(backend: str, spec: SandboxSpec, work: Callable[[Sandbox], Awaitable[None]]) -> None:
@@ -160,6 +168,23 @@ def test_files_of_a_spec_are_there_before_the_first_command(backend: str) -> Non
     with pytest.raises(SandboxError) as caught:
         with_spec(backend, replace(spec_of(), files={"/proc/no": b""}), work)
     assert caught.value.kind in ("denied", "missing")
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        pytest.param("bubblewrap", marks=needs_bubblewrap),
+        pytest.param("podman", marks=[needs_podman, pytest.mark.slow]),
+    ],
+)
+def test_a_workspace_is_the_programs_own_and_bounded(backend: str) -> None:
+    async def work(sandbox: Sandbox) -> None:
+        await sandbox.write("/workspace/deep/file", b"one")
+        assert await say(sandbox, "cd /workspace && mkdir made && cat deep/file") == "one"
+        script = "head -c 8388608 /dev/zero > /workspace/much"
+        assert b"No space left" in (await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)).stderr
+
+    with_spec(backend, replace(spec_of(Limits(scratch_bytes=4 * MIB)), has_workspace=True), work)
 
 
 @on_every_backend

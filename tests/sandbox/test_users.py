@@ -125,22 +125,6 @@ def test_files_of_a_tree_belong_to_its_users_and_stay_as_they_are(tmp_path: Path
     assert (tree / "etc" / "of_user").stat().st_uid == 1000
 
 
-@needs_podman
-@pytest.mark.slow
-def test_a_snapshot_keeps_the_owners_of_files() -> None:
-    async def work(sandbox: ServedSandbox) -> None:
-        await say(sandbox, "echo x > /kept; chown 33:44 /kept")
-        async with await sandbox.snapshot() as snapshot:
-            spec = replace(spec_of(), user=0, snapshot=snapshot)
-            async with await make_backend("podman").create(spec) as other:
-                assert await say(other, "stat -c %u:%g /kept; chown 0:0 /kept; echo y >> /kept") == "33:44\n"
-            with pytest.raises(SandboxRefused, match="a user of the image") as caught:
-                await make_backend("podman").create(replace(spec, user=None))
-            assert caught.value.kind == "snapshot"
-
-    as_user(0, work)
-
-
 @on_every_backend
 def test_a_user_that_cannot_be_is_refused(backend: str) -> None:
     for user in (0, 1000) if backend != "podman" else (-1, NUM_IDS):

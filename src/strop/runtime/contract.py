@@ -89,15 +89,6 @@ class Slot(_Message):
         )
 
 
-class SnapshotTerms(_Message):
-    """The snapshot that a sandbox starts from."""
-
-    node_id: str
-    """Where the snapshot is: the only node that can make the sandbox."""
-    key: str = Field(repr=False)
-    """Every holder of the key may use the snapshot."""
-
-
 class SandboxTerms(_Message):
     """The fields that only strop's own client sends: those of `SandboxSpec` that a node can honour.
 
@@ -109,7 +100,6 @@ class SandboxTerms(_Message):
     network: str = "none"
     has_workspace: bool = False
     min_level: IsolationLevel = IsolationLevel.NAMESPACE
-    snapshot: SnapshotTerms | None = None
 
     @field_validator("limits")
     @classmethod
@@ -236,8 +226,6 @@ class NodeReport(_Message):
     boot_id: str
     pid: int
     capacity: Slot
-    snapshot_bytes: int = 0
-    """Disk that snapshots take beside the sandboxes."""
     backends: tuple[str, ...]
     is_draining: bool = False
     """It takes no new sandboxes: its allocation ends soon."""

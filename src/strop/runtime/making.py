@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 
 from strop.errors import ConfigError, SandboxError, SandboxRefused
@@ -20,7 +19,6 @@ from strop.runtime.owner_plane import OwnerPlane
 from strop.runtime.planes import DataPlane, Plane, SandboxFailed, is_agent_server
 from strop.runtime.pulling import Images
 from strop.runtime.server_plane import ServerPlane, find_working_dir, injected_argv, injected_mounts
-from strop.runtime.snapshots import KeptSnapshots
 from strop.runtime.workspace import Workspace
 from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec
 from strop.sandbox.allowlist import parse_network
@@ -29,7 +27,6 @@ from strop.sandbox.contract import MIB
 from strop.sandbox.engine import ENGINES
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.local import LocalBackend, LocalSandbox
-from strop.sandbox.local_snapshot import LocalSnapshot
 
 HOST_IMAGE = "host"
 """The name for no image: the programs see the node's /usr."""
@@ -86,16 +83,14 @@ class Maker:
         self.num_warm = 0
         """Starts that were served by a sandbox made ahead."""
 
-    async def kind_of(self, order: NodeOrder, snapshot: LocalSnapshot | None = None) -> Kind:
-        """Return the kind of sandbox that an order needs. One with a snapshot has the snapshot's backend.
+    async def kind_of(self, order: NodeOrder) -> Kind:
+        """Return the kind of sandbox that an order needs.
 
         Raises: ConfigError if no backend here has such images; SandboxFailed for a path that is no client's
             image; SandboxRefused with kind network, or for a level that none of the backends reaches.
         """
         request, terms = order.request, order.request.sandbox
         names = self._backends_for(request)
-        if snapshot is not None and snapshot.backend in names:
-            names = (snapshot.backend,)
         user = request.run_as_user
         has_user = names[0] in ENGINES and os.geteuid() == 0 and user is not None and user < NUM_IDS
         kind = Kind(
@@ -150,15 +145,11 @@ class Maker:
             FailureKind.IMAGE_ERROR, f"{image} is in no folder of images that this node lists (--image-dir)"
         )
 
-    async def make(
-        self, kind: Kind, num_warm: int = 0, snapshot: LocalSnapshot | None = None
-    ) -> LocalSandbox:
+    async def make(self, kind: Kind, num_warm: int = 0) -> LocalSandbox:
         """Return a fresh sandbox, made ahead if there is one, and keep `num_warm` more of its kind ready.
 
-        A sandbox that starts from a snapshot is never made ahead. Raises: SandboxRefused.
+        Raises: SandboxRefused.
         """
-        if snapshot is not None:
-            return await self._make_new(kind, snapshot)
         while spares := self._spare.get(kind):
             sandbox = spares.pop()
             if not sandbox.is_lost:
@@ -193,7 +184,7 @@ class Maker:
             while len(spares) < wanted:
                 spares.append(await self._make_new(kind))
 
-    async def _make_new(self, kind: Kind, snapshot: LocalSnapshot | None = None) -> LocalSandbox:
+    async def _make_new(self, kind: Kind) -> LocalSandbox:
         async with self._turns[kind.backend]:
             spec = SandboxSpec(
                 limits=kind.limits,
@@ -203,7 +194,6 @@ class Maker:
                 has_workspace=kind.has_workspace,
                 network=kind.network,
                 min_level=kind.min_level,
-                snapshot=snapshot,
             )
             backend = LocalBackend(kind.backend)
             try:
@@ -226,13 +216,10 @@ class Made:
 class Starter:
     """Starts sandboxes on a node: fetches the image, makes the sandbox and starts its plane."""
 
-    def __init__(
-        self, settings: MakeSettings, policy: DataPlane, images: Images, snapshots: KeptSnapshots
-    ) -> None:
+    def __init__(self, settings: MakeSettings, policy: DataPlane, images: Images) -> None:
         self._maker = Maker(settings)
         self._warm = settings.warm
         self._images = images
-        self._snapshots = snapshots
         self._ids: dict[str, str] = {}
         """Ids of images by name, as last fetched. A sandbox is made from the id: a name may be moved."""
         self._policy = policy
@@ -243,7 +230,7 @@ class Starter:
 
         Raises: SandboxFailed; ConfigError if no backend has such images; SandboxRefused as `Maker.kind_of`.
         """
-        kind = await self._maker.kind_of(order, self._find_snapshot(order))
+        kind = await self._maker.kind_of(order)
         if kind.image is not None and not kind.image.startswith("/"):
             policy = order.request.image_pull_policy
             self._ids[kind.image] = await self._images.fetch(kind.image, policy, say)
@@ -257,12 +244,11 @@ class Starter:
                 f"command {order.request.command[:1]} is not OpenHands' agent server, whose routes alone this"
                 " node serves itself (data plane `own`)",
             )
-        snapshot = self._find_snapshot(order)
-        kind = await self._maker.kind_of(order, snapshot)
+        kind = await self._maker.kind_of(order)
         kind = replace(kind, image=self._ids.get(kind.image, kind.image) if kind.image else None)
         if self._is_injected(order):
             kind = replace(kind, mounts=await asyncio.to_thread(injected_mounts, kind.backend, kind.image))
-        sandbox = await self._maker.make(kind, self._warm.get(order.request.image, 0), snapshot)
+        sandbox = await self._maker.make(kind, self._warm.get(order.request.image, 0))
         try:
             plane = await self._serve(order, sandbox, note_use)
         except (SandboxFailed, SandboxError):
@@ -271,18 +257,11 @@ class Starter:
         self._counts[f'node_starts_total{{backend="{kind.backend}"}}'] += 1
         return Made(sandbox=sandbox, plane=plane)
 
-    def _find_snapshot(self, order: NodeOrder) -> LocalSnapshot | None:
-        terms = order.request.sandbox
-        if terms is None or terms.snapshot is None:
-            return None
-        return self._snapshots.require(terms.snapshot.key)
-
     async def _serve(self, order: NodeOrder, sandbox: LocalSandbox, note_use: Callable[[], None]) -> Plane:
         policy = self._policy
         request = order.request
         if request.sandbox is not None:
-            keep = partial(self._snapshots.take, sandbox, order.slot.disk_bytes)
-            return OwnerPlane(sandbox, order.session_api_key, note_use, keep)
+            return OwnerPlane(sandbox, order.session_api_key, note_use)
         if policy is DataPlane.AUTO:
             has_server = not is_agent_server(request) or await _has_program(sandbox, request.command[0])
             policy = DataPlane.IMAGE if has_server else DataPlane.OWN

@@ -7,7 +7,7 @@ of all sandboxes goes to the controller every `HEARTBEAT_S`, and one of the chan
 change. A controller that has not answered for `silence_limit_s` is gone or has given this node up: the agent
 ends all sandboxes and itself. However this process ends, its sandboxes end with it (`sandbox.daemon`).
 
-Routes: those of `NodeOrder`, with the node key; GET /health, without a key; snapshots, with their own keys.
+Routes: those of `NodeOrder`, with the node key; GET /health, without a key.
 """
 
 from __future__ import annotations
@@ -56,13 +56,11 @@ from strop.runtime.planes import DataPlane
 from strop.runtime.ports import hold_listener
 from strop.runtime.pulling import Images, engine_of
 from strop.runtime.service_dir import read_key
-from strop.runtime.snapshots import KeptSnapshots
 from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
 from strop.sandbox.allowlist import ALLOWED, parse_network
 from strop.sandbox.choose import BACKENDS
 from strop.sandbox.janitor import clear_abandoned
 from strop.sandbox.local import shown_folders
-from strop.sandbox.wire import SNAPSHOT_PATH
 
 _log = logging.getLogger("strop.runtime.node")
 _MAX_ORDER_BYTES = 2 << 20
@@ -103,8 +101,7 @@ class Node:
         engine = engine_of(settings.make.backends)
         self._images = Images(engine, registries=settings.registries)
         self._news = asyncio.Event()
-        self._snapshots = KeptSnapshots(self.node_id, self._count_free_disk, self._news.set)
-        self._starter = Starter(settings.make, settings.data_plane, self._images, self._snapshots)
+        self._starter = Starter(settings.make, settings.data_plane, self._images)
         self._held: dict[str, HeldSandbox] = {}
         self._stopping: set[asyncio.Task[None]] = set()
         self._changed: set[str] = set()
@@ -130,7 +127,7 @@ class Node:
             _log.warning("an agent that was killed had left: %s", line)
         listener = hold_listener(self._settings.host, 0, backlog=_BACKLOG)
         host, port = listener.getsockname()[:2]
-        self._url = self._snapshots.url = f"http://{host}:{port}"
+        self._url = f"http://{host}:{port}"
         server = await asyncio.start_server(self._serve, sock=listener, backlog=_BACKLOG)
         reporting = asyncio.create_task(self._keep_reporting())
         ending = asyncio.create_task(self._ending.wait())
@@ -152,14 +149,9 @@ class Node:
         """The address of this agent, once it runs."""
         return self._url
 
-    def _count_free_disk(self) -> int:
-        used = sum(held.order.slot.disk_bytes for held in self._held.values() if not held.is_over)
-        return self._capacity.disk_bytes - used
-
     async def _close(self) -> None:
         await asyncio.gather(*(self._stop(held, "the node ends") for held in self._held.values()))
         await asyncio.gather(*self._stopping, return_exceptions=True)
-        self._snapshots.close()
         await self._starter.close()
         await asyncio.to_thread(clear_abandoned)
         # The last report has how each sandbox ended.
@@ -238,7 +230,6 @@ class Node:
             boot_id=read_boot_id(),
             pid=os.getpid(),
             capacity=self._capacity,
-            snapshot_bytes=self._snapshots.num_bytes,
             backends=self._settings.make.backends,
             is_draining=self._is_draining,
             ends_in_s=self._left_s(),
@@ -266,8 +257,6 @@ class Node:
     async def _answer(self, request: Request) -> Answer | Upgrade:
         if request.path == "/health":
             return json_answer({"status": "ok"})
-        if request.path == SNAPSHOT_PATH:
-            return self._snapshots.answer(request)
         value: Any
         match request.method, request.path.strip("/").split("/"):
             case "POST", ["sandboxes"]:
@@ -287,9 +276,7 @@ class Node:
 
     def _admit(self, path: str, headers: Mapping[str, str]) -> None:
         """Refuse a request without the key before its body is read."""
-        if path == SNAPSHOT_PATH:
-            self._snapshots.admit(headers)
-        elif path != "/health" and not has_key(headers, NODE_KEY_HEADER, self._settings.key):
+        if path != "/health" and not has_key(headers, NODE_KEY_HEADER, self._settings.key):
             raise HttpError(401, f"{NODE_KEY_HEADER} is missing or wrong")
 
     async def _take_order(self, order: NodeOrder) -> NodeAnswer:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import platform
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -50,18 +50,8 @@ class OwnerPlane:
     num_commands = 0
     first_command_at: float | None = None
 
-    def __init__(
-        self,
-        sandbox: LocalSandbox,
-        key: str,
-        note_use: Callable[[], None],
-        keep_snapshot: Callable[[], Awaitable[dict[str, Any]]],
-    ) -> None:
-        """`keep_snapshot` takes a snapshot; see `KeptSnapshots.take`."""
+    def __init__(self, sandbox: LocalSandbox, key: str, note_use: Callable[[], None]) -> None:
         self._sandbox = sandbox
-        self._keep_snapshot = keep_snapshot
-        self._taking: set[asyncio.Task[None]] = set()
-        """Snapshots in progress."""
         self._key = key
         self._note_use = note_use
         self._owner: asyncio.StreamWriter | None = None
@@ -161,8 +151,7 @@ class OwnerPlane:
         except SandboxLost as lost:
             _log.warning("a sandbox did not end in time: %s", lost)
         finally:
-            for task in (noting, *self._taking):
-                task.cancel()
+            noting.cancel()
             self._end("the connection of its owner has ended")
 
     async def _note_while_busy(self) -> None:
@@ -197,26 +186,11 @@ class OwnerPlane:
         if number is None:
             self._sandbox.client.tell(passed, body)
             return
-        if operation == "snapshot":
-            self._numbers[number] = -1
-            task = asyncio.create_task(self._take_snapshot(number))
-            self._taking.add(task)
-            task.add_done_callback(self._taking.discard)
-            return
         try:
             deliver = partial(self._deliver, number)
             self._numbers[number] = self._sandbox.client.relay(passed, body, deliver)
         except SandboxLost as lost:
             self._send({"id": number, "lost": lost.kind, "why": ""})
-
-    async def _take_snapshot(self, number: int) -> None:
-        try:
-            answer = await self._keep_snapshot()
-        except SandboxLost as lost:
-            answer = {"lost": lost.kind, "why": ""}
-        except SandboxError as error:
-            answer = {"failed": error.kind, "why": given_of(error)}
-        self._deliver(number, answer, b"")
 
     def _deliver(self, number: int, header: dict[str, Any], body: bytes) -> None:
         self._numbers.pop(number, None)
@@ -290,7 +264,7 @@ _FIELDS: Mapping[str, Mapping[str, _Check]] = {
     },
     "open_shell": {"argv": _is_words, **_COMMAND_FIELDS},
     "run": {"shell": _is_number, "wall_limit_s": _is_time},
-    **{name: {} for name in ("snapshot", "stats")},
+    "stats": {},
     **{name: {"job": _is_number} for name in ("cancel", "end", "drop", "input", "input_end")},
     "signal": {"job": _is_number, "number": lambda value: type(value) is int and 1 <= value <= 64},
     "output": {

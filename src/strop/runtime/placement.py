@@ -136,13 +136,7 @@ class Placement:
             self._registry.log("node_joined", node=node_id, host=report.host, url=report.url)
             self._arrival.set()
             self._arrival = asyncio.Event()
-        self.admission.set_room(
-            node_id,
-            report.capacity,
-            is_open=node.is_open,
-            ends_in_s=report.ends_in_s,
-            snapshot_bytes=report.snapshot_bytes,
-        )
+        self.admission.set_room(node_id, report.capacity, is_open=node.is_open, ends_in_s=report.ends_in_s)
         if previous is None:
             # The journal may have sandboxes at this node that the report lacks.
             for session in self._registry.alive.values():

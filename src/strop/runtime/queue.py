@@ -3,8 +3,7 @@
 Only processors are overcommitted, by a stated factor. The owner with the smallest dominant share comes next,
 with its oldest request. A request that fits nowhere now lets others pass, but not for longer than
 `PATIENCE_S`: then one node is kept free for it. A request goes to the node that has the least room left after
-it; nodes that end too soon are used only if no other has room. A request that starts from a snapshot fits
-only on the snapshot's node, and lets its owner's other requests pass.
+it; nodes that end too soon are used only if no other has room.
 """
 
 from __future__ import annotations
@@ -50,8 +49,6 @@ class Room:
     used: Amounts = field(default_factory=lambda: dict.fromkeys(RESOURCES, 0.0))
     taken: dict[str, Session] = field(default_factory=dict)
     """Sandboxes by runtime id."""
-    snapshot_bytes: int = 0
-    """Disk of snapshots; included in `used`."""
 
     def fits(self, wanted: Amounts) -> bool:
         """Whether the amounts are free."""
@@ -79,8 +76,8 @@ class Admission:
         """Rooms by node id."""
         self._cpu_factor = cpu_factor
         self._min_left_s = min_left_s
-        self._waiting: dict[tuple[str, str], list[Session]] = {}
-        """Waiting sessions by owner and `only_node_id`, in the order of arrival."""
+        self._waiting: dict[str, list[Session]] = {}
+        """Waiting sessions by owner, in the order of arrival."""
         self._arrivals: list[int] = []
         """Arrival numbers of all waiting sessions, sorted."""
         self._num_arrived = 0
@@ -101,19 +98,18 @@ class Admission:
         if not session.arrival:
             self._num_arrived += 1
             session.arrival = self._num_arrived
-        bisect.insort(self._waiting.setdefault(_queue_of(session), []), session, key=_by_arrival)
+        bisect.insort(self._waiting.setdefault(session.owner, []), session, key=_by_arrival)
         bisect.insort(self._arrivals, session.arrival)
 
     def remove(self, session: Session) -> None:
         """Take a session from the queue. No-op if it does not wait."""
-        queue = _queue_of(session)
-        sessions = self._waiting.get(queue, [])
+        sessions = self._waiting.get(session.owner, [])
         index = bisect.bisect_left(sessions, session.arrival, key=_by_arrival)
         if index == len(sessions) or sessions[index] is not session:
             return
         del sessions[index]
         if not sessions:
-            del self._waiting[queue]
+            del self._waiting[session.owner]
         del self._arrivals[bisect.bisect_left(self._arrivals, session.arrival)]
 
     def place_of(self, session: Session) -> tuple[int, int] | None:
@@ -129,15 +125,11 @@ class Admission:
         *,
         is_open: bool,
         ends_in_s: float | None = None,
-        snapshot_bytes: int = 0,
     ) -> None:
         """Set the resources of a node, and whether it takes new sandboxes."""
         has = amounts_of(capacity, cpu_factor=self._cpu_factor)
         room = self.rooms.setdefault(node_id, Room(node_id=node_id, has=has))
         room.has, room.is_open = has, is_open
-        for name in ("disk_bytes", "memory_bytes"):
-            room.used[name] += snapshot_bytes - room.snapshot_bytes
-        room.snapshot_bytes = snapshot_bytes
         room.ends_at = math.inf if ends_in_s is None else time.monotonic() + ends_in_s
 
     def drop_room(self, node_id: str) -> list[Session]:
@@ -167,17 +159,13 @@ class Admission:
         """Give slots to the next sessions and unqueue them; return each with its node's id."""
         placed: list[tuple[Session, str]] = []
         kept: set[str] = set()
-        passed: set[tuple[str, str]] = set()
+        passed: set[str] = set()
         while head := self._next_head(passed):
             wanted = needs_of(head.slot)
-            open_rooms = [
-                room
-                for room in self.rooms.values()
-                if room.is_open and room.node_id not in kept and head.only_node_id in ("", room.node_id)
-            ]
+            open_rooms = [room for room in self.rooms.values() if room.is_open and room.node_id not in kept]
             room = self._best_room(head, wanted, open_rooms)
             if room is None:
-                passed.add(_queue_of(head))
+                passed.add(head.owner)
                 possible = [room for room in open_rooms if room.could_fit(wanted)]
                 if possible and time.monotonic() - head.begun_at > PATIENCE_S:
                     # It has waited long: the node with the most free is kept until it has room.
@@ -188,13 +176,10 @@ class Admission:
             placed.append((head, room.node_id))
         return placed
 
-    def explain_impossible(self, slot: Slot, only_node_id: str = "") -> str:
-        """Explain why no node could ever hold a slot; empty if one could, or if there is no node.
-
-        `only_node_id`, unless empty, is the only node to consider.
-        """
+    def explain_impossible(self, slot: Slot) -> str:
+        """Explain why no node could ever hold a slot; empty if one could, or if there is no node."""
         wanted = needs_of(slot)
-        rooms = [room for room in self.rooms.values() if only_node_id in ("", room.node_id)]
+        rooms = list(self.rooms.values())
         if not rooms or any(room.could_fit(wanted) for room in rooms):
             return ""
         most = {name: max(room.has[name] for room in rooms) for name in RESOURCES}
@@ -205,8 +190,8 @@ class Admission:
         ]
         return "no node can ever hold it: " + (", ".join(short) or "no single node has enough of everything")
 
-    def _next_head(self, passed: set[tuple[str, str]]) -> Session | None:
-        heads = [sessions[0] for queue, sessions in self._waiting.items() if queue not in passed]
+    def _next_head(self, passed: set[str]) -> Session | None:
+        heads = [sessions[0] for owner, sessions in self._waiting.items() if owner not in passed]
         if len(heads) < 2:
             return heads[0] if heads else None
         total = {name: sum(room.has[name] for room in self.rooms.values()) for name in RESOURCES}
@@ -231,10 +216,6 @@ class Admission:
             owned[name] += sign * amount
         if not any(amount > _ROUNDING for amount in owned.values()):
             del self._owned[session.owner]
-
-
-def _queue_of(session: Session) -> tuple[str, str]:
-    return session.owner, session.only_node_id
 
 
 def _by_arrival(session: Session) -> int:

@@ -36,7 +36,7 @@ _METRICS = {
     "queue_age_seconds": ("gauge", "Age of the oldest waiting sandbox."),
     "nodes": ("gauge", "Reporting nodes, by whether they take new sandboxes."),
     "node_capacity": ("gauge", "Resources of a node; processors times the promised factor."),
-    "node_used": ("gauge", "Resources that its sandboxes and snapshots take."),
+    "node_used": ("gauge", "Resources that its sandboxes take."),
     "starts_total": ("counter", "Sandboxes that clients requested."),
     "ready_total": ("counter", "Times that a sandbox became ready."),
     "ready_after_seconds_sum": ("counter", "Seconds from request to first readiness, summed over sandboxes."),

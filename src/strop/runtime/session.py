@@ -85,12 +85,6 @@ class Session:
         return self.state not in ENDED
 
     @property
-    def only_node_id(self) -> str:
-        """The node of the snapshot that it starts from, the only one that can make it; empty: any node."""
-        terms = self.request.sandbox
-        return terms.snapshot.node_id if terms is not None and terms.snapshot is not None else ""
-
-    @property
     def is_beginning(self) -> bool:
         """Whether its client has to wait."""
         return self.state in BEGINNING

@@ -219,12 +219,7 @@ class Sessions:
         """Return the ending of a sandbox that can never be made, None if a node may yet make it."""
         if time.monotonic() - self.placement.newest_node_at < self.policy.settle_s:
             return None
-        only = session.only_node_id
-        if only and ((node := self.placement.nodes.get(only)) is None or node.report.is_draining):
-            session.refusal = "snapshot"
-            cause = f"node {only}, which has its snapshot, is gone, or makes no more sandboxes"
-            return State.FAILED, FailureKind.INFRA_LOST, cause
-        cause = self.placement.admission.explain_impossible(session.slot, only)
+        cause = self.placement.admission.explain_impossible(session.slot)
         return (State.FAILED, FailureKind.CAPACITY, cause) if cause else None
 
     def _find_alive(self, owner: str, runtime_id: str) -> Session:

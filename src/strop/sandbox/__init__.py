@@ -19,7 +19,6 @@ from strop.sandbox.contract import (
     SandboxBackend,
     SandboxSpec,
     SandboxStats,
-    Snapshot,
 )
 from strop.sandbox.following import Job, JobOutput, Shell, ShellResult
 
@@ -39,7 +38,6 @@ __all__ = [
     "SandboxStats",
     "Shell",
     "ShellResult",
-    "Snapshot",
     "choose_backend",
     "make_backend",
 ]

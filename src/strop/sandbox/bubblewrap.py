@@ -17,7 +17,7 @@ import json
 import os
 import select
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -25,7 +25,6 @@ from typing import Any
 
 from strop.sandbox.cgroup import make_cgroup
 from strop.sandbox.contract import WORKSPACE, Guard, Isolation, IsolationLevel
-from strop.sandbox.layers import layer_files, unpack_inside
 from strop.sandbox.linux import (
     ALL_NAMESPACES,
     CLONE_NEWNET,
@@ -60,7 +59,6 @@ class BubblewrapPlace:
     scratch = "/tmp"
     has_own_disk = True
     moved_mounts: Mapping[str, str] = {}
-    has_overlay = False
     capabilities = 0
 
     def __init__(self, order: Order, ground: Ground, uid: int, *, is_private_uid: bool) -> None:
@@ -77,9 +75,6 @@ class BubblewrapPlace:
         if not self.has_own_pids:
             enter_namespaces(self.holder, CLONE_NEWPID)
         self.changes = f"/proc/{self._holder_pid}/root{self.scratch}"
-        self.layers: Sequence[str] = order.layers
-        if order.layers:
-            unpack_inside(self, layer_files(order.layers[0]))
         self.cgroup = make_cgroup(ground.controllers, f"strop-{os.getpid()}", limits)
         self._kernel = ground.kernel
         version = tuple(int(part) for part in ground.kernel.split("-")[0].split(".")[:2])

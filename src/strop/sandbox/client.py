@@ -118,10 +118,6 @@ class Client:
         """Drop an answer that is no longer awaited, and close a descriptor that comes with it."""
         self._waiting.pop(number, None)
 
-    def when_ended(self, act: Callable[[], None]) -> None:
-        """Call `act` once the supervisor has ended."""
-        self._ended.add_done_callback(lambda _: act())
-
     async def wait_lost(self) -> str:
         """Wait until the connection is lost and return why."""
         await asyncio.shield(self._ended)

@@ -6,8 +6,8 @@ raises `SandboxError`. The isolation reached is measured when a sandbox is creat
 
 A sandbox is a session: its files stay from one command to the next, until it is stopped. A command is awaited
 (`exec`), followed while it runs (`start`) or evaluated by a shell that stays open (`open_shell`; both in
-`following`). New sandboxes can begin from a `snapshot` of it. The contract is independent of the language;
-`local` adds Python, and pauses, for the sandboxes of this machine.
+`following`). The contract is independent of the language; `local` adds Python, and pauses, for the sandboxes
+of this machine.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Isolation:
     node: str = ""
     """The service's node that runs the sandbox; empty: this machine."""
     lacks: tuple[str, ...] = ()
-    """Features missing at a service's node or in rootless podman: 'mounts', 'snapshots', 'users'."""
+    """Features missing at a service's node or in rootless podman: 'mounts', 'users'."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,8 +171,6 @@ class SandboxSpec:
     gpus: tuple[str, ...] = ()
     """The only GPUs or MIG slices of this machine that programs see, as in CUDA_VISIBLE_DEVICES.
     With GPUs the address space is not limited. A backend without a private /dev refuses them."""
-    snapshot: Snapshot | None = None
-    """Initial contents, instead of an empty private directory. Must be of the same backend and image."""
     network: str = "none"
     """'none'; 'host' where a backend has it; or 'allow:HOST:PORT,HOST:PORT': the only hosts that programs may
     reach, through an HTTP proxy named in their environment (`allowlist`). A backend without network
@@ -260,34 +258,6 @@ class SandboxStats:
     exec_p99_s: float | None
     refused_calls: int = 0
     """Connections that programs tried to hosts outside the sandbox's list of allowed ones."""
-
-
-class Snapshot(Protocol):
-    """The files that programs of a sandbox had written at one moment, to start other sandboxes from.
-
-    It holds the private directory; of a container everything below its root, without /dev/shm. It is removed
-    once it is closed, by `close` or by leaving its `async with` block, and all sandboxes that began with it
-    have ended.
-    """
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes on the disk, without those of the snapshots below it."""
-        ...
-
-    async def close(self) -> None:
-        """Allow no more sandboxes to start with it. May be called twice."""
-        ...
-
-    async def __aenter__(self) -> Self: ...
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-        /,
-    ) -> None: ...
 
 
 class Sandbox(Protocol):
@@ -387,14 +357,6 @@ class Sandbox(Protocol):
 
         Raises: SandboxError like `read`, with kind too_large beyond `max_bytes` or `max_files` in all, and
         with kind exists if `host_path` exists.
-        """
-        ...
-
-    async def snapshot(self) -> Snapshot:
-        """Copy the files that programs, stopped meanwhile, have written so far; see `SandboxSpec.snapshot`.
-
-        Raises: SandboxError with kind no_space, busy (a process could not be stopped), too_deep (a snapshot
-        of a snapshot, and so on, 16 times) or io; SandboxLost.
         """
         ...
 

@@ -43,7 +43,6 @@ from strop.sandbox.engine import Engine, container_name, read_container_id
 from strop.sandbox.family import end_inside, kill_strays, signal_descendants
 from strop.sandbox.frames import pack
 from strop.sandbox.inside import read_namespaces
-from strop.sandbox.layers import PREFIX, layer_files, remove_layer, remove_unfinished
 from strop.sandbox.linux import (
     become_subreaper,
     bind,
@@ -131,11 +130,6 @@ class _Daemon:
         text, descriptors, _, _ = socket.recv_fds(self._control, MAX_ORDER_BYTES, 1)
         if not text:
             return False
-        if not descriptors:
-            # A request to remove a layer. Only its name is used, so no path outside can be removed.
-            name = Path(text.decode()).name.removeprefix(PREFIX)
-            remove_layer(f"{self._ground.runtime_dir}/{PREFIX}{name}", can_mount=self._ground.can_mount)
-            return True
         with socket.socket(fileno=descriptors[0]) as connection:
             connection.set_inheritable(False)
             values = json.loads(text)
@@ -163,13 +157,7 @@ class _Daemon:
         return True
 
     def _find_image(self, order: Order, connection: socket.socket) -> bool:
-        """Find an order's snapshot and image; if one is missing, refuse the order and return False."""
-        try:
-            for layer in order.layers:
-                layer_files(layer)
-        except OSError as error:
-            _refuse(connection, "snapshot", f"the snapshot is gone: {error}")
-            return False
+        """Find an order's image; if it is missing, refuse the order and return False."""
         if order.backend not in _CONTAINERS:
             return True
         engine = Engine(name=order.backend, program=order.program, environ=order.engine_env)
@@ -246,7 +234,6 @@ class _Daemon:
         uid, is_private_uid = sandbox_uid(pid)
         if is_private_uid:
             remove_ipc(uid)
-        remove_unfinished(self._ground.runtime_dir, pid, can_mount=self._ground.can_mount)
         scratch = str(Path(self._ground.runtime_dir, str(pid)))
         for engine in self._engines.values():
             engine.remove(container_name(self._ground.runtime_dir, pid), read_container_id(scratch))
@@ -277,8 +264,6 @@ class _Daemon:
             if images:
                 with suppress(OSError):
                     _CONTAINERS[name].drop_images(self._engines[name], images)
-        for path in Path(self._ground.runtime_dir).glob(f"{PREFIX}*"):
-            remove_layer(str(path), can_mount=self._ground.can_mount)
         if self._ground.can_mount:
             with suppress(OSError):
                 detach_mount(self._ground.runtime_dir)
@@ -298,9 +283,6 @@ def _become_supervisor(
         # If everything above is killed, `janitor` finds this process and its children by this directory.
         os.chdir(ground.runtime_dir)
         uid, is_private_uid = sandbox_uid(os.getpid())
-        if order.backend in _CONTAINERS and order.snapshot_uid is not None:
-            # The snapshot's files belong to this user, so they need no copy.
-            uid, is_private_uid = order.snapshot_uid, False
         try:
             allowed = parse_network(order.network)
             # Before the place: a process forked after it may be in its namespaces.
@@ -313,7 +295,7 @@ def _become_supervisor(
             _refuse(connection, "no_space" if is_full else order.backend, str(error))
             signal_descendants(os.getpid(), signal.SIGKILL)
         else:
-            supervisor = Supervisor(place, python, ground, Channel(connection), daemon_end, egress)
+            supervisor = Supervisor(place, python, Channel(connection), daemon_end, egress)
             supervisor.serve(IsolationLevel(order.min_level))
             os._exit(0)
     finally:

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -64,13 +63,6 @@ class DaemonHandle:
                     next_step="look at its limits, then try again",
                     kind="host",
                 ) from error
-
-    def drop_layer(self, path: str) -> None:
-        """Remove a layer that is no longer used. A daemon removes all its layers when it ends."""
-        with self._lock:
-            if self._control is not None:
-                with suppress(OSError):
-                    self._control.send(path.encode())
 
     def _send(self, order: dict[str, Any]) -> socket.socket:
         source = None if self._has_source else self._source

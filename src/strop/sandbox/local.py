@@ -25,7 +25,7 @@ import strop
 from strop.errors import CheckRefused, SandboxRefused, split_error
 from strop.sandbox.allowlist import parse_network, refuse_network
 from strop.sandbox.bubblewrap import system_tree
-from strop.sandbox.client import Answer, Client
+from strop.sandbox.client import Client
 from strop.sandbox.contract import (
     WORKSPACE,
     ExecKind,
@@ -38,7 +38,6 @@ from strop.sandbox.contract import (
 from strop.sandbox.daemon_handle import daemon_of, python_candidates
 from strop.sandbox.engine import ENGINES, engine_environ, require_engine
 from strop.sandbox.idmap import NUM_IDS
-from strop.sandbox.local_snapshot import Layer, LocalSnapshot, require_snapshot
 from strop.sandbox.place import identify
 from strop.sandbox.served import MIN_PYTHON, ServedSandbox, as_result, read_isolation
 from strop.sandbox.spawning import run_program
@@ -59,7 +58,6 @@ class LocalSandbox(ServedSandbox):
         spec: SandboxSpec,
         header: Mapping[str, Any],
         python_argv: tuple[str, ...],
-        source: str,
     ) -> None:
         super().__init__(
             client,
@@ -69,11 +67,6 @@ class LocalSandbox(ServedSandbox):
             python_argv=python_argv,
             supervisor_pid=int(header["pid"]),
         )
-        self._source = source
-        self._image = spec.image
-        self._has_users = spec.user is not None
-        snapshot = spec.snapshot
-        self._base_layers = snapshot.layers if isinstance(snapshot, LocalSnapshot) else ()
         self._mounts = {os.path.realpath(mount.host_path): mount.inside_path for mount in spec.mounts}
         self._mounts.update(header["moved_mounts"])
 
@@ -106,33 +99,6 @@ class LocalSandbox(ServedSandbox):
         """Let its programs go on. Raises: SandboxLost."""
         await self.client.ask({"op": "resume"})
 
-    async def snapshot(self) -> LocalSnapshot:
-        """Copy its programs' files; see `Sandbox.snapshot`."""
-        _, answer = self.client.begin({"op": "snapshot"})
-        try:
-            header, _ = await asyncio.shield(answer)
-        except asyncio.CancelledError:
-            answer.add_done_callback(self._drop_snapshot)
-            raise
-        return self._make_snapshot(header)
-
-    def _make_snapshot(self, header: dict[str, Any]) -> LocalSnapshot:
-        new, *old = header["layers"]
-        base = {layer.path: layer for layer in self._base_layers}
-        return LocalSnapshot(
-            backend=self._isolation.backend,
-            image=self._image,
-            has_users=self._has_users,
-            layers=(Layer(new), *(base[path] for path in old)),
-            uid=header["uid"],
-            num_bytes=header["num_bytes"],
-            source=self._source,
-        )
-
-    def _drop_snapshot(self, answer: asyncio.Future[Answer]) -> None:
-        if not answer.cancelled() and not answer.exception():
-            self._make_snapshot(answer.result()[0]).drop()
-
     async def find_python(self) -> tuple[str, ...]:
         """Return the first Python that starts inside, with its flags; empty if none does."""
         for path in python_candidates():
@@ -157,7 +123,7 @@ class LocalBackend:
         sandbox, and must only import and define.
 
         Raises: SandboxRefused with kind image, architecture, user, gpus, mounts, workspace, network,
-        snapshot, no_space, missing (no bwrap, podman or docker), graph_root, bubblewrap, podman, docker,
+        no_space, missing (no bwrap, podman or docker), graph_root, bubblewrap, podman, docker,
         level or host.
         """
         refuse_network(spec.network, self.name)
@@ -170,7 +136,6 @@ class LocalBackend:
         devices: Mapping[str, str] = {}
         if spec.gpus:
             spec, devices = await asyncio.to_thread(give_gpus, spec, self.name)
-        snapshot = require_snapshot(spec, self.name, main_source)
         key = (self.name, spec.image)
         if key not in _pythons:
             # Once, in a separate sandbox, because the limits of `spec` may be too tight for it.
@@ -178,12 +143,7 @@ class LocalBackend:
             async with await _start(self.name, plain, program, main_source, ()) as sandbox:
                 _pythons[key] = await sandbox.find_python()
         async with AsyncExitStack() as stack:
-            if snapshot is not None:
-                stack.callback(release := snapshot.hold())
             made = await _start(self.name, spec, program, main_source, _pythons[key], devices=devices)
-            if snapshot is not None:
-                stack.pop_all()
-                made.when_ended(release)
             await stack.enter_async_context(made)
             for path, data in spec.files.items():
                 await made.write(path, data)
@@ -223,7 +183,6 @@ async def _start(
     *,
     devices: Mapping[str, str] = MappingProxyType({}),
 ) -> LocalSandbox:
-    snapshot = require_snapshot(spec, backend, main_source)
     binds = _binds(spec, has_python=bool(program))
     order = {
         "backend": backend,
@@ -237,8 +196,6 @@ async def _start(
         "image": spec.image or "",
         "user": spec.user,
         "has_workspace": spec.has_workspace,
-        "layers": [layer.path for layer in snapshot.layers] if snapshot is not None else [],
-        "snapshot_uid": snapshot.uid if snapshot is not None else None,
         "engine_env": engine_environ(),
     }
     client = Client(daemon_of(os.getpid(), main_source).start(order), backend)
@@ -261,7 +218,7 @@ async def _start(
             next_step="look at its message; user namespaces may be off, or a mounted path unreadable",
             kind=header["refused"],
         )
-    return LocalSandbox(client, read_isolation(header["ready"]), spec, header, python_argv, main_source)
+    return LocalSandbox(client, read_isolation(header["ready"]), spec, header, python_argv)
 
 
 def give_gpus(spec: SandboxSpec, backend: str) -> tuple[SandboxSpec, Mapping[str, str]]:

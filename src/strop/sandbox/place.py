@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -45,10 +45,6 @@ class Order:
     user: int | None = None
     """The image's user for programs; None: the sandbox's private user."""
     has_workspace: bool = False
-    layers: list[str] = field(default_factory=list)
-    """Layers of the snapshot to start from, the newest first."""
-    snapshot_uid: int | None = None
-    """The owner of the layers' files."""
     network: str = "none"
     python_source: str | None = None
     """None if an earlier order contained it."""
@@ -111,12 +107,6 @@ class Place(Protocol):
     """The directory with the programs' files, as this process sees it."""
     has_own_disk: bool
     """Whether `changes` is a separate file system."""
-    has_overlay: bool
-    """Whether `changes` is only the upper directory of an overlay over `layers`."""
-    layers: Sequence[str]
-    """The layers that the sandbox started from."""
-    first_id: int
-    """The user of the host that owns the programs' files; of a range of users, the first."""
     has_own_pids: bool
     """Whether `enter` takes effect for processes in children only."""
 

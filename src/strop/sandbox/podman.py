@@ -26,7 +26,7 @@ import platform
 import signal
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ from strop.sandbox.cgroup import Cgroup, find_controllers, may_join
 from strop.sandbox.contract import WORKSPACE, Guard, Isolation, IsolationLevel
 from strop.sandbox.engine import Engine, container_name, id_file, read_container_id
 from strop.sandbox.idmap import NUM_IDS, claim_ids, mount_for
-from strop.sandbox.layers import layer_files
 from strop.sandbox.linux import (
     NAMESPACE_FLAGS,
     detach_mount,
@@ -85,7 +84,6 @@ class PodmanPlace:
     scratch = "/tmp"
     has_own_disk = True
     moved_mounts: Mapping[str, str] = {}
-    has_overlay = True
     capabilities = 0
     has_own_pids = True
     _sees_own_mounts = True
@@ -111,14 +109,13 @@ class PodmanPlace:
         self._claim: socket.socket | None = None
         self._has_users = order.user is not None
         if order.user is not None:
-            self._give_users(order.user, order.snapshot_uid)
+            self._give_users(order.user)
         if self._is_rootless:
             self.first_id, self._host_uid, self._claim = claim_id(os.getpid())
             self.user, is_private_uid = (self.first_id, self.first_id), True
         self.ipc_uid: int | None = None if self.user is None else self.user[0]
         self._base = f"{ground.runtime_dir}/{os.getpid()}"
         self.changes = f"{self._base}/upper"
-        self.layers: Sequence[str] = order.layers
         self._name = container_name(ground.runtime_dir, os.getpid())
         try:
             pid = self._start()
@@ -145,7 +142,6 @@ class PodmanPlace:
             {controller.name: controller.own_dir for controller in controllers},
             max((controller.version for controller in controllers), default=0),
         )
-        # Containers of one snapshot share a user, so the kernel would count their processes together.
         is_counted = is_private_uid and "pids" not in self.cgroup.dirs
         self.max_user_processes: int | None = limits.max_processes if is_counted else None
         self.watch = Watch(
@@ -174,12 +170,9 @@ class PodmanPlace:
         """Unmount images, by their names. Raises: OSError."""
         engine.run("image", "unmount", *images)
 
-    def _give_users(self, user: int, snapshot_first_id: int | None) -> None:
-        """Run programs as a user of the image, in a private range of host ids, or that of a snapshot."""
-        if snapshot_first_id is None:
-            self.first_id, self._claim = claim_ids(os.getpid())
-        else:
-            self.first_id = snapshot_first_id
+    def _give_users(self, user: int) -> None:
+        """Run programs as a user of the image, in a private range of host ids."""
+        self.first_id, self._claim = claim_ids(os.getpid())
         self._host_uid = self.first_id + user
         self.user = (user, user)
         self.capabilities = ROOT_CAPABILITIES if user == 0 else 0
@@ -254,7 +247,6 @@ class PodmanPlace:
         if self._has_users:
             (base / "mapped").mkdir()
             lower = mount_for(lower, str(base / "mapped"), self.first_id)
-        lower = ":".join((*map(layer_files, self.layers), lower))
         mount_overlay(
             lower,
             str(base / "upper"),
@@ -312,7 +304,7 @@ class PodmanPlace:
             files=Guard.ENFORCED,
             network=network_word(own, self._order.network),
             kernel=self._ground.kernel,
-            lacks=("snapshots", "users") if self._is_rootless else (),
+            lacks=("users",) if self._is_rootless else (),
         )
 
     def _user_map(self) -> str:

@@ -12,13 +12,11 @@ Tried on Linux 6.18, as root and as an ordinary user.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from strop.sandbox.cgroup import make_cgroup
 from strop.sandbox.contract import Guard, Isolation, IsolationLevel
-from strop.sandbox.layers import copy_tree, layer_files
 from strop.sandbox.linux import count_user_tasks, detach_mount, mount_tmpfs, remove_ipc
 from strop.sandbox.place import Ground, Order, Watch, guard, inside_fields, own_namespaces
 from strop.sandbox.spawning import remove_tree
@@ -28,7 +26,6 @@ class ProcessPlace:
     """A private directory of the host."""
 
     has_own_pids = False
-    has_overlay = False
     capabilities = 0
     holder: int | None = None
 
@@ -49,9 +46,6 @@ class ProcessPlace:
             self._has_mount = True
         elif os.geteuid() == 0:
             os.chown(self.scratch, self.first_id, self.first_id)
-        self.layers: Sequence[str] = order.layers
-        if order.layers:
-            copy_tree(layer_files(order.layers[0]), self.scratch, uid if os.geteuid() == 0 else None)
         self.cgroup = make_cgroup(ground.controllers, f"strop-{os.getpid()}", limits)
         self.user = (uid, uid) if os.geteuid() == 0 else None
         self.ipc_uid = uid if is_private_uid else None

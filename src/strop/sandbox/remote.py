@@ -12,8 +12,8 @@ import json
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack, ExitStack, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -32,7 +32,6 @@ from strop.sandbox.wire import (
     PROTOCOL,
     SANDBOX_KEY_HEADER,
     SERVICE_KEY_HEADER,
-    SNAPSHOT_PATH,
     keep_alive,
 )
 
@@ -85,20 +84,17 @@ class RemoteBackend:
 
         `main_source`: Python that defines `main`, for `run_main`. It is loaded inside at each call.
 
-        Raises: SandboxRefused with kind network, mounts, gpus, snapshot, key, limits, capacity, service if it
+        Raises: SandboxRefused with kind network, mounts, gpus, key, limits, capacity, service if it
         does not answer, lost if the node was lost, or a kind of the node's backend (`LocalBackend.create`).
         """
         refuse_network(spec.network, _NAME)
         _refuse_own(spec)
-        snapshot = _require_snapshot(spec, self.endpoint)
         async with AsyncExitStack() as stack:
             async with _Service(self.endpoint) as service:
-                # Hold the snapshot until the node has started the sandbox from it.
-                with nullcontext() if snapshot is None else snapshot.hold():
-                    record = await service.start(spec, snapshot)
-                    end = partial(_stop, self.endpoint, record["runtime_id"])
-                    stack.push_async_callback(end)
-                    record = await service.wait_ready(record)
+                record = await service.start(spec)
+                end = partial(_stop, self.endpoint, record["runtime_id"])
+                stack.push_async_callback(end)
+                record = await service.wait_ready(record)
             address = _Address(record["node_url"] or record["url"], record["session_api_key"])
             try:
                 client = Client(await address.open(FRAMES_PATH), _NAME, max_body_bytes=MAX_BODY_BYTES)
@@ -106,7 +102,7 @@ class RemoteBackend:
                 reply, _ = await client.ask({"op": "describe"})
             except (OSError, SandboxError) as error:
                 raise _refused(f"sandbox {record['runtime_id']} was lost: {error}", "lost") from error
-            made = RemoteSandbox(client, address, reply, spec, main_source, end, self.endpoint.url)
+            made = RemoteSandbox(client, address, reply, spec, main_source, end)
             for path, data in spec.files.items():
                 await made.write(path, data)
             # All files are written: the sandbox is the caller's.
@@ -125,9 +121,8 @@ class RemoteSandbox(ServedSandbox):
         spec: SandboxSpec,
         main_source: str,
         end: Callable[[], Awaitable[None]],
-        service: str,
     ) -> None:
-        """`end` asks the service to end the sandbox; `service` is the service's address."""
+        """`end` asks the service to end the sandbox."""
         super().__init__(
             client,
             read_isolation(reply["isolation"]),
@@ -140,8 +135,6 @@ class RemoteSandbox(ServedSandbox):
         """The sandbox's address at its node."""
         self._main_source = main_source
         self._end = end
-        self._service = service
-        self._image = spec.image
 
     async def run_main(self, *, wall_limit_s: float, stdin: bytes = b"") -> ExecResult:
         """Run the sandbox's `main`; see `ServedSandbox.run_main`."""
@@ -160,18 +153,6 @@ class RemoteSandbox(ServedSandbox):
         connection.setblocking(True)
         return connection
 
-    async def snapshot(self) -> RemoteSnapshot:
-        """Copy its programs' files, at its node; see `Sandbox.snapshot`.
-
-        Raises: as there; no_space also where the node has no room to keep it.
-        """
-        reply, _ = await self.client.ask({"op": "snapshot"})
-        try:
-            connection = await _Address(reply["url"], reply["key"]).open(SNAPSHOT_PATH)
-        except OSError as error:
-            raise self.client.lost("infra", str(error)) from error
-        return RemoteSnapshot(connection, reply, service=self._service, image=self._image)
-
     async def stop(self) -> None:
         """End everything in it; see `Sandbox.stop`."""
         self.client.lost_kind = self.client.lost_kind or "stopped"
@@ -180,74 +161,8 @@ class RemoteSandbox(ServedSandbox):
         await super().stop()
 
 
-class RemoteSnapshot:
-    """A snapshot that a node keeps as long as a connection lasts; see `Snapshot`.
-
-    Usable only from the event loop in which it was taken.
-    """
-
-    def __init__(
-        self, connection: socket.socket, reply: dict[str, Any], *, service: str, image: str | None
-    ) -> None:
-        self.num_bytes: int = reply["num_bytes"]
-        self.service = service
-        """The address of its node's controller."""
-        self.image = image
-        self.terms = {"node_id": reply["node_id"], "key": reply["key"]}
-        """Identifies the snapshot in a request to start a sandbox."""
-        self.fault = ""
-        """Why no sandbox can start from it; empty while one can."""
-        self._connection = connection
-        self._num_users = 1
-        asyncio.get_running_loop().add_reader(connection, self._on_readable)
-
-    @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Keep it until the end of the block, even if it is closed meanwhile."""
-        self._num_users += 1
-        try:
-            yield
-        finally:
-            self._release()
-
-    async def close(self) -> None:
-        """Close it; see `Snapshot.close`."""
-        if not self.fault:
-            self.fault = "a snapshot that was closed"
-            self._release()
-
-    async def __aenter__(self) -> Self:
-        """Return the snapshot."""
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        """Close it."""
-        await self.close()
-
-    def _release(self) -> None:
-        self._num_users -= 1
-        if self._num_users == 0:
-            self._let_go()
-
-    def _let_go(self) -> None:
-        if self._connection.fileno() >= 0:
-            asyncio.get_running_loop().remove_reader(self._connection)
-            self._connection.close()
-
-    def _on_readable(self) -> None:
-        try:
-            is_there = bool(self._connection.recv(_CHUNK_BYTES))
-        except BlockingIOError:
-            return
-        except OSError:
-            is_there = False
-        if not is_there:
-            self.fault = self.fault or "a snapshot that its node has no more"
-            self._let_go()
-
-
 class _Address:
-    """The address and the key of a sandbox or a snapshot at its node."""
+    """The address and the key of a sandbox at its node."""
 
     def __init__(self, url: str, key: str) -> None:
         where = urlsplit(url)
@@ -344,14 +259,13 @@ class _Service:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def start(self, spec: SandboxSpec, snapshot: RemoteSnapshot | None) -> dict[str, Any]:
+    async def start(self, spec: SandboxSpec) -> dict[str, Any]:
         terms = {
             "limits": asdict(spec.limits),
             "user": spec.user,
             "network": spec.network,
             "has_workspace": spec.has_workspace,
             "min_level": int(spec.min_level),
-            "snapshot": None if snapshot is None else snapshot.terms,
         }
         body = {
             "image": spec.image or _HOST_IMAGE,
@@ -448,29 +362,3 @@ def _refuse_own(spec: SandboxSpec) -> None:
             next_step="give them as files of the spec, or choose a backend of this machine",
             kind="mounts",
         )
-
-
-def _require_snapshot(spec: SandboxSpec, endpoint: Endpoint) -> RemoteSnapshot | None:
-    """Return the snapshot of a spec, if it has one. The node checks it too.
-
-    Raises: SandboxRefused with kind snapshot if this sandbox cannot start from it.
-    """
-    snapshot = spec.snapshot
-    if snapshot is None:
-        return None
-    if not isinstance(snapshot, RemoteSnapshot):
-        wrong = "a snapshot of this machine"
-    elif snapshot.service != endpoint.url:
-        wrong = f"a snapshot of the service at {snapshot.service}"
-    elif snapshot.image != spec.image:
-        wrong = f"a snapshot of image {snapshot.image!r}"
-    elif snapshot.fault:
-        wrong = snapshot.fault
-    else:
-        return snapshot
-    raise SandboxRefused(
-        f"a remote sandbox with image {spec.image!r} cannot begin with {wrong}",
-        allowed="an open snapshot of the same service and image",
-        next_step="take one of a sandbox that was made like this one",
-        kind="snapshot",
-    )

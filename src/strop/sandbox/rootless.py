@@ -7,7 +7,7 @@ and this user are unmapped there. podman keeps a process that holds its user nam
 container has ended; `podman system migrate` ends it.
 
 Not covered: control groups, where none are delegated to this user (`Isolation` then records watched limits);
-users of the image, which need 65,536 ids for each sandbox; snapshots.
+users of the image, which need 65,536 ids for each sandbox.
 Tried with podman 4.3.1, runc 1.1.5 and 65,536 ids on Linux 6.18, control groups of version 1.
 """
 

@@ -12,7 +12,7 @@ import os
 import socket
 import stat
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
@@ -27,7 +27,6 @@ from strop.sandbox.contract import (
     Isolation,
     IsolationLevel,
     SandboxStats,
-    Snapshot,
 )
 from strop.sandbox.daemon_handle import python_candidates
 from strop.sandbox.following import JobOutput, ShellResult
@@ -87,10 +86,6 @@ class ServedSandbox(ABC):
     def is_lost(self) -> bool:
         """Whether the connection is lost."""
         return bool(self.client.lost_kind)
-
-    def when_ended(self, act: Callable[[], None]) -> None:
-        """Call `act` once nothing is left of it."""
-        self.client.when_ended(act)
 
     async def wait_lost(self) -> str:
         """Wait until the sandbox is lost and return the kind of its `SandboxLost`."""
@@ -225,10 +220,6 @@ class ServedSandbox(ABC):
             else:
                 left_out.append(name)
         return tuple(left_out)
-
-    @abstractmethod
-    async def snapshot(self) -> Snapshot:
-        """Copy its programs' files; see `Sandbox.snapshot`."""
 
     async def stats(self) -> SandboxStats:
         """Return its resource use; see `Sandbox.stats`."""

@@ -11,9 +11,8 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
 
 _CHUNK_BYTES = 1 << 16
 
@@ -33,10 +32,9 @@ def run_program(
     env: Mapping[str, str],
     *,
     stdin: int | None = None,
-    prepare: Callable[[], None] | None = None,
     limit_s: float = math.inf,
 ) -> Done:
-    """Run a program to its end. `stdin` None: no input; `prepare` runs in the child before the program.
+    """Run a program to its end. `stdin` None: no input.
 
     Raises: OSError if the host gives no process, or after `limit_s`, when the program is killed.
     """
@@ -49,11 +47,8 @@ def run_program(
     source = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC) if stdin is None else stdin
     child_ends = (source, *ends)
     try:
-        if prepare is None:
-            actions = [(os.POSIX_SPAWN_DUP2, end, target) for target, end in enumerate(child_ends)]
-            pid = os.posix_spawnp(words[0], list(words), dict(env), file_actions=actions, setsigmask=())
-        elif (pid := os.fork()) == 0:
-            _become(words, env, child_ends, prepare)
+        actions = [(os.POSIX_SPAWN_DUP2, end, target) for target, end in enumerate(child_ends)]
+        pid = os.posix_spawnp(words[0], list(words), dict(env), file_actions=actions, setsigmask=())
     finally:
         for descriptor in (*ends, *((source,) if stdin is None else ())):
             os.close(descriptor)
@@ -77,24 +72,6 @@ def remove_tree(path: str) -> None:
     for step in (["rm", "-rf"], ["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         if os.path.isdir(path):
             run_program([*step, path], {"PATH": "/usr/bin:/bin"})
-
-
-def _become(
-    words: Sequence[str],
-    env: Mapping[str, str],
-    descriptors: tuple[int, ...],
-    prepare: Callable[[], None],
-) -> NoReturn:
-    try:
-        signal.set_wakeup_fd(-1)
-        for target, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, target)
-        prepare()
-        os.execvpe(words[0], list(words), dict(env))
-    except OSError as error:
-        os.write(2, str(error).encode(errors="replace"))
-    finally:
-        os._exit(127)
 
 
 def _read_all(streams: dict[int, str], parts: dict[str, bytearray], limit_s: float) -> bool:

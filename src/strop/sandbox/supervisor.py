@@ -7,7 +7,6 @@ ends everything in the sandbox.
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import selectors
@@ -31,8 +30,7 @@ from strop.sandbox.family import (
     stop_programs,
 )
 from strop.sandbox.job import DETACH_S, STUCK_S, Job
-from strop.sandbox.layers import PREFIX, remove_layer, start_copy
-from strop.sandbox.place import Ground, LoadedPython, Place, clean_env
+from strop.sandbox.place import LoadedPython, Place, clean_env
 from strop.sandbox.program import Request
 from strop.sandbox.runner import ASK, KILL, Started, as_record, measure_tree, start_command
 from strop.sandbox.shell import Shell
@@ -54,18 +52,11 @@ class Supervisor:
         self,
         place: Place,
         python: LoadedPython,
-        ground: Ground,
         channel: Channel,
         daemon_end: int,
         egress: Egress | None = None,
     ) -> None:
         self.place = place
-        self._ground = ground
-        self._layer_numbers = itertools.count()
-        self._held: list[tuple[dict[str, Any], bytes]] | None = None
-        """Requests that wait while a snapshot is taken."""
-        self._layer = ""
-        """Path of the layer that is being copied; the client does not know it yet."""
         self._num_connecting = 0
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
         self._python = python
@@ -177,13 +168,8 @@ class Supervisor:
         if operation == "stop":
             self._is_ending = True
             return
-        if self._held is not None:
-            self._held.append((header, body))
-            return
         try:
-            if operation == "snapshot":
-                self._snapshot(header["id"])
-            elif operation in self._states:
+            if operation in self._states:
                 self.send({"id": header["id"], **self._states[operation]()})
             elif operation in self._begins:
                 self._begins[operation](header, body)
@@ -262,30 +248,6 @@ class Supervisor:
     def on_connected(self) -> None:
         """Count a connection attempt that has ended."""
         self._num_connecting -= 1
-
-    def _snapshot(self, request_id: int) -> None:
-        """Copy the programs' files while they are stopped; requests wait meanwhile."""
-        was_paused = bool(self._stopped)
-        if "failed" in (refusal := self._pause()):
-            self.send({"id": request_id, **refusal})
-            return
-        path = f"{self._ground.runtime_dir}/{PREFIX}{os.getpid()}-{next(self._layer_numbers)}"
-        self._held = []
-        self._layer = path
-
-        def end(reply: dict[str, Any]) -> None:
-            if not was_paused:
-                self._resume()
-            self.send({"id": request_id, **reply})
-            self._layer = ""
-            held, self._held = self._held or [], None
-            for header, body in held:
-                self._obey(header, body)
-
-        try:
-            start_copy(path, self.place, self._ground, self.selector, end)
-        except OSError as error:
-            end({"failed": "io", "why": str(error)})
 
     def _pause(self) -> dict[str, Any]:
         try:
@@ -386,8 +348,6 @@ class Supervisor:
             for job in self._jobs.values():
                 job.next_at = min(job.next_at, give_up_at)
             self._turn()
-        if self._layer:
-            remove_layer(self._layer, can_mount=self._ground.can_mount)
         self.place.close()
         if self._lost_kind:
             self.send({"lost": self._lost_kind, "why": self._lost_why})

@@ -10,15 +10,13 @@ import socket
 SERVICE_KEY_HEADER = "X-API-Key"
 """Holds the caller's key in requests to the controller."""
 SANDBOX_KEY_HEADER = "X-Session-API-Key"
-"""Holds the key of the sandbox or snapshot in requests to its address."""
+"""Holds the key of the sandbox in requests to its address."""
 FRAMES_PATH = "/strop/frames"
 """Opens a connection of frames. The sandbox ends with this connection."""
 CONNECT_PATH = "/strop/connect"
 """With `?port=` or `?path=`: opens a connection to a server inside."""
-SNAPSHOT_PATH = "/strop/snapshot"
-"""At a node agent's address, with the snapshot's key: the snapshot lasts as long as this connection."""
 PROTOCOL = "strop-sandbox-1"
-"""Value of the header `Upgrade` in all three."""
+"""Value of the header `Upgrade` in both."""
 MAX_BODY_BYTES = 256 << 20
 """Limit of a frame's body; both ends hold it in memory."""
 _KEEP_ALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 3}
