@@ -152,7 +152,6 @@ def test_each_field_of_a_request_is_looked_at() -> None:
     for good in (
         start,
         {**start, "has_stdin": True, "env": {"A": "b"}, "cwd": "/"},
-        {**start, "is_main": True},
         inside,
         {"id": 1, "op": "stats"},
         {"op": "signal", "job": 1, "number": 2},
@@ -172,7 +171,7 @@ def test_each_field_of_a_request_is_looked_at() -> None:
         {**start, "env": {"A": 1}},
         {**start, "wall_limit_s": math.nan},
         {**start, "wall_limit_s": -1},
-        {**start, "is_main": 1},
+        {**start, "is_main": True},
         {name: value for name, value in start.items() if name != "env"},
         {**inside, "details": {**read, "max_bytes": "5"}},
         {**inside, "builtin": "remove"},
