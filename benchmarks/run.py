@@ -83,7 +83,8 @@ def measure_figures(name: str, *, is_quick: bool, model: str = MODEL) -> Measure
     """Run a benchmark of `FIGURES`."""
     # Here: each imports a part of strop that the other benchmarks do not need.
     part = name.replace("-", "_")
-    measure = getattr(import_module(f"benchmarks.{part}"), f"measure_{part}")
+    module = import_module(f"benchmarks.{part.removesuffix('_agent')}")
+    measure = getattr(module, f"measure_{part}")
     of_model = {"model_dir": Path(get_model(model).path)} if name in WITH_MODEL else {}
     measured: Measured = measure(is_quick=is_quick, **of_model)
     return measured
