@@ -24,7 +24,7 @@ from strop.launch.environment import (
 )
 from strop.launch.local.options import LocalSite
 from strop.launch.options import Site
-from strop.launch.secrets import remove_secrets, secret_values
+from strop.launch.secrets import read_secrets, remove_secrets
 from strop.launch.slurm.options import SlurmSite
 
 CANARY = "canary-7f3a,'\"$HOME `id`\nsecond line"
@@ -159,11 +159,11 @@ def test_a_secret_is_in_its_private_file_alone(tmp_path: Path) -> None:
     assert modes == {"env.json": 0o600, "secrets.json": 0o600}
     assert json.dumps(CANARY)[1:-1] not in (tmp_path / "env.json").read_text()
     assert read_environment(tmp_path, "trainer")["JUDGE_KEY"] == CANARY
-    assert secret_values(tmp_path) == (CANARY,)
+    assert read_secrets(tmp_path) == {"JUDGE_KEY": CANARY}
     remove_secrets(tmp_path)
     remove_secrets(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["env.json"]
-    assert secret_values(tmp_path) == ()
+    assert read_secrets(tmp_path) == {}
 
 
 def test_leftovers_of_a_killed_writer_are_removed_with_the_secrets(tmp_path: Path) -> None:

@@ -26,11 +26,6 @@ def read_secrets(job_path: Path) -> dict[str, str]:
     return {} if content is None else dict(content["values"])
 
 
-def secret_values(job_path: Path) -> tuple[str, ...]:
-    """Return the values of a job's secrets, for `redact`; empty once they are removed."""
-    return tuple(read_secrets(job_path).values())
-
-
 def has_secrets(job_path: Path) -> bool:
     """Whether a job has values of secrets, or partial copies of them."""
     return next(job_path.glob(f"{SECRETS_NAME}*"), None) is not None

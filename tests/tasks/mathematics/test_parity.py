@@ -18,7 +18,6 @@ from strop.rollout import Example, Outcome
 from strop.tasks import Task, build_task
 from strop.tasks.mathematics.aime import AimeSpec
 from strop.tasks.mathematics.boxed_math import MathSpec
-from strop.tasks.mathematics.equivalence import harness_math_verify
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.traits import quick_verifier_of
 
@@ -126,14 +125,6 @@ def test_very_long_replies_and_answers_are_not_judged_at_once() -> None:
         assert judge_quickly(example, text) == task.verify(example, text)
     for text in ("a" * (1 << 15) + right, "\\boxed{" + "1" * 301 + "}"):
         assert judge_quickly(example, text) is None
-
-
-@needs_math_verify
-def test_the_metric_math_verify_is_reproduced_on_every_reply() -> None:
-    pytest.importorskip("antlr4", reason="math-verify has no parser here")
-    for record in records("minerva_math"):
-        ours = harness_math_verify(record["solution"], record["reply"])
-        assert ours == record["verdicts"]["math_verify"], record
 
 
 MINERVA_REASONS: dict[str, Callable[[Record, bool], bool]] = {

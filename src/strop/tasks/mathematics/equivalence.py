@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 from strop.tasks.mathematics.normal_form import normal_form, without_name
-from strop.tasks.mathematics.symbolic import equal_by_symbols, is_bounded, require_math_verify
+from strop.tasks.mathematics.symbolic import equal_by_symbols, is_bounded
 
 _MAX_CHARS = 2000
 """A longer answer is wrong; the longest gold answers of MATH have about 160 characters."""
@@ -61,19 +61,6 @@ def equal_at_once(gold: str, reply: str, strictness: Strictness) -> bool | None:
     # math-verify ignores case: 'X' is 'x' to it.
     is_comparable = ours.lower() != theirs.lower() and is_bounded(ours) and is_bounded(theirs)
     return None if is_comparable else False
-
-
-def harness_math_verify(solution: str, reply: str) -> bool:
-    """Judge as the metric `math_verify` of lm-eval 0.4.13's task `minerva_math` does.
-
-    It parses the complete worked solution and reply, with math-verify's own extraction. Its time limits are
-    off: call it in a process that can be killed. For parity with published scores only, and exact with the
-    ANTLR runtime that lm-eval requires, 4.11: with 4.13 math-verify also reads a percent sign.
-    Raises: ConfigError if math-verify is not installed.
-    """
-    library = require_math_verify()
-    parsed_gold = library.parse(solution, parsing_timeout=None)
-    return bool(library.verify(parsed_gold, library.parse(reply, parsing_timeout=None), timeout_seconds=None))
 
 
 _gold_form = lru_cache(maxsize=1024)(normal_form)
