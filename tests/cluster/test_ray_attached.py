@@ -173,6 +173,6 @@ def test_an_address_where_nothing_listens_is_said(tmp_path: Path) -> None:
 
 def test_a_running_cluster_has_settings_of_its_own() -> None:
     with pytest.raises(ValueError, match="has settings of its own"):
-        tiny_spec(ray={"address": "auto", "port": 7000})
+        tiny_spec(ray={"address": "auto", "temp_dir": "/tmp/ray"})
     with pytest.raises(ValueError, match="only Ray starts several"):
         tiny_spec(ray={"address": "auto"}, placement={"kind": "inline"})
