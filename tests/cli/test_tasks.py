@@ -165,13 +165,13 @@ def test_tools_are_called_by_words_by_json_and_by_blocks(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("run", "no-such-thing"), "no-such-thing"),
-        (("run", "guess-number", "agent=python agent.py"), "a program conducts the attempts"),
+        (("envs", "run", "no-such-thing"), "no-such-thing"),
+        (("envs", "run", "guess-number", "agent=python agent.py"), "task.agent=python agent.py"),
         (("audit", "guess-number", "num=0"), "'num=0' is no number of examples"),
     ],
 )
 def test_what_cannot_be_played_is_refused(run: Run, words: tuple[str, ...], said: str) -> None:
-    ended = run("envs", *words)
+    ended = run(*words)
     assert ended.code == 2
     assert said in ended.err
 

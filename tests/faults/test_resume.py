@@ -36,6 +36,13 @@ def _flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
+def _flip_page(path: Path) -> None:
+    # Behind the magic number begins the first page; the file's end is its index.
+    data = bytearray(path.read_bytes())
+    data[64] ^= 0x55
+    path.write_bytes(bytes(data))
+
+
 def _drop_first_line(path: Path) -> None:
     path.write_bytes(path.read_bytes().split(b"\n", 1)[1])
 
@@ -50,11 +57,11 @@ DAMAGES: list[tuple[str, Callable[[Path], None]]] = [
     ("metrics.jsonl", Path.unlink),
     ("events.jsonl", _spoil_first_line),
     ("timeline.jsonl", _spoil_first_line),
-    ("rollouts/step-000001.parquet", _flip),
+    ("rollouts/step-000001.parquet", _flip_page),
     ("rollouts/step-000001.parquet", _cut),
     ("eval/arithmetic-step-000000.json", _cut),
     ("eval/arithmetic-step-000000.json", _flip),
-    ("eval/arithmetic-step-000000/*.parquet", _flip),
+    ("eval/arithmetic-step-000000/*.parquet", _flip_page),
 ]
 
 

@@ -131,7 +131,8 @@ def test_opt_3_a_plan_shows_the_normalizer_and_every_optimizer_value(
     write_run(tmp_path, tiny_model_dir)
     planned = make_plan(load_spec(tmp_path / "run.toml", ["optimizer.lr=3e-6"]), cache_dir=tmp_path)
     values = {value.name: value for value in planned.optimizer}
-    assert set(values) == {f"optimizer.{name}" for name in OptimizerSpec.model_fields}
+    of_spec = {f"optimizer.{name}" for name in OptimizerSpec.model_fields}
+    assert set(values) == {*of_spec, "lr of the last optimizer step"}
     assert (values["optimizer.lr"].value, values["optimizer.lr"].origin) == (3e-6, "override")
     assert values["optimizer.beta2"].origin == "default"
     algorithm = {value.name: value for value in planned.algorithm}

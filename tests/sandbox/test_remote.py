@@ -58,7 +58,6 @@ OF_ALL_BACKENDS: tuple[Callable[..., None], ...] = (
     test_jobs.test_a_jobs_end_is_its_programs,
     test_jobs.test_servers_inside_are_reached_from_outside,
     test_jobs.test_many_connections_at_once,
-    test_pausing.test_a_paused_sandbox_runs_nothing_and_goes_on,
     test_pausing.test_what_is_used_is_told,
     test_shells.test_what_a_command_sets_stays,
     test_shells.test_what_ends_a_shell_is_told,

@@ -162,6 +162,12 @@ def read_examples(path: Path) -> list[Example]:
         return [_to_example(row) for row in {row["example_id"]: row for row in rows}.values()]
 
 
+def verify_rollouts(path: Path) -> None:
+    """Read a whole file, whose pages have checksums, and decode nothing. Raises: like `read_rollouts`."""
+    with opened(_read_bytes(path), path) as file:
+        file.read()
+
+
 def read_facts(path: Path) -> dict[str, str]:
     """Read the facts that were written with the rollouts, without decoding these.
 

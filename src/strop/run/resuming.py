@@ -11,7 +11,7 @@ from strop.evaluate import read_result
 from strop.record import RunDir, find_resumable
 from strop.record.files import list_shards
 from strop.record.parts import PARTS_FACT, require_same_parts
-from strop.record.rollouts import read_facts
+from strop.record.rollouts import verify_rollouts
 from strop.record.run_dir import DISCARDED, STATE_NAME, step_of
 from strop.spec import ResolvedSpec, spec_digest, write_spec
 from strop.spec.description import list_spec_differences
@@ -106,7 +106,7 @@ def check_record(run_dir: RunDir, task: str, eval_every: int | None) -> list[str
         if path.suffix == ".json":
             read_result(path)
         for file in list_shards(path.with_suffix("")) if path.suffix == ".json" else [path]:
-            read_facts(file)
+            verify_rollouts(file)
     evaluated = [0, *(range(eval_every, last + 1, eval_every) if eval_every is not None else ())]
     lost = {
         "evaluation": [step for step in evaluated if not run_dir.eval_path(task, step).exists()],
