@@ -92,7 +92,7 @@ class Research(Workspace):
             raise ToolError("no evaluation is left")
         self.num_left -= 1
         try:
-            score = await self.score_in(self.sandbox, "dev")
+            score = await self._score(self.sandbox, "dev")
         except ValueError as error:
             raise ToolError(f"{error} ({self.num_left} evaluations left)") from error
         return f"The score is {score:.3f}; higher is better. {self.num_left} evaluations left."
@@ -101,14 +101,14 @@ class Research(Workspace):
         """Score the file on the final draws, as a share of the way from its first version to the best one."""
         instance = self.instance
         try:
-            score = await self.score_in(sandbox, "final")
+            score = await self._score(sandbox, "final")
         except ValueError:
             return 0.0
         progress = (score - instance.first_score) / (instance.best_score - instance.first_score)
         # More than honest work can have stays above full marks: strop takes it for a leak and never pays.
         return min(1.0, max(0.0, progress)) if score <= instance.limit else progress
 
-    async def score_in(self, sandbox: Any, phase: str) -> float:
+    async def _score(self, sandbox: Any, phase: str) -> float:
         """Score the file as it is in a sandbox. Raises: ValueError if it cannot be scored."""
         (path,), questions = self.carried, self.instance.questions
         program = [*sandbox.python_argv, "-I", "-c", ANSWER, path]

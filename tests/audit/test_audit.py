@@ -370,18 +370,8 @@ def statuses(report: AuditReport) -> dict[str, str]:
 def test_a_sound_task_passes_every_probe() -> None:
     report = audit(Capitals())
     assert report.verdict is Verdict.GREEN
-    of_environments = (
-        "grader_tamper",
-        "forged_stdout",
-        "os_exit",
-        "isolation",
-        "stale_submission",
-        "network",
-    )
     fine = dict.fromkeys(PROBE_IDS, "pass")
-    fine |= dict.fromkeys(
-        ["near_miss", "label_leak", "judge_injection", "judge_length", *of_environments], "n/a"
-    )
+    fine |= dict.fromkeys(["near_miss", "label_leak", "forgeries", "judge_injection", "judge_length"], "n/a")
     # Time depends on the machine.
     assert statuses(report) | {"cost": "pass"} == fine
     assert (report.num_examples, report.chance, report.max_reward) == (32, 0.0, 1.0)

@@ -22,7 +22,7 @@ from strop.environments.repair import RepoRepair, RepoRepairSpec
 from strop.environments.repair_rows import Hidden, read_passed
 from strop.errors import DataError
 from strop.rollout import Example, FailureOwner, Rollout, Split
-from strop.tasks import Task, build_task, self_test, task_builder
+from strop.tasks import Task, build_task, self_test
 from tests.environments.test_worlds import attempt, call, plan_of, tokenizer_of
 from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
@@ -397,7 +397,7 @@ PASSED
 def test_the_audits_attacks_find_nothing(tmp_path: Path, repository: Path) -> None:
     make(tmp_path, repository, {"sandbox": "bubblewrap", "min_isolation": "namespace"})
     spec = RepoRepairSpec(name="repo-repair", source=str(tmp_path), memory_gib=0.25, disk_gib=0.0625)
-    settings = AuditSettings(num_examples=1, probes=("empty", "gold", "stale_submission"))
-    report = asyncio.run(run_audit(build_task(spec), settings, make_task=task_builder(spec)))
+    settings = AuditSettings(num_examples=1, probes=("empty", "gold", "forgeries", "judge_injection"))
+    report = asyncio.run(run_audit(build_task(spec), settings))
     found = {one.probe: (one.status, one.detail) for one in report.probes}
     assert {status for status, _ in found.values()} == {ProbeStatus.PASS}, found

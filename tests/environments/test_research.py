@@ -111,6 +111,10 @@ def test_leaked_labels_are_never_paid(task: OwnWorld) -> None:
     assert outcome.failure.kind == "ceiling"
 
 
+def test_the_model_has_these_tools(task: OwnWorld) -> None:
+    assert set(task.tools) == {"bash", "view", "create", "str_replace", "submit", "evaluate"}
+
+
 def test_instances_differ_and_splits_never_meet(task: OwnWorld) -> None:
     train, held_out = task.examples(Split.TRAIN), task.examples(Split.HELD_OUT)
     assert [one.fields["task"] for one in held_out[:4]] == ["car", "people", "symbols", "car"]

@@ -10,7 +10,7 @@ import pytest
 
 from strop.audit import AuditReport, AuditSettings, ProbeStatus, Verdict, run_audit
 from strop.spec import load_spec
-from strop.tasks import build_task, task_builder
+from strop.tasks import build_task
 
 TESTS = ["assert double(2) == 4", "assert double(-1) == -2"]
 GOLD = "```python\ndef double(x):\n    return x + x\n```"
@@ -48,7 +48,7 @@ def audit(folder: Path, table: str, *probes: str) -> AuditReport:
     )
     spec = load_spec(folder / "run.toml").spec.task
     settings = AuditSettings(num_examples=1, probes=probes)
-    return asyncio.run(run_audit(build_task(spec), settings, make_task=task_builder(spec)))
+    return asyncio.run(run_audit(build_task(spec), settings))
 
 
 ROWS = (
@@ -61,13 +61,13 @@ def test_an_audit_is_green_only_where_a_right_reply_was_judged(tmp_path: Path) -
     for name in ("train", "test"):
         row = {"question": f"{name}?", "tests": TESTS, "code": GOLD}
         (tmp_path / "rows" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    report = audit(tmp_path, ROWS, "noop", "gold", "near_miss", "one_word", "forged_stdout")
+    report = audit(tmp_path, ROWS, "noop", "gold", "near_miss", "one_word", "forgeries")
     found = {result.probe: (result.status, result.num) for result in report.probes}
     assert found["gold"] == (ProbeStatus.WARN, 0)
-    # Replies are programs, and attempts have one turn.
-    assert {found[name][0] for name in ("one_word", "forged_stdout")} == {ProbeStatus.NOT_APPLICABLE}
+    # Replies are programs, and leave no files.
+    assert {found[name][0] for name in ("one_word", "forgeries")} == {ProbeStatus.NOT_APPLICABLE}
     assert report.verdict is Verdict.AMBER
-    assert set(report.to_json()["unjudged"]) == {"gold", "near_miss", "one_word", "forged_stdout"}
+    assert set(report.to_json()["unjudged"]) == {"gold", "near_miss", "one_word", "forgeries"}
     report = audit(tmp_path, ROWS + '\ngold = "{code}"', "noop", "gold")
     assert (report.verdict, report.unjudged) == (Verdict.GREEN, ())
     report = audit(tmp_path, ROWS + '\ngold = "{question}"', "noop", "gold")
@@ -78,5 +78,5 @@ def test_an_audit_is_green_only_where_a_right_reply_was_judged(tmp_path: Path) -
 @pytest.mark.parametrize("grader", GRADERS)
 def test_a_workspace_that_believes_an_exit_code_is_red(tmp_path: Path, grader: str) -> None:
     (tmp_path / "repair.py").write_text(WORKSPACE.replace("GRADER", GRADERS[grader]))
-    report = audit(tmp_path, '[environment]\nname = "repair.py:Repair"', "os_exit")
+    report = audit(tmp_path, '[environment]\nname = "repair.py:Repair"', "forgeries")
     assert report.verdict is (Verdict.RED if grader == "the exit" else Verdict.GREEN), report.probes

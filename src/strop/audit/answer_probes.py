@@ -13,7 +13,7 @@ import re
 import time
 import unicodedata
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
@@ -36,9 +36,12 @@ from strop.audit.context import (
 from strop.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, make_example
 from strop.tasks.answers import parse_number
+from strop.tasks.contract import TURN
 from strop.tasks.selftest import excess_goldless
+from strop.tasks.traits import world_of
 
 _MIN_GOLD_FRAC = 0.95
+_NUM_FORGED = 2
 _MAX_CUT_FRAC = 0.05
 _MIN_LEAK_CHARS = 20
 _NUM_LEAK_WORDS = 8
@@ -205,6 +208,24 @@ async def probe_determinism(context: AuditContext) -> ProbeResult:
     status = ProbeStatus.FAIL if differing else result.status
     result = replace(result, status=status, evidence=tuple(evidence))
     return warn_of_late(result, [j for repeats in all_repeats for j in repeats if j.is_late])
+
+
+async def probe_forgeries(context: AuditContext) -> ProbeResult:
+    """Attempts that a workspace's class names as forged have a score, and not full marks."""
+    name = "forgeries"
+    forge: Callable[[Example], Sequence[Sequence[str]]] = getattr(
+        world_of(context.task), "forgeries", lambda _: ()
+    )
+    if world_of(context.task) is None:
+        return not_applicable(name, "attempts leave no files")
+
+    def texts(example: Example) -> dict[str, str]:
+        return {f"forgery {n}": TURN.join(replies) for n, replies in enumerate(forge(example), 1)}
+
+    by_kind = await judge_kinds(context, texts, context.examples[:_NUM_FORGED])
+    if not by_kind:
+        return not_applicable(name, "the class names none")
+    return bound(context, name, by_kind, 0.0, is_partial_fine=True)
 
 
 async def probe_truncation(context: AuditContext) -> ProbeResult:

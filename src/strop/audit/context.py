@@ -6,12 +6,11 @@ import asyncio
 import hashlib
 import math
 import random
-import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from strop.audit.attacks import as_constant
 from strop.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
@@ -21,9 +20,6 @@ from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.traits import ProgramForm, program_form_of
-
-if TYPE_CHECKING:
-    from strop.audit.world_probes import Arena
 
 _T = TypeVar("_T")
 _LATE = "verifier_timeout"
@@ -184,14 +180,8 @@ class AuditContext:
     judge: Judge
     examples: Sequence[Example]
     seed: int
-    make_task: Callable[[], Task] | None = None
-    """Makes an equal task in another process."""
-    arena: Arena | None = None
-    """The environment under attack, from its first probe on."""
     all_judged: list[Judged] = field(default_factory=list)
     """Every judgement of the audit, for the probe that looks for impossible scores."""
-    nonce: str = field(default_factory=lambda: secrets.token_hex(5))
-    """Marks the files and processes of this audit's attacks."""
     _kept: dict[tuple[str, str], Judged] = field(default_factory=dict)
 
     @property
@@ -267,45 +257,3 @@ class AuditContext:
             return answer
         head, _, tail = golds[0].rpartition(example.answer)
         return head + answer + tail
-
-
-@dataclass(kw_only=True, slots=True)
-class Findings:
-    """Accumulates the judgements of a probe, and the wrong ones among them."""
-
-    probe: str
-    context: AuditContext
-    num: int = 0
-    kinds: list[str] = field(default_factory=list)
-    evidence: list[Evidence] = field(default_factory=list)
-
-    def add(self, kind: str, judged: Judged, *, is_bad: bool) -> None:
-        """Count a judgement; one without a score is always bad."""
-        self.num += 1
-        if is_bad or judged.reward is None:
-            failure = judged.outcome.failure
-            self.report(kind, judged, "" if failure is None else describe_failure(failure))
-
-    def report(self, kind: str, judged: Judged, detail: str) -> None:
-        """Record a wrong judgement."""
-        self.kinds.append(kind)
-        finding = f"{kind}; {detail}" if detail else kind
-        self.evidence.append(Evidence.of(judged.example.example_id, judged.text, judged.reward, finding))
-
-    def result(self, detail: str) -> ProbeResult:
-        """Return the result, a failure if any judgement was wrong. `detail` names what the value counts."""
-        kinds = ", ".join(dict.fromkeys(self.kinds))
-        return ProbeResult(
-            probe=self.probe,
-            status=ProbeStatus.FAIL if self.kinds else ProbeStatus.PASS,
-            value=float(len(dict.fromkeys(self.kinds))),
-            limit=0.0,
-            num=self.num,
-            detail=f"{detail}: {kinds}" if kinds else detail,
-            evidence=tuple(self.evidence[:MAX_EVIDENCE]),
-        )
-
-
-def marker_of(context: AuditContext) -> str:
-    """Return a word that only this audit uses, short enough for the name of a process."""
-    return f"sa{context.nonce}"

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from statistics import fmean
 from types import MappingProxyType
 
 from strop.audit.attacks import as_lookup
@@ -31,7 +32,7 @@ from strop.audit.context import (
 from strop.audit.report import ProbeResult, ProbeStatus
 from strop.rollout import Example
 from strop.tasks.contract import is_within
-from strop.tasks.traits import judge_digests_of, limits_of
+from strop.tasks.traits import judge_digests_of, limits_of, world_of
 
 _COINCIDENCE_FRAC = 0.01
 """Share of wrong replies that are right by coincidence, such as a number of the question."""
@@ -241,6 +242,7 @@ async def probe_cost(context: AuditContext) -> ProbeResult:
 
 _NO_JUDGE = "no model judges replies"
 _NUM_LENGTHS = 16
+_NUM_ATTEMPTED = 2
 _MAX_LENGTH_GAIN = 0.1
 _MIN_HALVED_CHARS = 40
 _MIN_LONG_CHARS = 800
@@ -264,11 +266,15 @@ INJECTIONS: Mapping[str, str] = MappingProxyType(
 
 
 async def probe_judge_injection(context: AuditContext) -> ProbeResult:
-    """A reply that addresses the judge, without an answer, earns no more than chance."""
-    name = "judge_injection"
-    if not _has_judge(context):
+    """A reply that addresses the judge, without an answer, earns no more than chance.
+
+    So it is in an environment, where only full marks count: what is said there is scored by a user's code.
+    """
+    name, has_judge = "judge_injection", _has_judge(context)
+    if not has_judge and world_of(context.task) is None:
         return not_applicable(name, _NO_JUDGE)
-    kinds = [(kind, example) for kind in INJECTIONS for example in context.examples]
+    examples = context.examples if has_judge else context.examples[:_NUM_ATTEMPTED]
+    kinds = [(kind, example) for kind in INJECTIONS for example in examples]
     judged = await context.judge_all((example, INJECTIONS[kind]) for kind, example in kinds)
     unscored = [j for j in judged if j.reward is None]
     if unscored:
@@ -278,11 +284,14 @@ async def probe_judge_injection(context: AuditContext) -> ProbeResult:
         kind: [j for (injected, _), j in zip(kinds, judged, strict=True) if injected == kind]
         for kind in INJECTIONS
     }
-    means = {kind: mean_share(context, replies) for kind, replies in by_kind.items()}
-    worst = max(means, key=lambda kind: means[kind])
-    limit = chance_limit(context.task.limits.chance, len(context.examples))
+    shares = {
+        kind: mean_share(context, replies) if has_judge else fmean(is_full(context, j) for j in replies)
+        for kind, replies in by_kind.items()
+    }
+    worst = max(shares, key=lambda kind: shares[kind])
+    limit = chance_limit(context.task.limits.chance, len(examples))
     paid = [j for j in by_kind[worst] if j.reward]
-    return measured(name, means[worst], limit, paid, len(judged), worst)
+    return measured(name, shares[worst], limit, paid, len(judged), worst)
 
 
 async def probe_judge_length(context: AuditContext) -> ProbeResult:

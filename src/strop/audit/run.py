@@ -11,22 +11,19 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from strop.audit import answer_probes, probes
-from strop.audit.context import AuditContext, not_applicable
+from strop.audit.context import AuditContext
 from strop.audit.report import AuditReport, ProbeResult, ProbeStatus
-from strop.audit.world_probes import WORLD_PROBES
-from strop.environments.worlds import WorldTask
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Split
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import InlineJudge, Judge
-from strop.tasks.traits import variant_of, world_of
+from strop.tasks.traits import variant_of
 
 _PROBE_LIMIT_S = MappingProxyType({False: 120.0, True: 240.0})
 """Wall time limit of a probe, by whether judgements need a sandbox."""
 
-_OF_ENVIRONMENTS = ("grader_tamper", "forged_stdout", "os_exit", "isolation", "network", "stale_submission")
-_PROBES: Mapping[str, Callable[[AuditContext], Awaitable[ProbeResult]] | None] = MappingProxyType(
+_PROBES: Mapping[str, Callable[[AuditContext], Awaitable[ProbeResult]]] = MappingProxyType(
     {
         "noop": probes.probe_noop,
         "empty": probes.probe_empty,
@@ -42,7 +39,7 @@ _PROBES: Mapping[str, Callable[[AuditContext], Awaitable[ProbeResult]] | None] =
         "determinism": answer_probes.probe_determinism,
         "order": answer_probes.probe_order,
         "failure_paths": answer_probes.probe_failure_paths,
-        **dict.fromkeys(_OF_ENVIRONMENTS, None),
+        "forgeries": answer_probes.probe_forgeries,
         "truncation": answer_probes.probe_truncation,
         "cost": probes.probe_cost,
         "judge_injection": probes.probe_judge_injection,
@@ -64,7 +61,6 @@ QUICK_PROBES = (
     "trivial_rule",
     "determinism",
     "failure_paths",
-    "forged_stdout",
     "judge_injection",
     "ceiling",
 )
@@ -84,12 +80,8 @@ async def run_audit(
     task: Task,
     settings: AuditSettings,
     judge: Judge | None = None,
-    make_task: Callable[[], Task] | None = None,
 ) -> AuditReport:
     """Attack a task with every probe. Without a `judge`, its verifier runs in this process.
-
-    `make_task` is picklable and makes an equal task in another process. Attacks on an environment that runs
-    in the process of the rollouts may end that process; without `make_task` their probes do not apply.
 
     Raises: ConfigError for an unknown probe; DataError if the task has no examples.
     """
@@ -113,13 +105,8 @@ async def run_audit(
         judge=judge or InlineJudge(task),
         examples=[examples[index] for index in sorted(chosen)],
         seed=settings.seed,
-        make_task=make_task,
     )
-    try:
-        results = [await _run_probe(context, name) for name in PROBE_IDS if name in settings.probes]
-    finally:
-        if context.arena is not None:
-            await context.arena.close()
+    results = [await _run_probe(context, name) for name in PROBE_IDS if name in settings.probes]
     return AuditReport(
         task=task.name,
         task_version=task.version,
@@ -151,9 +138,7 @@ async def _run_probe(context: AuditContext, name: str) -> ProbeResult:
     started_at = time.perf_counter()
     with catch_failure(FailureOwner.TASK) as caught:
         async with asyncio.timeout(_PROBE_LIMIT_S[context.task.limits.verify_keeps_time]):
-            is_world = isinstance(world_of(context.task), WorldTask)
-            probe = {**_PROBES, **WORLD_PROBES}[name] if is_world else _PROBES[name]
-            result = await probe(context) if probe else not_applicable(name, "attempts have one turn")
+            result = await _PROBES[name](context)
     if caught.failure is not None:
         detail = describe_failure(caught.failure)
         result = ProbeResult(probe=name, status=ProbeStatus.ERROR, detail=detail)

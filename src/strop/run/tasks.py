@@ -39,7 +39,7 @@ from strop.spec.judge import judge_sections
 from strop.spec.parts import needs_service
 from strop.spec.task import TaskSection, TaskSpec
 from strop.store import follow_store
-from strop.tasks import SelfTestFinding, Task, build_task, self_test, task_builder, task_summaries
+from strop.tasks import SelfTestFinding, Task, build_task, self_test, task_summaries
 from strop.tasks.failures import catch_failure
 from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import InlineJudge, Judge
@@ -200,7 +200,7 @@ def audit_here(spec: TaskSpec, settings: AuditSettings, *, out: Path | None = No
     async def attack() -> AuditReport:
         async with hold_judge(spec, task) as judge:
             fitting = await _fit_to_pace(task, judge, settings)
-            return await run_audit(task, fitting, judge, task_builder(spec))
+            return await run_audit(task, fitting, judge)
 
     report = asyncio.run(attack())
     for path in filter(None, [stored_audit_path(report.task, report.task_version), out]):
