@@ -21,12 +21,13 @@ import pytest
 from strop.cluster.contract import build_placement
 from strop.cluster.ray.attached import AttachedCluster
 from strop.errors import CheckRefused
-from strop.hardware.ports import LOOPBACK, hold_port
+from strop.hardware.ports import LOOPBACK
 from strop.hardware.process import spawn, terminate
 from strop.spec.layout import settle_layout
 from strop.store import ModelHandle
 from tests.fixtures.builders import request_for
 from tests.fixtures.ray_traces import needs_ray
+from tests.fixtures.sockets import free_port
 from tests.fixtures.tiny_run import tiny_spec
 
 # Asked in a process of its own: one process is connected to one cluster at a time.
@@ -57,8 +58,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("r")
     # Its own, and short: paths of sockets end at 107 bytes, and other tests look at Ray's usual one.
     ray_dir = tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True)
-    with hold_port(LOOPBACK, 0) as held:
-        port = held.port
+    port = free_port()
     words = [sys.executable, "-P", "-m", "ray.scripts.scripts", "start", "--head", "--block"]
     words += [f"--port={port}", f"--node-ip-address={LOOPBACK}", "--num-gpus=3", "--num-cpus=4"]
     words += [

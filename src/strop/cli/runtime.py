@@ -74,9 +74,6 @@ PolicyText = Annotated[
         ' "disk_bytes": 1073741824, "processes": 256}, "idle_limit_s": 600}.',
     ),
 ]
-KeyFile = Annotated[
-    Path | None, typer.Option("--key-file", metavar="FILE", help="File with the key that clients send.")
-]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

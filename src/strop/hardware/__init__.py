@@ -3,13 +3,13 @@
 `describe_machine` reads CPUs, memory and GPUs; `calibrate_machine` measures speeds, `read_calibration` reads
 them. `read_gpus` lists GPUs and MIG slices, `parse_visible_devices` returns those that a process sees,
 `share_out` divides them among roles. `take_lease` reserves them for a run, `clear_leftovers` cleans up after
-dead runs. `peak_rss_bytes`, `free_memory_bytes`, `require_free_disk` and others report usage and free space.
+dead runs. `peak_rss_bytes`, `free_memory_bytes` and others report usage and free space.
 `spawn` and `terminate` run child processes that end with their parent and leave nothing behind. Not here:
 placement of roles on devices (cluster), untrusted code (sandbox).
 """
 
 from strop.hardware.calibrate import Calibration, calibrate_machine, read_calibration
-from strop.hardware.disks import free_disk_bytes, require_free_disk, require_writable
+from strop.hardware.disks import free_disk_bytes, require_writable
 from strop.hardware.gpus import Gpu, GpuUser, MigSlice, read_gpu_users, read_gpus
 from strop.hardware.identity import ProcessIdentity, identify
 from strop.hardware.leases import HeldLease, Lease, find_inherited, find_leases, take_lease
@@ -57,7 +57,6 @@ __all__ = [
     "read_calibration",
     "read_gpu_users",
     "read_gpus",
-    "require_free_disk",
     "require_writable",
     "rss_bytes",
     "share_out",

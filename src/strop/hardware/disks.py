@@ -95,20 +95,6 @@ def require_writable(path: Path, purpose: str) -> None:
         ) from error
 
 
-def require_free_disk(path: Path, needed_bytes: int, purpose: str) -> None:
-    """Refuse a disk with too little free space.
-
-    Raises: CheckRefused with both numbers if less than `needed_bytes` is free under `path`.
-    """
-    free_bytes = free_disk_bytes(path)
-    if free_bytes < needed_bytes:
-        raise CheckRefused(
-            f"{purpose} needs {needed_bytes / 1e6:.1f} MB and {path} has {free_bytes / 1e6:.1f} MB free",
-            allowed="a disk that holds all of it from the start",
-            next_step="free space there, keep fewer checkpoints, or put runs on another disk",
-        )
-
-
 def _find_mount(path: Path, mounts: str) -> tuple[str, str]:
     """Return the mount point and the file system type of a path; see proc_pid_mountinfo(5)."""
     best = ("", "")

@@ -1,8 +1,5 @@
-"""Ports that stay reserved from their choice to their use.
+"""Addresses to listen on, the ports that are listened on, and the variables of a node's roles.
 
-A port is chosen by binding it, to a number that the system picks, and the socket is held until the listening
-program has it: the program inherits the descriptor, or binds a port itself and publishes it. A port that is
-chosen and closed again may be taken by another program.
 Loopback is the default, because other users of the network can connect to its addresses.
 """
 
@@ -24,39 +21,6 @@ _UNROUTED = ("192.0.2.1", 9)
 """An address reserved for documentation (RFC 5737). Connecting a datagram socket sends nothing."""
 
 
-class HeldPort:
-    """A bound socket, held until a program takes it over; a `with` block closes it at the end."""
-
-    def __init__(self, bound: socket.socket) -> None:
-        self._socket = bound
-        self.host, self.port = bound.getsockname()[:2]
-
-    @property
-    def address(self) -> str:
-        """Host and port for clients."""
-        return f"{self.host}:{self.port}"
-
-    def fileno(self) -> int:
-        """Return the descriptor, for `pass_fds` of the listening program."""
-        return self._socket.fileno()
-
-    def detach(self) -> int:
-        """Return the descriptor; the caller closes it from now on."""
-        return self._socket.detach()
-
-    def close(self) -> None:
-        """Free the port, or close this process's copy once another process has it."""
-        self._socket.close()
-
-    def __enter__(self) -> HeldPort:
-        """Return the port."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Close it."""
-        self.close()
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ListeningPort:
     """A TCP port that a process listens on."""
@@ -72,26 +36,6 @@ class ListeningPort:
             return f"{self.host}:{self.port} (a process that is not visible from here)"
         command = describe_process(self.pid)[1] or "command unknown"
         return f"{self.host}:{self.port} (process {self.pid}: {command})"
-
-
-def hold_port(host: str = LOOPBACK, port: int = 0) -> HeldPort:
-    """Bind and hold a port; 0 lets the system pick a free one.
-
-    Raises: CheckRefused naming the process that has the port, or an address of another machine.
-    """
-    bound = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        bound.bind((host, port))
-    except OSError as error:
-        bound.close()
-        others = [listening for listening in read_listening_ports() if listening.port == port]
-        by = f", taken by {others[0]}" if others else ""
-        raise CheckRefused(
-            f"{host}:{port} cannot be bound ({error.strerror}){by}",
-            allowed="an address of this machine and a port that is free",
-            next_step="name no port, so that a free one is picked, or another one",
-        ) from error
-    return HeldPort(bound)
 
 
 def find_host_address(num_nodes: int, interface: str | None = None) -> str:

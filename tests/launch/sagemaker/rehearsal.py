@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import signal
-import socket
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,23 +19,13 @@ from strop.launch.sagemaker.local_platform import FolderObjects
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.snapshot import take_snapshot
 from tests.fixtures.sagemaker import FakeSageMaker
+from tests.fixtures.sockets import free_port
 from tests.launch.sagemaker.building import NOON, PROFILE, make_request
 from tests.launch.sagemaker.trainee import advance
 
 SOURCE = Path(__file__).parents[3] / "src"
 ENDLESS = 10**9
 """Steps of a trainee that goes on until it is told to end, however long the test takes to do so."""
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on, of those that the kernel gives to nobody by itself.
-
-    It is taken seconds later: another process's connection would otherwise have it by then.
-    """
-    while True:
-        port = random.randrange(15_000, 32_000)
-        with suppress(OSError), socket.create_server(("", port)):
-            return port
 
 
 @dataclass

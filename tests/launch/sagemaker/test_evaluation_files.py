@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from strop.launch.sagemaker.evaluation_files import ShareSender, take_share
-from tests.launch.sagemaker.rehearsal import free_port
+from tests.fixtures.sockets import free_port
 from tests.launch.sagemaker.test_emulator import wait_until
 from tests.launch.sagemaker.test_rendezvous import join_all
 

@@ -14,7 +14,7 @@ import pytest
 from strop.errors import CheckRefused
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl
 from strop.launch.sagemaker.rendezvous import Rendezvous, find_address, join_hosts, make_key, read_key
-from tests.launch.sagemaker.rehearsal import free_port
+from tests.fixtures.sockets import free_port
 from tests.launch.sagemaker.test_emulator import wait_until
 
 

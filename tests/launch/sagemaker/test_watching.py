@@ -21,9 +21,10 @@ from strop.launch.snapshot import take_snapshot
 from tests.fixtures.object_store import store_environment
 from tests.fixtures.sagemaker import FakeSageMaker, JobScript, Stage
 from tests.fixtures.scripted_jobs import Killed, be_killed
+from tests.fixtures.sockets import free_port
 from tests.launch.sagemaker.aws import Site
 from tests.launch.sagemaker.building import NOON
-from tests.launch.sagemaker.rehearsal import ENDLESS, SOURCE, expected_metrics, free_port
+from tests.launch.sagemaker.rehearsal import ENDLESS, SOURCE, expected_metrics
 from tests.launch.sagemaker.test_emulator import HOST, wait_until
 from tests.launch.sagemaker.test_verbs import launcher_of, request_of, write_verdict
 
