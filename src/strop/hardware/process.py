@@ -100,12 +100,9 @@ def spawn(
     env: Mapping[str, str] | None = None,
     *,
     cwd: Path | None = None,
-    pass_fds: Sequence[int] = (),
     stdin: int = subprocess.DEVNULL,
 ) -> ChildProcess:
     """Start a program with its output appended to `log_path`. `env` None: this process's environment.
-
-    `pass_fds`: descriptors that it inherits under their numbers, a held port for example.
 
     May be called from any thread: the kernel ties the child to the thread that starts it, so one thread,
     which runs as long as this process, starts all children.
@@ -133,7 +130,6 @@ def spawn(
                     env=None if env is None else dict(env),
                     cwd=cwd,
                     start_new_session=True,
-                    pass_fds=pass_fds,
                 )
                 .result()
             )
