@@ -185,7 +185,7 @@ def test_the_doctor_measures_once_and_the_plan_reads_it(run: Run, folder: Path) 
         "compiled kernels",
         "disk of cache",
         "disk of runs",
-        *(f"extra {e}" for e in ("server", "tasks", "ray", "s3")),
+        *(f"extra {e}" for e in ("server", "tasks", "ifeval", "ray", "s3")),
     ]
     assert not found["checks"][0]["is_ok"]
     assert "(measured)" in run("plan", "run.toml", "--all").out.split("speed ")[1].split("\n")[0]

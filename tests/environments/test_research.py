@@ -129,7 +129,7 @@ def test_it_is_audited_and_played_by_the_command_line(
     run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words = ["task.num_train=8", "task.num_held_out=3"]
-    ended = run("envs", "audit", NAMES["research"], *words, "num=3")
+    ended = run("audit", NAMES["research"], *words, "num=3")
     assert ended.code == 0, ended.out + ended.err
     place = NAMES["research"].with_suffix(".py")
     monkeypatch.setattr("sys.stdin", io.StringIO("/evaluate\n/submit\n"))
