@@ -31,7 +31,7 @@ from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.weights import weights_digest
 from strop.spec.layout import settle_layout
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 from strop.store.policy import URI_VARIABLE
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_run import tiny_spec
@@ -176,7 +176,7 @@ def test_weights_go_through_a_store_and_only_what_is_needed_stays(
     learner, served = make_learner(tiny_model_dir), [0]
     uri = str(tmp_path / "store" / "weights" / "run")
     files = FilePublisher(LocalLearner(learner), tmp_path / "w", lambda: served[0])
-    publisher = StorePublisher(files, open_record_store(uri), uri)
+    publisher = StorePublisher(files, open_store(uri), uri)
     engine = NativeEngine(
         LanguageModel.load(tiny_model_dir, dtype=torch.float32), Tokenizer.load(tiny_model_dir)
     )
@@ -202,7 +202,7 @@ def test_weights_go_through_a_store_and_only_what_is_needed_stays(
 @pytest.mark.slow
 def test_weights_go_through_s3(tiny_model_dir: Path, tmp_path: Path, s3_root: str) -> None:
     learner, uri = make_learner(tiny_model_dir), f"{s3_root}/weights/run"
-    store = open_record_store(uri)
+    store = open_store(uri)
     publisher = StorePublisher(FilePublisher(LocalLearner(learner), tmp_path, lambda: None), store, uri)
     engine = NativeEngine(
         LanguageModel.load(tiny_model_dir, dtype=torch.float32), Tokenizer.load(tiny_model_dir)
@@ -243,7 +243,7 @@ def test_an_object_that_is_not_what_was_published_leaves_the_old_weights(
 ) -> None:
     learner, uri = make_learner(tiny_model_dir), str(tmp_path / "store")
     files = FilePublisher(LocalLearner(learner), tmp_path / "w", lambda: None)
-    publisher = StorePublisher(files, open_record_store(uri), uri)
+    publisher = StorePublisher(files, open_store(uri), uri)
     model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
     engine, before = NativeEngine(model, Tokenizer.load(tiny_model_dir)), weights_digest(model)
     change(learner, 1)

@@ -30,7 +30,7 @@ from strop.run.training import train_here
 from strop.spec import StoreSpec, load_spec
 from strop.store import get_model
 from strop.store.contract import Objects
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 from strop.store.policy import find_mirror_root, follow_store
 from strop.store.record_store import RecordStore
 from tests.fixtures.attempts import LIMIT_S, Bench, describe_run, start_command, wait_for_end, wait_until
@@ -139,7 +139,7 @@ def test_an_uploader_that_lost_its_claim_is_not_started_again(
     first = mirroring._child
     assert first is not None
     if is_claimed:
-        claim_mirror(open_record_store(uri), uri, RunIdentity.of(run.state), owner="newer", attempt=2)
+        claim_mirror(open_store(uri), uri, RunIdentity.of(run.state), owner="newer", attempt=2)
     else:
         Path(uri, "latest.json").unlink()
     assert first.wait(60.0) == EXIT_FENCED
@@ -252,7 +252,7 @@ def test_a_store_that_does_not_answer_is_refused_at_the_start(method: str) -> No
 
 
 def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:
-    store = open_record_store(str(tmp_path))
+    store = open_store(str(tmp_path))
     probe_store(str(tmp_path), store)
     assert list(store.list(str(tmp_path))) == []
 

@@ -26,7 +26,7 @@ from strop.policy.device_wires import Wire
 from strop.policy.footprint import read_model_size
 from strop.policy.publication import WeightSender
 from strop.spec.run import RunSpec
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 from strop.store.policy import read_policy
 from strop.store.record_store import RecordStore
 from strop.store.uris import join_uri
@@ -292,7 +292,7 @@ def open_publisher(
             allowed="store.uri, or STROP_STORE_URI",
             next_step="name the store, or choose another engine.transport",
         )
-    return StorePublisher(files, open_record_store(root), join_uri(root, "weights", run_name))
+    return StorePublisher(files, open_store(root), join_uri(root, "weights", run_name))
 
 
 def has_memory_room(model_dir: Path, *, reserved_bytes: int = 0) -> bool:

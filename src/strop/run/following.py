@@ -28,7 +28,7 @@ from strop.record.run_dir import STATE_NAME
 from strop.spec import RunSpec, load_spec
 from strop.spec.eval_file import is_of_file, read_eval_file
 from strop.store import follow_store
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 from strop.store.policy import find_mirror_root
 from strop.store.uris import join_uri
 
@@ -199,7 +199,7 @@ class _Follower:
             uri = mirror_uri(root, self.spec.store.mirror_as or self.run_path.name)
             place = join_uri(uri, TRACES)
             try:
-                store = open_record_store(uri, UPLOAD_SETTINGS)
+                store = open_store(uri, UPLOAD_SETTINGS)
                 for path in paths:
                     store.objects.write(join_uri(place, f"eval/{path.name}"), path.read_bytes())
             except StoreError as error:

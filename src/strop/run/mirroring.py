@@ -29,7 +29,7 @@ from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri, note
 from strop.record.mirror.restore import RemoteRun, find_remote_run, restore_run
 from strop.record.mirror.uploader import EXIT_FENCED, UPLOAD_SETTINGS
 from strop.spec import ResolvedSpec, StoreSpec, spec_digest
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 from strop.store.policy import find_mirror_root, follow_store
 from strop.store.record_store import RecordStore
 from strop.store.uris import join_uri, normalize_uri
@@ -52,7 +52,7 @@ def probe_store(root: str, store: RecordStore | None = None) -> None:
 
     Raises: NoCredentials; CheckRefused naming the missing permission, or if the store does not answer.
     """
-    store = store or open_record_store(root, UPLOAD_SETTINGS)
+    store = store or open_store(root, UPLOAD_SETTINGS)
     folder = join_uri(root, "checkpoints")
     # A random name: two runs that start at once must not remove each other's object.
     place, content = join_uri(folder, f".probe-{secrets.token_hex(8)}"), b"strop"
@@ -136,7 +136,7 @@ class Mirroring:
         state, notes = self._run_dir.state, notes_path(self._run_dir.path)
         flush_path(self._run_dir.path).unlink(missing_ok=True)
         self._num_read_bytes = notes.stat().st_size if notes.exists() else 0
-        store = open_record_store(self.uri, UPLOAD_SETTINGS)
+        store = open_store(self.uri, UPLOAD_SETTINGS)
         try:
             claim_mirror(
                 store, self.uri, RunIdentity.of(state), owner=self._owner, attempt=state.num_attempts

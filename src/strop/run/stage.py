@@ -30,7 +30,7 @@ from strop.store import follow_store, get_model
 from strop.store.data_files import collect_data_files, locate_named
 from strop.store.model_files import MODEL_SUFFIXES
 from strop.store.models import HUB_PATTERN
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 from strop.store.policy import URI_VARIABLE, SourcePolicy
 from strop.store.record_store import RecordStore, describe_files
 from strop.store.uris import is_remote, join_uri
@@ -82,7 +82,7 @@ def stage_run(resolved: ResolvedSpec, *, is_check: bool = False, may_replace: bo
         hub_first = StoreSpec(uri=policy.root, order="hub-first")
     with follow_store(hub_first) as policy:
         sender = _Sender(
-            store=open_record_store(policy.root or ""),
+            store=open_store(policy.root or ""),
             policy=policy,
             is_check=is_check,
             may_replace=may_replace,
@@ -122,7 +122,7 @@ class _Sender:
 
     def check(self, kind: str, name: str, uri: str) -> Staged:
         """Verify a model or data set that is in a store already."""
-        store = open_record_store(uri)
+        store = open_store(uri)
         if kind == "model" and store.find_manifest(uri) is None:
             # Another tool wrote it, without a manifest: fetching it verifies the listing.
             manifest = read_manifest(get_model(name).path)

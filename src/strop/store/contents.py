@@ -14,7 +14,7 @@ from strop.io.atomic import MANIFEST_NAME, is_complete, write_bytes_atomically
 from strop.io.notices import tell
 from strop.store.listed import fetch_listed_model
 from strop.store.model_files import check_model_dir
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 from strop.store.policy import URI_VARIABLE, read_policy, require_root
 from strop.store.uris import is_remote, normalize_uri
 
@@ -32,7 +32,7 @@ def fetch_stored_model(uri: str, cache: Path) -> Path:
     Raises: RemoteMissing if there is neither a complete record nor a listing that proves the model complete;
         ConfigError if it is no model; StoreErrors as `Store.get`.
     """
-    path, store = stored_path(uri, cache), open_record_store(uri)
+    path, store = stored_path(uri, cache), open_store(uri)
     if uri.startswith("s3://") and store.find_manifest(uri) is None:
         fetch_listed_model(uri, path)
     else:
@@ -130,7 +130,7 @@ def list_contents(root: str | None = None) -> list[StoredItem]:
         )
     place = normalize_uri(root)
     require_root(place)
-    objects = open_record_store(place).list(place)
+    objects = open_store(place).list(place)
     sizes = {stored.uri.removeprefix(f"{place}/"): stored.size_bytes for stored in objects}
     records = {name.removesuffix(f"/{MANIFEST_NAME}") for name in sizes if name.endswith(f"/{MANIFEST_NAME}")}
     groups: dict[str, list[str]] = {}

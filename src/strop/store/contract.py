@@ -1,4 +1,4 @@
-"""The interface of stores: `Store` for callers, `Objects` for each kind of storage.
+"""What each kind of storage gives to `RecordStore`, and what it says of objects.
 
 A record is a directory whose manifest COMPLETE was written last (`io/atomic.py`), here or in a
 store. A directory without it does not exist for a reader, so a transfer may stop at any moment.
@@ -8,10 +8,10 @@ Not here: which source is asked first (`policy.py`), names of models and data se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from strop.io.atomic import Manifest
 
@@ -41,42 +41,6 @@ class Transfer:
     def moved_bytes(self) -> int:
         """Bytes that were sent or fetched."""
         return sum(self.manifest.files[name].size_bytes for name in self.moved)
-
-
-class Store(Protocol):
-    """Records and single files under URIs. Every call may be repeated, and resumes where it stopped.
-
-    All calls raise RemoteMissing, RemoteDenied or RemoteUnreachable (StoreErrors) with the URI, the cause
-    and the next step.
-    """
-
-    def get(self, uri: str, path: Path, *, replace: bool = False) -> Transfer:
-        """Fetch a record, or a single object, to a local path and verify its digests.
-
-        `replace`: overwrite another complete record at the path. An identical one is verified and kept.
-        Raises: StoreError if the path is taken, or the record is incomplete; CorruptRecord if a digest
-            is wrong.
-        """
-        ...
-
-    def put(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
-        """Send a file or a directory; files that the store has with the same digest are not sent again.
-
-        Raises: StoreError if another complete record is there.
-        """
-        ...
-
-    def sync(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
-        """Send like `put`, but replace a complete record, which is incomplete in the meantime."""
-        ...
-
-    def list(self, uri: str) -> Iterator[StoredObject]:
-        """Yield all objects below a URI, if any, by name, including those of unfinished records."""
-        ...
-
-    def exists(self, uri: str) -> bool:
-        """Whether a complete record or a single object is there."""
-        ...
 
 
 class Objects(Protocol):

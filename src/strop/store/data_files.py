@@ -21,9 +21,9 @@ from strop.errors import HubUnreachable, RemoteMissing, StoreError, given_of, sp
 from strop.io.atomic import MANIFEST_NAME
 from strop.io.lock import FileLock
 from strop.io.variables import user_cache_dir
-from strop.store.hub import HubStore, ask_hub, find_cached_file, offline_refusal, probe_hub
+from strop.store.hub import ask_hub, find_cached_file, list_dataset_files, offline_refusal, probe_hub
 from strop.store.listed import fetch_listed_data
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 from strop.store.policy import SourcePolicy, is_offline, read_policy
 from strop.store.uris import is_remote, normalize_uri
 from strop.user_code import find_moved
@@ -143,7 +143,7 @@ def fetch_saved_split(source: str, saved_as: Sequence[str]) -> Path | None:
         return None
     if _local_only.get() is not None:
         return next(_find_saved(policy, saved_as), None)
-    if next(iter(open_record_store(uri).list(uri)), None) is not None:
+    if next(iter(open_store(uri).list(uri)), None) is not None:
         return None
     try:
         return _from_saved(policy, saved_as, RemoteMissing(uri))
@@ -164,20 +164,19 @@ def list_data_files(source: str) -> tuple[str, ...]:
         return tuple(sorted(_names_in(folder)))
     policy = read_policy()
     uri = policy.dataset_uri(source)
-    manifest = open_record_store(uri).find_manifest(uri) if uri is not None else None
+    manifest = open_store(uri).find_manifest(uri) if uri is not None else None
     if manifest is not None and (policy.asks_store_first or not policy.asks_hub):
         return tuple(sorted(manifest.files))
     if uri is not None and manifest is None and uri.startswith("s3://") and policy.asks_store_first:
         root = normalize_uri(uri)
-        listed = sorted(stored.uri.removeprefix(f"{root}/") for stored in open_record_store(uri).list(uri))
+        listed = sorted(stored.uri.removeprefix(f"{root}/") for stored in open_store(uri).list(uri))
         if listed:
             return tuple(listed)
     try:
         cached = _find_in_hub_cache(source) if is_offline() else None
         if cached is not None:
             return tuple(sorted(_names_in(cached)))
-        address = f"hf://datasets/{source}"
-        return tuple(stored.uri.removeprefix(f"{address}/") for stored in HubStore().list(address))
+        return list_dataset_files(source)
     except (RemoteMissing, HubUnreachable) as error:
         if manifest is None and uri is not None:
             raise _in_neither(source, RemoteMissing(f"{uri} is not in the store"), error) from error
@@ -199,7 +198,7 @@ def fetch_data_source(uri: str) -> Path:
     if missing is not None:
         return _require_local(missing, uri)
     name = uri.rstrip("/").rpartition("/")[2]
-    store = open_record_store(uri)
+    store = open_store(uri)
     path = _cache_dir(uri)
     if store.find_manifest(uri) is not None:
         store.get(uri, path, replace=True)
@@ -282,9 +281,9 @@ def _from_store(policy: SourcePolicy, source: str, file: str, saved_as: Sequence
     path = folder / file
     try:
         with FileLock(folder.with_name(f"{folder.name}.lock")):
-            open_record_store(uri).get_file(uri, file, path)
+            open_store(uri).get_file(uri, file, path)
     except RemoteMissing as no_record:
-        if open_record_store(uri).find_manifest(uri) is not None:
+        if open_store(uri).find_manifest(uri) is not None:
             raise
         if not is_remote(uri):
             return _from_saved(policy, saved_as, no_record)

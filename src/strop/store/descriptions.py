@@ -17,7 +17,7 @@ from strop.io.variables import user_cache_dir
 from strop.store.hub import ask_hub, find_cached_file, has_cached, offline_refusal, probe_hub
 from strop.store.model_files import WEIGHTS_INDEX
 from strop.store.models import HUB_PATTERN
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 from strop.store.policy import is_offline, read_policy
 from strop.store.uris import join_uri
 
@@ -89,7 +89,7 @@ def _fetch(path: Path, fetch: Callable[[str, Path], None]) -> Path:
 
 
 def _from_store(uri: str, name: str, target: Path) -> None:
-    store = open_record_store(uri)
+    store = open_store(uri)
     if store.find_manifest(uri) is not None:
         store.get_file(uri, name, target)
     else:

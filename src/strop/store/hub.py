@@ -8,106 +8,29 @@ Tokens, mirrors and the cache's path are huggingface_hub's own settings (HF_TOKE
 from __future__ import annotations
 
 import os
-import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from strop.errors import ConfigError, HubUnreachable, RemoteMissing, StoreError, format_error
-from strop.io.atomic import AtomicDirectory, FileRecord, Manifest, hash_files
-from strop.io.leftovers import partial_path_of
-from strop.store.contract import StoredObject, Transfer
+from strop.errors import ConfigError, HubUnreachable, RemoteMissing, format_error
 from strop.store.policy import is_offline
-from strop.store.uris import HubUri, parse_hub
 
 T = TypeVar("T")
 
 
-class HubStore:
-    """Repositories of the hub that HF_ENDPOINT names, read only: `hf://org/name`, `hf://datasets/org/name`.
+def list_dataset_files(repo: str) -> tuple[str, ...]:
+    """Return the names of the files of a data set on the hub.
 
-    A snapshot is one commit of a repository, so it needs no COMPLETE there; the local copy gets one. All
-    files of a repository are fetched; `get_model` leaves some out. Offline, the hub client's cache is used.
+    Raises: as `ask_hub`.
     """
+    uri = f"the data set {repo}"
+    if is_offline():
+        raise offline_refusal(uri)
+    from huggingface_hub import HfApi
 
-    def get(self, uri: str, path: Path, *, replace: bool = False) -> Transfer:
-        """Download a snapshot or one file into the client's cache, and copy it to the path."""
-        from huggingface_hub import hf_hub_download, snapshot_download
-
-        place = parse_hub(uri)
-        repo, file, revision = place.repo, place.file, place.revision
-        kind = _kind(place)
-        if file is None:
-            found = Path(
-                ask_hub(
-                    uri,
-                    lambda: snapshot_download(
-                        repo, repo_type=kind, revision=revision, local_files_only=is_offline()
-                    ),
-                )
-            )
-            writer = AtomicDirectory(path, facts={"uri": uri, "revision": found.name}, replace=replace)
-            with writer as partial:
-                shutil.copytree(found, partial, dirs_exist_ok=True)
-            assert writer.manifest is not None
-            return Transfer(uri=uri, manifest=writer.manifest, moved=tuple(writer.manifest.files))
-        cached = find_cached_file(repo, file, revision, is_dataset=place.is_dataset)
-        if cached is None:
-            if is_offline():
-                raise offline_refusal(uri)
-            cached = Path(
-                ask_hub(uri, lambda: hf_hub_download(repo, file, repo_type=kind, revision=revision))
-            )
-        if path.exists() and not replace:
-            raise StoreError(
-                f"{path} exists already", allowed="a name that is free", next_step="choose another name"
-            )
-        partial_path = partial_path_of(path)
-        shutil.copyfile(cached, partial_path)
-        os.replace(partial_path, path)
-        stat = path.stat()
-        sha256 = hash_files(path.parent, [path.name])[path.name]
-        record = FileRecord(size_bytes=stat.st_size, sha256=sha256, mtime_ns=stat.st_mtime_ns)
-        return Transfer(uri=uri, manifest=Manifest(files={path.name: record}), moved=(path.name,))
-
-    def put(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
-        """Refuse: strop publishes nothing."""
-        raise _read_only(uri)
-
-    def sync(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
-        """Refuse: strop publishes nothing."""
-        raise _read_only(uri)
-
-    def list(self, uri: str) -> Iterator[StoredObject]:
-        """Yield the files of a repository."""
-        place = parse_hub(uri)
-        if is_offline():
-            raise offline_refusal(uri)
-        from huggingface_hub import HfApi
-        from huggingface_hub.hf_api import RepoFile
-
-        def ask() -> list[Any]:
-            tree = HfApi().list_repo_tree(
-                place.repo, recursive=True, repo_type=_kind(place), revision=place.revision
-            )
-            return sorted((entry for entry in tree if isinstance(entry, RepoFile)), key=lambda one: one.path)
-
-        for entry in ask_hub(uri, ask):
-            yield StoredObject(
-                uri=f"{uri.rstrip('/')}/{entry.path}", size_bytes=entry.size, version=entry.blob_id
-            )
-
-    def exists(self, uri: str) -> bool:
-        """Whether the hub has the repository, or the file, and lets us read it."""
-        place = parse_hub(uri)
-        whole = uri if place.file is None else uri.removesuffix(f"/{place.file}")
-        try:
-            names = {stored.uri for stored in self.list(whole)}
-        except RemoteMissing:
-            return False
-        return place.file is None or uri in names
+    return tuple(sorted(ask_hub(uri, lambda: HfApi().list_repo_files(repo, repo_type="dataset"))))
 
 
 def ask_hub(uri: str, action: Callable[[], T]) -> T:
@@ -155,18 +78,6 @@ def _hub_failed(uri: str, error: Exception) -> HubUnreachable:
         f"{uri} cannot be had: the hub did not give it ({type(error).__name__}: {cause})",
         allowed="a hub that answers, or a copy in its client's cache, the store or on this disk",
         next_step="connect, set HF_ENDPOINT to a mirror, or name a local copy",
-    )
-
-
-def _kind(place: HubUri) -> str:
-    return "dataset" if place.is_dataset else "model"
-
-
-def _read_only(uri: str) -> StoreError:
-    return StoreError(
-        f"{uri} cannot be written: strop publishes nothing on a hub",
-        allowed="a place such as s3://bucket/prefix, or a directory",
-        next_step="send it there; `huggingface-cli upload` publishes",
     )
 
 

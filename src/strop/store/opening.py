@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from strop.store.contract import Objects, Store
-from strop.store.hub import HubStore
+from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
 from strop.store.record_store import RecordStore
 from strop.store.s3_client import S3Settings
@@ -11,17 +10,11 @@ from strop.store.s3_objects import S3Objects
 from strop.store.uris import is_remote, require_known_scheme
 
 
-def open_store(uri: str) -> Store:
-    """Return the store of a URI; no request is made yet.
+def open_store(uri: str, settings: S3Settings | None = None) -> RecordStore:
+    """Return the store of a URI, in S3 or a directory; no request is made yet.
 
     Raises: ConfigError for a scheme that strop does not know.
     """
-    require_known_scheme(uri)
-    return HubStore() if uri.startswith("hf://") else open_record_store(uri)
-
-
-def open_record_store(uri: str, settings: S3Settings | None = None) -> RecordStore:
-    """Return the store of a URI to which records can be sent: S3, or a directory."""
     return RecordStore(open_objects(uri, settings))
 
 

@@ -42,13 +42,22 @@ INCOMING_SUFFIX = ".incoming"
 
 
 class RecordStore:
-    """A `Store` over any `Objects`."""
+    """Records and single files under URIs. Every call may be repeated, and resumes where it stopped.
+
+    All calls raise RemoteMissing, RemoteDenied or RemoteUnreachable (StoreErrors) with the URI, the cause
+    and the next step.
+    """
 
     def __init__(self, objects: Objects) -> None:
         self.objects = objects
 
     def get(self, uri: str, path: Path, *, replace: bool = False) -> Transfer:
-        """Fetch a record or a single object."""
+        """Fetch a record, or a single object, to a local path and verify its digests.
+
+        `replace`: overwrite another complete record at the path. An identical one is verified and kept.
+        Raises: StoreError if the path is taken, or the record is incomplete; CorruptRecord if a digest
+            is wrong.
+        """
         manifest = self.find_manifest(uri)
         if manifest is None:
             stored = self.objects.find(uri)
@@ -97,11 +106,14 @@ class RecordStore:
         return Transfer(uri=uri, manifest=Manifest(files={name: promised}, facts=manifest.facts), moved=moved)
 
     def put(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
-        """Send a file or a directory."""
+        """Send a file or a directory; files that the store has with the same digest are not sent again.
+
+        Raises: StoreError if another complete record is there.
+        """
         return self._send(path, uri, facts, replace=False)
 
     def sync(self, path: Path, uri: str, *, facts: Mapping[str, Any] | None = None) -> Transfer:
-        """Send a file or a directory, and replace another record."""
+        """Send like `put`, but replace a complete record, which is incomplete in the meantime."""
         return self._send(path, uri, facts, replace=True)
 
     def put_files(

@@ -1,4 +1,4 @@
-"""URIs of stores: `s3://bucket/prefix`, `hf://org/name`, `hf://datasets/org/name`, or a directory."""
+"""URIs of stores: `s3://bucket/prefix`, or a directory."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from dataclasses import dataclass
 
 from strop.errors import ConfigError
 
-ALLOWED_URIS = "a directory, s3://bucket/prefix, hf://org/name, or hf://datasets/org/name"
+ALLOWED_URIS = "a directory, or s3://bucket/prefix"
 # Letters, digits, dots and hyphens, 3 to 63. Source: the bucket naming rules of Amazon S3.
 _S3 = re.compile(r"s3://(?P<bucket>[a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/(?P<key>.*))?$", re.DOTALL)
-_HUB = re.compile(
-    r"hf://(?P<kind>datasets/)?(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[^/]+))?(/(?P<file>.+))?$"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,16 +19,6 @@ class S3Uri:
 
     bucket: str
     key: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HubUri:
-    """A repository of a hub, and perhaps one file in it."""
-
-    repo: str
-    is_dataset: bool
-    revision: str | None
-    file: str | None
 
 
 def is_remote(text: str) -> bool:
@@ -66,25 +53,12 @@ def parse_s3(uri: str) -> S3Uri:
     return S3Uri(bucket=match["bucket"], key=key)
 
 
-def parse_hub(uri: str) -> HubUri:
-    """Take a hub URI apart.
-
-    Raises: ConfigError for any other form.
-    """
-    match = _HUB.match(uri)
-    if match is None:
-        raise _refuse(uri, "hf://org/name[@revision][/file] or hf://datasets/org/name[@revision][/file]")
-    return HubUri(
-        repo=match["repo"], is_dataset=bool(match["kind"]), revision=match["revision"], file=match["file"]
-    )
-
-
 def require_known_scheme(uri: str) -> None:
     """Refuse a URI with an unknown scheme.
 
     Raises: ConfigError.
     """
-    if is_remote(uri) and not uri.startswith(("s3://", "hf://")):
+    if is_remote(uri) and not uri.startswith("s3://"):
         raise _refuse(uri, ALLOWED_URIS)
 
 

@@ -14,7 +14,7 @@ from strop.launch.sagemaker.checkpoint_sync import restore_newest
 from strop.launch.sagemaker.client import SiteObjects
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.record.mirror.claim import RunIdentity, claim_mirror, read_latest
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 from tests.fixtures.mirrored import PlayedRun
 from tests.fixtures.object_store import make_objects, store_environment, use_store
 from tests.fixtures.own_code import own_settings, remove_own_code, write_own_code
@@ -114,7 +114,7 @@ def test_a_start_that_was_lost_before_its_first_checkpoint_does_not_bar_the_next
     """A run that begins anew is another run: the claim of the lost one would refuse its mirror."""
     root = f"s3://strop-test/{tmp_path.name.replace('_', '-')}"
     uri = f"{root}/checkpoints/job-1"
-    store = open_record_store(uri)
+    store = open_store(uri)
     claim_mirror(store, uri, RunIdentity(name="a", spec_digest="d", created_at=1.0), owner="x", attempt=1)
     spec_path = tmp_path / "home/job/spec.toml"
     spec_path.parent.mkdir(parents=True)
@@ -144,7 +144,7 @@ def test_the_next_job_goes_on_from_the_mirror_of_the_one_before_where_that_is_ah
     assert ("checkpoints/job-1 has step 4" in found.reason) == (kept in {None, 2})
     assert (tmp_path / f"home/checkpoints/step-{wanted:06d}/COMPLETE").is_file()
     # The parent's claim is its own: nothing of it is touched.
-    latest = read_latest(open_record_store(root), f"{root}/checkpoints/job-1")
+    latest = read_latest(open_store(root), f"{root}/checkpoints/job-1")
     assert latest is not None
     assert latest[0].owner == "owner of attempt 1"
 

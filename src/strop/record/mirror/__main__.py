@@ -8,7 +8,7 @@ import sys
 
 from strop.record.mirror.layout import MirrorOrder
 from strop.record.mirror.uploader import UPLOAD_SETTINGS, Uploader
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 
 # These signals are for the trainer, which then asks the uploader to flush.
 _IGNORED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -20,7 +20,7 @@ def main(words: list[str]) -> int:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     order = MirrorOrder.from_json(words[0])
-    store = open_record_store(order.uri, UPLOAD_SETTINGS)
+    store = open_store(order.uri, UPLOAD_SETTINGS)
     # Linux kills it with its parent; elsewhere it has to check.
     return Uploader(order, store).run(is_orphan=lambda: os.getppid() != parent)
 

@@ -25,7 +25,7 @@ from strop.io.lock import FileLock
 from strop.record.mirror.claim import LATEST_NAME, Latest, read_latest
 from strop.record.mirror.layout import RUN_FOLDER, TRACES, RecordName
 from strop.record.run_dir import LOCK_NAME, STATE_NAME, TIMELINE_NAME, step_of
-from strop.store.opening import open_record_store
+from strop.store.opening import open_store
 from strop.store.record_store import INCOMING_SUFFIX, RecordStore, side_by_side
 from strop.store.s3_client import S3Settings
 from strop.store.uris import join_uri, normalize_uri
@@ -62,7 +62,7 @@ def find_remote_run(uri: str, *, settings: S3Settings | None = None) -> RemoteRu
 
     Raises: CorruptRecord if its latest.json cannot be read; StoreErrors.
     """
-    return _find_run(open_record_store(uri, settings), uri)
+    return _find_run(open_store(uri, settings), uri)
 
 
 def restore_run(uri: str, root: Path, *, name: str | None = None, settings: S3Settings | None = None) -> Path:
@@ -73,7 +73,7 @@ def restore_run(uri: str, root: Path, *, name: str | None = None, settings: S3Se
     Raises: CheckRefused if the directory exists; RemoteMissing if the mirror has no checkpoint; StoreErrors.
     """
     uri = normalize_uri(uri)
-    store = open_record_store(uri, settings)
+    store = open_store(uri, settings)
     target = root / (name or uri.rpartition("/")[2])
     if target.exists():
         raise CheckRefused(
@@ -106,7 +106,7 @@ def fetch_run(
         target exists and is no such copy.
     """
     uri = normalize_uri(uri)
-    store = open_record_store(uri, settings)
+    store = open_store(uri, settings)
     found = _require_run(store, uri, needs_checkpoint=False)
     records = [_name_record(found, part) for part in only if part != TRACES]
     incoming = target.with_name(target.name + INCOMING_SUFFIX)
