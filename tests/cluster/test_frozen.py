@@ -20,7 +20,7 @@ from strop.cluster.local import LocalLearner
 from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.ranks import LearnerRank
 from strop.errors import ConfigError
-from strop.policy.optimizer import StepPlan, StepReport
+from strop.policy.optimizer import StepPlan
 from strop.policy.packing import with_logprobs
 from strop.spec.run import RunSpec
 from strop.store import ModelHandle
@@ -80,9 +80,7 @@ def test_another_tokenizer_of_the_same_size_is_refused(tiny_model_dir: Path, tmp
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
     path.write_text(json.dumps(tokenizer))
-    with pytest.raises(
-        ConfigError, match=r"the teacher's tokenizer has 262 tokens and the policy's 262; token"
-    ):
+    with pytest.raises(ConfigError, match=r"the teacher's tokenizer has 262 tokens and the policy's 262;"):
         freeze(roles_of(tiny_model_dir), teacher_spec(other), tiny_model_dir)
 
 
@@ -130,7 +128,7 @@ def test_ranks_elsewhere_score_their_shares_and_have_the_teacher(tiny_model_dir:
     assert [rank._learner.teacher is not None for rank in ranks] == [True, True]
 
 
-def test_what_a_step_is_within_the_run_crosses_to_ranks(tiny_model_dir: Path) -> None:
+async def test_what_a_step_is_within_the_run_crosses_to_ranks(tiny_model_dir: Path) -> None:
     spec = tiny_spec(
         train={"steps": 2, "mini_batches": 3}, optimizer={"lr": 1e-2, "schedule": "linear", "final_frac": 0.5}
     )
@@ -138,17 +136,13 @@ def test_what_a_step_is_within_the_run_crosses_to_ranks(tiny_model_dir: Path) ->
     facts = rank.load(spec, ModelHandle(path=tiny_model_dir, digest="unused"), 0, 1, ("unused", 0))
     far = RayLearner([NearRank(rank)], NoDeaths(), facts)  # type: ignore[arg-type]
     group = World(2).packed(4, [3, 5])
-
-    async def act() -> tuple[list[StepReport], list[list[float]]]:
-        before = (await far.score([group], 1.0))[0].tolist()
-        algorithm = replace(ALGORITHMS["grpo"], mode="decoupled")
-        sided = with_logprobs([group], "old", await far.score([group], 1.0))
-        terms = [rl_term(algorithm, sided, 1.0)]
-        plans = [StepPlan(version=1, place=0), StepPlan(version=1, place=3)]
-        reports = [await far.step_terms(terms, plan) for plan in plans]
-        return reports, [before, (await far.score([group], 1.0))[0].tolist()]
-
-    reports, (before, now) = asyncio.run(act())
+    before = (await far.score([group], 1.0))[0].tolist()
+    algorithm = replace(ALGORITHMS["grpo"], mode="decoupled")
+    sided = with_logprobs([group], "old", await far.score([group], 1.0))
+    terms = [rl_term(algorithm, sided, 1.0)]
+    plans = [StepPlan(version=1, place=0), StepPlan(version=1, place=3)]
+    reports = [await far.step_terms(terms, plan) for plan in plans]
+    now = (await far.score([group], 1.0))[0].tolist()
     # Six optimizer steps in the run: the first at the full rate, the fourth at 1 - 0.5 x 3 / 6 of it.
     assert [report.lr for report in reports] == pytest.approx([1e-2, 7.5e-3])
     assert far.version == 1

@@ -60,55 +60,44 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.02)
 
 
-def test_the_run_outlives_all_engines_but_the_last(tmp_path: Path) -> None:
-    async def act() -> None:
-        desk = Desk(tmp_path, "learner-0", "engine-0", "engine-1")
-        await desk.end("engine-0")
-        assert desk.lost == ["engine-0"]
-        assert desk.run_is_over() is None
-        assert "engine-0 on node 0 (here), process 1, ended: signal 9" in (desk.watch.find("engine-0") or "")
-        assert desk.watch.find_end("engine-1") is None
-        await desk.end("engine-1")
-        assert desk.lost == ["engine-0"]
-        assert "role engine-1" in (desk.run_is_over() or "")
-        with pytest.raises(EngineLost, match="role engine-1"):
-            await desk.watch.guard(asyncio.sleep(600), 600.0)
-        desk.watch.stop()
-
-    asyncio.run(act())
+async def test_the_run_outlives_all_engines_but_the_last(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, "learner-0", "engine-0", "engine-1")
+    await desk.end("engine-0")
+    assert desk.lost == ["engine-0"]
+    assert desk.run_is_over() is None
+    assert "engine-0 on node 0 (here), process 1, ended: signal 9" in (desk.watch.find("engine-0") or "")
+    assert desk.watch.find_end("engine-1") is None
+    await desk.end("engine-1")
+    assert desk.lost == ["engine-0"]
+    assert "role engine-1" in (desk.run_is_over() or "")
+    with pytest.raises(EngineLost, match="role engine-1"):
+        await desk.watch.guard(asyncio.sleep(600), 600.0)
+    desk.watch.stop()
 
 
-def test_any_other_role_ends_the_run(tmp_path: Path) -> None:
-    async def act() -> None:
-        desk = Desk(tmp_path, "learner-0", "engine-0", "engine-1")
-        await desk.end("learner-0")
-        assert desk.lost == []
-        assert "role learner-0" in (desk.run_is_over() or "")
-        desk.watch.stop()
-
-    asyncio.run(act())
+async def test_any_other_role_ends_the_run(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, "learner-0", "engine-0", "engine-1")
+    await desk.end("learner-0")
+    assert desk.lost == []
+    assert "role learner-0" in (desk.run_is_over() or "")
+    desk.watch.stop()
 
 
 @pytest.mark.parametrize(
     ("names", "is_over"),
     [(("learner-0", "engine-0", "engine-1"), False), (("engine-0", "engine-1", "worker-1"), True)],
 )
-def test_a_lost_node_ends_the_run_if_more_than_replicas_were_on_it(
+async def test_a_lost_node_ends_the_run_if_more_than_replicas_were_on_it(
     names: Sequence[str], is_over: bool, tmp_path: Path
 ) -> None:
-    async def act() -> None:
-        desk = Desk(tmp_path, *names)
-        desk.nodes = [
-            JoinedNode(ray_id="b", name="1@other", address="10.0.0.2", is_alive=False, why="silent")
-        ]
-        # The watch looks every second.
-        await until(lambda: desk.watch.find("engine-1") is not None)
-        assert (desk.run_is_over() is not None) == is_over
-        assert desk.lost == ([] if is_over else ["engine-1"])
-        assert "node 1@other (10.0.0.2) was lost, and with it engine-1" in str(desk.watch.find("engine-1"))
-        desk.watch.stop()
-
-    asyncio.run(act())
+    desk = Desk(tmp_path, *names)
+    desk.nodes = [JoinedNode(ray_id="b", name="1@other", address="10.0.0.2", is_alive=False, why="silent")]
+    # The watch looks every second.
+    await until(lambda: desk.watch.find("engine-1") is not None)
+    assert (desk.run_is_over() is not None) == is_over
+    assert desk.lost == ([] if is_over else ["engine-1"])
+    assert "node 1@other (10.0.0.2) was lost, and with it engine-1" in str(desk.watch.find("engine-1"))
+    desk.watch.stop()
 
 
 class Worker:
@@ -128,20 +117,17 @@ class Worker:
         return answer()
 
 
-def test_a_group_whose_engine_leaves_meanwhile_is_attempted_by_another_worker(tmp_path: Path) -> None:
-    async def act() -> None:
-        desk = Desk(tmp_path, "learner-0")
-        out: set[str] = set()
-        actors = [Worker("a", out), Worker("b")]
-        workers = RolloutWorkers(actors, desk.watch, serves=lambda worker: actors[worker].name not in out)
-        found: list[object] = [await workers.run_group([]) for _ in range(2)]
-        assert found == ["b", "b"]
-        out.add("b")
-        with pytest.raises(EngineLost, match="none of 2 rollout workers has an engine that serves"):
-            await workers.run_group([])
-        desk.watch.stop()
-
-    asyncio.run(act())
+async def test_a_group_whose_engine_leaves_meanwhile_is_attempted_by_another_worker(tmp_path: Path) -> None:
+    desk = Desk(tmp_path, "learner-0")
+    out: set[str] = set()
+    actors = [Worker("a", out), Worker("b")]
+    workers = RolloutWorkers(actors, desk.watch, serves=lambda worker: actors[worker].name not in out)
+    found: list[object] = [await workers.run_group([]) for _ in range(2)]
+    assert found == ["b", "b"]
+    out.add("b")
+    with pytest.raises(EngineLost, match="none of 2 rollout workers has an engine that serves"):
+        await workers.run_group([])
+    desk.watch.stop()
 
 
 @pytest.mark.parametrize(

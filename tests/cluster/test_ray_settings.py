@@ -51,11 +51,6 @@ def test_a_node_joins_by_address_and_has_no_head_options() -> None:
     assert not any(arg.startswith(("--head", "--port", "--include-dashboard")) for arg in args)
 
 
-def test_settings_reach_the_keeper_unchanged(tmp_path: Path) -> None:
-    NODE.write(tmp_path / "node.json")
-    assert NodeSettings.read(tmp_path / "node.json") == NODE
-
-
 def test_the_environment_keeps_every_byte_and_nothing_of_another_ray() -> None:
     """LAU-4: a comma truncated what another launcher passed."""
     value = "a,b 'c' \"d\"\nnew\\n$HOME"

@@ -42,7 +42,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("STROP_ENDPOINTS", raising=False)
 
 
-def test_a_service_that_is_there_is_handed_over_and_withdrawn(
+async def test_a_service_that_is_there_is_handed_over_and_withdrawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("STROP_ENDPOINTS", raising=False)
@@ -55,53 +55,46 @@ def test_a_service_that_is_there_is_handed_over_and_withdrawn(
         spec = RuntimeSpec(url=url, key_file=str(key_file))
         return RuntimeRole(spec, tmp_path / "run", tmp_path / "servers")
 
-    async def act() -> None:
-        async with runtime_service.service(tmp_path / "service") as running:
-            url, key = running.serving.url, running.client.headers["X-API-Key"]
-            for wrong, kind in (
-                (role_of(url, "not-its-key"), "key"),
-                (role_of("http://127.0.0.1:9", key), "service"),
-            ):
-                with pytest.raises(SandboxRefused) as caught:
-                    await wrong.start()
-                assert caught.value.kind == kind
-                assert find_endpoint("runtime") is None
-            role = role_of(url, key)
-            await role.start()
-            found = find_endpoint("runtime")
-            assert found is not None
-            assert (found.url, found.key) == (url, key)
-            # What workers of other machines are sent.
-            assert list_endpoints() == {"runtime": found}
-            assert key not in " ".join(os.environ.values())
-            await role.stop()
+    async with runtime_service.service(tmp_path / "service") as running:
+        url, key = running.serving.url, running.client.headers["X-API-Key"]
+        for wrong, kind in (
+            (role_of(url, "not-its-key"), "key"),
+            (role_of("http://127.0.0.1:9", key), "service"),
+        ):
+            with pytest.raises(SandboxRefused) as caught:
+                await wrong.start()
+            assert caught.value.kind == kind
             assert find_endpoint("runtime") is None
-
-    asyncio.run(act())
-
-
-@pytest.mark.usefixtures("service")
-def test_one_that_comes_with_the_run_lives_as_long_and_its_death_ends_the_run(tmp_path: Path) -> None:
-    role = RuntimeRole(RuntimeSpec(serve="here"), tmp_path / "run", tmp_path / "servers")
-
-    async def act() -> None:
+        role = role_of(url, key)
         await role.start()
         found = find_endpoint("runtime")
         assert found is not None
-        assert found.key == "run-key"
-        assert await guard(asyncio.sleep(0, "done"), role.find_failure) == "done"
-        child = role._child
-        assert child is not None
-        os.kill(child.pid, signal.SIGKILL)
-        try:
-            with pytest.raises(SandboxLost, match="the sandbox service ended with -9") as caught:
-                await guard(asyncio.sleep(60), role.find_failure)
-            assert caught.value.kind == "infra"
-        finally:
-            await role.stop()
-            await role.stop()
+        assert (found.url, found.key) == (url, key)
+        # What workers of other machines are sent.
+        assert list_endpoints() == {"runtime": found}
+        assert key not in " ".join(os.environ.values())
+        await role.stop()
+        assert find_endpoint("runtime") is None
 
-    asyncio.run(act())
+
+@pytest.mark.usefixtures("service")
+async def test_one_that_comes_with_the_run_lives_as_long_and_its_death_ends_the_run(tmp_path: Path) -> None:
+    role = RuntimeRole(RuntimeSpec(serve="here"), tmp_path / "run", tmp_path / "servers")
+    await role.start()
+    found = find_endpoint("runtime")
+    assert found is not None
+    assert found.key == "run-key"
+    assert await guard(asyncio.sleep(0, "done"), role.find_failure) == "done"
+    child = role._child
+    assert child is not None
+    os.kill(child.pid, signal.SIGKILL)
+    try:
+        with pytest.raises(SandboxLost, match="the sandbox service ended with -9") as caught:
+            await guard(asyncio.sleep(60), role.find_failure)
+        assert caught.value.kind == "infra"
+    finally:
+        await role.stop()
+        await role.stop()
     assert find_endpoint("runtime") is None
 
 

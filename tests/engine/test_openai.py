@@ -19,6 +19,7 @@ from strop.rollout import FinishReason, Sampling
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask
 from tests.fixtures.engine_server import canned_server
+from tests.fixtures.tiny_tokenizer import EOS_TEXT
 
 VLLM = {"data": [{"id": "org/name", "owned_by": "vllm"}]}
 OTHER = {"data": [{"id": "org/name", "owned_by": "somebody"}]}
@@ -54,41 +55,28 @@ def said(tokenizer: Tokenizer, text: str) -> dict[str, Any]:
     return {"token_ids": ids, "logprobs": {"token_logprobs": [-0.5] * len(ids)}, "text": text}
 
 
-def test_a_reply_is_read_by_its_token_ids(tokenizer: Tokenizer) -> None:
-    reply = generate(tokenizer, ask(tokenizer), choice(**said(tokenizer, " 3")))
-    assert reply.token_ids.tolist() == tokenizer.encode(" 3").tolist()
-    assert (reply.text, reply.finish_reason, reply.policy_version) == (" 3", FinishReason.LENGTH, 3)
+@pytest.mark.parametrize(
+    ("text", "changes", "models", "spoken", "reason"),
+    [
+        (" 3", {}, VLLM, " 3", FinishReason.LENGTH),
+        # Without token ids the text is encoded again.
+        (" 3", {"token_ids": None}, OTHER, " 3", FinishReason.LENGTH),
+        # A stop string is cut off; what was sampled is kept, to the token that completed it.
+        ("3 END", {"finish_reason": "stop"}, VLLM, "3", FinishReason.STOP_STRING),
+        ("3 END", {"finish_reason": "stop", "token_ids": None}, VLLM, "3", FinishReason.STOP_STRING),
+        # A terminator is kept and not read aloud.
+        (f" 3{EOS_TEXT}", {"finish_reason": "stop", "text": None}, VLLM, " 3", FinishReason.EOS),
+    ],
+)
+def test_a_reply_is_read_by_strops_rules(
+    tokenizer: Tokenizer, text: str, changes: dict[str, Any], models: Any, spoken: str, reason: FinishReason
+) -> None:
+    answer = {name: value for name, value in (said(tokenizer, text) | changes).items() if value is not None}
+    request = ask(tokenizer, stop_strings=(" END",))
+    reply = generate(tokenizer, request, choice(**answer), models=models)
+    assert reply.token_ids.tolist() == tokenizer.encode(text).tolist()
+    assert (reply.text, reply.finish_reason, reply.policy_version) == (spoken, reason, 3)
     assert reply.logprobs.tolist() == [-0.5] * len(reply.token_ids)
-
-
-def test_a_terminator_is_kept_and_not_read_aloud(tokenizer: Tokenizer) -> None:
-    ids = [*tokenizer.encode(" 3").tolist(), tokenizer.eos_id]
-    answer = choice(token_ids=ids, logprobs={"token_logprobs": [-0.5] * len(ids)}, finish_reason="stop")
-    reply = generate(tokenizer, ask(tokenizer), answer)
-    assert (reply.text, reply.finish_reason, len(reply.token_ids)) == (" 3", FinishReason.EOS, len(ids))
-
-
-def test_a_stop_string_is_cut_off(tokenizer: Tokenizer) -> None:
-    answer = choice(**said(tokenizer, "3 END") | {"finish_reason": "stop"})
-    reply = generate(tokenizer, ask(tokenizer, stop_strings=(" END",)), answer)
-    assert (reply.text, reply.finish_reason) == ("3", FinishReason.STOP_STRING)
-    # What was sampled is kept, to the token that completed it.
-    assert tokenizer.decode(reply.token_ids) == "3 END"
-    assert len(reply.logprobs) == len(reply.token_ids)
-
-
-def test_a_server_that_names_no_ids_gives_the_stop_string_as_text(tokenizer: Tokenizer) -> None:
-    answer = choice(**said(tokenizer, "3 END") | {"finish_reason": "stop"})
-    del answer["choices"][0]["token_ids"]
-    reply = generate(tokenizer, ask(tokenizer, stop_strings=(" END",)), answer)
-    assert (reply.text, tokenizer.decode(reply.token_ids)) == ("3", "3 END")
-
-
-def test_without_token_ids_the_text_is_encoded_again(tokenizer: Tokenizer) -> None:
-    answer = said(tokenizer, " 3")
-    del answer["token_ids"]
-    reply = generate(tokenizer, ask(tokenizer), choice(**answer), models=OTHER)
-    assert reply.token_ids.tolist() == tokenizer.encode(" 3").tolist()
 
 
 @pytest.mark.parametrize(
@@ -151,14 +139,12 @@ def watched(
     return engine, seen
 
 
-def test_a_request_is_sent_as_it_was_asked(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_is_sent_as_it_was_asked(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine, seen = watched(tokenizer, monkeypatch, choice(**said(tokenizer, " 3")))
     request = replace(ask(tokenizer, stop_strings=("!",)), seed=2**63 + 5)
-
-    async def act() -> None:
-        await asyncio.gather(engine.generate(request), engine.generate(request))
-
-    asyncio.run(act())
+    await asyncio.gather(engine.generate(request), engine.generate(request))
     # The models are asked for once.
     assert [str(message.url) for message in seen] == [
         "http://server/v1/models",
@@ -181,30 +167,24 @@ def test_a_request_is_sent_as_it_was_asked(tokenizer: Tokenizer, monkeypatch: py
     }
 
 
-def test_given_replies_are_scored_by_echo(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_given_replies_are_scored_by_echo(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Prompt of 2, reply of 3, and one token that the server samples behind them.
     values = [None, -1.0, -2.0, -3.0, -4.0, -9.0]
     engine, _ = watched(tokenizer, monkeypatch, choice(logprobs={"token_logprobs": values}))
     prompt, reply = np.array([1, 2], np.int32), np.array([3, 4, 5], np.int32)
-
-    async def act() -> Any:
-        with pytest.raises(EngineError, match=r"scored at temperature 0.5, not 1"):
-            await engine.score(prompt, reply, 0.5)
-        with pytest.raises(EngineError, match="no log-probabilities of a text that it is given"):
-            await engine.score(prompt, np.array([3] * 7, np.int32), 1.0)
-        return await engine.score(prompt, reply, 1.0)
-
-    assert asyncio.run(act()).logprobs.tolist() == [-2.0, -3.0, -4.0]
+    with pytest.raises(EngineError, match=r"scored at temperature 0.5, not 1"):
+        await engine.score(prompt, reply, 0.5)
+    with pytest.raises(EngineError, match="no log-probabilities of a text that it is given"):
+        await engine.score(prompt, np.array([3] * 7, np.int32), 1.0)
+    assert (await engine.score(prompt, reply, 1.0)).logprobs.tolist() == [-2.0, -3.0, -4.0]
 
 
-def test_it_is_never_trained_with(tokenizer: Tokenizer) -> None:
+async def test_it_is_never_trained_with(tokenizer: Tokenizer) -> None:
     engine = OpenAiEngine("http://server/v1", tokenizer, model="x")
-
-    async def act() -> None:
-        with pytest.raises(EngineError, match="weight update 1 was published to it"):
-            await engine.update(WeightUpdate(version=1, digest="d", transport=WeightTransport.SHARED))
-        await engine.close()
-        with pytest.raises(EngineError, match="closed"):
-            await engine.generate(ask(tokenizer))
-
-    asyncio.run(act())
+    with pytest.raises(EngineError, match="weight update 1 was published to it"):
+        await engine.update(WeightUpdate(version=1, digest="d", transport=WeightTransport.SHARED))
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate(ask(tokenizer))

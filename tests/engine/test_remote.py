@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from strop.policy.publication import tensors_digest
 from strop.policy.weights import own_tensors, publish_tensors, weights_digest
 from strop.rollout import FinishReason
 from strop.tokenizer import Tokenizer
-from tests.engine.contract_suite import EngineContract, run
+from tests.engine.contract_suite import EngineContract
 from tests.engine.requests import ask, assert_same_bits, generate_all, mixed_requests
 from tests.fixtures.engine_server import KEY, RunningServer, canned_server, engine_server
 from tests.fixtures.tiny_model import tiny_model
@@ -92,6 +92,22 @@ class Closing:
         return asyncio.run(act())
 
 
+def ask_canned(
+    answers: Mapping[str, Any], use: Callable[[RemoteEngine], Coroutine[Any, Any, Any]], **options: Any
+) -> Any:
+    """Use an engine whose server says one thing on each path."""
+
+    async def act() -> Any:
+        async with canned_server(answers) as url:
+            engine = RemoteEngine(url, KEY, **options)
+            try:
+                return await use(engine)
+            finally:
+                await engine.close()
+
+    return asyncio.run(act())
+
+
 @pytest.mark.parametrize("is_streamed", [False, True], ids=["batches", "streams"])
 class TestRemoteEngine(EngineContract):
     @pytest.fixture
@@ -108,54 +124,45 @@ class TestRemoteEngine(EngineContract):
         return replace(update, digest="0" * 64)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_replies_equal_those_of_the_engine_in_this_process(
-    dtype: str, model_dir: Path, tmp_path: Path
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_replies_and_scores_equal_those_of_the_engine_in_this_process(
+    is_streamed: bool, server: RunningServer, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    """Three rounds: at first, with the cache kept from before, and after an update by file."""
-    tokenizer, model = Tokenizer.load(model_dir), load(model_dir, dtype)
+    """Two rounds: after an update by file, and after another one."""
+    loaded, model, engine = load(model_dir), load(model_dir), server.connect(is_streamed=is_streamed)
+    here = NativeEngine(model, tokenizer, max_num_seqs=MAX_ROWS)
     requests = mixed_requests(tokenizer)
-    path = tmp_path / "v000001.safetensors"
-
-    async def rounds(engine: Engine, *, is_remote: bool) -> list[Completion]:
-        first = await generate_all(engine, requests)
-        second = await generate_all(engine, requests[::2])
-        if is_remote:
-            await engine.update(by_file(path, weights_digest(model)))
-        else:
-            nudge(model)
-            shared = WeightUpdate(version=1, digest="shared-1", transport=WeightTransport.SHARED)
-            await engine.update(shared)
-        return [*first, *second, *await generate_all(engine, requests)]
-
-    here = asyncio.run(rounds(NativeEngine(model, tokenizer, max_num_seqs=MAX_ROWS), is_remote=False))
-    publish_tensors(own_tensors(model), path)
-    with engine_server(model_dir, tmp_path / "server", dtype=dtype, max_num_seqs=MAX_ROWS) as running:
-        engine = running.connect()
-        there = Closing(engine).run(rounds(engine, is_remote=True))
-    assert_same_bits(here, there)
-    reasons = {completion.finish_reason for completion in here}
-    assert {FinishReason.LENGTH, FinishReason.STOP_STRING} <= reasons
-    # The update changed something, so equality after it is not equality of untouched weights.
-    late = here[-len(requests) :]
-    assert [c.token_ids.tolist() for c in late] != [c.token_ids.tolist() for c in here[: len(requests)]]
-
-
-def test_scores_equal_those_of_the_engine_in_this_process(
-    server: RunningServer, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    model = load(model_dir)
     prompt, reply = tokenizer.encode("1 + 2 ="), tokenizer.encode(" 3, as we all know")
-    update = publish(model, tmp_path / "w.safetensors")
-    engine = server.connect()
 
-    async def act() -> Any:
+    async def play(engine: Engine, update: WeightUpdate) -> tuple[list[Completion], bytes]:
         await engine.update(update)
-        return await engine.score(prompt, reply, 0.7)
+        score = await engine.score(prompt, reply, 0.7)
+        return await generate_all(engine, requests), score.logprobs.tobytes()
 
-    here = run(NativeEngine(model, tokenizer).score(prompt, reply, 0.7))
-    assert Closing(engine).run(act()).logprobs.tobytes() == here.logprobs.tobytes()
+    async def act() -> None:
+        first: list[Completion] = []
+        for name in ("one", "two"):
+            nudge(model)
+            update = publish(model, tmp_path / name)
+            there = await play(engine, update)
+            shared = replace(update, transport=WeightTransport.SHARED, path=None)
+            expected = await play(here, shared)
+            assert_same_bits(there[0], expected[0])
+            assert there[1] == expected[1]
+            # The update changed something, so equality after it is not equality of untouched weights.
+            assert [c.token_ids.tolist() for c in there[0]] != [c.token_ids.tolist() for c in first]
+            first = there[0]
+        assert {FinishReason.LENGTH, FinishReason.STOP_STRING} <= {one.finish_reason for one in first}
+        assert engine.version == update.version
+        assert await engine.health() == HealthForm(
+            pid=server.child.pid,
+            version=update.version,
+            digest=update.digest,
+            model_digest=weights_digest(loaded),
+            tokenizer_digest=tokenizer.digest,
+        )
+
+    Closing(engine).run(act())
 
 
 def tampered(kind: str, good: Path) -> WeightUpdate:
@@ -221,28 +228,6 @@ def test_smp_6_damaged_weights_are_refused_over_the_wire(
     assert engine.version is None
 
 
-def test_health_tells_what_is_served(server: RunningServer, model_dir: Path, tmp_path: Path) -> None:
-    model = load(model_dir)
-    loaded_digest = weights_digest(model)
-    nudge(model)
-    update = publish(model, tmp_path / "w.safetensors")
-    engine = server.connect()
-
-    async def act() -> HealthForm:
-        await engine.update(update)
-        return await engine.health()
-
-    health = Closing(engine).run(act())
-    assert health == HealthForm(
-        pid=server.child.pid,
-        version=update.version,
-        digest=update.digest,
-        model_digest=loaded_digest,
-        tokenizer_digest=Tokenizer.load(model_dir).digest,
-    )
-    assert engine.version == update.version
-
-
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_one_bad_request_leaves_the_others_of_its_batch_alone(
     is_streamed: bool, server: RunningServer, tokenizer: Tokenizer
@@ -286,15 +271,6 @@ def test_who_asks_again_waits_for_the_longest_only_where_batches_travel(
 
     Closing(engine).run(act())
     assert ended == expected
-
-
-def test_replies_are_the_same_however_they_come_home(server: RunningServer, tokenizer: Tokenizer) -> None:
-    requests = mixed_requests(tokenizer)
-    found = []
-    for is_streamed in (False, True):
-        engine = server.connect(is_streamed=is_streamed)
-        found.append(Closing(engine).run(generate_all(engine, requests)))
-    assert_same_bits(*found)
 
 
 # ---------------------------------------------------------------- death, silence, lies
@@ -393,15 +369,7 @@ def test_proxies_of_the_environment_take_no_part(monkeypatch: pytest.MonkeyPatch
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
 
-    async def act() -> HealthForm:
-        async with canned_server({"/health": HEALTHY}) as url:
-            engine = RemoteEngine(url, KEY)
-            try:
-                return await engine.health()
-            finally:
-                await engine.close()
-
-    assert asyncio.run(act()) == HEALTHY
+    assert ask_canned({"/health": HEALTHY}, lambda engine: engine.health()) == HEALTHY
 
 
 def test_closing_answers_those_who_wait(server: RunningServer, tokenizer: Tokenizer) -> None:
@@ -451,17 +419,12 @@ def test_smp_6_a_receipt_for_other_weights_is_refused(version: int, digest: str)
     """Incident: an engine acknowledged an update that it had ignored."""
     update = WeightUpdate(version=1, digest="promised", transport=WeightTransport.FILE, path="w")
 
-    async def act() -> None:
-        async with canned_server({"/v1/weights": ReceiptForm(version=version, digest=digest)}) as url:
-            engine = RemoteEngine(url, KEY)
-            try:
-                await engine.update(update)
-            finally:
-                assert engine.version is None
-                await engine.close()
+    async def act(engine: RemoteEngine) -> None:
+        with pytest.raises(WeightMismatch, match=f"acknowledged version {version} with digest {digest}"):
+            await engine.update(update)
+        assert engine.version is None
 
-    with pytest.raises(WeightMismatch, match=f"acknowledged version {version} with digest {digest}"):
-        asyncio.run(act())
+    ask_canned({"/v1/weights": ReceiptForm(version=version, digest=digest)}, act)
 
 
 def test_an_update_without_a_file_is_refused() -> None:
@@ -517,16 +480,9 @@ REFUSED = (401, ErrorForm(kind="EngineError", message="no key").model_dump_json(
 def test_an_unusable_answer_is_an_engine_error(
     is_streamed: bool, answer: Any, message: str, tokenizer: Tokenizer
 ) -> None:
-    async def act() -> None:
-        async with canned_server({"/v1/generate": answer, "/v1/replies": answer, "/health": HEALTHY}) as url:
-            engine = RemoteEngine(url, KEY, is_streamed=is_streamed)
-            try:
-                await engine.generate(ask(tokenizer))
-            finally:
-                await engine.close()
-
+    answers = {"/v1/generate": answer, "/v1/replies": answer, "/health": HEALTHY}
     with pytest.raises(EngineError, match=message):
-        asyncio.run(act())
+        ask_canned(answers, lambda engine: engine.generate(ask(tokenizer)), is_streamed=is_streamed)
 
 
 def line(*places: int) -> str:
@@ -552,16 +508,11 @@ def line(*places: int) -> str:
 def test_whoever_a_line_does_not_answer_well_gets_an_engine_error(
     lines: str, message: str, tokenizer: Tokenizer
 ) -> None:
-    async def act() -> list[Completion | BaseException]:
-        async with canned_server({"/v1/replies": (200, lines), "/health": HEALTHY}) as url:
-            engine = RemoteEngine(url, KEY, is_streamed=True)
-            requests = [ask(tokenizer), ask(tokenizer)]
-            try:
-                return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
-            finally:
-                await engine.close()
+    async def act(engine: RemoteEngine) -> list[Completion | BaseException]:
+        requests = [ask(tokenizer), ask(tokenizer)]
+        return await asyncio.gather(*map(engine.generate, requests), return_exceptions=True)
 
-    first, second = asyncio.run(act())
+    first, second = ask_canned({"/v1/replies": (200, lines), "/health": HEALTHY}, act, is_streamed=True)
     assert isinstance(first, Completion) == lines.startswith(line(0))
     assert isinstance(second, EngineError)
     assert message in str(second)
@@ -574,15 +525,8 @@ def test_a_good_canned_answer_is_a_completion(is_streamed: bool, text: str, toke
     answer = GOOD.model_copy(update={"texts": [text]})
     said = AnswerPart(places=[0], answer=answer).model_dump_json() + "\n"
 
-    async def act() -> Completion:
-        async with canned_server({"/v1/generate": answer, "/v1/replies": (200, said)}) as url:
-            engine = RemoteEngine(url, KEY, is_streamed=is_streamed)
-            try:
-                return await engine.generate(ask(tokenizer))
-            finally:
-                await engine.close()
-
-    completion = asyncio.run(act())
+    answers = {"/v1/generate": answer, "/v1/replies": (200, said)}
+    completion = ask_canned(answers, lambda engine: engine.generate(ask(tokenizer)), is_streamed=is_streamed)
     assert (completion.token_ids.tolist(), completion.logprobs.tolist()) == ([5], [-1.0])
     assert (completion.policy_version, completion.text) == (3, text)
 

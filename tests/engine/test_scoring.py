@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,9 +12,6 @@ import pytest
 from strop.engine.remote import RemoteEngine
 from strop.engine.wire import ScoreAnswer, ScoreCall, ScoreForm, read_ids, write_floats
 from strop.errors import EngineError
-from strop.tokenizer import Tokenizer
-from tests.fixtures.dummy_engine import DummyEngine
-from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 Answer = Callable[[ScoreCall], ScoreAnswer]
 
@@ -100,32 +95,3 @@ def test_the_replies_to_a_prompt_travel_together_and_few_prompts_at_once() -> No
 def test_scores_of_something_else_are_refused(answer: Answer, message: str) -> None:
     with pytest.raises(EngineError, match=message):
         score_all(Desk(answer), 1)
-
-
-def test_closing_ends_the_wait() -> None:
-    async def act() -> None:
-        desk = Desk(lambda call: ScoreAnswer(scores=[]))
-        async with connect(desk) as engine:
-            ids = np.array([1], np.int32)
-            waiting = asyncio.ensure_future(engine.score(ids, ids, 1.0))
-            await asyncio.sleep(0)
-            await engine.close()
-            with pytest.raises(EngineError, match="an engine that is closed"):
-                await waiting
-
-    asyncio.run(act())
-
-
-def test_a_scripted_engine_says_how_likely_a_reply_is(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path))
-    prompt_ids, reply_ids = tokenizer.encode("Is it?"), tokenizer.encode(" yes")
-    asked: list[str] = []
-
-    def likelihood(prompt: str, reply: str) -> float:
-        asked.append(json.dumps([prompt, reply]))
-        return -0.25
-
-    engine = DummyEngine(tokenizer, [], likelihood=likelihood)
-    score = asyncio.run(engine.score(prompt_ids, reply_ids, 1.0))
-    assert score.logprobs.tolist() == [-0.25] * len(reply_ids)
-    assert asked == ['["Is it?", " yes"]']

@@ -26,7 +26,6 @@ from strop.engine import (
     Engine,
     GenerationRequest,
     UpdateMode,
-    WeightReceipt,
     WeightTransport,
     WeightUpdate,
 )
@@ -184,31 +183,6 @@ def test_log_1_values_are_those_of_the_distribution_sampled_from(
     assert completion.logprobs == pytest.approx(expected, abs=CLOSE_NATS)
     if sampling.temperature == 0.0:
         assert len(set(completion.token_ids.tolist())) > 1
-
-
-def test_an_update_by_file_changes_what_is_served(
-    engine: RemoteEngine, model_dir: Path, tokenizer: Tokenizer, tmp_path: Path
-) -> None:
-    old, new = load(model_dir), load(model_dir, 1.2)
-    prompt, reply = tokenizer.encode("1 + 2 ="), tokenizer.encode(" 3, as we all know")
-
-    async def act() -> list[Any]:
-        found: list[Any] = []
-        for model in (old, new):
-            receipt = await engine.update(publish(model, tmp_path))
-            score = await engine.score(prompt, reply, 1.0)
-            found += [receipt, score]
-        with pytest.raises(EngineError, match=r"at temperature 0\.7 by vLLM. Allowed: temperature 1"):
-            await engine.score(prompt, reply, 0.7)
-        return found
-
-    first, before, second, after = Closing(engine).run(act())
-    assert isinstance(first, WeightReceipt)
-    assert second.digest == weights_digest(new)
-    assert (before.policy_version, after.policy_version) == (first.version, second.version)
-    assert before.logprobs == pytest.approx(policy_logprobs(old, prompt, reply), abs=CLOSE_NATS)
-    assert after.logprobs == pytest.approx(policy_logprobs(new, prompt, reply), abs=CLOSE_NATS)
-    assert np.abs(before.logprobs - after.logprobs).max() > 0.1
 
 
 def test_weights_come_through_a_process_group(

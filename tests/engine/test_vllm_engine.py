@@ -48,7 +48,7 @@ class ScriptedCore:
 
     def words(self, seed: int) -> list[int]:
         ids: list[int] = self.tokenizer.encode(f"reply {seed} of {self.version}. and so on, and on").tolist()
-        return ids
+        return ids[:20]
 
     async def sample(
         self, request: GenerationRequest, *, salt: str, adapter: Adapter | None, is_whole: bool
@@ -166,7 +166,7 @@ def test_a_stop_token_is_kept_and_its_text_is_not(engine: VllmEngine, tokenizer:
     ],
 )
 @pytest.mark.parametrize("stop_strings", [(), ("never",)])
-def test_replies_under_way_end_as_the_mode_says(
+async def test_replies_under_way_end_as_the_mode_says(
     mode: UpdateMode,
     said: list[str],
     segments: tuple[int, ...],
@@ -177,16 +177,12 @@ def test_replies_under_way_end_as_the_mode_says(
     tokenizer: Tokenizer,
 ) -> None:
     request = ask(tokenizer, max_tokens=60, stop_strings=stop_strings)
-
-    async def act() -> Any:
-        under_way = asyncio.create_task(engine.generate(request))
-        await core.has_begun.wait()
-        update = asyncio.create_task(engine.update(replace(UPDATE, mode=mode)))
-        await asyncio.sleep(0.002)
-        # Asked while the gate is closed: served under the new weights.
-        return await under_way, await engine.generate(request), await update
-
-    reply, late, receipt = asyncio.run(act())
+    under_way = asyncio.create_task(engine.generate(request))
+    await core.has_begun.wait()
+    update = asyncio.create_task(engine.update(replace(UPDATE, mode=mode)))
+    await asyncio.sleep(0.002)
+    # Asked while the gate is closed: served under the new weights.
+    reply, late, receipt = await under_way, await engine.generate(request), await update
     assert core.said == said
     assert (receipt.version, receipt.digest) == (7, "d7")
     assert (late.policy_version, late.segments) == (7, ())
@@ -195,32 +191,18 @@ def test_replies_under_way_end_as_the_mode_says(
     assert len(reply.token_ids) == 60
     if segments:
         start = reply.segments[1].start
-        old, new = (VllmWords(core).at(seen, 60) for seen in (0, 7))
-        assert reply.token_ids.tolist() == old[:start] + new[start:]
+        core.version = 0
+        old, core.version = core.words(11) * 3, 7
+        assert reply.token_ids.tolist() == old[:start] + (core.words(11) * 3)[start:60]
 
 
-class VllmWords:
-    """What the core says under one version from start to end."""
-
-    def __init__(self, core: ScriptedCore) -> None:
-        self.core = core
-
-    def at(self, version: int, num_tokens: int) -> list[int]:
-        self.core.version = version
-        return [self.core.words(11)[index % 20] for index in range(num_tokens)]
-
-
-def test_refused_weights_leave_the_old_ones(
+async def test_refused_weights_leave_the_old_ones(
     engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
 ) -> None:
     core.answers = [{"refusal": "digest x, not d7: it keeps its old weights", "flaw": None}]
-
-    async def act() -> Any:
-        with pytest.raises(WeightMismatch, match=r"digest x, not d7.* keeps its old weights"):
-            await engine.update(UPDATE)
-        return await engine.generate(ask(tokenizer))
-
-    assert asyncio.run(act()).policy_version == 0
+    with pytest.raises(WeightMismatch, match=r"digest x, not d7.* keeps its old weights"):
+        await engine.update(UPDATE)
+    assert (await engine.generate(ask(tokenizer))).policy_version == 0
 
 
 @pytest.mark.parametrize(
@@ -231,53 +213,44 @@ def test_refused_weights_leave_the_old_ones(
         [{"refusal": None, "flaw": None}, {"refusal": "q_proj is not live", "flaw": None}],
     ],
 )
-def test_smp_6_unproven_weights_are_served_to_nobody(
+async def test_smp_6_unproven_weights_are_served_to_nobody(
     answers: list[dict[str, Any]], engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
 ) -> None:
     """Incident: engines went on with weights that were not those of the policy."""
     core.answers = answers
-
-    async def act() -> Any:
-        with pytest.raises(WeightMismatch, match=r"q_proj is not live.* serves nothing now"):
-            await engine.update(UPDATE)
-        with pytest.raises(EngineError, match="weights are of no version"):
-            await engine.generate(ask(tokenizer))
-        core.answers = [{"refusal": "late", "flaw": None}]
-        with pytest.raises(WeightMismatch, match="late"):
-            await engine.update(UPDATE)
-        # A refused update does not mend what an earlier one broke.
-        with pytest.raises(EngineError, match="weights are of no version"):
-            await engine.generate(ask(tokenizer))
-        core.answers = [{"refusal": None, "flaw": None}]
+    with pytest.raises(WeightMismatch, match=r"q_proj is not live.* serves nothing now"):
         await engine.update(UPDATE)
-        return await engine.generate(ask(tokenizer))
+    with pytest.raises(EngineError, match="weights are of no version"):
+        await engine.generate(ask(tokenizer))
+    core.answers = [{"refusal": "late", "flaw": None}]
+    with pytest.raises(WeightMismatch, match="late"):
+        await engine.update(UPDATE)
+    # A refused update does not mend what an earlier one broke.
+    with pytest.raises(EngineError, match="weights are of no version"):
+        await engine.generate(ask(tokenizer))
+    core.answers = [{"refusal": None, "flaw": None}]
+    await engine.update(UPDATE)
+    assert (await engine.generate(ask(tokenizer))).policy_version == 7
 
-    assert asyncio.run(act()).policy_version == 7
 
-
-def test_smp_5_a_cache_that_outlives_an_update_is_found_by_the_canary(
+async def test_smp_5_a_cache_that_outlives_an_update_is_found_by_the_canary(
     engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
 ) -> None:
     """Incident: shared prefixes kept the keys and values of older weights."""
     core.keeps_cache = True
-
-    async def act() -> None:
-        await engine.update(UPDATE)
-        with pytest.raises(WeightMismatch, match="weight_canary: 129 keys and values of other weights"):
-            await engine.update(replace(UPDATE, version=8, digest="d8"))
-        with pytest.raises(EngineError, match="weight_canary"):
-            await engine.generate(ask(tokenizer))
-
-    asyncio.run(act())
+    await engine.update(UPDATE)
+    with pytest.raises(WeightMismatch, match="weight_canary: 129 keys and values of other weights"):
+        await engine.update(replace(UPDATE, version=8, digest="d8"))
+    with pytest.raises(EngineError, match="weight_canary"):
+        await engine.generate(ask(tokenizer))
 
 
-def test_overlapping_updates_are_applied_one_after_the_other(engine: VllmEngine, core: ScriptedCore) -> None:
-    async def act() -> None:
-        await asyncio.gather(
-            *(engine.update(replace(UPDATE, version=v, digest=f"d{v}", path=f"/{v}")) for v in (7, 8))
-        )
-
-    asyncio.run(act())
+async def test_overlapping_updates_are_applied_one_after_the_other(
+    engine: VllmEngine, core: ScriptedCore
+) -> None:
+    await asyncio.gather(
+        *(engine.update(replace(UPDATE, version=v, digest=f"d{v}", path=f"/{v}")) for v in (7, 8))
+    )
     assert core.said == ["load /7", "drop", "load /8", "drop"]
     assert engine.version == 8
 
@@ -379,15 +352,13 @@ def test_without_vllm_the_next_step_is_named(tmp_path: Path, monkeypatch: pytest
     assert find_python(None) == VLLM.python
 
 
-def test_scores_are_at_temperature_1(engine: VllmEngine, tokenizer: Tokenizer) -> None:
+async def test_scores_are_at_temperature_1(engine: VllmEngine, tokenizer: Tokenizer) -> None:
     prompt = tokenizer.encode("1")
-
-    async def act() -> Any:
-        with pytest.raises(EngineError, match=r"at temperature 0.7 by vLLM"):
-            await engine.score(prompt, prompt, 0.7)
-        return await engine.score(prompt, prompt, 0.0)
-
-    assert np.array_equal(asyncio.run(act()).logprobs, np.full(len(prompt), -1.0, np.float32))
+    with pytest.raises(EngineError, match=r"at temperature 0.7 by vLLM"):
+        await engine.score(prompt, prompt, 0.7)
+    assert np.array_equal(
+        (await engine.score(prompt, prompt, 0.0)).logprobs, np.full(len(prompt), -1.0, np.float32)
+    )
 
 
 @pytest.mark.parametrize(("is_gpu", "rows", "batched"), [(True, 512, 8192), (False, 64, 4096)])

@@ -87,23 +87,6 @@ def test_every_receiver_gets_every_tensor_and_the_learner_may_go_on(wire: Wire) 
         assert device_digest(one.items()) == device_digest(TENSORS.items())
 
 
-@pytest.mark.parametrize("wire", ["nccl", "ipc"])
-def test_no_tensor_is_taken_before_the_one_before_it_has_arrived(wire: Wire) -> None:
-    sender = DeviceSender(LOOPBACK, limit_s=30.0)
-    released: list[str] = []
-
-    def gather() -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in TENSORS.items():
-            yield name, tensor
-            released.append(name)
-
-    threads, found = receive_all(sender.address(wire, "v1"), 1)
-    sender.send(wire, "v1", gather(), 1)
-    threads[0].join()
-    assert released == list(TENSORS)
-    assert len(found) == 1
-
-
 def test_each_rank_sends_to_the_receivers_on_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handle opens where its GPU is visible: of another one an engine sees nothing."""
     monkeypatch.setattr(device_wires, "device_id", lambda: threading.current_thread().name)

@@ -13,11 +13,10 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.algorithm.offline import Divergence
 from strop.errors import ConfigError
-from strop.policy.distilling import DistillTerm, require_same_vocabulary
+from strop.policy.distilling import DistillTerm
 from strop.policy.learner import Learner
 from strop.policy.packing import PackedGroup
 from strop.policy.scoring import FrozenModel
-from tests.fixtures.tiny_model import VOCAB_SIZE
 from tests.policy.worlds import Gradients, World, build_learner, load_model, make_model, relative_error
 
 RULES = [Divergence(name="forward_kl"), Divergence(name="jsd"), Divergence(name="reverse_kl")]
@@ -124,20 +123,6 @@ def test_chunks_change_nothing(student_dir: Path, teacher_dir: Path, monkeypatch
     monkeypatch.setattr("strop.policy.distilling.DISTILL_CHUNK_ROWS", 1)
     chunked = taught(student_dir, teacher_dir).term_gradients(term_of(RULES[0], samples()))
     assert relative_error(chunked, expected) <= 1e-5
-
-
-def test_steps_towards_a_teacher_reach_it(student_dir: Path, teacher_dir: Path) -> None:
-    learner = build_learner(student_dir, lr=3e-3)
-    learner.teacher = FrozenModel(load_model(teacher_dir))
-    losses = [learner.step_terms([term_of(RULES[1], samples())]).loss for _ in range(12)]
-    assert losses[-1] < 0.5 * losses[0]
-
-
-def test_another_vocabulary_is_refused_with_both_sizes(student_dir: Path, tmp_path: Path) -> None:
-    other = load_model(make_model(tmp_path, vocab_size=VOCAB_SIZE + 7))
-    sizes = f"teacher has a vocabulary of {VOCAB_SIZE + 7} tokens and the policy one of {VOCAB_SIZE}"
-    with pytest.raises(ConfigError, match=sizes):
-        require_same_vocabulary(load_model(student_dir), other, "teacher")
 
 
 def test_a_learner_without_a_teacher_says_so(student_dir: Path) -> None:

@@ -15,7 +15,7 @@ from strop.algorithm import ALGORITHMS, Algorithm
 from strop.algorithm.corrections import CORRECTIONS
 from strop.algorithm.losses import CLIPPED
 from strop.errors import LengthMismatch
-from strop.policy.packing import PackedBatch, PackedGroup, split_by_budget
+from strop.policy.packing import split_by_budget
 from strop.rollout import Group
 from strop.train.batch import build_batch
 from strop.train.step import rl_term
@@ -116,18 +116,6 @@ def test_every_family_has_the_naive_gradient(model_dir: Callable[..., Path], con
     assert relative_error(actual, expected.gradients) <= TOLERANCE
 
 
-def test_fused_attention_has_the_naive_gradient_too(
-    model_dir: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path, groups, algorithm = model_dir(), ragged_groups(), plain("dapo")
-    expected = naive_gradients(
-        path, algorithm, groups, temperature=1.0, reply_limit=REPLY_LIMIT, is_corrected=False
-    )
-    # No row is short enough for batched products, as in long replies.
-    monkeypatch.setattr("strop.policy.attention.MAX_ROW_SCORES", 0)
-    assert relative_error(packed_gradients(path, algorithm, groups), expected.gradients) <= TOLERANCE
-
-
 @pytest.mark.parametrize("max_positions", [1, 9, 17, 30, 10_000])
 def test_no_budget_changes_the_gradient(model_dir: Callable[..., Path], max_positions: int) -> None:
     algorithm = ALGORITHMS["grpo"]
@@ -209,53 +197,6 @@ def test_advantages_of_tokens_stand_in_for_that_of_the_reply(model_dir: Callable
     assert relative_error(only, alone) <= TOLERANCE
     with pytest.raises(LengthMismatch, match="4 scored tokens and 3 advantages"):
         replace(first, token_advantages=np.zeros(3, np.float32))
-
-
-def test_each_prompt_is_fed_once_and_no_position_is_a_pad() -> None:
-    groups = [World().packed(5, [1, 2, 7]), World(1).packed(1, [3, 1])]
-    batch = PackedBatch.of_groups(groups, torch.device("cpu"))
-    # Prompts 5 + 1; replies without their last token 0 + 1 + 6 and 2 + 0.
-    assert batch.token_ids_N.numel() == 5 + 1 + 7 + 2
-    fed = [token_id for group in groups for token_id in group.prompt_ids.tolist()]
-    fed += [token_id for g in groups for reply in g.replies for token_id in reply.token_ids[:-1].tolist()]
-    assert batch.token_ids_N.tolist() == fed
-    assert batch.position_ids_N.tolist() == [0, 1, 2, 3, 4, 0, 5, 5, 6, 7, 8, 9, 10, 1, 2]
-
-
-def test_the_last_prompt_position_predicts_every_first_token() -> None:
-    group = World().packed(4, [1, 2, 3])
-    batch = PackedBatch.of_groups([group], torch.device("cpu"))
-    # One head row for the three first tokens, one for each of the three later tokens.
-    assert batch.scored_positions_U.tolist() == [3, 4, 5, 6]
-    assert batch.row_M.tolist() == [0, 0, 0, 1, 2, 3]
-    firsts = [int(reply.token_ids[0]) for reply in group.replies]
-    assert batch.target_M[:3].tolist() == firsts
-    assert batch.reply_M.tolist() == [0, 1, 2, 1, 2, 2]
-
-
-def test_a_stretch_that_the_policy_did_not_speak_is_fed_and_not_scored() -> None:
-    (group,) = build_batch(
-        ALGORITHMS["dr_grpo"], [World().group(2, [[2, 3, 1], [1]], [1.0, 0.0])], REPLY_LIMIT
-    ).groups
-    assert group.replies[0].is_scored.tolist() == [True, True, False, False, False, True]
-    batch = PackedBatch.of_groups([group], torch.device("cpu"))
-    # Prompt at 0-1, the first reply's five fed tokens at 2-6. Its last token is predicted at 6.
-    assert batch.scored_positions_U.tolist() == [1, 2, 6]
-    assert batch.target_M.tolist() == [
-        int(group.replies[0].token_ids[0]),
-        int(group.replies[1].token_ids[0]),
-        int(group.replies[0].token_ids[1]),
-        int(group.replies[0].token_ids[5]),
-    ]
-
-
-def test_replies_of_a_group_do_not_see_each_other(model_dir: Callable[..., Path]) -> None:
-    learner = build_learner(model_dir())
-    group = World().packed(3, [4, 6])
-    alone = [PackedGroup(prompt_ids=group.prompt_ids, replies=(reply,)) for reply in group.replies]
-    together = learner.gradients([group], temperature=1.0, token_terms=reinforce)
-    apart = learner.gradients(alone, temperature=1.0, token_terms=reinforce)
-    assert relative_error(together, apart) <= TOLERANCE
 
 
 @pytest.mark.parametrize("max_positions", [1, 7, 12, 1000])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -103,115 +104,67 @@ ROWS = [0, 0, 0, 1, 2, 2, 3, 4, 5, 5, 5, 5, 6, 7, 8, 8]
 """Nine rows: some with one target, some with several."""
 
 
-@pytest.mark.parametrize("has_kernels", [True, False])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.25, None), (1.0, 2.0), (0.5, 1.5)])
-def test_a_bias_a_factor_and_a_cap_belong_to_the_head(
-    scale: float, cap: float | None, temperature: float, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if not has_kernels:
-        monkeypatch.setattr("strop.kernels.calls.can_run", lambda *_: False)
-    random = torch.Generator().manual_seed(1)
-    hidden, weight = torch.randn(9, 6, generator=random), torch.randn(50, 6, generator=random)
-    bias = torch.randn(50, generator=random)
-    targets = torch.randint(0, 50, (len(ROWS),), generator=random).tolist()
-    batch = head_batch(ROWS, targets)
-    own = [x.double().requires_grad_() for x in (hidden, weight, bias)]
-    logits = scale * (own[0] @ own[1].t() + own[2])
-    logits = logits if cap is None else cap * torch.tanh(logits / cap)
-    logp = torch.log_softmax(logits / temperature, dim=-1)[batch.row_M, batch.target_M]
-    loss = (-batch.weight_M * batch.advantage_M * (logp - batch.engine_logprob_M).exp()).sum()
-    expected = torch.autograd.grad(loss, own)
-
-    head = Head(weight, bias, scale, cap)
-    torch.testing.assert_close(head.logits(hidden).double(), logits.detach(), rtol=1e-5, atol=1e-5)
-    into = HeadGradients(torch.zeros(50, 6), torch.ones(50))
-    result = loss_and_gradients(
-        hidden, head, batch, temperature=temperature, rule=ratio_rule(batch), into=into, chunk_rows=4
-    )
-    assert into.weight is not None
-    assert into.bias is not None
-    torch.testing.assert_close(result.logprob_M.double(), logp.detach(), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(result.grad_hidden_U_D.double(), expected[0], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(into.weight.double(), expected[1], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(into.bias.double() - 1.0, expected[2], rtol=1e-4, atol=1e-6)
-    scored = token_logprobs(hidden, head, batch, temperature, chunk_rows=4)
-    assert torch.equal(scored, result.logprob_M)
-
-
 @pytest.mark.parametrize("chunk_rows", [1, 2, 3, 4, 8, 9, 10, 256])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_no_chunk_size_changes_loss_or_gradients(chunk_rows: int, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("scale", "cap", "has_bias"),
+    [(1.0, None, False), (0.25, None, True), (1.0, 2.0, True), (0.5, 1.5, False)],
+)
+@pytest.mark.parametrize("term_weight", [None, 1.0, 0.25])
+def test_losses_and_gradients_are_those_of_full_logits(
+    chunk_rows: int,
+    temperature: float,
+    scale: float,
+    cap: float | None,
+    has_bias: bool,
+    term_weight: float | None,
+) -> None:
+    """With an entropy bonus the loss is less by 0.3 x weight x entropy of every token.
+
+    The term's weight scales the bonus's gradients alone.
+    """
     random = torch.Generator().manual_seed(1)
-    hidden = torch.randn(9, 6, generator=random)
-    weight = torch.randn(50, 6, generator=random)
+    hidden, weight = torch.randn(9, 6, generator=random), torch.randn(50, 6, generator=random)
+    bias = torch.randn(50, generator=random) * has_bias
     targets = torch.randint(0, 50, (len(ROWS),), generator=random).tolist()
     targets[1] = targets[0]  # Two replies may begin with the same token.
     batch = head_batch(ROWS, targets)
-    own_hidden, own_weight = (x.double().requires_grad_() for x in (hidden, weight))
-    all_logprobs = torch.log_softmax(own_hidden @ own_weight.t() / temperature, dim=-1)
-    logp = all_logprobs[batch.row_M, batch.target_M]
-    loss = (-batch.weight_M * batch.advantage_M * (logp - batch.engine_logprob_M).exp()).sum()
-    expected = torch.autograd.grad(loss, (own_hidden, own_weight))
-
-    grad_weight = torch.ones(50, 6)  # The head adds to what is there.
-    result = loss_and_gradients(
-        hidden,
-        Head(weight),
-        batch,
-        temperature=temperature,
-        rule=ratio_rule(batch),
-        into=HeadGradients(grad_weight),
-        chunk_rows=chunk_rows,
-    )
-    assert float(result.loss) == pytest.approx(float(loss.detach()), rel=1e-5)
-    torch.testing.assert_close(result.logprob_M.double(), logp.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(result.grad_hidden_U_D.double(), expected[0], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(grad_weight.double() - 1.0, expected[1], rtol=1e-4, atol=1e-6)
-    scored = token_logprobs(hidden, Head(weight), batch, temperature, chunk_rows=chunk_rows)
-    assert torch.equal(scored, result.logprob_M)
-
-
-@pytest.mark.parametrize("chunk_rows", [None, 1, 4, 9])
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("term_weight", [1.0, 0.25])
-@pytest.mark.parametrize(("scale", "cap"), [(1.0, None), (0.5, None), (0.5, 1.5)])
-def test_an_entropy_bonus_has_the_gradient_of_autograd(
-    chunk_rows: int | None, temperature: float, term_weight: float, scale: float, cap: float | None
-) -> None:
-    """The loss is less by 0.3 x weight x entropy of every token; the term's weight scales gradients alone."""
-    random = torch.Generator().manual_seed(2)
-    hidden = torch.randn(9, 6, generator=random)
-    weight = torch.randn(50, 6, generator=random)
-    targets = torch.randint(0, 50, (len(ROWS),), generator=random).tolist()
-    batch = head_batch(ROWS, targets)
-    own_hidden, own_weight = (x.double().requires_grad_() for x in (hidden, weight))
-    logits = scale * (own_hidden @ own_weight.t())
+    own = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+    logits = scale * (own[0] @ own[1].t() + own[2])
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     all_logprobs = torch.log_softmax(logits / temperature, dim=-1)
     entropy = -(all_logprobs.exp() * all_logprobs).sum(dim=-1)[batch.row_M]
     logp = all_logprobs[batch.row_M, batch.target_M]
     policy = (-batch.weight_M * batch.advantage_M * (logp - batch.engine_logprob_M).exp()).sum()
-    bonus = 0.3 * (batch.weight_M * entropy).sum()
-    expected = torch.autograd.grad(policy - term_weight * bonus, (own_hidden, own_weight))
+    bonus = (0.0 if term_weight is None else 0.3) * (batch.weight_M * entropy).sum()
+    expected = torch.autograd.grad(policy - (term_weight or 0.0) * bonus, own)
 
-    grad_weight = torch.zeros(50, 6)
+    head = Head(weight, bias if has_bias else None, scale, cap)
+    torch.testing.assert_close(head.logits(hidden).double(), logits.detach(), rtol=1e-5, atol=1e-5)
+    # The head adds to what is there.
+    into = HeadGradients(torch.ones(50, 6), torch.ones(50) if has_bias else None)
     result = loss_and_gradients(
         hidden,
-        Head(weight, None, scale, cap),
+        head,
         batch,
         temperature=temperature,
         rule=ratio_rule(batch),
-        into=HeadGradients(grad_weight),
-        bonus=EntropyBonus(factor=0.3, term_weight=term_weight),
+        into=into,
+        bonus=None if term_weight is None else EntropyBonus(factor=0.3, term_weight=term_weight),
         chunk_rows=chunk_rows,
     )
     assert float(result.loss) == pytest.approx(float((policy - bonus).detach()), rel=1e-5)
-    assert result.entropy_M is not None
-    torch.testing.assert_close(result.entropy_M.double(), entropy.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(result.logprob_M.double(), logp.detach(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(result.logprob_M.double(), logp.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(result.grad_hidden_U_D.double(), expected[0], rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(grad_weight.double(), expected[1], rtol=1e-4, atol=1e-6)
+    for actual, gradient in zip((into.weight, into.bias), expected[1:], strict=True):
+        if actual is not None:
+            torch.testing.assert_close(actual.double() - 1.0, gradient, rtol=1e-4, atol=1e-6)
+    if term_weight is None:
+        scored = token_logprobs(hidden, head, batch, temperature, chunk_rows=chunk_rows)
+        assert torch.equal(scored, result.logprob_M)
+    else:
+        assert result.entropy_M is not None
+        torch.testing.assert_close(result.entropy_M.double(), entropy.detach(), rtol=1e-5, atol=1e-6)
 
 
 def test_what_cannot_be_sampled_adds_nothing_to_an_entropy() -> None:
@@ -240,23 +193,12 @@ def test_what_cannot_be_sampled_adds_nothing_to_an_entropy() -> None:
 
 def test_a_micro_batch_without_scored_tokens_has_no_loss() -> None:
     batch = head_batch([0], [0])
-    nothing = torch.zeros(0, 6)
-    empty = PackedBatch(
-        layout=batch.layout,
-        token_ids_N=batch.token_ids_N,
-        position_ids_N=batch.position_ids_N,
-        scored_positions_U=batch.scored_positions_U[:0],
-        row_M=batch.row_M[:0],
-        target_M=batch.target_M[:0],
-        engine_logprob_M=batch.engine_logprob_M[:0],
-        advantage_M=batch.advantage_M[:0],
-        weight_M=batch.weight_M[:0],
-        reply_M=batch.reply_M[:0],
-        host_row_M=batch.host_row_M[:0],
-    )
+    names = ["scored_positions_U", "row_M", "target_M", "engine_logprob_M", "advantage_M", "weight_M"]
+    names += ["reply_M", "host_row_M"]
+    empty = replace(batch, **{name: getattr(batch, name)[:0] for name in names})
     grad_weight = torch.zeros(50, 6)
     result = loss_and_gradients(
-        nothing,
+        torch.zeros(0, 6),
         Head(torch.ones(50, 6)),
         empty,
         temperature=1.0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from strop.engine.native import NativeEngine
 from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.policy.footprint import checkpoint_bytes, count_trained, read_model_size, state_bytes
 from strop.policy.language_model import DTYPES, LanguageModel
@@ -23,8 +21,6 @@ from strop.policy.packing import PackedGroup
 from strop.policy.weights import weights_digest
 from strop.spec.model import LoraSpec
 from strop.spec.train import OptimizerSpec
-from strop.tokenizer import Tokenizer
-from tests.fixtures.builders import request_for
 from tests.fixtures.kernels import HAS_KERNELS
 from tests.policy.worlds import World, make_model, reinforce, relative_error
 
@@ -165,22 +161,6 @@ def test_the_files_are_those_of_peft(tmp_path: Path) -> None:
         for name in ("q_proj", "v_proj")
         for part in "AB"
     }
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_engine_beside_the_learner_samples_with_the_adapters(tmp_path: Path, dtype: str) -> None:
-    path = make(tmp_path, dtype=dtype)
-    learner = train(build(path, dtype=dtype), 5)
-    engine = NativeEngine(learner.model, Tokenizer.load(path))
-    group = groups()[0]
-    request = request_for(group.prompt_ids, max_tokens=8, seed=1)
-    reply = asyncio.run(engine.generate(request))
-    own, of_base = (
-        asyncio.run(other.score(group.prompt_ids, reply.token_ids, 1.0)).logprobs
-        for other in (engine, NativeEngine(load(path, dtype=dtype), Tokenizer.load(path)))
-    )
-    np.testing.assert_allclose(reply.logprobs, own, atol=1e-4 if dtype == "float32" else 0.1)
-    assert np.abs(of_base - own).max() > 0.5
 
 
 def test_a_target_without_layer_is_refused(tmp_path: Path) -> None:

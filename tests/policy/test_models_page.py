@@ -12,7 +12,7 @@ import pytest
 import transformers
 
 from tests.fixtures.families import FAMILIES, NOT_BUILT
-from tests.policy.family_verdicts import MARK, Verdict, main, measure_all, read_page, render
+from tests.policy.family_verdicts import measure_all, read_page
 
 RELEASE = f"With transformers {transformers.__version__}, "
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -37,34 +37,3 @@ def test_the_page_has_every_family() -> None:
         assert set(page) == set(FAMILIES)
     assert NOT_BUILT.keys() <= set(page)
     assert len(page.keys() & set(FAMILIES)) > 180
-
-
-def test_the_page_keeps_what_stands_above_the_mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    verdicts = {
-        "llama": Verdict(run="packed", scoring_nats=2e-6, generating_nats=1e-6, cosine=1.0),
-        "mamba": Verdict(run="alone", why="states", cosine=0.9999999),
-        "bert": Verdict(run="refused", why="a head"),
-    }
-    monkeypatch.setattr("tests.policy.family_verdicts.measure_all", lambda: verdicts)
-    page = tmp_path / "page.md"
-    page.write_text(f"# Models\n\n{MARK}\n\nold\n")
-    assert main([str(page)]) == 0
-    text = page.read_text()
-    assert text.startswith(f"# Models\n\n{MARK}\n\nWith transformers ")
-    assert "| `llama` | 2e-06 | 1e-06 | 0e+00 |" in text
-    assert "| `mamba` | states | 0e+00 | 0e+00 | 1e-07 |" in text
-    assert "old" not in text
-    assert read_page(page) == {
-        "llama": ("packed", ""),
-        "mamba": ("alone", "states"),
-        "bert": ("refused", "a head"),
-    }
-    assert render(verdicts) in text
-
-
-def test_a_page_without_the_mark_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# Models\n")
-    assert main([str(page)]) == 2
-    assert MARK in capsys.readouterr().err
-    assert page.read_text() == "# Models\n"

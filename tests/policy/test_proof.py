@@ -18,7 +18,6 @@ from strop.policy.head import Head
 from strop.policy.language_model import LanguageModel, load_module
 from strop.policy.packing import PackedLayout
 from tests.fixtures.families import family_model
-from tests.fixtures.kernels import needs_kernels
 from tests.fixtures.tiny_model import tiny_model
 from tests.policy.worlds import make_model
 
@@ -110,24 +109,11 @@ def test_without_memory_to_widen_a_fault_is_still_found_in_bf16(
         LanguageModel.load(path, dtype=torch.bfloat16)
 
 
-@needs_kernels
-def test_fused_layers_that_are_wrong_are_gone_without(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tiny_model(tmp_path)
-    assert LanguageModel.load(path, dtype=torch.float32).fused is not None
-    monkeypatch.setattr("strop.policy.fused_trunk.gate", lambda x: x.chunk(2, dim=-1)[1])
-    model = LanguageModel.load(path, dtype=torch.float32)
-    assert (model.fused, model.is_alone) == (None, False)
-
-
 def test_a_fault_in_every_way_of_running_is_a_refusal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Head, "project", lambda self, hidden: hidden @ self.weight.t() * 1.01)
-    with pytest.raises(
-        ConfigError, match=r"of the family llama, cannot be run exactly: scoring is off by 0\.\d"
-    ):
+    with pytest.raises(ConfigError, match=r"the family llama.*: scoring is off by 0\.\d"):
         LanguageModel.load(tiny_model(tmp_path), dtype=torch.float32)
 
 

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from strop.algorithm import ALGORITHMS, Algorithm
+from strop.policy.footprint import ModelSize
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.objective import ScoredTokens, TokenTerms
@@ -22,6 +23,20 @@ from tests.fixtures.tiny_model import VOCAB_SIZE, tiny_model
 
 REPLY_LIMIT = 12
 """Reply limit of these worlds: the constant normaliser of dr_grpo."""
+
+
+SIZE = ModelSize(
+    num_layers=2,
+    hidden_width=8,
+    mlp_width=10,
+    num_heads=4,
+    num_kv_heads=2,
+    head_width=2,
+    vocab_size=100,
+    max_positions=64,
+    is_tied=True,
+)
+"""For numbers by hand: two layers of 432 parameters and a head of 800."""
 
 
 class World:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from strop.rollout import IntArray, Outcome, Rollout
 from strop.tasks import Task
 from tests.fixtures.apart import ApartPlacement
 from tests.fixtures.spell import SpellTask
-from tests.fixtures.tiny_run import Composition, Notes, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import Composition, Notes, new_run, read_curve, reopen, tiny_spec
 
 NUM_STEPS = 6
 
@@ -52,9 +51,12 @@ def versions_of(rollouts: list[Rollout]) -> set[int]:
 
 
 def test_rollouts_are_sampled_one_step_ahead_and_never_further(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = compose(tmp_path, tiny_model_dir, deterministic=True)
+    made = compose(tmp_path, tiny_model_dir, mini_batches=3, epochs=2, deterministic=True)
     made.run()
+    # Versions count batches, and not optimizer steps.
     assert [line["policy_version"] for line in made.notes.steps] == list(range(1, NUM_STEPS + 1))
+    assert {line["num_optimizer_steps"] for line in made.notes.steps} == {6.0}
+    assert not any("num_evicted_groups" in line for line in made.notes.steps)
     # Batches 1 and 2 are of the first weights; batch k of those that were published one step before.
     assert [versions_of(rollouts_of(made, step)) for step in range(1, NUM_STEPS + 1)] == [
         {0},
@@ -119,21 +121,9 @@ def test_a_deterministic_run_that_is_interrupted_goes_on_to_the_same_curve(
     with pytest.raises(Interrupted):
         first.run()
     assert first.run_dir.checkpoint_steps()[-1] == 3
-    again = RunDir.open(first.run_dir.path)
-    again.acquire()
-    second = compose(tmp_path / "parts", tiny_model_dir, deterministic=True, run_dir=again)
-    second.run()
+    again = reopen(first.run_dir.path)
+    compose(tmp_path / "parts", tiny_model_dir, deterministic=True, run_dir=again).run()
     assert read_curve(first.run_dir.path) == read_curve(whole.run_dir.path)
-
-
-def test_versions_count_batches_and_not_optimizer_steps(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = compose(tmp_path, tiny_model_dir, mini_batches=3, epochs=2, deterministic=True)
-    made.run()
-    assert [line["policy_version"] for line in made.notes.steps] == list(range(1, NUM_STEPS + 1))
-    assert {line["num_optimizer_steps"] for line in made.notes.steps} == {6.0}
-    # One step ahead, whatever the learner does meanwhile: nothing is too old.
-    assert [line["staleness_max"] for line in made.notes.steps] == [0.0, *[1.0] * (NUM_STEPS - 1)]
-    assert not any("num_evicted_groups" in line for line in made.notes.steps)
 
 
 class FlatOnEven(SpellTask):
@@ -249,14 +239,3 @@ def test_an_engine_that_rounds_otherwise_is_not_taken_for_one_with_other_weights
     made.placement = ApartPlacement(made.spec, tiny_model_dir, weights_dir, make_engine=RoundsOtherwise)
     made.run()
     assert len(made.notes.steps) == NUM_STEPS
-
-
-def test_the_thread_of_the_learner_ends_with_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = compose(tmp_path, tiny_model_dir, steps=2)
-
-    async def count_tasks() -> int:
-        return len(asyncio.all_tasks())
-
-    made.run()
-    assert asyncio.run(count_tasks()) == 1
-    assert made.run_dir.is_finished

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from strop.algorithm import build_algorithm
+from strop.algorithm import ALGORITHMS, build_algorithm
+from strop.errors import DataError
 from strop.policy.optimizer import StepReport, Total
-from strop.rollout import FailureOwner, Group, Outcome, Rollout, Turn, make_example
+from strop.rollout import Example, FailureOwner, Group, Outcome, Rollout, Turn, make_example
 from strop.spec import AlgorithmSpec
-from strop.train.batch import build_batch, pack_reply
+from strop.train.batch import ExampleSchedule, build_batch, pack_reply
 from strop.train.measure import measure_batch, measure_rollouts, measure_time, measure_update
 from strop.train.step import Update
 from tests.fixtures.builders import rollout_of, spoken_turn
+from tests.policy.worlds import REPLY_LIMIT, World, ragged_groups
 
 EXAMPLE = make_example("toy", {"n": 1}, "1")
 
@@ -198,3 +203,116 @@ def test_durations_add_up_to_the_step() -> None:
         "scored_tokens_per_s": 25.0,
     }
     # Five judgements of 0.25 s each.
+
+
+# The example schedule: every epoch a permutation, nothing dropped, no state.
+
+MAX_EXAMPLES = 12
+EXAMPLES = [make_example("count", {"n": n}, str(n)) for n in range(MAX_EXAMPLES)]
+
+
+@st.composite
+def geometries(draw: st.DrawFn) -> tuple[int, int, int]:
+    """Draw a number of examples, a number per step that they can fill, and a seed."""
+    num_examples = draw(st.integers(1, MAX_EXAMPLES))
+    return num_examples, draw(st.integers(1, num_examples)), draw(st.integers(0, 2**63 - 1))
+
+
+def make_schedule(geometry: tuple[int, int, int]) -> ExampleSchedule[Example]:
+    num_examples, per_step, seed = geometry
+    return ExampleSchedule(EXAMPLES[:num_examples], seed=seed, prompts_per_step=per_step)
+
+
+def numbers(examples: list[Example]) -> list[int]:
+    return [int(example.fields["n"]) for example in examples]
+
+
+@given(geometries())
+@settings(max_examples=100, deadline=None)
+def test_every_epoch_is_a_permutation(geometry: tuple[int, int, int]) -> None:
+    num_examples, _, _ = geometry
+    schedule = make_schedule(geometry)
+    served = [n for step in range(2 * num_examples) for n in numbers(schedule.examples(step))]
+    for start in range(0, len(served), num_examples):
+        assert sorted(served[start : start + num_examples]) == list(range(num_examples))
+
+
+@given(geometries(), st.integers(0, 40))
+@settings(max_examples=100, deadline=None)
+def test_a_step_never_gets_an_example_twice(geometry: tuple[int, int, int], step: int) -> None:
+    found = numbers(make_schedule(geometry).examples(step))
+    assert len(set(found)) == len(found) == geometry[1]
+
+
+@given(geometries(), st.lists(st.integers(0, 30), max_size=6), st.integers(0, 30))
+@settings(max_examples=100, deadline=None)
+def test_a_step_does_not_depend_on_what_was_asked_before(
+    geometry: tuple[int, int, int], history: list[int], step: int
+) -> None:
+    asked = make_schedule(geometry)
+    for earlier in history:
+        asked.examples(earlier)
+    assert asked.examples(step) == make_schedule(geometry).examples(step)
+
+
+@given(geometries(), st.integers(0, 60))
+@settings(max_examples=100, deadline=None)
+def test_a_number_names_the_example_of_its_place(geometry: tuple[int, int, int], number: int) -> None:
+    step, place = divmod(number, geometry[1])
+    assert make_schedule(geometry).numbered(number) == make_schedule(geometry).examples(step)[place]
+
+
+def test_finding_one_example_makes_no_other() -> None:
+    """Incident: a simulated step of 2,000 groups made four million sums, for minutes."""
+
+    class Made(list[Example]):
+        num_made = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            self.num_made += 1
+            return super().__getitem__(index)
+
+    made = Made(EXAMPLES)
+    schedule = ExampleSchedule(made, seed=0, prompts_per_step=MAX_EXAMPLES)
+    for number in range(MAX_EXAMPLES):
+        schedule.numbered(number)
+    assert made.num_made == MAX_EXAMPLES
+
+
+@pytest.mark.parametrize("num_examples", [0, 3])
+def test_too_few_examples_for_a_step_are_refused(num_examples: int) -> None:
+    with pytest.raises(DataError, match=rf"has {num_examples} training examples and a step asks for 4\. "):
+        make_schedule((num_examples, 4, 0))
+
+
+# From judged groups to packed ones: who is forwarded, with which prompt, weight and advantage.
+
+
+def test_a_member_that_never_began_does_not_hide_the_prompt() -> None:
+    group = World().group(4, [[1], [2], [3]], [0.0, 1.0, 0.0])
+    lost = replace(group.rollouts[0], turns=(), outcome=Outcome.lost(FailureOwner.INFRA, "OSError"))
+    batch = build_batch(ALGORITHMS["grpo"], [replace(group, rollouts=(lost, *group.rollouts[1:]))], 8)
+    (packed,) = batch.groups
+    assert packed.prompt_ids.tolist() == group.rollouts[1].turns[0].token_ids.tolist()
+    assert [len(reply.token_ids) for reply in packed.replies] == [2, 3]
+
+
+def test_members_that_saw_other_prompts_do_not_share_one() -> None:
+    world = World()
+    group = world.group(4, [[1], [2], [3]], [0.0, 1.0, 0.0])
+    other = world.told(world.ids(6))
+    changed = replace(group.rollouts[1], turns=(other, *group.rollouts[1].turns[1:]))
+    members = (group.rollouts[0], changed, group.rollouts[2])
+    batch = build_batch(ALGORITHMS["grpo"], [replace(group, rollouts=members)], 8)
+    assert [len(packed.prompt_ids) for packed in batch.groups] == [4, 6]
+    assert [[len(reply.token_ids) for reply in packed.replies] for packed in batch.groups] == [[1, 3], [2]]
+
+
+def test_no_token_is_lost_or_made_up() -> None:
+    groups = ragged_groups()
+    batch = build_batch(replace(ALGORITHMS["grpo"], zero_variance="keep"), groups, REPLY_LIMIT)
+    num_scored = sum(int(reply.is_scored.sum()) for group in batch.groups for reply in group.replies)
+    assert num_scored == batch.credit.num_forwarded_tokens == batch.credit.num_counted_tokens
+    # Groups of 1 + 2, 7 + 1, 2 + 7 + 4 + 0 + 9, 3 + 6 + 1, 7 + 3 sampled tokens; three of group 4's turns
+    # were told, and the last group has one scored member only.
+    assert num_scored == 3 + 8 + 22 + 10 + (7 + 3)

@@ -23,7 +23,6 @@ from strop.tokenizer import Tokenizer
 from strop.train.step import (
     TeacherPrompts,
     choose_algorithm,
-    ignore_rewards,
     pack_for_teacher,
     sampled_distillation,
     takes_own_replies,
@@ -64,9 +63,7 @@ def test_the_context_stands_behind_the_last_message(tiny_model_dir: Path) -> Non
 
 
 def test_a_context_names_only_what_there_is(tiny_model_dir: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"teacher\.context names \{hint\}, and an example of spell has answer, n"
-    ):
+    with pytest.raises(ConfigError, match=r"teacher\.context names \{hint\}, .* has answer, n"):
         prompts_of(tiny_model_dir, "See {hint}.").ids(TASK.examples(Split.TRAIN)[0])
 
 
@@ -133,10 +130,6 @@ def test_a_teacher_of_sampled_tokens_is_corrected_for_the_age_of_replies() -> No
     # By default the ratio is cut, as beside rewards.
     default = sampled_distillation(TeacherSpec(form="sampled"), AlgorithmSpec())
     assert (default.correction.name, default.correction_cap) == ("tis_token", 2.0)
-
-
-def test_rewards_take_no_part() -> None:
-    assert ignore_rewards(np.array([1.0, 0.0])).tolist() == [0.0, 0.0]
 
 
 def compose(root: Path, model_dir: Path, teacher: dict[str, Any], **sections: Any) -> Composition:

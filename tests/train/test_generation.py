@@ -94,145 +94,92 @@ async def turn_over() -> None:
         await asyncio.sleep(0)
 
 
-def test_without_staleness_a_step_samples_its_own_groups_and_no_more() -> None:
-    async def act() -> None:
-        world = World()
-        source = world.source(ahead=0)
-        for step in range(3):
-            world.version = step
-            source.admit(step)
-            await turn_over()
-            assert world.begun == list(range(2 * step + 2))
-            batch = await source.take()
-            assert numbers_of(batch) == [2 * step, 2 * step + 1]
-            assert source.num_ahead == 0
-
-    asyncio.run(act())
-
-
-def test_nothing_starts_further_ahead_than_allowed() -> None:
+async def test_nothing_starts_further_ahead_than_allowed() -> None:
     """SMP-7: a producer without bound sampled 7,400 groups that were thrown away."""
-
-    async def act() -> None:
-        world = World()
-        source = world.source(ahead=2)
-        source.admit(0)
-        await turn_over()
-        # Batches 0, 1 and 2 of two groups each; batch 3 would be three steps ahead of the weights.
-        assert world.begun == list(range(6))
-        await source.take()
-        await turn_over()
-        assert world.begun == list(range(6)), "the weights did not change, so nothing more may start"
-        source.admit(1)
-        await turn_over()
-        assert world.begun == list(range(8))
-
-    asyncio.run(act())
+    world = World()
+    source = world.source(ahead=2)
+    source.admit(0)
+    await turn_over()
+    # Batches 0, 1 and 2 of two groups each; batch 3 would be three steps ahead of the weights.
+    assert world.begun == list(range(6))
+    await source.take()
+    await turn_over()
+    assert world.begun == list(range(6)), "the weights did not change, so nothing more may start"
+    source.admit(1)
+    await turn_over()
+    assert world.begun == list(range(8))
 
 
-def test_nothing_is_sampled_for_steps_behind_the_last() -> None:
-    async def act() -> None:
-        world = World()
-        source = world.source(ahead=5, steps=2)
-        source.admit(0)
-        await source.take()
-        source.admit(1)
-        await source.take()
-        assert world.begun == [0, 1, 2, 3]
-        assert source.num_ahead == 0
-
-    asyncio.run(act())
-
-
-def test_a_batch_is_the_next_groups_in_order_however_long_they_take() -> None:
+async def test_a_batch_is_the_next_groups_in_order_however_long_they_take() -> None:
     """SMP-7: whoever takes what ends first trains on short replies."""
-
-    async def act() -> None:
-        world = World(is_instant=False)
-        source = world.source(ahead=1)
-        source.admit(0)
-        taking = asyncio.ensure_future(source.take())
-        await turn_over()
-        world.end(3, 2, 1)
-        await turn_over()
-        assert not taking.done()
-        world.end(0)
-        assert numbers_of(await taking) == [0, 1]
-
-    asyncio.run(act())
+    world = World(is_instant=False)
+    source = world.source(ahead=1)
+    source.admit(0)
+    taking = asyncio.ensure_future(source.take())
+    await turn_over()
+    world.end(3, 2, 1)
+    await turn_over()
+    assert not taking.done()
+    world.end(0)
+    assert numbers_of(await taking) == [0, 1]
 
 
-def test_groups_without_signal_are_replaced_in_order() -> None:
-    async def act() -> None:
-        # Groups 1 and 2 have two equal rewards.
-        world = World(reward_of=lambda number: 0.0 if number in (1, 2) else 1.0)
-        source = world.source(ahead=0)
-        source.admit(0)
-        batch = await source.take()
-        assert numbers_of(batch) == [0, 3]
-        assert [(fate, group.example) for fate, group in batch.discarded] == [
-            (GroupStatus.FILTERED, example_of(1)),
-            (GroupStatus.FILTERED, example_of(2)),
-        ]
-        assert not batch.is_short
-        assert source.counts["filtered"] == 2
-        assert source.next_unconsumed == 4
-
-    asyncio.run(act())
+async def test_groups_without_signal_are_replaced_in_order() -> None:
+    # Groups 1 and 2 have two equal rewards.
+    world = World(reward_of=lambda number: 0.0 if number in (1, 2) else 1.0)
+    source = world.source(ahead=0)
+    source.admit(0)
+    batch = await source.take()
+    assert numbers_of(batch) == [0, 3]
+    assert [(fate, group.example) for fate, group in batch.discarded] == [
+        (GroupStatus.FILTERED, example_of(1)),
+        (GroupStatus.FILTERED, example_of(2)),
+    ]
+    assert not batch.is_short
+    assert source.counts["filtered"] == 2
+    assert source.next_unconsumed == 4
 
 
-def test_a_batch_that_cannot_be_filled_is_short() -> None:
-    async def act() -> None:
-        world = World(reward_of=lambda number: 1.0 if number == 0 else 0.0)
-        source = world.source(ahead=0)
-        source.admit(0)
-        batch = await source.take()
-        # Four times two groups at most: 2 x (4 - 1) = 6 may be discarded, the seventh ends the search.
-        assert (numbers_of(batch), len(batch.discarded), batch.is_short) == ([0], 7, True)
-        assert world.begun == list(range(8))
-
-    asyncio.run(act())
+async def test_a_batch_that_cannot_be_filled_is_short() -> None:
+    world = World(reward_of=lambda number: 1.0 if number == 0 else 0.0)
+    source = world.source(ahead=0)
+    source.admit(0)
+    batch = await source.take()
+    # Four times two groups at most: 2 x (4 - 1) = 6 may be discarded, the seventh ends the search.
+    assert (numbers_of(batch), len(batch.discarded), batch.is_short) == ([0], 7, True)
+    assert world.begun == list(range(8))
 
 
-def test_what_ends_an_attempt_ends_the_batch_and_every_other_attempt() -> None:
-    async def act() -> None:
-        world = World(is_instant=False)
-        source = world.source(ahead=1)
-        source.admit(0)
-        taking = asyncio.ensure_future(source.take())
-        await turn_over()
-        world.waiting[2].set_exception(EngineError("no engine is left"))
-        with pytest.raises(EngineError, match="no engine is left"):
-            await taking
-        assert source.num_ahead == 0
-        assert all(future.cancelled() for number, future in world.waiting.items() if number != 2)
-
-    asyncio.run(act())
+async def test_what_ends_an_attempt_ends_the_batch_and_every_other_attempt() -> None:
+    world = World(is_instant=False)
+    source = world.source(ahead=1)
+    source.admit(0)
+    taking = asyncio.ensure_future(source.take())
+    await turn_over()
+    world.waiting[2].set_exception(EngineError("no engine is left"))
+    with pytest.raises(EngineError, match="no engine is left"):
+        await taking
+    assert source.num_ahead == 0
+    assert all(future.cancelled() for number, future in world.waiting.items() if number != 2)
 
 
-def test_a_schedule_that_starves_is_told() -> None:
-    async def act() -> None:
-        source = World().source(ahead=0)
-        source.admit(0)
+async def test_a_schedule_that_starves_is_told() -> None:
+    source = World().source(ahead=0)
+    source.admit(0)
+    await source.take()
+    # Two steps per publication and no staleness: step 2 may train on nothing that step 0 sampled.
+    with pytest.raises(RunStopped, match=r"step 2 waits for rollouts.*after step 0.*max_staleness=0"):
         await source.take()
-        # Two steps per publication and no staleness: step 2 may train on nothing that step 0 sampled.
-        with pytest.raises(RunStopped, match=r"step 2 waits for rollouts.*after step 0.*max_staleness=0"):
-            await source.take()
-
-    asyncio.run(act())
 
 
-def test_settling_waits_for_replacements_too() -> None:
-    async def act() -> None:
-        world = World(reward_of=lambda number: 0.0 if number == 3 else 1.0)
-        source = world.source(ahead=1)
-        source.admit(0)
-        await source.take()
-        await source.settle()
-        # Group 3 is replaced by group 4, under the weights of then.
-        assert [number for number, _ in source.list_waiting()] == [2, 4]
-
-    asyncio.run(act())
+async def test_settling_waits_for_replacements_too() -> None:
+    world = World(reward_of=lambda number: 0.0 if number == 3 else 1.0)
+    source = world.source(ahead=1)
+    source.admit(0)
+    await source.take()
+    await source.settle()
+    # Group 3 is replaced by group 4, under the weights of then.
+    assert [number for number, _ in source.list_waiting()] == [2, 4]
 
 
 @given(
@@ -320,26 +267,23 @@ def test_r3_no_group_is_lost_or_trained_twice_over_kills(seed: int) -> None:
     assert [number for step in sorted(trained) for number in trained[step]] == list(range(2 * num_steps))
 
 
-def test_restored_groups_are_not_sampled_again_and_keep_their_version() -> None:
-    async def act() -> None:
-        first = World()
-        source = first.source(ahead=1)
-        source.admit(0)
-        await source.take()
-        await source.settle()
-        kept, next_group = source.list_waiting(), source.next_unconsumed
-        assert (next_group, [number for number, _ in kept]) == (2, [2, 3])
-        second = World(version=1)
-        again = second.source(ahead=1, first_number=next_group, first_step=1)
-        again.restore(kept)
-        again.admit(1)
-        batch = await again.take()
-        await turn_over()
-        assert numbers_of(batch) == [2, 3]
-        assert second.begun == [4, 5]
-        assert {turn.policy_version for g in batch.groups for r in g.rollouts for turn in r.turns} == {0}
-
-    asyncio.run(act())
+async def test_restored_groups_are_not_sampled_again_and_keep_their_version() -> None:
+    first = World()
+    source = first.source(ahead=1)
+    source.admit(0)
+    await source.take()
+    await source.settle()
+    kept, next_group = source.list_waiting(), source.next_unconsumed
+    assert (next_group, [number for number, _ in kept]) == (2, [2, 3])
+    second = World(version=1)
+    again = second.source(ahead=1, first_number=next_group, first_step=1)
+    again.restore(kept)
+    again.admit(1)
+    batch = await again.take()
+    await turn_over()
+    assert numbers_of(batch) == [2, 3]
+    assert second.begun == [4, 5]
+    assert {turn.policy_version for g in batch.groups for r in g.rollouts for turn in r.turns} == {0}
 
 
 def group_of_length(number: int, num_tokens: int) -> Group:
@@ -380,9 +324,6 @@ def test_groups_that_were_replaced_for_their_rewards_are_no_selection_by_time() 
     )
     assert metrics["wasted_token_frac"] == pytest.approx(0.9)
     assert "used_length_ratio" not in metrics
-
-
-def test_a_batch_without_discarded_groups_says_nothing() -> None:
     assert measure_discarded(batch_of([group_of_length(0, 10)], [])) == {}
 
 

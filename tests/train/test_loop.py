@@ -2,34 +2,41 @@
 
 from __future__ import annotations
 
-import asyncio
+import json
+import os
 import signal
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.errors import CheckRefused, CorruptRecord, Interrupted
 from strop.io import verify_directory
 from strop.policy.language_model import LanguageModel
 from strop.policy.weights import weights_digest
-from strop.record import RunDir
+from strop.record.fence import NUMBER_VARIABLE, raise_fence
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Split
+from strop.run.export import export_checkpoint
 from strop.spec import RunSpec
+from strop.store.model_files import digest_model
 from strop.train import EvalSummary
-from strop.train.watch.process import DiskWatch
-from tests.fixtures.spell import SpellTask
+from strop.train.watch.process import DiskWatch, Watchdog
+from tests.fixtures.families import family_model
 from tests.fixtures.tiny_run import (
     GATE_CHECKS,
     Composition,
+    Notes,
     learner_of,
     new_run,
     read_curve,
     summary,
+    take_up,
     tiny_spec,
 )
 
@@ -75,17 +82,11 @@ def train(root: Path, model_dir: Path, spec: RunSpec) -> Composition:
     return made
 
 
-def resume(made: Composition, spec: RunSpec | None = None) -> Composition:
-    """Compose the same run anew, as another process would, and take its lock."""
-    run_dir = RunDir.open(made.run_dir.path)
-    run_dir.acquire()
-    return Composition(spec or made.spec, made.model_dir, run_dir, task=made.task)
-
-
 def test_a_healthy_run_records_every_step_and_raises_no_alarm(tmp_path: Path, tiny_model_dir: Path) -> None:
     made = train(tmp_path, tiny_model_dir, tiny_spec(train={"steps": 3, "checkpoint_every": 2}))
     lines = made.run_dir.metrics.read()
     assert [line["step"] for line in lines] == [1, 2, 3]
+    known = {example.example_id for example in made.task.examples(Split.TRAIN)}
     for line, told in zip(lines, made.notes.steps, strict=True):
         assert line == told
         assert set(line) >= METRICS
@@ -95,19 +96,6 @@ def test_a_healthy_run_records_every_step_and_raises_no_alarm(tmp_path: Path, ti
         parts = [line[name] for name in stages if name.startswith("seconds_")]
         assert sum(parts) == pytest.approx(2 * line["seconds_step"], rel=1e-6)
         assert line["drift_mean_nats"] < 1e-5
-    assert made.notes.causes("tripwire") == []
-    assert made.notes.causes("gate") == GATE_CHECKS
-    assert [event.cause for event in made.run_dir.events.read()] == [
-        event.cause for event in made.notes.events
-    ]
-    assert made.notes.starts == [(str(made.run_dir.path), 0, 3)]
-    assert made.run_dir.is_finished
-
-
-def test_rollouts_of_a_step_are_those_that_the_metrics_sum_up(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = train(tmp_path, tiny_model_dir, tiny_spec())
-    known = {example.example_id for example in made.task.examples(Split.TRAIN)}
-    for line in made.run_dir.metrics.read():
         rollouts = read_rollouts(made.run_dir.rollouts_path(int(line["step"])))
         assert len(rollouts) == 3 * 4
         assert {rollout.example.example_id for rollout in rollouts} <= known
@@ -115,10 +103,15 @@ def test_rollouts_of_a_step_are_those_that_the_metrics_sum_up(tmp_path: Path, ti
         assert line["reward_mean"] == pytest.approx(sum(rewards) / 12)
         assert line["num_scored_tokens"] == sum(rollout.num_sampled_tokens for rollout in rollouts)
         # The step was sampled by the weights of the step before.
-        assert {rollout.step for rollout in rollouts} == {line["step"] - 1}
-        assert {turn.policy_version for r in rollouts for turn in r.turns if turn.is_sampled} == {
-            line["step"] - 1
-        }
+        versions = {turn.policy_version for r in rollouts for turn in r.turns if turn.is_sampled}
+        assert versions == {rollout.step for rollout in rollouts} == {line["step"] - 1}
+    assert made.notes.causes("tripwire") == []
+    assert made.notes.causes("gate") == GATE_CHECKS
+    assert [event.cause for event in made.run_dir.events.read()] == [
+        event.cause for event in made.notes.events
+    ]
+    assert made.notes.starts == [(str(made.run_dir.path), 0, 3)]
+    assert made.run_dir.is_finished
 
 
 def test_checkpoints_come_every_so_often_and_at_the_end(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -182,12 +175,22 @@ def test_equal_runs_are_equal_and_seeds_matter(tmp_path: Path, tiny_model_dir: P
 
 @pytest.mark.parametrize(("every", "expected"), [(2, [0, 2, 4, 5]), (None, [0, 5])])
 def test_held_out_examples_are_looked_at_before_between_and_after(
-    tmp_path: Path, tiny_model_dir: Path, every: int | None, expected: list[int]
+    tmp_path: Path,
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    every: int | None,
+    expected: list[int],
 ) -> None:
     seen: list[tuple[int, int]] = []
+    signs: list[object] = []
+    monkeypatch.setattr(Watchdog, "progress", lambda self, *stage: signs.append(stage))
 
     async def evaluate(step: int, on_progress: Callable[[], None]) -> EvalSummary:
         seen.append((step, len(made.run_dir.metrics.read())))
+        # A long evaluation that comes further is no hung one.
+        num_signs = len(signs)
+        on_progress()
+        assert len(signs) == num_signs + 1
         # Who is killed meanwhile does the step again, and so repeats the evaluation.
         assert step not in made.run_dir.checkpoint_steps()
         return summary(step)
@@ -200,34 +203,11 @@ def test_held_out_examples_are_looked_at_before_between_and_after(
     assert [told.step for told in made.notes.summaries] == expected
 
 
-@pytest.mark.slow
-def test_a_long_evaluation_that_comes_further_is_no_hung_one(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By a clock that only evaluations move: a pause of the machine would end the tests themselves."""
-    now_s = 0.0
-    monkeypatch.setattr("strop.train.watch.process.time", SimpleNamespace(monotonic=lambda: now_s))
-
-    async def evaluate(step: int, on_progress: Callable[[], None]) -> EvalSummary:
-        nonlocal now_s
-        for _ in range(4):  # 6 s in all, with 1.5 s between two signs of life
-            now_s += 1.5
-            await asyncio.sleep(0.7)  # The watchdog looks every 0.5 s.
-            on_progress()
-        return summary(step)
-
-    spec = tiny_spec(train={"steps": 1}, eval={"every": None}, tripwires={"max_stall_s": 2.0})
-    made = Composition(spec, tiny_model_dir, new_run(tmp_path), evaluate=evaluate)
-    # A stall ends this process.
-    made.run()
-    assert [told.step for told in made.notes.summaries] == [0, 1]
-
-
 def test_another_number_of_threads_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
     made = train(tmp_path, tiny_model_dir, tiny_spec())
     path = made.run_dir.checkpoint_path(3) / "state" / "trainer.json"
     assert '"num_threads": 1' in path.read_text()
-    resumed = resume(made)
+    resumed = take_up(made)
 
     def use_two_threads(roles: object) -> object:
         torch.set_num_threads(2)
@@ -247,12 +227,131 @@ def test_a_damaged_checkpoint_is_refused_and_never_skipped(tmp_path: Path, tiny_
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(CorruptRecord, match=r"step-000003/model/model\.safetensors has SHA-256"):
-        resume(made).run()
+        take_up(made).run()
 
 
-def test_a_task_too_small_for_a_step_is_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = Composition(
-        tiny_spec(train={"prompts_per_step": 13}), tiny_model_dir, new_run(tmp_path), task=SpellTask()
-    )
-    with pytest.raises(ValueError, match=r"has 12 training examples and a step asks for 13\. Allowed: "):
+# A checkpoint is written by the living attempt alone, after the logs that belong to it.
+
+
+class Overtaken(Notes):
+    """Has a later attempt begin elsewhere after the second step."""
+
+    run_path: Path
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        super().on_step(metrics)
+        if metrics["step"] == 2:
+            raise_fence(self.run_path, 1, "17-1")
+
+
+def test_an_attempt_that_was_overtaken_writes_no_checkpoint(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NUMBER_VARIABLE, "0")
+    spec = tiny_spec(train={"steps": 4, "checkpoint_every": 2})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), notes=Overtaken())
+    raise_fence(made.run_dir.path, 0, "17-0")
+    made.notes.run_path = made.run_dir.path  # type: ignore[attr-defined]
+    with pytest.raises(CheckRefused, match=r"attempt 0 of .* was overtaken by attempt 1 \(17-1\)"):
         made.run()
+    assert list(made.run_dir.checkpoints_path.iterdir()) == []
+    assert made.notes.causes("checkpoint") == []
+
+
+def test_logs_are_on_the_disk_before_the_checkpoint_that_continues_them(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a checkpoint of step k with metrics of fewer steps would be a curve with a gap."""
+    made = Composition(tiny_spec(train={"checkpoint_every": 1}), tiny_model_dir, new_run(tmp_path))
+    logs = [made.run_dir.path / name for name in ("metrics.jsonl", "events.jsonl", "timeline.jsonl")]
+    durable: dict[Path, int] = {}
+    at_seal: list[list[tuple[int, int]]] = []
+    fsync = os.fsync
+
+    def note(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        durable[path] = os.fstat(descriptor).st_size
+        if path.name.startswith("COMPLETE") or ".COMPLETE" in path.name:
+            at_seal.append([(durable.get(log, 0), log.stat().st_size) for log in logs])
+
+    monkeypatch.setattr(os, "fsync", note)
+    made.run()
+    assert len(at_seal) == 3
+    for sizes in at_seal:
+        assert all(synced == written > 0 for synced, written in sizes), sizes
+
+
+# A run that trains adapters: the same loop, checkpoints with adapters in them, and a resume bit by bit.
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_trained_sampled_from_and_exported(
+    tmp_path: Path, tiny_model_dir: Path, dtype: str
+) -> None:
+    spec = tiny_spec(lora={"rank": 4}, model={"dtype": dtype}, optimizer={"lr": 0.01})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
+    roles = made.run()
+    # The engine samples with the adapters that the learner trains: their values differ by rounding.
+    drifts = [line["drift_mean_nats"] for line in made.notes.steps]
+    assert max(drifts) < (1e-4 if dtype == "float32" else 0.03)
+    export = made.run_dir.checkpoint_path(3) / "model"
+    base = LanguageModel.load(tiny_model_dir, dtype=getattr(torch, dtype))
+    exported = load_file(export / "model.safetensors")
+    moved = {name for name, copy in base.named_parameters() if not torch.equal(copy, exported[name])}
+    assert moved == {name for name in exported if "_proj" in name}
+    plain = LanguageModel.load(export, dtype=getattr(torch, dtype))
+    assert weights_digest(plain) == weights_digest(learner_of(roles).model)
+    assert AutoModelForCausalLM.from_pretrained(export, local_files_only=True) is not None
+    assert json.loads((export / "adapter" / "adapter_config.json").read_text())["r"] == 4
+    # What is taken out of the run is the same model, adapters beside it.
+    # vLLM has no attention for heads of 16 on a CPU; real models are loaded by it elsewhere.
+    export_checkpoint(made.run_dir.path, tmp_path / "out", load=lambda path: ())
+    assert (tmp_path / "out" / "adapter" / "adapter_config.json").is_file()
+    digests = {digest_model(place, tmp_path / "digests") for place in (export, tmp_path / "out")}
+    assert len(digests) == 1
+    state = load_file(made.run_dir.checkpoint_path(3) / "state" / "optimizer.safetensors")
+    assert all("lora_" in name for name in state)
+
+
+def test_a_resumed_run_of_adapters_is_the_same_run(tmp_path: Path, tiny_model_dir: Path) -> None:
+    sections = {"lora": {"rank": 4}}
+    whole = Composition(tiny_spec(**sections), tiny_model_dir, new_run(tmp_path, "whole"))
+    whole.run()
+    train = {"steps": 2, "checkpoint_every": 2}
+    first = Composition(tiny_spec(**sections, train=train), tiny_model_dir, new_run(tmp_path, "cut"))
+    first.run()
+    again = take_up(first, spec=tiny_spec(**sections))
+    again.run()
+    assert read_curve(again.run_dir.path).weights == read_curve(whole.run_dir.path).weights
+
+
+# A run of a model whose sequences are computed by themselves: gate, steps, reference, checkpoint.
+
+
+@pytest.fixture(scope="module")
+def states_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Layers with a state and layers with attention."""
+    specials: dict[str, Any] = {"bos_token_id": None, "pad_token_id": 260}
+    return family_model(tmp_path_factory.mktemp("model"), "qwen3_next", **specials)
+
+
+@pytest.mark.filterwarnings("ignore:.*each sequence is computed by itself:RuntimeWarning")
+def test_a_run_with_a_reference_trains_and_keeps_a_model(tmp_path: Path, states_dir: Path) -> None:
+    spec = tiny_spec(reference={"kl_beta": 0.01})
+    made = Composition(spec, states_dir, new_run(tmp_path))
+    roles = made.run()
+    (said,) = [event.detail for event in made.notes.events if event.cause == "parity"]
+    assert "each sequence is computed by itself, prompts once for every reply" in said
+    assert "because its layers carry a state from token to token" in said
+    metrics = made.run_dir.metrics.read()
+    assert [int(step["step"]) for step in metrics] == [1, 2, 3]
+    assert max(step["drift_max_nats"] for step in metrics) < 1e-3
+    export = made.run_dir.checkpoint_path(3) / "model"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        kept = LanguageModel.load(export, dtype=torch.float32)
+    trained = dict(learner_of(roles).model.named_parameters())
+    assert all(torch.equal(weight, trained[name]) for name, weight in kept.named_parameters())
+    first = LanguageModel.load(states_dir, dtype=torch.float32)
+    assert not all(torch.equal(weight, trained[name]) for name, weight in first.named_parameters())

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.spec.train import read_accepted
 from strop.tasks import Task, build_task
 from strop.tasks.contract import TaskLimits
 from strop.tasks.generated.arithmetic import ArithmeticSpec
@@ -157,19 +156,6 @@ def test_parts_of_a_mixture_are_compared_with_each_other(tmp_path: Path) -> None
     assert "2 of 101 held-out examples are learned from: 2 in the same words" in found.detail
 
 
-def own_rows(root: Path, rows: Sequence[str], held_out: Sequence[str]) -> Task:
-    for name, texts in (("train", rows), ("test", held_out)):
-        lines = [json.dumps({"q": text, "a": str(index)}) for index, text in enumerate(texts)]
-        (root / f"{name}.jsonl").write_text("\n".join(lines))
-    return build_task(RowsSpec(name="rows", source=str(root), prompt="q", answer="a", reward=["exact"]))
-
-
-def test_rows_of_ones_own_are_compared(tmp_path: Path) -> None:
-    found = check(own_rows(tmp_path, numbered(30), ["which number is 4", "And 30?"]), tmp_path)
-    assert not found.is_passed
-    assert "'which number is 4', there 'Which number is 4?'" in found.detail
-
-
 def test_rows_of_one_file_that_ask_the_same_are_held_out_together(tmp_path: Path) -> None:
     asked = [f"{'WHICH' if number % 2 else 'Which'} number is {number // 2}" for number in range(200)]
     path = tmp_path / "rows.jsonl"
@@ -226,7 +212,3 @@ def test_of_very_many_examples_some_are_compared_and_the_check_says_so(
     huge = check(build_task(ArithmeticSpec(max_value=10**9, num_held_out=50)), tmp_path)
     assert huge.is_passed
     assert "of 999999999999999950 training examples one in 10000000000000000" in huge.detail
-
-
-def test_the_check_can_be_accepted_by_name() -> None:
-    assert read_accepted("overlap: one question is enough here") == {"overlap": "one question is enough here"}

@@ -6,6 +6,7 @@ import asyncio
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,12 @@ from safetensors.numpy import load_file, save_file
 
 from strop.errors import CheckRefused, CorruptRecord, DataError
 from strop.policy.packing import PackedGroup
-from strop.record import RunDir
 from strop.rollout import FinishReason, FloatArray, Rollout
 from strop.train.data.offline import Framing, Pairs, find_offline_source, pair_rollouts, read_pairs
-from strop.train.data.preferences import (
-    REFERENCE_NAME,
-    Preferences,
-    pack_pair,
-    pack_pairs,
-    with_reference,
-)
+from strop.train.data.preferences import REFERENCE_NAME, Preferences, pack_pair, pack_pairs, with_reference
 from tests.fixtures.demonstrations import make_framing
 from tests.fixtures.spell import GOLD, SpellTask
-from tests.fixtures.tiny_run import Composition, learner_of, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import Composition, learner_of, new_run, read_curve, take_up, tiny_spec
 from tests.train.test_sft_sources import roll, write_run
 
 
@@ -105,8 +99,13 @@ def test_what_was_remembered_must_belong_to_the_pairs(framing: Framing, tmp_path
     with pytest.raises(CorruptRecord, match="it is missing, and the weights"):
         attach(some_pairs(framing), None, path)
     attach(some_pairs(framing), Scripted(), path)
+    stream = load_file(path)["logprobs"]
+    assert len(stream) == 14
     with pytest.raises(CorruptRecord, match="it belongs to other pairs"):
         attach(some_pairs(framing, 3), None, path)
+    save_file({"logprobs": stream[:-1]}, path, metadata={"pairs": some_pairs(framing).digest})
+    with pytest.raises(CorruptRecord, match="it belongs to other pairs"):
+        attach(some_pairs(framing), None, path)
     path.write_bytes(path.read_bytes()[:20])
     with pytest.raises(CorruptRecord, match="it cannot be read"):
         attach(some_pairs(framing), None, path)
@@ -157,11 +156,9 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path, tiny_model_dir: Path, 
     whole.run()
     parted = compose(tmp_path / "parted", tiny_model_dir, framing, train={"steps": 4})
     half = parted.spec.model_copy(update={"train": parted.spec.train.model_copy(update={"steps": 2})})
-    Composition(half, tiny_model_dir, parted.run_dir, preferences=parted.preferences).run()
-    resumed = RunDir.open(parted.run_dir.path)
-    resumed.acquire()
-    Composition(parted.spec, tiny_model_dir, resumed, preferences=parted.preferences).run()
-    assert read_curve(resumed.path) == read_curve(whole.run_dir.path)
+    replace(parted, spec=half).run()
+    take_up(parted).run()
+    assert read_curve(parted.run_dir.path) == read_curve(whole.run_dir.path)
 
 
 def test_a_policy_that_has_learned_is_not_taken_for_its_reference(
@@ -170,22 +167,18 @@ def test_a_policy_that_has_learned_is_not_taken_for_its_reference(
     """What the reference said is gone, and the weights that said it are too."""
     made = compose(tmp_path, tiny_model_dir, framing, train={"steps": 4})
     half = made.spec.model_copy(update={"train": made.spec.train.model_copy(update={"steps": 2})})
-    Composition(half, tiny_model_dir, made.run_dir, preferences=made.preferences).run()
+    replace(made, spec=half).run()
     (made.run_dir.path / REFERENCE_NAME).unlink()
-    resumed = RunDir.open(made.run_dir.path)
-    resumed.acquire()
     with pytest.raises(CorruptRecord, match=r"it is missing, and the weights .* are gone"):
-        Composition(made.spec, tiny_model_dir, resumed, preferences=made.preferences).run()
+        take_up(made).run()
 
 
 def test_other_pairs_are_another_run(tmp_path: Path, tiny_model_dir: Path, framing: Framing) -> None:
     made = compose(tmp_path, tiny_model_dir, framing, train={"steps": 2})
     made.run()
-    resumed = RunDir.open(made.run_dir.path)
-    resumed.acquire()
     other = compose(tmp_path / "other", tiny_model_dir, framing, worst="on", train={"steps": 4})
     with pytest.raises(CheckRefused, match=r"began with another preferences \("):
-        Composition(other.spec, tiny_model_dir, resumed, preferences=other.preferences).run()
+        take_up(made, spec=other.spec, preferences=other.preferences).run()
 
 
 def test_a_reference_of_its_own_is_asked(tmp_path: Path, tiny_model_dir: Path, framing: Framing) -> None:
@@ -206,13 +199,3 @@ def test_too_few_pairs_and_foreign_rollouts_are_refused(
     with pytest.raises(DataError, match=r"dpo\.source=.*nowhere does not exist"):
         read_pairs(spec.dpo, framing)
     assert find_offline_source(tiny_spec()) is None
-
-
-def test_the_file_holds_one_stream(framing: Framing, tmp_path: Path) -> None:
-    path = tmp_path / REFERENCE_NAME
-    attach(some_pairs(framing), Scripted(), path)
-    stream = load_file(path)["logprobs"]
-    assert len(stream) == 14
-    save_file({"logprobs": stream[:-1]}, path, metadata={"pairs": some_pairs(framing).digest})
-    with pytest.raises(CorruptRecord, match="it belongs to other pairs"):
-        attach(some_pairs(framing), None, path)

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 
-from strop.cluster import Roles
-from strop.errors import CheckRefused, DataError, RunStopped
+from strop.errors import CheckRefused, DataError
 from strop.policy.packing import PackedGroup
-from strop.record import RunDir
 from strop.rollout import Example, Outcome, Split
 from strop.train import EvalSummary
 from strop.train import gate as gate_module
 from strop.train import step as step_module
 from strop.train.data.offline import Demonstration, Demonstrations
-from strop.train.measure import measure_update
-from strop.train.step import Update
 from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.spell import GOLD, NUM_TRAIN, SpellTask
-from tests.fixtures.tiny_run import GATE_CHECKS, Composition, learner_of, new_run, read_curve, tiny_spec
+from tests.fixtures.tiny_run import GATE_CHECKS, Composition, new_run, read_curve, take_up, tiny_spec
 
 TERMS = ("sft", "rl+sft")
 OF_TERMS = {"loss_rl", "loss_sft", "grad_norm_rl", "grad_norm_sft", "grad_cosine"}
@@ -128,24 +121,14 @@ def test_a_step_whose_rollouts_say_nothing_still_imitates(tmp_path: Path, tiny_m
 
 
 @pytest.mark.parametrize("terms", TERMS)
-def test_equal_runs_are_equal_and_the_seed_orders_the_rows(
-    tmp_path: Path, tiny_model_dir: Path, terms: str
-) -> None:
-    curves = []
-    for name, seed in (("first", 5), ("again", 5), ("other", 6)):
-        made = compose(tmp_path / name, tiny_model_dir, terms)
+def test_the_seed_orders_the_rows(tmp_path: Path, tiny_model_dir: Path, terms: str) -> None:
+    weights = []
+    for seed in (5, 6):
+        made = compose(tmp_path / str(seed), tiny_model_dir, terms)
         made.spec = made.spec.model_copy(update={"seed": seed})
         made.run()
-        curves.append(read_curve(made.run_dir.path))
-    first, again, other = curves
-    assert first == again
-    assert first.weights != other.weights
-
-
-def resume(made: Composition, **parts: Any) -> Composition:
-    run_dir = RunDir.open(made.run_dir.path)
-    run_dir.acquire()
-    return replace(made, run_dir=run_dir, notes=type(made.notes)(), **parts)
+        weights.append(read_curve(made.run_dir.path).weights)
+    assert weights[0] != weights[1]
 
 
 async def die(step: int, on_progress: Callable[[], None]) -> EvalSummary:
@@ -170,7 +153,7 @@ def test_a_run_taken_up_again_gives_the_curve_of_an_uninterrupted_one(
     with pytest.raises(ConnectionError):
         half.run()
     assert half.run_dir.checkpoint_steps() == [2]
-    resume(half, spec=calm, evaluate=None).run()
+    take_up(half, spec=calm).run()
     assert read_curve(half.run_dir.path) == read_curve(whole.run_dir.path)
 
 
@@ -182,7 +165,7 @@ def test_other_demonstrations_are_refused_on_resume(tmp_path: Path, tiny_model_d
         made.run()
     changed = imitate(tmp_path, tiny_model_dir, [*gold_rows(range(1, NUM_TRAIN)), *gold_rows([0])])
     with pytest.raises(CheckRefused, match=r"step-000002 began with another demonstrations \(\w{12} then, "):
-        resume(made, demonstrations=changed, evaluate=None).run()
+        take_up(made, demonstrations=changed).run()
 
 
 def test_fewer_demonstrations_than_a_step_takes_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -215,10 +198,7 @@ def test_what_is_evaluated_on_is_not_imitated(
     made = compose(tmp_path, tiny_model_dir, "sft", rows=[*gold_rows(), leak])
     made.task = Named()
     num_asked = 12 if "problem" in leak else 1
-    with pytest.raises(
-        CheckRefused,
-        match=rf"overlap: {num_asked} of 12 held-out examples are learned from: {num_asked} in the same",
-    ):
+    with pytest.raises(CheckRefused, match=rf"overlap: {num_asked} of 12 .*: {num_asked} in the same"):
         made.run()
     # Accepted by name and reason, it is trained.
     spec = made.spec.model_copy(
@@ -228,27 +208,7 @@ def test_what_is_evaluated_on_is_not_imitated(
             )
         }
     )
-    resume(made, spec=spec).run()
-
-
-def test_a_source_of_nan_counts_as_refused_and_ends_the_run(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = compose(tmp_path, tiny_model_dir, "sft", steps=9, checkpoint_every=9)
-
-    def poison(roles: Roles) -> Roles:
-        with torch.no_grad():
-            next(iter(dict(learner_of(roles).model.named_parameters()).values())).view(-1)[:] = torch.nan
-        return roles
-
-    made.spec = made.spec.model_copy(
-        update={
-            "train": made.spec.train.model_copy(
-                update={"accept": "tensors: t; weights: t; parity: t; terminator: t; verifier: t; audit: t"}
-            )
-        }
-    )
-    with pytest.raises(RunStopped, match="number 3 in a row without an update"):
-        made.run(poison)
-    assert made.notes.causes("tripwire").count("non_finite") == 3
+    take_up(made, spec=spec).run()
 
 
 def test_a_builder_that_drops_the_terminator_is_refused(
@@ -267,16 +227,3 @@ def test_a_builder_that_drops_the_terminator_is_refused(
     made = compose(tmp_path, tiny_model_dir, "sft")
     with pytest.raises(CheckRefused, match="12 of 12 demonstrations do not teach one terminator"):
         made.run()
-
-
-def test_terms_are_told_apart_only_where_there_are_several(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = compose(tmp_path, tiny_model_dir, "sft", steps=1)
-    roles = made.run()
-    assert made.demonstrations is not None
-    report = learner_of(roles).step_terms([step_module.sft_term(made.demonstrations.members, 1.0)])
-    update = Update(steps=(report,))
-    assert not OF_TERMS & measure_update(update).keys()
-    mixed = measure_update(update, is_mixed=True)
-    assert (mixed["loss_sft"], mixed["grad_norm_sft"]) == (report.loss, report.grad_norm)
-    assert np.isfinite(report.loss)
-    asyncio.run(roles.engine.close())

@@ -15,16 +15,7 @@ import pytest
 from strop.errors import DataError, StoreError
 from strop.record import RunDir
 from strop.record.rollouts import write_rollouts
-from strop.rollout import (
-    FailureOwner,
-    FinishReason,
-    Message,
-    Outcome,
-    Rollout,
-    Split,
-    Turn,
-    make_example,
-)
+from strop.rollout import FailureOwner, FinishReason, Message, Outcome, Rollout, Split, Turn, make_example
 from strop.spec import load_spec
 from strop.spec.offline import SftSpec
 from strop.store.data_files import collect_data_files
@@ -102,18 +93,13 @@ def test_a_base_model_is_asked_in_plain_text(tmp_path: Path) -> None:
 def test_what_of_a_conversation_is_trained(
     model_dir: Path, tmp_path: Path, train_on: str, prompt: str, text: str, is_in_row: bool
 ) -> None:
+    # The row has the last word.
     row = {"messages": TALK} | ({"train_on": train_on} if is_in_row else {})
-    settings = {} if is_in_row else {"train_on": train_on}
-    member = read_one(model_dir, tmp_path, row, **settings)
+    other = "last" if train_on == "all" else "all"
+    member = read_one(model_dir, tmp_path, row, train_on=other if is_in_row else train_on)
     tokenizer = make_framing(model_dir).tokenizer
     assert spell(tokenizer, member) == (prompt, text)
     assert member.asked_ids.tolist() == tokenizer.encode(OPENING).tolist()
-
-
-def test_the_row_has_the_last_word_on_what_is_trained(model_dir: Path, tmp_path: Path) -> None:
-    member = read_one(model_dir, tmp_path, {"messages": TALK, "train_on": "last"}, train_on="all")
-    # D and its terminator.
-    assert int(member.is_trained.sum()) == 2
 
 
 def test_a_completion_answers_messages_without_one(model_dir: Path, tmp_path: Path) -> None:
@@ -163,12 +149,9 @@ ASKED = {"prompt": "A?", "completion": "B"}
         ({"messages": TALK[2:]}, "a question first"),
         ({"messages": TALK, "completion": "B"}, "something between two replies"),
         (ASKED | {"prompt_id": 7}, "prompt_id='7'"),
-        (ASKED | {"problem": ""}, "problem=''"),
-        (ASKED | {"source": ["x"]}, "source="),
         (ASKED | {"train_on": "none"}, "train_on='none'. Allowed: assistant, last, all"),
         (ASKED | {"weight": 0}, "weight=0"),
         (ASKED | {"weight": True}, "weight=True"),
-        (ASKED | {"weight": "1"}, "weight='1'"),
         (ASKED | {"weight": float("nan")}, "weight=nan"),
         (ASKED | {"weight": -1.0}, "weight=-1.0"),
         ({"prompt": "A?", "completion": "<|end|>"}, "only a terminator"),
@@ -215,9 +198,7 @@ def test_a_subset_is_chosen_and_counted(model_dir: Path, tmp_path: Path) -> None
     framing = make_framing(model_dir)
     found = read(path, framing, subset="b")
     assert found.describe() == f"2 demonstrations from {path} (3 rows of other sources)"
-    with pytest.raises(
-        DataError, match=r"subset='c' chose none of its rows, 3 of source 'a', 2 of source 'b'"
-    ):
+    with pytest.raises(DataError, match=r"subset='c' .* 3 of source 'a', 2 of source 'b'"):
         read(path, framing, subset="c")
 
 
@@ -241,24 +222,9 @@ def test_what_does_not_fit_is_dropped_counted_and_bounded(model_dir: Path, tmp_p
     )
     with pytest.raises(DataError, match=r"3 of 21 demonstrations .*more than sft.max_dropped_frac=0.14"):
         read(path, framing, max_dropped_frac=0.14)
-
-
-def test_dropping_everything_is_refused_however_large_the_share(model_dir: Path, tmp_path: Path) -> None:
-    path = write_rows(tmp_path / "rows.jsonl", [{"prompt": "P" * 100, "completion": "B"}] * 2)
+    write_rows(path, rows[-2:-1] * 2)
     with pytest.raises(DataError, match="2 of 2 demonstrations"):
-        read(path, make_framing(model_dir, max_positions=60), max_dropped_frac=0.99)
-
-
-def test_rows_of_parquet_are_rows(model_dir: Path, tmp_path: Path) -> None:
-    rows: list[dict[str, Any]] = [
-        {**ASKED, "weight": 2.0, "problem": None},
-        {"prompt": "C?", "completion": "D", "weight": None, "problem": "p  q"},
-    ]
-    path = tmp_path / "rows.parquet"
-    pq.write_table(pa.Table.from_pylist(rows), path)
-    found = read(path, make_framing(model_dir))
-    assert [member.weight for member in found.members] == [2.0, 1.0]
-    assert found.problems == {"p q"}
+        read(path, framing, max_dropped_frac=0.99)
 
 
 def test_the_digest_names_ids_marks_and_weights(model_dir: Path, tmp_path: Path) -> None:
@@ -274,14 +240,6 @@ def test_the_digest_names_ids_marks_and_weights(model_dir: Path, tmp_path: Path)
     digests = [read(path, framing).digest for path in paths]
     assert digests[0] == digests[-1]
     assert len(set(digests)) == len(variants)
-
-
-def test_a_completion_of_a_megabyte_is_read_and_dropped(model_dir: Path, tmp_path: Path) -> None:
-    rows = [{"prompt": f"{n}?", "completion": "B"} for n in range(99)]
-    path = write_rows(tmp_path / "rows.jsonl", [*rows, {"prompt": "A?", "completion": "X" * 2**20}])
-    found = read(path, make_framing(model_dir))
-    assert (len(found.members), sum(found.counts.values())) == (99, 1)
-    assert np.all([member.num_tokens < 512 for member in found.members])
 
 
 TASK = SpellTask(max_reply_tokens=16, stop_strings=("Q:",))
@@ -389,33 +347,27 @@ def test_replies_to_a_form_of_what_the_run_holds_out_are_refused(tmp_path: Path)
     refuse_held_out("sft.source", "run", [other], framing)
 
 
-def test_exactly_the_rollouts_that_earned_enough_are_taken(tmp_path: Path, framing: Framing) -> None:
+@pytest.mark.parametrize(
+    ("settings", "texts", "counts"),
+    [
+        ({}, "BG", {"rollouts below sft.min_reward": 4}),
+        ({"min_reward": 0.5}, "BGAH", {"rollouts below sft.min_reward": 1, "repeated rollouts": 1}),
+        # Example 0 has B, G, A and C.
+        ({"min_reward": 0.0, "max_per_example": 1}, "BH", {"rollouts over sft.max_per_example": 3}),
+        ({"min_reward": 0.0, "max_per_example": 2}, "BGH", {"rollouts over sft.max_per_example": 2}),
+    ],
+)
+def test_exactly_the_rollouts_that_earned_enough_are_taken(
+    tmp_path: Path, framing: Framing, settings: dict[str, Any], texts: str, counts: dict[str, int]
+) -> None:
     path = write_run(tmp_path, *record(framing))
-    found = choose(path, framing, min_reward=0.5)
-    assert replies(found, framing) == ["{B<|end|>}", "{G<|end|>}", "{A<|end|>}", "{H<|end|>}"]
-    assert [member.prompt_id for member in found.members] == [
-        *[EXAMPLES[0].example_id] * 3,
-        EXAMPLES[1].example_id,
-    ]
-    assert found.describe() == (
-        f"4 demonstrations from {path} (1 rollouts below sft.min_reward; 2 rollouts without a whole reply;"
-        " 2 rollouts without a score; 1 repeated rollouts)"
-    )
-
-
-def test_by_default_only_full_marks_are_imitated(tmp_path: Path, framing: Framing) -> None:
-    path = write_run(tmp_path, *record(framing))
-    assert replies(choose(path, framing), framing) == ["{B<|end|>}", "{G<|end|>}"]
-
-
-def test_at_most_so_many_of_an_example_and_one_is_best_of_k(tmp_path: Path, framing: Framing) -> None:
-    path = write_run(tmp_path, *record(framing))
-    best = choose(path, framing, min_reward=0.0, max_per_example=1)
-    assert replies(best, framing) == ["{B<|end|>}", "{H<|end|>}"]
-    # Example 0 has B, G, A and C.
-    assert best.counts["rollouts over sft.max_per_example"] == 3
-    two = choose(path, framing, min_reward=0.0, max_per_example=2)
-    assert replies(two, framing) == ["{B<|end|>}", "{G<|end|>}", "{H<|end|>}"]
+    # The run stays as it was: it is read, never locked.
+    with RunDir.open(path):
+        found = choose(path, framing, **settings)
+    assert replies(found, framing) == [f"{{{text}<|end|>}}" for text in texts]
+    assert [one.prompt_id for one in found.members] == [EXAMPLES[text == "H"].example_id for text in texts]
+    counts |= {"rollouts without a whole reply": 2, "rollouts without a score": 2}
+    assert counts.items() <= found.counts.items()
 
 
 def test_nothing_left_is_refused_and_says_why(tmp_path: Path, framing: Framing) -> None:
@@ -424,12 +376,6 @@ def test_nothing_left_is_refused_and_says_why(tmp_path: Path, framing: Framing) 
         choose(path, framing, min_reward=2.0)
     with pytest.raises(DataError, match="0 rollouts are recorded"):
         choose(write_run(tmp_path / "empty"), framing)
-
-
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, framing: Framing) -> None:
-    (tmp_path / "folder").mkdir()
-    with pytest.raises(StoreError):
-        choose(tmp_path / "folder", framing)
 
 
 def test_rollouts_of_another_tokenizer_are_refused(tmp_path: Path, framing: Framing) -> None:
@@ -481,24 +427,19 @@ def test_a_conversation_is_cut_where_it_was_rendered_anew(tmp_path: Path, framin
     assert tokenizer.decode(found.members[1].prompt_ids) == "anew"
 
 
-def test_what_is_recorded_is_what_an_attempt_left(tmp_path: Path, framing: Framing) -> None:
-    # The run stays as it was: it is read, never locked.
-    path = write_run(tmp_path, *record(framing))
-    with RunDir.open(path):
-        assert len(choose(path, framing, min_reward=0.5).members) == 4
-
-
 # What the datasets library saved, and tables.
 
 
-@pytest.mark.parametrize("kind", ["split", "splits", "csv"])
+@pytest.mark.parametrize("kind", ["split", "splits", "csv", "parquet"])
 def test_demonstrations_that_users_already_have(tiny_model_dir: Path, tmp_path: Path, kind: str) -> None:
     rows = [{"prompt": f"{n} * 7?", "completion": str(n * 7)} for n in range(20)]
-    source = tmp_path / ("rows.csv" if kind == "csv" else "saved")
+    source = tmp_path / {"csv": "rows.csv", "parquet": "rows.parquet"}.get(kind, "saved")
     if kind == "split":
         save_split(rows, source, num_files=2)
     elif kind == "splits":
         save_splits({"train": rows, "test": rows[:2]}, source)
+    elif kind == "parquet":
+        pq.write_table(pa.Table.from_pylist([{**row, "weight": None} for row in rows]), source)
     else:
         source.write_text("prompt,completion\n" + "".join(f"{r['prompt']},{r['completion']}\n" for r in rows))
     words = ["name=x", "task.name=arithmetic", "train.terms=sft", f"sft.source={source}"]

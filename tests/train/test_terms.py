@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import torch
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from strop.algorithm import ALGORITHMS
-from strop.algorithm.offline import cross_entropy_terms, weigh_demonstrations
+from strop.algorithm.offline import weigh_demonstrations
 from strop.errors import LearnerError
 from strop.policy.learner import LossTerm
 from strop.policy.objective import ScoredTokens, TokenTerms, TokenTermsFn
@@ -101,20 +100,6 @@ def test_the_packed_gradient_is_the_padded_one(tmp_path: Path, max_positions: in
     assert report.num_micro_batches == 1 if max_positions is None else report.num_micro_batches > 2
     # Nobody sampled these tokens, so nothing can drift.
     assert len(report.drift_M) == 0
-
-
-def test_weights_by_hand() -> None:
-    # 1 * 3 + 0.5 * 2 = 4 is the normaliser; tokens weigh 1/4 and 0.5/4.
-    assert weigh_demonstrations([1.0, 0.5], [3, 2]).tolist() == [0.25, 0.125]
-    # Equal weights: the mean over 4 tokens.
-    assert weigh_demonstrations([7.0, 7.0], [1, 3]).tolist() == [0.25, 0.25]
-
-
-def test_cross_entropy_by_hand() -> None:
-    # Half the probability: ln 2 nats; more log-probability is less loss, one for one.
-    loss, grad = cross_entropy_terms(torch.tensor([math.log(0.5)]))
-    assert loss.tolist() == pytest.approx([math.log(2)])
-    assert grad.tolist() == [-1.0]
 
 
 def test_a_shared_prompt_is_held_once() -> None:

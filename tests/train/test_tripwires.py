@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -38,49 +39,42 @@ HEALTHY = {
 }
 
 
-def test_a_healthy_step_raises_nothing_and_absent_numbers_neither() -> None:
-    assert find_alarms(TripwireSpec(), 3, HEALTHY) == []
-    assert find_alarms(TripwireSpec(), 3, {}) == []
-
-
 @pytest.mark.parametrize(
-    ("metric", "value", "cause", "words"),
+    ("metric", "value", "cause"),
     [
-        ("zero_variance_frac", 0.96, "zero_variance", "make the task harder or easier"),
-        ("duplicate_frac", 0.96, "duplicate_completions", "look at seeds"),
-        ("truncated_frac", 0.51, "truncation", "raise task.max_reply_tokens"),
-        ("failed_frac", 0.11, "verifier_errors", "could not be scored and were masked"),
-        ("drift_mean_nats", 0.07, "logprob_drift", "engine and trainer disagree"),
-        ("entropy_nats", 0.004, "entropy_collapse", "almost one reply only"),
-        ("master_changed_frac", 0.0, "vanishing_updates", "updates vanish"),
-        ("grad_norm", 0.0, "no_gradient", "the loss has no gradient"),
-        ("runaway_frac", 0.31, "runaway", "a question of their own behind their answer"),
+        ("zero_variance_frac", 0.96, "zero_variance"),
+        ("duplicate_frac", 0.96, "duplicate_completions"),
+        ("truncated_frac", 0.51, "truncation"),
+        ("failed_frac", 0.11, "verifier_errors"),
+        ("drift_mean_nats", 0.07, "logprob_drift"),
+        ("entropy_nats", 0.004, "entropy_collapse"),
+        ("master_changed_frac", 0.0, "vanishing_updates"),
+        ("grad_norm", 0.0, "no_gradient"),
+        ("runaway_frac", 0.31, "runaway"),
     ],
 )
-def test_each_alarm_names_number_bound_and_advice(metric: str, value: float, cause: str, words: str) -> None:
+def test_each_alarm_names_its_number(metric: str, value: float, cause: str) -> None:
     (alarm,) = find_alarms(TripwireSpec(), 3, HEALTHY | {metric: value})
     assert (alarm.kind, alarm.step, alarm.cause) == ("tripwire", 3, cause)
     assert alarm.detail.startswith(f"{metric}={value:.4g}")
-    assert words in alarm.detail
-
-
-def test_replies_that_are_right_may_be_alike() -> None:
-    alike = {"duplicate_frac": 1.0}
-    assert [alarm.cause for alarm in find_alarms(TripwireSpec(), 1, alike | {"accuracy": 0.5})] == [
-        "duplicate_completions"
-    ]
-    assert find_alarms(TripwireSpec(), 1, alike | {"accuracy": 0.51}) == []
 
 
 @pytest.mark.parametrize(
-    ("metric", "bound"), [("zero_variance_frac", 0.95), ("truncated_frac", 0.5), ("entropy_nats", 0.005)]
+    ("spec", "metrics"),
+    [
+        (TripwireSpec(), HEALTHY),
+        (TripwireSpec(), {}),
+        # At its bound.
+        (TripwireSpec(), {"zero_variance_frac": 0.95, "truncated_frac": 0.5, "entropy_nats": 0.005}),
+        (TripwireSpec(max_truncated_frac=None), {"truncated_frac": 1.0}),
+        # Replies that are right may be alike.
+        (TripwireSpec(), {"duplicate_frac": 1.0, "accuracy": 0.51}),
+    ],
 )
-def test_a_number_at_its_bound_is_fine(metric: str, bound: float) -> None:
-    assert find_alarms(TripwireSpec(), 1, {metric: bound}) == []
-
-
-def test_a_wire_that_is_switched_off_is_silent() -> None:
-    assert find_alarms(TripwireSpec(max_truncated_frac=None), 1, {"truncated_frac": 1.0}) == []
+def test_what_is_healthy_absent_or_switched_off_raises_nothing(
+    spec: TripwireSpec, metrics: dict[str, float]
+) -> None:
+    assert find_alarms(spec, 3, metrics) == []
 
 
 def test_an_alarm_may_end_the_run_with_its_checkpoint_intact(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -120,32 +114,27 @@ class FailsInTraining(SpellTask):
         raise TypeError("no operand") if turn % 2 else KeyError("no field")
 
 
-def test_an_alarm_over_failures_leads_with_their_cause(tmp_path: Path, tiny_model_dir: Path) -> None:
-    notes = Notes()
-    task = FailsInTraining(notes, num_judged=2)
-    spec = tiny_spec(tripwires={"on_alarm": "stop", "max_failed_frac": 0.4})
-    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task, notes=notes)
-    # Of 12 rollouts 6 fail, 3 of each kind.
-    cause = r"^6 of 12 rollouts of step 1 failed: task, KeyError: 'no field' \(test_tripwires\.py:\d+\)"
-    with pytest.raises(RunStopped, match=rf"{cause} \(3 .* TypeError\); step 1 raised .*verifier_errors"):
-        made.run()
-    assert notes.causes("rollout_lost") == ["KeyError", "TypeError"]
-
-
-def test_steps_in_which_all_rollouts_fail_in_several_ways_end_the_run_with_the_cause(
-    tmp_path: Path, tiny_model_dir: Path
+@pytest.mark.parametrize(
+    ("num_judged", "sections", "said"),
+    [
+        # Of 12 rollouts 6 fail, 3 of each kind; or all, step after step.
+        (
+            2,
+            {"tripwires": {"on_alarm": "stop", "max_failed_frac": 0.4}},
+            "6 of 12 .*step 1 raised .*verifier",
+        ),
+        (0, {"train": {"steps": 6}}, "all 12 rollouts of step 3 .*; step 3 is number 3 in a row"),
+    ],
+)
+def test_a_run_that_failures_end_leads_with_their_cause(
+    tmp_path: Path, tiny_model_dir: Path, num_judged: int, sections: dict[str, Any], said: str
 ) -> None:
     notes = Notes()
-    made = Composition(
-        tiny_spec(train={"steps": 6}),
-        tiny_model_dir,
-        new_run(tmp_path),
-        task=FailsInTraining(notes, num_judged=0),
-        notes=notes,
-    )
-    cause = "^all 12 rollouts of step 3 failed: task, KeyError: 'no field' "
-    with pytest.raises(RunStopped, match=f"{cause}.*; step 3 is number 3 in a row without an update"):
+    task = FailsInTraining(notes, num_judged=num_judged)
+    made = Composition(tiny_spec(**sections), tiny_model_dir, new_run(tmp_path), task=task, notes=notes)
+    with pytest.raises(RunStopped, match=f"^{said}") as caught:
         made.run()
+    assert "failed: task, KeyError: 'no field' (test_tripwires.py:" in str(caught.value)
     assert notes.causes("rollout_lost") == ["KeyError", "TypeError"]
 
 
