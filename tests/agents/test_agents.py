@@ -27,6 +27,7 @@ from strop.tokenizer import Tokenizer
 from tests.environments.test_worlds import TEMPLATES, call, tokenizer_of
 from tests.fixtures.builders import plan_for, request_for
 from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
+from tests.fixtures.judging import failed
 
 LOOK = {
     "type": "function",
@@ -443,9 +444,7 @@ def test_a_program_that_fails_is_no_reward(
 ) -> None:
     rollout = attempt(tmp_path, agent, script)
     assert rollout.outcome.reward is None
-    failure = rollout.outcome.failure
-    assert failure is not None
-    assert (failure.owner, failure.kind) == (owner, kind), failure.detail
+    assert failed(rollout.outcome) == (owner, kind)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -56,88 +57,34 @@ class Capitals:
         return (f"answer: {example.answer}",)
 
 
-class PaysForSilence(Capitals):
-    def verify(self, example: Example, text: str) -> Outcome:
-        return super().verify(example, text if text else f"answer: {example.answer}")
+class Faulty(Capitals):
+    """Pays by a rule: of the example, the reply, and whether it is right; its other methods may be given."""
 
-
-class PaysForBlanks(Capitals):
-    def verify(self, example: Example, text: str) -> Outcome:
-        return super().verify(example, f"answer: {example.answer}" if text and text.isspace() else text)
-
-
-class CallsBlanksWellFormed(Capitals):
-    def verify(self, example: Example, text: str) -> Outcome:
-        return replace(super().verify(example, text), format_ok=True)
-
-
-class MatchesEitherWay(Capitals):
-    """REW-4: a two-way substring match accepted 'a'."""
+    def __init__(self, pays: Callable[[Example, str, bool], object] | None = None, **methods: object) -> None:
+        self.pays = pays or (lambda example, text, is_right: is_right)
+        vars(self).update(methods)
 
     def verify(self, example: Example, text: str) -> Outcome:
         outcome = super().verify(example, text)
-        is_part = bool(text.strip()) and text.strip() in f"a{example.answer}"
-        return replace(outcome, parts={"correct": float(is_part or bool(outcome.is_correct))})
+        return replace(outcome, parts={"correct": float(self.pays(example, text, bool(outcome.is_correct)))})  # type: ignore[arg-type]
 
 
-class PaysForTheQuestion(Capitals):
-    """REW-4: an echoed question earned .65."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        if str(example.fields.get("question")) in text:
-            return Outcome(parts={"correct": 1.0})
-        return super().verify(example, text)
+def posed(question: str, answer: Callable[[int], str]) -> Callable[[int], Example]:
+    """Return a method `example`, whose question names its number."""
+    return lambda index: make_example("capitals", {"question": question.format(index)}, answer(index))
 
 
-class MostlyYes(Capitals):
-    def example(self, index: int) -> Example:
-        return make_example(
-            self.name, {"question": f"Is {index} fine?"}, "yes" if index % 3 else f"no{index}"
-        )
+def found(text: str) -> str:
+    return Capitals().found(text) or ""
 
 
-class WithoutGold(Capitals):
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        return ()
+def number_of(index: int) -> str:
+    return str(index * 37 + 11)
 
 
-class RefusesItsGold(Capitals):
-    """REW-2: the answer was compared with the whole solution."""
-
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        return (f"The answer: is {example.answer}",)
-
-
-class DropsTheSign(Capitals):
-    """REW-2: -5 passed for 5."""
-
-    def example(self, index: int) -> Example:
-        return make_example(self.name, {"question": f"Which number is {index}th?"}, str(index * 37 + 11))
-
-    def found(self, text: str) -> str | None:
-        found = super().found(text)
-        return found if found is None else found.lstrip("-")
-
-
-class PaysForAnyWord(Capitals):
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text)
-        found = self.found(text) or ""
-        return replace(outcome, parts={"correct": float(found[-1:].isdigit() and len(found) > 5)})
-
-
-class ShowsItsAnswer(Capitals):
-    def example(self, index: int) -> Example:
-        answer = f"the word of number {index} is long enough"
-        return make_example(self.name, {"question": f"Hint: {answer}. What is it?"}, answer)
-
-
-class RollsDice(Capitals):
-    """REW-5: process-wide random state decided."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text)
-        return replace(outcome, parts={"correct": float(bool(outcome.is_correct) and random.random() < 0.9)})
+def wraps(outcome_of: Callable[[Example, str, Outcome], Outcome]) -> Callable[[Example, str], Outcome]:
+    """Return a method `verify` that changes the sound one's outcome."""
+    return lambda example, text: outcome_of(example, text, Capitals().verify(example, text))
 
 
 class RemembersTheLast(Capitals):
@@ -151,140 +98,18 @@ class RemembersTheLast(Capitals):
         return replace(outcome, parts={"correct": float(bool(outcome.is_correct) and not is_late)})
 
 
-class PaysForHalf(Capitals):
-    def verify(self, example: Example, text: str) -> Outcome:
-        found = self.found(text) or ""
-        is_begun = len(found) >= 3 and (example.answer or "").startswith(found)
-        return replace(super().verify(example, text), parts={"correct": float(is_begun)})
-
-
-class ScoresWithoutContent(Capitals):
-    """REW-1: what could not be judged counted as wrong."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        return Outcome(parts={"correct": 0.0}) if example.answer is None else super().verify(example, text)
-
-
-class PaysTooMuch(Capitals):
-    """REW-10: accuracy 2.39."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text)
-        return replace(outcome, parts={"correct": 2.39 if outcome.is_correct else 0.0})
-
-
-class PaysForALetter(Capitals):
-    """REW-4: one letter was accepted."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text)
-        return replace(outcome, parts={"correct": float(len(text) == 1 or bool(outcome.is_correct))})
-
-
-class PaysForOneAnswer(Capitals):
-    """Whatever was asked, 'yes' is right."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text)
-        return replace(
-            outcome, parts={"correct": float(self.found(text) == "yes" or bool(outcome.is_correct))}
-        )
-
-
-class CountsItsCalls(Capitals):
-    """REW-5: state of the process, shared by all that is judged."""
-
-    num_calls = 0
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        CountsItsCalls.num_calls += 1
-        outcome = super().verify(example, text)
-        is_lucky = CountsItsCalls.num_calls % 7 == 0 and example.answer not in {None, ""}
-        return replace(outcome, parts={"correct": float(bool(outcome.is_correct) and not is_lucky)})
-
-
-class FollowsFromAWord(Capitals):
-    """REW-11: the label is whether the passenger is a woman."""
+class StopsAtTheFirstTest(Capitals):
+    """REW-5: early bail-out, so the order of the tests decided."""
 
     def example(self, index: int) -> Example:
-        sex = "female" if (index * 11) % 16 < 7 else "male"
-        question = f"Passenger {index}, {sex}, paid {index * 37 % 91}. Who survives?"
-        return make_example(self.name, {"question": question}, "yes" if sex == "female" else "no")
-
-
-class EqualsAColumn(Capitals):
-    """REW-11: the label stands in a column of the question."""
-
-    def example(self, index: int) -> Example:
-        kind = ("red", "green", "blue", "grey")[index * 7 % 11 % 4]
-        return make_example(self.name, {"question": f"Item {index} is {kind}: which?", "kind": kind}, kind)
-
-
-class PaysForBytes(Capitals):
-    """Counts what no font shows."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text)
-        is_odd = "\ufffd" in text or text == "\x85"
-        return replace(outcome, parts={"correct": float(is_odd or bool(outcome.is_correct))})
-
-
-class PaysForAnEnd(Capitals):
-    """Takes the marks that end a text for an answer."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text)
-        is_end = text.strip().startswith("<|")
-        return replace(outcome, parts={"correct": float(is_end or bool(outcome.is_correct))})
-
-
-class LosesADigit(DropsTheSign):
-    """A strict pattern without a final period lost the last digit."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        found, answer = self.found(text) or "", example.answer or "-"
-        is_correct = found in {answer, answer[:-1]}
-        return Outcome(parts={"correct": float(is_correct)}, format_ok=bool(found))
-
-
-class PaysForEachTime(Capitals):
-    """Every occurrence of the answer counts."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text.strip().splitlines()[0] if text.strip() else text)
-        num = text.count(f"answer: {example.answer}")
-        return replace(outcome, parts={"correct": float(num)}, is_correct=num > 0)
-
-
-class ShowsItsAnswerLoudly(Capitals):
-    def example(self, index: int) -> Example:
-        answer = f"the word of number {index} is long enough"
-        return make_example(self.name, {"question": f"Hint:  {answer.upper()}\nWhich?"}, answer)
-
-
-class ShowsMostOfItsAnswer(Capitals):
-    """Its words stand in the question, with other marks between them."""
-
-    def example(self, index: int) -> Example:
-        words = "seven quiet rivers carry yellow paper boats under every old stone bridge at night"
+        example = super().example(index)
         return make_example(
-            self.name,
-            {"question": f"Story {index}: {words.replace(' ', ', ')}. Tell it."},
-            f"{words} ({index})",
+            self.name, {**example.fields, "tests": ["a", "r", example.answer]}, example.answer
         )
 
-
-class AnswersInFull(Capitals):
-    """Sound: a right reply says the question again, and then what nobody could read there."""
-
-    def example(self, index: int) -> Example:
-        words = "seven quiet rivers carry yellow paper boats under every old stone bridge at night"
-        return make_example(
-            self.name, {"question": f"In story {index}, {words}. Where to?"}, super().example(index).answer
-        )
-
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        return (f"{example.fields['question']} answer: {example.answer}",)
+    def verify(self, example: Example, text: str) -> Outcome:
+        passed = itertools.takewhile(text.__contains__, example.fields["tests"])
+        return Outcome(parts={"correct": len(list(passed)) / 3}, format_ok=bool(text.strip()))
 
 
 class CallsItWrongWithoutItsKey(Capitals):
@@ -295,67 +120,163 @@ class CallsItWrongWithoutItsKey(Capitals):
         return make_example(self.name, {**example.fields, "key": example.answer}, example.answer)
 
     def verify(self, example: Example, text: str) -> Outcome:
-        known = replace(example, answer=str(example.fields.get("key", "")))
-        return super().verify(known, text)
+        return super().verify(replace(example, answer=str(example.fields.get("key", ""))), text)
 
 
-class StopsAtTheFirstTest(Capitals):
-    """REW-5: early bail-out, so the order of the tests decided."""
-
-    def example(self, index: int) -> Example:
-        example = super().example(index)
-        tests = ["a", "r", example.answer]
-        return make_example(self.name, {**example.fields, "tests": tests}, example.answer)
-
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        return (f"answer: {example.answer}",)
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        num = 0
-        for part in example.fields["tests"]:
-            if part not in text:
-                break
-            num += 1
-        return Outcome(parts={"correct": num / 3}, format_ok=bool(text.strip()))
+def follows_from_a_word(index: int) -> Example:
+    """REW-11: the label is whether the passenger is a woman."""
+    sex = "female" if (index * 11) % 16 < 7 else "male"
+    question = f"Passenger {index}, {sex}, paid {index * 37 % 91}. Who survives?"
+    return make_example("capitals", {"question": question}, "yes" if sex == "female" else "no")
 
 
-class CannotRender(Capitals):
-    def render(self, example: Example) -> tuple[Message, ...]:
-        raise KeyError("problem")
+def equals_a_column(index: int) -> Example:
+    """REW-11: the label stands in a column of the question."""
+    kind = ("red", "green", "blue", "grey")[index * 7 % 11 % 4]
+    return make_example("capitals", {"question": f"Item {index} is {kind}: which?", "kind": kind}, kind)
 
 
-FAULTS: dict[type[Capitals], dict[str, str]] = {
-    PaysForSilence: {"noop": "fail"},
-    PaysForBlanks: {"empty": "fail"},
-    CallsBlanksWellFormed: {"empty": "fail"},
-    MatchesEitherWay: {"garbage": "fail"},
-    PaysForTheQuestion: {"echo": "fail"},
-    MostlyYes: {"constant": "fail"},
-    WithoutGold: {"gold": "fail", "wrong_order": "n/a", "truncation": "n/a"},
-    RefusesItsGold: {"gold": "fail"},
-    DropsTheSign: {"near_miss": "fail"},
-    PaysForAnyWord: {"wrong_order": "fail"},
-    ShowsItsAnswer: {"label_leak": "fail"},
-    RollsDice: {"determinism": "fail", "order": "fail"},
-    RemembersTheLast: {"order": "fail"},
-    PaysForHalf: {"truncation": "fail"},
-    ScoresWithoutContent: {"failure_paths": "fail"},
-    PaysTooMuch: {"ceiling": "fail"},
-    PaysForALetter: {"garbage": "fail"},
-    PaysForOneAnswer: {"constant": "fail"},
-    CountsItsCalls: {"determinism": "fail"},
-    FollowsFromAWord: {"trivial_rule": "fail"},
-    EqualsAColumn: {"trivial_rule": "fail"},
-    PaysForBytes: {"garbage": "fail"},
-    PaysForAnEnd: {"empty": "fail"},
-    LosesADigit: {"near_miss": "fail"},
-    PaysForEachTime: {"ceiling": "fail", "gold": "pass"},
-    ShowsItsAnswerLoudly: {"label_leak": "fail"},
-    ShowsMostOfItsAnswer: {"label_leak": "fail"},
-    AnswersInFull: {"label_leak": "pass", "gold": "pass"},
-    CallsItWrongWithoutItsKey: {"failure_paths": "fail"},
-    StopsAtTheFirstTest: {"order": "fail"},
-    CannotRender: {"echo": "error", "label_leak": "error"},
+CALLS = itertools.count(1)
+LONG = "the word of number {} is long enough".format
+WORDS = "seven quiet rivers carry yellow paper boats under every old stone bridge at night"
+OPTIONS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+CHOOSES = {
+    "example": posed(f"Is {{}} fine? Say one of: {' '.join(OPTIONS)}", lambda index: OPTIONS[0]),
+    "gold_replies": lambda example: OPTIONS,
+}
+MATCHES_EITHER_WAY = Faulty(lambda e, t, right: right or bool(t.strip() and t.strip() in f"a{e.answer}"))
+PAYS_FOR_THE_QUESTION = Faulty(
+    verify=wraps(lambda e, t, sound: Outcome(parts={"correct": 1.0}) if e.fields["question"] in t else sound)
+)
+PAYS_FOR_A_LETTER = Faulty(lambda e, t, right: right or len(t) == 1)
+REFUSES_ITS_GOLD = Faulty(gold_replies=lambda example: (f"The answer: is {example.answer}",))
+FAULTS: dict[str, tuple[Capitals, dict[str, str]]] = {
+    "pays for silence": (Faulty(lambda e, t, right: right or not t), {"noop": "fail"}),
+    "pays for blanks": (Faulty(lambda e, t, right: right or t.isspace()), {"empty": "fail"}),
+    "calls blanks well-formed": (
+        Faulty(verify=wraps(lambda e, t, sound: replace(sound, format_ok=True))),
+        {"empty": "fail"},
+    ),
+    # REW-4: a two-way substring match accepted 'a', an echoed question earned .65, one letter was accepted.
+    "matches either way": (MATCHES_EITHER_WAY, {"garbage": "fail"}),
+    "pays for the question": (PAYS_FOR_THE_QUESTION, {"echo": "fail"}),
+    "pays for a letter": (PAYS_FOR_A_LETTER, {"garbage": "fail"}),
+    "mostly yes": (
+        Faulty(example=posed("Is {} fine?", lambda index: "yes" if index % 3 else f"no{index}")),
+        {"constant": "fail"},
+    ),
+    "without gold": (
+        Faulty(gold_replies=lambda example: ()),
+        {"gold": "fail", "wrong_order": "n/a", "truncation": "n/a"},
+    ),
+    # REW-2: the answer was compared with the whole solution; -5 passed for 5; a last digit was lost.
+    "refuses its gold": (REFUSES_ITS_GOLD, {"gold": "fail"}),
+    "drops the sign": (
+        Faulty(
+            lambda e, t, right: found(t).lstrip("-") == e.answer,
+            example=posed("Which number is {}th?", number_of),
+        ),
+        {"near_miss": "fail"},
+    ),
+    "loses a digit": (
+        Faulty(
+            lambda e, t, right: found(t) in {e.answer, (e.answer or "-")[:-1]},
+            example=posed("Which number is {}th?", number_of),
+        ),
+        {"near_miss": "fail"},
+    ),
+    "pays for any word": (
+        Faulty(lambda e, t, right: found(t)[-1:].isdigit() and len(found(t)) > 5),
+        {"wrong_order": "fail"},
+    ),
+    "shows its answer": (
+        Faulty(example=lambda n: posed(f"Hint: {LONG(n)}. What is it?", LONG)(n)),
+        {"label_leak": "fail"},
+    ),
+    "shows its answer loudly": (
+        Faulty(example=lambda n: posed(f"Hint:  {LONG(n).upper()}\nWhich?", LONG)(n)),
+        {"label_leak": "fail"},
+    ),
+    # Its words stand in the question, with other marks between them.
+    "shows most of its answer": (
+        Faulty(
+            example=posed(f"Story {{}}: {WORDS.replace(' ', ', ')}. Tell it.", lambda n: f"{WORDS} ({n})")
+        ),
+        {"label_leak": "fail"},
+    ),
+    # Sound: a right reply says the question again, and then what nobody could read there.
+    "answers in full": (
+        Faulty(
+            example=posed(f"In story {{}}, {WORDS}. Where to?", lambda n: Capitals().example(n).answer or ""),
+            gold_replies=lambda e: (f"{e.fields['question']} answer: {e.answer}",),
+        ),
+        {"label_leak": "pass", "gold": "pass"},
+    ),
+    # REW-5: state of the process, shared by all that is judged, and its generator.
+    "rolls dice": (
+        Faulty(lambda e, t, right: right and random.random() < 0.9),
+        {"determinism": "fail", "order": "fail"},
+    ),
+    "counts its calls": (
+        Faulty(lambda e, t, right: right and not (next(CALLS) % 7 == 0 and e.answer)),
+        {"determinism": "fail"},
+    ),
+    "remembers the last": (RemembersTheLast(), {"order": "fail"}),
+    "stops at the first test": (StopsAtTheFirstTest(), {"order": "fail"}),
+    "pays for half": (
+        Faulty(lambda e, t, right: len(found(t)) >= 3 and (e.answer or "").startswith(found(t))),
+        {"truncation": "fail"},
+    ),
+    # REW-1: what could not be judged counted as wrong.
+    "scores without content": (
+        Faulty(
+            verify=lambda e, t: (
+                Outcome(parts={"correct": 0.0}) if e.answer is None else Capitals().verify(e, t)
+            )
+        ),
+        {"failure_paths": "fail"},
+    ),
+    "calls it wrong without its key": (CallsItWrongWithoutItsKey(), {"failure_paths": "fail"}),
+    # REW-10: accuracy 2.39; every occurrence of the answer counts.
+    "pays too much": (Faulty(lambda e, t, right: 2.39 * right), {"ceiling": "fail"}),
+    "pays for each time": (
+        Faulty(lambda e, t, right: t.count(f"answer: {e.answer}")),
+        {"ceiling": "fail", "gold": "pass"},
+    ),
+    "pays for one answer": (Faulty(lambda e, t, right: right or found(t) == "yes"), {"constant": "fail"}),
+    "follows from a word": (Faulty(example=follows_from_a_word), {"trivial_rule": "fail"}),
+    "equals a column": (Faulty(example=equals_a_column), {"trivial_rule": "fail"}),
+    "pays for bytes that no font shows": (
+        Faulty(lambda e, t, right: right or "\ufffd" in t or t == "\x85"),
+        {"garbage": "fail"},
+    ),
+    "takes marks that end a text for an answer": (
+        Faulty(lambda e, t, right: right or t.strip().startswith("<|")),
+        {"empty": "fail"},
+    ),
+    "cannot render": (
+        Faulty(render=lambda example: example.fields["problem"]),
+        {"echo": "error", "label_leak": "error"},
+    ),
+    # Published graders: a checker of instructions looked for the reply in the options, and not the other way
+    # round; an empty reply has no commas; the strict pattern of GSM8K took the last character for a period;
+    # an environment whose end was never told paid no one.
+    "checks options": (
+        Faulty(lambda e, t, right: t.strip() and any(t.strip() in one for one in OPTIONS), **CHOOSES),
+        {"garbage": "fail"},
+    ),
+    "wants no commas": (
+        Faulty(lambda e, t, right: "," not in t, **CHOOSES),
+        {"noop": "fail", "empty": "fail", "garbage": "fail"},
+    ),
+    "wants a period": (
+        Faulty(
+            lambda e, t, right: found(t)[:-1] == e.answer,
+            gold_replies=lambda e: (f"answer: {e.answer}.", f"answer: {e.answer}"),
+        ),
+        {"gold": "fail"},
+    ),
+    "forgot its answers": (Faulty(lambda e, t, right: False), {"gold": "fail"}),
 }
 
 
@@ -377,30 +298,20 @@ def test_a_sound_task_passes_every_probe() -> None:
     assert (report.num_examples, report.chance, report.max_reward) == (32, 0.0, 1.0)
 
 
-class SomeWithoutGold(Capitals):
-    """Knows no right reply to every fourth example."""
-
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        return () if hash_of(example) % 4 == 0 else super().gold_replies(example)
-
-
-def hash_of(example: Example) -> int:
-    return int(example.example_id, 16)
-
-
 @pytest.mark.parametrize(("share", "status"), [(0.0, "fail"), (0.5, "pass")])
 def test_examples_without_gold_count_beyond_the_share_that_the_task_declares(
     share: float, status: str
 ) -> None:
-    task = SomeWithoutGold()
+    task = Faulty(gold_replies=lambda e: (f"answer: {e.answer}",) if int(e.example_id, 16) % 4 else ())
     task.limits = replace(task.limits, max_goldless_frac=share)
     assert statuses(audit(task))["gold"] == status
 
 
-@pytest.mark.parametrize("faulty", FAULTS, ids=lambda faulty: faulty.__name__)
-def test_rew_4_each_fault_is_found_by_its_probe(faulty: type[Capitals]) -> None:
-    found = statuses(audit(faulty()))
-    assert {probe: found[probe] for probe in FAULTS[faulty]} == FAULTS[faulty]
+@pytest.mark.parametrize("fault", FAULTS)
+def test_rew_4_each_fault_is_found_by_its_probe(fault: str) -> None:
+    task, expected = FAULTS[fault]
+    shown = statuses(audit(task))
+    assert {probe: shown[probe] for probe in expected} == expected
 
 
 def find(report: AuditReport, probe: str) -> ProbeResult:
@@ -416,35 +327,24 @@ def test_the_field_whose_loss_makes_a_right_reply_wrong_is_named() -> None:
 
 
 def test_every_right_reply_that_is_not_paid_is_listed() -> None:
-    result = find(audit(RefusesItsGold()), "gold")
+    result = find(audit(REFUSES_ITS_GOLD), "gold")
     assert (result.num, len(result.evidence)) == (32, 32)
 
 
 def test_evidence_names_the_example_and_shows_the_reply() -> None:
-    report = audit(MatchesEitherWay())
-    (garbage,) = [result for result in report.probes if result.probe == "garbage"]
+    garbage = find(audit(MATCHES_EITHER_WAY), "garbage")
     assert (garbage.detail, garbage.value, len(garbage.evidence)) == ("letter", 1.0, 5)
-    ids = {example.example_id for example in MatchesEitherWay().examples(Split.TRAIN)}
+    ids = {example.example_id for example in Capitals().examples(Split.TRAIN)}
     assert {entry.example_id for entry in garbage.evidence} <= ids
     assert {(entry.reply, entry.reward) for entry in garbage.evidence} == {("a", 1.0)}
-    assert garbage.describe() == "garbage fail 1 (limit 1e-09) letter, for example 'a'"
 
 
-def test_a_declared_chance_is_allowed_and_no_more() -> None:
-    class Quarter(Capitals):
-        limits = replace(Capitals.limits, chance=0.25)
-
-        def verify(self, example: Example, text: str) -> Outcome:
-            outcome = super().verify(example, text)
-            is_lucky = bool(text) and not text.isspace() and int(example.example_id, 16) % 4 == 0
-            return replace(outcome, parts={"correct": float(is_lucky or bool(outcome.is_correct))})
-
-    class Half(Quarter):
-        limits = replace(Capitals.limits, chance=0.02)
-
+@pytest.mark.parametrize(("chance", "status"), [(0.25, "pass"), (0.02, "fail")])
+def test_a_declared_chance_is_allowed_and_no_more(chance: float, status: str) -> None:
+    task = Faulty(lambda e, t, right: right or (t.strip() != "" and int(e.example_id, 16) % 4 == 0))
+    task.limits = replace(Capitals.limits, chance=chance)
     # 8 of 32 are expected, and 0.25 + 3 * sqrt(0.25 * 0.75 / 32) = 0.48 is allowed; else 0.02 + 0.07.
-    assert statuses(audit(Quarter()))["garbage"] == "pass"
-    assert statuses(audit(Half()))["garbage"] == "fail"
+    assert statuses(audit(task))["garbage"] == status
 
 
 @pytest.mark.parametrize(
@@ -454,25 +354,15 @@ def test_the_built_in_tasks_are_green(spec: TaskSpec) -> None:
     assert audit(build_task(spec)).verdict is Verdict.GREEN
 
 
-def test_an_unknown_probe_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"^probe ecko\. Allowed: noop, .*, ceiling\. Next: correct the name"
-    ):
+def test_an_unknown_probe_and_a_task_without_examples_are_refused() -> None:
+    with pytest.raises(ConfigError, match="ecko"):
         audit(Capitals(), probes=("echo", "ecko"))
-
-
-def test_a_task_without_examples_is_refused() -> None:
-    class Empty(Capitals):
-        def examples(self, split: Split) -> Sequence[Example]:
-            return []
-
-    with pytest.raises(DataError, match="an audit of task capitals, which has no examples"):
-        audit(Empty())
+    with pytest.raises(DataError, match="capitals"):
+        audit(Faulty(examples=lambda split: []))
 
 
 def test_a_task_for_evaluation_only_is_audited_on_its_held_out_examples() -> None:
-    class HeldOutOnly(Capitals):
-        def examples(self, split: Split) -> Sequence[Example]:
-            return super().examples(split) if split is Split.HELD_OUT else []
+    def examples(split: Split) -> Sequence[Example]:
+        return Capitals().examples(split) if split is Split.HELD_OUT else []
 
-    assert audit(HeldOutOnly()).verdict is Verdict.GREEN
+    assert audit(Faulty(examples=examples)).verdict is Verdict.GREEN

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,8 @@ from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.mmlu import MmluSpec
 from strop.tasks.rlvr_mixed import RlvrMixedSpec
 from strop.tasks.sft_jsonl import SftJsonlSpec
-from tests.tasks.instructions.instruction_cases import (
-    MULTI_ARGUMENTS,
-    RLVR_ARGUMENTS,
-)
-from tests.tasks.instructions.test_tasks import multi_row, rlvr_row
+from tests.fixtures.row_files import write_rows
+from tests.tasks.instructions.test_tasks import ALL_ROWS
 from tests.tasks.mathematics.test_tasks import math_row
 from tests.tasks.test_rlvr_mixed import row as mixed_row
 
@@ -42,61 +37,46 @@ def answer(n: int) -> int:
     return 16 * n + 305
 
 
-def rows_of(name: str) -> list[Row]:
-    """Return rows of one data set, all of them held out but for those that are trained on."""
-    make: dict[str, Callable[[], Sequence[Row]]] = {
-        "gsm8k": lambda: [
-            {"question": problem(n), "answer": f"We count.\n#### {answer(n):,}"} for n in NUMBERS
-        ],
-        "math": lambda: [math_row(problem(n), f"\\frac{{{answer(n)}}}{{7}}") for n in NUMBERS],
-        "math500": lambda: [
-            {
-                **math_row(problem(n), str(answer(n))),
-                "answer": str(answer(n)),
-                "subject": "Algebra",
-                "level": 2,
-            }
-            for n in NUMBERS
-        ],
-        "deepscaler": lambda: [
-            {"problem": problem(n), "answer": f"{answer(n)}", "solution": "..."} for n in NUMBERS
-        ],
-        "aime": lambda: [{"problem": problem(n), "answer": str(answer(n))} for n in NUMBERS],
-        "mmlu": lambda: [
+def solved(n: int, **columns: Any) -> Row:
+    return {"problem": problem(n), "answer": str(answer(n)), **columns}
+
+
+TASKS: dict[str, tuple[type[Any], list[Row]]] = {
+    "gsm8k": (
+        Gsm8kSpec,
+        [{"question": problem(n), "answer": f"We count.\n#### {answer(n):,}"} for n in NUMBERS],
+    ),
+    "math": (MathSpec, [math_row(problem(n), f"\\frac{{{answer(n)}}}{{7}}") for n in NUMBERS]),
+    "math500": (
+        Math500Spec,
+        [solved(n, solution=f"\\boxed{{{answer(n)}}}", subject="Algebra", level=2) for n in NUMBERS],
+    ),
+    "deepscaler": (DeepscalerSpec, [solved(n, solution="...") for n in NUMBERS]),
+    "aime": (AimeSpec, [solved(n) for n in NUMBERS]),
+    "mmlu": (
+        MmluSpec,
+        [
             {"question": problem(n), "subject": "art", "choices": list("pqrs"), "answer": (n * 7 // 3) % 4}
             for n in NUMBERS
         ],
-        "rlvr-ifeval": lambda: [rlvr_row(key, case) for key, case in RLVR_ARGUMENTS.items()],
-        "if-multi": lambda: [
-            multi_row({key: case or None}, n) for n, (key, case) in enumerate(MULTI_ARGUMENTS.items())
-        ],
-        "rlvr-mixed": lambda: [mixed_row("gsm8k", n, str(answer(n))) for n in NUMBERS],
-        "sft-jsonl": lambda: [
+    ),
+    "rlvr-ifeval": (RlvrIfevalSpec, ALL_ROWS["rlvr-ifeval"]),
+    "if-multi": (IfMultiSpec, ALL_ROWS["if-multi"]),
+    "rlvr-mixed": (RlvrMixedSpec, [mixed_row("gsm8k", n, str(answer(n))) for n in NUMBERS]),
+    "sft-jsonl": (
+        SftJsonlSpec,
+        [
             {"prompt": problem(n), "completion": f"It is {answer(n)}.", "gold": str(answer(n))}
             for n in NUMBERS
         ],
-    }
-    return list(make[name]())
-
-
-SPECS: dict[str, type[Any]] = {
-    "gsm8k": Gsm8kSpec,
-    "math": MathSpec,
-    "math500": Math500Spec,
-    "deepscaler": DeepscalerSpec,
-    "aime": AimeSpec,
-    "mmlu": MmluSpec,
-    "rlvr-ifeval": RlvrIfevalSpec,
-    "if-multi": IfMultiSpec,
-    "rlvr-mixed": RlvrMixedSpec,
-    "sft-jsonl": SftJsonlSpec,
+    ),
 }
 
 
 def audit(name: str, tmp_path: Path) -> AuditReport:
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(name)), "utf-8")
+    make, rows = TASKS[name]
     settings = {"strictness": "standard"} if name in {"math", "math500", "deepscaler", "rlvr-mixed"} else {}
-    spec: TaskSpec = SPECS[name](name=name, source=str(tmp_path / "rows.jsonl"), **settings)
+    spec: TaskSpec = make(name=name, source=str(write_rows(tmp_path / "rows.jsonl", rows)), **settings)
     return asyncio.run(run_audit(build_task(spec), AuditSettings()))
 
 
@@ -111,7 +91,7 @@ KNOWN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", TASKS)
 def test_no_built_in_task_pays_for_more_than_is_known(name: str, tmp_path: Path) -> None:
     report = audit(name, tmp_path)
     broken = {

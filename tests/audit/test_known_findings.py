@@ -7,7 +7,7 @@ from importlib.metadata import version as package_version
 
 import pytest
 
-from strop.audit import AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
+from strop.audit import AuditReport, AuditSettings, ProbeStatus, Verdict, run_audit
 from strop.tasks import build_task
 from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
 
@@ -26,62 +26,39 @@ def audit(dataset: str, *probes: str, num_examples: int = 32) -> AuditReport:
     return asyncio.run(run_audit(build_task(spec), settings))
 
 
-def find(dataset: str, probe: str, num_examples: int = 32) -> ProbeResult:
-    (result,) = audit(dataset, probe, num_examples=num_examples).probes
-    return result
+FAIL, WARN = ProbeStatus.FAIL, ProbeStatus.WARN
 
 
 @pytest.mark.parametrize(
-    "dataset", ["boxnet", "graph_color", "propositional_logic", "rubiks_cube", "rush_hour"]
-)
-def test_rew_4_data_sets_without_an_answer_are_found(dataset: str) -> None:
-    report = audit(dataset, "gold", num_examples=8)
-    (result,) = report.probes
-    assert (result.status, result.value, report.verdict) == (ProbeStatus.FAIL, 0.0, Verdict.RED)
-    assert result.detail == "8 examples without any right reply"
-
-
-@pytest.mark.parametrize(
-    ("dataset", "reward"),
+    ("dataset", "probe", "num_examples", "status", "reward"),
     [
+        # The highest that is known; other examples may be paid more. Without any right reply:
+        *((one, "gold", 8, FAIL, None) for one in ("boxnet", "graph_color", "propositional_logic")),
+        *((one, "gold", 8, FAIL, None) for one in ("rubiks_cube", "rush_hour")),
         # Every 'False' item: whatever is not 'True' is taken for it.
-        ("game_of_life_halting", 1.0),
-        ("propositional_logic", 0.25),
-        ("spell_backward", 0.14),
-        ("figlet_font", 0.1),
+        ("game_of_life_halting", "garbage", 32, FAIL, 1.0),
+        ("propositional_logic", "garbage", 8, FAIL, 0.25),
+        ("spell_backward", "garbage", 32, FAIL, 0.14),
+        ("figlet_font", "garbage", 32, FAIL, 0.1),
+        *((one, "empty", 8, FAIL, 0.05) for one in ("arc_agi", "rearc", "sentence_reordering")),
+        # .3 for as many names as the answer has, and .7 times one right of two.
+        ("knights_knaves", "echo", 64, WARN, 0.65),
+        ("rotate_matrix", "echo", 64, FAIL, 0.29),
+        ("number_sequence", "echo", 64, WARN, 0.08),
     ],
 )
-def test_rew_4_data_sets_that_pay_for_garbage_are_found(dataset: str, reward: float) -> None:
-    result = find(dataset, "garbage", 8 if dataset == "propositional_logic" else 32)
-    assert result.status is ProbeStatus.FAIL
+def test_rew_4_data_sets_without_an_answer_and_those_that_pay_for_nothing_are_found(
+    dataset: str, probe: str, num_examples: int, status: ProbeStatus, reward: float | None
+) -> None:
+    report = audit(dataset, probe, num_examples=num_examples)
+    (result,) = report.probes
+    assert result.status is status
+    if reward is None:
+        assert (result.value, report.verdict) == (0.0, Verdict.RED)
+        return
     highest = result.evidence[0].reward
     assert highest is not None
-    assert highest >= reward
-
-
-@pytest.mark.parametrize("dataset", ["arc_agi", "rearc", "sentence_reordering"])
-def test_rew_4_data_sets_that_pay_for_nothing_are_found(dataset: str) -> None:
-    result = find(dataset, "empty", 8)
-    assert result.status is ProbeStatus.FAIL
-    assert result.value == pytest.approx(0.05)
-
-
-@pytest.mark.parametrize(
-    ("dataset", "status", "highest"),
-    [
-        # The highest that is known; other examples may be paid more.
-        # .3 for as many names as the answer has, and .7 times one right of two.
-        ("knights_knaves", ProbeStatus.WARN, 0.65),
-        ("rotate_matrix", ProbeStatus.FAIL, 0.29),
-        ("number_sequence", ProbeStatus.WARN, 0.08),
-    ],
-)
-def test_rew_4_data_sets_that_pay_for_the_question_are_found(
-    dataset: str, status: ProbeStatus, highest: float
-) -> None:
-    result = find(dataset, "echo", 64)
-    reward = result.evidence[0].reward
-    assert (result.status, reward is not None and reward >= 0.999 * highest) == (status, True)
+    assert highest >= 0.999 * reward
 
 
 def test_rew_1_a_scorer_that_raises_on_words_is_found() -> None:

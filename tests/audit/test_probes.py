@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import asyncio
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.audit import AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
+from strop.audit import QUICK_PROBES, AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
 from strop.audit.answer_probes import permute_parts
+from strop.audit.attacks import as_lookup
 from strop.audit.probes import INJECTIONS
 from strop.rollout import make_example
 from strop.spec.task import TaskSpec
-from strop.tasks import build_task
+from strop.tasks import build_task, build_warm_task
 from strop.tasks.blend import BlendSpec
-from strop.tasks.code.extraction import compiles, extract_python
+from strop.tasks.code.mbpp import MbppSpec
 from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks.judging import open_judge
 from strop.tasks.mixture import MixtureSpec
 from strop.tasks.traits import ProgramForm, judge_digests_of
 from tests.environments.test_worlds import build_spec
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import judge_spec, judge_task
-from tests.fixtures.program_attacks.probes import trivial_edits
+from tests.fixtures.row_files import write_rows
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 WORLD = """
@@ -93,29 +96,64 @@ def test_an_example_with_nothing_to_reverse_is_left_alone(text: str) -> None:
     assert permute_parts(make_example("parts", {"input_output": text, "tests": ["one"]}, None)) is None
 
 
-def test_trivial_edits_hold_the_code_that_was_shown_and_no_more() -> None:
-    signature = 'def plus(x):\n    """ Add two. """'
-    edits = trivial_edits(ProgramForm(entry_point="plus"), signature, "def plus(")
-    codes = {kind: extract_python(reply, entry_point="plus") or "" for kind, reply in edits.items()}
-    assert codes["the code shown, unchanged"] == signature
-    assert codes["the code shown, and a comment"].startswith(f"{signature}\n# ")
-    assert codes["the code shown, under a comment"].endswith(f"\n{signature}")
-    assert all(compiles(code) for kind, code in codes.items() if "(2)" not in kind)
-    # 3 without code, and 4 for each piece.
-    assert len(edits) == 11
-    # A whole program has no function to empty.
-    assert len(trivial_edits(ProgramForm(entry_point=None), "print(1)")) == 5
+def test_the_answers_of_shown_tests_are_read_from_the_prompt() -> None:
+    prompt = "Tests:\nassert f(1, [2]) == {'a': 3}\nassert g(1) == 2\nassert f(3) != 4\nassert f(\nf(5) == 6"
+    reply = as_lookup(ProgramForm(entry_point="f"), prompt)
+    assert reply is not None
+    names: dict[str, Any] = {}
+    exec(reply.removeprefix("```python\n").removesuffix("\n```"), names)
+    assert names["f"](1, [2]) == {"a": 3}
+    with pytest.raises(StopIteration):
+        names["f"](3)
+    assert as_lookup(ProgramForm(entry_point="h"), prompt) is None
+    assert as_lookup(ProgramForm(entry_point=None), prompt) is None
+
+
+def mbpp_row(number: int) -> dict[str, Any]:
+    return {
+        "task_id": number,
+        "text": f"Write a function to add {number}.",
+        "code": f"def plus{number}(x):\n    return x + {number}",
+        "test_list": [f"assert plus{number}({n}) == {n + number}" for n in (1, 5, -3)],
+        "test_setup_code": "",
+        "challenge_test_list": [f"assert plus{number}(10**6) == {10**6 + number}"],
+    }
+
+
+@pytest.mark.usefixtures("bubblewrap")
+@pytest.mark.slow
+def test_visible_tests_that_can_be_learned_by_heart_make_mbpp_amber(tmp_path: Path) -> None:
+    """Known of MBPP: the prompt shows every test of a training problem. Nothing else is found."""
+    for stem, numbers in (("train", range(2, 8)), ("test", range(10, 12))):
+        write_rows(tmp_path / f"{stem}.jsonl", [mbpp_row(number) for number in numbers])
+    spec = MbppSpec(name="mbpp", source=str(tmp_path))
+    task = build_task(spec)
+    settings = AuditSettings(num_examples=4, probes=(*QUICK_PROBES, "order", "failure_paths"))
+
+    async def audit_in_workers() -> AuditReport:
+        judge = open_judge(task, partial(build_warm_task, spec))
+        try:
+            return await run_audit(task, settings, judge)
+        finally:
+            await judge.close()
+
+    report = asyncio.run(audit_in_workers())
+    (constant,) = [one for one in report.probes if one.status is ProbeStatus.FAIL]
+    assert (constant.probe, constant.value, report.verdict) == ("constant", 1.0, Verdict.AMBER)
 
 
 def attack(tmp_path: Path, say: Say) -> ProbeResult:
-    with judge_server(say) as server:
-        task = judge_task(tmp_path, server.url)
-        settings = AuditSettings(num_examples=3, probes=("judge_injection",))
-        report = asyncio.run(run_audit(task, settings))
-        task.client.close()
-    (result,) = report.probes
-    assert (report.verdict is Verdict.RED) == (result.status in (ProbeStatus.FAIL, ProbeStatus.ERROR))
+    result, verdict = probe(tmp_path, say, "judge_injection", 3)
+    assert (verdict is Verdict.RED) == (result.status in (ProbeStatus.FAIL, ProbeStatus.ERROR))
     return result
+
+
+def probe(tmp_path: Path, say: Say, name: str, num: int, *rows: Any) -> tuple[ProbeResult, Verdict]:
+    with judge_server(say) as server:
+        task = judge_task(tmp_path, server.url, *rows)
+        report = asyncio.run(run_audit(task, AuditSettings(num_examples=num, probes=(name,))))
+        task.client.close()
+    return report.probes[0], report.verdict
 
 
 def test_a_deaf_judge_passes(tmp_path: Path) -> None:
@@ -142,14 +180,6 @@ def test_a_judge_that_can_be_talked_to_is_found(tmp_path: Path, weakness: object
     assert result.evidence[0].reply == INJECTIONS[kind][:200]
 
 
-def measure_length(tmp_path: Path, say: Say, rows: list[dict[str, Any]]) -> tuple[ProbeResult, Verdict]:
-    with judge_server(say) as server:
-        task = judge_task(tmp_path, server.url, rows)
-        report = asyncio.run(run_audit(task, AuditSettings(num_examples=4, probes=("judge_length",))))
-        task.client.close()
-    return report.probes[0], report.verdict
-
-
 LONG_ROWS = [
     {
         "prompt": f"Tell story {n}.",
@@ -165,7 +195,7 @@ def test_a_judge_that_likes_length_is_found(tmp_path: Path) -> None:
 
     # Bare: 25 of 4000 characters. Longer: 25 + 1 + 12 fillings of 67, because 800 // 67 + 1 = 12: 830.
     # (830 - 25) / 4000 = 0.201.
-    result, verdict = measure_length(tmp_path, say, LONG_ROWS)
+    result, verdict = probe(tmp_path, say, "judge_length", 4, LONG_ROWS)
     assert (result.status, result.num, verdict) == (ProbeStatus.FAIL, 8, Verdict.AMBER)
     assert result.value == pytest.approx(0.201, abs=0.001)
     assert result.detail.startswith("share of full marks gained by length; ")
@@ -176,7 +206,7 @@ def test_a_judge_that_reads_the_content_alone_passes(tmp_path: Path) -> None:
     def say(question: str) -> str:
         return scored(0.5 * shown_reply(question).startswith("Story"))
 
-    result, verdict = measure_length(tmp_path, say, LONG_ROWS)
+    result, verdict = probe(tmp_path, say, "judge_length", 4, LONG_ROWS)
     assert (result.status, result.value, verdict) == (ProbeStatus.PASS, 0.0, Verdict.GREEN)
 
 

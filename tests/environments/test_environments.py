@@ -1,72 +1,122 @@
-"""The environments that ship keep the contract."""
+"""What every environment must do: one turn, a game that ships, and a class of a user's."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
-import strop
 from strop.environments import Action, Environment, SingleTurn, choose_environment
 from strop.environments.guess_number import GuessNumberSpec
 from strop.environments.played import PlayedWorld
-from strop.rollout import Example, Message, Outcome, Split, make_example
-from strop.tasks import build_task
+from strop.errors import DataError
+from strop.rollout import Example, FinishReason, Message, Outcome, Split
+from strop.tasks import Task, build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.judging import InlineJudge
-from tests.environments.contract_suite import EnvironmentContract
-from tests.fixtures.scripted_environment import ScriptedEnvironment
+from tests.environments.test_worlds import build
 
-SUM = make_example("arithmetic", {"a": 3, "b": 4}, "7")
+TASKS: dict[str, Callable[[], Task]] = {
+    "one turn": lambda: build_task(ArithmeticSpec()),
+    "guess-number": lambda: build_task(GuessNumberSpec()),
+    "a class": build,
+}
+WORDS = Action(text="no such answer", finish_reason=FinishReason.EOS)
 
 
-class TestSingleTurn(EnvironmentContract):
-    @pytest.fixture
-    def make_environment(self) -> Callable[[], Environment]:
-        return choose_environment(build_task(ArithmeticSpec()))
+@pytest.fixture(params=TASKS)
+def task(request: pytest.FixtureRequest) -> Task:
+    return TASKS[request.param]()
 
-    @pytest.fixture
-    def example(self) -> Example:
-        return SUM
+
+@pytest.fixture
+def make_environment(task: Task) -> Callable[[], Environment]:
+    """Return what builds a fresh attempt each time."""
+    return choose_environment(task)
+
+
+@pytest.fixture
+def example(task: Task) -> Example:
+    return task.examples(Split.TRAIN)[0]
+
+
+Make = Callable[[], Environment]
+
+
+def test_equal_seeds_open_alike(make_environment: Make, example: Example) -> None:
+    async def openings() -> list[tuple[Message, ...]]:
+        return [await make_environment().reset(example, seed=3) for _ in range(2)]
+
+    first, second = asyncio.run(openings())
+    assert first == second
+    assert any(message.text for message in first)
+
+
+def test_score_without_a_step_is_the_floor(make_environment: Make, example: Example) -> None:
+    async def act() -> Outcome:
+        environment = make_environment()
+        await environment.reset(example, seed=3)
+        return await environment.score()
+
+    outcome = asyncio.run(act())
+    assert outcome.reward == 0.0
+    assert not outcome.is_correct
+
+
+def test_done_after_the_last_turn_and_no_step_beyond(make_environment: Make, example: Example) -> None:
+    async def act() -> None:
+        environment = make_environment()
+        await environment.reset(example, seed=3)
+        results = [await environment.step(WORDS) for _ in range(environment.max_turns)]
+        assert results[-1].done
+        assert results[-1].messages == ()
+        with pytest.raises(DataError):
+            await environment.step(WORDS)
+
+    asyncio.run(act())
+
+
+def test_equal_actions_score_alike_and_scoring_changes_nothing(
+    make_environment: Make, example: Example
+) -> None:
+    async def act() -> list[Outcome]:
+        outcomes = []
+        for _ in range(2):
+            environment = make_environment()
+            await environment.reset(example, seed=3)
+            await environment.step(WORDS)
+            outcomes += [await environment.score(), await environment.score()]
+        return outcomes
+
+    outcomes = asyncio.run(act())
+    assert outcomes[0].is_scored
+    assert outcomes == [outcomes[0]] * 4
+
+
+def test_nothing_works_before_reset(make_environment: Make) -> None:
+    with pytest.raises(DataError):
+        asyncio.run(make_environment().step(WORDS))
+    with pytest.raises(DataError):
+        asyncio.run(make_environment().score())
+
+
+def test_close_twice_and_at_any_time(make_environment: Make, example: Example) -> None:
+    async def act() -> None:
+        unused = make_environment()
+        await unused.close()
+        used = make_environment()
+        await used.reset(example, seed=3)
+        await used.close()
+        await used.close()
+
+    asyncio.run(act())
 
 
 def test_a_task_is_attempted_in_its_own_world_or_in_one_turn() -> None:
-    for spec, kind in ((ArithmeticSpec(), SingleTurn), (GuessNumberSpec(), PlayedWorld)):
-        task = build_task(spec)
+    for name, kind in (("one turn", SingleTurn), ("guess-number", PlayedWorld)):
+        task = TASKS[name]()
         make_environment = choose_environment(task, InlineJudge(task))
         first, second = make_environment(), make_environment()
         assert type(first) is kind
         assert first is not second
-
-
-class TestGuessNumber(EnvironmentContract):
-    @pytest.fixture
-    def make_environment(self) -> Callable[[], Environment]:
-        return choose_environment(build_task(GuessNumberSpec()))
-
-    @pytest.fixture
-    def example(self) -> Example:
-        return build_task(GuessNumberSpec()).examples(Split.TRAIN)[0]
-
-
-def test_no_other_room_chooses_an_environment() -> None:
-    src = Path(strop.__file__).parent
-    naming = [path for path in src.rglob("*.py") if "SingleTurn" in path.read_text()]
-    assert {path.parent.name for path in naming} == {"environments"}
-
-
-def judge_last_word(example: Example, actions: tuple[Action, ...]) -> Outcome:
-    is_correct = bool(actions) and actions[-1].text == example.answer
-    return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct)
-
-
-class TestScriptedEnvironment(EnvironmentContract):
-    @pytest.fixture
-    def make_environment(self) -> Callable[[], Environment]:
-        more = [Message(role="user", content="Sure?")]
-        return lambda: ScriptedEnvironment([Message(role="user", content="3 + 4?")], [more], judge_last_word)
-
-    @pytest.fixture
-    def example(self) -> Example:
-        return SUM

@@ -12,6 +12,7 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import FailureOwner, Rollout, Split
 from strop.tasks import Task, build_task
 from tests.environments.test_worlds import attempt, call, tokenizer_of
+from tests.fixtures.judging import failed
 from tests.fixtures.mlgym_checkout import FILES, write_checkout
 from tests.fixtures.sandboxes import needs_bubblewrap
 
@@ -121,8 +122,7 @@ def test_a_grader_that_cannot_grade_is_the_tasks_failure(tmp_path: Path, source:
     task = make(tmp_path)
     (tmp_path / "checkout/data/nearTen/evaluate.py").write_text(source)
     outcome = play(tmp_path, task, SUBMIT).outcome
-    assert outcome.failure is not None
-    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.TASK, kind)
+    assert failed(outcome) == (FailureOwner.TASK, kind)
 
 
 def test_a_value_above_the_ceiling_is_no_score(tmp_path: Path) -> None:
@@ -130,8 +130,7 @@ def test_a_value_above_the_ceiling_is_no_score(tmp_path: Path) -> None:
     config = checkout / "configs/tasks/nearTen.yaml"
     config.write_text(config.read_text().replace("id: nearTen", "id: blotto"))
     outcome = play(tmp_path, make(tmp_path, "blotto"), SUBMIT).outcome
-    assert outcome.failure is not None
-    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.TASK, "ceiling")
+    assert failed(outcome) == (FailureOwner.TASK, "ceiling")
 
 
 def test_marks_are_the_share_of_the_way() -> None:

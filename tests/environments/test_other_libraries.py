@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from pathlib import Path
 
 import pytest
 
-from strop.environments import choose_environment
-from strop.environments.contract import Action
-from strop.rollout import FinishReason, Outcome, Split
-from strop.tasks import Task
-from tests.environments.test_worlds import build, call
+from strop.rollout import Split
+from tests.environments.test_worlds import build, call, play
 from tests.faults.test_examples import code
 
 WORDLE = '''
@@ -34,32 +30,16 @@ class Wordle:
 '''
 
 
-def play(task: Task, *replies: str) -> tuple[list[str], Outcome]:
-    """Attempt the first training example; return what the world says, and the outcome."""
-
-    async def act() -> tuple[list[str], Outcome]:
-        environment = choose_environment(task)()
-        told = [one.text for one in await environment.reset(task.examples(Split.TRAIN)[0], seed=3)]
-        for reply in replies:
-            result = await environment.step(Action(text=reply, finish_reason=FinishReason.EOS))
-            told += [message.text for message in result.messages]
-            if result.done:
-                break
-        outcome = await environment.score()
-        await environment.close()
-        return told, outcome
-
-    return asyncio.run(act())
-
-
 def test_gymnasium() -> None:
     task = build(code("environments.md", "FrozenLakeEnv"), name="Lake")
-    told, outcome = play(task, "I go down: 1", "1", "left or right?", "2", "2", "1", "2")
+    told, outcome = play(
+        task, task.examples(Split.TRAIN)[0], "I go down: 1", "1", "left or right?", "2", "2", "1", "2"
+    )
     assert "[S]FFF" in told[0]
     assert "[F]" in told[1]
     assert outcome.reward == 1.0
     assert outcome.turn_rewards == (0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0)
-    assert play(task, "1", "2")[1].reward == 0.0
+    assert play(task, task.examples(Split.TRAIN)[0], "1", "2")[1].reward == 0.0
 
 
 def test_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +48,11 @@ def test_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     task = build(code("environments.md", "Wordle"), name="Words")
     told, outcome = play(
-        task, call("guess", word="so"), call("guess", word="slate"), call("guess", word="crane")
+        task,
+        task.examples(Split.TRAIN)[0],
+        call("guess", word="so"),
+        call("guess", word="slate"),
+        call("guess", word="crane"),
     )
     assert told[0].endswith("It has 5 letters.")
     assert [text.startswith("error: ") for text in told[-3:]] == [True, False, False]
@@ -77,7 +61,7 @@ def test_trl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_textarena() -> None:
     task = build(code("environments.md", "textarena"), name="Arena")
-    told, outcome = play(task, *(f"[{number}]" for number in range(1, 11)))
+    told, outcome = play(task, task.examples(Split.TRAIN)[0], *(f"[{number}]" for number in range(1, 11)))
     assert "between 1 and 20" in told[0]
     # What was shown is not shown again.
     assert "between 1 and 20" not in "".join(told[1:])

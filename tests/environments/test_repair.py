@@ -21,10 +21,13 @@ from strop.environments.groups import NUM_REFILLS
 from strop.environments.repair import RepoRepair, RepoRepairSpec
 from strop.environments.repair_rows import Hidden, read_passed
 from strop.errors import DataError
+from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.rollout import Example, FailureOwner, Rollout, Split
 from strop.tasks import Task, build_task, self_test
 from tests.environments.test_worlds import attempt, call, plan_of, tokenizer_of
 from tests.fixtures.dummy_engine import DummyEngine
+from tests.fixtures.judging import failed
+from tests.fixtures.runtime_processes import service_of
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
 from tests.fixtures.small_root import copy_programs, imported
 
@@ -130,6 +133,9 @@ def test_a_tool_changes_the_file_inside_and_the_reward_follows(
         ("sed -i 's/ - / + /' lib/add.sh; rm -rf .git", "no_patch"),
         ("sed -i 's/ - / + /' lib/add.sh; git reset -q --hard; (sleep 0.5; touch x) &", "no_patch"),
         ("mv lib/add.sh x; ln -s ../../../../etc/passwd lib/add.sh", "fail_to_pass_frac"),
+        # Tests that are ended before they say anything are not passed.
+        ("echo 'exit 0' > lib/add.sh", "fail_to_pass_frac"),
+        ("sed -i '1i exit 0' lib/add.sh", "fail_to_pass_frac"),
     ],
 )
 def test_nothing_else_earns_it(tmp_path: Path, repository: Path, command: str, metric: str) -> None:
@@ -194,14 +200,6 @@ def test_files_that_make_tests_pass_do_not_reach_them(tmp_path: Path, repository
     assert play(tmp_path, make(tmp_path, repository, **named), made, SUBMIT).outcome.reward == 1.0
 
 
-@pytest.mark.parametrize("command", ["echo 'exit 0' > lib/add.sh", "sed -i '1i exit 0' lib/add.sh"])
-def test_tests_that_are_ended_before_they_say_anything_are_not_passed(
-    tmp_path: Path, repository: Path, command: str
-) -> None:
-    outcome = play(tmp_path, make(tmp_path, repository), call("bash", command=command), SUBMIT).outcome
-    assert (outcome.reward, outcome.metrics["fail_to_pass_frac"]) == (0.0, 0.0)
-
-
 @pytest.mark.parametrize(
     "command",
     [
@@ -258,8 +256,7 @@ def test_a_row_that_cannot_be_judged_is_no_reward(
 ) -> None:
     outcome = play(tmp_path, make(tmp_path, repository, **columns), FIX, SUBMIT).outcome
     assert outcome.reward is None
-    assert outcome.failure is not None
-    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.TASK, kind)
+    assert failed(outcome) == (FailureOwner.TASK, kind)
 
 
 def test_tests_that_wait_without_an_end_are_not_passed(tmp_path: Path, repository: Path) -> None:
@@ -283,12 +280,19 @@ def test_the_repository_stands_at_the_rows_commit(tmp_path: Path, repository: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("service")
 def test_it_is_the_same_at_a_node_of_a_service(tmp_path: Path, repository: Path) -> None:
-    task = make(tmp_path, repository, {"sandbox": "remote"})
-    assert play(tmp_path, task, FIX, SUBMIT).outcome.reward == 1.0
-    wrong = call("bash", command="echo >> lib/add.sh")
-    assert play(tmp_path, task, wrong, SUBMIT).outcome.reward == 0.0
+    """A service that is handed to this process as a run hands it over."""
+    backend = "bubblewrap" if shutil.which("bwrap") else "process"
+    (tmp_path / "service").mkdir()
+    with service_of(tmp_path / "service", "--backend", backend) as running:
+        hand_over(tmp_path / "servers", {RUNTIME: Endpoint(url=running.url, key=running.key)})
+        try:
+            task = make(tmp_path, repository, {"sandbox": "remote"})
+            assert play(tmp_path, task, FIX, SUBMIT).outcome.reward == 1.0
+            wrong = call("bash", command="echo >> lib/add.sh")
+            assert play(tmp_path, task, wrong, SUBMIT).outcome.reward == 0.0
+        finally:
+            withdraw(tmp_path / "servers", [RUNTIME])
 
 
 @pytest.mark.slow
@@ -333,21 +337,18 @@ def test_an_image_has_the_repository_and_its_tests(
 
 
 @pytest.mark.parametrize(
-    ("columns", "message"),
+    "columns",
     [
-        ({"problem_statement": ""}, "problem_statement"),
-        ({"FAIL_TO_PASS": "t.sh::a"}, "FAIL_TO_PASS that is no JSON"),
-        ({"FAIL_TO_PASS": "{}"}, "FAIL_TO_PASS of type str"),
-        ({"PASS_TO_PASS": [1]}, "PASS_TO_PASS of type list"),
-        ({"hidden_tests": ["a"]}, "hidden_tests of type list"),
-        ({"image": 3}, "image of type int"),
-        ({"FAIL_TO_PASS": None, "PASS_TO_PASS": []}, "names no tests"),
+        {"problem_statement": ""},
+        *({"FAIL_TO_PASS": one} for one in ("t.sh::a", "{}")),
+        {"PASS_TO_PASS": [1]},
+        {"hidden_tests": ["a"]},
+        {"image": 3},
+        {"PASS_TO_PASS": [], "FAIL_TO_PASS": None},
     ],
 )
-def test_malformed_rows_are_refused(
-    tmp_path: Path, repository: Path, columns: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DataError, match=message):
+def test_malformed_rows_are_refused(tmp_path: Path, repository: Path, columns: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=f"{next(iter(columns))}|tests"):
         make(tmp_path, repository, **columns).examples(Split.TRAIN)
 
 

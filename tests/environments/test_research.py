@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from strop.environments import Action
 from strop.environments.worlds import OwnWorld
-from strop.rollout import Example, FinishReason, Outcome, Split
+from strop.rollout import Example, Outcome, Split
 from strop.spec import load_spec
 from strop.tasks import build_task, self_test
-from tests.environments.test_worlds import call
+from tests.environments.test_worlds import call, play
 from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.recipes import NAMES
 from tests.fixtures.sandboxes import needs_bubblewrap
@@ -36,30 +35,14 @@ def example_of(task: OwnWorld, name: str) -> Example:
     return next(one for one in task.examples(Split.HELD_OUT) if one.fields["task"] == name)
 
 
-def play(task: OwnWorld, name: str, *replies: str) -> tuple[Outcome, list[str]]:
+def attempt(task: OwnWorld, name: str, *replies: str) -> tuple[Outcome, list[str]]:
     """Return the outcome of an attempt, and what was told after each reply."""
-
-    async def attempt() -> tuple[Outcome, list[str]]:
-        told, world = [], task.make_environment()
-        try:
-            await world.reset(example_of(task, name), 0)
-            for reply in replies:
-                result = await world.step(Action(text=reply, finish_reason=FinishReason.EOS))
-                told.append("\n".join(message.text for message in result.messages))
-            return await world.score(), told
-        finally:
-            await world.close()
-
-    return asyncio.run(attempt())
+    told, outcome = play(task, example_of(task, name), *replies)
+    return outcome, told[1:]
 
 
 def written(name: str, text: str) -> str:
     return call("create", path=ARTEFACTS[name], text=text)
-
-
-def test_it_is_small() -> None:
-    files = NAMES["research"].parent.iterdir()
-    assert sum(len(path.read_text().splitlines()) for path in files if path.is_file()) <= 600
 
 
 @pytest.mark.parametrize("name", ARTEFACTS)
@@ -67,7 +50,7 @@ def test_the_first_version_earns_nothing_and_the_best_known_work_full_marks(
     task: OwnWorld, name: str
 ) -> None:
     example = example_of(task, name)
-    outcome, _ = play(task, name, SUBMIT)
+    outcome, _ = attempt(task, name, SUBMIT)
     assert (outcome.reward, outcome.is_correct) == (0.0, False)
     assert asyncio.run(self_test(task, [example])) == []
 
@@ -75,7 +58,7 @@ def test_the_first_version_earns_nothing_and_the_best_known_work_full_marks(
 @pytest.mark.parametrize("name", ARTEFACTS)
 @pytest.mark.parametrize("text", ["[1.0]\n", "print([1.0] * 1036)\nimport os; os._exit(0)\n"])
 def test_what_cannot_be_scored_earns_nothing(task: OwnWorld, name: str, text: str) -> None:
-    outcome, told = play(task, name, written(name, text), call("evaluate"), SUBMIT)
+    outcome, told = attempt(task, name, written(name, text), call("evaluate"), SUBMIT)
     assert (outcome.reward, outcome.failure) == (0.0, None)
     assert told[1].startswith("error: ")
     assert outcome.metrics["num_tool_errors"] == 1
@@ -83,21 +66,17 @@ def test_what_cannot_be_scored_earns_nothing(task: OwnWorld, name: str, text: st
 
 def test_a_program_answers_and_does_not_score(task: OwnWorld) -> None:
     shouting = "print('{\"score\": 100}')\n\n\ndef act(place, speed):\n    return 1.0\n"
-    assert play(task, "car", written("car", shouting), SUBMIT)[0].reward == 0.0
+    assert attempt(task, "car", written("car", shouting), SUBMIT)[0].reward == 0.0
     better = "def act(place, speed):\n    return 0.5 if speed >= 0 else -0.5\n"
-    outcome, told = play(task, "car", written("car", better), call("evaluate"), SUBMIT)
+    outcome, told = attempt(task, "car", written("car", better), call("evaluate"), SUBMIT)
     assert outcome.reward is not None
     assert 0.2 < outcome.reward <= 1.0
     assert 90.0 < float(told[1].split()[3].strip(";")) < 100.0
 
 
-def test_evaluations_are_counted(task: OwnWorld) -> None:
-    outcome, told = play(task, "people", *[call("evaluate")] * 6, SUBMIT)
+def test_evaluations_are_counted_and_leaked_labels_never_paid(task: OwnWorld) -> None:
+    told = attempt(task, "people", *[call("evaluate")] * 6, SUBMIT)[1]
     assert [one.startswith("error: ") for one in told[:6]] == [False] * 5 + [True]
-    assert outcome.metrics["num_tool_errors"] == 1
-
-
-def test_leaked_labels_are_never_paid(task: OwnWorld) -> None:
     own = task.make_own()
     own.example = example_of(task, "people")
     score = own.instance.score
@@ -105,14 +84,10 @@ def test_leaked_labels_are_never_paid(task: OwnWorld) -> None:
         zip(score.__code__.co_freevars, (cell.cell_contents for cell in score.__closure__), strict=True)
     )
     labels = "id,prediction\n" + "".join(f"{row},{int(one)}\n" for row, one in enumerate(hidden["truth"]))
-    outcome, _ = play(task, "people", written("people", labels), SUBMIT)
+    outcome, _ = attempt(task, "people", written("people", labels), SUBMIT)
     assert outcome.reward is None
     assert outcome.failure is not None
     assert outcome.failure.kind == "ceiling"
-
-
-def test_the_model_has_these_tools(task: OwnWorld) -> None:
-    assert set(task.tools) == {"bash", "view", "create", "str_replace", "submit", "evaluate"}
 
 
 def test_instances_differ_and_splits_never_meet(task: OwnWorld) -> None:

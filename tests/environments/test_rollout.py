@@ -17,7 +17,6 @@ from strop.environments import (
     Action,
     AttemptFailed,
     Environment,
-    PromptCache,
     RolloutPlan,
     SingleTurn,
     StepResult,
@@ -41,7 +40,7 @@ from strop.rollout import (
 )
 from strop.tasks import build_task
 from strop.tasks.failures import describe_failure
-from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
+from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tokenizer import Tokenizer
 from strop.train.measure import measure_rollouts
 from tests.fixtures.builders import plan_for
@@ -92,9 +91,9 @@ def judge_last_word(example: Example, actions: tuple[Action, ...]) -> Outcome:
     return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct)
 
 
-def asking(*questions: str, never_done: bool = False) -> ScriptedEnvironment:
+def asking(*questions: str) -> ScriptedEnvironment:
     messages = [(Message(role="user", content=question),) for question in questions]
-    return ScriptedEnvironment(messages[0], messages[1:], judge_last_word, never_done=never_done)
+    return ScriptedEnvironment(messages[0], messages[1:], judge_last_word)
 
 
 def joined_ids(turns: Sequence[Turn]) -> list[int]:
@@ -228,17 +227,6 @@ def test_cut_turn_ends_the_attempt(tokenizer: Tokenizer) -> None:
     rollout = attempt(environment, DummyEngine(tokenizer, ["xyz"]), tokenizer, max_reply_tokens=2)
     assert [action.text for action in environment.actions] == ["xy"]
     assert rollout.outcome.truncated
-
-
-def test_engine_failure_is_the_engines(tokenizer: Tokenizer) -> None:
-    environment = asking("a?")
-    rollout = attempt(environment, DummyEngine(tokenizer, [OSError("cable")]), tokenizer)
-    failure = rollout.outcome.failure
-    assert failure is not None
-    assert (failure.owner, failure.kind) == (FailureOwner.ENGINE, "OSError")
-    assert "cable" in failure.detail
-    assert rollout.outcome.reward is None
-    assert environment.num_closes == 1
 
 
 class Failing(ScriptedEnvironment):
@@ -415,20 +403,3 @@ def test_mixed_or_empty_groups_are_refused(tokenizer: Tokenizer) -> None:
         group_of(DummyEngine(tokenizer, []), tokenizer, [plan(), plan(example=other)])
     with pytest.raises(DataError, match="a group of 0 plans"):
         group_of(DummyEngine(tokenizer, []), tokenizer, [])
-
-
-def test_chat_without_template_is_refused_before_anything_is_asked(base_tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match="has no chat template"):
-        PromptCache(base_tokenizer, "chat")
-
-
-def test_verifier_failure_is_the_tasks(tokenizer: Tokenizer) -> None:
-    class BrokenVerifier(Arithmetic):
-        def verify(self, example: Example, text: str) -> Outcome:
-            raise KeyError(text)
-
-    rollout = attempt(SingleTurn(BrokenVerifier(ArithmeticSpec())), DummyEngine(tokenizer, ["7"]), tokenizer)
-    failure = rollout.outcome.failure
-    assert failure is not None
-    assert (failure.owner, failure.kind) == (FailureOwner.TASK, "KeyError")
-    assert rollout.reply is not None

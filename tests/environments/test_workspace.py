@@ -21,9 +21,10 @@ from strop.sandbox import Limits, SandboxSpec
 from strop.sandbox.served import ServedSandbox
 from strop.spec.sandboxing import SandboxSettings
 from strop.spec.task import EnvironmentSection
-from strop.tasks import Task, self_test
+from strop.tasks import Task
 from strop.tasks.contract import TaskLimits
 from tests.environments.test_worlds import COUNTING, attempt, build, call, tokenizer_of
+from tests.fixtures.gpus import MakeGpus, fake_gpu
 from tests.fixtures.sandboxes import needs_bubblewrap
 
 TESTS = "import sys; sys.path.insert(0, '.'); import total; assert total.total([2, 3]) == 5"
@@ -87,6 +88,14 @@ def told(rollout: Rollout) -> list[str]:
     return [turn.text for turn in rollout.turns if not turn.is_sampled][1:]
 
 
+def lost(rollout: Rollout) -> str:
+    """Return the kind of the machine's failure, which has no reward."""
+    outcome = rollout.outcome
+    assert outcome.failure is not None
+    assert (outcome.reward, outcome.failure.owner) == (None, FailureOwner.INFRA)
+    return outcome.failure.kind
+
+
 def ran(tmp_path: Path, *commands: str, task: Task | None = None) -> list[str]:
     replies = [call("bash", command=one) for one in (*commands, ":")]
     return told(play(tmp_path, *replies, task=task))[: len(commands)]
@@ -116,11 +125,6 @@ def test_a_tool_changes_the_file_and_the_reward_follows(tmp_path: Path, settings
 )
 def test_nothing_else_earns_it(tmp_path: Path, reply: str) -> None:
     assert play(tmp_path, reply, SUBMIT).outcome.reward == 0.0
-
-
-def test_its_gold_passes_the_self_test_and_nonsense_does_not() -> None:
-    task = make()
-    assert asyncio.run(self_test(task, task.examples(Split.TRAIN))) == []
 
 
 class Hurried(Repair):
@@ -236,25 +240,7 @@ class KilledGrader(Repair):
 @pytest.mark.parametrize("kind", [KilledInTurn, KilledGrader])
 def test_a_sandbox_that_the_machine_lost_is_no_reward(tmp_path: Path, kind: type[Repair]) -> None:
     replies = [call("kill"), EDIT, SUBMIT] if kind is KilledInTurn else [EDIT, SUBMIT]
-    outcome = play(tmp_path, *replies, task=make(kind)).outcome
-    assert outcome.reward is None
-    assert outcome.failure is not None
-    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "SandboxLost")
-
-
-def test_a_sandbox_that_says_nothing_is_the_machines_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Silent(Repair):
-        @sandbox_tool
-        async def bash(self, command: str) -> str:
-            await asyncio.sleep(60)
-            return ""
-
-    monkeypatch.setattr("strop.environments.workspace.GRACE_S", 0.2)
-    outcome = play(tmp_path, call("bash", command=":"), task=make(Silent, tool_limit_s=0.1)).outcome
-    assert outcome.failure is not None
-    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "sandbox_silent")
+    assert lost(play(tmp_path, *replies, task=make(kind))) == "SandboxLost"
 
 
 class EndsItself(Repair):
@@ -268,22 +254,35 @@ class EndsGrader(Repair):
         raise SandboxLost("ended", kind="from_inside")
 
 
-@pytest.mark.parametrize("kind", [EndsItself, EndsGrader])
-def test_a_program_that_ends_its_own_sandbox_earns_the_floor(tmp_path: Path, kind: type[Repair]) -> None:
+@pytest.mark.parametrize(("kind", "num_turns"), [(EndsItself, 2.0), (EndsGrader, 3.0)])
+def test_a_program_that_ends_its_own_sandbox_earns_the_floor(
+    tmp_path: Path, kind: type[Repair], num_turns: float
+) -> None:
     """Else a policy could take back an attempt that goes badly."""
-    rollout = play(tmp_path, EDIT, call("bash", command=":"), SUBMIT, task=make(kind))
-    assert rollout.outcome.reward == 0.0
-    assert rollout.outcome.metrics["ended_sandbox"] == 1.0
-    assert rollout.outcome.metrics["num_turns"] == (2.0 if kind is EndsItself else 3.0)
+    outcome = play(tmp_path, EDIT, call("bash", command=":"), SUBMIT, task=make(kind)).outcome
+    assert outcome.reward == 0.0
+    assert (outcome.metrics["ended_sandbox"], outcome.metrics["num_turns"]) == (1.0, num_turns)
+
+
+def test_a_sandbox_that_says_nothing_is_the_machines_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Silent(Repair):
+        @sandbox_tool
+        async def bash(self, command: str) -> str:
+            await asyncio.sleep(60)
+            return ""
+
+    monkeypatch.setattr("strop.environments.workspace.GRACE_S", 0.2)
+    rollout = play(tmp_path, call("bash", command=":"), task=make(Silent, tool_limit_s=0.1))
+    assert lost(rollout) == "sandbox_silent"
 
 
 def test_less_isolation_than_asked_for_is_the_machines_failure(tmp_path: Path) -> None:
     task = make(min_isolation="vm")
     # No sandbox is made for examples and prompts.
     assert "Repair it." in task.render(task.examples(Split.TRAIN)[0])[0].text
-    outcome = play(tmp_path, SUBMIT, task=task).outcome
-    assert outcome.failure is not None
-    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.INFRA, "SandboxRefused")
+    assert lost(play(tmp_path, SUBMIT, task=task)) == "SandboxRefused"
 
 
 def test_nothing_is_left_when_it_is_closed() -> None:
@@ -338,9 +337,43 @@ def test_a_class_of_the_users_says_where_its_sandboxes_are_in_the_run_file(tmp_p
         build(OWN, "environment.sandbox=remote", name="Own")
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("service")
-def test_it_is_the_same_at_a_node_of_a_service(tmp_path: Path) -> None:
-    task = make(sandbox="remote")
-    assert play(tmp_path, EDIT, SUBMIT, task=task).outcome.reward == 1.0
-    assert play(tmp_path, SUBMIT, task=task).outcome.reward == 0.0
+SHOW = "ls /dev | grep -E '^nvidia[0-9]'; echo sees $CUDA_VISIBLE_DEVICES"
+
+
+class Cards(Repair):
+    """Say which GPUs there are."""
+
+    async def grade(self, sandbox: ServedSandbox) -> bool:
+        done = await sandbox.exec(["/bin/sh", "-c", SHOW], wall_limit_s=60)
+        return done.stdout == b"nvidia1\nnvidia2\nsees GPU-1,GPU-2\n"
+
+
+class OneCard(Cards):
+    """Shows one of them."""
+
+    def sandbox_for(self, example: Example) -> SandboxSpec:
+        return SandboxSpec(gpus=("2",))
+
+
+@needs_bubblewrap
+def test_the_model_and_the_grader_see_the_gpus_for_environments_and_no_others(
+    tmp_path: Path, gpus_of: MakeGpus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shown(kind: type[Cards], **settings: Any) -> tuple[str, Rollout]:
+        task = make(kind, **{"sandbox": "bubblewrap", "min_isolation": "namespace", **settings})
+        rollout = play(tmp_path, call("bash", command=SHOW), SUBMIT, task=task)
+        return told(rollout)[0], rollout
+
+    gpus_of([fake_gpu(index) for index in range(3)])
+    monkeypatch.setenv("STROP_ENV_DEVICES", "1,2")
+    seen, rollout = shown(Cards)
+    assert "nvidia1\nnvidia2\nsees GPU-1,GPU-2" in seen
+    assert rollout.outcome.reward == 1.0
+    # An environment may choose among them.
+    seen, _ = shown(OneCard)
+    assert "nvidia2\nsees GPU-2" in seen
+    assert "nvidia1" not in seen
+    # Where sandboxes have no devices of their own none are given.
+    assert shown(Cards, **PROCESS)[1].outcome.failure is None
+    monkeypatch.delenv("STROP_ENV_DEVICES")
+    assert "nvidia" not in shown(Cards)[0]

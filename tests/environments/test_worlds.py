@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 
-from strop.environments import RolloutPlan, choose_environment, run_rollout
+from strop.environments import Action, RolloutPlan, choose_environment, run_rollout
 from strop.errors import ConfigError
-from strop.rollout import RESTART, FailureOwner, Rollout, Split
+from strop.rollout import RESTART, Example, FailureOwner, FinishReason, Outcome, Rollout, Split
 from strop.spec.reader import load_spec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, self_test
 from strop.tokenizer import Tokenizer
 from tests.fixtures.builders import plan_for
 from tests.fixtures.dummy_engine import DummyEngine
+from tests.fixtures.judging import failed
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.fixtures.tool_templates import HERMES, MISTRAL, ONE_CALL
 
@@ -123,6 +124,26 @@ def attempt(task: Task, tokenizer: Tokenizer, replies: list[str], **planned: Any
     return asyncio.run(run_rollout(environment, engine, tokenizer, plan_of(task, **planned)))
 
 
+def play(task: Task, example: Example, *replies: str) -> tuple[list[str], Outcome]:
+    """Attempt an example without a model; return what the world says, reply by reply, and the outcome."""
+
+    async def act() -> tuple[list[str], Outcome]:
+        world = choose_environment(task)()
+        try:
+            said = [await world.reset(example, 0)]
+            for reply in replies:
+                result = await world.step(Action(text=reply, finish_reason=FinishReason.EOS))
+                said.append(tuple(result.messages))
+                if result.done:
+                    break
+            told = ["\n".join(message.text for message in messages) for messages in said]
+            return told, await world.score()
+        finally:
+            await world.close()
+
+    return asyncio.run(act())
+
+
 @pytest.mark.parametrize("form", TEMPLATES)
 def test_tools_are_called_in_the_form_of_the_model(tmp_path: Path, form: str) -> None:
     task = build()
@@ -206,9 +227,7 @@ def test_a_fault_of_a_tool_is_no_reward(tmp_path: Path, reply: str, kind: str) -
     task = build(COUNTING, f"environment.tool_limit_s={limit_s}")
     rollout = attempt(task, tokenizer_of(tmp_path), [reply])
     assert rollout.outcome.reward is None
-    failure = rollout.outcome.failure
-    assert failure is not None
-    assert (failure.owner, failure.kind) == (FailureOwner.TASK, kind)
+    assert failed(rollout.outcome) == (FailureOwner.TASK, kind)
 
 
 def test_a_tool_may_end_the_attempt(tmp_path: Path) -> None:

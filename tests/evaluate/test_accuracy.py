@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
-import subprocess
-import sys
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +26,7 @@ from strop.evaluate import (
     write_result,
 )
 from strop.rollout import Example, Outcome, Sampling, Split
-from strop.tasks import Task, build_task
-from strop.tasks.code.humaneval import HumanEvalSpec
+from strop.tasks import Task
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
@@ -228,11 +225,7 @@ def test_an_aborted_reply_is_unscored(tmp_path: Path) -> None:
 
 def test_an_engine_that_never_replies_is_an_error(tmp_path: Path) -> None:
     tokenizer, task = make_tokenizer(tmp_path), make_task()
-    with pytest.raises(
-        EngineError,
-        match=r"^all 10 rollouts failed: engine, EngineError: .*"
-        r"\(dummy_engine\.py:\d+\); none .*\. Allowed: ",
-    ):
+    with pytest.raises(EngineError, match=r"all 10 .*engine, EngineError: .*\(dummy_engine\.py:\d+\)"):
         evaluate(task, DummyEngine(tokenizer, []), tokenizer)
 
 
@@ -244,33 +237,35 @@ def test_weights_that_change_in_between_are_an_error(tmp_path: Path) -> None:
         return "1"
 
     engine = make_engine(tokenizer, answer)
-    with pytest.raises(EngineError, match=r"served by the policy versions \[0, 1\]\. Allowed: one .*Next: "):
+    with pytest.raises(EngineError, match=r"\[0, 1\]"):
         evaluate(task, engine, tokenizer)
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("changes", "given"),
     [
-        ({"max_reply_tokens": 33}, r"a reply budget of 33 tokens .* Allowed: 1 to 32, .* Next: "),
-        ({"max_reply_tokens": 0}, "a reply budget of 0 tokens"),
-        ({"num_examples": 11}, r"11 examples of the held_out split .* Allowed: 1 to 10\. Next: "),
-        ({"num_examples": 0}, "0 examples of the held_out split"),
-        ({"num_samples": 0}, r"0 sampled rollouts per example\. Allowed: 1 or more.*Next: "),
-        ({"pass_at": (1,)}, r"pass@1 from no sampled rollouts .* Next: .*--num-samples 1, or lower k"),
-        ({"pass_at": (2, 4), "num_samples": 3}, r"pass@4 from 3 sampled .* Allowed: k from 1 to 3\. Next: "),
-        ({"pass_at": (0,), "num_samples": 3}, r"pass@0 from 3 sampled .* Allowed: k from 1 to 3\. Next: "),
-        (
-            {"pass_threshold": 0.0},
-            r"a pass threshold of 0 for task arithmetic\. Allowed: above 0 and at most 1",
-        ),
-        ({"pass_threshold": 1.5}, r"a pass threshold of 1\.5 for task arithmetic\. Allowed: above 0"),
-        ({"pass_threshold": math.nan}, r"a pass threshold of nan for task arithmetic\. Allowed: above 0"),
+        ({"max_reply_tokens": 33}, "33 tokens"),
+        ({"max_reply_tokens": 0}, "0 tokens"),
+        ({"num_examples": 11}, "11 examples"),
+        ({"num_examples": 0}, "0 examples"),
+        ({"num_samples": 0}, "0 sampled"),
+        ({"pass_at": (1,)}, "pass@1"),
+        ({"pass_at": (2, 4), "num_samples": 3}, "pass@4"),
+        ({"pass_at": (0,), "num_samples": 3}, "pass@0"),
+        ({"pass_threshold": 0.0}, "threshold of 0"),
+        ({"pass_threshold": 1.5}, r"threshold of 1\.5"),
+        ({"pass_threshold": math.nan}, "threshold of nan"),
+        ({"split": Split.TRAIN}, "train"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_what_cannot_be_evaluated_is_refused(tmp_path: Path, changes: dict[str, Any], given: str) -> None:
+    class HeldOutOnly(Arithmetic):
+        def examples(self, split: Split) -> Sequence[Example]:
+            return super().examples(split) if split is Split.HELD_OUT else []
+
     tokenizer = make_tokenizer(tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        evaluate(make_task(), DummyEngine(tokenizer, []), tokenizer, **changes)
+    with pytest.raises(ConfigError, match=given):
+        evaluate(HeldOutOnly(make_spec()), DummyEngine(tokenizer, []), tokenizer, **changes)
 
 
 def test_a_setting_that_concerns_the_whole_run_ends_the_evaluation(tmp_path: Path) -> None:
@@ -279,26 +274,3 @@ def test_a_setting_that_concerns_the_whole_run_ends_the_evaluation(tmp_path: Pat
     engine = DummyEngine(tokenizer, [ConfigError("the engine was set up wrongly")])
     with pytest.raises(ConfigError, match="set up wrongly"):
         evaluate(make_task(), engine, tokenizer)
-
-
-def test_importing_the_room_loads_no_torch() -> None:
-    program = "import sys, strop.evaluate; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
-
-
-def test_a_split_without_examples_is_refused(tmp_path: Path) -> None:
-    tokenizer = make_tokenizer(tmp_path)
-    task = build_task(HumanEvalSpec(name="humaneval", source=write_problem(tmp_path)))
-    with pytest.raises(ConfigError, match=r"task humaneval has no examples in its train split\. Allowed: "):
-        evaluate(task, DummyEngine(tokenizer, []), tokenizer, split=Split.TRAIN)
-
-
-def write_problem(folder: Path) -> str:
-    row = {
-        "prompt": 'def one():\n    """Return 1."""\n',
-        "canonical_solution": "    return 1\n",
-        "test": "def check(candidate):\n    assert candidate() == 1\n",
-        "entry_point": "one",
-    }
-    (folder / "rows.jsonl").write_text(json.dumps(row) + "\n")
-    return str(folder / "rows.jsonl")

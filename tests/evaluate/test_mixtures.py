@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.engine import GenerationRequest
 from strop.errors import CheckRefused
 from strop.evaluate import (
-    EvalResult,
     EvalSettings,
     compare_results,
-    evaluate_task,
     plan_evaluation,
     read_result,
     rescore,
@@ -29,8 +24,9 @@ from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.mixture import MixtureSpec
 from strop.tokenizer import Tokenizer
-from tests.evaluate.arithmetic_world import make_tokenizer
-from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
+from tests.evaluate.arithmetic_world import make_engine, make_tokenizer
+from tests.evaluate.test_accuracy import evaluate
+from tests.fixtures.dummy_engine import DummyEngine
 
 # Sums of 1 to 4 and of 100 to 102: 4 and 2 held-out examples.
 SMALL: dict[str, Any] = {"name": "arithmetic", "min_value": 1, "max_value": 4, "num_held_out": 4}
@@ -49,43 +45,24 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
 
 def engine_of(tokenizer: Tokenizer, *, small: str | None = None, large: str | None = None) -> DummyEngine:
     """Answer rightly, or with a fixed text where one is given."""
-
-    def reply(request: GenerationRequest) -> str | ScriptedReply:
-        found = re.search(r"What is (\d+) \+ (\d+)\?", tokenizer.decode(request.prompt_ids))
-        assert found is not None
-        fixed = large if int(found[1]) >= 100 else small
-        return str(int(found[1]) + int(found[2])) if fixed is None else fixed
-
-    return DummyEngine(tokenizer, reply)
-
-
-def evaluate(tokenizer: Tokenizer, engine: DummyEngine, task: Task, **changes: Any) -> EvalResult:
-    return asyncio.run(
-        evaluate_task(
-            task=task,
-            engine=engine,
-            tokenizer=tokenizer,
-            settings=replace(SETTINGS, **changes),
-            model_digest="m",
-        )
-    )
+    return make_engine(tokenizer, lambda a, b, _: (large if a >= 100 else small) or str(a + b))
 
 
 def test_each_part_has_its_own_budget(tokenizer: Tokenizer) -> None:
     engine = engine_of(tokenizer)
-    result = evaluate(tokenizer, engine, mixture({"max_reply_tokens": 12}))
+    result = evaluate(mixture({"max_reply_tokens": 12}), engine, tokenizer)
     assert Counter(request.max_tokens for request in engine.requests) == {32: 4, 12: 2}
     assert (result.max_reply_tokens, result.part_reply_tokens) == (32, {"small": 32, "large": 12})
     # A smaller budget for all lowers those that are larger.
     engine = engine_of(tokenizer)
-    lowered = evaluate(tokenizer, engine, mixture({"max_reply_tokens": 12}), max_reply_tokens=20)
+    lowered = evaluate(mixture({"max_reply_tokens": 12}), engine, tokenizer, max_reply_tokens=20)
     assert Counter(request.max_tokens for request in engine.requests) == {20: 4, 12: 2}
     assert lowered.part_reply_tokens == {"small": 20, "large": 12}
 
 
 def test_parts_are_told_apart_beside_the_whole(tokenizer: Tokenizer, tmp_path: Path) -> None:
     task = mixture()
-    result = evaluate(tokenizer, engine_of(tokenizer, large="0"), task, num_samples=2, pass_at=(1, 2))
+    result = evaluate(task, engine_of(tokenizer, large="0"), tokenizer, num_samples=2, pass_at=(1, 2))
     # 4 right and 2 wrong.
     assert result.greedy.accuracy == pytest.approx(4 / 6)
     small, large = result.parts["small"], result.parts["large"]
@@ -100,23 +77,23 @@ def test_parts_are_told_apart_beside_the_whole(tokenizer: Tokenizer, tmp_path: P
 
 def test_the_first_examples_are_of_all_parts(tokenizer: Tokenizer) -> None:
     engine = engine_of(tokenizer)
-    result = evaluate(tokenizer, engine, mixture(), num_examples=3)
+    result = evaluate(mixture(), engine, tokenizer, num_examples=3)
     assert {label: len(part.example_ids) for label, part in result.parts.items()} == {"small": 2, "large": 1}
 
 
 def test_a_part_whose_budget_was_lowered_cannot_hide_in_the_whole(tokenizer: Tokenizer) -> None:
     # 19 or 20 tokens against a budget of 12 in one part: 2 of 6 replies are cut, and all of that part.
     long = "The total is   202"
-    cut = evaluate(tokenizer, engine_of(tokenizer, large=long), mixture({"max_reply_tokens": 12}))
+    cut = evaluate(mixture({"max_reply_tokens": 12}), engine_of(tokenizer, large=long), tokenizer)
     assert (cut.validity.value, cut.parts["large"].greedy.truncated_frac) == ("invalid: truncation", 1.0)
     assert cut.parts["small"].greedy.truncated_frac == 0.0
-    assert evaluate(tokenizer, engine_of(tokenizer, large=long), mixture()).is_valid
+    assert evaluate(mixture(), engine_of(tokenizer, large=long), tokenizer).is_valid
 
 
 def test_a_mixture_is_compared_part_by_part(tokenizer: Tokenizer) -> None:
     task = mixture()
-    before = evaluate(tokenizer, engine_of(tokenizer, large="0"), task)
-    after = evaluate(tokenizer, engine_of(tokenizer, small="0"), task, step=5)
+    before = evaluate(task, engine_of(tokenizer, large="0"), tokenizer)
+    after = evaluate(task, engine_of(tokenizer, small="0"), tokenizer, step=5)
     change = compare_results(before, after)
     # 4 of 6 lost and 2 of 6 gained: the whole alone would hide the gain.
     assert change.greedy is not None
@@ -126,7 +103,7 @@ def test_a_mixture_is_compared_part_by_part(tokenizer: Tokenizer) -> None:
     assert large is not None
     assert (small.estimate, small.num_examples, small.num_lost) == (-1.0, 4, 4)
     assert (large.estimate, large.num_examples, large.num_gained) == (1.0, 2, 2)
-    other = evaluate(tokenizer, engine_of(tokenizer), mixture({"max_reply_tokens": 12}))
+    other = evaluate(mixture({"max_reply_tokens": 12}), engine_of(tokenizer), tokenizer)
     with pytest.raises(CheckRefused, match=r"task_version .*part_reply_tokens \{'small': 32, 'large': 32\}"):
         compare_results(before, other)
 

@@ -50,28 +50,26 @@ def test_the_file_name_says_task_and_step() -> None:
     assert result_name(make_result(task="a/b c", split=Split.TRAIN)) == "a-b-c-train-step-000020.json"
 
 
-def test_a_missing_result_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"r\.json cannot be read .* Allowed: .* Next: "):
-        read_result(tmp_path / "r.json")
-
-
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", '{"task": 3}'])
-def test_a_file_of_another_form_is_refused(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "r.json"
-    path.write_text(text)
-    with pytest.raises(CorruptRecord, match=r"is not a complete result \(.*Allowed: .* Next: "):
-        read_result(path)
-
-
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_examples", 3), ("max_reply_tokens", 64), ("surprise", 1), ("step", "20"), ("split", "test")],
+    "text",
+    [
+        *("", "{", "[]", "null", '{"task": 3}', "NaN"),
+        *({"num_examples": 3}, {"max_reply_tokens": 64}, {"surprise": 1}, {"step": "20"}, {"split": "test"}),
+    ],
 )
-def test_an_edited_result_is_refused(tmp_path: Path, name: str, value: Any) -> None:
+def test_a_file_of_another_form_and_an_edited_one_are_refused(tmp_path: Path, text: Any) -> None:
     path = tmp_path / "r.json"
+    with pytest.raises(StoreError, match=r"r\.json"):
+        read_result(path)
     write_result(make_result(), path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-    with pytest.raises(CorruptRecord, match="is not a complete result"):
+    written = path.read_text()
+    assert dump_result(read_result(path)) == json.loads(written)
+    if isinstance(text, dict):
+        text = json.dumps(json.loads(written) | text)
+    elif text == "NaN":
+        text = written.replace('"reply_tokens_mean": 9.5', '"reply_tokens_mean": NaN')
+    path.write_text(text)
+    with pytest.raises(CorruptRecord):
         read_result(path)
 
 
@@ -97,9 +95,7 @@ def test_an_accuracy_that_is_not_that_of_its_examples_is_refused(tmp_path: Path,
 
     path = store(tmp_path / "r.json")
     edit(path, claim)
-    with pytest.raises(
-        CorruptRecord, match=rf"{kind}: .*accuracy is 0\.95, and the mean of its examples is 0\.\d+\)"
-    ):
+    with pytest.raises(CorruptRecord, match=rf"{kind}: .*0\.95"):
         read_result(path)
 
 
@@ -114,9 +110,7 @@ def test_the_accuracy_of_a_part_is_that_of_its_examples(tmp_path: Path) -> None:
         del stored["content_digest"]
 
     edit(path, claim)
-    with pytest.raises(
-        CorruptRecord, match=r"parts\.sums\.greedy: accuracy is 0\.5, and the mean .* is 1\.0"
-    ):
+    with pytest.raises(CorruptRecord, match=r"parts\.sums\.greedy"):
         read_result(path)
 
 
@@ -140,29 +134,7 @@ def test_any_other_edit_is_refused_too(tmp_path: Path, place: tuple[str, ...]) -
     edit(path, lambda stored: None)
     assert read_result(path).is_valid  # Written anew with other white space.
     edit(path, change)
-    with pytest.raises(
-        CorruptRecord, match=r"was changed after it was written: its content_digest is another"
-    ):
-        read_result(path)
-
-
-def test_a_result_of_before_results_were_sealed_is_read(tmp_path: Path) -> None:
-    path = store(tmp_path / "r.json")
-    expected = read_result(path)
-    edit(path, lambda stored: stored.pop("content_digest"))
-    assert read_result(path) == expected
-
-
-def test_what_is_printed_is_what_is_stored(tmp_path: Path) -> None:
-    path = store(tmp_path / "r.json")
-    assert dump_result(read_result(path)) == json.loads(path.read_text())
-
-
-def test_not_a_number_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    write_result(make_result(), path)
-    path.write_text(path.read_text().replace('"reply_tokens_mean": 9.5', '"reply_tokens_mean": NaN'))
-    with pytest.raises(CorruptRecord, match="reply_tokens_mean"):
+    with pytest.raises(CorruptRecord, match="content_digest"):
         read_result(path)
 
 
@@ -197,7 +169,5 @@ def test_many_cut_replies_make_a_result_suspect() -> None:
 
 def test_an_unscored_result_is_refused_by_its_cause() -> None:
     result = make_result({"a": 1.0, "b": None}, validity=Validity.UNSCORED)
-    with pytest.raises(
-        CheckRefused, match=r"invalid: unscored: .* 1 of 2 rollouts unscored, the verifier .* Next: mend"
-    ):
+    with pytest.raises(CheckRefused, match=r"unscored: .* 1 of 2"):
         refuse_invalid(result)

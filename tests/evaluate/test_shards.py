@@ -13,7 +13,7 @@ import pytest
 from strop.engine import Engine, GenerationRequest
 from strop.errors import CheckRefused, CorruptRecord, EngineError, StoreError
 from strop.evaluate import EvalResult, EvalSettings, ShardFolder, plan_evaluation, run_evaluation
-from strop.evaluate.shards import cut_shards, read_all_shards, read_plan, read_task_settings
+from strop.evaluate.shards import read_all_shards, read_plan, read_task_settings
 from strop.record.files import list_shards
 from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.rollout import Split
@@ -47,12 +47,6 @@ def evaluate(
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Tokenizer:
     return make_tokenizer(tmp_path)
-
-
-def test_examples_are_cut_into_ranges() -> None:
-    assert [shard.examples for shard in cut_shards(70)] == [range(32), range(32, 64), range(64, 70)]
-    assert cut_shards(70)[2].file_name == "examples-000064-000069.parquet"
-    assert [len(shard.examples) for shard in cut_shards(64)] == [32, 32]
 
 
 def test_every_reply_is_kept_with_its_plan(tokenizer: Tokenizer, tmp_path: Path) -> None:

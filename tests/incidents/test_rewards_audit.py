@@ -20,12 +20,10 @@ from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_e
 from strop.tasks import Task, build_task
 from strop.tasks.code.mbpp import MbppSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec
+from strop.tasks.traits import ProgramForm
 from tests.fixtures.judging import judge_once
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
-from tests.fixtures.unsafe_graders import (
-    SoundGrader,
-)
 
 
 class Sums(SpellTask):
@@ -335,7 +333,8 @@ def test_rew_4_a_part_of_the_marks_for_one_word_is_told_before_it_is_too_much() 
         found[share] = result.status
     assert found == {0.05: ProbeStatus.PASS, 0.2: ProbeStatus.WARN, 0.3: ProbeStatus.FAIL}
     # Replies that are programs are `constant`'s to try.
-    (result,) = audit(SoundGrader(), "one_word").probes
+    PaysForAnything.program_form = lambda self, example: ProgramForm(entry_point="f")  # type: ignore[attr-defined]
+    (result,) = audit(PaysForAnything(), "one_word").probes
     assert result.status is ProbeStatus.NOT_APPLICABLE
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from decimal import Decimal
@@ -29,6 +28,7 @@ from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tasks.prompt import PosedMessage, Thinking
 from strop.tokenizer import Tokenizer
+from tests.fixtures.row_files import write_rows
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 
@@ -59,25 +59,22 @@ from tests.fixtures.tiny_tokenizer import tiny_tokenizer
         ("No.7", "7"),
         ("\\boxed{7}", "7"),
         ("1.2.3", "1.2"),
+        *((text, None) for text in ("", ".", "-", "seven", "H2O", "\u0663", ",", "$")),
     ],
 )
-def test_last_number(text: str, number: str) -> None:
-    assert last_number(text) == Decimal(number)
+def test_last_number(text: str, number: str | None) -> None:
+    assert last_number(text) == (None if number is None else Decimal(number))
 
 
-@pytest.mark.parametrize("text", ["", ".", "-", "seven", "H2O", "\u0663", ",", "$"])
-def test_no_number(text: str) -> None:
-    assert last_number(text) is None
-
-
-@pytest.mark.parametrize(("text", "number"), [(" 18 ", "18"), ("-1,000", "-1000"), ("$5", "5")])
-def test_parse_whole_text(text: str, number: str) -> None:
-    assert parse_number(text) == Decimal(number)
-
-
-@pytest.mark.parametrize("text", ["", "18 apples", "1 2", "= 3", "7-5"])
-def test_parse_refuses_more_than_a_number(text: str) -> None:
-    assert parse_number(text) is None
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *((" 18 ", "18"), ("-1,000", "-1000"), ("$5", "5")),
+        *((text, None) for text in ("", "18 apples", "1 2", "= 3", "7-5")),
+    ],
+)
+def test_a_whole_text_is_a_number_or_none(text: str, number: str | None) -> None:
+    assert parse_number(text) == (None if number is None else Decimal(number))
 
 
 @pytest.mark.parametrize(
@@ -198,17 +195,6 @@ def test_a_model_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
         render_prompt(tokenizer, messages, "base")
 
 
-@pytest.mark.parametrize("name", ["mixture", "blend"])
-def test_a_task_made_of_others_leaves_thinking_to_its_parts(name: str) -> None:
-    words = ["name=x", f"task.name={name}", "task.parts.a.name=arithmetic"]
-    with pytest.raises(ConfigError, match=r"task\.thinking='?on.*: each part says for itself how"):
-        load_spec(None, [*words, "task.thinking=on"])
-    task = build_task(load_spec(None, [*words, "task.parts.a.thinking=on"]).spec.task)
-    (message,) = task.render(task.examples(Split.HELD_OUT)[0])
-    assert isinstance(message, PosedMessage)
-    assert message.thinking is Thinking.ON
-
-
 @pytest.mark.parametrize("name", ["llm-judge", "sft-jsonl"])
 def test_a_model_is_told_by_tasks_of_rows_too_that_are_posed_as_they_stand(name: str, tmp_path: Path) -> None:
     """Incident: the reply had room to think, and the model was told nothing."""
@@ -219,7 +205,7 @@ def test_a_model_is_told_by_tasks_of_rows_too_that_are_posed_as_they_stand(name:
     ]
     if name == "llm-judge":
         rows = [{"prompt": "Who?"}, {"prompt": "How?"}]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "rows.jsonl", rows)
     words = [f"task.name={name}", f"task.source={tmp_path}/rows.jsonl", "task.thinking=on"]
     own = "task.answer=text" if name == "sft-jsonl" else "task.judge_url=http://127.0.0.1:1/v1"
     judge = ["task.judge_model=scripted", "task.judge_revision=v1"] if name == "llm-judge" else []

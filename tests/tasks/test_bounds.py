@@ -17,8 +17,8 @@ from strop.tasks.blend import Blend, BlendSpec
 from strop.tasks.contract import is_within, within_bounds
 from strop.tasks.judging import Judge
 from strop.tasks.mixture import Mixture, MixtureSpec
-from tests.fixtures.judging import run_self_test
-from tests.tasks.user.test_rows import judge, spec_of
+from tests.fixtures.judging import judge_replies, run_self_test
+from tests.tasks.user.test_rows import spec_of
 
 LIMITS = TaskLimits(max_reply_tokens=8)
 HALF = TaskLimits(max_reply_tokens=8, max_reward=0.5, min_reward=-0.5)
@@ -148,12 +148,12 @@ def test_a_reward_function_of_the_users_is_held_to_what_the_run_file_says(tmp_pa
     task = build_task(spec_of(tmp_path, code=code))
     found = [
         kind_of(within_bounds(one, task.limits))
-        for one in judge(spec_of(tmp_path, code=code), "1", "2.39", "-1")
+        for one in judge_replies(spec_of(tmp_path, code=code), "1", "2.39", "-1")
     ]
     assert found == [None, "ceiling", "impossible_value"]
     wide = spec_of(tmp_path, code=code, max_reward=3.0, min_reward=-1.0)
     limits = build_task(wide).limits
-    found = [kind_of(within_bounds(one, limits)) for one in judge(wide, "1", "2.39", "-1", "3.5")]
+    found = [kind_of(within_bounds(one, limits)) for one in judge_replies(wide, "1", "2.39", "-1", "3.5")]
     assert found == [None, None, None, "ceiling"]
     # The bounds are part of the version, and the usual one changes none.
     versions = {

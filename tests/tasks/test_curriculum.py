@@ -112,39 +112,26 @@ def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
     assert list(ordered(tmp_path, lines).examples(Split.TRAIN)) == TRAIN[:2]
 
 
-def test_an_order_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    task = build_task(SUMS.model_copy(update={"order_file": str(tmp_path / "none.jsonl")}))
-    with pytest.raises(DataError, match=r"order file .*none\.jsonl cannot be read .*correct task"):
-        task.examples(Split.TRAIN)
-
-
-def test_bounds_that_leave_nothing_are_refused(tmp_path: Path) -> None:
+def test_bounds_that_leave_nothing_and_files_that_are_not_there_are_refused(tmp_path: Path) -> None:
     task = ordered(tmp_path, [entry(0, 0.0), entry(1, 1.0)], min_solved_frac=0.2, max_solved_frac=0.8)
-    with pytest.raises(DataError, match=r"none of 2 examples in .* has a solved_frac from 0\.2 to 0\.8"):
+    with pytest.raises(DataError, match=r"none of 2 .*0\.2"):
         task.examples(Split.TRAIN)
-
-
-def test_bounds_on_a_file_without_shares_are_refused(tmp_path: Path) -> None:
-    task = ordered(tmp_path, [entry(0)], min_solved_frac=0.2)
-    with pytest.raises(DataError, match="has no solved_frac for example"):
-        task.examples(Split.TRAIN)
+    with pytest.raises(DataError, match="solved_frac"):
+        ordered(tmp_path, [entry(0)], min_solved_frac=0.2).examples(Split.TRAIN)
+    with pytest.raises(DataError, match=r"none\.jsonl"):
+        build_task(SUMS.model_copy(update={"order_file": str(tmp_path / "none.jsonl")})).examples(Split.TRAIN)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "words",
     [
-        (["task.min_solved_frac=0.5"], "read from an order file, and none is named"),
-        (
-            ["task.order_file=a.jsonl", "task.min_solved_frac=0.5", "task.max_solved_frac=0.25"],
-            "no example is left to train on",
-        ),
+        ["task.min_solved_frac=0.5"],
+        ["task.order_file=a.jsonl", "task.min_solved_frac=0.5", "task.max_solved_frac=0.25"],
     ],
 )
-def test_bounds_that_cannot_work_are_refused_when_the_run_file_is_read(
-    settings: list[str], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        load_spec(None, ["name=x", "task.name=arithmetic", *settings])
+def test_bounds_that_cannot_work_are_refused_when_the_run_file_is_read(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"task\.min_solved_frac"):
+        load_spec(None, ["name=x", "task.name=arithmetic", *words])
 
 
 # Files of other launchers: one id, one row number or one value of a column a line.

@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 
-from strop.errors import EngineError, describe_error
+from strop.errors import EngineError
 from strop.rollout import PROMPT_TOO_LONG, Failure, FailureOwner, Outcome
 from strop.tasks.failures import catch_failure, describe_failure, find_causes, find_failures, sum_up
 from tests.fixtures.places import line_of
@@ -80,10 +80,6 @@ def test_an_odd_message_is_one_bounded_line_and_leaves_the_frames(said: str, lin
     assert "in break_down" in failure.detail
     assert len(failure.detail) <= 4000
     assert describe_failure(failure) == f"task, {line}"
-
-
-def test_an_error_that_was_never_raised_has_no_place() -> None:
-    assert describe_error(ValueError("odd")) == "ValueError: odd"
 
 
 def test_a_failure_without_an_exception_is_told_by_what_it_says() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Split
-from strop.spec import load_spec, write_spec
+from strop.spec import load_spec
 from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, limits_of, render_prompt
 from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
@@ -22,6 +22,7 @@ from strop.tasks.traits import epoch_order_of, prompt_fields_of
 from strop.tokenizer import Tokenizer
 from tests.fixtures.every_task import CASES, section_of
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.row_files import write_rows
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 SYSTEM = "Be brief.\nNo jokes."
@@ -87,6 +88,11 @@ def test_every_task_is_asked_as_the_run_says(case: str, name: str, tmp_path: Pat
     if name == "system_prompt":
         assert asked[0] == Message(role="system", content=SYSTEM)
         assert [message.text for message in asked[1:]] == [message.text for message in before]
+        # Plain text knows nothing of thinking.
+        if spec.thinking != "on":
+            tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
+            plain, _ = render_prompt(tokenizer, before, "base")
+            assert render_prompt(tokenizer, asked, "base")[0] == f"{SYSTEM}\n\n{plain}"
     else:
         (message,) = asked
         assert isinstance(message, PosedMessage)
@@ -94,19 +100,6 @@ def test_every_task_is_asked_as_the_run_says(case: str, name: str, tmp_path: Pat
         assert message.text.endswith(" {so}")
         assert message.base == message.text
         assert message.text != f"Now: {value}"
-
-
-@pytest.mark.parametrize("case", PLAIN_CASES)
-def test_a_system_prompt_stands_before_the_plain_text_prompt_of_every_task(case: str, tmp_path: Path) -> None:
-    if case == "reasoning-gym":
-        pytest.importorskip("reasoning_gym")
-    spec = section_of(case, tmp_path)
-    if spec.thinking == "on":
-        pytest.skip("plain text knows nothing of thinking")
-    tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path / "model"))
-    own, task = build_task(spec), build_task(with_settings(spec, system_prompt=SYSTEM))
-    plain, _ = render_prompt(tokenizer, own.render(an_example(own)), "base")
-    assert render_prompt(tokenizer, task.render(an_example(task)), "base")[0] == f"{SYSTEM}\n\n{plain}"
 
 
 def test_both_forms_of_a_prompt_to_the_letter(tmp_path: Path) -> None:
@@ -119,18 +112,6 @@ def test_both_forms_of_a_prompt_to_the_letter(tmp_path: Path) -> None:
         f"<|start|>system\n{SYSTEM}<|end|>\n<|start|>user\n{{{a}}} + {b} =<|end|>\n<|start|>assistant\n"
     )
     assert render_prompt(tokenizer, task.render(example), "base")[0] == f"{SYSTEM}\n\n{{{a}}} + {b} ="
-
-
-def test_thinking_is_still_told(tmp_path: Path) -> None:
-    (tmp_path / "chat_template.jinja").parent.mkdir(exist_ok=True)
-    model_dir = tiny_tokenizer(tmp_path)
-    template = "{% for m in messages %}{{ m.content }}|{% endfor %}{{ enable_thinking }}"
-    (model_dir / "chat_template.jinja").write_text(template)
-    spec = ArithmeticSpec(system_prompt="Think.", prompt_template="{a} and {b}", thinking="on")
-    task = build_task(spec)
-    example = task.examples(Split.HELD_OUT)[0]
-    text, _ = render_prompt(Tokenizer.load(model_dir), task.render(example), "chat")
-    assert text == f"Think.|{example.fields['a']} and {example.fields['b']}|True"
 
 
 @pytest.mark.parametrize(
@@ -165,26 +146,26 @@ GSM8K = [{"question": f"{n} and {n}?", "answer": f"Twice.\n#### {2 * n}"} for n 
 
 def gsm8k(folder: Path, **settings: Any) -> Task:
     for stem, rows in (("train", GSM8K[:4]), ("test", GSM8K[4:])):
-        (folder / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_rows(folder / f"{stem}.jsonl", rows)
     return build_task(Gsm8kSpec(name="gsm8k", source=str(folder), **settings))
 
 
 def test_a_field_that_the_examples_do_not_have_is_refused_when_they_are_read(tmp_path: Path) -> None:
     task = gsm8k(tmp_path, prompt_template="Solve: {problem}")
     for split in Split:
-        with pytest.raises(ConfigError, match=r"names \{problem\}, which .* Allowed: .*: question, solution"):
+        with pytest.raises(ConfigError, match=r"problem.*question, solution"):
             task.examples(split)
     # A list is no text: the model would read Python.
     mmlu = section_of("mmlu", tmp_path)
-    with pytest.raises(ConfigError, match=r"names \{choices\}, which .*: a, b, c, d, question, subject"):
+    with pytest.raises(ConfigError, match=r"choices.*a, b, c, d"):
         build_task(with_settings(mmlu, prompt_template="{choices}")).examples(Split.HELD_OUT)
-    with pytest.raises(ConfigError, match=r"names \{question\}, .*: a, b, op"):
+    with pytest.raises(ConfigError, match=r"question.*a, b, op"):
         build_task(ArithmeticSpec(prompt_template="{question}")).examples(Split.TRAIN)
 
 
 def test_the_one_row_without_the_field_is_found(tmp_path: Path) -> None:
     rows = [{"prompt": f"Who is {n}?", "place": "here"} for n in range(3)] + [{"prompt": "Who else?"}]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "train.jsonl", rows)
     (tmp_path / "test.jsonl").write_text(json.dumps({"prompt": "Who, at last?", "place": "there"}))
     words = ["task.name=llm-judge", f"task.source={tmp_path}", "task.judge_url=http://127.0.0.1:1/v1"]
     words += [
@@ -200,33 +181,26 @@ def test_the_one_row_without_the_field_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    "settings",
     [
-        ({"prompt_template": "Solve it."}, "no field of an example stands in it"),
-        ({"prompt_template": "{{question}}"}, "no field of an example stands in it"),
-        ({"prompt_template": ""}, "no field of an example stands in it"),
-        ({"prompt_template": "{question"}, "expected '}'"),
-        ({"prompt_template": "{question}}"}, "Single '}'"),
-        ({"prompt_template": "{} {question}"}, "a place has no name"),
-        ({"prompt_template": "{question!r}"}, "the place of question holds more than a name"),
-        ({"prompt_template": '{"answer": {question}}'}, "holds more than a name"),
-        ({"system_prompt": " \n"}, "the model is told nothing"),
-        ({"stop": ["\n", ""]}, "an empty text ends every reply"),
-        ({"stop": ["\n"], "thinking": "on"}, "may stand among its thoughts"),
-        ({"prompt_template": "{question}", "num_few_shot": 1}, "solved examples are worded as the task"),
-        ({"stop": "\n"}, "valid tuple"),
-        ({"stop": [1]}, "valid string"),
+        *({"prompt_template": one} for one in ("Solve it.", "{{question}}", "", "{question", "{question}}")),
+        *({"prompt_template": one} for one in ("{} {question}", "{question!r}", '{"answer": {question}}')),
+        {"system_prompt": " \n"},
+        {"stop": ["\n", ""]},
+        {"stop": ["\n"], "thinking": "on"},
+        {"prompt_template": "{question}", "num_few_shot": 1},
+        *({"stop": "\n"}, {"stop": [1]}),
     ],
 )
-def test_settings_that_cannot_work_are_refused(
-    settings: dict[str, Any], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(settings))):
         Gsm8kSpec(name="gsm8k", **settings)
 
 
 @pytest.mark.parametrize("name", ["mixture", "blend"])
-@pytest.mark.parametrize("word", ["system_prompt=Be brief.", "prompt_template={a}", 'stop=["x"]'])
+@pytest.mark.parametrize(
+    "word", ["system_prompt=Be brief.", "prompt_template={a}", 'stop=["x"]', "thinking=on"]
+)
 def test_a_task_made_of_others_leaves_them_to_its_parts(name: str, word: str) -> None:
     words = ["name=x", f"task.name={name}", "task.parts.a.name=arithmetic"]
     setting = word.partition("=")[0]
@@ -238,7 +212,7 @@ def test_a_task_made_of_others_leaves_them_to_its_parts(name: str, word: str) ->
     example = task.examples(Split.HELD_OUT)[0]
     asked, limits = task.render(example), limits_of(task, example)
     assert (asked != own.render(example)) == (setting != "stop")
-    assert limits.stops(is_base=True) == (("x",) if setting == "stop" else ("\n",))
+    assert limits.stops(is_base=True) == {"stop": ("x",), "thinking": ()}.get(setting, ("\n",))
 
 
 def test_a_part_that_only_judges_asks_nothing() -> None:
@@ -255,7 +229,7 @@ def test_a_row_with_a_system_message_of_its_own_is_refused(tmp_path: Path) -> No
         {"prompt": "2?", "completion": "2", "gold": "2"},
         {"messages": told, "completion": "1", "gold": "1"},
     ]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_rows(tmp_path / "train.jsonl", rows)
     (tmp_path / "test.jsonl").write_text(json.dumps({"prompt": "3?", "completion": "3", "gold": "3"}))
     words = ["name=x", "task.name=sft-jsonl", f"task.source={tmp_path}", "task.system_prompt=Be brief."]
     task = build_task(load_spec(None, words).spec.task)
@@ -330,21 +304,3 @@ def test_a_curriculum_is_asked_as_the_run_says_too(tmp_path: Path) -> None:
     assert task.examples(Split.TRAIN) == (example,)
     assert task.render(example)[0].text == f"{example.fields['a']}+{example.fields['b']}"
     assert limits_of(task, example).stop_strings == ("\n\n",) == task.limits.stop_strings
-
-
-def test_a_run_file_of_several_lines_reads_back(tmp_path: Path) -> None:
-    path = tmp_path / "run.toml"
-    path.write_text(
-        'name = "x"\n[task]\nname = "arithmetic"\nsystem_prompt = """\nBe brief.\nSay "42".\n"""\n'
-        "prompt_template = '''\n{a} + {b}?\nAnswer as {{\"result\": N}}.'''\nstop = [\"\\n\\n\", \"END\"]\n"
-    )
-    resolved = load_spec(path)
-    assert resolved.spec.task.system_prompt == 'Be brief.\nSay "42".\n'
-    assert resolved.spec.task.stop == ("\n\n", "END")
-    again = tmp_path / "again.toml"
-    again.write_text(write_spec(resolved))
-    assert load_spec(again).spec == resolved.spec
-    task = build_task(resolved.spec.task)
-    example = task.examples(Split.HELD_OUT)[0]
-    asked = f'{example.fields["a"]} + {example.fields["b"]}?\nAnswer as {{"result": N}}.'
-    assert task.render(example)[-1].text == asked

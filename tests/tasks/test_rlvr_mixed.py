@@ -13,6 +13,7 @@ from strop.rollout import Example, Split, make_example
 from strop.tasks import Task, build_task, describe_counts, limits_of
 from strop.tasks.rlvr_mixed import RlvrMixedSpec
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.row_files import write_rows
 
 SHOT = "Question: 1 and 1?\nAnswer: It is 2. So the answer is 2.\n\n"
 
@@ -32,8 +33,7 @@ def instruction(number: int) -> dict[str, Any]:
 
 
 def mixed(tmp_path: Path, rows: list[dict[str, Any]]) -> Task:
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = write_rows(tmp_path / "rows.jsonl", rows)
     return build_task(
         RlvrMixedSpec(name="rlvr-mixed", source=str(path), strictness="standard", num_held_out=2)
     )

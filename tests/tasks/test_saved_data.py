@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,6 +18,7 @@ from strop.store import follow_store
 from strop.tasks import build_task
 from strop.tasks.rows.layout import read_rows
 from tests.conftest import require_system_part
+from tests.fixtures.row_files import write_rows
 from tests.fixtures.saved_data import save_split, save_splits
 from tests.fixtures.sources import follow
 from tests.store.test_listed import sync
@@ -36,22 +36,16 @@ def read_ids(*words: str) -> dict[Split, list[str]]:
     return {split: [one.example_id for one in task.examples(split)] for split in Split}
 
 
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def test_a_folder_of_splits_is_read_as_its_rows(tmp_path: Path) -> None:
     saved = save_splits({"train": TRAIN, "test": TEST}, tmp_path / "saved")
     for name, rows in (("train", TRAIN), ("test", TEST)):
-        write_lines(tmp_path / "lines" / f"{name}.jsonl", rows)
+        write_rows(tmp_path / "lines" / f"{name}.jsonl", rows)
     assert read_ids(f"task.source={saved}") == read_ids(f"task.source={tmp_path}/lines")
 
 
 def test_a_folder_of_one_split_is_divided_like_a_single_file(tmp_path: Path) -> None:
     saved = save_split(TRAIN, tmp_path / "saved", num_files=3)
-    lines = write_lines(tmp_path / "all.jsonl", TRAIN)
+    lines = write_rows(tmp_path / "all.jsonl", TRAIN)
     assert read_ids(f"task.source={saved}") == read_ids(f"task.source={lines}")
 
 

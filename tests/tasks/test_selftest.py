@@ -54,16 +54,6 @@ def test_pay_without_work_is_found_once_a_probe() -> None:
     assert {finding.reward for finding in findings} == {0.6}
 
 
-def test_a_finding_shows_both_texts() -> None:
-    task = HalfForAnything(ArithmeticSpec())
-    example = make_example("arithmetic", {"a": 1, "b": 2}, "3")
-    garbage = next(finding for finding in run_self_test(task, [example]) if finding.probe == "garbage")
-    assert garbage.describe() == (
-        f"probe garbage on example {example.example_id}: reply 'asdf', gold '3', reward 0.6; "
-        "a wrong reply must earn less than full marks"
-    )
-
-
 def test_summaries_name_the_tasks_that_can_be_built() -> None:
     assert {*task_summaries(), USER_TASK} == set(find_settings(("task", "name"))[0].choices)
     assert build_task(ReverseTextSpec(name="reverse-text")).name in task_summaries()

@@ -114,28 +114,21 @@ def test_nothing_left_is_refused_with_what_was_seen(
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "named"),
     [
-        ({"completion": "4", "gold": "4"}, "has both prompt and messages, or neither"),
-        ({"prompt": "a", "gold": "4"}, "has a prompt and no completion"),
-        ({"prompt": "a", "completion": "4", "gold": 4}, "has gold='4'. Allowed: gold as a text"),
-        (
-            {"prompt": "a", "completion": "4", "gold": "four"},
-            "has gold='four'. Allowed: gold that is a number",
+        ({"completion": "4", "gold": "4"}, "prompt"),
+        ({"prompt": "a", "gold": "4"}, "completion"),
+        *(({"prompt": "a", "completion": "4", "gold": gold}, f"gold='{gold}'") for gold in (4, "four")),
+        *(
+            (TRAIN[0] | {"prompt": "a", **more}, next(iter(more)))
+            for more in ({"weight": 0}, {"answer": "4"})
         ),
-        ({"prompt": "a", "completion": "4", "gold": "4", "weight": 0}, "has weight=0"),
-        ({"prompt": "a", "completion": "4", "gold": "4", "train_on": "half"}, "has train_on='half'"),
-        ({"prompt": "a", "completion": "4", "answer": "4"}, r"has the unknown keys \['answer'\]"),
-        (
-            {"prompt": "What is 2 + 2?", "completion": "5", "gold": "5"},
-            r"has gold='5'\. Allowed: the gold of .*row 1, .* '4'",
-        ),
+        (TRAIN[0] | {"prompt": "a", "train_on": "half"}, "half"),
+        ({"prompt": "What is 2 + 2?", "completion": "5", "gold": "5"}, "row 1, .*'4'"),
     ],
 )
-def test_malformed_rows_are_refused_by_file_and_row(
-    tmp_path: Path, row: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DataError, match=r"train\.jsonl, row 7 " + message):
+def test_malformed_rows_are_refused_by_file_and_row(tmp_path: Path, row: dict[str, Any], named: str) -> None:
+    with pytest.raises(DataError, match=rf"train\.jsonl, row 7 .*{named}"):
         task_of(tmp_path, [*TRAIN, row]).examples(Split.TRAIN)
 
 

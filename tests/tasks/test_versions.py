@@ -1,4 +1,4 @@
-"""What tasks ask and their versions, to the letter: whoever changes one of them does so on purpose."""
+"""What tasks ask and their versions, to the letter; and what tasks around tasks pass on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,12 @@ import pytest
 
 from strop.rollout import Split
 from strop.tasks import Task, build_task, task_summaries
-from strop.tasks.traits import describe_counts
-from tests.fixtures.every_task import CASES, section_of
+from strop.tasks.blend import BlendSpec
+from strop.tasks.code.mbpp import MbppSpec
+from strop.tasks.mixture import MixtureSpec
+from strop.tasks.traits import OPTIONAL, describe_counts, has
+from tests.fixtures.every_task import CASES, section_of, table_of
+from tests.fixtures.row_files import write_rows
 
 KNOWN: dict[str, list[str]] = json.loads(Path(__file__).with_name("known_versions.json").read_text("utf-8"))
 """By case: the version, a hash over all prompts, and what was counted in the data."""
@@ -44,3 +48,45 @@ def test_versions_and_prompts_are_as_they_were(tmp_path: Path, case: str) -> Non
     """If a change is meant, scores before and after it are not comparable: say so in CHANGELOG.md."""
     task = build_task(section_of(case, tmp_path))
     assert [task.version, prompts_digest(task), describe_counts(task)] == KNOWN[case]
+
+
+NOT_PASSED_ON = {
+    # An environment is no part of another task.
+    ("mixture", "world"),
+    ("blend", "world"),
+    # A mixture is no single task of many, and says which part an example is of instead.
+    ("mixture", "variant"),
+    # Rows are numbered within the data of one part.
+    ("mixture", "row_keys"),
+    # The parts are asked in the run's own words, and a task that is made of them is not.
+    ("mixture", "prompt_fields"),
+    ("blend", "prompt_fields"),
+    # A plain task has no order to pass on; one that has is in tests/tasks/test_prompting.py.
+    ("prompted", "epoch_order"),
+    # Its data has no parts, an order of its own is the blend's, and judging by several is never quick.
+    ("blend", "part_of"),
+    ("blend", "epoch_order"),
+    ("blend", "verify_quick"),
+}
+
+
+def wrap(kind: str, folder: Path) -> Task:
+    part = table_of("mbpp", folder)
+    if kind == "mixture":
+        return build_task(MixtureSpec(name="mixture", parts={"code": part}))
+    if kind == "blend":
+        return build_task(BlendSpec(name="blend", parts={"code": part}))
+    spec = MbppSpec(**part, system_prompt="Be brief." if kind == "prompted" else None)
+    if kind == "prompted":
+        return build_task(spec)
+    # The file is read to see whether the task counts what is left out.
+    example_id = build_task(spec).examples(Split.TRAIN)[0].example_id
+    write_rows(folder / "order.jsonl", [{"example_id": example_id}])
+    return build_task(spec.model_copy(update={"order_file": str(folder / "order.jsonl")}))
+
+
+@pytest.mark.parametrize("kind", ["mixture", "blend", "curriculum", "prompted"])
+def test_nothing_that_a_task_has_beside_is_lost_in_another(kind: str, tmp_path: Path) -> None:
+    task = wrap(kind, tmp_path)
+    missing = {name for name in OPTIONAL if not has(task, name)}
+    assert {(kind, name) for name in missing} - NOT_PASSED_ON == set()

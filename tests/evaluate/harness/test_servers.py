@@ -1,4 +1,4 @@
-"""lm-eval and a running server: what is refused, what is unknown, and what a killed run asks again."""
+"""The real lm-eval 0.4.13: cut replies, running servers, what is refused or unknown, and a killed run."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ import pytest
 
 from strop.cli import main
 from strop.engine.openai import KEY_VARIABLE
+from strop.engine.vllm.environment import VLLM
 from strop.tokenizer import Tokenizer
-from tests.evaluate.harness.asking import ask, samples_of, write_tasks
+from tests.conftest import require_system_part
+from tests.evaluate.harness.asking import CUT, ENDED, STOPPED, ask, samples_of, talking_model, write_tasks
 from tests.fixtures.completions_server import KEY, TEXT, CompletionsServer, completions_server, logprob
 from tests.fixtures.ray_traces import descendants
 
@@ -153,3 +155,29 @@ def test_an_incomplete_answer_is_no_score(
     assert begin(server.url, tiny_model_dir, tmp_path / "out", task, word) == 1
     assert "ValueError: the server gave" in (tmp_path / f"out/lm-eval-{task}-step-000000.log").read_text()
     assert not list((tmp_path / "out").glob("*.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("harness_python")
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_a_budget_that_cuts_every_reply_is_seen(engine: str, tmp_path: Path) -> None:
+    """Incident: texts were encoded again, to fewer tokens than were generated, and the table said 0.0 %."""
+    require_system_part("vLLM (make vllm-deps)", engine == "hf" or VLLM.is_ready())
+    words = (f"harness.include={write_tasks(tmp_path, [CUT, CUT + CUT])}", f"harness.engine={engine}")
+    result = ask(talking_model(tmp_path), tmp_path / "out", "hats", *words, "model.dtype=float32")
+    assert [sample["resps"] for sample in samples_of(tmp_path / "out", "hats")] == [
+        [["thethethethethet"]]
+    ] * 2
+    assert (result.max_reply_tokens, result.truncated_frac, result.truncation_suspect) == (16, 1.0, True)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("harness_python")
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_a_terminator_and_a_stop_string_are_no_cut(engine: str, tmp_path: Path) -> None:
+    require_system_part("vLLM (make vllm-deps)", engine == "hf" or VLLM.is_ready())
+    words = (f"harness.include={write_tasks(tmp_path, [CUT, ENDED, STOPPED])}", f"harness.engine={engine}")
+    result = ask(talking_model(tmp_path), tmp_path / "out", "hats", *words, "model.dtype=float32")
+    replies = [sample["resps"][0][0] for sample in samples_of(tmp_path / "out", "hats")]
+    assert replies == ["thethethethethet", "", ""]
+    assert result.truncated_frac == pytest.approx(1 / 3)

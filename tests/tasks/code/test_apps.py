@@ -13,6 +13,7 @@ from strop.rollout import Split
 from strop.tasks.code.apps import Apps, AppsSpec
 from strop.tasks.traits import describe_counts
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level
 
 
@@ -43,7 +44,7 @@ def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: A
         ("train", rows),
         ("test", [row("Say 4.", "print(4)", {"inputs": ["", ""], "outputs": [4, 4]})]),
     ):
-        (tmp_path / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some), "utf-8")
+        write_rows(tmp_path / f"{stem}.jsonl", some)
     settings = {"min_isolation": best_level(), **settings}
     return Apps(AppsSpec(name="apps", source=str(tmp_path), **settings))
 
@@ -107,16 +108,6 @@ def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
     assert run_self_test(task, task.examples(Split.TRAIN)) == []
 
 
-def test_prompts_state_how_the_code_is_tested(tmp_path: Path) -> None:
-    task = apps(tmp_path)
-    add, swap, _ = task.examples(Split.TRAIN)
-    assert "standard input" in task.render(add)[0].text
-    (message,) = task.render(swap)
-    assert "`swap`" in message.text
-    assert SWAP["starter_code"] in message.text
-    assert "standard input" not in message.text
-
-
 @pytest.mark.parametrize(
     ("code", "passed", "format_ok"),
     [
@@ -147,15 +138,6 @@ def test_functions(tmp_path: Path, code: str, is_correct: bool, format_ok: bool)
     assert (outcome.is_correct, outcome.format_ok) == (is_correct, format_ok)
 
 
-def test_tests_with_numbers_of_many_digits_are_read(tmp_path: Path) -> None:
-    number = "9" * 5000
-    tests = f'{{"fn_name": "inc", "inputs": [[1], [{number}]], "outputs": [2, 1{"0" * 5000}]}}'
-    long = {**row("Add 1.", "def inc(x): return x + 1", {}), "input_output": tests}
-    task = apps(tmp_path, [long])
-    (example,) = task.examples(Split.TRAIN)
-    assert task.verify(example, task.gold_replies(example)[0]).is_correct
-
-
 @pytest.mark.parametrize(
     "broken",
     [
@@ -164,13 +146,9 @@ def test_tests_with_numbers_of_many_digits_are_read(tmp_path: Path) -> None:
         {**SUM, "input_output": json.dumps({"inputs": ["1"], "outputs": []})},
         {**SWAP, "input_output": json.dumps({"fn_name": "swap", "inputs": [1, 2], "outputs": [1, 2]})},
         {**SUM, "solutions": "[1]"},
+        {**SUM, "starter_code": 5},
     ],
 )
 def test_malformed_tests_and_solutions_are_refused(tmp_path: Path, broken: dict[str, Any]) -> None:
-    with pytest.raises(DataError, match=r"train.jsonl, row 2: .* not in the schema of APPS"):
+    with pytest.raises(DataError, match="row 2"):
         apps(tmp_path, [SWAP | {"question": "Other."}, broken]).examples(Split.TRAIN)
-
-
-def test_a_column_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"train.jsonl, row 1 has a starter_code of type int"):
-        apps(tmp_path, [{**SUM, "starter_code": 5}]).examples(Split.TRAIN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.code.humaneval import HumanEvalSpec
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level
 
 SQUARES = {
@@ -31,8 +31,7 @@ RIGHT = "def squares(n):\n    return [i ** 2 for i in range(n)]"
 
 def humaneval(tmp_path: Path, rows: list[dict[str, Any]] | None = None) -> Task:
     rows = [SQUARES] if rows is None else rows
-    path = tmp_path / "problems.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    path = write_rows(tmp_path / "problems.jsonl", rows)
     return build_task(HumanEvalSpec(name="humaneval", source=str(path), min_isolation=best_level()))
 
 
@@ -71,14 +70,6 @@ def test_verify(tmp_path: Path, reply: str, is_correct: bool, format_ok: bool) -
         float(is_correct),
         format_ok,
     )
-
-
-def test_the_prompt_asks_for_the_function(tmp_path: Path) -> None:
-    task = humaneval(tmp_path)
-    (message,) = task.render(task.examples(Split.HELD_OUT)[0])
-    assert SQUARES["prompt"].strip() in message.text
-    # A stop string of the base form, '\ndef', would cut the function that is asked for.
-    assert task.limits.stop_strings == ()
 
 
 @pytest.mark.parametrize(

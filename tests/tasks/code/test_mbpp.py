@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.errors import ConfigError, DataError, SandboxError
+from strop.errors import DataError, SandboxError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.code.extraction import WALL_S
 from strop.tasks.code.mbpp import MbppSpec
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level
 
 
@@ -49,22 +49,13 @@ SUM = row(
 
 def mbpp(tmp_path: Path, train: Sequence[Mapping[str, Any]] = (DOUBLE, DEPTH), **settings: Any) -> Task:
     for stem, rows in (("train", train), ("test", [SUM])):
-        (tmp_path / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+        write_rows(tmp_path / f"{stem}.jsonl", rows)
     settings = {"min_isolation": best_level(), **settings}
     return build_task(MbppSpec(name="mbpp", source=str(tmp_path), **settings))
 
 
 def fenced(code: str) -> str:
     return f"Here it is.\n```python\n{code}\n```\nIt works."
-
-
-def test_the_prompt_shows_the_visible_tests(tmp_path: Path) -> None:
-    task = mbpp(tmp_path)
-    (held_out,) = task.examples(Split.HELD_OUT)
-    (message,) = task.render(held_out)
-    assert "add up a list" in message.text
-    assert all(test in message.text for test in SUM["test_list"])
-    assert SUM["challenge_test_list"][0] not in message.text
 
 
 def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
@@ -154,14 +145,6 @@ def test_a_reply_without_the_function_is_not_run(tmp_path: Path, reply: str) -> 
     assert (outcome.reward, outcome.format_ok, outcome.isolation) == (0.0, False, None)
 
 
-@pytest.mark.slow
-def test_an_endless_function_is_a_time_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.tasks.code.mbpp.WALL_S", WALL_S)
-    task = mbpp(tmp_path)
-    outcome = task.verify(task.examples(Split.TRAIN)[0], fenced("def double(x):\n    while True: pass"))
-    assert (outcome.reward, outcome.timed_out, outcome.format_ok) == (0.0, True, True)
-
-
 def test_hidden_tests_count_for_held_out_problems_only(tmp_path: Path) -> None:
     task = mbpp(tmp_path)
     double, _ = task.examples(Split.TRAIN)
@@ -182,40 +165,19 @@ def test_a_host_without_the_wanted_isolation_gives_no_score(tmp_path: Path) -> N
         task.verify(task.examples(Split.TRAIN)[0], fenced("def double(x): return 2 * x"))
 
 
-def test_isolation_is_that_of_a_namespace_unless_said_otherwise() -> None:
-    assert MbppSpec(name="mbpp").min_isolation == "namespace"
-
-
 def test_less_isolation_is_another_version(tmp_path: Path) -> None:
     assert mbpp(tmp_path, min_isolation="none").version != mbpp(tmp_path, min_isolation="vm").version
 
 
-def test_limits(tmp_path: Path) -> None:
-    task = mbpp(tmp_path)
-    assert task.limits.stop_strings == ("[DONE]",)
-    assert task.limits.max_reply_tokens == 1024
-    # 5 s for the tests, and the sandbox beside them.
-    assert task.limits.verify_limit_s is not None
-    assert task.limits.verify_limit_s > 10.0
-    with pytest.raises(ConfigError, match="max_reply_tokens=2000"):
-        mbpp(tmp_path, max_reply_tokens=2000)
-
-
 @pytest.mark.parametrize(
-    ("broken", "message"),
+    "change",
     [
-        ({**DOUBLE, "test_list": []}, "0 tests"),
-        ({**DOUBLE, "test_list": "assert double(1) == 2"}, "test_list of type str"),
-        ({**DOUBLE, "test_list": ["assert triple(1) == 3"]}, "triple"),
-        ({**DOUBLE, "code": ""}, "code"),
-        ({**DOUBLE, "code": "def double("}, r"defines \[\]"),
-        ({**DOUBLE, "text": None}, "text"),
-        ({**DOUBLE, "test_setup_code": ["import math"]}, "test_setup_code of type list"),
+        *({"test_list": one} for one in ([], "assert double(1) == 2", ["assert triple(1) == 3"])),
+        *({"code": one} for one in ("", "def double(")),
+        {"text": None},
+        {"test_setup_code": ["import math"]},
     ],
 )
-def test_malformed_rows_are_refused_by_their_place(
-    tmp_path: Path, broken: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(DataError, match=message) as caught:
-        mbpp(tmp_path, [DEPTH, broken]).examples(Split.TRAIN)
-    assert "train.jsonl, row 2" in str(caught.value)
+def test_malformed_rows_are_refused_by_their_place(tmp_path: Path, change: dict[str, Any]) -> None:
+    with pytest.raises(DataError, match=r"train\.jsonl, row 2"):
+        mbpp(tmp_path, [DEPTH, {**DOUBLE, **change}]).examples(Split.TRAIN)

@@ -74,12 +74,7 @@ def test_verify_and_self_test() -> None:
     assert (unclosed.is_correct, unclosed.format_ok) == (True, True)
     assert task.verify(example, "<answer>x</answer>").reward == 0.0
     assert task.verify(example, "").is_correct is False
-
-
-def test_prompt_says_where_the_answer_belongs() -> None:
-    task = rg("chain_sum")
-    (message,) = task.render(task.examples(Split.TRAIN)[0])
-    assert message.text.endswith("Write your final answer between <answer> and </answer>.")
+    assert "<answer> and </answer>" in task.render(example)[0].text
 
 
 @pytest.mark.parametrize("dataset", ["pool_matrix", "list_functions"])
@@ -95,7 +90,7 @@ def test_process_wide_generators_neither_decide_nor_are_touched(dataset: str) ->
     assert first == second
 
 
-# A problem of knight_swap takes a second, and three processes draw.
+# A problem of knight_swap takes a second, and two processes draw.
 SIZES = {"num_train": 3, "num_held_out": 2}
 _IDS_SCRIPT = """
 import sys
@@ -112,12 +107,6 @@ for dataset in sys.argv[3:]:
 """
 
 
-@pytest.fixture(scope="module")
-def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where processes under different hash seeds keep what was drawn for them, each in a cache of its own."""
-    return tmp_path_factory.mktemp("drawn")
-
-
 def ids_under(hash_seed: str, cache: Path) -> str:
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "STROP_CACHE": str(cache)}
     command = [sys.executable, "-c", _IDS_SCRIPT, *map(str, SIZES.values()), *sorted(HASH_SEEDED)]
@@ -125,27 +114,21 @@ def ids_under(hash_seed: str, cache: Path) -> str:
 
 
 @pytest.mark.slow
-def test_examples_are_the_same_under_every_hash_seed(caches: Path) -> None:
+def test_examples_are_the_same_under_every_hash_seed_and_those_of_another_process_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # Two processes that share no cache; the second draws by itself, as its sets are in that order.
-    first, second = (ids_under(seed, caches / seed) for seed in ("1", "0"))
+    first, second = (ids_under(seed, tmp_path / seed) for seed in ("1", "0"))
     assert first == second
     assert len(first.splitlines()) == len(HASH_SEEDED) == 5
-    assert len(list((caches / "1" / "reasoning-gym").iterdir())) == 5
-    assert not (caches / "0").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("dataset", sorted(HASH_SEEDED))
-def test_what_another_process_drew_is_judged(
-    dataset: str, caches: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What the test above has left, if it ran; otherwise it is drawn now.
-    monkeypatch.setenv("STROP_CACHE", str(caches / "1"))
-    drawn, read = rg(dataset, **SIZES), rg(dataset, **SIZES)
-    examples = [*drawn.examples(Split.TRAIN), *drawn.examples(Split.HELD_OUT)]
-    for example in examples:
-        for gold in drawn.gold_replies(example):
-            assert drawn.verify(example, gold).reward == read.verify(example, gold).reward == 1.0
+    assert len(list((tmp_path / "1" / "reasoning-gym").iterdir())) == 5
+    assert not (tmp_path / "0").exists()
+    monkeypatch.setenv("STROP_CACHE", str(tmp_path / "1"))
+    for dataset in HASH_SEEDED:
+        drawn, read = rg(dataset, **SIZES), rg(dataset, **SIZES)
+        for example in [*drawn.examples(Split.TRAIN), *drawn.examples(Split.HELD_OUT)]:
+            for gold in drawn.gold_replies(example):
+                assert drawn.verify(example, gold).reward == read.verify(example, gold).reward == 1.0
 
 
 def test_a_cache_file_that_is_cut_is_drawn_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,12 +163,6 @@ def test_seed_and_settings_change_examples_and_version() -> None:
     assert list(task.examples(Split.TRAIN)) != list(other.examples(Split.TRAIN))
 
 
-def test_dataset_without_answers_fails_its_self_test() -> None:
-    task = rg("rubiks_cube", num_train=2, num_held_out=1)
-    findings = run_self_test(task, task.examples(Split.TRAIN))
-    assert "the task knows no right reply" in {finding.detail for finding in findings}
-
-
 def test_scorer_that_raises_is_not_a_zero() -> None:
     task = rg("prime_factorization")
     with pytest.raises(ValueError, match="invalid literal"):
@@ -194,11 +171,6 @@ def test_scorer_that_raises_is_not_a_zero() -> None:
     details = {f.detail for f in findings if f.probe == "garbage"}
     assert len(details) == 1
     assert details.pop().startswith("task, ValueError: invalid literal for int() with base 10: 'asdf' (")
-
-
-def test_garbage_that_is_paid_for_is_found() -> None:
-    task = rg("game_of_life_halting", num_train=8, num_held_out=2)
-    assert "garbage" in {finding.probe for finding in run_self_test(task, task.examples(Split.TRAIN))}
 
 
 def test_unknown_dataset_is_refused_with_near_names() -> None:

@@ -1,170 +1,60 @@
-"""One set of valid arguments for every instruction, for the tests that go through all of them."""
+"""Instructions with arguments, and replies that follow them or do not, judged by hand."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 Arguments = Mapping[str, Any]
 
 REQUEST = "Tell me why the sea is blue and who found it out"
+_LINES = Path(__file__).with_name("vectors.jsonl").read_text("utf-8").splitlines()
+VECTORS: list[dict[str, Any]] = [json.loads(line) for line in _LINES]
+"""Of each: `family`, `id` (of RLVR the function), `arguments`, and replies, `good` and `bad`."""
 
-GOOGLE_ARGUMENTS: Mapping[str, Arguments] = {
-    "keywords:existence": {"keywords": ["harbor", "c++ (new)"]},
-    "keywords:frequency": {"keyword": "harbor", "frequency": 3, "relation": "at least"},
-    "keywords:forbidden_words": {"forbidden_words": ["market", "bread"]},
-    "keywords:letter_frequency": {"letter": "z", "let_frequency": 4, "let_relation": "at least"},
-    "language:response_language": {"language": "de"},
-    "length_constraints:number_sentences": {"num_sentences": 4, "relation": "at least"},
-    "length_constraints:number_paragraphs": {"num_paragraphs": 3},
-    "length_constraints:number_words": {"num_words": 40, "relation": "less than"},
-    "length_constraints:nth_paragraph_first_word": {
-        "num_paragraphs": 3,
-        "nth_paragraph": 2,
-        "first_word": "weekend",
-    },
-    "detectable_content:number_placeholders": {"num_placeholders": 2},
-    "detectable_content:postscript": {"postscript_marker": "P.P.S"},
-    "detectable_format:number_bullet_lists": {"num_bullets": 3},
-    "detectable_format:constrained_response": {},
-    "detectable_format:number_highlighted_sections": {"num_highlights": 2},
-    "detectable_format:multiple_sections": {"section_spliter": "Section", "num_sections": 2},
-    "detectable_format:json_format": {},
-    "detectable_format:title": {},
-    "combination:two_responses": {},
-    "combination:repeat_prompt": {"prompt_to_repeat": REQUEST},
-    "startend:end_checker": {"end_phrase": "Is there anything else?"},
-    "startend:quotation": {},
-    "change_case:capital_word_frequency": {"capital_frequency": 3, "capital_relation": "at least"},
-    "change_case:english_capital": {},
-    "change_case:english_lowercase": {},
-    "punctuation:no_comma": {},
-}
 
-RLVR_ARGUMENTS: Mapping[str, Arguments] = {
-    "verify_keywords": {"keyword_list": ["harbor", "ship"]},
-    "verify_keyword_frequency": {"word": "harbor", "N": 2},
-    "validate_forbidden_words": {"forbidden_words": ["market"]},
-    "verify_letter_frequency": {"letter": "z", "N": 3},
-    "validate_response_language": {"language": "fr"},
-    "verify_paragraph_count": {"N": 3},
-    "validate_word_constraint": {"N": 30, "quantifier": "around"},
-    "verify_sentence_constraint": {"N": 4, "quantifier": "around"},
-    "validate_paragraphs": {"N": 3, "first_word": "weekend", "i": 2},
-    "verify_postscript": {"postscript_marker": "P.S."},
-    "validate_placeholders": {"N": 2},
-    "verify_bullet_points": {"N": 3},
-    "validate_title": {},
-    "validate_choice": {"options": ["My answer is yes.", "My answer is no."]},
-    "validate_highlighted_sections": {"N": 2},
-    "validate_sections": {"N": 2, "section_splitter": "Section"},
-    "validate_json_format": {},
-    "validate_repeat_prompt": {"original_prompt": REQUEST},
-    "validate_two_responses": {},
-    "validate_uppercase": {},
-    "validate_lowercase": {},
-    "validate_frequency_capital_words": {"N": 4, "quantifier": "at least"},
-    "validate_end": {"end_phrase": "That is all."},
-    "validate_quotation": {},
-    "validate_no_commas": {},
-}
+def first_arguments(family: str) -> dict[str, Arguments]:
+    """Return valid arguments of each instruction: those of its first vector."""
+    return {one["id"]: one["arguments"] for one in reversed(VECTORS) if one["family"] == family}
 
-MULTI_ARGUMENTS: Mapping[str, Arguments] = {
-    **GOOGLE_ARGUMENTS,
-    "copy:repeat_phrase": {"phrase": "the cat sat on a mat", "small_n": 3},
-    "copy:copy": {"prompt_to_repeat": REQUEST},
-    "copy:copying_simple": {"prompt_to_repeat": REQUEST},
-    "copy:copying_multiple": {"prompt_to_repeat": REQUEST, "N": 3},
-    "new:copy_span_idx": {"prompt_to_repeat": REQUEST, "n_start": 5, "n_end": 20},
-    "detectable_format:sentence_hyphens": {},
-    "detectable_format:square_brackets": {},
-    "detectable_format:bigram_wrapping": {},
-    "keywords:no_adjacent_consecutive": {},
-    "keywords:word_once": {"keyword": "harbor"},
-    "keywords:word_count_different_numbers": {"keyword": "harbor", "frequency": 2},
-    "keywords:exclude_word_harder": {"keyword": "market"},
-    "keywords:palindrome": {},
-    "keywords:keyword_specific_position": {"keyword": "harbor", "n": 2, "m": 3},
-    "keywords:start_end": {"keyword": "harbor"},
-    "paragraphs:paragraphs": {},
-    "paragraphs:paragraphs2": {},
-    "first_word:first_word_sent": {"first_word": "often"},
-    "first_word:first_word_answer": {"first_word": "often"},
-    "last_word:last_word_sent": {"last_word": "often"},
-    "last_word:last_word_answer": {"last_word": "often"},
-    "punctuation:punctuation_dot": {},
-    "punctuation:punctuation_exclamation": {},
-    "count:lowercase_counting": {"N": 2},
-    "count:counting_composition": {"n_sent": 2, "n_words": 5},
-    "count:count_unique": {},
-    "count:count_increment_word": {"keyword1": "harbor", "keyword2": "ship"},
-    "letters:letter_counting": {"N": 90, "relation": "less than"},
-    "letters:letter_counting2": {"letter": "q", "let_frequency": 2, "let_relation": "less than"},
-}
 
-BENCH_ARGUMENTS: Mapping[str, Arguments] = {
+GOOGLE_ARGUMENTS = first_arguments("google")
+RLVR_ARGUMENTS = first_arguments("rlvr")
+MULTI_ARGUMENTS = {**GOOGLE_ARGUMENTS, **first_arguments("multi")}
+WITHOUT_ARGUMENTS = """
+count:punctuation ratio:sentence_type ratio:sentence_balance ratio:sentence_words words:alphabet
+words:consonants words:last_first words:paragraph_last_first words:no_consecutive
+words:palindrome words:prime_lengths sentence:alliteration_increment format:newline
+format:no_whitespace format:line_indent format:no_bullets_bullets format:sub-bullets
+format:output_template format:parentheses format:quote_unquote format:emoji repeat:repeat_simple
+custom:multiples custom:sentence_alphabet custom:date_format_list words:odd_even_syllables
+words:start_verb words:vowel format:thesis format:title_case format:quotes
+custom:mcq_count_length custom:reverse_newline custom:word_reverse custom:character_reverse
+custom:european_capitals_sort custom:csv_city custom:csv_special_character custom:csv_quotes
+"""
+BENCH_ARGUMENTS: dict[str, Arguments] = {
+    **{name: {} for name in WITHOUT_ARGUMENTS.split()},
     "count:conjunctions": {"small_n": 4},
     "count:numbers": {"N": 3},
-    "count:punctuation": {},
     "count:unique_word_count": {"N": 30},
     "count:word_count_range": {"min_words": 20, "max_words": 30},
     "count:keywords_multiple": {
-        "keyword1": "harbor",
-        "keyword2": "ship",
-        "keyword3": "sail",
-        "keyword4": "wind",
-        "keyword5": "rope",
+        f"keyword{n}": word for n, word in enumerate(("harbor", "ship", "sail", "wind", "rope"), 1)
     },
-    "ratio:sentence_type": {},
-    "ratio:sentence_balance": {},
-    "ratio:sentence_words": {},
-    "words:alphabet": {},
-    "words:consonants": {},
-    "words:last_first": {},
-    "words:paragraph_last_first": {},
-    "words:no_consecutive": {},
-    "words:palindrome": {},
-    "words:prime_lengths": {},
     "words:repeats": {"small_n": 1},
     "words:words_position": {"keyword": "harbor"},
     "words:keywords_specific_position": {"keyword": "harbor", "n": 2, "m": 3},
     "sentence:increment": {"small_n": 2},
     "sentence:keyword": {"word": "harbor", "N": 2},
-    "sentence:alliteration_increment": {},
-    "format:newline": {},
-    "format:no_whitespace": {},
-    "format:line_indent": {},
     "format:list": {"sep": "!?"},
-    "format:no_bullets_bullets": {},
-    "format:sub-bullets": {},
     "format:options": {"options": "yes/no/maybe"},
-    "format:output_template": {},
-    "format:parentheses": {},
-    "format:quote_unquote": {},
-    "format:emoji": {},
     "repeat:repeat_change": {"prompt_to_repeat": REQUEST},
-    "repeat:repeat_simple": {},
-    "custom:multiples": {},
-    "custom:sentence_alphabet": {},
-    "custom:date_format_list": {},
     "count:person_names": {"N": 3},
     "count:pronouns": {"N": 5},
     "count:words_japanese": {"N": 4},
     "ratio:stop_words": {"percentage": 10},
     "ratio:overlap": {"reference_text": REQUEST, "percentage": 40},
-    "words:odd_even_syllables": {},
-    "words:start_verb": {},
-    "words:vowel": {},
-    "format:thesis": {},
-    "format:title_case": {},
-    "format:quotes": {},
     "repeat:repeat_span": {"prompt_to_repeat": REQUEST, "n_start": 2, "n_end": 6},
-    "custom:mcq_count_length": {},
-    "custom:reverse_newline": {},
-    "custom:word_reverse": {},
-    "custom:character_reverse": {},
-    "custom:european_capitals_sort": {},
-    "custom:csv_city": {},
-    "custom:csv_special_character": {},
-    "custom:csv_quotes": {},
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from tests.tasks.instructions.instruction_cases import (
     GOOGLE_ARGUMENTS,
     MULTI_ARGUMENTS,
     RLVR_ARGUMENTS,
+    VECTORS,
     Arguments,
 )
 
@@ -33,19 +35,19 @@ ALL = [(family, id_) for family, (_, cases) in FAMILIES.items() for id_ in cases
 NONSENSE = ["", " \n", "\t", "a", "asdf", "0", "1", "{}", "123!!!", "yes!", "\u200b\u202e", "..."]
 
 
-def bind(family: str, instruction_id: str) -> object:
-    checkers, cases = FAMILIES[family]
-    return checkers.bind(instruction_id, cases[instruction_id], place="a test")
-
-
-def is_met(family: Checkers, instruction_id: str, text: str, **arguments: object) -> bool:
-    return family.bind(instruction_id, arguments, place="a test").is_met(text)
+@pytest.mark.parametrize("vector", VECTORS, ids=lambda one: f"{one['family']} {one['id']}")
+def test_replies_that_follow_are_told_from_those_that_do_not(vector: Mapping[str, Any]) -> None:
+    instruction, arguments = vector["id"], vector["arguments"]
+    if vector["family"] == "rlvr":
+        instruction, arguments = as_instruction(instruction, arguments)
+    constraint = FAMILIES[vector["family"]][0].bind(instruction, arguments, place="a vector")
+    assert [text for text in vector["good"] if not constraint.is_met(text)] == []
+    assert [text for text in [*vector["bad"], "[" * 99_999] if constraint.is_met(text)] == []
 
 
 def test_all_instructions_have_a_case() -> None:
     assert [len(checkers) for checkers, _ in FAMILIES.values()] == [25, 55, 54]
-    assert set(GOOGLE) == set(GOOGLE_ARGUMENTS)
-    assert set(MULTI) == set(MULTI_ARGUMENTS)
+    assert [set(GOOGLE), set(MULTI)] == [set(GOOGLE_ARGUMENTS), set(MULTI_ARGUMENTS)]
     assert set(FUNCTIONS) == set(RLVR_ARGUMENTS)
     assert {instruction_id for instruction_id, _ in FUNCTIONS.values()} <= set(RLVR)
 
@@ -114,8 +116,9 @@ def test_what_cannot_be_judged_is_refused(
 
 
 def test_zero_is_an_argument() -> None:
-    assert is_met(GOOGLE, "detectable_format:number_bullet_lists", "No list here at all", num_bullets=0)
-    assert not is_met(GOOGLE, "detectable_format:number_bullet_lists", "* one of them here", num_bullets=0)
+    constraint = GOOGLE.bind("detectable_format:number_bullet_lists", {"num_bullets": 0}, place="a test")
+    assert constraint.is_met("No list here at all")
+    assert not constraint.is_met("* one of them here")
 
 
 @pytest.mark.parametrize(

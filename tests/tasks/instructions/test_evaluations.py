@@ -149,23 +149,21 @@ def test_chance_is_the_same_each_time() -> None:
     assert random.getstate() == before
 
 
-def test_the_prompt_is_the_users_text(two_parts: str) -> None:
+def test_the_prompt_is_the_users_text_and_parquet_and_jsonl_make_the_same_task(
+    tmp_path: Path, two_parts: str
+) -> None:
     task = ifeval(two_parts)
     (message,) = task.render(last(task))
     assert message.text == f"Write about the sea, please. Task 99, following {', '.join(TWO_PARTS)}."
-    assert message.role == "user"
-
-
-def test_parquet_and_jsonl_make_the_same_task(tmp_path: Path, two_parts: str) -> None:
     rows = [json.loads(line) for line in Path(two_parts).read_text().splitlines()]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "ifeval.parquet")
-    assert ifeval(str(tmp_path / "ifeval.parquet")).version == ifeval(two_parts).version
+    assert ifeval(str(tmp_path / "ifeval.parquet")).version == task.version
 
 
 def test_all_instructions_count_and_each_is_counted(two_parts: str) -> None:
     task = ifeval(two_parts)
-    example = last(task)  # no comma, three bullets
-    outcome = task.verify(example, "<think>one, two</think>Of the sea:\n* blue\n* wide\n* deep")
+    example = last(task)  # no comma, two bullets
+    outcome = task.verify(example, "<think>one, two</think>Of the sea:\n* blue\n* wide")
     assert (outcome.parts, outcome.is_correct, outcome.format_ok) == ({"correct": 1.0}, True, True)
     half = task.verify(example, "The sea is blue and wide")
     assert (half.parts, half.is_correct) == ({"correct": 0.0}, False)
@@ -180,7 +178,7 @@ def test_all_instructions_count_and_each_is_counted(two_parts: str) -> None:
 
 def test_strictness_chooses_the_score_and_both_are_reported(two_parts: str) -> None:
     # The first line has the comma; without it, every instruction is followed.
-    reply = "Sure, gladly:\nOf the sea:\n* blue\n* wide\n* deep"
+    reply = "Sure, gladly:\nOf the sea:\n* blue\n* wide"
     for strictness, score in (("strict", 0.0), ("loose", 1.0)):
         task = ifeval(two_parts, strictness=strictness)
         outcome = task.verify(last(task), reply)
@@ -190,7 +188,7 @@ def test_strictness_chooses_the_score_and_both_are_reported(two_parts: str) -> N
 
 def test_unclosed_reasoning_and_silence_are_no_format(two_parts: str) -> None:
     task = ifeval(two_parts)
-    for reply in ("<think>Of the sea:\n* a\n* b\n* c", "<think>well</think> \n", "", " \n"):
+    for reply in ("<think>Of the sea:\n* a\n* b", "<think>well</think> \n", "", " \n"):
         outcome = task.verify(last(task), reply)
         assert (outcome.reward, outcome.format_ok, outcome.is_correct) == (0.0, False, False)
         assert outcome.metrics["instructions_total"] == 2.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,12 @@ import pytest
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Split
-from strop.spec import TaskSpec
-from strop.tasks import build_task
+from strop.tasks import Task, build_task
+from strop.tasks.instructions import segments
 from strop.tasks.instructions.replies import is_echo, judged_text
 from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
 from tests.fixtures.judging import run_self_test
+from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.instruction_cases import MULTI_ARGUMENTS, RLVR_ARGUMENTS, Arguments
 
 pytest.importorskip("langdetect")
@@ -48,14 +50,19 @@ def multi_row(cases: dict[str, Arguments | None], number: int = 0) -> Row:
 
 
 def write(path: Path, rows: Sequence[Row]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return str(path)
+    return str(write_rows(path, rows))
 
 
-@pytest.fixture
-def multi_file(tmp_path: Path) -> str:
-    rows = [multi_row({id_: case or None}, n) for n, (id_, case) in enumerate(MULTI_ARGUMENTS.items())]
-    return write(tmp_path / "multi.jsonl", rows)
+def task_of(name: str, folder: Path, rows: Sequence[Row], **settings: Any) -> Task:
+    spec: Any = {"rlvr-ifeval": RlvrIfevalSpec, "if-multi": IfMultiSpec}[name]
+    return build_task(spec(name=name, source=write(folder / "rows.jsonl", rows), **settings))
+
+
+ALL_ROWS = {
+    "rlvr-ifeval": [rlvr_row(function, case) for function, case in RLVR_ARGUMENTS.items()],
+    "if-multi": [multi_row({id_: case or None}, n) for n, (id_, case) in enumerate(MULTI_ARGUMENTS.items())],
+}
+NO_COMMAS = [multi_row({"punctuation:no_comma": None}, n) for n in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -74,12 +81,15 @@ def test_judged_is_what_stands_behind_the_reasoning(reply: str, judged: str | No
     assert judged_text(reply) == judged
 
 
-def test_unclosed_reasoning_and_silence_are_no_format(tmp_path: Path) -> None:
-    rows = [multi_row({"punctuation:no_comma": None}, n) for n in range(2)]
-    task = build_task(IfMultiSpec(name="if-multi", source=write(tmp_path / "multi.jsonl", rows)))
+def test_unclosed_reasoning_and_silence_are_no_format_and_an_echo_earns_nothing(tmp_path: Path) -> None:
+    task = task_of("if-multi", tmp_path, NO_COMMAS)
+    example = task.examples(Split.TRAIN)[0]
     for reply in ("<think>The sea is salt water.", "<think>well</think> \n", "", " \n"):
-        outcome = task.verify(task.examples(Split.TRAIN)[0], reply)
+        outcome = task.verify(example, reply)
         assert (outcome.reward, outcome.format_ok, outcome.is_correct) == (0.0, False, False)
+    example = replace(example, fields={**example.fields, "prompt": "Write about the sea without commas"})
+    assert task.verify(example, example.fields["prompt"]).reward == 0.0
+    assert task.verify(example, "The sea is salt water.").reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -95,111 +105,73 @@ def test_an_echo_is_the_prompt_and_next_to_nothing(text: str, expected: bool) ->
     assert is_echo(text, "Say it now") is expected
 
 
-def test_an_echo_earns_nothing(tmp_path: Path) -> None:
-    rows = [multi_row({"punctuation:no_comma": None}, n) for n in range(2)]
-    for number, row in enumerate(rows):
-        row["messages"] = messages(f"Write about the sea without commas {number}")
-    task = build_task(IfMultiSpec(name="if-multi", source=write(tmp_path / "multi.jsonl", rows)))
-    example = task.examples(Split.TRAIN)[0]
-    assert task.verify(example, example.fields["prompt"]).reward == 0.0
-    assert task.verify(example, "The sea is salt water.").reward == 1.0
-
-
 def test_without_langdetect_the_task_says_what_to_install(
-    multi_file: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from strop.tasks.instructions import segments
-
     monkeypatch.setattr(segments, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError) as caught:
-        build_task(IfMultiSpec(name="if-multi", source=multi_file)).examples(Split.TRAIN)
-    assert "strop[tasks]" in str(caught.value)
+    with pytest.raises(ConfigError, match=r"strop\[tasks\]"):
+        task_of("if-multi", tmp_path, ALL_ROWS["if-multi"]).examples(Split.TRAIN)
 
 
 def test_rlvr_holds_out_by_content(tmp_path: Path) -> None:
-    rows = [rlvr_row(function, case) for function, case in RLVR_ARGUMENTS.items()]
-    task = build_task(RlvrIfevalSpec(name="rlvr-ifeval", source=write(tmp_path / "rlvr.jsonl", rows)))
-    turned = build_task(
-        RlvrIfevalSpec(name="rlvr-ifeval", source=write(tmp_path / "turned.jsonl", rows[::-1]))
-    )
+    rows = ALL_ROWS["rlvr-ifeval"]
+    (tmp_path / "turned").mkdir()
+    task = task_of("rlvr-ifeval", tmp_path, rows)
+    turned = task_of("rlvr-ifeval", tmp_path / "turned", rows[::-1])
     ids = {example.example_id for example in task.examples(Split.HELD_OUT)}
     assert (len(task.examples(Split.TRAIN)), len(ids)) == (23, 2)  # a tenth of 25
     assert {example.example_id for example in turned.examples(Split.HELD_OUT)} == ids
-    assert task.limits.max_reply_tokens == 2048
 
 
 def test_if_multi_pays_the_share_or_all(tmp_path: Path) -> None:
     rows = [multi_row({id_: MULTI_ARGUMENTS[id_] or None for id_ in TWO_PARTS}, n) for n in range(10)]
-    source = write(tmp_path / "multi.jsonl", rows)
-    reply = "The sea is blue <answer>and wide</answer>"
     for all_or_nothing, parts in ((False, {"satisfied_frac": 0.5}), (True, {"correct": 0.0})):
-        task = build_task(IfMultiSpec(name="if-multi", source=source, all_or_nothing=all_or_nothing))
-        outcome = task.verify(task.examples(Split.TRAIN)[0], reply)
+        task = task_of("if-multi", tmp_path, rows, all_or_nothing=all_or_nothing)
+        outcome = task.verify(task.examples(Split.TRAIN)[0], "The sea is blue <answer>and wide</answer>")
         assert (outcome.parts, outcome.is_correct) == (parts, False)
         assert outcome.metrics == {"instructions_total": 2.0, "instructions_satisfied": 1.0}
 
 
 def test_answer_tags_are_not_judged_in_if_multi(tmp_path: Path) -> None:
     rows = [multi_row({"last_word:last_word_answer": {"last_word": "blue"}}, n) for n in range(2)]
-    task = build_task(IfMultiSpec(name="if-multi", source=write(tmp_path / "multi.jsonl", rows)))
+    task = task_of("if-multi", tmp_path, rows)
     assert task.verify(task.examples(Split.TRAIN)[0], "<answer>The sea is blue</answer>").reward == 1.0
 
 
-@pytest.mark.parametrize("name", ["rlvr-ifeval", "if-multi"])
-def test_self_test_passes(name: str, tmp_path: Path, multi_file: str) -> None:
-    specs: dict[str, TaskSpec] = {
-        "rlvr-ifeval": RlvrIfevalSpec(
-            name="rlvr-ifeval",
-            source=write(tmp_path / "rlvr.jsonl", [rlvr_row(*case) for case in RLVR_ARGUMENTS.items()]),
-        ),
-        "if-multi": IfMultiSpec(name="if-multi", source=multi_file),
-    }
-    task = build_task(specs[name])
-    examples = [*task.examples(Split.TRAIN), *task.examples(Split.HELD_OUT)]
-    assert run_self_test(task, examples) == []
+@pytest.mark.parametrize("name", ALL_ROWS)
+def test_self_test_passes(name: str, tmp_path: Path) -> None:
+    task = task_of(name, tmp_path, ALL_ROWS[name])
+    assert run_self_test(task, [*task.examples(Split.TRAIN), *task.examples(Split.HELD_OUT)]) == []
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    "change",
     [
-        ({"ground_truth": "func_name: x"}, "row 2 has ground_truth 'func_name: x'"),
-        ({"ground_truth": None}, "row 2 has ground_truth 'None'"),
-        ({"ground_truth": '{"N": 3}'}, "func_name None"),
-        ({"ground_truth": '{"func_name": "verify_all"}'}, "func_name 'verify_all'"),
-        ({"ground_truth": '{"func_name": "validate_title", "N": 0}'}, "N is not known"),
-        ({"ground_truth": '{"func_name": "validate_response_language"}'}, "language is missing"),
-        ({"ground_truth": '{"func_name": "validate_choice", "options": "yes"}'}, "no slash stands between"),
-        ({"ground_truth": '{"func_name": "validate_choice", "options": "[a]"}'}, "not a list of texts"),
-        ({"messages": []}, r"row 2 has messages '\[\]'"),
-        ({"messages": [{"role": "assistant", "content": "Hi"}]}, "one message of role user"),
+        {"ground_truth": "func_name: x"},
+        {"ground_truth": None},
+        {"ground_truth": '{"N": 3}'},
+        {"ground_truth": '{"func_name": "verify_all"}'},
+        {"ground_truth": '{"func_name": "validate_title", "N": 0}'},
+        {"ground_truth": '{"func_name": "validate_response_language"}'},
+        {"ground_truth": '{"func_name": "validate_choice", "options": "yes"}'},
+        {"ground_truth": '{"func_name": "validate_choice", "options": "[a]"}'},
+        {"messages": []},
+        {"messages": [{"role": "assistant", "content": "Hi"}]},
     ],
 )
-def test_malformed_training_rows_are_refused(tmp_path: Path, change: Row, message: str) -> None:
+def test_malformed_training_rows_are_refused(tmp_path: Path, change: Row) -> None:
     row = rlvr_row("validate_title", {}) | change
-    task = build_task(
-        RlvrIfevalSpec(
-            name="rlvr-ifeval",
-            source=write(tmp_path / "one.jsonl", [rlvr_row("validate_no_commas", {}), row]),
-        )
-    )
-    with pytest.raises(DataError, match=message):
-        task.examples(Split.TRAIN)
+    with pytest.raises(DataError, match="row 2"):
+        task_of("rlvr-ifeval", tmp_path, [rlvr_row("validate_no_commas", {}), row]).examples(Split.TRAIN)
 
 
 def test_unequal_lists_of_a_multi_row_are_refused(tmp_path: Path) -> None:
-    truth = repr([{"instruction_id": TWO_PARTS, "kwargs": [None]}])
-    row = multi_row({}) | {"ground_truth": truth}
-    task = build_task(
-        IfMultiSpec(
-            name="if-multi",
-            source=write(tmp_path / "one.jsonl", [multi_row({"detectable_format:title": None}), row]),
-        )
-    )
-    with pytest.raises(DataError, match="instruction_id and kwargs: 2 ids and 1 argument tables"):
-        task.examples(Split.TRAIN)
+    row = multi_row({}) | {"ground_truth": repr([{"instruction_id": TWO_PARTS, "kwargs": [None]}])}
+    with pytest.raises(DataError, match="2 ids and 1 "):
+        task_of("if-multi", tmp_path, [NO_COMMAS[0], row]).examples(Split.TRAIN)
 
 
-@pytest.mark.parametrize("name", ["rlvr-ifeval", "if-multi"])
+@pytest.mark.parametrize("name", ALL_ROWS)
 def test_one_prompt_with_several_instructions_stays_in_one_split(name: str, tmp_path: Path) -> None:
     """The data has no split: whole rows told apart would be held out and trained on by the same prompt."""
     prompts = [f"Write about the sea, number {number}." for number in range(30)]
@@ -207,21 +179,14 @@ def test_one_prompt_with_several_instructions_stays_in_one_split(name: str, tmp_
     for prompt in prompts:
         # Three rows of one prompt but for white space, each with an instruction of its own.
         for space, word in (("", "ship"), (" ", "harbor"), ("\n", "sail")):
-            if name == "rlvr-ifeval":
-                row = rlvr_row("verify_keywords", {"keyword_list": [word]})
-            else:
-                row = multi_row({"keywords:word_once": {"keyword": word}})
+            row = (
+                rlvr_row("verify_keywords", {"keyword_list": [word]})
+                if name == "rlvr-ifeval"
+                else multi_row({"keywords:word_once": {"keyword": word}})
+            )
             rows.append(row | {"messages": messages(f"{prompt}{space}")})
-    source = write(tmp_path / "rows.jsonl", rows)
-    task = build_task(
-        RlvrIfevalSpec(name="rlvr-ifeval", source=source)
-        if name == "rlvr-ifeval"
-        else IfMultiSpec(name="if-multi", source=source)
-    )
-    asked = {
-        split: {" ".join(example.fields["prompt"].split()) for example in task.examples(split)}
-        for split in Split
-    }
+    task = task_of(name, tmp_path, rows)
+    asked = {split: {" ".join(e.fields["prompt"].split()) for e in task.examples(split)} for split in Split}
     assert asked[Split.TRAIN] & asked[Split.HELD_OUT] == set()
     assert asked[Split.TRAIN] | asked[Split.HELD_OUT] == set(prompts)
     # A tenth of the prompts, not of the rows.

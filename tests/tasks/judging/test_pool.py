@@ -316,13 +316,15 @@ def test_a_killed_fork_server_is_replaced() -> None:
     assert [reply["echo"]["number"] for reply in with_pool(work)] == [0, 1, 2, 3]
 
 
-def test_a_handler_that_cannot_be_built_is_refused_with_its_cause() -> None:
+def test_a_handler_that_cannot_be_built_is_refused_with_its_cause_and_ends_the_starts_of_others() -> None:
     async def run() -> None:
-        workers = WorkerPool(refuse_to_build, num_workers=1, limit_s=1.0)
+        workers = WorkerPool(refuse_to_build, num_workers=4, limit_s=1.0)
+        calls = [asyncio.ensure_future(workers.call({})) for _ in range(4)]
         try:
-            await workers.call({})
+            await asyncio.gather(*calls)
         finally:
             await workers.close()
+            assert all(call.done() for call in calls)
 
     with pytest.raises(CheckRefused, match="no data set here"):
         asyncio.run(run())
@@ -345,20 +347,6 @@ def test_closing_ends_what_is_under_way() -> None:
     assert [reply.kind for reply in (*replies, late)] == ["closed"] * 4
     assert (workers.counts["crash"], workers.counts["retry"]) == (0, 0)
     assert owner_of_error("closed") is FailureOwner.INFRA
-
-
-def test_closing_ends_the_starts_of_others_where_one_failed() -> None:
-    async def run() -> None:
-        workers = WorkerPool(refuse_to_build, num_workers=4, limit_s=1.0)
-        calls = [asyncio.ensure_future(workers.call({})) for _ in range(4)]
-        try:
-            await asyncio.gather(*calls)
-        finally:
-            await workers.close()
-            assert all(call.done() for call in calls)
-
-    with pytest.raises(CheckRefused, match="no data set here"):
-        asyncio.run(run())
 
 
 _OWNER = """

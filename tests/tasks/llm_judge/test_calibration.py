@@ -93,21 +93,17 @@ def test_correlation_by_hand() -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "message"),
+    ("rows", "named"),
     [
-        (labelled(24, 25), "has 49 labelled replies, 24 of them good. Allowed: at least 50"),
-        (labelled(50, 0), "has 50 labelled replies, 50 of them good"),
-        ([{"prompt": "p", "label": True}], r"labels.jsonl, row 1 has columns .*Allowed: reply, texts"),
-        ([{"prompt": "p", "reply": "r", "label": "yes"}], "row 1 has label='yes'. Allowed: true or false"),
-        ([{"reply": "r", "label": True}], "row 1 has columns"),
+        (labelled(24, 25), "49 .*24"),
+        (labelled(50, 0), "50 .*50"),
+        ([{"prompt": "p", "label": True}], "row 1"),
+        ([{"prompt": "p", "reply": "r", "label": "yes"}], "row 1 .*label='yes'"),
+        ([{"reply": "r", "label": True}], "row 1"),
     ],
 )
-def test_files_that_measure_nothing_are_refused(tmp_path: Path, rows: list[Any], message: str) -> None:
-    with pytest.raises(DataError, match=message):
+def test_files_that_measure_nothing_are_refused(tmp_path: Path, rows: list[Any], named: str) -> None:
+    with pytest.raises(DataError, match=named):
         read_labelled_replies(str(write_rows(tmp_path / "labels.jsonl", rows)))
-
-
-def test_no_reply_is_refused(tmp_path: Path) -> None:
-    task = judge_task(tmp_path, "http://127.0.0.1:1/v1")
-    with pytest.raises(DataError, match="a check of a judge on no labelled reply"):
-        asyncio.run(check_judge(task, []))
+    with pytest.raises(DataError):
+        asyncio.run(check_judge(judge_task(tmp_path, "http://127.0.0.1:1/v1"), []))

@@ -47,32 +47,30 @@ def test_built_in_rubrics_have_all_places(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "named"),
     [
-        ("{{prompt}} only", r"rubric.txt has no place \{\{reply\}\}"),
-        ("{{reply}} only", r"rubric.txt has no place \{\{prompt\}\}"),
-        ("{{prompt}} {{reply}} {{two words}}", r"rubric.txt has the place \{\{two words\}\}"),
-        ("{{prompt}} {{reply}} {{}}", r"rubric.txt has the place \{\{\}\}"),
+        ("{{prompt}} only", "reply"),
+        ("{{reply}} only", "prompt"),
+        ("{{prompt}} {{reply}} {{two words}}", "two words"),
+        ("{{prompt}} {{reply}} {{}}", r"\{\{\}\}"),
+        (b"\xff\xfe", r"rubric\.txt"),
     ],
 )
-def test_a_missing_or_malformed_place_is_refused(tmp_path: Path, text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read_rubric(write(tmp_path, text))
-
-
-def test_a_rubric_that_is_no_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "rubric.txt").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match=r"task.rubric=.*rubric.txt cannot be read"):
-        read_rubric(str(tmp_path / "rubric.txt"))
-    with pytest.raises(ConfigError, match=r"task\.rubric=qualty cannot be read"):
+def test_a_missing_or_malformed_place_and_what_is_no_text_are_refused(
+    tmp_path: Path, text: str | bytes, named: str
+) -> None:
+    path = tmp_path / "rubric.txt"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=named):
+        read_rubric(str(path))
+    with pytest.raises(ConfigError, match="qualty"):
         read_rubric("qualty")
 
 
 @pytest.mark.parametrize("value", ["", " \n"])
 def test_a_place_without_text_is_refused(tmp_path: Path, value: str) -> None:
     rubric = read_rubric(write(tmp_path, "{{prompt}} {{reply}} {{topic}}"))
-    message = r"row 7 has no text for \{\{topic\}\} of the rubric .*rubric.txt. Allowed: .* has prompt, topic"
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"row 7 .*topic"):
         rubric.require_values({"prompt": "p", "topic": value}, "row 7")
 
 
@@ -158,24 +156,17 @@ def test_a_score_out_of_bounds_is_no_score(score: str) -> None:
     assert (found.owner, found.kind) == (FailureOwner.ENGINE, "judge_out_of_bounds")
 
 
-def test_what_was_kept_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", '{"score": 0.5}', '{"score": null, "reason": ""}'),
+        *('{"score": 1.5, "reason": ""}', '{"score": NaN, "reason": ""}'),
+    ],
+)
+def test_what_was_kept_is_found_and_what_is_no_judgement_is_not(tmp_path: Path, text: str) -> None:
     path = tmp_path / "ab" / "entry.json"
     assert find_judgement(path) is None
     keep_judgement(path, Judgement(score=0.25, reason="thin"))
     assert find_judgement(path) == Judgement(score=0.25, reason="thin")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "[]",
-        '{"score": 0.5}',
-        '{"score": null, "reason": ""}',
-        '{"score": 1.5, "reason": ""}',
-        '{"score": NaN, "reason": ""}',
-    ],
-)
-def test_what_is_no_judgement_counts_as_absent(text: str, tmp_path: Path) -> None:
-    (tmp_path / "entry.json").write_text(text)
-    assert find_judgement(tmp_path / "entry.json") is None
+    path.write_text(text)
+    assert find_judgement(path) is None

@@ -19,9 +19,9 @@ from strop.tasks import build_task, build_warm_task
 from strop.tasks.judging import WorkerJudge, open_judge
 from strop.tasks.llm_judge import LlmJudge, client
 from strop.tasks.registry import task_summaries
-from tests.fixtures.judge_server import judge_server, scored, shown_reply
+from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import ROWS, judge_spec, judge_task
-from tests.fixtures.judging import run_self_test
+from tests.fixtures.judging import failed, run_self_test
 from tests.fixtures.row_files import write_rows
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -87,8 +87,7 @@ def test_what_is_no_score_leaves_the_reply_unscored(tmp_path: Path, said: Any, k
     with judge_server(lambda question: said) as server:
         outcome = verify(judge_task(tmp_path, server.url), "word-0")
     assert outcome.reward is None
-    assert outcome.failure is not None
-    assert (outcome.failure.owner, outcome.failure.kind) == (FailureOwner.ENGINE, kind)
+    assert failed(outcome) == (FailureOwner.ENGINE, kind)
     assert outcome.metrics[kind] == 1.0
     assert len(server.requests) == 1
 
@@ -148,9 +147,7 @@ def test_calls_end_with_the_budget(tmp_path: Path) -> None:
         task = judge_task(tmp_path, server.url, max_judge_calls=2)
         outcomes = [verify(task, text) for text in ("a", "b", "c")]
     assert [outcome.reward for outcome in outcomes] == [1.0, 1.0, None]
-    failure = outcomes[-1].failure
-    assert failure is not None
-    assert (failure.owner, failure.kind) == (FailureOwner.ENGINE, "judge_budget")
+    assert failed(outcomes[-1]) == (FailureOwner.ENGINE, "judge_budget")
     assert len(server.requests) == 2
 
 
@@ -188,19 +185,19 @@ def test_the_key_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.
         build_warm_task(spec)
 
 
-def test_a_sound_judge_passes_the_self_test(tmp_path: Path) -> None:
-    with judge_server(compare) as server:
-        task = judge_task(tmp_path, server.url)
-        assert run_self_test(task, task.examples(Split.TRAIN)[:6]) == []
-        task.client.close()
+def test_a_sound_judge_passes_the_self_test_and_one_that_pays_for_everything_does_not(tmp_path: Path) -> None:
+    def probes(say: Say) -> set[str]:
+        with judge_server(say) as server:
+            task = judge_task(tmp_path, server.url, judge_model=say.__name__)
+            found = {finding.probe for finding in run_self_test(task, task.examples(Split.TRAIN)[:6])}
+            task.client.close()
+        return found
 
+    def praise(question: str) -> str:
+        return scored(1.0)
 
-def test_a_judge_that_pays_for_everything_fails_it(tmp_path: Path) -> None:
-    with judge_server(lambda question: scored(1.0)) as server:
-        task = judge_task(tmp_path, server.url)
-        probes = {finding.probe for finding in run_self_test(task, task.examples(Split.TRAIN)[:3])}
-        task.client.close()
-    assert probes >= {"garbage", "letter", "echo", "neighbor"}
+    assert probes(compare) == set()
+    assert probes(praise) >= {"garbage", "letter", "echo", "neighbor"}
 
 
 def test_the_version_is_the_judge_and_not_the_way_to_it(tmp_path: Path) -> None:
@@ -208,12 +205,8 @@ def test_the_version_is_the_judge_and_not_the_way_to_it(tmp_path: Path) -> None:
         return judge_task(tmp_path, "http://127.0.0.1:1/v1", **settings).version
 
     plain = version()
-    same = (
-        ("judge_concurrency", 3),
-        ("max_judge_calls", 7),
-        ("judge_key_env", "K"),
-    )
-    assert {version(**{name: value}) for name, value in same} == {plain}
+    same: list[dict[str, Any]] = [{"judge_concurrency": 3}, {"max_judge_calls": 7}, {"judge_key_env": "K"}]
+    assert {version(**settings) for settings in same} == {plain}
     rubric = tmp_path / "rubric.txt"
     rubric.write_text("{{prompt}} {{reply}} {{gold}}")
     first = version(rubric=str(rubric))
@@ -224,22 +217,19 @@ def test_the_version_is_the_judge_and_not_the_way_to_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    "row",
     [
-        ({"gold": "a"}, r"rows.jsonl, row 1 has columns \{'gold': 'str'\}. Allowed: prompt, texts"),
-        ({"prompt": " ", "gold": "a"}, "row 1 has columns"),
-        ({"prompt": "a", "gold": 3}, "row 1 has gold='3'. Allowed: a text that is not empty"),
-        ({"prompt": "a", "gold": ""}, "row 1 has gold=''"),
-        (
-            {"prompt": "a"},
-            r"row 1, example [0-9a-f]{16}, has no text for \{\{gold\}\} of the rubric correctness",
-        ),
-        ("text", "line 1 is a str"),
+        {"gold": "a"},
+        {"prompt": " ", "gold": "a"},
+        {"prompt": "a", "gold": 3},
+        {"prompt": "a", "gold": ""},
+        {"prompt": "a"},
+        "text",
     ],
 )
-def test_malformed_rows_are_refused_by_place(tmp_path: Path, row: Any, message: str) -> None:
+def test_malformed_rows_are_refused_by_place(tmp_path: Path, row: Any) -> None:
     task = judge_task(tmp_path, "http://127.0.0.1:1/v1", [row, *ROWS])
-    with pytest.raises(DataError, match=message):
+    with pytest.raises(DataError, match=r"(row|line) 1"):
         task.examples(Split.TRAIN)
 
 
@@ -296,29 +286,30 @@ def test_a_run_file_names_a_judge(tmp_path: Path) -> None:
     assert "llm-judge" in task_summaries()
 
 
+ITSELF = {"judge_model": '"small"'}
+
+
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "named"),
     [
-        ({"judge_url": '"localhost:80"'}, "task.judge_url"),
-        ({"judge_url": '"http://u:p@host/v1"'}, "a password in an address"),
-        ({"judge_key_env": '"sk-0123456789abcdefghijklmn"'}, "holds an API key"),
-        ({"judge_key_env": '"two words"'}, "task.judge_key_env"),
-        (
-            {"judge_url": '"http://far.example/v1"', "judge_key_env": '"K"'},
-            "the key would cross the network in plain text",
-        ),
-        ({"judge_model": '"small"'}, "the model would be judged by itself"),
-        ({"judge_model": '"other-org/Small"'}, "the model would be judged by itself"),
-        ({"pass_score": "0.0"}, "task.pass_score"),
-        ({"judge_engine": '"vllm"'}, "chooses the engine of no other"),
-        ({"judge_url": '"role"', "judge_key_env": '"K"'}, "the run makes the key of a judge that it starts"),
+        ({"judge_url": '"localhost:80"'}, "judge_url"),
+        ({"judge_url": '"http://u:p@host/v1"'}, "password"),
+        ({"judge_key_env": '"sk-0123456789abcdefghijklmn"'}, "API key"),
+        ({"judge_key_env": '"two words"'}, "judge_key_env"),
+        ({"judge_url": '"http://far.example/v1"', "judge_key_env": '"K"'}, "plain text"),
+        (ITSELF, "itself"),
+        ({"judge_model": '"other-org/Small"'}, "itself"),
+        ({"pass_score": "0.0"}, "pass_score"),
+        ({"judge_engine": '"vllm"'}, "engine"),
+        ({"judge_url": '"role"', "judge_key_env": '"K"'}, "key"),
     ],
 )
 def test_settings_that_cannot_be_meant_are_refused(
-    tmp_path: Path, settings: dict[str, str], message: str
+    tmp_path: Path, settings: dict[str, str], named: str
 ) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=named):
         load_spec(write_run(tmp_path, **settings))
+    load_spec(write_run(tmp_path, **ITSELF, can_judge_itself="true"))
 
 
 def test_a_judge_that_the_run_starts_may_have_gpus_of_its_own(tmp_path: Path) -> None:
@@ -329,9 +320,3 @@ def test_a_judge_that_the_run_starts_may_have_gpus_of_its_own(tmp_path: Path) ->
     assert layout.nodes[0].gpus == {"train": 1, "judge": 2}
     with pytest.raises(ConfigError, match="its own engine takes one GPU"):
         load_spec(write_run(tmp_path, judge_url='"role"'), ["job.gpus=1", "job.judge_gpus=2"])
-
-
-def test_a_judge_of_itself_must_be_meant(tmp_path: Path) -> None:
-    task = load_spec(write_run(tmp_path, judge_model='"small"', can_judge_itself="true")).spec.task
-    assert isinstance(task, LlmJudgeSpec)
-    assert task.can_judge_itself

@@ -28,6 +28,7 @@ TRAIN: Rows = [
     {"question": "A shed costs $1,200. Two cost?", "answer": "2 x 1200 = 2400\n#### 2,400"},
     {"question": "It was 2 degrees and fell by 7. Now?", "answer": "2 - 7 = -5\n#### -5"},
 ]
+TRAIN_LINE = json.dumps(TRAIN[0]).encode() + b"\n"
 TEST: Rows = [{"question": "Half of 9 liters?", "answer": "9 / 2 = 4.5\n#### 4.5"}]
 
 
@@ -44,32 +45,22 @@ def task(tmp_path: Path) -> Task:
     return gsm8k(tmp_path)
 
 
-def test_reads_jsonl(task: Task) -> None:
+@pytest.mark.parametrize("folder", ["", "main", "data"])
+def test_parquet_shards_are_read_as_lines_are(tmp_path: Path, task: Task, folder: str) -> None:
+    top = tmp_path / "p"
+    write_parquet(top / folder / "train-00000-of-00002.parquet", TRAIN[:2])
+    write_parquet(top / folder / "train-00001-of-00002.parquet", TRAIN[2:])
+    write_parquet(top / folder / "test-00000-of-00001.parquet", TEST)
+    other = gsm8k(top)
     assert [example.answer for example in task.examples(Split.TRAIN)] == ["7", "2400", "-5"]
     assert [example.answer for example in task.examples(Split.HELD_OUT)] == ["4.5"]
-
-
-@pytest.mark.parametrize("folder", ["", "main", "data"])
-def test_reads_parquet_shards(tmp_path: Path, folder: str) -> None:
-    write_parquet(tmp_path / folder / "train-00000-of-00002.parquet", TRAIN[:2])
-    write_parquet(tmp_path / folder / "train-00001-of-00002.parquet", TRAIN[2:])
-    write_parquet(tmp_path / folder / "test-00000-of-00001.parquet", TEST)
-    assert [e.answer for e in gsm8k(tmp_path).examples(Split.TRAIN)] == ["7", "2400", "-5"]
-
-
-def test_format_of_the_file_changes_neither_ids_nor_version(tmp_path: Path, task: Task) -> None:
-    write_parquet(tmp_path / "p" / "train.parquet", TRAIN)
-    write_parquet(tmp_path / "p" / "test.parquet", TEST)
-    other = gsm8k(tmp_path / "p")
+    assert list(other.examples(Split.TRAIN)) == list(task.examples(Split.TRAIN))
     assert other.version == task.version
-    assert [e.example_id for e in other.examples(Split.TRAIN)] == [
-        e.example_id for e in task.examples(Split.TRAIN)
-    ]
-
-
-def test_numbers_of_examples_are_limits(tmp_path: Path, task: Task) -> None:
-    assert len(gsm8k(tmp_path, num_train=2).examples(Split.TRAIN)) == 2
-    assert gsm8k(tmp_path, num_train=2).version != task.version
+    assert len(gsm8k(top, num_train=2).examples(Split.TRAIN)) == 2
+    assert gsm8k(top, num_train=2).version != task.version
+    # A question that is there twice is kept once.
+    write_parquet(top / folder / "train-00001-of-00002.parquet", [*TRAIN[2:], TRAIN[0]])
+    assert len(gsm8k(top).examples(Split.TRAIN)) == 3
 
 
 def test_one_file_is_split_by_content(tmp_path: Path) -> None:
@@ -81,12 +72,6 @@ def test_one_file_is_split_by_content(tmp_path: Path) -> None:
     assert (len(first.examples(Split.TRAIN)), len(held_out)) == (36, 4)  # a tenth of 40
     assert {example.example_id for example in turned.examples(Split.HELD_OUT)} == held_out
     assert len(gsm8k(tmp_path / "all.jsonl", num_held_out=7).examples(Split.HELD_OUT)) == 7
-
-
-def test_a_question_twice_in_a_split_is_kept_once(tmp_path: Path) -> None:
-    write_rows(tmp_path / "train.jsonl", [*TRAIN, TRAIN[0]])
-    write_rows(tmp_path / "test.jsonl", TEST)
-    assert len(gsm8k(tmp_path).examples(Split.TRAIN)) == 3
 
 
 @pytest.mark.parametrize(
@@ -168,12 +153,6 @@ def test_self_test_passes(tmp_path: Path, task: Task, mode: Mode) -> None:
     assert (moded.version == task.version) is (mode == "auto")
 
 
-def test_prompt_shows_the_question_and_the_form(task: Task) -> None:
-    (message,) = task.render(task.examples(Split.TRAIN)[0])
-    assert message.text.startswith("Ida has 3 hens")
-    assert "'####'" in message.text
-
-
 def test_overlapping_splits_are_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "train.jsonl", TRAIN)
     # The same question with other white space and another worked answer is the same question.
@@ -182,66 +161,39 @@ def test_overlapping_splits_are_refused(tmp_path: Path) -> None:
         "answer": "#### 7",
     }
     write_rows(tmp_path / "test.jsonl", [*TEST, again])
-    with pytest.raises(DataError, match=r"1 of 2 held-out questions .* 'Ida has 3 hens and buys 4"):
+    with pytest.raises(DataError, match="1 of 2"):
         gsm8k(tmp_path).examples(Split.TRAIN)
-
-
-@pytest.mark.parametrize("empty", ["train", "test"])
-def test_empty_split_is_refused(tmp_path: Path, empty: str) -> None:
-    for name, rows in (("train", TRAIN), ("test", TEST)):
-        write_rows(tmp_path / f"{name}.jsonl", [] if name == empty else rows)
-    with pytest.raises(DataError, match=r"has no (training|held-out) rows.*interrupted download"):
-        gsm8k(tmp_path).examples(Split.TRAIN)
-
-
-def test_folder_without_data_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"has no file named train\*\.parquet or .*Next: rename"):
-        gsm8k(tmp_path).examples(Split.TRAIN)
-
-
-def test_missing_path_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"missing\.jsonl does not exist.*Next: correct the path"):
-        gsm8k(tmp_path / "missing.jsonl").examples(Split.TRAIN)
-
-
-@pytest.mark.parametrize("content", ["{", "[1]", "\x00"])
-def test_broken_jsonl_names_the_line(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "train.jsonl"
-    path.write_text(json.dumps(TRAIN[0]) + "\n" + content + "\n")
-    with pytest.raises(DataError, match=r"train\.jsonl cannot be read \(line 2"):
-        gsm8k(path).examples(Split.TRAIN)
-
-
-def test_jsonl_in_another_encoding_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "train.jsonl").write_bytes(b'{"question": "caf\xe9"}')
-    with pytest.raises(DataError, match="Allowed: JSONL in UTF-8"):
-        gsm8k(tmp_path / "train.jsonl").examples(Split.TRAIN)
-
-
-def test_cut_parquet_is_refused(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "train.parquet", TRAIN)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"train\.parquet cannot be read"):
-        gsm8k(path).examples(Split.TRAIN)
 
 
 @pytest.mark.parametrize(
-    "row",
-    [{"question": "1 + 1?"}, {"question": " ", "answer": "#### 2"}, {"question": 3, "answer": "#### 2"}],
+    ("name", "content", "said"),
+    [
+        *(("all.jsonl", TRAIN_LINE + line, "line 2") for line in (b"{", b"[1]", b"\x00")),
+        ("all.jsonl", b'{"question": "caf\xe9"}', "UTF-8"),
+        ("all.parquet", b"PAR1 and no more", r"all\.parquet"),
+        ("missing.jsonl", None, r"missing\.jsonl"),
+        ("", None, r"train\*\.parquet"),
+    ],
 )
-def test_wrong_columns_name_the_row(tmp_path: Path, row: dict[str, object]) -> None:
-    write_rows(tmp_path / "train.jsonl", [TRAIN[0], row])
-    write_rows(tmp_path / "test.jsonl", TEST)
-    with pytest.raises(DataError, match=r"train\.jsonl, row 2 has columns"):
-        gsm8k(tmp_path).examples(Split.TRAIN)
+def test_files_that_cannot_be_read_are_refused(
+    tmp_path: Path, name: str, content: bytes | None, said: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        gsm8k(tmp_path / name).examples(Split.TRAIN)
 
 
-@pytest.mark.parametrize("answer", ["two", "2", "#### two", "####"])
-def test_answer_without_gold_number_names_the_row(tmp_path: Path, answer: str) -> None:
-    write_rows(tmp_path / "train.jsonl", [{"question": "1 + 1?", "answer": answer}])
-    write_rows(tmp_path / "test.jsonl", TEST)
-    with pytest.raises(DataError, match=r"the answer in .*train\.jsonl, row 1 ends in"):
+@pytest.mark.parametrize("empty", ["train", "test"])
+def test_an_empty_split_and_a_cut_file_are_refused(tmp_path: Path, empty: str) -> None:
+    for name, rows in (("train", TRAIN), ("test", TEST)):
+        write_rows(tmp_path / f"{name}.jsonl", [] if name == empty else rows)
+    with pytest.raises(DataError, match="interrupted download"):
         gsm8k(tmp_path).examples(Split.TRAIN)
+    path = write_parquet(tmp_path / "cut.parquet", TRAIN)
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(DataError, match=r"cut\.parquet"):
+        gsm8k(path).examples(Split.TRAIN)
 
 
 def test_hub_data_offline_says_what_to_do(tmp_path: Path) -> None:

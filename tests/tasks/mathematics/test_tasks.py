@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,8 +13,8 @@ from strop.rollout import Example, Outcome, Split
 from strop.tasks import Task, build_task
 from strop.tasks.mathematics.aime import AimeSpec
 from strop.tasks.mathematics.boxed_math import DeepscalerSpec, Math500Spec, MathSpec
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.mmlu import MmluSpec
-from strop.tasks.prompt import PosedMessage
 from strop.tasks.rows.row_task import RowTask
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.row_files import write_parquet, write_rows
@@ -89,22 +88,8 @@ def test_math_leaves_out_rows_without_a_level_and_other_levels_and_counts_them(m
 
 
 def test_no_level_between_two_levels_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"task\.min_level=3 and task\.max_level=2: no level is left"):
+    with pytest.raises(ValueError, match=r"task\.min_level=3"):
         MathSpec(name="math", min_level=3, max_level=2)
-
-
-@pytest.mark.parametrize("level", [2, None, "Level 6", "hard"])
-def test_a_level_that_math_does_not_have_names_the_row(math_folder: Path, level: object) -> None:
-    write_rows(math_folder / "train.jsonl", [{**MATH_TRAIN[0], "level": level}])
-    with pytest.raises(DataError, match=r"train\.jsonl, row 1 has level .* 'Level 1' to 'Level 5'"):
-        math(math_folder).examples(Split.TRAIN)
-
-
-@pytest.mark.parametrize("solution", ["It is 5.", r"\boxed{}", r"\boxed{5", r"\boxed{ \, }"])
-def test_a_solution_without_an_answer_names_the_row(math_folder: Path, solution: str) -> None:
-    write_rows(math_folder / "train.jsonl", [{**MATH_TRAIN[0], "solution": solution}])
-    with pytest.raises(DataError, match=r"the solution in .*train\.jsonl, row 1 ends in"):
-        math(math_folder).examples(Split.TRAIN)
 
 
 def test_training_problems_that_are_held_out_too_are_left_out_and_counted(math_folder: Path) -> None:
@@ -113,20 +98,6 @@ def test_training_problems_that_are_held_out_too_are_left_out_and_counted(math_f
     assert "-5" not in answers(task, Split.TRAIN)
     assert "-5" in answers(task, Split.HELD_OUT)
     assert task.left_out == {"Level ?": 1, "held out too": 1}
-
-
-def test_the_prompt_asks_for_a_box_and_a_base_prompt_has_stops(math_folder: Path) -> None:
-    task = math(math_folder)
-    (message,) = task.render(task.examples(Split.TRAIN)[0])
-    assert message.text == (
-        "Find $x$ with $2x = -10$.\n\nReason step by step, and give the final answer in \\boxed{}."
-    )
-    assert message == PosedMessage(
-        role="user", content=message.text, base="Problem:\nFind $x$ with $2x = -10$.\n\nSolution:"
-    )
-    assert task.limits.stops(is_base=True) == ("Problem:", "\n\n\n")
-    assert task.limits.stops(is_base=False) == ()
-    assert task.limits.max_reply_tokens == 2048
 
 
 @pytest.mark.parametrize("strictness", ["strict", "standard", "symbolic"])
@@ -185,7 +156,7 @@ def test_math500_is_held_out_only(tmp_path: Path) -> None:
     task = build_task(Math500Spec(name="math500", source=str(tmp_path), strictness="standard"))
     assert answers(task, Split.HELD_OUT) == ["2", "4"]
     assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
-    with pytest.raises(DataError, match=r"training examples of task math500\. Allowed: .*evaluation only"):
+    with pytest.raises(DataError, match="math500"):
         task.examples(Split.TRAIN)
 
 
@@ -208,18 +179,8 @@ def test_a_broken_json_list_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "deepscaler.json"
     path.write_text(content)
     task = build_task(DeepscalerSpec(name="deepscaler", source=str(path)))
-    with pytest.raises(DataError, match=r"deepscaler\.json cannot be read .*one JSON list of tables"):
+    with pytest.raises(DataError, match=r"deepscaler\.json"):
         task.examples(Split.TRAIN)
-
-
-@pytest.mark.parametrize("answer", ["$", r"\boxed{}", "\\,"])
-def test_an_answer_of_which_nothing_is_left_names_the_row(tmp_path: Path, answer: str) -> None:
-    write_rows(tmp_path / "test.jsonl", [{"problem": "?", "solution": "!", "answer": answer}])
-    task = build_task(Math500Spec(name="math500", source=str(tmp_path)))
-    with pytest.raises(
-        DataError, match=r"the answer in .*test\.jsonl, row 1 is .*Allowed: a number, a formula"
-    ):
-        task.examples(Split.HELD_OUT)
 
 
 def aime(source: Path | str, year: Literal["2024", "2025", "2022-2024"] = "2025") -> Task:
@@ -239,13 +200,6 @@ def test_aime_reads_the_published_schemas(tmp_path: Path, rows: list[Row]) -> No
     assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
     with pytest.raises(DataError, match="training examples of task aime"):
         task.examples(Split.TRAIN)
-
-
-@pytest.mark.parametrize("answer", ["1000", "-1", "2.5", "x", True])
-def test_aime_refuses_an_answer_that_is_no_whole_number(tmp_path: Path, answer: object) -> None:
-    path = write_rows(tmp_path / "aime.jsonl", [{"problem": "?", "answer": answer}])
-    with pytest.raises(DataError, match=r"aime\.jsonl, row 1"):
-        aime(path).examples(Split.HELD_OUT)
 
 
 @pytest.mark.parametrize(
@@ -301,19 +255,6 @@ def test_mmlu_reads_the_hubs_files(mmlu_folder: Path) -> None:
     assert answers(one, Split.HELD_OUT) == ["B"]
 
 
-def test_mmlu_shows_question_and_choices(mmlu_folder: Path) -> None:
-    task = build_task(MmluSpec(name="mmlu", source=str(mmlu_folder)))
-    (message,) = task.render(task.examples(Split.HELD_OUT)[0])
-    first, *lines = message.text.splitlines()
-    assert first == (
-        "The following is a multiple choice question about number theory."
-        " Reply with the letter of the right choice alone."
-    )
-    assert lines == ["", "Which is odd?", *("A. 2", "B. 4", "C. 5", "D. 6", "Answer:")]
-    (plain,) = task.render(task.examples(Split.TRAIN)[0])
-    assert plain.text.startswith("The following is a multiple choice question. Reply")
-
-
 @pytest.mark.parametrize(
     ("text", "letter", "format_ok"),
     [
@@ -338,31 +279,33 @@ def test_mmlu_takes_the_first_letter_of_the_first_line(
     assert outcome.is_correct is (letter == "C")
 
 
-@pytest.mark.parametrize(
-    "change", [{"choices": ["1", "2"]}, {"answer": 4}, {"answer": "C"}, {"choices": "1234"}, {"answer": None}]
-)
-def test_mmlu_names_a_row_without_four_choices_and_an_index(tmp_path: Path, change: Row) -> None:
-    rows = [{**MMLU_ROWS[0], **change, "subject": subject} for subject in "ab"]
-    path = write_rows(tmp_path / "all.jsonl", rows)
-    with pytest.raises(DataError, match=r"all\.jsonl, row [12] has choices .* a list of four choices"):
-        build_task(MmluSpec(name="mmlu", source=str(path))).examples(Split.HELD_OUT)
+ROW = {"level": "Level 1", "answer": 0, "choices": list("abcd")}
+BROKEN_ROWS: list[tuple[type[Any], str, Row]] = [
+    *((MathSpec, "math", {**MATH_TRAIN[0], "level": level}) for level in (2, None, "Level 6", "hard")),
+    *(
+        (MathSpec, "math", {**MATH_TRAIN[0], "solution": solution})
+        for solution in ("It is 5.", r"\boxed{}", r"\boxed{5", r"\boxed{ \, }")
+    ),
+    *(
+        (Math500Spec, "math500", {"problem": "?", "solution": "!", "answer": answer})
+        for answer in ("$", r"\boxed{}", "\\,")
+    ),
+    *((AimeSpec, "aime", {"problem": "?", "answer": one}) for one in ("1000", "-1", "2.5", "x", True)),
+    *(
+        (MmluSpec, "mmlu", {**MMLU_ROWS[0], **change})
+        for change in (
+            *({"choices": ["1", "2"]}, {"choices": "1234"}, {"answer": 4}, {"answer": "C"}, {"answer": None}),
+        )
+    ),
+    *((Gsm8kSpec, "gsm8k", {"question": "1?", "answer": one}) for one in ("two", "2", "#### two", "####")),
+    *((Gsm8kSpec, "gsm8k", {"question": one, "answer": "#### 2"}) for one in (" ", 3, None)),
+    *((DeepscalerSpec, "deepscaler", ROW), (Math500Spec, "math500", ROW), (MathSpec, "math", ROW)),
+    *((AimeSpec, "aime", ROW), (MmluSpec, "mmlu", ROW), (Gsm8kSpec, "gsm8k", ROW)),
+]
 
 
-MakeTask = Callable[[str], Task]
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda source: build_task(MathSpec(name="math", source=source)),
-        lambda source: build_task(Math500Spec(name="math500", source=source)),
-        lambda source: build_task(DeepscalerSpec(name="deepscaler", source=source)),
-        lambda source: build_task(AimeSpec(name="aime", source=source)),
-        lambda source: build_task(MmluSpec(name="mmlu", source=source)),
-    ],
-)
-def test_missing_columns_name_the_row(tmp_path: Path, make: MakeTask) -> None:
-    row = {"level": "Level 1", "answer": 0, "choices": list("abcd")}
-    task = make(str(write_rows(tmp_path / "all.jsonl", [row, {**row, "id": 2}])))
-    with pytest.raises(DataError, match=r"all\.jsonl, row [12] has columns"):
-        task.examples(Split.HELD_OUT)
+@pytest.mark.parametrize(("spec", "name", "row"), BROKEN_ROWS)
+def test_a_row_that_cannot_be_judged_is_named(tmp_path: Path, spec: Any, name: str, row: Row) -> None:
+    path = write_rows(tmp_path / "all.jsonl", [row, {**row, "subject": "b", "id": 2}])
+    with pytest.raises(DataError, match=r"all\.jsonl, row [12]"):
+        build_task(spec(name=name, source=str(path))).examples(Split.HELD_OUT)

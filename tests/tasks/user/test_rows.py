@@ -15,12 +15,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from strop.errors import CheckRefused, ConfigError, DataError
-from strop.rollout import Outcome, Split
-from strop.spec.task import TaskSpec
+from strop.rollout import Split
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import open_judge
 from strop.tasks.traits import describe_counts
 from strop.tasks.user.rows import RowsSpec
+from tests.fixtures.judging import judge_replies as judge
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.row_files import write_rows
 
@@ -44,21 +44,6 @@ def spec_of(tmp_path: Path, rows: Sequence[Any] = ROWS, code: str = PLAIN, **set
 
 def task_of(tmp_path: Path, *arguments: Any, **settings: Any) -> Task:
     return build_task(spec_of(tmp_path, *arguments, **settings))
-
-
-def judge(spec: TaskSpec, *replies: str) -> list[Outcome]:
-    """Judge replies to the first training example where a run would."""
-
-    async def work() -> list[Outcome]:
-        task = build_task(spec)
-        example = task.examples(Split.TRAIN)[0]
-        found = open_judge(task, task_builder(spec))
-        try:
-            return [await found.judge(example, reply) for reply in replies]
-        finally:
-            await found.close()
-
-    return asyncio.run(work())
 
 
 def test_rows_are_split_asked_and_judged(tmp_path: Path) -> None:

@@ -16,19 +16,10 @@ from tests.fixtures.sandboxed import best_level
 from tests.fixtures.sandboxes import needs_podman
 
 
-def judged(
-    source: str, *tests: str, names: tuple[str, ...] = ("f",), wall_s: float = 60.0, **more: Any
-) -> JudgeVerdict:
-    job = JudgeJob(
-        source=source,
-        mode=JudgeMode.STATEMENTS,
-        names=names,
-        tests=tests,
-        num_tests=len(tests),
-        wall_s=wall_s,
-        **more,
-    )
-    return judge_python(job, min_isolation=best_level())
+def judged(source: str, *tests: str, level: Any = None, **given: Any) -> JudgeVerdict:
+    words = {"names": ("f",), "wall_s": 60.0, **given}
+    job = JudgeJob(source=source, mode=JudgeMode.STATEMENTS, tests=tests, num_tests=len(tests), **words)
+    return judge_python(job, min_isolation=level or best_level())
 
 
 def run_tests(
@@ -175,6 +166,25 @@ class A:
     def __index__(self): return 2
 def f(x): return A()
 """
+SEIZE = """
+import sys
+WORDS = ("pass", "score", "reward", "correct", "success", "result", "is_right", "verdict")
+def seize(names):
+    for key in list(names):
+        if any(word in str(key).lower() for word in WORDS):
+            try:
+                names[key] = (lambda *a, **k: True) if callable(names[key]) else type(names[key])(1)
+            except Exception:
+                pass
+frame = sys._getframe()
+while frame.f_back:
+    frame = frame.f_back
+    seize(frame.f_globals)
+    seize(frame.f_locals)
+for module in list(sys.modules.values()):
+    seize(vars(module))
+def f(x): return 3
+"""
 FIND_JUDGE = """import os, re
 judge = int(re.search('PPid:\\s*(\\d+)', open(f'/proc/{os.getppid()}/status').read()).group(1))"""
 ATTACKS = {
@@ -201,6 +211,13 @@ ATTACKS = {
     "patched judge": "import sys\nfor m in list(sys.modules.values()):\n  if 'judge' in m.__name__:\n"
     "    for n in list(vars(m)):\n      if callable(vars(m)[n]): setattr(m, n, lambda *a, **k: True)\n"
     "def f(x): return 3",
+    "changes names of its judge": SEIZE,
+    "empties its tests": "import gc\nfor found in gc.get_objects():\n"
+    "  if type(found) is list and found and all(type(x) is str and 'assert' in x for x in found):\n"
+    "    found.clear()\ndef f(x): return 3",
+    "stops the clock": "import signal, time\ntime.time = time.monotonic = time.perf_counter = lambda: 0.0\n"
+    "signal.signal(signal.SIGALRM, signal.SIG_IGN)\ndef f(x): return 3",
+    "kills its group": "import os\nos.killpg(0, 9)\ndef f(x): return 3",
     "kills its parent": "import os\nos.kill(os.getppid(), 9)\ndef f(x): return 3",
     "kills its parent in the call": "import os\ndef f(x): os.kill(os.getppid(), 9)",
     "kills its judge": f"{FIND_JUDGE}\nos.kill(judge, 9)\ndef f(x): return 3",
@@ -454,15 +471,7 @@ def test_numbers_of_many_digits_are_read() -> None:
 @needs_podman
 def test_a_container_judges_as_other_sandboxes_do() -> None:
     for source, is_right in (("import numpy\ndef f(x): return x + 1", True), ("def f(x): return x", False)):
-        job = JudgeJob(
-            source=source,
-            mode=JudgeMode.STATEMENTS,
-            names=("f",),
-            tests=("assert f(1) == 2",),
-            num_tests=1,
-            packages=("numpy",),
-        )
-        verdict = judge_python(job, min_isolation="container")
+        verdict = judged(source, "assert f(1) == 2", packages=("numpy",), level="container")
         assert (verdict.is_right, verdict.isolation) == (is_right, "container"), verdict
 
 
@@ -568,11 +577,6 @@ def test_a_judge_that_failed_gives_no_score(silent: ExecResult) -> None:
 
 @pytest.mark.parametrize("broken", [{"tests": ("assert (",)}, {"setup": "x ="}, {"definitions": "1/0"}])
 def test_tests_that_are_no_python_give_no_score(broken: dict[str, Any]) -> None:
-    job = {"tests": ("assert f(1) == 1",), **broken}
+    given = dict(broken)
     with pytest.raises(SandboxError, match="gave no verdict"):
-        judge_python(
-            JudgeJob(
-                source="def f(x): return x", mode=JudgeMode.STATEMENTS, names=("f",), num_tests=1, **job
-            ),
-            min_isolation=best_level(),
-        )
+        judged("def f(x): return x", *given.pop("tests", ("assert f(1) == 1",)), **given)
