@@ -28,6 +28,7 @@ from strop.tokenizer import Tokenizer
 from tests.conftest import require_system_part
 from tests.fixtures.builders import plan_for
 from tests.fixtures.dummy_engine import DummyEngine
+from tests.fixtures.judging import failed
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 TASKSET = """
@@ -213,9 +214,7 @@ def test_what_cannot_be_played_is_refused(folder: Path, settings: dict[str, Any]
 def test_an_error_of_an_agent_leaves_an_episode_unscored() -> None:
     error = {"type": "SandboxError", "message": "the box is gone", "status": None}
     trace = {"rewards": {}, "metrics": {}, "errors": [error], "is_truncated": False}
-    failure = to_outcome({"traces": [trace], "errors": []}, 1.0).failure
-    assert failure is not None
-    assert (failure.owner, failure.kind) == ("infra", "SandboxError")
+    assert failed(to_outcome({"traces": [trace], "errors": []}, 1.0)) == ("infra", "SandboxError")
     assert to_outcome({"traces": [], "errors": []}, 1.0).reward is None
 
 

@@ -134,15 +134,6 @@ def test_an_acceptance_holds_for_its_probe_and_its_version(name: str, verdict: V
     assert ("not for this one: echo@2" in line) == (name == "echo@2")
 
 
-def test_an_acceptance_is_kept_with_the_report(tmp_path: Path) -> None:
-    report = accept_probes(red_report(), {"echo": "echoes are asked for"})
-    write_audit(report, tmp_path / "audit.json")
-    kept = json.loads((tmp_path / "audit.json").read_text())
-    assert (kept["verdict"], kept["accepted_verdict"]) == ("red", "green")
-    (entry,) = kept["accepted"]
-    assert (entry["probe"], entry["reason"], entry["task_version"]) == ("echo", "echoes are asked for", "1")
-
-
 def test_a_user_without_a_name_can_accept_too(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> str:
         raise KeyError("getpwuid(): uid not found: 4711")

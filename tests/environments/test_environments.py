@@ -15,14 +15,19 @@ from strop.rollout import Example, FinishReason, Message, Outcome, Split
 from strop.tasks import Task, build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.judging import InlineJudge
-from tests.environments.test_worlds import build
+from tests.environments.test_worlds import build, call
 
 TASKS: dict[str, Callable[[], Task]] = {
     "one turn": lambda: build_task(ArithmeticSpec()),
     "guess-number": lambda: build_task(GuessNumberSpec()),
     "a class": build,
 }
-WORDS = Action(text="no such answer", finish_reason=FinishReason.EOS)
+
+
+def words(task: Task) -> Action:
+    """Return an action that earns nothing and does not end an attempt of several turns."""
+    text = call("add", number=0) if task.name == "Counting" else "no such answer"
+    return Action(text=text, finish_reason=FinishReason.EOS)
 
 
 @pytest.fixture(params=TASKS)
@@ -64,28 +69,30 @@ def test_score_without_a_step_is_the_floor(make_environment: Make, example: Exam
     assert not outcome.is_correct
 
 
-def test_done_after_the_last_turn_and_no_step_beyond(make_environment: Make, example: Example) -> None:
+def test_done_after_the_last_turn_and_no_step_beyond(
+    task: Task, make_environment: Make, example: Example
+) -> None:
     async def act() -> None:
         environment = make_environment()
         await environment.reset(example, seed=3)
-        results = [await environment.step(WORDS) for _ in range(environment.max_turns)]
-        assert results[-1].done
+        results = [await environment.step(words(task)) for _ in range(environment.max_turns)]
+        assert [result.done for result in results] == [False] * (len(results) - 1) + [True]
         assert results[-1].messages == ()
         with pytest.raises(DataError):
-            await environment.step(WORDS)
+            await environment.step(words(task))
 
     asyncio.run(act())
 
 
 def test_equal_actions_score_alike_and_scoring_changes_nothing(
-    make_environment: Make, example: Example
+    task: Task, make_environment: Make, example: Example
 ) -> None:
     async def act() -> list[Outcome]:
         outcomes = []
         for _ in range(2):
             environment = make_environment()
             await environment.reset(example, seed=3)
-            await environment.step(WORDS)
+            await environment.step(words(task))
             outcomes += [await environment.score(), await environment.score()]
         return outcomes
 
@@ -94,9 +101,9 @@ def test_equal_actions_score_alike_and_scoring_changes_nothing(
     assert outcomes == [outcomes[0]] * 4
 
 
-def test_nothing_works_before_reset(make_environment: Make) -> None:
+def test_nothing_works_before_reset(task: Task, make_environment: Make) -> None:
     with pytest.raises(DataError):
-        asyncio.run(make_environment().step(WORDS))
+        asyncio.run(make_environment().step(words(task)))
     with pytest.raises(DataError):
         asyncio.run(make_environment().score())
 

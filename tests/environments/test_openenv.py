@@ -19,6 +19,7 @@ from strop.tasks import Task, build_task
 from strop.tasks.traits import world_of
 from tests.conftest import require_system_part
 from tests.environments.test_worlds import attempt, tokenizer_of
+from tests.fixtures.judging import failed
 from tests.fixtures.real_agents import OPENENV
 
 SERVER = Path(__file__).parents[1] / "fixtures/openenv_server.py"
@@ -34,9 +35,7 @@ def play(tmp_path: Path, task: Task, *replies: str) -> Rollout:
 
 
 def failure_of(tmp_path: Path, task: Task, reply: str = ONE) -> tuple[FailureOwner, str]:
-    failure = play(tmp_path, task, reply).outcome.failure
-    assert failure is not None
-    return failure.owner, failure.kind
+    return failed(play(tmp_path, task, reply).outcome)
 
 
 @contextmanager

@@ -45,6 +45,7 @@ from strop.tokenizer import Tokenizer
 from strop.train.measure import measure_rollouts
 from tests.fixtures.builders import plan_for
 from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
+from tests.fixtures.judging import failed
 from tests.fixtures.scripted_environment import ScriptedEnvironment
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.fixtures.tool_templates import HERMES
@@ -137,12 +138,6 @@ def test_time_is_kept_by_stage(tokenizer: Tokenizer) -> None:
     assert rollout.seconds == {"generate": 3.0, "verify": 0.5}
 
 
-def test_cut_reply_is_judged_and_marked(tokenizer: Tokenizer) -> None:
-    rollout = attempt(SingleTurn(TASK), DummyEngine(tokenizer, ["7 or more"]), tokenizer, max_reply_tokens=1)
-    assert rollout.outcome.truncated
-    assert rollout.outcome.reward == 1.0
-
-
 def test_reply_that_would_encode_differently_is_not_encoded_again(tokenizer: Tokenizer) -> None:
     class SplitEngine(DummyEngine):
         """Samples "as" as two tokens, where the tokenizer would merge them."""
@@ -222,7 +217,9 @@ def test_a_reply_of_a_tool_that_the_template_leaves_out_ends_the_run(tmp_path: P
     assert world.num_closes == 1
 
 
-def test_cut_turn_ends_the_attempt(tokenizer: Tokenizer) -> None:
+def test_cut_reply_is_judged_and_marked_and_a_cut_turn_ends_the_attempt(tokenizer: Tokenizer) -> None:
+    rollout = attempt(SingleTurn(TASK), DummyEngine(tokenizer, ["7 or more"]), tokenizer, max_reply_tokens=1)
+    assert (rollout.outcome.truncated, rollout.outcome.reward) == (True, 1.0)
     environment = asking("a?", "b?")
     rollout = attempt(environment, DummyEngine(tokenizer, ["xyz"]), tokenizer, max_reply_tokens=2)
     assert [action.text for action in environment.actions] == ["xy"]
@@ -279,9 +276,8 @@ def test_a_world_says_who_owns_its_failure(tokenizer: Tokenizer, call: str, owne
 def test_a_failure_without_a_named_owner(
     tokenizer: Tokenizer, error: Exception, owner: FailureOwner, kind: str
 ) -> None:
-    failure = attempt(Failing("step", error), DummyEngine(tokenizer, ["x"]), tokenizer).outcome.failure
-    assert failure is not None
-    assert (failure.owner, failure.kind) == (owner, kind)
+    rollout = attempt(Failing("step", error), DummyEngine(tokenizer, ["x"]), tokenizer)
+    assert failed(rollout.outcome) == (owner, kind)
 
 
 def test_a_world_may_return_its_failure(tokenizer: Tokenizer) -> None:

@@ -15,7 +15,7 @@ from strop.tasks import TaskLimits, build_task, build_warm_task
 from strop.tasks.blend import Blend, BlendSpec
 from strop.tasks.traits import judge_digests_of
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
-from tests.fixtures.judging import run_self_test
+from tests.fixtures.judging import failed, run_self_test
 
 SUMS: dict[str, Any] = {"name": "arithmetic", "min_value": 1, "max_value": 4, "num_held_out": 4}
 JUDGE: dict[str, Any] = {
@@ -90,8 +90,7 @@ def test_a_part_without_a_score_leaves_none() -> None:
     outcome = judge({"right": gives(1.0, True), "judge": lost}, {"right": {}, "judge": {}})
     assert outcome.reward is None
     assert outcome.parts == {"right": 1.0, "judge": None}
-    assert outcome.failure is not None
-    assert outcome.failure.kind == "judge_unparsable"
+    assert failed(outcome)[1] == "judge_unparsable"
 
 
 def test_an_optional_part_without_a_score_gives_its_weight_to_the_others() -> None:

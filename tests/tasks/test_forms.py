@@ -189,16 +189,6 @@ def test_auto_follows_the_model(chat_tokenizer: Tokenizer, base_tokenizer: Token
     assert resolve_prompt_format(base_tokenizer, "auto") is PromptFormat.BASE
 
 
-def test_chat_prompt(chat_tokenizer: Tokenizer) -> None:
-    text, ids = render_prompt(chat_tokenizer, QUESTION, "auto")
-    assert text == "<|start|>user\nHi<|end|>\n<|start|>assistant\n"
-    assert ids.tolist() == chat_tokenizer.encode(text).tolist()
-
-
-def test_base_can_be_asked_of_a_chat_model(chat_tokenizer: Tokenizer) -> None:
-    assert render_prompt(chat_tokenizer, QUESTION, PromptFormat.BASE)[0] == "Hi\n"
-
-
 def test_unknown_format_is_refused(chat_tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"model\.prompt_format=chatml\. Allowed: auto, chat, base"):
         resolve_prompt_format(chat_tokenizer, "chatml")

@@ -36,21 +36,17 @@ def read_ids(*words: str) -> dict[Split, list[str]]:
     return {split: [one.example_id for one in task.examples(split)] for split in Split}
 
 
-def test_a_folder_of_splits_is_read_as_its_rows(tmp_path: Path) -> None:
+def test_a_folder_of_splits_or_of_one_is_read_as_its_rows_are(tmp_path: Path) -> None:
     saved = save_splits({"train": TRAIN, "test": TEST}, tmp_path / "saved")
     for name, rows in (("train", TRAIN), ("test", TEST)):
         write_rows(tmp_path / "lines" / f"{name}.jsonl", rows)
     assert read_ids(f"task.source={saved}") == read_ids(f"task.source={tmp_path}/lines")
-
-
-def test_a_folder_of_one_split_is_divided_like_a_single_file(tmp_path: Path) -> None:
-    saved = save_split(TRAIN, tmp_path / "saved", num_files=3)
+    # One split is divided like a single file.
+    saved = save_split(TRAIN, tmp_path / "one", num_files=3)
     lines = write_rows(tmp_path / "all.jsonl", TRAIN)
     assert read_ids(f"task.source={saved}") == read_ids(f"task.source={lines}")
-
-
-def test_the_chosen_columns_are_those_of_the_rows(tmp_path: Path) -> None:
-    saved = save_split(TRAIN, tmp_path / "saved", _format_columns=["answer"])
+    # The chosen columns are those of the rows.
+    saved = save_split(TRAIN, tmp_path / "chosen", _format_columns=["answer"])
     assert [row.values for row in read_rows(saved)] == [{"answer": row["answer"]} for row in TRAIN]
     assert read_rows(saved)[4].place == f"{saved}, row 5"
 
@@ -114,12 +110,8 @@ def test_saved_splits_in_a_bucket_stand_for_the_hubs_files(s3_root: str, tmp_pat
 def test_saved_splits_in_a_directory_are_read_where_they_stand(tmp_path: Path) -> None:
     for name, rows in (("train", TRAIN), ("test", TEST)):
         save_split(rows, tmp_path / "store" / "datasets" / f"gsm8k_{name}")
-        save_split(rows, tmp_path / "store" / "datasets" / f"words_{name}")
     with follow_store(follow(str(tmp_path / "store"), "store-only")):
         assert {split: len(ids) for split, ids in read_ids().items()} == {Split.TRAIN: 20, Split.HELD_OUT: 5}
-        words = ["name=x", "task.name=rows", "task.source=org/words", "task.prompt=question"]
-        spec = load_spec(None, [*words, "task.answer=answer", "task.reward=exact"]).spec.task
-        assert [len(build_task(spec).examples(split)) for split in Split] == [20, 5]
 
 
 def test_a_split_that_the_bucket_lacks_is_named_beside_the_hub(s3_root: str, tmp_path: Path) -> None:
