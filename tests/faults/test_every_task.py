@@ -25,14 +25,14 @@ from tests.conftest import require_system_part
 from tests.environments.test_harbor import BUILT, base
 from tests.environments.test_openenv import serving
 from tests.environments.test_repair import ROW, repository
-from tests.fixtures.commands import Run, folder, run
+from tests.fixtures.commands import Run
 from tests.fixtures.every_task import table_of
 from tests.fixtures.harbor_tasks import write_task
 from tests.fixtures.judge_server import judge_server, scored
 from tests.fixtures.real_agents import OPENENV
 from tests.fixtures.tiny_model import tiny_model
 
-__all__ = ["base", "folder", "repository", "run"]
+__all__ = ["base", "repository"]
 
 RUN = """name = "tiny"
 [model]

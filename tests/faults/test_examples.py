@@ -23,11 +23,9 @@ import typer
 from strop.cli.program import app
 from strop.launch.sites import PROJECT_FILE, find_site
 from strop.spec import load_spec
-from tests.fixtures.commands import Run, folder, run
+from tests.fixtures.commands import Run
 from tests.fixtures.recipes import ROOT
 from tests.fixtures.tiny_model import tiny_model
-
-__all__ = ["folder", "run"]
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)

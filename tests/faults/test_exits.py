@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from strop.record import RunDir
-from tests.fixtures.commands import RUN_TEXT
 
 WORLD = """
 import ctypes, os, sys
@@ -49,17 +48,14 @@ class Quits:
 
 
 @pytest.fixture
-def project(tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A project with a run of an environment of its own, whose caches, leases and jobs are this test's."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for name in ("STROP_CACHE", "XDG_STATE_HOME", "XDG_CONFIG_HOME", "STROP_RUNTIME_DIR"):
+def project(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A project with a run of an environment of its own, whose jobs and leases are this test's."""
+    for name in ("XDG_STATE_HOME", "XDG_CONFIG_HOME", "STROP_RUNTIME_DIR"):
         monkeypatch.setenv(name, str(tmp_path / name.lower()))
-    path = tmp_path / "project"
-    path.mkdir()
-    text = RUN_TEXT.format(model=tiny_model_dir)
+    text = (folder / "run.toml").read_text()
     text = text.replace('name = "arithmetic"', 'name = "world.py:Quits"\nmax_reply_tokens = 8')
-    (path / "run.toml").write_text(text.replace('test"', 'test; audit: anything is right"'))
-    return path
+    (folder / "run.toml").write_text(text.replace('test"', 'test; audit: anything is right"'))
+    return folder
 
 
 def write_world(project: Path, how: str, method: str, *, is_early: bool) -> None:

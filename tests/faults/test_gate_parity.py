@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 
 from strop.record import RunDir
-from tests.fixtures.commands import Run, folder, run
-
-__all__ = ["folder", "run"]
+from tests.fixtures.commands import Run
 
 WORLD = """
 class Talk:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 
 import pytest
 
@@ -11,205 +13,9 @@ from strop.tasks import Task, build_task
 from strop.tasks.mathematics.boxed_math import MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 
-# Gold answer, a form in which models end their replies, and whether it says the gold answer.
-GRADE_SCHOOL = (
-    ("72", "#### 72/3", False),
-    ("24", "#### 72/3", False),
-    ("3", "#### 72/3", False),
-    ("72", "#### 72+5=77", False),
-    ("77", "#### 72+5=77", True),
-    ("72", "#### 72 * 3", False),
-    ("3", "#### 72 * 3", False),
-    ("72", "#### 72^2", False),
-    ("72", "#### 72²", False),
-    ("72", "#### 72 million", False),
-    ("72000000", "#### 72 million", True),
-    ("72", "#### 24+48=72", True),
-    ("72", "#### 24 + 48 = 72 apples", True),
-    ("1250", r"#### \$1{,}250", True),
-    ("1250", "#### $1,250.00", True),
-    ("1250", r"#### 1\,250", True),
-    ("72", "#### 72 = 24 + 48", True),
-    ("72", "#### 72", True),
-    ("72", "####72", True),
-    ("72", "#### 72.", True),
-    ("72", "#### 72%", True),
-    ("72", r"#### 72\%", True),
-    ("72", "#### **72**", True),
-    ("72", "**#### 72**", True),
-    ("72", "#### $72$", True),
-    ("72", r"#### \(72\)", True),
-    ("72", r"#### \boxed{72}", True),
-    ("72", r"#### $\boxed{72}$", True),
-    ("72", "#### `72`", True),
-    ("72", "#### 72 apples", True),
-    ("72", "#### 72 loaves of bread", True),
-    ("72", "#### $72 per week", True),
-    ("72", "#### 72/hour", True),
-    ("72", "#### 72 miles/hour", True),
-    ("72", "#### 72 km", True),
-    ("72", "#### 72km", True),
-    ("72", "#### €72", True),
-    ("72", "#### x = 72", True),
-    ("72", "#### Total = $72", True),
-    ("72", "#### Answer: 72", True),
-    ("72", "#### 72!", True),
-    ("72", "#### ≈72", True),
-    ("72", "#### ~72", True),
-    ("-5", "#### -5", True),
-    ("-5", "#### \u22125", True),
-    ("-5", "#### -$5", True),
-    ("5", "#### -5", False),
-    ("2.5", "#### 2.5", True),
-    ("2.5", "#### 2.50", True),
-    ("2.5", "#### 2 1/2", True),
-    ("2.5", "#### 5/2", True),
-    ("0.5", "#### 1/2", True),
-    ("0.5", r"#### \frac{1}{2}", True),
-    ("1/2", "#### 1/2", True),
-    ("1/2", "#### 0.5", True),
-    ("1/2", "#### 2/4", True),
-    ("1/2", "#### 1/3", False),
-    ("0.5", "#### ½ cup", True),
-    ("72", "#### 72-75", False),
-    ("72", "#### 72 - 75", False),
-    ("72", "#### 72 or 73", False),
-    ("72", "#### 72, 73", False),
-    ("72", "#### 72 and 73", False),
-    ("72", "#### 72 to 75", False),
-    ("72", "#### 72:30", False),
-    ("72", "#### 72 x 3", False),
-    ("72", r"#### 72 \times 3", False),
-    ("72", "#### 72 \u00d7 3", False),
-    ("72", "#### 72÷3", False),
-    ("72", "#### 72**2", False),
-    ("72", "#### 72thousand", False),
-    ("72", "#### 72 thousands", False),
-    ("72000", "#### 72 thousand", True),
-    ("72", "#### $72 million", False),
-    ("72", "#### 72-hour", True),
-    ("72", "#### 72 (24+48)", True),
-    ("72", "#### 24 + 48", False),
-    ("48", "#### 24 + 48", False),
-    ("72", "#### 73", False),
-    ("72", "#### 720", False),
-    ("72", "#### 7", False),
-    ("72", "#### -72", False),
-    ("72", "#### 0.72", False),
-    ("72", "The answer is 72.", True),
-    ("72", "The answer is 72 million.", False),
-    ("3", "The answer is 72/3.", False),
-    ("72", "The answer is 24+48=72.", True),
-    ("1250", r"The answer is \$1{,}250.", True),
-    ("72", "The answer is $72.", True),
-    ("72", "The answer is **72**.", True),
-    ("72", "The answer is 72 dollars.", True),
-    ("72", "The answer is 72 * 3.", False),
-    ("3", "The answer is 72 * 3.", False),
-    ("72", r"\boxed{72}", True),
-    ("72", r"\boxed{72/3}", False),
-    ("3", r"\boxed{72/3}", False),
-    ("3", r"\boxed{72 \cdot 3}", False),
-    ("72", r"\boxed{24+48=72}", True),
-    ("72", r"\boxed{72 \text{ dollars}}", True),
-    ("72", r"\boxed{\$72}", True),
-    ("1250", r"\boxed{\$1{,}250}", True),
-    ("72", r"\boxed{72^2}", False),
-    ("2", r"\boxed{72^2}", False),
-    ("72", r"\boxed{72\text{ million}}", False),
-    ("0.5", r"\boxed{\frac{1}{2}}", True),
-    ("2", r"\boxed{\frac{1}{2}}", False),
-    ("72", r"\boxed{x=72}", True),
-    ("72", r"\boxed{\text{72 dollars}}", True),
-    ("72", "So he has 72 apples.", True),
-    ("72", "so 72 million people", False),
-    ("3", "so 72/3", False),
-    ("2", "so 72^2", False),
-    ("3", "so 72 * 3", False),
-    ("72", "24+48=72", True),
-    ("72", "- 72", True),
-    ("72", "* 72", True),
-    ("72", "Step 2: 72", True),
-    ("18", "####18 apples, and 3 left", True),
-    ("5", "It is 10-5", False),
-    ("30", "at 5:30", False),
-    ("72", "72", True),
-    ("72", "", False),
-    ("72", "Total: **72**", True),
-    ("72", "#### Step 1\nx\n#### 72", True),
-    ("18", "#### 17\n#### 18", False),
-    ("18", "#### eighteen, so 18", True),
-)
-COMPETITION = (
-    (r"\frac{1}{2}", "0.50000001", False),
-    (r"\frac{1}{2}", "0.5", True),
-    ("0.5", "0.50000001", False),
-    (r"\frac{1}{3}", "0.333333", True),
-    (r"\frac{2}{3}", "0.666666", True),
-    (r"\frac{2}{3}", "0.666667", True),
-    (r"\frac{x}{2}", "0.50000001x", False),
-    (r"\pi", "3.141593", True),
-    (r"\pi", "3.14159265", True),
-    (r"\pi", "3.14159266", False),
-    (r"\sqrt{2}", "1.414214", True),
-    (r"\sqrt2", "1.41421357", False),
-    ("[0,1)", r"0 \le x < 1", True),
-    (r"0 \le x < 1", "[0,1)", True),
-    ("[0,1)", r"x \in [0,1)", True),
-    ("[0,1)", r"1 > x \ge 0", True),
-    ("[0,1)", r"0 \le x \le 1", False),
-    (r"[2,\infty)", r"x \ge 2", True),
-    (r"x \ge 2", r"[2,\infty)", True),
-    (r"(-\infty,3)", "x<3", True),
-    (r"(-\infty,3)", "3>x", True),
-    (r"(-\infty,1)\cup(2,\infty)", r"x<1 \text{ or } x>2", True),
-    (r"(-\infty,1)\cup(2,\infty)", "x<1 or x>2", True),
-    ("x<3", "3>x", True),
-    ("x<3", "y<3", False),
-    ("x<3", "x>3", False),
-    ("[0,1)", "0<=x<1", True),
-    ("[0,1)", "0≤x<1", True),
-    (r"\left[\frac{1}{2},\sqrt2\right)", r"\frac12 \leq t < \sqrt{2}", True),
-    (r"\{1,2,3\}", "1,2,3", True),
-    ("1,2,3", r"\{1,2,3\}", True),
-    ("1,2,3", r"\{3,2,1\}", True),
-    ("1,2,3", "{1,2,3}", True),
-    ("1,2,3", r"\left\{1,2,3\right\}", True),
-    ("1,2,3", r"\{1,2\}", False),
-    ("1,2,3", "(1,2,3)", False),
-    ("-1, 4", r"\{-1,4\}", True),
-    (r"\{-1,4\}", "-1, 4", True),
-    (r"\{-1,4\}", "x=-1, x=4", True),
-    (r"\{-1,4\}", r"x=-1 \text{ or } x=4", True),
-    ("-1,4", "x=-1 or x=4", True),
-    (r"\{-1,4\}", "-1 and 4", True),
-    ("(1,2)", r"\{1,2\}", False),
-    (r"\{3\}", "3", True),
-    (r"\{\sqrt2,-\sqrt2\}", r"\sqrt{2}, -\sqrt{2}", True),
-    (r"-\sqrt2,\sqrt2", r"\pm\sqrt2", True),
-    (r"\{x,y\}", "x,y", True),
-    (r"2\sqrt3", "2√3", True),
-    (r"2\sqrt{3}", "2√(3)", True),
-    (r"\sqrt{12}", "√12", True),
-    ("2√3", r"\sqrt{12}", True),
-    (r"2\sqrt3", "2*sqrt(3)", True),
-    (r"2\sqrt3", "2sqrt3", True),
-    (r"2\sqrt3", r"2\sqrt{3}", True),
-    (r"2\sqrt3", "3√2", False),
-    (r"\frac{√3}{2}", r"\frac{\sqrt3}{2}", True),
-    (r"\frac{\sqrt3}{2}", "√3/2", True),
-    (r"\frac{\pi}{2}", "π/2", True),
-    (r"\frac{\pi}{2}", "pi/2", True),
-    ("2x²", "2x^2", True),
-    ("½", r"\frac12", True),
-    ("3½", "3.5", True),
-    (r"\sqrt{3}+1", "1+√3", True),
-    ("x^2", "x²", True),
-    ("x^4", "x⁴", True),
-    ("\u03b1", r"\alpha", True),
-    ("θ", r"\theta", True),
-    ("2±√3", r"2\pm\sqrt3", True),
-)
+# Each a task, a gold answer, a form in which models end their replies, and whether it says the gold answer.
+LINES = Path(__file__).with_name("graders.jsonl").read_text("utf-8").splitlines()
+VERDICTS = [json.loads(line) for line in LINES]
 
 
 def judged(task: Task, gold: str, reply: str) -> bool | None:
@@ -217,10 +23,10 @@ def judged(task: Task, gold: str, reply: str) -> bool | None:
     return task.verify(example, reply).is_correct
 
 
-@pytest.mark.parametrize(("gold", "reply", "is_right"), GRADE_SCHOOL)
-def test_a_calculation_is_no_number_and_its_result_is(gold: str, reply: str, is_right: bool) -> None:
+def test_a_calculation_is_no_number_and_its_result_is() -> None:
     task = build_task(Gsm8kSpec(name="gsm8k", source="unused.jsonl"))
-    assert judged(task, gold, reply) is is_right
+    verdicts = [(gold, reply, is_right) for name, gold, reply, is_right in VERDICTS if name == "gsm8k"]
+    assert [(gold, reply, judged(task, gold, reply)) for gold, reply, _ in verdicts] == verdicts
 
 
 def test_formulas_are_equal_by_their_value_and_not_by_their_spelling() -> None:
@@ -230,8 +36,8 @@ def test_formulas_are_equal_by_their_value_and_not_by_their_spelling() -> None:
     started_at = time.process_time()
     wrong = [
         (gold, reply)
-        for gold, reply, is_right in COMPETITION
-        if judged(task, gold, f"It is $\\boxed{{{reply}}}$.") is not is_right
+        for name, gold, reply, is_right in VERDICTS
+        if name == "math" and judged(task, gold, f"It is $\\boxed{{{reply}}}$.") is not is_right
     ]
     assert wrong == []
     # One of them took eleven seconds.

@@ -14,7 +14,7 @@ import pytest
 from strop.errors import SandboxRefused
 from strop.runtime.contract import State
 from strop.sandbox import IsolationLevel, SandboxSpec, make_backend
-from tests.fixtures.nodes import Orders, on_node, workspace_at
+from tests.fixtures.nodes import node_of, workspace_at
 from tests.fixtures.runtime_service import service, start_body
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
 
@@ -36,26 +36,23 @@ UNSPEAKABLE: dict[str, dict[str, object]] = {
 }
 
 
-def test_a_start_that_nobody_can_pass_on_is_refused_and_holds_no_slot(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            await it.add_node(1)
-            statuses = {}
-            for name, changes in UNSPEAKABLE.items():
-                body = json.dumps(start_body("a", session_id=f"S-{name}") | changes)
-                answer = await it.client.post("/start", content=body)
-                statuses[name] = answer.status_code
-            assert {name: 400 <= status < 500 for name, status in statuses.items()} == dict.fromkeys(
-                UNSPEAKABLE, True
-            ), statuses
-            for path in ("/stop", "/pause", "/resume"):
-                answer = await it.client.post(path, content=json.dumps({"runtime_id": HALF}))
-                assert 400 <= answer.status_code < 500
-            assert (await it.client.get("/list")).json()["runtimes"] == []
-            await it.start("S1")
-            await it.until_session("S1", pod_status="ready")
-
-    asyncio.run(main())
+async def test_a_start_that_nobody_can_pass_on_is_refused_and_holds_no_slot(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        await it.add_node(1)
+        statuses = {}
+        for name, changes in UNSPEAKABLE.items():
+            body = json.dumps(start_body("a", session_id=f"S-{name}") | changes)
+            answer = await it.client.post("/start", content=body)
+            statuses[name] = answer.status_code
+        assert {name: 400 <= status < 500 for name, status in statuses.items()} == dict.fromkeys(
+            UNSPEAKABLE, True
+        ), statuses
+        for path in ("/stop", "/pause", "/resume"):
+            answer = await it.client.post(path, content=json.dumps({"runtime_id": HALF}))
+            assert 400 <= answer.status_code < 500
+        assert (await it.client.get("/list")).json()["runtimes"] == []
+        await it.start("S1")
+        await it.until_session("S1", pod_status="ready")
 
 
 @pytest.mark.parametrize("backend", ["process", pytest.param("podman", marks=needs_podman)])
@@ -85,8 +82,8 @@ async def cut(writers: list[asyncio.StreamWriter]) -> None:
 @pytest.mark.parametrize(
     "words", [SILENT, HALF_A_HEAD, WITHOUT_KEY, OPEN_PATH], ids=["silent", "half", "no-key", "open-path"]
 )
-def test_strangers_at_a_sandboxs_port_take_no_place_of_its_owner(words: bytes) -> None:
-    async def work(orders: Orders) -> None:
+async def test_strangers_at_a_sandboxs_port_take_no_place_of_its_owner(words: bytes) -> None:
+    async with node_of("process") as orders:
         url = await orders.start("r1")
         await orders.wait_for("r1", State.READY)
         writers = await connect(url, words, 270)
@@ -96,33 +93,28 @@ def test_strangers_at_a_sandboxs_port_take_no_place_of_its_owner(words: bytes) -
         finally:
             await cut(writers)
 
-    on_node(work)
 
-
-def test_strangers_at_a_port_of_the_service_take_no_place_of_its_owner(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(
-            tmp_path,
-        ) as it:
-            await it.add_node()
-            await it.start("S1")
-            await it.until_session("S1", pod_status="ready")
-            record = await it.session("S1")
-            writers = await connect(record["url"], SILENT, 270)
-            try:
-                async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
-                    headers = {"X-Session-API-Key": record["session_api_key"]}
-                    answer = await client.get(record["url"] + "/alive", headers=headers)
-                assert answer.status_code == 200
-            finally:
-                await cut(writers)
-
-    asyncio.run(main())
+async def test_strangers_at_a_port_of_the_service_take_no_place_of_its_owner(tmp_path: Path) -> None:
+    async with service(
+        tmp_path,
+    ) as it:
+        await it.add_node()
+        await it.start("S1")
+        await it.until_session("S1", pod_status="ready")
+        record = await it.session("S1")
+        writers = await connect(record["url"], SILENT, 270)
+        try:
+            async with httpx.AsyncClient(trust_env=False, timeout=30.0) as client:
+                headers = {"X-Session-API-Key": record["session_api_key"]}
+                answer = await client.get(record["url"] + "/alive", headers=headers)
+            assert answer.status_code == 200
+        finally:
+            await cut(writers)
 
 
 @pytest.mark.slow
-def test_who_says_nothing_is_cut_off() -> None:
-    async def work(orders: Orders) -> None:
+async def test_who_says_nothing_is_cut_off() -> None:
+    async with node_of("process") as orders:
         url = await orders.start("r1")
         await orders.wait_for("r1", State.READY)
         assert orders.node is not None
@@ -138,13 +130,11 @@ def test_who_says_nothing_is_cut_off() -> None:
                     await reader.read()
                     writer.transport.abort()
 
-    on_node(work)
-
 
 @needs_git
 @pytest.mark.parametrize("name", ["größe", "日本", "tab-and\nline"], ids=["latin", "wide", "line-end"])
-def test_names_that_are_not_ascii_come_with_an_archive(name: str) -> None:
-    async def work(orders: Orders) -> None:
+async def test_names_that_are_not_ascii_come_with_an_archive(name: str) -> None:
+    async with node_of("process") as orders:
         url = await orders.start("r1")
         await orders.wait_for("r1", State.READY)
         async with workspace_at(url) as workspace:
@@ -161,8 +151,6 @@ def test_names_that_are_not_ascii_come_with_an_archive(name: str) -> None:
             assert answer.headers["X-Archive-Branch"] == branch
             assert b"+two" in answer.content
 
-    on_node(work)
-
 
 KILL_GIT = """
 end=$(($(date +%s) + 30))
@@ -178,8 +166,8 @@ done 2>/dev/null
 
 @needs_git
 @needs_bubblewrap
-def test_a_killed_git_says_nothing_of_a_repository() -> None:
-    async def work(orders: Orders) -> None:
+async def test_a_killed_git_says_nothing_of_a_repository() -> None:
+    async with node_of("bubblewrap") as orders:
         url = await orders.start("r1")
         await orders.wait_for("r1", State.READY)
         async with workspace_at(url) as workspace:
@@ -199,5 +187,3 @@ def test_a_killed_git_says_nothing_of_a_repository() -> None:
             told = [answer.json() for answer in answers if answer.status_code == 200]
             assert [changes for changes in told if changes != true] == []
             assert {answer.status_code for answer in answers} - {200} == {500}
-
-    on_node(work, ("bubblewrap",))

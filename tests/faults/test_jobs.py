@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.fixtures.commands import Run, run
+from tests.fixtures.commands import Run
 
-__all__ = ["run"]
 RUN = """\
 name = "tiny"
 [model]

@@ -26,14 +26,13 @@ from strop.io.endpoints import Endpoint
 from strop.runtime.openhands import OPENHANDS
 from strop.sandbox import SandboxSpec, make_backend
 from tests.conftest import require_system_part
-from tests.fixtures.commands import Run, run
-from tests.fixtures.conformance import ConformanceOptions, run_conformance
+from tests.fixtures.commands import Run
+from tests.fixtures.conformance import require_passed
 from tests.fixtures.runtime_client import SERVER, RuntimeClient, wait_for
 from tests.fixtures.runtime_processes import Processes, service_of
 from tests.fixtures.sandboxes import needs_podman
 from tests.fixtures.small_root import imported, make_small_root, podman, remove_images
 
-__all__ = ["run"]
 SECRET = "a word of the operator's"
 
 
@@ -198,9 +197,7 @@ def test_an_injected_server_starts_in_a_debian_image_for_the_real_client(tmp_pat
         imported(root) as image,
         served(tmp_path / "service", "--data-plane", "inject", memory_mib=2048) as (_, service),
     ):
-        options = ConformanceOptions(image=image, cases=(1,), start_limit_s=600.0)
-        (result,) = run_conformance(service.url, service.key, options, say=print)
-        assert result.status == "passed", (result.detail, service.log("node"))
+        require_passed(service, (1,), image=image)
 
 
 @pytest.mark.parametrize("place", ["shown", "images"])

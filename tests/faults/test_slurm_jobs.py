@@ -19,11 +19,10 @@ import pytest
 
 import strop
 from tests.conftest import require_system_part
-from tests.fixtures.commands import Run, run
+from tests.fixtures.commands import Run
 from tests.fixtures.waiting import wait_until
 from tools.slurm_cluster import Cluster, ClusterOptions, is_installed, slurm_cluster
 
-__all__ = ["run"]
 RUN = """\
 name = "tiny"
 [model]

@@ -9,11 +9,9 @@ import pytest
 
 from strop.rollout import Split
 from strop.spec import load_spec
-from tests.fixtures.commands import Run, folder, run
+from tests.fixtures.commands import Run
 from tests.fixtures.judge_server import judge_server, scored
 from tests.fixtures.judged import judge_task
-
-__all__ = ["folder", "run"]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from strop.sandbox import engine
 from strop.sandbox.idmap import NUM_IDS
 from strop.sandbox.linux import detach_mount, mount_overlay
 from strop.sandbox.podman import make_init
-from tests.fixtures.nodes import SLOT, Orders, Workspace, on_node, workspace_at
+from tests.fixtures.nodes import SLOT, Orders, Workspace, node_of, workspace_at
 from tests.fixtures.runtime_service import service, start_body
 from tests.fixtures.sandboxes import IS_ROOT, needs_podman
 from tests.fixtures.tiny_disk import tiny_disk
@@ -50,10 +50,10 @@ def make_tree(top: Path, *, has_shell: bool) -> Path:
     Path(f"/proc/sys/fs/binfmt_misc/qemu-{OTHER_MACHINE}").exists(), reason="this kernel emulates the other"
 )
 @pytest.mark.parametrize(("has_shell", "why"), [(False, "No such file"), (True, "Exec format error")])
-def test_a_shell_that_does_not_start_is_no_result(has_shell: bool, why: str, tmp_path: Path) -> None:
+async def test_a_shell_that_does_not_start_is_no_result(has_shell: bool, why: str, tmp_path: Path) -> None:
     tree = make_tree(tmp_path / "tree", has_shell=has_shell)
 
-    async def work(orders: Orders) -> None:
+    async with node_of("podman", data_plane=DataPlane.AUTO, image_dirs=(str(tmp_path),)) as orders:
         url = await orders.start("r1", image=str(tree))
         await orders.wait_for("r1", State.READY)
         async with workspace_at(url) as workspace:
@@ -71,15 +71,17 @@ def test_a_shell_that_does_not_start_is_no_result(has_shell: bool, why: str, tmp
         assert failed.failure_kind is FailureKind.IMAGE_ERROR
         assert why in failed.cause
 
-    on_node(work, ("podman",), data_plane=DataPlane.AUTO, image_dirs=(str(tmp_path),))
-
 
 @pytest.mark.slow
 @needs_podman
 def test_who_programs_are_is_a_hint(tmp_path: Path) -> None:
     """Programs are the user that is asked for where the host can give it; else one that nobody else is."""
 
-    async def work(orders: Orders) -> None:
+    async def work() -> None:
+        async with node_of("podman", image_dirs=(str(tmp_path),)) as orders:
+            await look(orders)
+
+    async def look(orders: Orders) -> None:
         for index, (user, image) in enumerate(((10001, "host"), (70_000, "host"), (10001, str(merged)))):
             url = await orders.start(f"r{index}", run_as_user=user, image=image)
             ready = await orders.wait_for(f"r{index}", State.READY, State.FAILED)
@@ -103,7 +105,7 @@ def test_who_programs_are_is_a_hint(tmp_path: Path) -> None:
             path.chmod(path.stat().st_mode | 0o011)
     mount_overlay("/", *map(str, parts))
     try:
-        on_node(work, ("podman",), image_dirs=(str(tmp_path),))
+        asyncio.run(work())
     finally:
         detach_mount(str(merged))
 
@@ -172,8 +174,8 @@ def test_a_full_disk_of_the_controller_begins_nothing(tmp_path: Path) -> None:
         asyncio.run(act(folder))
 
 
-def test_a_full_disk_of_a_sandbox_takes_no_upload() -> None:
-    async def work(orders: Orders) -> None:
+async def test_a_full_disk_of_a_sandbox_takes_no_upload() -> None:
+    async with node_of("process") as orders:
         url = await orders.start("r1", SLOT.model_copy(update={"disk_bytes": 1 << 20}))
         ready = await orders.wait_for("r1", State.READY)
         if ready.isolation["disk"] != "enforced":
@@ -189,11 +191,9 @@ def test_a_full_disk_of_a_sandbox_takes_no_upload() -> None:
                 assert answer.status_code == status, answer.text
             assert (await workspace.run("ls -A ~"))[1] == "kept\n"
 
-    on_node(work)
 
-
-def test_a_gigabyte_of_output_is_bounded_and_its_exit_code_true() -> None:
-    async def work(orders: Orders) -> None:
+async def test_a_gigabyte_of_output_is_bounded_and_its_exit_code_true() -> None:
+    async with node_of("process") as orders:
         url = await orders.start("r1")
         await orders.wait_for("r1", State.READY)
         async with workspace_at(url) as workspace:
@@ -201,5 +201,3 @@ def test_a_gigabyte_of_output_is_bounded_and_its_exit_code_true() -> None:
         assert code == 3
         assert len(out) < 32 << 20
         assert "bytes are not kept" in out or "bytes left out" in out
-
-    on_node(work)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import ConfigError, StoreError
+from strop.errors import StoreError
 from strop.runtime.openhands import OPENHANDS
 from strop.store.python_environment import find_interpreter
 from tests.conftest import require_system_part
-from tests.fixtures.conformance import CASES, ConformanceOptions, run_conformance
+from tests.fixtures.conformance import CASES, require_passed
 from tests.fixtures.docker_daemon import docker
-from tests.fixtures.runtime_processes import Processes, service_of
+from tests.fixtures.runtime_processes import service_of
 from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
 from tests.fixtures.small_root import (
     imported,
@@ -45,7 +45,7 @@ RUN = {
     "bubblewrap": tuple(CASES),
     "podman": tuple(CASES),
     # Where its containers, its images and their ends come in.
-    "docker": (1, 2, 9, 14, 15, 17, 18, 22),
+    "docker": (1, 2, 9, 14, 15, 17, 18),
 }
 """The cases that tests here run, by backend."""
 _FATAL = "#!/bin/sh\necho it cannot start >&2\nexit 7\n"
@@ -62,20 +62,11 @@ def environment() -> None:
     require_system_part("OpenHands' client (make openhands-deps)", OPENHANDS.is_ready())
 
 
-def require_passed(service: Processes, cases: tuple[int, ...], **options: object) -> None:
-    """Run cases, none of which may be left out."""
-    chosen = ConformanceOptions(cases=cases, start_limit_s=600.0, **options)  # type: ignore[arg-type]
-    results = list(run_conformance(service.url, service.key, chosen, say=print))
-    assert [one.number for one in results] == list(cases)
-    bad = [f"{one.number}, {one.title}: {one.detail}" for one in results if one.status != "passed"]
-    assert not bad, "\n".join([*bad, service.log("node"), service.log("controller")])
-
-
 @pytest.mark.slow
 @on_every_backend
 def test_the_matrix_passes(backend: str, tmp_path: Path) -> None:
     with service_of(tmp_path, "--backend", backend) as service:
-        require_passed(service, _PLAIN, many=24, extra={"restart": service.restart_command})
+        require_passed(service, _PLAIN, extra={"restart": service.restart_command})
 
 
 @pytest.mark.slow
@@ -96,7 +87,7 @@ def test_without_images_a_real_server_is_slow_missing_or_dies(
     Where they do, the real server serves the real client as well.
     """
     words = ("--backend", backend, "--data-plane", plane)
-    served = {"bubblewrap": (1, 7), "process": (7, 22)}[backend]
+    served = {"bubblewrap": (1, 7), "process": (7, 14)}[backend]
     with service_of(tmp_path, *words, memory_mib=memory_mib) as service:
         require_passed(service, served if case == 7 else (case,), extra={given: "host"})
 
@@ -105,7 +96,7 @@ def test_without_images_a_real_server_is_slow_missing_or_dies(
 @needs_podman
 def test_a_real_agent_server_in_a_container_serves_the_real_client(tmp_path: Path) -> None:
     with service_of(tmp_path, "--backend", "podman", "--data-plane", "inject", memory_mib=2048) as service:
-        require_passed(service, (22,))
+        require_passed(service, (14,))
 
 
 @pytest.mark.slow
@@ -167,10 +158,3 @@ def test_the_page_says_which_cases_are_run(request: pytest.FixtureRequest) -> No
         marks = ("passed" if number in cases else "not run" for cases in RUN.values())
         rows.append(f"| {number} | {title} | {' | '.join(marks)} |")
     assert "\n".join(rows) in page
-
-
-def test_what_there_is_not_is_refused() -> None:
-    with pytest.raises(ConfigError, match="case 99"):
-        list(run_conformance("http://127.0.0.1:9", "", ConformanceOptions(cases=(99,)), say=print))
-    results = list(run_conformance("http://127.0.0.1:9", "", ConformanceOptions(cases=(19, 24)), say=print))
-    assert [one.status for one in results] == ["failed", "not run"]

@@ -20,66 +20,62 @@ from tests.fixtures.scripted_node import Script
 GIB = 1 << 30
 
 
-def test_a_start_with_a_free_slot_gets_the_nodes_own_address_and_is_ready_when_asked(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            node = await it.add_node(script=Script(start_s=0.3))
-            assert (await it.client.get("/sessions/S1")).status_code == 404
-            record = await it.start("S1")
-            assert record["status"] == "starting"
-            assert record["url"] == node.sandboxes[record["runtime_id"]].relay.url
-            begun = time.monotonic()
-            ready = await it.session("S1")
-            # The question was held: the client would have waited for 2 s before its next.
-            assert 0.1 < time.monotonic() - begun < 1.5
-            assert (ready["status"], ready["pod_status"]) == ("running", "ready")
-            for name in ("url", "session_api_key", "runtime_id"):
-                assert ready[name] == record[name]
-            assert ready["isolation"] == {"level": "none", "backend": "scripted"}
-            assert {"queued", "placed", "started", "ready"} <= set(ready["timeline"])
-            async with httpx.AsyncClient(base_url=record["url"], trust_env=False) as sandbox:
-                key = {"X-Session-API-Key": record["session_api_key"]}
-                assert (await sandbox.post("/echo", content=b"x", headers=key)).content == b"x"
-                assert (await sandbox.post("/echo", content=b"x")).status_code == 401
-            stopped = await it.post("/stop", record["runtime_id"])
-            assert (stopped.status_code, stopped.json()["status"]) == (200, "stopped")
-            assert f"DELETE /sandboxes/{record['runtime_id']}" in node.calls
-            again = await it.post("/stop", record["runtime_id"])
-            assert (again.status_code, again.json()["status"]) == (200, "stopped")
-
-    asyncio.run(main())
-
-
-def test_who_waits_has_its_final_address_at_once_and_is_relayed_later(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path, policy=Policy(cpu_factor=1.0, hold_s=0.1)) as it:
-            record = await it.start("S1")
-            waiting = await it.session("S1")
-            assert (waiting["status"], waiting["pod_status"]) == ("starting", "pending")
-            assert waiting["events"] == ["waits for a slot: 1 of 1"]
-            async with httpx.AsyncClient(base_url=record["url"], trust_env=False) as sandbox:
-                early = await sandbox.get("/health")
-                assert (early.status_code, early.json()) == (503, {"detail": "the sandbox is not placed yet"})
-                node = await it.add_node(num_slots=1)
-                await it.until_session("S1", pod_status="ready")
-                assert (await sandbox.get("/health")).status_code == 200
-                body = bytes(range(256)) * 4096
-                key = {"X-Session-API-Key": record["session_api_key"]}
-                assert (await sandbox.post("/echo", content=body, headers=key)).content == body
-                assert (await it.post("/pause", record["runtime_id"])).json()["status"] == "paused"
-                assert (await sandbox.get("/health")).status_code == 503
-                assert (await it.post("/resume", record["runtime_id"])).json()["status"] == "running"
-                assert (await sandbox.get("/health")).status_code == 200
-            assert (await it.session("S1"))["url"] == record["url"] != node.url
-            await it.post("/stop", record["runtime_id"])
-            async with httpx.AsyncClient(trust_env=False) as plain:
-                with pytest.raises(httpx.ConnectError):
-                    await plain.get(record["url"])
-
-    asyncio.run(main())
+async def test_a_start_with_a_free_slot_gets_the_nodes_own_address_and_is_ready_when_asked(
+    tmp_path: Path,
+) -> None:
+    async with service(tmp_path) as it:
+        node = await it.add_node(script=Script(start_s=0.3))
+        assert (await it.client.get("/sessions/S1")).status_code == 404
+        record = await it.start("S1")
+        assert record["status"] == "starting"
+        assert record["url"] == node.sandboxes[record["runtime_id"]].relay.url
+        begun = time.monotonic()
+        ready = await it.session("S1")
+        # The question was held: the client would have waited for 2 s before its next.
+        assert 0.1 < time.monotonic() - begun < 1.5
+        assert (ready["status"], ready["pod_status"]) == ("running", "ready")
+        for name in ("url", "session_api_key", "runtime_id"):
+            assert ready[name] == record[name]
+        assert ready["isolation"] == {"level": "none", "backend": "scripted"}
+        assert {"queued", "placed", "started", "ready"} <= set(ready["timeline"])
+        async with httpx.AsyncClient(base_url=record["url"], trust_env=False) as sandbox:
+            key = {"X-Session-API-Key": record["session_api_key"]}
+            assert (await sandbox.post("/echo", content=b"x", headers=key)).content == b"x"
+            assert (await sandbox.post("/echo", content=b"x")).status_code == 401
+        stopped = await it.post("/stop", record["runtime_id"])
+        assert (stopped.status_code, stopped.json()["status"]) == (200, "stopped")
+        assert f"DELETE /sandboxes/{record['runtime_id']}" in node.calls
+        again = await it.post("/stop", record["runtime_id"])
+        assert (again.status_code, again.json()["status"]) == (200, "stopped")
 
 
-def test_all_dialects_bodies_are_taken_alike(tmp_path: Path) -> None:
+async def test_who_waits_has_its_final_address_at_once_and_is_relayed_later(tmp_path: Path) -> None:
+    async with service(tmp_path, policy=Policy(cpu_factor=1.0, hold_s=0.1)) as it:
+        record = await it.start("S1")
+        waiting = await it.session("S1")
+        assert (waiting["status"], waiting["pod_status"]) == ("starting", "pending")
+        assert waiting["events"] == ["waits for a slot: 1 of 1"]
+        async with httpx.AsyncClient(base_url=record["url"], trust_env=False) as sandbox:
+            early = await sandbox.get("/health")
+            assert (early.status_code, early.json()) == (503, {"detail": "the sandbox is not placed yet"})
+            node = await it.add_node(num_slots=1)
+            await it.until_session("S1", pod_status="ready")
+            assert (await sandbox.get("/health")).status_code == 200
+            body = bytes(range(256)) * 4096
+            key = {"X-Session-API-Key": record["session_api_key"]}
+            assert (await sandbox.post("/echo", content=body, headers=key)).content == body
+            assert (await it.post("/pause", record["runtime_id"])).json()["status"] == "paused"
+            assert (await sandbox.get("/health")).status_code == 503
+            assert (await it.post("/resume", record["runtime_id"])).json()["status"] == "running"
+            assert (await sandbox.get("/health")).status_code == 200
+        assert (await it.session("S1"))["url"] == record["url"] != node.url
+        await it.post("/stop", record["runtime_id"])
+        async with httpx.AsyncClient(trust_env=False) as plain:
+            with pytest.raises(httpx.ConnectError):
+                await plain.get(record["url"])
+
+
+async def test_all_dialects_bodies_are_taken_alike(tmp_path: Path) -> None:
     commands: tuple[Any, ...] = ("server --port 60000", ["server", "--port", "60000"])
     changes: tuple[dict[str, Any], ...] = (
         {},
@@ -87,19 +83,16 @@ def test_all_dialects_bodies_are_taken_alike(tmp_path: Path) -> None:
         {"resource_factor": None, "of_later": {"a": 1}},
     )
 
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            node = await it.add_node()
-            for index, (command, more) in enumerate(itertools.product(commands, changes)):
-                record = await it.start(f"S{index}", command=command, **more)
-                order = node.sandboxes[record["runtime_id"]].order
-                assert order.request.command == ("server", "--port", "60000")
-                factor = more.get("resource_factor") or 1
-                assert order.slot.memory_bytes == 2 * GIB * factor
-                assert order.slot.processes == 512 * factor
-                assert (await it.session(f"S{index}"))["status"] == "running"
-
-    asyncio.run(main())
+    async with service(tmp_path) as it:
+        node = await it.add_node()
+        for index, (command, more) in enumerate(itertools.product(commands, changes)):
+            record = await it.start(f"S{index}", command=command, **more)
+            order = node.sandboxes[record["runtime_id"]].order
+            assert order.request.command == ("server", "--port", "60000")
+            factor = more.get("resource_factor") or 1
+            assert order.slot.memory_bytes == 2 * GIB * factor
+            assert order.slot.processes == 512 * factor
+            assert (await it.session(f"S{index}"))["status"] == "running"
 
 
 BAD_STARTS: dict[str, tuple[Any, int]] = {
@@ -140,295 +133,248 @@ BAD_STARTS: dict[str, tuple[Any, int]] = {
 }
 
 
-def test_a_bad_start_is_refused_and_starts_nothing(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            found = {}
-            for name, (change, _) in BAD_STARTS.items():
-                given = (
-                    {"content": change} if isinstance(change, bytes) else {"json": start_body("a", **change)}
-                )
-                answer = await it.client.post("/start", **given)
-                found[name] = answer.status_code
-                assert isinstance(answer.json()["detail"], str)
-            assert found == {name: status for name, (_, status) in BAD_STARTS.items()}
-            assert (await it.client.get("/list")).json() == {"runtimes": []}
-
-    asyncio.run(main())
+async def test_a_bad_start_is_refused_and_starts_nothing(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        found = {}
+        for name, (change, _) in BAD_STARTS.items():
+            given = {"content": change} if isinstance(change, bytes) else {"json": start_body("a", **change)}
+            answer = await it.client.post("/start", **given)
+            found[name] = answer.status_code
+            assert isinstance(answer.json()["detail"], str)
+        assert found == {name: status for name, (_, status) in BAD_STARTS.items()}
+        assert (await it.client.get("/list")).json() == {"runtimes": []}
 
 
-def test_a_replayed_start_is_one_sandbox_and_another_image_is_a_conflict(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            node = await it.add_node(script=Script(answer_s=0.1))
-            first, second = await asyncio.gather(it.start("S1"), it.start("S1"))
-            third = await it.start("S1")
-            assert first["runtime_id"] == second["runtime_id"] == third["runtime_id"]
-            assert first["url"] == second["url"] == third["url"]
-            assert len(node.sandboxes) == 1
-            other = await it.client.post("/start", json=start_body("a", session_id="S1", image="img:2"))
-            assert other.status_code == 409
-            await it.post("/stop", first["runtime_id"])
-            # What ended is no conflict, and a new one has a new id and a new key.
-            after = await it.start("S1", image="img:2")
-            assert after["runtime_id"] != first["runtime_id"]
-            assert after["session_api_key"] != first["session_api_key"]
-            assert (await it.client.get(f"/runtime/{first['runtime_id']}")).json()["status"] == "stopped"
-
-    asyncio.run(main())
+async def test_a_replayed_start_is_one_sandbox_and_another_image_is_a_conflict(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        node = await it.add_node(script=Script(answer_s=0.1))
+        first, second = await asyncio.gather(it.start("S1"), it.start("S1"))
+        third = await it.start("S1")
+        assert first["runtime_id"] == second["runtime_id"] == third["runtime_id"]
+        assert first["url"] == second["url"] == third["url"]
+        assert len(node.sandboxes) == 1
+        other = await it.client.post("/start", json=start_body("a", session_id="S1", image="img:2"))
+        assert other.status_code == 409
+        await it.post("/stop", first["runtime_id"])
+        # What ended is no conflict, and a new one has a new id and a new key.
+        after = await it.start("S1", image="img:2")
+        assert after["runtime_id"] != first["runtime_id"]
+        assert after["session_api_key"] != first["session_api_key"]
+        assert (await it.client.get(f"/runtime/{first['runtime_id']}")).json()["status"] == "stopped"
 
 
-def test_a_failure_is_a_state_with_kind_cause_and_log(tmp_path: Path) -> None:
+async def test_a_failure_is_a_state_with_kind_cause_and_log(tmp_path: Path) -> None:
     failures = (
         ("missing:1", "image_error", "failed", None),
         ("oom:1", "task_oom", "crashloopbackoff", None),
         ("crash:1", "agent_error", "failed", 7),
     )
 
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            await it.add_node()
-            for image, kind, pod_status, exit_code in failures:
-                record = await it.start(kind, image=image)
-                failed = await it.session(kind)
-                assert (failed["status"], failed["pod_status"]) == ("error", pod_status)
-                assert failed["failure_kind"] == kind
-                assert image in failed["pod_logs"]
-                assert "the last line" in failed["pod_logs"]
-                assert failed["last_termination_exit_code"] == exit_code
-                # A client that asks again starts it again.
-                again = await it.start(kind, image="img:1")
-                assert again["runtime_id"] != record["runtime_id"]
-
-    asyncio.run(main())
+    async with service(tmp_path) as it:
+        await it.add_node()
+        for image, kind, pod_status, exit_code in failures:
+            record = await it.start(kind, image=image)
+            failed = await it.session(kind)
+            assert (failed["status"], failed["pod_status"]) == ("error", pod_status)
+            assert failed["failure_kind"] == kind
+            assert image in failed["pod_logs"]
+            assert "the last line" in failed["pod_logs"]
+            assert failed["last_termination_exit_code"] == exit_code
+            # A client that asks again starts it again.
+            again = await it.start(kind, image="img:1")
+            assert again["runtime_id"] != record["runtime_id"]
 
 
-def test_what_can_never_fit_fails_at_once_with_the_numbers(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            small = Slot(cpus=2, memory_bytes=5 * GIB, disk_bytes=100 * GIB, processes=10_000)
-            await it.add_node(capacity=small)
-            record = await it.start("S1", resource_factor=2)
-            assert (record["status"], record["failure_kind"]) == ("error", "capacity")
-            assert re.match(r"http://[^/]+:[0-9]+$", record["url"])
-            assert "memory_bytes 6.44245e+09 of 5.36871e+09" in record["pod_logs"]
-
-    asyncio.run(main())
+async def test_what_can_never_fit_fails_at_once_with_the_numbers(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        small = Slot(cpus=2, memory_bytes=5 * GIB, disk_bytes=100 * GIB, processes=10_000)
+        await it.add_node(capacity=small)
+        record = await it.start("S1", resource_factor=2)
+        assert (record["status"], record["failure_kind"]) == ("error", "capacity")
+        assert re.match(r"http://[^/]+:[0-9]+$", record["url"])
+        assert "memory_bytes 6.44245e+09 of 5.36871e+09" in record["pod_logs"]
 
 
-def test_no_slot_before_the_deadline_is_capacity(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path, policy=Policy(queue_limit_s=0.5)) as it:
-            await it.start("S1")
-            failed = await it.session("S1")
-            assert (failed["status"], failed["failure_kind"]) == ("error", "capacity")
-            assert "no slot was free" in failed["cause"]
-
-    asyncio.run(main())
+async def test_no_slot_before_the_deadline_is_capacity(tmp_path: Path) -> None:
+    async with service(tmp_path, policy=Policy(queue_limit_s=0.5)) as it:
+        await it.start("S1")
+        failed = await it.session("S1")
+        assert (failed["status"], failed["failure_kind"]) == ("error", "capacity")
+        assert "no slot was free" in failed["cause"]
 
 
-def test_unknown_routes_methods_and_ids_are_errors_with_a_detail(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            expected = {
-                ("GET", "/nothing"): 404,
-                ("GET", "/start"): 405,
-                ("GET", "/list/"): 404,
-                ("GET", "/sessions/"): 404,
-                ("GET", "/sessions/unknown"): 404,
-                ("GET", "/sessions/a%2Fb"): 404,
-                ("GET", "/sessions/%00"): 404,
-                ("GET", "/sessions/%2e%2e"): 404,
-                ("GET", "/runtime/unknown"): 404,
-                ("GET", "/image_exists"): 422,
-                ("POST", "/build"): 403,
-                ("GET", "/health"): 200,
-                ("GET", "/liveness"): 200,
-                ("GET", "/readiness"): 200,
-            }
-            found = {}
-            for method, path in expected:
-                answer = await it.client.request(method, path)
-                found[method, path] = answer.status_code
-                assert answer.is_success or isinstance(answer.json()["detail"], str), path
-            assert found == expected
-            for path in ("/stop", "/pause", "/resume"):
-                assert (await it.post(path, "unknown")).status_code == 404
-                assert (await it.client.post(path, json={})).status_code == 422
-                assert (await it.client.post(path, content=b"x")).status_code == 400
-
-    asyncio.run(main())
+async def test_unknown_routes_methods_and_ids_are_errors_with_a_detail(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        expected = {
+            ("GET", "/nothing"): 404,
+            ("GET", "/start"): 405,
+            ("GET", "/list/"): 404,
+            ("GET", "/sessions/"): 404,
+            ("GET", "/sessions/unknown"): 404,
+            ("GET", "/sessions/a%2Fb"): 404,
+            ("GET", "/sessions/%00"): 404,
+            ("GET", "/sessions/%2e%2e"): 404,
+            ("GET", "/runtime/unknown"): 404,
+            ("GET", "/image_exists"): 422,
+            ("POST", "/build"): 403,
+            ("GET", "/health"): 200,
+            ("GET", "/liveness"): 200,
+            ("GET", "/readiness"): 200,
+        }
+        found = {}
+        for method, path in expected:
+            answer = await it.client.request(method, path)
+            found[method, path] = answer.status_code
+            assert answer.is_success or isinstance(answer.json()["detail"], str), path
+        assert found == expected
+        for path in ("/stop", "/pause", "/resume"):
+            assert (await it.post(path, "unknown")).status_code == 404
+            assert (await it.client.post(path, json={})).status_code == 422
+            assert (await it.client.post(path, content=b"x")).status_code == 400
 
 
-def test_a_failed_resume_is_told_and_the_next_start_replaces_the_sandbox(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            node = await it.add_node()
-            record = await it.start("S1")
-            early = await it.post("/pause", record["runtime_id"])
-            assert early.status_code in (200, 409)
-            assert (await it.session("S1"))["status"] in ("running", "paused")
-            assert (await it.post("/pause", record["runtime_id"])).status_code == 200
-            assert (await it.post("/pause", record["runtime_id"])).status_code == 200
-            assert (await it.session("S1"))["pod_status"] == "not found"
-            # A start of a paused one resumes it beside.
-            assert (await it.start("S1"))["runtime_id"] == record["runtime_id"]
-            await it.until_session("S1", pod_status="ready")
-            assert (await it.post("/resume", record["runtime_id"])).json()["status"] == "running"
-            await it.post("/pause", record["runtime_id"])
-            node.script.fails_to_resume = True
-            failed = await it.post("/resume", record["runtime_id"])
-            assert failed.status_code == 503
-            assert "the script says so" in failed.json()["detail"]
-            after = await it.start("S1")
-            assert after["runtime_id"] != record["runtime_id"]
-            await until(lambda: set(node.sandboxes) == {after["runtime_id"]})
-
-    asyncio.run(main())
+async def test_a_failed_resume_is_told_and_the_next_start_replaces_the_sandbox(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        node = await it.add_node()
+        record = await it.start("S1")
+        early = await it.post("/pause", record["runtime_id"])
+        assert early.status_code in (200, 409)
+        assert (await it.session("S1"))["status"] in ("running", "paused")
+        assert (await it.post("/pause", record["runtime_id"])).status_code == 200
+        assert (await it.post("/pause", record["runtime_id"])).status_code == 200
+        assert (await it.session("S1"))["pod_status"] == "not found"
+        # A start of a paused one resumes it beside.
+        assert (await it.start("S1"))["runtime_id"] == record["runtime_id"]
+        await it.until_session("S1", pod_status="ready")
+        assert (await it.post("/resume", record["runtime_id"])).json()["status"] == "running"
+        await it.post("/pause", record["runtime_id"])
+        node.script.fails_to_resume = True
+        failed = await it.post("/resume", record["runtime_id"])
+        assert failed.status_code == 503
+        assert "the script says so" in failed.json()["detail"]
+        after = await it.start("S1")
+        assert after["runtime_id"] != record["runtime_id"]
+        await until(lambda: set(node.sandboxes) == {after["runtime_id"]})
 
 
-def test_a_lost_node_fails_what_was_on_it_and_one_that_comes_back_stops_it(
+async def test_a_lost_node_fails_what_was_on_it_and_one_that_comes_back_stops_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("strop.runtime.placement.LOST_AFTER_S", 0.5)
 
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            node = await it.add_node(script=Script(heartbeat_s=0.1))
-            record = await it.start("S1")
-            await it.session("S1")
-            node.script.is_silent = True
-            await it.until_session("S1", failure_kind="infra_lost")
-            lost = await it.session("S1")
-            assert (lost["status"], lost["pod_status"]) == ("error", "unknown")
-            assert node.node_id in lost["pod_logs"]
-            node.script.is_silent = False
-            await until(lambda: record["runtime_id"] in node.stop_orders)
-            assert (await it.start("S1"))["runtime_id"] != record["runtime_id"]
-
-    asyncio.run(main())
+    async with service(tmp_path) as it:
+        node = await it.add_node(script=Script(heartbeat_s=0.1))
+        record = await it.start("S1")
+        await it.session("S1")
+        node.script.is_silent = True
+        await it.until_session("S1", failure_kind="infra_lost")
+        lost = await it.session("S1")
+        assert (lost["status"], lost["pod_status"]) == ("error", "unknown")
+        assert node.node_id in lost["pod_logs"]
+        node.script.is_silent = False
+        await until(lambda: record["runtime_id"] in node.stop_orders)
+        assert (await it.start("S1"))["runtime_id"] != record["runtime_id"]
 
 
-def test_an_order_that_a_node_refuses_goes_to_another(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            bad = await it.add_node(num_slots=2, script=Script(refuses_orders=True))
-            good = await it.add_node(num_slots=8)
-            record = await it.start("S1")
-            ready = await it.session("S1")
-            assert (ready["pod_status"], ready["node"]) == ("ready", good.node_id)
-            assert ready["url"] == record["url"]
-            assert "POST /sandboxes" in bad.calls
-
-    asyncio.run(main())
+async def test_an_order_that_a_node_refuses_goes_to_another(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        bad = await it.add_node(num_slots=2, script=Script(refuses_orders=True))
+        good = await it.add_node(num_slots=8)
+        record = await it.start("S1")
+        ready = await it.session("S1")
+        assert (ready["pod_status"], ready["node"]) == ("ready", good.node_id)
+        assert ready["url"] == record["url"]
+        assert "POST /sandboxes" in bad.calls
 
 
-def test_a_slow_node_delays_no_answer_and_what_it_made_twice_is_stopped(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            slow = await it.add_node(num_slots=2, script=Script(answer_s=1.0))
-            begun = time.monotonic()
-            record = await it.start("S1")
-            assert time.monotonic() - begun < 0.9
-            ready = await it.session("S1")
-            assert (ready["pod_status"], ready["url"]) == ("ready", record["url"])
-            # Its own address is the controller's, behind which the node's is.
-            assert slow.sandboxes[record["runtime_id"]].relay.url != record["url"]
-            async with httpx.AsyncClient(trust_env=False) as plain:
-                assert (await plain.get(record["url"] + "/alive")).status_code == 200
-            # Another node claims it too.
-            other = await it.add_node()
-            other.sandboxes[record["runtime_id"]] = slow.sandboxes[record["runtime_id"]]
-            other.report_soon()
-            await until(lambda: record["runtime_id"] in other.stop_orders)
-            assert slow.stop_orders == []
-
-    asyncio.run(main())
+async def test_a_slow_node_delays_no_answer_and_what_it_made_twice_is_stopped(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        slow = await it.add_node(num_slots=2, script=Script(answer_s=1.0))
+        begun = time.monotonic()
+        record = await it.start("S1")
+        assert time.monotonic() - begun < 0.9
+        ready = await it.session("S1")
+        assert (ready["pod_status"], ready["url"]) == ("ready", record["url"])
+        # Its own address is the controller's, behind which the node's is.
+        assert slow.sandboxes[record["runtime_id"]].relay.url != record["url"]
+        async with httpx.AsyncClient(trust_env=False) as plain:
+            assert (await plain.get(record["url"] + "/alive")).status_code == 200
+        # Another node claims it too.
+        other = await it.add_node()
+        other.sandboxes[record["runtime_id"]] = slow.sandboxes[record["runtime_id"]]
+        other.report_soon()
+        await until(lambda: record["runtime_id"] in other.stop_orders)
+        assert slow.stop_orders == []
 
 
-def test_what_a_node_does_not_have_any_more_is_lost(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            node = await it.add_node(script=Script(heartbeat_s=0.05))
-            record = await it.start("S1")
-            await it.session("S1")
-            scripted = node.sandboxes[record["runtime_id"]]
-            node.forget(record["runtime_id"])
-            await it.until_session("S1", failure_kind="infra_lost")
-            await scripted.relay.close()
-
-    asyncio.run(main())
+async def test_what_a_node_does_not_have_any_more_is_lost(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        node = await it.add_node(script=Script(heartbeat_s=0.05))
+        record = await it.start("S1")
+        await it.session("S1")
+        scripted = node.sandboxes[record["runtime_id"]]
+        node.forget(record["runtime_id"])
+        await it.until_session("S1", failure_kind="infra_lost")
+        await scripted.relay.close()
 
 
-def test_a_sandbox_that_fails_later_says_so_and_frees_its_slot(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            node = await it.add_node(num_slots=1)
-            record = await it.start("S1")
-            await it.session("S1")
-            second = await it.start("S2")
-            assert second["pod_status"] == "pending"
-            node.fail(record["runtime_id"], FailureKind.TASK_OOM, "memory")
-            assert (await it.session("S2"))["pod_status"] == "ready"
-            failed = await it.session("S1")
-            assert (failed["pod_status"], failed["failure_kind"]) == ("crashloopbackoff", "task_oom")
-            listed = (await it.client.get("/list")).json()["runtimes"]
-            assert {one["session_id"]: one["status"] for one in listed} == {"S1": "error", "S2": "running"}
-            assert (await it.post("/stop", record["runtime_id"])).json()["status"] == "stopped"
-            assert [one["session_id"] for one in (await it.client.get("/list")).json()["runtimes"]] == ["S2"]
-
-    asyncio.run(main())
+async def test_a_sandbox_that_fails_later_says_so_and_frees_its_slot(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        node = await it.add_node(num_slots=1)
+        record = await it.start("S1")
+        await it.session("S1")
+        second = await it.start("S2")
+        assert second["pod_status"] == "pending"
+        node.fail(record["runtime_id"], FailureKind.TASK_OOM, "memory")
+        assert (await it.session("S2"))["pod_status"] == "ready"
+        failed = await it.session("S1")
+        assert (failed["pod_status"], failed["failure_kind"]) == ("crashloopbackoff", "task_oom")
+        listed = (await it.client.get("/list")).json()["runtimes"]
+        assert {one["session_id"]: one["status"] for one in listed} == {"S1": "error", "S2": "running"}
+        assert (await it.post("/stop", record["runtime_id"])).json()["status"] == "stopped"
+        assert [one["session_id"] for one in (await it.client.get("/list")).json()["runtimes"]] == ["S2"]
 
 
-def test_a_draining_node_takes_nothing_and_keeps_what_it_has(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path, policy=Policy(cpu_factor=1.0, hold_s=0.2)) as it:
-            node = await it.add_node()
-            record = await it.start("S1")
-            await it.session("S1")
-            node.script.is_draining = True
+async def test_a_draining_node_takes_nothing_and_keeps_what_it_has(tmp_path: Path) -> None:
+    async with service(tmp_path, policy=Policy(cpu_factor=1.0, hold_s=0.2)) as it:
+        node = await it.add_node()
+        record = await it.start("S1")
+        await it.session("S1")
+        node.script.is_draining = True
 
-            async def is_known() -> bool:
-                return not (await it.client.get("/nodes")).json()["nodes"][0]["is_open"]
+        async def is_known() -> bool:
+            return not (await it.client.get("/nodes")).json()["nodes"][0]["is_open"]
 
-            await until(is_known)
-            await it.start("S2")
-            assert (await it.session("S2"))["pod_status"] == "pending"
-            assert (await it.session("S1"))["pod_status"] == "ready"
-            (listed,) = (await it.client.get("/nodes")).json()["nodes"]
-            assert (listed["is_open"], listed["num_sandboxes"]) == (False, 1)
-            assert set(node.sandboxes) == {record["runtime_id"]}
-
-    asyncio.run(main())
+        await until(is_known)
+        await it.start("S2")
+        assert (await it.session("S2"))["pod_status"] == "pending"
+        assert (await it.session("S1"))["pod_status"] == "ready"
+        (listed,) = (await it.client.get("/nodes")).json()["nodes"]
+        assert (listed["is_open"], listed["num_sandboxes"]) == (False, 1)
+        assert set(node.sandboxes) == {record["runtime_id"]}
 
 
-def test_a_quota_is_429_and_a_full_cluster_is_not(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path, policy=Policy(max_alive=2)) as it:
-            await it.start("S1")
-            await it.start("S2")
-            refused = await it.client.post("/start", json=start_body("a", session_id="S3"))
-            assert refused.status_code == 429
-            assert (await it.start("S1"))["pod_status"] == "pending"
-
-    asyncio.run(main())
+async def test_a_quota_is_429_and_a_full_cluster_is_not(tmp_path: Path) -> None:
+    async with service(tmp_path, policy=Policy(max_alive=2)) as it:
+        await it.start("S1")
+        await it.start("S2")
+        refused = await it.client.post("/start", json=start_body("a", session_id="S3"))
+        assert refused.status_code == 429
+        assert (await it.start("S1"))["pod_status"] == "pending"
 
 
-def test_metrics_are_prometheus_text_with_those_of_the_nodes(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path, policy=POLICY) as it:
-            node = await it.add_node(num_slots=1)
-            await it.start("S1")
-            await it.session("S1")
-            await it.start("S2")
-            answer = await it.client.get("/metrics")
-            assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
-            lines = answer.text.splitlines()
-            assert f'strop_runtime_sandboxes{{state="ready",node="{node.node_id}"}} 1' in lines
-            assert "strop_runtime_queue_length 1" in lines
-            assert "strop_runtime_starts_total 2" in lines
-            assert f'scripted_up{{node="{node.node_id}"}} 1' in lines
-            sample = re.compile(r'^[a-z_]+(\{([a-z]+="[^"]*",?)+\})? [0-9.e+-]+$')
-            assert [one for one in lines if not one.startswith("# ") and not sample.match(one)] == []
-
-    asyncio.run(main())
+async def test_metrics_are_prometheus_text_with_those_of_the_nodes(tmp_path: Path) -> None:
+    async with service(tmp_path, policy=POLICY) as it:
+        node = await it.add_node(num_slots=1)
+        await it.start("S1")
+        await it.session("S1")
+        await it.start("S2")
+        answer = await it.client.get("/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        lines = answer.text.splitlines()
+        assert f'strop_runtime_sandboxes{{state="ready",node="{node.node_id}"}} 1' in lines
+        assert "strop_runtime_queue_length 1" in lines
+        assert "strop_runtime_starts_total 2" in lines
+        assert f'scripted_up{{node="{node.node_id}"}} 1' in lines
+        sample = re.compile(r'^[a-z_]+(\{([a-z]+="[^"]*",?)+\})? [0-9.e+-]+$')
+        assert [one for one in lines if not one.startswith("# ") and not sample.match(one)] == []

@@ -43,225 +43,190 @@ async def send_raw(it: Service, head: bytes, parts: Send) -> bytes:
         await asyncio.sleep(0)
 
 
-def test_without_a_key_or_with_a_wrong_one_everything_but_health_is_401(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            await it.start("S1")
-            for headers in ({}, {SERVICE_KEY_HEADER: "wrong"}, {"Authorization": "Bearer wrong"}):
-                async with httpx.AsyncClient(
-                    base_url=it.serving.url, headers=headers, trust_env=False, verify=False
-                ) as other:
-                    answers = [await other.get(path) for path in PATHS]
-                    answers.append(await other.post("/start", json=start_body("a")))
-                    answers.append(await other.post("/nodes/n", json={}))
-                    assert {one.status_code for one in answers} == {401}
-                    assert {one.text for one in answers} == {'{"detail":"Unauthorized"}'}
-                    assert (await other.get("/health")).status_code == 200
-            # A client's key is no node's key, and the other way round.
-            assert (await it.client.post("/nodes/n", json={})).status_code == 401
-            as_node = {SERVICE_KEY_HEADER: it.node_key}
-            assert (await it.client.get("/list", headers=as_node)).status_code == 401
-            bearer = {"Authorization": f"Bearer {it.client.headers[SERVICE_KEY_HEADER]}"}
-            async with httpx.AsyncClient(trust_env=False, verify=False) as prometheus:
-                assert (await prometheus.get(it.serving.url + "/metrics", headers=bearer)).status_code == 200
-
-    asyncio.run(main())
+async def test_without_a_key_or_with_a_wrong_one_everything_but_health_is_401(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        await it.start("S1")
+        for headers in ({}, {SERVICE_KEY_HEADER: "wrong"}, {"Authorization": "Bearer wrong"}):
+            async with httpx.AsyncClient(
+                base_url=it.serving.url, headers=headers, trust_env=False, verify=False
+            ) as other:
+                answers = [await other.get(path) for path in PATHS]
+                answers.append(await other.post("/start", json=start_body("a")))
+                answers.append(await other.post("/nodes/n", json={}))
+                assert {one.status_code for one in answers} == {401}
+                assert {one.text for one in answers} == {'{"detail":"Unauthorized"}'}
+                assert (await other.get("/health")).status_code == 200
+        # A client's key is no node's key, and the other way round.
+        assert (await it.client.post("/nodes/n", json={})).status_code == 401
+        as_node = {SERVICE_KEY_HEADER: it.node_key}
+        assert (await it.client.get("/list", headers=as_node)).status_code == 401
+        bearer = {"Authorization": f"Bearer {it.client.headers[SERVICE_KEY_HEADER]}"}
+        async with httpx.AsyncClient(trust_env=False, verify=False) as prometheus:
+            assert (await prometheus.get(it.serving.url + "/metrics", headers=bearer)).status_code == 200
 
 
-def test_a_key_is_changed_without_a_restart(tmp_path: Path) -> None:
-    async def main() -> None:
-        keys = tmp_path / "keys"
-        keys.write_text(f"ada {ADA}\n")
-        keys.chmod(0o600)
-        async with service(tmp_path) as it:
-            keys.write_text(f"ada {BOB}\n")
+async def test_a_key_is_changed_without_a_restart(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"ada {ADA}\n")
+    keys.chmod(0o600)
+    async with service(tmp_path) as it:
+        keys.write_text(f"ada {BOB}\n")
 
-            async def is_new() -> bool:
-                return (await it.client.get("/list", headers={SERVICE_KEY_HEADER: BOB})).status_code == 200
+        async def is_new() -> bool:
+            return (await it.client.get("/list", headers={SERVICE_KEY_HEADER: BOB})).status_code == 200
 
-            await until(is_new)
-            assert (await it.client.get("/list", headers={SERVICE_KEY_HEADER: ADA})).status_code == 401
-
-    asyncio.run(main())
+        await until(is_new)
+        assert (await it.client.get("/list", headers={SERVICE_KEY_HEADER: ADA})).status_code == 401
 
 
-def test_another_owners_sandbox_does_not_exist(tmp_path: Path) -> None:
-    async def main() -> None:
-        keys = tmp_path / "keys"
-        keys.write_text(f"bob {BOB}\nada {ADA}\n")
-        keys.chmod(0o600)
-        async with service(tmp_path, policy=Policy(hold_s=0.0)) as it:
-            mine = await it.start("S1")
-            async with it.client_with(BOB) as bob:
-                assert (await bob.get("/list")).json() == {"runtimes": []}
-                assert (await bob.get("/sessions/batch?ids=S1")).json() == []
-                foreign = await bob.get(f"/runtime/{mine['runtime_id']}")
-                unknown = await bob.get(f"/runtime/{'0' * 32}")
-                assert foreign.status_code == unknown.status_code == 404
-                for path in ("/stop", "/pause", "/resume"):
-                    answer = await bob.post(path, json={"runtime_id": mine["runtime_id"]})
-                    assert answer.status_code == 404
-                lease = {"lease_s": 1, "runtime_ids": [mine["runtime_id"]]}
-                assert (await bob.post("/leases", json=lease)).json() == {
-                    "renewed": [],
-                    "unknown": [mine["runtime_id"]],
-                }
-                # The same name is another sandbox, with another image even.
-                his = await bob.post("/start", json=start_body("a", session_id="S1", image="img:2"))
-                assert his.json()["runtime_id"] != mine["runtime_id"]
-            assert (await it.client.get("/sessions/S1")).json()["runtime_id"] == mine["runtime_id"]
-
-    asyncio.run(main())
+async def test_another_owners_sandbox_does_not_exist(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(f"bob {BOB}\nada {ADA}\n")
+    keys.chmod(0o600)
+    async with service(tmp_path, policy=Policy(hold_s=0.0)) as it:
+        mine = await it.start("S1")
+        async with it.client_with(BOB) as bob:
+            assert (await bob.get("/list")).json() == {"runtimes": []}
+            assert (await bob.get("/sessions/batch?ids=S1")).json() == []
+            foreign = await bob.get(f"/runtime/{mine['runtime_id']}")
+            unknown = await bob.get(f"/runtime/{'0' * 32}")
+            assert foreign.status_code == unknown.status_code == 404
+            for path in ("/stop", "/pause", "/resume"):
+                answer = await bob.post(path, json={"runtime_id": mine["runtime_id"]})
+                assert answer.status_code == 404
+            lease = {"lease_s": 1, "runtime_ids": [mine["runtime_id"]]}
+            assert (await bob.post("/leases", json=lease)).json() == {
+                "renewed": [],
+                "unknown": [mine["runtime_id"]],
+            }
+            # The same name is another sandbox, with another image even.
+            his = await bob.post("/start", json=start_body("a", session_id="S1", image="img:2"))
+            assert his.json()["runtime_id"] != mine["runtime_id"]
+        assert (await it.client.get("/sessions/S1")).json()["runtime_id"] == mine["runtime_id"]
 
 
-def test_a_lease_that_cannot_be_is_refused(tmp_path: Path) -> None:
+async def test_a_lease_that_cannot_be_is_refused(tmp_path: Path) -> None:
     bad = (b"", b"{}", b'{"lease_s": 0}', b'{"lease_s": 1e99}', b'{"lease_s": 5, "runtime_ids": "a"}')
 
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            for content in bad:
-                assert (await it.client.post("/leases", content=content)).status_code == 422, content
-
-    asyncio.run(main())
+    async with service(tmp_path) as it:
+        for content in bad:
+            assert (await it.client.post("/leases", content=content)).status_code == 422, content
 
 
-def test_a_body_of_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
+async def test_a_body_of_a_gigabyte_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
 
-            async def send(writer: asyncio.StreamWriter) -> None:
-                for _ in range(1024):
-                    writer.write(bytes(1 << 20))
-                    await writer.drain()
+        async def send(writer: asyncio.StreamWriter) -> None:
+            for _ in range(1024):
+                writer.write(bytes(1 << 20))
+                await writer.drain()
 
-            async def send_chunks(writer: asyncio.StreamWriter) -> None:
-                for _ in range(1024):
-                    writer.write(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
-                    await writer.drain()
+        async def send_chunks(writer: asyncio.StreamWriter) -> None:
+            for _ in range(1024):
+                writer.write(b"100000\r\n" + bytes(1 << 20) + b"\r\n")
+                await writer.drain()
 
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            ways = {b"content-length: 1073741824": send, b"transfer-encoding: chunked": send_chunks}
-            for header, parts in ways.items():
-                # Where it still sent when the connection was closed, the answer may be lost with it.
-                with suppress(ConnectionResetError):
-                    reply = await send_raw(it, b"POST /start HTTP/1.1\r\n" + header, parts)
-                    assert reply.startswith(b"HTTP/1.1 413 ")
-            after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            assert after - before < 64 << 10
-            assert (await it.client.get("/health")).status_code == 200
-
-    asyncio.run(main())
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        ways = {b"content-length: 1073741824": send, b"transfer-encoding: chunked": send_chunks}
+        for header, parts in ways.items():
+            # Where it still sent when the connection was closed, the answer may be lost with it.
+            with suppress(ConnectionResetError):
+                reply = await send_raw(it, b"POST /start HTTP/1.1\r\n" + header, parts)
+                assert reply.startswith(b"HTTP/1.1 413 ")
+        after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        assert after - before < 64 << 10
+        assert (await it.client.get("/health")).status_code == 200
 
 
-def test_a_body_that_comes_slowly_is_given_up_and_others_are_served(
+async def test_a_body_that_comes_slowly_is_given_up_and_others_are_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("strop.runtime.web.read_body.__kwdefaults__", {"max_bytes": 1000, "limit_s": 0.5})
 
-    async def main() -> None:
-        async with service(tmp_path) as it:
+    async with service(tmp_path) as it:
 
-            async def send(writer: asyncio.StreamWriter) -> None:
-                for _ in range(900):
-                    writer.write(b" ")
-                    await writer.drain()
-                    await asyncio.sleep(0.05)
+        async def send(writer: asyncio.StreamWriter) -> None:
+            for _ in range(900):
+                writer.write(b" ")
+                await writer.drain()
+                await asyncio.sleep(0.05)
 
-            slow = [
-                asyncio.create_task(send_raw(it, b"POST /start HTTP/1.1\r\ncontent-length: 900", send))
-                for _ in range(20)
-            ]
-            assert (await it.start("S1"))["status"] == "starting"
-            for reply in await asyncio.gather(*slow):
-                assert reply.startswith(b"HTTP/1.1 408 ")
-
-    asyncio.run(main())
+        slow = [
+            asyncio.create_task(send_raw(it, b"POST /start HTTP/1.1\r\ncontent-length: 900", send))
+            for _ in range(20)
+        ]
+        assert (await it.start("S1"))["status"] == "starting"
+        for reply in await asyncio.gather(*slow):
+            assert reply.startswith(b"HTTP/1.1 408 ")
 
 
-def test_connections_that_say_nothing_take_nothing_from_others(
+async def test_connections_that_say_nothing_take_nothing_from_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("strop.runtime.web.HEAD_LIMIT_S", 1.0)
 
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-            # Both ends are in this process.
-            number = min(1000, (soft - 200) // 3)
-            where = urlsplit(it.serving.url)
-            silent = [await asyncio.open_connection(where.hostname, where.port) for _ in range(number)]
-            for _, writer in silent[::2]:
-                writer.write(b"GET /list HTTP/1.1\r\n")
-            assert (await it.start("S1"))["status"] == "starting"
-            async with asyncio.timeout(20):
-                replies = await asyncio.gather(
-                    *(reader.read() for reader, _ in silent), return_exceptions=True
-                )
-            assert len(replies) == number
-            for _, writer in silent:
-                writer.close()
-            assert (await it.start("S2"))["status"] == "starting"
-
-    asyncio.run(main())
+    async with service(tmp_path) as it:
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        # Both ends are in this process.
+        number = min(1000, (soft - 200) // 3)
+        where = urlsplit(it.serving.url)
+        silent = [await asyncio.open_connection(where.hostname, where.port) for _ in range(number)]
+        for _, writer in silent[::2]:
+            writer.write(b"GET /list HTTP/1.1\r\n")
+        assert (await it.start("S1"))["status"] == "starting"
+        async with asyncio.timeout(20):
+            replies = await asyncio.gather(*(reader.read() for reader, _ in silent), return_exceptions=True)
+        assert len(replies) == number
+        for _, writer in silent:
+            writer.close()
+        assert (await it.start("S2"))["status"] == "starting"
 
 
-def test_of_too_many_connections_the_silent_ones_make_room(
+async def test_of_too_many_connections_the_silent_ones_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            monkeypatch.setattr("strop.runtime.web.BoundedProtocol.max_connections", 20)
-            where = urlsplit(it.serving.url)
-            silent = [await asyncio.open_connection(where.hostname, where.port) for _ in range(60)]
-            for index in range(5):
-                assert (await it.start(f"S{index}"))["status"] == "starting"
-            for _, writer in silent:
-                writer.close()
-
-    asyncio.run(main())
+    async with service(tmp_path) as it:
+        monkeypatch.setattr("strop.runtime.web.BoundedProtocol.max_connections", 20)
+        where = urlsplit(it.serving.url)
+        silent = [await asyncio.open_connection(where.hostname, where.port) for _ in range(60)]
+        for index in range(5):
+            assert (await it.start(f"S{index}"))["status"] == "starting"
+        for _, writer in silent:
+            writer.close()
 
 
-def test_what_is_no_http_is_answered_and_the_next_is_served(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
+async def test_what_is_no_http_is_answered_and_the_next_is_served(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
 
-            async def send(_writer: asyncio.StreamWriter) -> None: ...
+        async def send(_writer: asyncio.StreamWriter) -> None: ...
 
-            for head in (b"\0\0\0", b"nonsense"):
-                assert (await send_raw(it, head, send)).startswith(b"HTTP/1.1 400 ")
-            assert (await it.client.get("/health")).status_code == 200
-
-    asyncio.run(main())
+        for head in (b"\0\0\0", b"nonsense"):
+            assert (await send_raw(it, head, send)).startswith(b"HTTP/1.1 400 ")
+        assert (await it.client.get("/health")).status_code == 200
 
 
-def test_no_keys_on_loopback_and_never_elsewhere_unless_forced(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path / "a", disable_auth=True) as it:
-            assert it.serving.keys_file == ""
-            await it.start("S1")
-            assert len((await it.client.get("/list")).json()["runtimes"]) == 1
-        with pytest.raises(ConfigError, match="can be reached from other machines"):
-            async with service(tmp_path / "b", disable_auth=True, host="0.0.0.0"):
-                pass
-        assert not (tmp_path / "b").exists()
-
-    asyncio.run(main())
+async def test_no_keys_on_loopback_and_never_elsewhere_unless_forced(tmp_path: Path) -> None:
+    async with service(tmp_path / "a", disable_auth=True) as it:
+        assert it.serving.keys_file == ""
+        await it.start("S1")
+        assert len((await it.client.get("/list")).json()["runtimes"]) == 1
+    with pytest.raises(ConfigError, match="can be reached from other machines"):
+        async with service(tmp_path / "b", disable_auth=True, host="0.0.0.0"):
+            pass
+    assert not (tmp_path / "b").exists()
 
 
-def test_keys_are_in_no_log_and_no_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            await it.add_node()
-            record = await it.start("S1")
-            await it.session("S1")
-            await it.post("/stop", record["runtime_id"])
-            secrets = [record["session_api_key"], it.node_key, it.client.headers[SERVICE_KEY_HEADER]]
-            log = tmp_path / "events.jsonl"
-            await until(lambda: "stopped" in log.read_text())
-            events = log.read_text()
-            states = [json.loads(line).get("state") for line in events.splitlines()]
-            assert [one for one in states if one] == ["image", "ready", "stopped"]
-            assert not any(secret in events or secret in caplog.text for secret in secrets)
-            assert (tmp_path / "journal.jsonl").stat().st_mode & 0o077 == 0
-
-    asyncio.run(main())
+async def test_keys_are_in_no_log_and_no_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async with service(tmp_path) as it:
+        await it.add_node()
+        record = await it.start("S1")
+        await it.session("S1")
+        await it.post("/stop", record["runtime_id"])
+        secrets = [record["session_api_key"], it.node_key, it.client.headers[SERVICE_KEY_HEADER]]
+        log = tmp_path / "events.jsonl"
+        await until(lambda: "stopped" in log.read_text())
+        events = log.read_text()
+        states = [json.loads(line).get("state") for line in events.splitlines()]
+        assert [one for one in states if one] == ["image", "ready", "stopped"]
+        assert not any(secret in events or secret in caplog.text for secret in secrets)
+        assert (tmp_path / "journal.jsonl").stat().st_mode & 0o077 == 0

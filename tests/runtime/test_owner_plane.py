@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from strop.sandbox.wire import (
     PROTOCOL,
     SANDBOX_KEY_HEADER,
 )
-from tests.fixtures.nodes import SESSION_KEY, Orders, on_node, order_of
+from tests.fixtures.nodes import SESSION_KEY, Orders, node_of, order_of
 from tests.fixtures.runtime_service import POLICY, Service, service
 from tests.fixtures.sandboxes import needs_bubblewrap
 from tests.fixtures.scripted_node import slots
@@ -68,17 +68,16 @@ async def hear(stream: Stream) -> dict[str, Any]:
             return header
 
 
-def with_sandbox(work: Callable[[Orders, str], Awaitable[None]]) -> None:
-    async def act(orders: Orders) -> None:
+@asynccontextmanager
+async def owned() -> AsyncIterator[tuple[Orders, str]]:
+    async with node_of("process") as orders:
         url = await orders.start("r1", sandbox=TERMS)
         await orders.wait_for("r1", State.READY)
-        await work(orders, url)
-
-    on_node(act)
+        yield orders, url
 
 
-def test_only_who_has_the_key_is_the_owner_and_only_one() -> None:
-    async def work(orders: Orders, url: str) -> None:
+async def test_only_who_has_the_key_is_the_owner_and_only_one() -> None:
+    async with owned() as (orders, url):
         asking = {"connection": "upgrade", "upgrade": PROTOCOL}
         async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
 
@@ -102,11 +101,9 @@ def test_only_who_has_the_key_is_the_owner_and_only_one() -> None:
         assert ended.failure_kind is FailureKind.INFRA_LOST
         assert ended.cause == "the connection of its owner has ended"
 
-    with_sandbox(work)
 
-
-def test_what_is_no_request_is_refused_or_ends_the_connection() -> None:
-    async def work(orders: Orders, url: str) -> None:
+async def test_what_is_no_request_is_refused_or_ends_the_connection() -> None:
+    async with owned() as (orders, url):
         async with owner_of(url) as owner:
             wrong = {"id": 1, "op": "start", "builtin": "read", "details": {}, "wall_limit_s": 1}
             owner[1].write(pack(wrong))
@@ -120,10 +117,8 @@ def test_what_is_no_request_is_refused_or_ends_the_connection() -> None:
             assert await owner[0].read() == b""
         await orders.wait_for("r1", State.FAILED)
 
-    with_sandbox(work)
 
-
-def test_what_is_no_frame_ends_the_connection() -> None:
+async def test_what_is_no_frame_ends_the_connection() -> None:
     start = {"id": 3, "op": "start", "argv": ["/bin/sleep", "9"], "cwd": None, "env": {}, "wall_limit_s": 9}
     frames = {
         "no frame": b"\xff" * 64,
@@ -132,7 +127,7 @@ def test_what_is_no_frame_ends_the_connection() -> None:
         "a number twice": pack(start) + pack({"id": 3, "op": "stats"}),
     }
 
-    async def work(orders: Orders) -> None:
+    async with node_of("process") as orders:
         for name, data in frames.items():
             url = await orders.start(name, sandbox=TERMS)
             await orders.wait_for(name, State.READY)
@@ -141,8 +136,6 @@ def test_what_is_no_frame_ends_the_connection() -> None:
                 await owner[0].read()
             ended = await orders.wait_for(name, State.FAILED)
             assert ended.cause == "the connection of its owner has ended", name
-
-    on_node(work)
 
 
 def test_each_field_of_a_request_is_looked_at() -> None:
@@ -205,10 +198,10 @@ with contextlib.suppress(OSError):
 
 
 @needs_bubblewrap
-def test_what_a_network_refuses_is_told_to_the_owner() -> None:
+async def test_what_a_network_refuses_is_told_to_the_owner() -> None:
     listed = "allow:a.example:80"
 
-    async def work(orders: Orders) -> None:
+    async with node_of("bubblewrap", network=listed) as orders:
         url = await orders.start("r1", sandbox={**TERMS, "network": listed})
         await orders.wait_for("r1", State.READY)
         async with owner_of(url) as owner:
@@ -219,21 +212,17 @@ def test_what_a_network_refuses_is_told_to_the_owner() -> None:
             owner[1].write(pack({**start, "cwd": None, "env": {}}))
             assert (await hear(owner))["refused_call"]["target"] == "c.example:80"
 
-    on_node(work, ("bubblewrap",), network=listed)
 
-
-def test_an_owner_that_does_not_come_has_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_owner_that_does_not_come_has_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(owner_plane, "_OWNER_LIMIT_S", 0.05)
 
-    async def work(orders: Orders) -> None:
+    async with node_of("process") as orders:
         await orders.start("r1", sandbox=TERMS)
         ended = await orders.wait_for("r1", State.FAILED)
         assert ended.cause.startswith("its owner did not come")
 
-    on_node(work)
 
-
-def test_a_full_service_refuses_and_an_idle_sandbox_ends_with_the_reason(
+async def test_a_full_service_refuses_and_an_idle_sandbox_ends_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner_plane, "_BUSY_EVERY_S", 0.05)
@@ -253,31 +242,23 @@ def test_a_full_service_refuses_and_an_idle_sandbox_ends_with_the_reason(
                 await sandbox.exec(["/bin/true"], wall_limit_s=60)
             assert lost.value.kind == "infra"
 
-    async def main() -> None:
-        policy = replace(POLICY, queue_limit_s=0.4, idle_limit_s=2.0, hold_s=0.5)
-        async with service(tmp_path, policy=policy) as it:
-            make = MakeSettings(backends=("process",))
-            node = Node(
-                NodeSettings(controller=it.serving.url, key=it.node_key, make=make, capacity=slots(1))
-            )
-            running = asyncio.create_task(node.run())
-            try:
-                await work(it)
-            finally:
-                node.end()
-                await running
-
-    asyncio.run(main())
+    policy = replace(POLICY, queue_limit_s=0.4, idle_limit_s=2.0, hold_s=0.5)
+    async with service(tmp_path, policy=policy) as it:
+        make = MakeSettings(backends=("process",))
+        node = Node(NodeSettings(controller=it.serving.url, key=it.node_key, make=make, capacity=slots(1)))
+        running = asyncio.create_task(node.run())
+        try:
+            await work(it)
+        finally:
+            node.end()
+            await running
 
 
-def test_a_service_that_has_as_many_as_it_may_refuses(tmp_path: Path) -> None:
-    async def main() -> None:
-        async with service(tmp_path, policy=replace(POLICY, max_alive=0)) as it:
-            backend = RemoteBackend(Endpoint(url=it.serving.url, key=it.client.headers["X-API-Key"]))
-            begun = time.monotonic()
-            with pytest.raises(SandboxRefused, match="as many as may") as caught:
-                await backend.create(SPEC)
-            assert caught.value.kind == "capacity"
-            assert time.monotonic() - begun < 60
-
-    asyncio.run(main())
+async def test_a_service_that_has_as_many_as_it_may_refuses(tmp_path: Path) -> None:
+    async with service(tmp_path, policy=replace(POLICY, max_alive=0)) as it:
+        backend = RemoteBackend(Endpoint(url=it.serving.url, key=it.client.headers["X-API-Key"]))
+        begun = time.monotonic()
+        with pytest.raises(SandboxRefused, match="as many as may") as caught:
+            await backend.create(SPEC)
+        assert caught.value.kind == "capacity"
+        assert time.monotonic() - begun < 60

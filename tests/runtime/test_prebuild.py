@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from pathlib import Path
 
@@ -13,7 +12,10 @@ import pytest
 from strop.errors import ConfigError
 from strop.runtime.contract import FailureKind
 from strop.runtime.planes import SandboxFailed
-from strop.runtime.pulling import Images, engine_of, is_transient, list_images, prebuild, shard_of
+from strop.runtime.pulling import Images, engine_of, is_transient, list_images, shard_of
+from tests.fixtures.commands import Ended, Run, run
+
+__all__ = ["run"]
 
 
 @pytest.mark.parametrize(
@@ -76,21 +78,30 @@ def test_images_are_listed_once_and_shared_out(tmp_path: Path) -> None:
             list_images(path, field)
 
 
-def test_what_is_done_is_left_alone_and_failures_are_tried_again(tmp_path: Path) -> None:
-    store, lines = ScriptedImages(), list[str]()
+def test_what_is_done_is_left_alone_and_failures_are_tried_again(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the command: in shards, with a failure, and gone on with."""
+    store = ScriptedImages()
+    monkeypatch.setattr("strop.runtime.pulling.Images", lambda engine: store)
+    rows, results = tmp_path / "rows.jsonl", tmp_path / "results"
     names = ["a:1", "b:1", "c:1"]
+    rows.write_text("".join(json.dumps({"image": name}) + "\n" for name in [*names, "a:1"]))
 
-    def run() -> int:
-        return asyncio.run(prebuild(names, store, tmp_path, num_at_once=2, say=lines.append))
+    def fetch(shard: str) -> Ended:
+        return run("runtime", "prebuild", "--dataset", rows, "--results", results, "--shard", shard)
 
-    assert run() == 1
-    results = [json.loads(path.read_text()) for path in tmp_path.iterdir()]
-    assert {one["image"]: one.get("error", "") for one in results} == {
-        "a:1": "",
-        "b:1": "",
-        "c:1": "image c:1 is not there",
+    parts = [shard_of(names, f"{number}/2") for number in (1, 2)]
+    assert [fetch(f"{number}/2").code for number in (1, 2)] == [int("c:1" in part) for part in parts]
+    found = {one["image"]: one for one in (json.loads(path.read_text()) for path in results.iterdir())}
+    assert {name: one.get("image_id") for name, one in found.items()} == {
+        "a:1": "id of a:1",
+        "b:1": "id of b:1",
+        "c:1": None,
     }
+    assert found["c:1"]["failure_kind"] == "image_error"
     store.missing.clear()
-    assert run() == 0
-    assert store.asked == [*names, "c:1"]
-    assert "a:1: done before" in lines
+    again = fetch("1/1")
+    assert again.code == 0
+    assert sorted(store.asked) == [*names, "c:1"]
+    assert again.err.count("done before") == 2

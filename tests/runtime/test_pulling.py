@@ -1,22 +1,19 @@
-"""Images from a registry on this host: policies, put off, offline, one pull for many, whole data sets."""
+"""Images from a registry on this host: policies, put off, offline, one pull for many."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from strop.runtime.contract import FailureKind
 from strop.runtime.planes import SandboxFailed
-from strop.runtime.pulling import Images, shard_of
+from strop.runtime.pulling import Images
 from tests.conftest import require_system_part
-from tests.fixtures.commands import Ended, Run, run
 from tests.fixtures.containers import own_storage
 from tests.fixtures.sandboxes import needs_podman
 from tests.fixtures.small_root import (
@@ -30,7 +27,6 @@ from tests.fixtures.small_root import (
 )
 from tests.fixtures.tiny_disk import tiny_disk
 
-__all__ = ["run"]
 pytestmark = [needs_podman, pytest.mark.slow]
 
 
@@ -158,47 +154,3 @@ def test_a_registry_that_has_too_many_requests_is_asked_again(
 def test_an_image_for_another_processor_is_refused(tree: Path) -> None:
     with imported(tree, "--arch", "s390x") as name, pytest.raises(SandboxFailed, match="is made for s390x"):
         fetch(Images(), name, "Never")
-
-
-def test_the_images_of_a_data_set_are_fetched(
-    pushed: str, ask_plainly: Callable[..., None], run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By the command: in shards, put off, with a failure, gone on with, and offline."""
-    host, _, _ = pushed.partition("/")
-    rows, results = tmp_path / "rows.jsonl", tmp_path / "results"
-
-    def prebuild(shard: str = "1/1") -> Ended:
-        return run("runtime", "prebuild", "--dataset", rows, "--results", results, "--shard", shard)
-
-    def read_results() -> dict[str, dict[str, Any]]:
-        found = [json.loads(path.read_text()) for path in results.iterdir()]
-        return {one["image"].rpartition("/")[2]: one for one in found}
-
-    podman("pull", "--quiet", "--tls-verify=false", pushed)
-    with relay_of(host, num_put_off=2) as busy:
-        names = [f"{busy.address}/strop/{name}:1" for name in ("small", "second", "third")]
-        parts = [shard_of(names, f"{number}/2") for number in (1, 2)]
-        podman("push", "--quiet", "--tls-verify=false", pushed, f"docker://{host}/strop/second:1")
-        rows.write_text("".join(json.dumps({"image": name}) + "\n" for name in [*names, names[0]]))
-        ask_plainly(names[0])
-        try:
-            monkeypatch.setenv("STROP_OFFLINE", "1")
-            offline = prebuild()
-            assert (offline.code, offline.out) == (1, f"3 images, 3 failed; results in {results}\n")
-            assert all("offline mode forbids" in one["error"] for one in read_results().values())
-            assert busy.num_asked == 0
-            monkeypatch.delenv("STROP_OFFLINE")
-            ends = [prebuild(f"{number}/2") for number in (1, 2)]
-            assert [end.code for end in ends] == [int(names[2] in part) for part in parts]
-            found = read_results()
-            assert found["small:1"]["image_id"] == found["second:1"]["image_id"]
-            assert "image_id" not in found["third:1"]
-            assert found["third:1"]["failure_kind"] == "image_error"
-            # It goes on where it stopped: what is there now is fetched, and nothing else.
-            podman("push", "--quiet", "--tls-verify=false", pushed, f"docker://{host}/strop/third:1")
-            again = prebuild()
-            assert (again.code, again.out) == (0, f"3 images, 0 failed; results in {results}\n")
-            assert again.err.count("done before") == 2
-            assert "error" not in read_results()["third:1"]
-        finally:
-            remove_images(*names)

@@ -6,7 +6,6 @@ installed, with a controller, a node and containers that were real.
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import json
 import re
@@ -17,8 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.fixtures.runtime_service import EXCHANGES, Service, service, until
+from strop.runtime.sessions import Policy
+from tests.fixtures.runtime_service import EXCHANGES, Service, service, start_body, until
 
+URL = re.compile(r"^https?://[^/]+:[0-9]+$")
 WORD = re.compile(r"(?:SESSION_KEY|SESSION|RUNTIME|URL)-\d+|KEY|IMAGE")
 _EXACT = ("status", "pod_status", "exists")
 _READY_SOONER = {"starting": "running", "pending": "ready"}
@@ -93,19 +94,44 @@ class Replay:
 
 
 @pytest.mark.parametrize("name", ["remote-runtime", "remote-sandbox-service"])
-def test_a_recorded_client_is_answered_as_it_was(tmp_path: Path, name: str) -> None:
+async def test_a_recorded_client_is_answered_as_it_was(tmp_path: Path, name: str) -> None:
     exchanges = json.loads((EXCHANGES / f"{name}.json").read_text("utf-8"))["exchanges"]
     assert len(exchanges) > 15
 
-    async def main() -> None:
-        async with service(tmp_path) as it:
-            await it.add_node()
-            replay = Replay(it)
-            # Of polls that are the same, the last had the answer that it waited for.
-            for exchange, following in itertools.zip_longest(exchanges, exchanges[1:]):
-                request = [exchange["method"], exchange["url"]]
-                if following is None or request != [following["method"], following["url"]]:
-                    await replay.expect(exchange)
-            assert (await it.client.get("/list")).json() == {"runtimes": []}
+    async with service(tmp_path) as it:
+        await it.add_node()
+        replay = Replay(it)
+        # Of polls that are the same, the last had the answer that it waited for.
+        for exchange, following in itertools.zip_longest(exchanges, exchanges[1:]):
+            request = [exchange["method"], exchange["url"]]
+            if following is None or request != [following["method"], following["url"]]:
+                await replay.expect(exchange)
+        assert (await it.client.get("/list")).json() == {"runtimes": []}
 
-    asyncio.run(main())
+
+async def test_every_address_is_an_origin_and_fields_are_as_clients_read_them(tmp_path: Path) -> None:
+    async with service(tmp_path, policy=Policy(cpu_factor=1.0, hold_s=0.1)) as it:
+        for num_slots, dialect in itertools.product((0, 6), "abc"):
+            if num_slots and dialect == "a":
+                await it.add_node(num_slots)
+            body = start_body(dialect, session_id=f"{dialect}-of-{num_slots}")
+            record = (await it.client.post("/start", json=body)).json()
+            assert URL.match(record["url"])
+            assert len(record["session_api_key"]) >= 43
+            assert isinstance(record["restart_count"], int)
+            assert record["pod_status"] is not None
+
+
+async def test_b_asks_for_images_and_builds_none(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        node = await it.add_node()
+        assert (await it.client.get("/api/warm-runtime-configs")).json() == {"configs": []}
+        assert (await it.client.get("/registry_prefix")).json() == {"registry_prefix": ""}
+        for image, is_there in (("img:1", True), ("other:1", False)):
+            found = (await it.client.get("/image_exists", params={"image": image})).json()
+            assert found["exists"] is is_there
+            assert not is_there or set(found["image"]) == {"upload_time", "image_size_bytes"}
+        context = {"context": ("context.tar.gz", b"x")}
+        built = await it.client.post("/build", files=context, data={"target_image": "img:1"})
+        assert built.status_code == 403
+        assert [call for call in node.calls if "image" not in call] == []

@@ -4,30 +4,37 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
+import os
 import shutil
+import signal
 import tarfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import httpx
 import pytest
 
 from strop.runtime.contract import State
-from tests.fixtures.nodes import Orders, Workspace, on_node, workspace_at
+from strop.runtime.http_server import HttpError, Request
+from strop.runtime.workspace import Workspace as OwnWorkspace
+from strop.sandbox.local import LocalSandbox
+from tests.fixtures.nodes import Workspace, node_of, workspace_at
+from tests.fixtures.sandboxes import sandbox_of
 
 
-def in_workspace(work: Callable[[Workspace, Orders], Awaitable[None]]) -> None:
-    async def act(orders: Orders) -> None:
+@asynccontextmanager
+async def workspace_of() -> AsyncIterator[Workspace]:
+    async with node_of("process") as orders:
         url = await orders.start("r1", environment={"GIVEN": "by the caller"})
         await orders.wait_for("r1", State.READY)
         async with workspace_at(url) as workspace:
-            await work(workspace, orders)
-
-    on_node(act)
+            yield workspace
 
 
-def test_commands_end_as_they_should() -> None:
-    async def work(workspace: Workspace, orders: Orders) -> None:
+async def test_commands_end_as_they_should() -> None:
+    async with workspace_of() as workspace:
         run = workspace.run
         assert await run("echo $GIVEN; cd /; X=1") == (0, "by the caller\n", "")
         assert (await run("echo $X"))[1] == "\n"
@@ -45,11 +52,9 @@ def test_commands_end_as_they_should() -> None:
         code, out, err = await run("echo first; setsid sleep 60 & sleep 60", limit_s=0)
         assert (code, out, err) == (-1, "first\n", "Command timed out after 1 seconds")
 
-    in_workspace(work)
 
-
-def test_a_poll_is_held_and_a_command_can_be_stopped() -> None:
-    async def work(workspace: Workspace, orders: Orders) -> None:
+async def test_a_poll_is_held_and_a_command_can_be_stopped() -> None:
+    async with workspace_of() as workspace:
         client = workspace.client
         began = time.monotonic()
         body = {"command": "sleep 0.4; echo done", "timeout": 20}
@@ -85,11 +90,9 @@ def test_a_poll_is_held_and_a_command_can_be_stopped() -> None:
         assert (await client.delete("/api/bash/bash_events")).json()["cleared_count"] == 6
         assert (await client.get("/api/bash/bash_events/search", params={"limit": 101})).status_code == 422
 
-    in_workspace(work)
 
-
-def test_files_go_up_and_come_down() -> None:
-    async def work(workspace: Workspace, orders: Orders) -> None:
+async def test_files_go_up_and_come_down() -> None:
+    async with workspace_of() as workspace:
         client, blob = workspace.client, bytes(range(256)) * 4096
         top = (await workspace.run("echo $HOME"))[1].strip()
 
@@ -131,12 +134,10 @@ def test_files_go_up_and_come_down() -> None:
             await client.get("/api/file/archive", params={"path": top, "format": "zip"})
         ).status_code == 422
 
-    in_workspace(work)
-
 
 @pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
-def test_a_repository_tells_its_changes() -> None:
-    async def work(workspace: Workspace, orders: Orders) -> None:
+async def test_a_repository_tells_its_changes() -> None:
+    async with workspace_of() as workspace:
         client = workspace.client
         top = (await workspace.run("echo $HOME"))[1].strip() + "/repo"
         assert (await client.get("/api/git/changes", params={"path": "/"})).json() == []
@@ -164,11 +165,9 @@ def test_a_repository_tells_its_changes() -> None:
         # The index that clients see is as it was.
         assert (await workspace.run(f"cd {top}; git diff --cached --name-only"))[1] == ""
 
-    in_workspace(work)
 
-
-def test_many_commands_at_once_and_a_large_body() -> None:
-    async def work(workspace: Workspace, orders: Orders) -> None:
+async def test_many_commands_at_once_and_a_large_body() -> None:
+    async with workspace_of() as workspace:
         ends = await asyncio.gather(*(workspace.run(f"sleep 0.1; exit {code}") for code in range(8)))
         assert [one[0] for one in ends] == list(range(8))
         answer = await workspace.client.post(
@@ -176,11 +175,9 @@ def test_many_commands_at_once_and_a_large_body() -> None:
         )
         assert answer.status_code == 422
 
-    in_workspace(work)
 
-
-def test_output_is_there_while_a_command_runs() -> None:
-    async def work(workspace: Workspace, orders: Orders) -> None:
+async def test_output_is_there_while_a_command_runs() -> None:
+    async with workspace_of() as workspace:
         client = workspace.client
         text = "printf 'first \\303'; sleep 0.3; printf '\\244\\n'; exec sleep 60"
         started = (await client.post("/api/bash/start_bash_command", json={"command": text})).json()
@@ -196,4 +193,43 @@ def test_output_is_there_while_a_command_runs() -> None:
         page = (await client.get("/api/bash/bash_events/search", params=query)).json()
         assert [one["exit_code"] for one in page["items"]] == [-15]
 
-    in_workspace(work)
+
+def ask(method: str, path: str, body: object = None, /, **query: str) -> Request:
+    return Request(
+        method=method,
+        path=path,
+        query={name: [value] for name, value in query.items()},
+        headers={},
+        body=json.dumps(body).encode(),
+    )
+
+
+async def test_no_command_of_a_lost_sandbox_has_a_result() -> None:
+    async with sandbox_of("process") as sandbox:
+        assert isinstance(sandbox, LocalSandbox)
+        workspace = OwnWorkspace(sandbox, key="k", env={}, working_dir="/", note_use=lambda: None)
+        body = {"command": "echo on; sleep 60", "timeout": 60}
+        begun = json.loads((await workspace.answer(ask("POST", "/api/bash/start_bash_command", body))).body)
+        waiting = asyncio.create_task(workspace.answer(ask("POST", "/api/bash/execute_bash_command", body)))
+        search = ask("GET", "/api/bash/bash_events/search", command_id__eq=begun["id"])
+        while b"on" not in (await workspace.answer(search)).body:
+            pass
+        os.kill(sandbox.supervisor_pid, signal.SIGKILL)
+        after = ask("GET", "/api/bash/bash_events/search", command_id__eq=begun["id"], order__gt="0")
+        asked = [
+            waiting,
+            *(
+                asyncio.create_task(workspace.answer(one))
+                for one in (
+                    after,
+                    ask("POST", "/api/bash/execute_bash_command", body),
+                    ask("GET", "/api/file/download", path="/etc/passwd"),
+                )
+            ),
+        ]
+        for one in asked:
+            with pytest.raises(HttpError) as refused:
+                await one
+            assert refused.value.status == 503
+            assert "infra" in refused.value.detail
+        await workspace.close("")

@@ -12,12 +12,12 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strop.errors import SandboxError, SandboxLost
-from strop.sandbox import ExecKind, Limits, Sandbox, make_backend
-from strop.sandbox.contract import MIB
+from strop.sandbox import ExecKind, Limits, make_backend
 from strop.sandbox.daemon import SCRATCH_BASES
 from strop.sandbox.daemon_handle import close_daemons
 from strop.sandbox.family import parent_of
@@ -27,11 +27,11 @@ from tests.fixtures.sandboxes import (
     SOURCE_DIR,
     appearance_of,
     cut_off,
-    in_sandbox,
     num_below,
     on_every_backend,
     processes_with,
-    python,
+    sandbox_of,
+    say,
     shell,
     spec_of,
     wait_until_gone,
@@ -40,86 +40,63 @@ from tests.fixtures.sandboxes import (
 
 
 @on_every_backend
-def test_an_exit_code_is_a_value(backend: str) -> None:
-    result = shell(backend, "echo out; echo err >&2; exit 3")
-    assert (result.kind, result.exit_code, result.signal) == (ExecKind.EXITED, 3, None)
-    assert (result.stdout, result.stderr) == (b"out\n", b"err\n")
-    assert (result.truncated, result.timed_out, result.oom_kills) == (False, False, 0)
-    assert 0 < result.duration_s < 60
-    assert 0 <= result.cpu_s < 60
+async def test_an_end_is_a_value(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
+
+        async def end(*argv: str, **options: Any) -> tuple[ExecKind, int | None, int | None, bytes]:
+            found = await sandbox.exec(argv, **{"wall_limit_s": 60, **options})
+            assert (found.truncated, found.timed_out, found.oom_kills) == (False, False, 0)
+            assert 0 < found.duration_s < 60
+            assert 0 <= found.cpu_s < 60
+            return found.kind, found.exit_code, found.signal, found.stdout + found.stderr
+
+        sh = ("/bin/sh", "-c")
+        assert await end(*sh, "echo out; echo err >&2; exit 3") == (ExecKind.EXITED, 3, None, b"out\nerr\n")
+        assert await end(*sh, "kill -SEGV $$") == (ExecKind.SIGNALED, None, signal.SIGSEGV, b"")
+        # An empty standard input ends at once, and one that nobody reads does no harm.
+        assert await end(*sh, "cat; echo read") == (ExecKind.EXITED, 0, None, b"read\n")
+        assert (await end(*sh, "exit 0", stdin=bytes(1 << 20)))[:2] == (ExecKind.EXITED, 0)
+        missing = await end("/no/such/program")
+        assert missing[:2] == (ExecKind.NOT_STARTED, 127)
+        assert b"No such file" in missing[3]
+        assert (await end("/bin/true", cwd="/no/such/place"))[0] is ExecKind.NOT_STARTED
+        # The same number, but from a program.
+        assert (await end(*sh, "exit 127"))[:2] == (ExecKind.EXITED, 127)
 
 
 @on_every_backend
-def test_a_signal_is_not_an_exit_code(backend: str) -> None:
-    result = shell(backend, "kill -SEGV $$")
-    assert (result.kind, result.exit_code, result.signal) == (ExecKind.SIGNALED, None, signal.SIGSEGV)
+async def test_bytes_are_exact_both_ways_and_the_middle_of_long_output_is_counted(backend: str) -> None:
+    async with sandbox_of(backend, limits=Limits(output_head_bytes=1 << 20, output_tail_bytes=50)) as sandbox:
+        # 4096 copies of all 256 values are 1 MiB; that many are kept here.
+        data = bytes(range(256)) * 4096
+        result = await sandbox.exec(["/bin/cat"], stdin=data, wall_limit_s=60)
+        assert (result.stdout, result.stdout_total, result.truncated) == (data, 1 << 20, False)
+        script = "cat; echo 'left out'; head -c 50 /dev/zero; cat /dev/null >&2"
+        result = await sandbox.exec(["/bin/sh", "-c", script], stdin=data, wall_limit_s=60)
+        assert (result.stdout, result.truncated) == (data + bytes(50), True)
+        assert (result.stdout_total, result.stdout_omitted) == ((1 << 20) + 59, 9)
+        assert (result.stderr_total, result.stderr_omitted) == (0, 0)
 
 
 @on_every_backend
-def test_bytes_are_exact_both_ways(backend: str) -> None:
-    # 4096 copies of all 256 values are 1 MiB; that many are kept here.
-    data = bytes(range(256)) * 4096
-    result = shell(backend, "cat", stdin=data, limits=Limits(output_head_bytes=1 << 20))
-    assert result.stdout == data
-    assert (result.stdout_total, result.truncated) == (1 << 20, False)
-
-
-@on_every_backend
-def test_an_empty_standard_input_ends_at_once(backend: str) -> None:
-    result = shell(backend, "cat; echo read")
-    assert result.stdout == b"read\n"
-
-
-@on_every_backend
-def test_input_that_nobody_reads_does_no_harm(backend: str) -> None:
-    result = shell(backend, "exit 0", stdin=bytes(1 << 20))
-    assert (result.kind, result.exit_code) == (ExecKind.EXITED, 0)
-
-
-@on_every_backend
-def test_the_middle_of_long_output_is_counted_and_left_out(backend: str) -> None:
-    code = "import sys; sys.stdout.write('a' * 100 + 'b' * 1000 + 'c' * 50); sys.stderr.write('e' * 151)"
-    result = python(backend, code, limits=Limits(output_head_bytes=100, output_tail_bytes=50))
-    # 1150 written, 100 + 50 kept.
-    assert result.stdout == b"a" * 100 + b"c" * 50
-    assert (result.stdout_total, result.stdout_omitted) == (1150, 1000)
-    assert (result.stderr_total, result.stderr_omitted) == (151, 1)
-    assert result.truncated
-
-
-@on_every_backend
-def test_a_time_out_keeps_what_was_written(backend: str) -> None:
-    script = "echo before; : > begun; sleep 7206; echo after"
-    result = in_sandbox(backend, lambda sandbox: cut_off(sandbox, script))
-    assert (result.kind, result.timed_out, result.stdout) == (ExecKind.TIMED_OUT, True, b"before\n")
+@pytest.mark.parametrize(
+    ("script", "out"),
+    [
+        ("echo before; : > begun; sleep 7206; echo after", b"before\n"),
+        # Who ignores the order to end is killed.
+        ("trap '' TERM; echo on; : > begun; while :; do sleep 1; done", b"on\n"),
+    ],
+)
+async def test_a_time_out_keeps_what_was_written(backend: str, script: str, out: bytes) -> None:
+    async with sandbox_of(backend) as sandbox:
+        result = await cut_off(sandbox, script)
+    assert (result.kind, result.timed_out, result.stdout) == (ExecKind.TIMED_OUT, True, out)
     assert 0.25 < result.duration_s < 600  # The program wanted two hours.
 
 
 @on_every_backend
-def test_a_program_that_ignores_terminate_is_killed(backend: str) -> None:
-    script = "trap '' TERM; echo on; : > begun; while :; do sleep 1; done"
-    result = in_sandbox(backend, lambda sandbox: cut_off(sandbox, script))
-    assert (result.kind, result.stdout) == (ExecKind.TIMED_OUT, b"on\n")
-
-
-@on_every_backend
-def test_a_program_that_is_not_there_is_a_value_too(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
-        result = await sandbox.exec(["/no/such/program"], wall_limit_s=60)
-        assert (result.kind, result.exit_code) == (ExecKind.NOT_STARTED, 127)
-        assert b"No such file" in result.stderr
-        result = await sandbox.exec(["/bin/true"], cwd="/no/such/place", wall_limit_s=60)
-        assert result.kind is ExecKind.NOT_STARTED
-        # The same number, but from a program.
-        result = await sandbox.exec(["/bin/sh", "-c", "exit 127"], wall_limit_s=60)
-        assert (result.kind, result.exit_code) == (ExecKind.EXITED, 127)
-
-    in_sandbox(backend, work)
-
-
-@on_every_backend
-def test_a_program_for_another_machine_is_not_started(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_a_program_for_another_machine_is_not_started(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         other = {"x86_64": "aarch64"}.get(platform.machine(), "x86_64")
         await sandbox.write("program", make_init(other), mode=0o755)
         result = await sandbox.exec(["./program"], wall_limit_s=0.5)
@@ -128,148 +105,102 @@ def test_a_program_for_another_machine_is_not_started(backend: str) -> None:
             assert (result.kind, result.exit_code) == (ExecKind.NOT_STARTED, 127)
             assert b"Exec format error" in result.stderr
 
-    in_sandbox(backend, work)
-
 
 @on_every_backend
-def test_eight_commands_run_at_once(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_eight_commands_run_at_once(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         # Each waits for all others: one after the other, none would end.
         script = ": > {0}; until [ $(ls | wc -l) = 8 ]; do sleep 0.1; done; echo {0}"
-        commands = [
-            sandbox.exec(["/bin/sh", "-c", script.format(number)], wall_limit_s=60) for number in range(8)
-        ]
-        results = await asyncio.gather(*commands)
-        assert [result.stdout for result in results] == [f"{number}\n".encode() for number in range(8)]
-
-    in_sandbox(backend, work)
+        results = await asyncio.gather(*(say(sandbox, script.format(number)) for number in range(8)))
+        assert results == [f"{number}\n" for number in range(8)]
 
 
 @on_every_backend
-def test_the_environment_is_clean_and_can_be_added_to(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_the_environment_is_clean_and_python_isolated(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         result = await sandbox.exec(["/usr/bin/env"], env={"WORD": "b=c"}, wall_limit_s=60)
         names = dict(line.split("=", 1) for line in result.stdout.decode().splitlines())
         assert names.pop("WORD") == "b=c"
         assert sorted(names) == ["HOME", "LANG", "PATH", "PYTHONHASHSEED", "TMPDIR"]
         assert names["HOME"] == sandbox.scratch
-
-    in_sandbox(backend, work)
-
-
-@on_every_backend
-def test_python_runs_isolated(backend: str) -> None:
-    flags = "sys.flags.isolated, sys.flags.no_site, sys.version_info[:2] >= (3, 11)"
-    code = f"import json, sys; print(json.dumps([{flags}]))"
-    assert python(backend, code).stdout == b"[1, 1, true]\n"
+        code = "import sys; print(sys.flags.isolated, sys.flags.no_site, sys.version_info[:2] >= (3, 11))"
+        result = await sandbox.exec([*sandbox.python_argv, "-c", code], wall_limit_s=60)
+        assert result.stdout == b"1 1 True\n"
 
 
 @on_every_backend
-def test_files_stay_between_commands_and_not_between_sandboxes(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> bytes:
-        await sandbox.exec(["/bin/sh", "-c", "echo 1 > kept"], wall_limit_s=60)
-        return (await sandbox.exec(["/bin/sh", "-c", "cat kept; ls -A"], wall_limit_s=60)).stdout
-
-    assert in_sandbox(backend, work) == b"1\nkept\n"
-    assert shell(backend, "ls -A").stdout == b""
-
-
-@on_every_backend
-def test_files_go_in_and_out_byte_for_byte(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_files_go_in_and_out_byte_for_byte(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         data = bytes(range(256)) * 300
         await sandbox.write("deep/er/\n name", data, mode=0o700)
         assert await sandbox.read("deep/er/\n name") == data
         assert await sandbox.read("deep/er/\n name", offset=76_790) == data[76_790:]
         assert await sandbox.read(f"{sandbox.scratch}/deep/er/\n name", offset=10**6) == b""
-        seen = await sandbox.exec(
-            ["/bin/sh", "-c", "stat -c %a:%s deep/er/*; ls -A deep/er | wc -l"], wall_limit_s=60
-        )
-        assert seen.stdout == b"700:76800\n2\n"  # One name of two lines: no partial file is left.
-
-    in_sandbox(backend, work)
-
-
-@on_every_backend
-def test_files_that_cannot_be_read_or_written_say_why(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
-        await sandbox.exec(
-            ["/bin/sh", "-c", "mkdir d; mkfifo f; ln -s /etc/passwd l; echo 12345 > n"], wall_limit_s=60
-        )
-
-        async def kind_of(path: str, **options: int) -> str:
-            with pytest.raises(SandboxError, match="in the sandbox") as caught:
-                await sandbox.read(path, **options)
-            return caught.value.kind
-
-        assert await kind_of("none") == "missing"
-        assert await kind_of("d") == "directory"
-        assert await kind_of("f") == "not_regular"
-        assert await kind_of("l") == "not_regular"
-        assert await kind_of("/dev/zero") == "not_regular"
-        assert await kind_of("n", max_bytes=5) == "too_large"
+        # One name of two lines: no partial file is left.
+        assert await say(sandbox, "stat -c %a:%s deep/er/*; ls -A deep/er | wc -l") == "700:76800\n2\n"
+        await say(sandbox, "rm -r deep; mkdir d; mkfifo f; ln -s /etc/passwd l; echo 12345 > n")
+        # What one command made, another finds.
+        assert await say(sandbox, "ls -A") == "d\nf\nl\nn\n"
+        for path, kind in (("none", "missing"), ("d", "directory"), ("n", "too_large")):
+            with pytest.raises(SandboxError) as caught:
+                await sandbox.read(path, max_bytes=5)
+            assert caught.value.kind == kind
+        for path in ("f", "l", "/dev/zero"):
+            with pytest.raises(SandboxError) as caught:
+                await sandbox.read(path)
+            assert caught.value.kind == "not_regular"
         for path, kind in (("/proc/new", "missing"), ("d", "directory"), ("/usr/new", "denied")):
             with pytest.raises(SandboxError) as caught:
                 await sandbox.write(path, b"x")
             assert caught.value.kind == kind
-
-    in_sandbox(backend, work)
+    # Not one sandbox what another one made.
+    async with sandbox_of(backend) as sandbox:
+        assert await say(sandbox, "ls -A") == ""
 
 
 @on_every_backend
-def test_a_file_beyond_the_limit_is_refused_whole(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_a_file_beyond_the_limit_is_refused_whole(backend: str) -> None:
+    async with sandbox_of(backend, limits=Limits(file_bytes=2000)) as sandbox:
         with pytest.raises(SandboxError) as caught:
             await sandbox.write("big", bytes(3000))
         assert caught.value.kind == "too_large"
         assert (await sandbox.exec(["/bin/ls", "-A"], wall_limit_s=60)).stdout == b""
 
-    in_sandbox(backend, work, limits=Limits(file_bytes=2000))
-
 
 @on_every_backend
-def test_a_stopped_sandbox_says_so(backend: str) -> None:
-    async def run() -> None:
-        sandbox = await make_backend(backend).create(spec_of())
-        await sandbox.stop()
-        await sandbox.stop()
-        with pytest.raises(SandboxLost, match="does not answer") as caught:
-            await sandbox.exec(["/bin/true"], wall_limit_s=60)
-        assert caught.value.kind == "stopped"
-
-    asyncio.run(run())
+async def test_a_stopped_sandbox_says_so(backend: str) -> None:
+    sandbox = await make_backend(backend).create(spec_of())
+    await sandbox.stop()
+    await sandbox.stop()
+    with pytest.raises(SandboxLost, match="does not answer") as caught:
+        await sandbox.exec(["/bin/true"], wall_limit_s=60)
+    assert caught.value.kind == "stopped"
 
 
-def test_a_stop_that_was_cancelled_is_waited_for_by_the_next() -> None:
+async def test_a_stop_that_was_cancelled_is_waited_for_by_the_next() -> None:
     """Incident: the next one waited 30 s for an end that could not be seen any more."""
-
-    async def run() -> None:
-        sandbox = await make_backend("process").create(spec_of())
-        await sandbox.start(["/bin/sleep", "7206"])
-        await appearance_of("7206")
-        first = asyncio.create_task(sandbox.stop())
-        # It waits for the end.
-        await asyncio.sleep(0)
-        first.cancel()
-        await asyncio.gather(first, return_exceptions=True)
-        async with asyncio.timeout(20):
-            await sandbox.stop()
-        assert processes_with("7206") == []
-
-    asyncio.run(run())
+    sandbox = await make_backend("process").create(spec_of())
+    await sandbox.start(["/bin/sleep", "7206"])
+    await appearance_of("7206")
+    first = asyncio.create_task(sandbox.stop())
+    # It waits for the end.
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
+    async with asyncio.timeout(20):
+        await sandbox.stop()
+    assert processes_with("7206") == []
 
 
 @on_every_backend
-def test_a_cancelled_command_is_killed_and_the_sandbox_lives(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_a_cancelled_command_is_killed_and_the_sandbox_lives(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         command = asyncio.create_task(sandbox.exec(["/bin/sleep", "7201"], wall_limit_s=600))
         await appearance_of("7201")
         command.cancel()
         await asyncio.gather(command, return_exceptions=True)
         assert (await sandbox.exec(["/bin/echo", "here"], wall_limit_s=60)).stdout == b"here\n"
         wait_until_gone("7201")
-
-    in_sandbox(backend, work)
 
 
 @on_every_backend
@@ -297,23 +228,20 @@ def test_nothing_is_left_of_twenty_sandboxes(backend: str) -> None:
 
 
 @on_every_backend
-def test_the_death_of_the_daemon_loses_its_sandboxes_and_the_next_has_a_new_one(backend: str) -> None:
-    async def run() -> None:
-        sandbox = await make_backend(backend).create(spec_of())
-        command = asyncio.create_task(sandbox.exec(["/bin/sleep", "7203"], wall_limit_s=600))
-        pid, *_ = await appearance_of("7203")
-        # The daemon is the one of its ancestors that this process started; other tests have children too.
-        while (parent := parent_of(pid)) != os.getpid():
-            assert parent
-            pid = parent
-        os.kill(pid, signal.SIGKILL)
-        with pytest.raises(SandboxLost):
-            await command
-        await sandbox.stop()
-        async with await make_backend(backend).create(spec_of()) as another:
-            assert (await another.exec(["/bin/true"], wall_limit_s=60)).exit_code == 0
-
-    asyncio.run(run())
+async def test_the_death_of_the_daemon_loses_its_sandboxes_and_the_next_has_a_new_one(backend: str) -> None:
+    sandbox = await make_backend(backend).create(spec_of())
+    command = asyncio.create_task(sandbox.exec(["/bin/sleep", "7203"], wall_limit_s=600))
+    pid, *_ = await appearance_of("7203")
+    # The daemon is the one of its ancestors that this process started; other tests have children too.
+    while (parent := parent_of(pid)) != os.getpid():
+        assert parent
+        pid = parent
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(SandboxLost):
+        await command
+    await sandbox.stop()
+    async with await make_backend(backend).create(spec_of()) as another:
+        assert (await another.exec(["/bin/true"], wall_limit_s=60)).exit_code == 0
     wait_until_gone("7203")
 
 
@@ -452,10 +380,3 @@ def test_directories_of_killed_daemons_are_removed_and_others_stay() -> None:
         os.close(descriptor)
         held.rmdir()
         young.rmdir()
-
-
-@on_every_backend
-def test_one_process_meets_the_end_of_its_address_space(backend: str) -> None:
-    result = python(backend, "bytearray(200 << 20)", limits=Limits(memory_bytes=128 * MIB))
-    assert (result.kind, result.exit_code) == (ExecKind.EXITED, 1)
-    assert b"MemoryError" in result.stderr

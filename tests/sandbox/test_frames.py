@@ -33,29 +33,25 @@ def test_a_header_that_is_no_json_object_is_refused() -> None:
         list(unpack(bytearray(LENGTHS.pack(3, 0) + b"abc")))
 
 
-def test_who_is_cancelled_leaves_no_connection_open() -> None:
+async def test_who_is_cancelled_leaves_no_connection_open() -> None:
     """A supervisor that ends slowly, and an answer that comes in the moment of the cancellation."""
-
-    async def run() -> None:
-        here, there = socket.socketpair()
-        client, supervisor = Client(here, "process"), Channel(there)
-        asked = asyncio.ensure_future(client.ask({"op": "connect", "address": 1}))
-        await asyncio.sleep(0)
-        handed, kept = socket.socketpair()
-        kept.settimeout(60)
-        supervisor.send({"id": 0, "has_descriptor": True}, descriptor=handed.detach())
-        client._on_readable()
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-        assert kept.recv(1) == b"", "the handed connection is closed"
-        kept.close()
-        ending = asyncio.ensure_future(client.end(60.0))
-        await asyncio.sleep(0)
-        ending.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await ending
-        assert here.fileno() == -1
-        supervisor.close()
-
-    asyncio.run(run())
+    here, there = socket.socketpair()
+    client, supervisor = Client(here, "process"), Channel(there)
+    asked = asyncio.ensure_future(client.ask({"op": "connect", "address": 1}))
+    await asyncio.sleep(0)
+    handed, kept = socket.socketpair()
+    kept.settimeout(60)
+    supervisor.send({"id": 0, "has_descriptor": True}, descriptor=handed.detach())
+    client._on_readable()
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert kept.recv(1) == b"", "the handed connection is closed"
+    kept.close()
+    ending = asyncio.ensure_future(client.end(60.0))
+    await asyncio.sleep(0)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert here.fileno() == -1
+    supervisor.close()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from strop.sandbox import Guard, IsolationLevel, Mount
 from strop.sandbox.served import ServedSandbox
-from tests.fixtures.sandboxes import in_sandbox, needs_bubblewrap, where_users_differ
+from tests.fixtures.sandboxes import in_sandbox, needs_bubblewrap, sandbox_of, where_users_differ
 
 
 @needs_bubblewrap
@@ -45,8 +45,8 @@ def test_a_mount_that_is_declared_writable_is(tmp_path: Path) -> None:
 
 
 @where_users_differ
-def test_what_was_reached_is_recorded(backend: str) -> None:
-    async def work(sandbox: ServedSandbox) -> None:
+async def test_what_was_reached_is_recorded(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         reached = sandbox.isolation
         assert reached.backend == backend
         assert reached.network == ("host" if backend == "process" else "none")
@@ -69,5 +69,3 @@ def test_what_was_reached_is_recorded(backend: str) -> None:
             assert not reached.nested_userns
             assert reached.host_root_maps_to == ("0" if is_container else "unmapped")
             assert (reached.pids, reached.disk) == (Guard.ENFORCED, Guard.ENFORCED)
-
-    in_sandbox(backend, work)

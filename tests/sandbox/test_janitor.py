@@ -24,7 +24,7 @@ from strop.sandbox.janitor import clear_abandoned
 from strop.sandbox.linux import read_file
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.served import ServedSandbox
-from tests.fixtures.sandboxes import in_sandbox, needs_bubblewrap, needs_podman
+from tests.fixtures.sandboxes import in_sandbox, needs_bubblewrap, needs_podman, sandbox_of
 
 CLIENT = """
 import asyncio, sys
@@ -206,12 +206,10 @@ def test_nothing_stays_of_a_bwrap_that_began_when_all_were_killed(moment: str, *
         shutil.rmtree(folder)
 
 
-def test_what_lives_is_left_alone() -> None:
-    async def work(sandbox: ServedSandbox) -> None:
+async def test_what_lives_is_left_alone() -> None:
+    async with sandbox_of("process") as sandbox:
         held = asyncio.create_task(sandbox.exec(["/bin/sleep", "2.5"], wall_limit_s=60.0))
         await asyncio.sleep(2.1)
         removed = clear_abandoned()
         assert [line for line in removed if Path(sandbox.scratch).parent.name in line] == []
         assert (await held).kind is ExecKind.EXITED
-
-    in_sandbox("process", work)

@@ -9,10 +9,9 @@ import socket
 import pytest
 
 from strop.errors import SandboxError, SandboxLost
-from strop.sandbox import ExecKind, Job, JobOutput, Limits, Sandbox
+from strop.sandbox import ExecKind, Job, JobOutput, Limits
 from strop.sandbox.capture import Capture, unread
-from strop.sandbox.served import ServedSandbox
-from tests.fixtures.sandboxes import appearance_of, in_sandbox, on_every_backend, processes_with
+from tests.fixtures.sandboxes import appearance_of, on_every_backend, processes_with, sandbox_of
 
 
 async def read_until(job: Job, end: bytes) -> bytes:
@@ -42,8 +41,8 @@ async def read_all(job: Job) -> list[JobOutput]:
 
 
 @on_every_backend
-def test_a_job_answers_while_it_runs(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_a_job_answers_while_it_runs(backend: str) -> None:
+    async with sandbox_of(backend, limits=Limits(output_head_bytes=1 << 19)) as sandbox:
         job = await sandbox.start(["/bin/cat"], has_stdin=True, wall_limit_s=600)
         assert await job.write(b"one\n")
         assert await read_until(job, b"one\n") == b"one\n"
@@ -58,12 +57,10 @@ def test_a_job_answers_while_it_runs(backend: str) -> None:
         assert await job.wait() == result
         assert not await job.write(b"late")
 
-    in_sandbox(backend, work, limits=Limits(output_head_bytes=1 << 19))
-
 
 @on_every_backend
-def test_who_reads_late_misses_the_middle_and_learns_how_much(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_who_reads_late_misses_the_middle_and_learns_how_much(backend: str) -> None:
+    async with sandbox_of(backend, limits=Limits(output_head_bytes=1000, output_tail_bytes=500)) as sandbox:
         script = "head -c 300000 /dev/zero | tr '\\0' a; echo end; echo err >&2; : > done; sleep 7500"
         job = await sandbox.start(["/bin/sh", "-c", script])
         # The writer is not held up.
@@ -80,8 +77,6 @@ def test_who_reads_late_misses_the_middle_and_learns_how_much(backend: str) -> N
         ]
         assert outputs[-1].stdout.endswith(b"aend\n")
         assert (await job.wait()).stdout == b"a" * 1496 + b"end\n"
-
-    in_sandbox(backend, work, limits=Limits(output_head_bytes=1000, output_tail_bytes=500))
 
 
 def test_a_stream_that_is_followed_has_no_gap_but_what_is_counted() -> None:
@@ -100,8 +95,8 @@ def test_a_stream_that_is_followed_has_no_gap_but_what_is_counted() -> None:
 
 
 @on_every_backend
-def test_a_signal_reaches_the_program_and_its_group(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_a_signal_reaches_the_program_and_its_group(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         script = "trap 'echo caught; exit 7' INT; echo on; while :; do sleep 7501; done"
         job = await sandbox.start(["/bin/sh", "-c", script], wall_limit_s=600)
         await read_until(job, b"on\n")
@@ -110,12 +105,10 @@ def test_a_signal_reaches_the_program_and_its_group(backend: str) -> None:
         result = await job.wait()
         assert (result.exit_code, result.stdout) == (7, b"on\ncaught\n")
 
-    in_sandbox(backend, work)
-
 
 @on_every_backend
-def test_stop_ends_all_that_a_job_started(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_stop_ends_all_that_a_job_started(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         script = "trap '' TERM; setsid sh -c \"trap '' TERM; sleep 7502; sleep 7502\" & echo on; sleep 7502"
         job = await sandbox.start(["/bin/sh", "-c", script])
         await read_until(job, b"on\n")
@@ -126,14 +119,12 @@ def test_stop_ends_all_that_a_job_started(backend: str) -> None:
         # A server that nobody waits for holds nobody up, and no longer than its sandbox.
         await sandbox.start(["/bin/sleep", "7502"])
         await appearance_of("7502")
-
-    in_sandbox(backend, work)
     assert processes_with("7502") == []
 
 
 @on_every_backend
-def test_a_jobs_end_is_its_programs(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_a_jobs_end_is_its_programs(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         job = await sandbox.start(["/bin/sh", "-c", "sleep 7503 & echo said; exit 4"])
         assert [output.stdout for output in await read_all(job)] == [b"said\n"]
         result = await job.wait()
@@ -152,8 +143,6 @@ def test_a_jobs_end_is_its_programs(backend: str) -> None:
         for awaited in (reading, lost.wait(), lost.read()):
             with pytest.raises(SandboxLost):
                 await awaited
-
-    in_sandbox(backend, work)
 
 
 SERVER = """
@@ -181,8 +170,8 @@ def _talk(connection: socket.socket, word: bytes) -> bytes:
 
 
 @on_every_backend
-def test_servers_inside_are_reached_from_outside(backend: str) -> None:
-    async def work(sandbox: ServedSandbox) -> None:
+async def test_servers_inside_are_reached_from_outside(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         job = await sandbox.start([*sandbox.python_argv, "-c", SERVER])
         port = int(await read_until(job, b"\n"))
         path = f"{sandbox.scratch}/server.sock"
@@ -205,8 +194,6 @@ def test_servers_inside_are_reached_from_outside(backend: str) -> None:
             await sandbox.connect(70_000)
         assert caught.value.kind == "io"
 
-    in_sandbox(backend, work)
-
 
 BACKLOG = """
 import socket
@@ -219,8 +206,8 @@ import time; time.sleep(600)
 
 
 @on_every_backend
-def test_a_server_that_does_not_accept_holds_only_its_own_up(backend: str) -> None:
-    async def work(sandbox: ServedSandbox) -> None:
+async def test_a_server_that_does_not_accept_holds_only_its_own_up(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         job = await sandbox.start([*sandbox.python_argv, "-c", BACKLOG])
         await read_until(job, b"\n")
         waiting = [asyncio.create_task(sandbox.connect(f"{sandbox.scratch}/full.sock")) for _ in range(80)]
@@ -239,12 +226,10 @@ def test_a_server_that_does_not_accept_holds_only_its_own_up(backend: str) -> No
                 result.close()
         assert {result.kind for result in results if isinstance(result, SandboxError)} == {"busy"}
 
-    in_sandbox(backend, work)
-
 
 @on_every_backend
-def test_many_connections_at_once(backend: str) -> None:
-    async def work(sandbox: ServedSandbox) -> None:
+async def test_many_connections_at_once(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         job = await sandbox.start([*sandbox.python_argv, "-c", SERVER])
         port = int(await read_until(job, b"\n"))
         connections = await asyncio.gather(*(sandbox.connect(port) for _ in range(20)))
@@ -255,11 +240,9 @@ def test_many_connections_at_once(backend: str) -> None:
         heard = await asyncio.gather(*(asyncio.to_thread(_talk, one, b"") for one in connections))
         assert heard == [b"I heard " + word for word in words]
 
-    in_sandbox(backend, work)
 
-
-def test_a_request_that_nobody_knows_is_refused_and_ends_nothing() -> None:
-    async def work(sandbox: ServedSandbox) -> None:
+async def test_a_request_that_nobody_knows_is_refused_and_ends_nothing() -> None:
+    async with sandbox_of("process") as sandbox:
         job = await sandbox.start(["/bin/cat"], has_stdin=True)
         for more in ({}, {"job": job._number}, {"job": 99}):
             with pytest.raises(SandboxError, match="it knows no request 'dance'") as refused:
@@ -268,5 +251,3 @@ def test_a_request_that_nobody_knows_is_refused_and_ends_nothing() -> None:
         sandbox.client.tell({"op": "dance"})
         await job.close_stdin()
         assert (await job.wait()).exit_code == 0
-
-    in_sandbox("process", work)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -19,7 +17,6 @@ from strop.sandbox import Limits, linux
 from strop.sandbox.capture import Capture
 from strop.sandbox.cgroup import Controller, find_controllers, make_cgroup
 from strop.sandbox.daemon_handle import DaemonHandle, close_daemons
-from strop.sandbox.family import find_descendants, kill_strays, memory_bytes, num_threads, signal_descendants
 from strop.sandbox.frames import pack, unpack
 from strop.sandbox.linux import can_reach
 from strop.sandbox.runner import measure_tree
@@ -139,38 +136,6 @@ def test_groups_that_may_not_be_made_are_left_out(tmp_path: Path) -> None:
     group = make_cgroup([Controller("memory", 1, tmp_path / "missing/deeper")], "box", Limits())
     assert (group.dirs, group.member_paths, group.count_oom_kills()) == ({}, [], 0)
     group.remove()
-
-
-def test_descendants_are_found_measured_and_signaled() -> None:
-    # sh and two sleeps, one of them in a session of its own.
-    tree = subprocess.Popen(["/bin/sh", "-c", "setsid sleep 7401 & sleep 7401; true"])
-    try:
-        deadline = time.monotonic() + 60
-        while len(find_descendants(tree.pid)) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
-        below = find_descendants(tree.pid)
-        assert len(below) == 2
-        assert num_threads(below) == 2
-        # The exact sum, taken beyond the limit, counts shared pages by their share.
-        assert 0 < memory_bytes(below, 0) <= memory_bytes(below, 1 << 40) < 1 << 27
-        signal_descendants(tree.pid, signal.SIGKILL)
-        assert tree.wait(60) == 0
-    finally:
-        tree.kill()
-        tree.wait()
-
-
-def test_only_strays_are_killed() -> None:
-    own, stray = (subprocess.Popen(["/bin/sleep", "7402"]) for _ in range(2))
-    others = set(find_descendants(os.getpid())) - {own.pid, stray.pid}
-    try:
-        kill_strays(os.getpid(), {own.pid, *others})
-        assert stray.wait(60) == -signal.SIGKILL
-        assert own.poll() is None
-    finally:
-        for process in (own, stray):
-            process.kill()
-            process.wait()
 
 
 def test_a_tree_of_files_is_measured_without_following_links(tmp_path: Path) -> None:

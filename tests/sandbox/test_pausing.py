@@ -12,12 +12,11 @@ from pathlib import Path
 from strop.sandbox import Job, Sandbox, make_backend
 from strop.sandbox.family import parent_of
 from strop.sandbox.local import LocalSandbox
-from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import (
     appearance_of,
-    in_sandbox,
     on_every_backend,
     processes_with,
+    sandbox_of,
     spec_of,
     wait_until_gone,
 )
@@ -43,8 +42,8 @@ async def start(sandbox: Sandbox, script: str, word: str) -> Job:
 
 
 @on_every_backend
-def test_a_paused_sandbox_runs_nothing_and_goes_on(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_a_paused_sandbox_runs_nothing_and_goes_on(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         assert isinstance(sandbox, LocalSandbox)
         # One that forks all the time, one in a session of its own.
         script = f"setsid sh -c '{SPIN}' 7601 & while :; do sh -c :; done"
@@ -66,14 +65,12 @@ def test_a_paused_sandbox_runs_nothing_and_goes_on(backend: str) -> None:
         await sandbox.resume()
         await sandbox.pause()
         del job
-
-    in_sandbox(backend, work)
     assert processes_with("7601") == []
 
 
 @on_every_backend
-def test_what_is_used_is_told(backend: str) -> None:
-    async def work(sandbox: ServedSandbox) -> None:
+async def test_what_is_used_is_told(backend: str) -> None:
+    async with sandbox_of(backend) as sandbox:
         before = await sandbox.stats()
         code = "x = bytearray(30 << 20)\nopen('file', 'wb').write(bytes(2 << 20))"
         command = [*sandbox.python_argv, "-c", code]
@@ -94,23 +91,18 @@ def test_what_is_used_is_told(backend: str) -> None:
         await job.stop()
         assert (await sandbox.stats()).commands == after.commands + 1
 
-    in_sandbox(backend, work)
-
 
 @on_every_backend
-def test_a_supervisor_that_is_killed_in_a_pause_leaves_nothing(backend: str) -> None:
-    async def run() -> None:
-        sandbox = await make_backend(backend).create(spec_of())
-        assert isinstance(sandbox, LocalSandbox)
-        await start(sandbox, SPIN, "7605")
-        await sandbox.pause()
-        (pid,) = processes_with("7605")
-        line = [pid]
-        while (parent := parent_of(line[-1])) not in (os.getpid(), 1, None):
-            line.append(parent)
-        os.kill(line[-2], signal.SIGKILL)
-        assert await sandbox.wait_lost() == "infra"
-        await sandbox.stop()
-
-    asyncio.run(run())
+async def test_a_supervisor_that_is_killed_in_a_pause_leaves_nothing(backend: str) -> None:
+    sandbox = await make_backend(backend).create(spec_of())
+    assert isinstance(sandbox, LocalSandbox)
+    await start(sandbox, SPIN, "7605")
+    await sandbox.pause()
+    (pid,) = processes_with("7605")
+    line = [pid]
+    while (parent := parent_of(line[-1])) not in (os.getpid(), 1, None):
+        line.append(parent)
+    os.kill(line[-2], signal.SIGKILL)
+    assert await sandbox.wait_lost() == "infra"
+    await sandbox.stop()
     wait_until_gone("7605")

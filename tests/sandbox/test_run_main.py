@@ -9,8 +9,6 @@ import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-import pytest
-
 from strop.sandbox import ExecKind, ExecResult, Limits, SandboxSpec, make_backend
 from strop.sandbox.contract import MIB
 from strop.sandbox.daemon_handle import python_candidates
@@ -231,10 +229,3 @@ def test_a_place_that_cannot_be_entered_is_told() -> None:
         [sys.executable, "-c", NO_ENTRY], env=env, capture_output=True, text=True, check=True
     )
     assert ended.stdout == "it ended without a word\n"
-
-
-@pytest.mark.parametrize("is_first", [True, False])
-@needs_bubblewrap
-def test_a_main_of_one_source_is_not_anothers(is_first: bool) -> None:
-    result = run_main("bubblewrap", f"def main(): print({is_first})")
-    assert result.stdout.decode() == f"{is_first}\n"

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from strop.sandbox.seccomp import CALLS, CLONE, CLONE3, SOCKET, SOCKETPAIR, make_filter
-from tests.fixtures.sandboxes import on_every_backend, python
 
 HEADERS = (
     Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
@@ -80,22 +79,3 @@ def test_it_refuses_what_it_names_and_nothing_else(machine: str) -> None:
     assert decide(program, 0x40000003, 1) == UNKNOWN
     assert decide(program, own, 0x40000001) == UNKNOWN
     assert make_filter("riscv64") == b""
-
-
-REFUSALS = """
-import ctypes, subprocess, threading
-libc = ctypes.CDLL(None, use_errno=True)
-def errno_of(call):
-    return ctypes.get_errno() if call() == -1 else 0
-print(errno_of(lambda: libc.unshare(0x10000000)), errno_of(lambda: libc.mount(None, b"/", None, 0, None)))
-thread = threading.Thread(target=print, args=("a thread",))
-thread.start()
-thread.join()
-print(subprocess.run(["/bin/echo", "a process"], capture_output=True, text=True).stdout, end="")
-"""
-
-
-@on_every_backend
-def test_programs_run_under_it(backend: str) -> None:
-    result = python(backend, REFUSALS)
-    assert result.stdout.decode() == "1 1\na thread\na process\n", result.stderr

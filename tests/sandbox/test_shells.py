@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -13,11 +14,11 @@ from strop.sandbox import ExecKind, Limits, Shell, served
 from strop.sandbox.served import ServedSandbox
 from tests.fixtures.sandboxes import (
     appearance_of,
-    in_sandbox,
     needs_bubblewrap,
     needs_podman,
     on_every_backend,
     processes_with,
+    sandbox_of,
 )
 
 in_both_shells = pytest.mark.parametrize(
@@ -39,14 +40,15 @@ def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(served, "_SHELLS", offered)
 
 
-def in_shell(
-    backend: str, work: Callable[[Shell, ServedSandbox], Awaitable[None]], *, limits: Limits | None = None
-) -> None:
-    async def act(sandbox: ServedSandbox) -> None:
-        async with await sandbox.open_shell(env={"GIVEN": "given"}) as shell:
-            await work(shell, sandbox)
-
-    in_sandbox(backend, act, limits=limits)
+@asynccontextmanager
+async def shell_of(
+    backend: str, *, limits: Limits | None = None
+) -> AsyncIterator[tuple[Shell, ServedSandbox]]:
+    async with (
+        sandbox_of(backend, limits=limits) as sandbox,
+        await sandbox.open_shell(env={"GIVEN": "given"}) as shell,
+    ):
+        yield shell, sandbox
 
 
 async def say(shell: Shell, command: str) -> str:
@@ -56,8 +58,8 @@ async def say(shell: Shell, command: str) -> str:
 
 
 @in_both_shells
-def test_what_a_command_sets_stays(backend: str, program: str) -> None:
-    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
+async def test_what_a_command_sets_stays(backend: str, program: str) -> None:
+    async with shell_of(backend) as (shell, sandbox):
         assert (
             await say(shell, "mkdir d; cd d; word='a  b'; f() { echo \"$word of $1\"; }; export OUT=x") == ""
         )
@@ -73,12 +75,10 @@ def test_what_a_command_sets_stays(backend: str, program: str) -> None:
         script = "for i in 1 2; do\n  echo \"it's $i!\"\ndone\ncat <<'E'\n$word\nE\nprintf end"
         assert await say(shell, script) == "it's 1!\nit's 2!\n$word\nend"
 
-    in_shell(backend, work)
-
 
 @in_both_shells
-def test_errors_and_interrupts_do_not_end_it(backend: str, program: str) -> None:
-    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
+async def test_errors_and_interrupts_do_not_end_it(backend: str, program: str) -> None:
+    async with shell_of(backend) as (shell, _):
         await say(shell, "kept=1")
         for wrong in ("if then", "echo 'open", "echo ${unset?none}", "readonly R=1; R=2", "/no/such/program"):
             result = await shell.run(wrong, wall_limit_s=60)
@@ -98,12 +98,10 @@ def test_errors_and_interrupts_do_not_end_it(backend: str, program: str) -> None
             assert b"not" not in result.stdout
         assert await say(shell, "echo $kept") == "1\n"
 
-    in_shell(backend, work)
-
 
 @in_both_shells
-def test_a_wall_limit_ends_the_command_and_keeps_the_shell(backend: str, program: str) -> None:
-    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
+async def test_a_wall_limit_ends_the_command_and_keeps_the_shell(backend: str, program: str) -> None:
+    async with shell_of(backend) as (shell, sandbox):
         # Bash tells of the first; the second loses its parent.
         begun = await shell.run("kept=1; sleep 7702 & (sleep 7702 &); sleep 0", wall_limit_s=60)
         assert (begun.exit_code, begun.has_shell) == (0, True)
@@ -129,14 +127,12 @@ def test_a_wall_limit_ends_the_command_and_keeps_the_shell(backend: str, program
         cancelled.cancel()
         assert await say(shell, "echo $kept") == "1\n"
         assert processes_with("7704") == []
-
-    in_shell(backend, work)
     assert processes_with("7702") == []
 
 
 @in_both_shells
-def test_what_ends_a_shell_is_told(backend: str, program: str) -> None:
-    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
+async def test_what_ends_a_shell_is_told(backend: str, program: str) -> None:
+    async with shell_of(backend) as (shell, sandbox):
         result = await shell.run("echo last; exit 3", wall_limit_s=60)
         assert (result.kind, result.exit_code, result.has_shell) == (ExecKind.EXITED, 3, False)
         assert result.stdout == b"last\n"
@@ -155,12 +151,12 @@ def test_what_ends_a_shell_is_told(backend: str, program: str) -> None:
                 await other.run("echo \0", wall_limit_s=60)
             assert caught.value.kind == "command"
 
-    in_shell(backend, work)
-
 
 @on_every_backend
-def test_output_of_a_shell_is_bounded_like_a_programs(backend: str) -> None:
-    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
+async def test_output_of_a_shell_is_bounded_like_a_programs(backend: str) -> None:
+    async with shell_of(
+        backend, limits=Limits(output_head_bytes=100, output_tail_bytes=50, flood_bytes=1 << 20)
+    ) as (shell, sandbox):
         result = await shell.run("head -c 5000 /dev/zero; echo e >&2", wall_limit_s=60)
         assert (len(result.stdout), result.stdout_total, result.stderr) == (150, 5000, b"e\n")
         result = await shell.run("yes", wall_limit_s=60)
@@ -169,8 +165,6 @@ def test_output_of_a_shell_is_bounded_like_a_programs(backend: str) -> None:
         stats = await sandbox.stats()
         # With the one that prepared it.
         assert stats.commands == 4
-
-    in_shell(backend, work, limits=Limits(output_head_bytes=100, output_tail_bytes=50, flood_bytes=1 << 20))
 
 
 FORGE = """
@@ -185,22 +179,18 @@ os._exit(9)
 
 
 @on_every_backend
-def test_no_program_can_tell_the_status(backend: str) -> None:
-    async def work(shell: Shell, sandbox: ServedSandbox) -> None:
+async def test_no_program_can_tell_the_status(backend: str) -> None:
+    async with shell_of(backend) as (shell, sandbox):
         await sandbox.write("forge.py", FORGE.encode())
         result = await shell.run(" ".join((*sandbox.python_argv, "forge.py")), wall_limit_s=60)
         assert (result.kind, result.exit_code, result.has_shell) == (ExecKind.EXITED, 9, True)
 
-    in_shell(backend, work)
-
 
 @on_every_backend
-def test_where_no_shell_starts_that_is_told(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_no_shell_starts_that_is_told(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "_SHELLS", ((("/no/such/shell", "-i"), ":"), (("/bin/false",), ":")))
 
-    async def work(sandbox: ServedSandbox) -> None:
+    async with sandbox_of(backend) as sandbox:
         with pytest.raises(SandboxError, match="no shell answers") as caught:
             await sandbox.open_shell()
         assert caught.value.kind == "shell"
-
-    in_sandbox(backend, work)

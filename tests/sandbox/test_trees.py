@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import SandboxError, SandboxRefused
-from strop.sandbox import Guard, Limits, Mount, Sandbox, SandboxSpec, make_backend
+from strop.sandbox import Guard, Limits, Mount, Sandbox, make_backend
 from strop.sandbox.contract import MIB
 from strop.sandbox.linux import detach_mount, mount_tmpfs
 from strop.sandbox.local import LocalSandbox
@@ -22,17 +22,10 @@ from tests.fixtures.sandboxes import (
     needs_bubblewrap,
     needs_podman,
     on_every_backend,
+    sandbox_of,
     say,
     spec_of,
 )
-
-
-def with_spec(backend: str, spec: SandboxSpec, work: Callable[[Sandbox], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with await make_backend(backend).create(spec) as sandbox:
-            await work(sandbox)
-
-    asyncio.run(run())
 
 
 @on_every_backend
@@ -116,8 +109,8 @@ def test_what_does_not_fit_or_is_no_file_is_an_error(backend: str, tmp_path: Pat
 
 
 @on_every_backend
-def test_a_full_disk_is_told_and_leaves_no_part(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_a_full_disk_is_told_and_leaves_no_part(backend: str) -> None:
+    async with sandbox_of(backend, limits=Limits(scratch_bytes=2 * MIB)) as sandbox:
         if sandbox.isolation.disk is not Guard.ENFORCED:
             pytest.skip("the private directory is watched, not bounded")
         with pytest.raises(SandboxError) as caught:
@@ -125,8 +118,6 @@ def test_a_full_disk_is_told_and_leaves_no_part(backend: str) -> None:
         assert caught.value.kind == "no_space"
         assert await say(sandbox, "ls -A") == ""
         await sandbox.write("small", b"fits")
-
-    in_sandbox(backend, work, limits=Limits(scratch_bytes=2 * MIB))
 
 
 @on_every_backend
@@ -160,13 +151,12 @@ def test_no_path_leads_out(backend: str, tmp_path: Path) -> None:
 
 
 @on_every_backend
-def test_files_of_a_spec_are_there_before_the_first_command(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_files_of_a_spec_are_there_before_the_first_command(backend: str) -> None:
+    spec = replace(spec_of(), files={"a/b": b"given"})
+    async with await make_backend(backend).create(spec) as sandbox:
         assert await say(sandbox, "cat a/b") == "given"
-
-    with_spec(backend, replace(spec_of(), files={"a/b": b"given"}), work)
     with pytest.raises(SandboxError) as caught:
-        with_spec(backend, replace(spec_of(), files={"/proc/no": b""}), work)
+        await make_backend(backend).create(replace(spec_of(), files={"/proc/no": b""}))
     assert caught.value.kind in ("denied", "missing")
 
 
@@ -177,14 +167,14 @@ def test_files_of_a_spec_are_there_before_the_first_command(backend: str) -> Non
         pytest.param("podman", marks=[needs_podman, pytest.mark.slow]),
     ],
 )
-def test_a_workspace_is_the_programs_own_and_bounded(backend: str) -> None:
-    async def work(sandbox: Sandbox) -> None:
+async def test_a_workspace_is_the_programs_own_and_bounded(backend: str) -> None:
+    async with await make_backend(backend).create(
+        replace(spec_of(Limits(scratch_bytes=4 * MIB)), has_workspace=True)
+    ) as sandbox:
         await sandbox.write("/workspace/deep/file", b"one")
         assert await say(sandbox, "cd /workspace && mkdir made && cat deep/file") == "one"
         script = "head -c 8388608 /dev/zero > /workspace/much"
         assert b"No space left" in (await sandbox.exec(["/bin/sh", "-c", script], wall_limit_s=60)).stderr
-
-    with_spec(backend, replace(spec_of(Limits(scratch_bytes=4 * MIB)), has_workspace=True), work)
 
 
 @on_every_backend
@@ -219,13 +209,11 @@ def test_what_the_host_mounts_later_is_seen(backend: str, tmp_path: Path) -> Non
                 (late / path).symlink_to(f"usr/{path}")
             (late / "usr").mkdir()
 
-            async def read_image(sandbox: Sandbox) -> None:
-                assert await say(sandbox, "cat /file") == "of today"
+            async def read_image() -> None:
+                spec = spec_of(mounts=(Mount(host_path="/usr", inside_path="/usr"),))
+                async with await make_backend(backend).create(replace(spec, image=host)) as sandbox:
+                    assert await say(sandbox, "cat /file") == "of today"
 
-            with_spec(
-                backend,
-                replace(spec_of(mounts=(Mount(host_path="/usr", inside_path="/usr"),)), image=host),
-                read_image,
-            )
+            asyncio.run(read_image())
     finally:
         detach_mount(host)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,24 +27,18 @@ from tests.fixtures.sandboxes import (
 from tests.fixtures.small_root import imported
 
 
-def as_user(
-    user: int,
-    work: Callable[[ServedSandbox], Awaitable[None]],
-    *,
-    image: str | None = None,
-    backend: str = "podman",
-) -> None:
-    async def run() -> None:
-        spec = replace(spec_of(), user=user, image=image, min_level=IsolationLevel.CONTAINER)
-        async with await make_backend(backend).create(spec) as sandbox:
-            await work(sandbox)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def user_sandbox(
+    user: int, image: str | None = None, backend: str = "podman"
+) -> AsyncIterator[ServedSandbox]:
+    spec = replace(spec_of(), user=user, image=image, min_level=IsolationLevel.CONTAINER)
+    async with await make_backend(backend).create(spec) as sandbox:
+        yield sandbox
 
 
 @on_every_engine
-def test_root_inside_has_its_container_and_is_nobody_outside(backend: str) -> None:
-    async def work(sandbox: ServedSandbox) -> None:
+async def test_root_inside_has_its_container_and_is_nobody_outside(backend: str) -> None:
+    async with user_sandbox(0, backend=backend) as sandbox:
         reached = sandbox.isolation
         assert reached.userns
         assert reached.host_root_maps_to == "unmapped"
@@ -62,12 +57,10 @@ def test_root_inside_has_its_container_and_is_nobody_outside(backend: str) -> No
         assert os.stat(f"/proc/{pid}").st_uid == reached.host_uid
         await job.stop()
 
-    as_user(0, work, backend=backend)
-
 
 @on_every_engine
-def test_root_inside_has_no_way_further(backend: str) -> None:
-    async def work(sandbox: ServedSandbox) -> None:
+async def test_root_inside_has_no_way_further(backend: str) -> None:
+    async with user_sandbox(0, backend=backend) as sandbox:
         attempts = (
             "kill -9 $PPID",
             "mount -t tmpfs none /tmp",
@@ -86,8 +79,6 @@ def test_root_inside_has_no_way_further(backend: str) -> None:
             assert result.exit_code, attempt
         assert await say(sandbox, "echo lives") == "lives\n"
 
-    as_user(0, work, backend=backend)
-
 
 @needs_podman
 @pytest.mark.slow
@@ -104,23 +95,21 @@ def test_files_of_a_tree_belong_to_its_users_and_stay_as_they_are(tmp_path: Path
         if path.stat().st_mode & 0o001 == 0 and path != Path("/"):
             path.chmod(path.stat().st_mode | 0o011)
 
-    async def as_root(sandbox: ServedSandbox) -> None:
-        assert await sandbox.read("/etc/of_root") == b"of_root"
-        await sandbox.write("/etc/of_root", b"changed", mode=0o600)
+    async def look(image: str) -> None:
+        async with user_sandbox(0, image) as sandbox:
+            assert await sandbox.read("/etc/of_root") == b"of_root"
+            await sandbox.write("/etc/of_root", b"changed", mode=0o600)
+        async with user_sandbox(1000, image) as sandbox:
+            assert sandbox.isolation.caps == "0/0"
+            assert await sandbox.read("/etc/of_user") == b"of_user"
+            with pytest.raises(SandboxError) as caught:
+                await sandbox.read("/etc/of_root")
+            assert caught.value.kind == "denied"
 
-    async def as_other(sandbox: ServedSandbox) -> None:
-        assert sandbox.isolation.caps == "0/0"
-        assert await sandbox.read("/etc/of_user") == b"of_user"
-        with pytest.raises(SandboxError) as caught:
-            await sandbox.read("/etc/of_root")
-        assert caught.value.kind == "denied"
-
-    as_user(0, as_root, image=str(tree))
-    as_user(1000, as_other, image=str(tree))
+    asyncio.run(look(str(tree)))
     # An image's layers are shown so one by one.
     with imported(tree) as image:
-        as_user(0, as_root, image=image)
-        as_user(1000, as_other, image=image)
+        asyncio.run(look(image))
     assert (tree / "etc" / "of_root").read_text() == "of_root"
     assert (tree / "etc" / "of_user").stat().st_uid == 1000
 
