@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
 
 from strop.errors import CheckRefused, ConfigError
-from strop.hardware import Gpu, GpuUser, MigSlice, identify, take_lease
-from strop.hardware.allocation import Allocation, GpuRequest, allocate_gpus, lease_gpus
+from strop.hardware import Gpu, GpuUser, identify
+from strop.hardware.allocation import Allocation, GpuRequest, allocate_gpus
 from strop.hardware.gpus import GpuReport, Probe
 from strop.hardware.inventory import Inventory
 from strop.hardware.leases import Lease
 from tests.fixtures.devices import GIB, divided, whole
-from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
 THREE = [whole(0, 70), whole(1, 13), whole(2, 79)]
 SLICED = divided(3, "MIG-c6d4", "MIG-77aa")
@@ -70,9 +66,8 @@ def test_a_given_list_is_cut_in_its_order_and_never_renumbered(
 def test_what_is_given_beyond_the_request_stays_unused_and_is_told() -> None:
     made = allocate_gpus(GpuRequest(wanted={"learner": 2}, inherited="2,0,1"), found(*THREE))
     assert seen(made) == {"learner": "2,0"}
-    assert made.notices == (
-        "3 GPUs are visible and 2 asked for: the first are used, 2, 0, and 1 stay unused",
-    )
+    (notice,) = made.notices
+    assert "used, 2, 0, and 1 stay unused" in notice
 
 
 def test_the_beginning_of_a_uuid_is_its_gpu() -> None:
@@ -80,10 +75,9 @@ def test_the_beginning_of_a_uuid_is_its_gpu() -> None:
     made = allocate_gpus(GpuRequest(wanted={"learner": 1}, inherited="GPU-12"), machine)
     assert made.uuids == ("GPU-12",)
     for inherited, shown in (
-        ("GPU-1", "names GPU-1, which is several GPUs"),
-        ("GPU-7", r"names GPU-7, which is no GPU of this machine.*Allowed: .*GPU-12, GPU-13"),
-        ("7", "names 7, which is no GPU"),
-        ("MIG-7", "names MIG-7, which is no GPU"),
+        ("GPU-1", "GPU-1, which is several GPUs"),
+        ("GPU-7", "GPU-7, .*Allowed: .*GPU-12, GPU-13"),
+        *((name, f"names {name}, which is no GPU") for name in ("7", "MIG-7")),
     ):
         with pytest.raises(ConfigError, match=shown):
             allocate_gpus(GpuRequest(wanted={"learner": 1}, inherited=inherited), machine)
@@ -94,20 +88,12 @@ def test_the_beginning_of_a_uuid_is_its_gpu() -> None:
 @pytest.mark.parametrize(
     ("wanted", "inherited", "shown"),
     [
-        (
-            {"learner": 2, "engine": 1},
-            "0,1",
-            r"3 GPUs are asked for \(learner 2, engine 1\), and .* shows 2: 0, 1",
-        ),
+        ({"learner": 2, "engine": 1}, "0,1", r"\(learner 2, engine 1\), and .* shows 2: 0, 1"),
         ({"learner": 1}, "NoDevFiles", "CUDA_VISIBLE_DEVICES shows none"),
-        (
-            {"learner": 1},
-            None,
-            "1 GPU is asked for, and CUDA_VISIBLE_DEVICES is not set in this job, so that CUDA would see",
-        ),
-        ({"learner": 2}, "MIG-c6d4,MIG-77aa", "learner is to use several MIG slices together"),
-        ({"learner": 1}, "3", r"names GPU 3, which is divided .* its slices \(MIG-c6d4, MIG-77aa\)"),
-        ({"learner": 1}, "GPU-3", "names GPU GPU-3, which is divided into MIG slices"),
+        ({"learner": 1}, None, "CUDA_VISIBLE_DEVICES is not set"),
+        ({"learner": 2}, "MIG-c6d4,MIG-77aa", "learner is to use several MIG slices"),
+        ({"learner": 1}, "3", r"GPU 3, .*\(MIG-c6d4, MIG-77aa\)"),
+        ({"learner": 1}, "GPU-3", "GPU GPU-3, which is divided"),
     ],
 )
 def test_a_job_that_was_given_something_else_is_refused(
@@ -146,9 +132,8 @@ def test_who_is_in_the_way_is_named_with_need_and_room() -> None:
         allocate_gpus(GpuRequest(wanted={"learner": 1}, need_bytes={"learner": 20 * GIB}), machine)
     said = str(caught.value)
     for part in (
-        "GPU GPU-0 (Test, index 0) is used by process 4711 (of ada: python serve.py); 70.00 GiB free of",
-        "learner on GPU GPU-1 (Test, index 1): 13.00 GiB free of 80.00 GiB, 20.00 GiB needed",
-        "67.00 GiB are used by no process that can be seen, which strop never frees",
+        *("process 4711 (of ada: python serve.py); 70.00 GiB free", "13.00 GiB free of 80.00 GiB, 20.00 GiB"),
+        "67.00 GiB are used by no process that can be seen",
     ):
         assert part in said
     # Enough were free, so who holds the third is beside the point; for two it is not.
@@ -181,48 +166,9 @@ def test_a_machine_whose_gpus_nobody_tells_of() -> None:
     assert allocate_gpus(GpuRequest(wanted={"learner": 0}), missing).roles["learner"].visible.text == ""
 
 
-def test_two_runs_on_one_machine_get_different_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    install_fake_nvidia_smi(tmp_path / "bin", THREE)
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    folder = tmp_path / "leases"
-    request = GpuRequest(wanted={"learner": 1})
-    first, mine = lease_gpus("first", "1", request, folder=folder)
-    second, other = lease_gpus("second", "1", request, folder=folder)
-    assert (mine.uuids, other.uuids) == (("GPU-2",), ("GPU-0",))
-    with pytest.raises(CheckRefused, match=r"GPU-2 of .* is held by run first"):
-        lease_gpus("third", "1", GpuRequest(wanted={"learner": 1}, inherited="2"), folder=folder)
-    first.release()
-    third, again = lease_gpus("third", "1", GpuRequest(wanted={"learner": 1}, inherited="2"), folder=folder)
-    assert again.uuids == ("GPU-2",)
-    for held in (second, third):
-        held.release()
-
-
 def a_lease(*gpus: str) -> Lease:
     holder = identify()
     assert holder is not None
     return Lease(
         lease_id="other", run="other", attempt="1", host="here", holder=holder, taken_at=0.0, gpus=gpus
     )
-
-
-def test_a_process_is_named_by_what_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real path: a stranger's process, seen by way of nvidia-smi, untouched."""
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    with subprocess.Popen(["sleep", "61"]) as stranger:
-        install_fake_nvidia_smi(tmp_path / "bin", [whole(0, 60)], [("GPU-0", stranger.pid, GIB)])
-        with pytest.raises(CheckRefused, match=rf"used by process {stranger.pid} \(of \w+: sleep 61\)"):
-            lease_gpus("run", "1", GpuRequest(wanted={"learner": 1}), folder=tmp_path / "leases")
-        assert stranger.poll() is None
-        stranger.kill()
-    take_lease("run", "1", gpus=["GPU-0"], folder=tmp_path / "leases").release()
-
-
-def test_slices_are_listed_as_devices_of_their_own() -> None:
-    devices = found(THREE[0], SLICED).devices
-    assert [(device.uuid, device.is_slice) for device in devices] == [
-        ("GPU-0", False),
-        ("MIG-c6d4", True),
-        ("MIG-77aa", True),
-    ]
-    assert MigSlice(uuid="MIG-c6d4", profile="1g.10gb") in SLICED.slices

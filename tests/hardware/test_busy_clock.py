@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from contextlib import suppress
 
 from strop.hardware.busy_clock import MAX_INTERVALS, BusyClock, join_intervals
 
@@ -21,26 +21,13 @@ def test_overlapping_work_counts_once() -> None:
     now = 5.0
     second.__exit__(None, None, None)
     now = 9.0
-    with clock.running():
+    # Work that fails was work.
+    with suppress(ValueError), clock.running():
         now = 10.0
+        raise ValueError
     # From 0 to 5 and from 9 to 10.
     assert clock.take_s() == 6.0
     assert clock.take_s() == 0.0
-
-
-def test_work_that_fails_was_work() -> None:
-    now = 1.0
-    clock = BusyClock(lambda: now)
-
-    def fail() -> None:
-        nonlocal now
-        with clock.running():
-            now = 4.0
-            raise ValueError("x")
-
-    with pytest.raises(ValueError, match="x"):
-        fail()
-    assert clock.take_s() == 3.0
 
 
 def test_intervals_are_told_once_and_up_to_now() -> None:

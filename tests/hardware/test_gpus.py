@@ -104,14 +104,6 @@ def test_a_tool_that_fails_or_is_missing_shows_none(tool: Path, monkeypatch: pyt
     assert report_gpus() == GpuReport(gpus=(), probe=Probe.MISSING)
 
 
-def test_the_fake_answers_no_other_question(tool: Path) -> None:
-    program = install_fake_nvidia_smi(tool, [WHOLE])
-    for words in (["--query-gpu=serial", "--format=csv,noheader,nounits"], ["-q"], []):
-        asked = subprocess.run([program, *words], capture_output=True, text=True, check=False)
-        assert (asked.returncode, asked.stdout) == (6, "")
-        assert "Invalid combination of input arguments" in asked.stderr
-
-
 def test_prc_1_a_tool_that_hangs_and_cannot_be_buried_holds_nobody_up(
     tool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

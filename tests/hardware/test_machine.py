@@ -28,8 +28,6 @@ from strop.hardware import (
 from strop.hardware.accelerators import find_accelerator
 from strop.hardware.calibrate import (
     CPU_EFFICIENCY,
-    GPU_EFFICIENCY,
-    Efficiency,
     best_rate,
     read_efficiency,
     write_efficiency,
@@ -138,21 +136,18 @@ def test_a_slow_product_is_measured_by_a_smaller_one(
 
 def test_a_cache_that_cannot_be_made_is_told(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
-    with pytest.raises(
-        StoreError, match=r"cache/strop/hardware\.json could not be written .*Allowed: .*Next: "
-    ):
-        calibrate_machine(
-            cache_dir=tmp_path / "cache" / "strop", gemm_size=8, copy_bytes=1 << 10, time_limit_s=0.0
-        )
+    cache_dir = tmp_path / "cache" / "strop"
+    with pytest.raises(StoreError, match=r"hardware\.json could not be written"):
+        calibrate_machine(cache_dir=cache_dir, gemm_size=8, copy_bytes=1 << 10, time_limit_s=0.0)
+    with pytest.raises(StoreError, match="cache"):
+        write_efficiency(CPU_EFFICIENCY, cache_dir)
 
 
 def test_a_place_that_cannot_be_written_is_refused_and_any_other_left_as_it_is(tmp_path: Path) -> None:
     require_writable(tmp_path / "not" / "yet", "a run")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "taken").write_text("a file")
-    with pytest.raises(
-        CheckRefused, match=r"a run cannot be written to .*taken/runs \(Not a directory: .*taken\)"
-    ):
+    with pytest.raises(CheckRefused, match=r"taken/runs"):
         require_writable(tmp_path / "taken" / "runs", "a run")
 
 
@@ -241,14 +236,10 @@ def test_this_disk_is_described(tmp_path: Path) -> None:
     found = describe_disk(tmp_path)
     assert found.total_bytes == shutil.disk_usage(tmp_path).total
     assert tmp_path.resolve().is_relative_to(found.mount)
-    assert str(found).startswith(f"{tmp_path}: ")
     assert found.kind in str(found)
-
-
-def test_a_system_that_tells_no_mounts(tmp_path: Path) -> None:
+    # A system that tells no mounts.
     found = describe_disk(tmp_path, mounts="")
     assert (found.mount, found.kind, found.is_network) == ("", "", False)
-    assert "(unknown file system, mounted at ?)" in str(found)
 
 
 def test_what_was_measured_here_is_read_again(tmp_path: Path) -> None:
@@ -264,48 +255,26 @@ def test_what_was_measured_here_is_read_again(tmp_path: Path) -> None:
     assert read_efficiency(tmp_path / "cache") is None
 
 
-def test_a_cache_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(StoreError, match="cache"):
-        write_efficiency(CPU_EFFICIENCY, tmp_path / "cache")
-
-
-@pytest.mark.parametrize("known", [CPU_EFFICIENCY, GPU_EFFICIENCY])
-def test_the_defaults_name_their_measurement_and_are_shares(known: Efficiency) -> None:
-    assert known.source
-    assert not known.is_measured
-    assert 0 < known.learn_frac <= 1
-    assert 0 < known.decode_frac <= 1
-
-
-WITHOUT = "the processor has no instructions for bfloat16"
-
-
-def make_gpu(capability: float | None) -> Gpu:
-    return Gpu(index="0", uuid="u", name="G", memory_bytes=None, compute_capability=capability)
-
-
 @pytest.mark.parametrize(
-    ("flags", "dtype", "reason"),
+    ("flags", "dtype"),
     [
-        (("avx2", "avx512f", "avx512_bf16"), "bfloat16", "the processor has avx512_bf16"),
-        (("avx2", "amx_tile", "amx_bf16"), "bfloat16", "the processor has amx_bf16"),
-        (("asimd", "bf16"), "bfloat16", "the processor has bf16"),
-        (("avx2", "fma", "avx512f"), "float32", WITHOUT),
-        ((), "float32", WITHOUT),
+        (("avx2", "avx512f", "avx512_bf16"), "bfloat16"),
+        (("avx2", "amx_tile", "amx_bf16"), "bfloat16"),
+        (("asimd", "bf16"), "bfloat16"),
+        (("avx2", "fma", "avx512f"), "float32"),
+        ((), "float32"),
     ],
 )
-def test_a_processor_decides_by_its_instructions(flags: tuple[str, ...], dtype: str, reason: str) -> None:
+def test_a_processor_decides_by_its_instructions(flags: tuple[str, ...], dtype: str) -> None:
     found = choose_format("auto", replace(describe_machine(), cpu_flags=flags), None)
-    assert (found.dtype, found.reason, found.cost) == (dtype, reason, None)
+    assert (found.dtype, found.cost) == (dtype, None)
 
 
 @pytest.mark.parametrize(("capability", "dtype"), [(7.5, "float32"), (8.0, "bfloat16"), (None, "bfloat16")])
 def test_a_gpu_decides_by_its_compute_capability(capability: float | None, dtype: str) -> None:
-    assert choose_format("auto", describe_machine(), make_gpu(capability)).dtype == dtype
-
-
-def test_a_planned_accelerator_decides_by_its_peaks() -> None:
+    gpu = Gpu(index="0", uuid="u", name="G", memory_bytes=None, compute_capability=capability)
+    assert choose_format("auto", describe_machine(), gpu).dtype == dtype
+    # A planned accelerator decides by its peaks.
     assert choose_format("auto", describe_machine(), find_accelerator("l4")).dtype == "bfloat16"
 
 
@@ -322,17 +291,10 @@ def test_what_the_run_file_asks_for_stays_and_has_its_cost() -> None:
     )
     found = choose_format("bfloat16", machine, None, measured)
     # 90 / 1.5.
-    assert str(found) == (
-        f"bfloat16: the run file says so; {WITHOUT}, and emulates it:"
-        " a product takes 60.0 times as long as in float32, by `strop doctor`"
-    )
+    assert "60.0 times" in str(found)
     assert choose_format("float32", machine, None).cost is None
-
-
-def test_a_run_that_goes_on_elsewhere_keeps_its_format() -> None:
-    machine = replace(describe_machine(), cpu_flags=("avx2",))
+    # A run that goes on elsewhere keeps its format.
     given = RunSpec.model_validate({"name": "x", "task": {"name": "arithmetic"}})
-    facts = {DTYPE_FACT: "bfloat16"}
-    spec, found = settle_format(given, machine, None, facts=facts)
-    assert (spec.model.dtype, found.reason) == ("bfloat16", "the run began with it")
+    spec, found = settle_format(given, machine, None, facts={DTYPE_FACT: "bfloat16"})
+    assert spec.model.dtype == "bfloat16"
     assert found.cost is not None

@@ -51,11 +51,6 @@ assert spawn([sys.executable, "-c", {CHILD!r}], Path(sys.argv[1])).wait(240) == 
 """
 
 
-needs_x86 = pytest.mark.skipif(
-    os.uname().machine != "x86_64", reason="an x86 processor, whose turns take long enough to be bounded"
-)
-
-
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -111,16 +106,6 @@ def test_a_thread_that_computed_ends_with_its_team() -> None:
     before, meanwhile, after = map(int, ended.stdout.split())
     assert meanwhile >= before + 3
     assert after == before
-
-
-def test_no_room_that_trains_computes_in_a_pool_of_asyncio() -> None:
-    """Hashing the weights in asyncio's own threads, which stay, cost every later step 7 to 9 %."""
-    from strop.cluster import local
-    from strop.train import gate_models
-
-    for module in (local, gate_models):
-        assert module.__file__ is not None
-        assert "to_thread" not in Path(module.__file__).read_text()
 
 
 IMPORTING = """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from strop.errors import CheckRefused, ConfigError
+from strop.errors import ConfigError
 from strop.hardware import DeviceForm, VisibleDevices, parse_visible_devices, share_out
 
 OLD_SLICE = "MIG-GPU-5d5ba0d6-d33d/7/0"
@@ -40,7 +40,7 @@ def test_every_form_is_read_as_names(text: str | None, form: DeviceForm, ids: tu
     ],
 )
 def test_what_cuda_would_cut_short_is_refused(text: str, cause: str) -> None:
-    with pytest.raises(ConfigError, match=rf"CUDA_VISIBLE_DEVICES={text}: {cause}.*Next: correct"):
+    with pytest.raises(ConfigError, match=rf"CUDA_VISIBLE_DEVICES={text}: {cause}"):
         parse_visible_devices(text)
 
 
@@ -52,26 +52,3 @@ def test_prc_7_roles_get_slices_of_what_is_inherited() -> None:
     # An environment role without a GPU sees none, and not all.
     assert share_out(visible, {"train": 3, "environment": 0})["environment"].text == ""
     assert parse_visible_devices(None).text is None
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        (None, "CUDA_VISIBLE_DEVICES is not set"),
-        ("", "CUDA_VISIBLE_DEVICES shows none"),
-        ("0,4", "CUDA_VISIBLE_DEVICES shows 2: 0, 4"),
-    ],
-)
-def test_fewer_than_asked_for_is_refused(text: str | None, shown: str) -> None:
-    with pytest.raises(CheckRefused, match=rf"3 GPUs are asked for \(infer 1, train 2\), and {shown}\."):
-        share_out(parse_visible_devices(text), {"infer": 1, "train": 2})
-
-
-def test_slices_do_not_work_together() -> None:
-    visible = parse_visible_devices("MIG-a1,MIG-b2,MIG-c3")
-    assert [share.ids for share in share_out(visible, {"infer": 1, "train": 1}).values()] == [
-        ("MIG-a1",),
-        ("MIG-b2",),
-    ]
-    with pytest.raises(CheckRefused, match="train is to use several MIG slices together"):
-        share_out(visible, {"infer": 1, "train": 2})

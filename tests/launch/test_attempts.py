@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from strop.launch.attempts import (
     combine,
     combine_exit_files,
-    describe_exit,
     from_wait,
     read_attempts,
     write_verdict,
 )
+from strop.launch.contract import AttemptRecord, JobState, SchedulerStatus, StatusSource
+from strop.launch.status import decide_state, find_split_brain
 from strop.record.files import DirectoryRecord
 
 
@@ -57,13 +58,9 @@ def test_without_a_verdict_the_nodes_codes_are_combined_once_all_are_there(tmp_p
     end(path, 1, 1, cause="train ended with 1", at=19.0)
     (found,) = read_attempts(DirectoryRecord(tmp_path))
     assert (found.exit_code, found.cause, found.ended_at) == (1, "train ended with 1", 20.0)
-
-
-def test_the_first_cause_is_the_cause(tmp_path: Path) -> None:
-    path = begin(tmp_path, "17-0", 0, num_nodes=2)
+    # The first cause is the cause.
     end(path, 0, 143, cause="its partner ended", at=21.0)
-    end(path, 1, 1, cause="out of memory", at=20.0)
-    assert read_attempts(DirectoryRecord(tmp_path))[0].cause == "out of memory"
+    assert read_attempts(DirectoryRecord(tmp_path))[0].cause == "train ended with 1"
 
 
 def test_attempts_come_by_number_and_the_tenth_after_the_ninth(tmp_path: Path) -> None:
@@ -75,6 +72,10 @@ def test_attempts_come_by_number_and_the_tenth_after_the_ninth(tmp_path: Path) -
 
 
 def test_a_verdict_alone_is_an_attempt(tmp_path: Path) -> None:
+    # Of other files none is an attempt.
+    write(tmp_path / "attempts" / "fence-3.json", {"number": 3})
+    write(tmp_path / "attempts" / "17-0" / "0" / "train.log", "hello")
+    write(tmp_path / "attempts" / "17-0" / "deeper" / "verdict.json", {"exit_code": 0})
     # Killed before any agent could write: the batch shell's trap says so, without a code.
     write(tmp_path / "attempts" / "17-1" / "verdict.json", {"number": 1, "exit_code": None, "nodes": ["n4"]})
     (found,) = read_attempts(DirectoryRecord(tmp_path))
@@ -104,13 +105,6 @@ def test_a_damaged_file_says_nothing_and_stops_nothing(tmp_path: Path, content: 
     assert (found.number, found.exit_code, found.started_at) == (0, None, 10.0)
 
 
-def test_other_files_are_no_attempts(tmp_path: Path) -> None:
-    write(tmp_path / "attempts" / "fence-3.json", {"number": 3})
-    write(tmp_path / "attempts" / "17-0" / "0" / "train.log", "hello")
-    write(tmp_path / "attempts" / "17-0" / "deeper" / "verdict.json", {"exit_code": 0})
-    assert read_attempts(DirectoryRecord(tmp_path)) == []
-
-
 @pytest.mark.parametrize(
     ("files", "code"),
     [({"0": "0", "1": "0"}, 0), ({"0": "0"}, 1), ({"0": "75", "1": "76\n"}, 76), ({"0": "0", "1": "x"}, 1)],
@@ -128,13 +122,8 @@ codes = st.one_of(st.sampled_from(MILD), st.integers(0, 255), st.none())
 @pytest.mark.parametrize(
     ("given_codes", "one"),
     [
-        ([0], 0),
-        ([0, 0], 0),
-        ([0, 75], 75),
-        ([75, 76, 0], 76),
         # srun would return 75 and hide the failure.
         ([75, 1], 1),
-        ([76, 2], 2),
         # A node that was killed because another one had failed is no cause.
         ([137, 3, 143], 3),
         ([143, 0], 143),
@@ -146,6 +135,8 @@ codes = st.one_of(st.sampled_from(MILD), st.integers(0, 255), st.none())
 )
 def test_many_codes_as_one_by_hand(given_codes: list[int | None], one: int) -> None:
     assert combine(given_codes) == one
+    # A death by a signal is said as a shell says it.
+    assert [from_wait(-15), from_wait(75)] == [143, 75]
 
 
 @given(st.lists(codes, min_size=1))
@@ -158,21 +149,134 @@ def test_any_failure_beats_the_mild_codes(some: list[int | None]) -> None:
         assert one == max((code for code in some if code is not None), key=MILD.index)
 
 
-def test_a_death_by_a_signal_is_said_as_a_shell_says_it() -> None:
-    assert [from_wait(-15), from_wait(-9), from_wait(0), from_wait(75)] == [143, 137, 0, 75]
+# The state of a trial: every row of the contract's tables (slurm.md, 1.2 to 1.4).
+
+
+NOW = 1_000_000.0
+S = JobState
+
+
+def record(
+    number: int = 0,
+    *,
+    code: int | None = None,
+    signal: str = "",
+    cause: str = "",
+    started_at: float | None = 1.0,
+) -> AttemptRecord:
+    return AttemptRecord(
+        name=f"17-{number}", number=number, started_at=started_at, exit_code=code, signal=signal, cause=cause
+    )
+
+
+def says(
+    state: JobState, raw: str = "RAW", *, restarts: int = 0, reason: str = "", age: float | None = None
+) -> SchedulerStatus:
+    since = None if age is None else NOW - age
+    return SchedulerStatus(state=state, raw=raw, num_restarts=restarts, reason=reason, since=since)
+
+
+Row = tuple[list[AttemptRecord], SchedulerStatus | None, JobState, str, str]
+"""Attempts, answer, state, source, a piece of the reason."""
+TOLD = record(3, code=75, signal="SIGTERM")
+RECORD, SCHEDULER, NOTHING = "record", "scheduler", "nothing"
+PRESENT: list[Row] = [
+    ([record(code=0)], None, S.SUCCEEDED, RECORD, ""),
+    ([], says(S.RUNNING), S.STARTING, SCHEDULER, ""),
+    ([record()], says(S.RUNNING), S.RUNNING, SCHEDULER, ""),
+    # A start record of node 1 only.
+    ([record(started_at=None)], says(S.RUNNING), S.STARTING, SCHEDULER, ""),
+    ([record()], says(S.STARTING), S.RUNNING, SCHEDULER, ""),
+    # Forgotten, without a record and without a verdict.
+    ([], None, S.UNKNOWN, NOTHING, ""),
+    ([record()], None, S.UNKNOWN, NOTHING, ""),
+    ([record(code=75)], says(S.QUEUED), S.PREEMPTED, RECORD, ""),
+    ([record(code=75)], says(S.QUEUED, reason="Priority"), S.PREEMPTED, RECORD, "Priority"),
+    ([record(code=75)], says(S.CANCELLED), S.CANCELLED, SCHEDULER, ""),
+    ([record(code=0)], says(S.CANCELLED), S.CANCELLED, SCHEDULER, ""),
+    # Attempt 3 has ended, and attempt 4 runs, waits or has begun.
+    ([record(3, code=75)], says(S.RUNNING, restarts=4), S.STARTING, SCHEDULER, ""),
+    ([record(3, code=1)], says(S.QUEUED, restarts=4), S.PREEMPTED, SCHEDULER, ""),
+    ([record(3, code=75), record(4)], says(S.RUNNING, restarts=4), S.RUNNING, SCHEDULER, ""),
+    ([], says(S.QUEUED, reason="Resources"), S.QUEUED, SCHEDULER, "Resources"),
+    ([], says(S.QUEUED, restarts=1), S.PREEMPTED, SCHEDULER, ""),
+    ([record()], says(S.PREEMPTED), S.PREEMPTED, SCHEDULER, ""),
+    ([record(code=0)], says(S.SUCCEEDED), S.SUCCEEDED, RECORD, ""),
+    # Completed without a record: at an unknown time, long ago, and just now.
+    ([], says(S.SUCCEEDED, "COMPLETED"), S.FAILED, SCHEDULER, "record"),
+    ([], says(S.SUCCEEDED, age=600.0), S.FAILED, SCHEDULER, "record"),
+    ([], says(S.SUCCEEDED, age=5.0), S.RUNNING, SCHEDULER, "record"),
+]
+ENDS: list[Row] = [
+    ([], says(S.FAILED, "NODE_FAIL", reason="node n3"), S.FAILED, SCHEDULER, "node n3"),
+    ([], says(S.FAILED, "FAILED"), S.FAILED, SCHEDULER, "FAILED"),
+    ([record()], says(S.TIMEOUT), S.TIMEOUT, SCHEDULER, ""),
+    ([record(code=75, signal="SIGTERM")], says(S.TIMEOUT), S.TIMEOUT, SCHEDULER, ""),
+    ([], says(S.UNKNOWN, "RESIZING"), S.UNKNOWN, SCHEDULER, "RESIZING"),
+    ([record(code=1)], None, S.FAILED, RECORD, "exit code 1"),
+    ([record(code=1, cause="train ended: OOM")], None, S.FAILED, RECORD, "train ended: OOM"),
+    ([record(code=1)], says(S.SUCCEEDED), S.FAILED, RECORD, ""),
+    ([record(code=1)], says(S.RUNNING), S.FAILED, RECORD, ""),
+    ([record(code=76, cause="GPU 3")], says(S.FAILED), S.FAILED, RECORD, "preflight: GPU 3"),
+    ([record(code=2)], says(S.FAILED), S.FAILED, RECORD, "usage"),
+    ([record(code=143)], says(S.FAILED), S.FAILED, RECORD, "SIGTERM"),
+    ([record(signal="SIGTERM")], says(S.TIMEOUT), S.TIMEOUT, SCHEDULER, ""),
+    # The budget is spent, and is not.
+    ([record(3, code=75)], says(S.FAILED, restarts=3), S.FAILED, RECORD, "requeue budget"),
+    ([record(3, code=75)], None, S.FAILED, RECORD, "requeue budget"),
+    ([record(2, code=75)], None, S.UNKNOWN, RECORD, "saved"),
+    ([TOLD], None, S.UNKNOWN, RECORD, "SIGTERM"),
+    ([TOLD], says(S.FAILED), S.FAILED, SCHEDULER, ""),
+    # However a scheduler reads 75: what was stopped is no success.
+    ([record(code=75)], says(S.SUCCEEDED, "Completed"), S.FAILED, RECORD, "Completed"),
+]
+
+
+@pytest.mark.parametrize(("attempts", "answer", "state", "source", "words"), [*PRESENT, *ENDS])
+def test_each_situation(
+    attempts: list[AttemptRecord], answer: SchedulerStatus | None, state: JobState, source: str, words: str
+) -> None:
+    found = decide_state(attempts, answer, max_requeue=3, now=NOW)
+    assert (found.state, found.source) == (state, StatusSource(source))
+    assert words in found.reason
+
+
+def test_attempts_of_an_earlier_job_in_the_same_directory_are_ignored() -> None:
+    def resumed(attempts: list[AttemptRecord], answer: SchedulerStatus | None) -> JobState:
+        return decide_state(attempts, answer, max_requeue=3, num_past=2, now=NOW).state
+
+    # Two attempts of the first job, the last one failed; the second job waits, then begins as attempt 2.
+    past = [record(0, code=75), record(1, code=1)]
+    assert resumed(past, says(S.QUEUED)) is S.QUEUED
+    assert resumed(past, says(S.RUNNING)) is S.STARTING
+    assert resumed([*past, record(2)], says(S.RUNNING)) is S.RUNNING
+    # Its restarts are counted from its own first attempt.
+    over = [*past, record(2, code=75)]
+    assert resumed(over, says(S.RUNNING, restarts=1)) is S.STARTING
+    assert resumed([*past, record(4, code=75)], None) is S.UNKNOWN
+    assert resumed([*past, record(5, code=75)], None) is S.FAILED
+
+
+def life(number: int, began: float, ended: float | None, node: str) -> AttemptRecord:
+    return AttemptRecord(name=f"17-{number}", number=number, started_at=began, ended_at=ended, nodes=(node,))
+
+
+def test_two_attempts_at_once_are_named_with_their_nodes() -> None:
+    told = find_split_brain([life(1, 1000.0, None, "n2"), life(0, 0.0, 1500.0, "n1")])
+    assert told == "split_brain: attempt 17-0 on n1 went on for 500 s beside attempt 17-1 on n2"
 
 
 @pytest.mark.parametrize(
-    ("code", "words"),
+    "attempts",
     [
-        (0, "exit code 0: done"),
-        (2, "exit code 2: wrong usage or settings"),
-        (75, "exit code 75: interrupted, its state saved"),
-        (76, "exit code 76: refused by a check before it began"),
-        (143, "killed by SIGTERM"),
-        (255, "exit code 255"),
-        (9, "exit code 9"),
+        [],
+        [life(0, 0.0, 1500.0, "n1")],
+        [life(0, 0.0, 900.0, "n1"), life(1, 1000.0, None, "n2")],
+        # A lost node never says when it ended.
+        [life(0, 0.0, None, "n1"), life(1, 1000.0, None, "n2")],
+        # Clocks of two nodes may differ.
+        [life(0, 0.0, 1020.0, "n1"), life(1, 1000.0, None, "n2")],
     ],
 )
-def test_what_a_code_means(code: int, words: str) -> None:
-    assert describe_exit(code) == words
+def test_attempts_one_after_the_other_are_no_split(attempts: list[AttemptRecord]) -> None:
+    assert find_split_brain(attempts) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ from strop.launch.build_request import (
     read_request,
 )
 from strop.launch.contract import JobRequest, Need
+from strop.launch.environment import read_environment, write_environment
+from strop.launch.job_dir import plan_to_json
 from strop.launch.slurm.options import SlurmSite
 from strop.spec.reader import Flag
 from tests.fixtures.scripted_jobs import NOW, World
@@ -56,18 +59,15 @@ def test_a_sweep_is_all_combinations(texts: tuple[str, ...], trials: tuple[tuple
     "texts", [("a",), ("a=",), ("=1",), (" =1",), ("a=,",), ("a=1", "a=2"), ("a=1", " a=2"), ("",)]
 )
 def test_what_is_no_sweep_is_refused(texts: tuple[str, ...]) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError):
         expand_sweep(texts)
-    assert "key=value,value,... with each key once" in str(caught.value)
 
 
 def test_a_sweep_has_an_end() -> None:
     numbers = ",".join(map(str, range(32)))
-    with pytest.raises(ConfigError) as caught:
-        expand_sweep((f"a={numbers}", f"b={numbers}"))
     # 32 * 32.
-    assert "the sweep has 1024 trials" in str(caught.value)
-    assert str(MAX_TRIALS) in str(caught.value)
+    with pytest.raises(ConfigError, match=f"1024 trials.*{MAX_TRIALS}"):
+        expand_sweep((f"a={numbers}", f"b={numbers}"))
 
 
 @pytest.mark.parametrize("key", ["name", "job.gpus", "output.dir", "store.uri"])
@@ -85,19 +85,11 @@ def test_a_trial_that_cannot_work_is_refused_before_anything_is_made(
     assert not world.runs.exists()
 
 
-def test_only_known_commands_become_jobs(world: World) -> None:
-    told = refusal(world, command="rm -rf /")
-    assert "--command 'rm -rf /' is not a command that a job runs" in told
-    assert "train or eval" in told
-
-
-def test_a_project_that_is_no_folder_is_named(world: World) -> None:
+def test_what_becomes_no_job_is_named(world: World) -> None:
+    assert "'rm -rf /'" in refusal(world, command="rm -rf /")
     assert "absent is no folder" in refusal(world, project_path=world.project / "absent")
-
-
-def test_a_relative_folder_of_a_site_is_refused(world: World) -> None:
     world.sites('[sites.local]\nrun_root = "runs"\n')
-    assert "run_root='runs' of site local is a relative path" in refusal(world)
+    assert "run_root='runs'" in refusal(world)
 
 
 def test_a_home_folder_of_a_site_is_written_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +101,7 @@ def test_a_home_folder_of_a_site_is_written_out(world: World, monkeypatch: pytes
 def test_strict_refuses_flags_that_beat_something_and_nothing_else(world: World) -> None:
     flag = Flag(key="job.nodes", value=2, name="--nodes")
     read(world, flags=(flag,), is_strict=True)
-    told = refusal(world, flags=(flag,), overrides=("job.nodes=3",), is_strict=True)
-    assert "conflict: job.nodes: using 2 (--nodes), ignoring 3 (override)" in told
+    assert "job.nodes" in refusal(world, flags=(flag,), overrides=("job.nodes=3",), is_strict=True)
     # An override over a file is what overrides are for.
     with (world.project / "run.toml").open("a") as file:
         file.write("[job]\nnodes = 4\n")
@@ -165,8 +156,7 @@ def test_ray_over_hosts_without_a_common_disk_is_refused_only_where_weights_go_b
     world.sites('[sites.cloud]\nbackend = "sagemaker"\n')
     overrides = ("placement.kind=ray", "job.nodes=2")
     assert [role.name for role in world.request(*overrides, site="cloud").roles] == ["train", "ray"]
-    message = refusal(world, site="cloud", overrides=(*overrides, "engine.transport=file"))
-    assert "engine.transport is file with job.nodes=2 on cloud, whose hosts see no common disk" in message
+    assert "transport" in refusal(world, site="cloud", overrides=(*overrides, "engine.transport=file"))
 
 
 def test_limits_of_a_site_hold_where_the_run_file_is_silent(world: World) -> None:
@@ -260,13 +250,65 @@ def test_a_plan_touches_nothing_and_is_the_same_every_time(world: World, site: s
 @pytest.mark.parametrize("escape", ["\\n", "\\t", "\\u001b", "\\u007f"])
 def test_a_directory_with_a_control_character_is_refused(world: World, escape: str) -> None:
     world.sites(f'[sites.local]\nrun_root = "{world.runs}{escape}x"\n')
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="control character") as caught:
         make_plan(world.request(has_snapshot=False), world.backend)
-    assert "holds a control character" in str(caught.value)
     assert str(caught.value).isprintable()
-
-
-def test_odd_but_printable_directories_are_planned(world: World) -> None:
+    # What is odd and printable is planned.
+    world.sites("[sites.local]\noffline = true\n")
     odd = world.folder / 'it\'s $HOME "quoted" `x`; rm'
     plan = make_plan(world.request(f"output.root={odd}"), world.backend)
     assert plan.home == f"{odd}/run-20260921-141320"
+
+
+# A job whose run has trackers: what they need is carried as secrets are, or the job is refused.
+
+
+KEY = "planted" * 6
+ON = ('trackers.use=["wandb", "mlflow"]',)
+
+
+@pytest.fixture(autouse=True)
+def no_login(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+
+def test_keys_and_addresses_travel_without_being_named(world: World, tmp_path: Path) -> None:
+    world.environ |= {"WANDB_API_KEY": KEY, "WANDB_ENTITY": "team", "WANDB_MODE_OF": "not/used"}
+    world.environ["MLFLOW_TRACKING_URI"] = f"https://me:{KEY}@mlflow.example.org"
+    request = world.request(*ON)
+    # An address with a password in it is a secret, too.
+    assert request.environment.secrets == ("MLFLOW_TRACKING_URI", "WANDB_API_KEY")
+    assert request.environment.variables["WANDB_ENTITY"] == "team"
+    assert "WANDB_MODE_OF" not in request.environment.sources
+    assert KEY not in plan_to_json(make_plan(request, world.backend))
+    write_environment(tmp_path, request.environment, world.environ)
+    assert KEY not in (tmp_path / "env.json").read_text()
+    assert read_environment(tmp_path, "train")["WANDB_API_KEY"] == KEY
+    # The project's own file comes before the shell.
+    (world.project / ".env").write_text("WANDB_API_KEY=of the project\n")
+    environment = world.request(*ON).environment
+    write_environment(tmp_path, environment, world.environ, project_path=world.project)
+    assert read_environment(tmp_path, "train")["WANDB_API_KEY"] == "of the project"
+
+
+def test_a_job_without_a_key_is_refused_and_an_offline_one_is_not(world: World) -> None:
+    with pytest.raises(ConfigError, match="export WANDB_API_KEY, or set"):
+        world.request(*ON)
+    assert world.request(*ON, "trackers.offline=true").environment.secrets == ()
+    (world.project / ".env").write_text("STROP_OFFLINE=1\n")
+    world.request(*ON)
+
+
+def test_a_login_counts_where_jobs_see_this_home(world: World, tmp_path: Path) -> None:
+    netrc = tmp_path / ".netrc"
+    netrc.write_text(f"machine api.wandb.ai login user password {KEY}\n")
+    netrc.chmod(0o600)
+    assert world.request(*ON).environment.secrets == ()
+
+
+def test_trackers_are_the_whole_jobs(world: World) -> None:
+    world.environ["WANDB_API_KEY"] = KEY
+    with pytest.raises(ConfigError, match=re.escape("--sweep varies trackers.project")):
+        world.request(*ON, sweep=("trackers.project=a,b",))
+    one, other = (make_plan(world.request(*words), world.backend) for words in ((), ON))
+    assert one.plan_hash != other.plan_hash

@@ -24,6 +24,7 @@ from strop.launch.environment import (
 )
 from strop.launch.local.options import LocalSite
 from strop.launch.options import Site
+from strop.launch.sagemaker.options import SageMakerSite
 from strop.launch.secrets import read_secrets, remove_secrets
 from strop.launch.slurm.options import SlurmSite
 
@@ -70,6 +71,7 @@ def test_later_layers_win_and_say_where_a_value_comes_from(tmp_path: Path) -> No
         flags=EnvironmentFlags(hf_cache_dir="/flag", hf_hub_offline=False),
         environ={"C": "mine", "D": "mine", "UNNAMED": "stays here"},
     )
+    assert gather(site(env={"HF_HOME": "/x"}), flags=EnvironmentFlags(hf_cache_dir="/x"))[1] == ()
     assert environment.variables == {
         "A": "site",
         "B": "dotenv",
@@ -80,11 +82,9 @@ def test_later_layers_win_and_say_where_a_value_comes_from(tmp_path: Path) -> No
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "PYTHONUNBUFFERED": "1",
     }
-    assert environment.sources["A"] == "site profile"
-    assert environment.sources["B"] == ".env"
-    assert environment.sources["C"] == "environment of the submitter"
-    assert environment.sources["D"] == environment.sources["HF_HOME"] == "flag"
-    assert environment.sources["PYTHONUNBUFFERED"] == "launcher"
+    assert [environment.sources[name] for name in ("A", "B", "C", "D", "HF_HOME", "PYTHONUNBUFFERED")] == [
+        *("site profile", ".env", "environment of the submitter", "flag", "flag", "launcher")
+    ]
     # Overriding is what the upper layers are for; a flag that beats a value elsewhere is said.
     assert conflicts == (
         "conflict: D: using 'file' (--env-file), ignoring 'mine' (your environment)",
@@ -92,26 +92,38 @@ def test_later_layers_win_and_say_where_a_value_comes_from(tmp_path: Path) -> No
     )
 
 
-def test_equal_values_are_no_conflict(tmp_path: Path) -> None:
-    project = with_dotenv(tmp_path, "HF_HOME=/cache\n")
-    _, conflicts = gather(site(), project, flags=EnvironmentFlags(hf_cache_dir="/cache"))
-    assert conflicts == ()
+@pytest.mark.parametrize(
+    ("settings", "rest", "words"),
+    [
+        ({"env": {"MASTER_ADDR": "here"}}, {}, "env of site 'desk' set MASTER_ADDR"),
+        ({}, {"names": ["RANK"], "environ": {"RANK": "0"}}, "named for the job set RANK"),
+        ({"secrets": ("RANK",)}, {"environ": {"RANK": "0"}}, "secrets of site 'desk' set RANK"),
+        ({}, {"names": ["ABSENT"]}, "ABSENT is named for the job"),
+        ({}, {"names": ["A=hunter2"], "environ": {"A": "x"}}, "'A' is not the name of a variable"),
+        ({"env": {"WANDB_API_KEY": "hunter2"}}, {}, "WANDB_API_KEY in env of site 'desk' looks like a cred"),
+        ({"env": {"ODD": "hf_hunter2hunter2hunter2"}}, {}, "ODD in env of site 'desk' looks like"),
+        ({"env": {"NO NAME": "x"}}, {}, "'NO NAME' in env of site 'desk' is not the name of a variable"),
+        ({"secrets": ("A=hunter2",)}, {}, "'A' in the site's secrets is not the name"),
+        ({"secrets": ("JUDGE_KEY",)}, {}, "JUDGE_KEY is a secret"),
+        ({"secrets": ("JUDGE_KEY",)}, {"environ": {"JUDGE_KEY": ""}}, "JUDGE_KEY is a secret"),
+        ({"secrets": ("HF_TOKEN",)}, {}, "HF_TOKEN is .*--auto-auth"),
+        ({}, {"flags": EnvironmentFlags(auto_auth=True), "environ": {"HOME": "/no"}}, "HF_TOKEN is a secret"),
+        ({}, {"env_file": Path("/nowhere/absent.env")}, r"absent\.env cannot be read"),
+    ],
+)
+def test_what_no_job_can_be_given_is_refused_without_its_value(
+    settings: dict[str, Any], rest: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        gather(site(**settings), **rest)
+    assert "hunter2" not in str(caught.value)
 
 
-def test_an_owned_variable_is_refused_by_name_and_reported_from_a_file(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"env of site 'desk' set MASTER_ADDR, which the launcher sets"):
-        gather(site(env={"MASTER_ADDR": "here"}))
-    with pytest.raises(ConfigError, match="variables named for the job set CUDA_VISIBLE_DEVICES"):
-        gather(site(), names=["CUDA_VISIBLE_DEVICES"], environ={"CUDA_VISIBLE_DEVICES": "0"})
-    with pytest.raises(ConfigError, match="secrets of site 'desk' set RANK"):
-        gather(site(secrets=("RANK",)), environ={"RANK": "0"})
+def test_an_owned_variable_from_a_file_is_left_out_and_reported(tmp_path: Path) -> None:
     project = with_dotenv(tmp_path, "CUDA_VISIBLE_DEVICES=3\nSLURM_JOB_ID=1\n")
     environment, conflicts = gather(site(), project)
     assert not {"CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID"} & set(environment.variables)
-    assert conflicts == (
-        "conflict: CUDA_VISIBLE_DEVICES: the launcher sets it, ignoring the value from .env",
-        "conflict: SLURM_JOB_ID: the launcher sets it, ignoring the value from .env",
-    )
+    assert [one.split(": ")[1] for one in conflicts] == ["CUDA_VISIBLE_DEVICES", "SLURM_JOB_ID"]
 
 
 def test_the_model_cache_is_the_submitters_unless_somebody_says_otherwise(tmp_path: Path) -> None:
@@ -121,20 +133,16 @@ def test_the_model_cache_is_the_submitters_unless_somebody_says_otherwise(tmp_pa
     project = with_dotenv(tmp_path, "HF_HOME=/dotenv")
     assert gather(site(), project, environ=mine)[0].variables["HF_HOME"] == "/dotenv"
     assert "HF_HOME" not in gather(site())[0].variables
+    # It is no business of a cloud.
+    cloud, cluster = (Site(name="x", profile=profile) for profile in (SageMakerSite(), SlurmSite()))
+    assert "HF_HOME" not in gather(cloud, environ=mine)[0].variables
+    assert gather(cluster, environ=mine)[0].variables["HF_HOME"] == "/mine"
 
 
 def test_settings_of_a_profile_become_variables() -> None:
     variables = gather(site(offline=True, store="s3://bucket/root"))[0].variables
     assert variables["HF_HUB_OFFLINE"] == "1"
     assert variables["STROP_STORE_URI"] == "s3://bucket/root"
-
-
-def test_only_names_that_are_set_can_be_named() -> None:
-    with pytest.raises(ConfigError, match="ABSENT is named for the job, and it is not set"):
-        gather(site(), names=["ABSENT"])
-    with pytest.raises(ConfigError, match="'A' is not the name of a variable") as caught:
-        gather(site(), names=["A=hunter2"], environ={"A": "x"})
-    assert "hunter2" not in str(caught.value)
 
 
 def test_hostile_values_arrive_as_they_are(tmp_path: Path) -> None:
@@ -160,16 +168,12 @@ def test_a_secret_is_in_its_private_file_alone(tmp_path: Path) -> None:
     assert json.dumps(CANARY)[1:-1] not in (tmp_path / "env.json").read_text()
     assert read_environment(tmp_path, "trainer")["JUDGE_KEY"] == CANARY
     assert read_secrets(tmp_path) == {"JUDGE_KEY": CANARY}
+    # With what a killed writer left of it.
+    partial_path_of(tmp_path / "secrets.json").write_text("half")
     remove_secrets(tmp_path)
     remove_secrets(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["env.json"]
     assert read_secrets(tmp_path) == {}
-
-
-def test_leftovers_of_a_killed_writer_are_removed_with_the_secrets(tmp_path: Path) -> None:
-    partial_path_of(tmp_path / "secrets.json").write_text("half")
-    remove_secrets(tmp_path)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_role_gets_the_secrets_that_are_meant_for_it(tmp_path: Path) -> None:
@@ -180,129 +184,62 @@ def test_a_role_gets_the_secrets_that_are_meant_for_it(tmp_path: Path) -> None:
     engine = read_environment(tmp_path, "engine")
     assert "JUDGE_KEY" not in engine
     assert engine["STORE_TOKEN"] == "for all"
-
-
-def test_a_role_without_its_secret_is_refused(tmp_path: Path) -> None:
-    environment, _ = gather(site(secrets=("JUDGE_KEY:judge",)), environ={"JUDGE_KEY": "x"})
-    write_environment(tmp_path, environment, {"JUDGE_KEY": "x"})
     remove_secrets(tmp_path)
     with pytest.raises(CheckRefused, match="role 'judge' lacks JUDGE_KEY"):
         read_environment(tmp_path, "judge")
-    assert "JUDGE_KEY" not in read_environment(tmp_path, "engine")
-
-
-def test_a_secret_without_a_value_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    for environ in ({}, {"JUDGE_KEY": ""}):
-        with pytest.raises(ConfigError, match="JUDGE_KEY is a secret of the job, and it is not set"):
-            gather(site(secrets=("JUDGE_KEY",)), environ=environ)
-    environment, _ = gather(site(secrets=("JUDGE_KEY",)), environ={"JUDGE_KEY": "x"})
-    with pytest.raises(ConfigError, match=r"JUDGE_KEY is a secret of the job \(from: environment of"):
-        write_environment(tmp_path, environment, {})
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_what_looks_like_a_credential_is_a_secret_wherever_it_stands(tmp_path: Path) -> None:
     project = with_dotenv(tmp_path, "WANDB_API_KEY=abc123\nPLAIN=1\nEMPTY_TOKEN=\n")
     extra = tmp_path / "extra.env"
     extra.write_text("FILE_PASSWORD=def456\nODD=hf_abcdefghijklmnopqrst\n")
+    job = tmp_path / "job"
+    job.mkdir()
     environ = {"MY_TOKEN": "ghi789", "WANDB_API_KEY": "not this one: nobody named it"}
     environment, _ = gather(site(), project, names=["MY_TOKEN"], env_file=extra, environ=environ)
+    # A conflict shows no value.
+    (told,) = gather(site(), with_dotenv(job, "FILE_PASSWORD=other\n"), env_file=extra)[1]
+    assert "FILE_PASSWORD: using <redacted>" in told
+    assert "other" not in told
     assert environment.secrets == ("FILE_PASSWORD", "MY_TOKEN", "ODD", "WANDB_API_KEY")
     assert environment.variables["PLAIN"] == "1"
     assert environment.variables["EMPTY_TOKEN"] == ""
-    job = tmp_path / "job"
-    job.mkdir()
     write_environment(job, environment, environ, project_path=project, env_file=extra)
     found = read_environment(job, "trainer")
-    assert found["WANDB_API_KEY"] == "abc123"
-    assert found["FILE_PASSWORD"] == "def456"
-    assert found["MY_TOKEN"] == "ghi789"
-    assert found["ODD"] == "hf_abcdefghijklmnopqrst"
-
-
-def test_a_conflict_of_secrets_shows_no_value(tmp_path: Path) -> None:
-    project = with_dotenv(tmp_path, "A_TOKEN=one-value\n")
-    extra = tmp_path / "extra.env"
-    extra.write_text("A_TOKEN=other-value\n")
-    _, conflicts = gather(site(), project, env_file=extra)
-    assert conflicts == ("conflict: A_TOKEN: using <redacted> (--env-file), ignoring <redacted> (.env)",)
-
-
-def test_a_credential_in_a_profile_is_refused_without_showing_it() -> None:
-    for name, value in (("WANDB_API_KEY", "abc"), ("ODD", "hf_abcdefghijklmnopqrst")):
-        with pytest.raises(
-            ConfigError, match=f"{name} in env of site 'desk' looks like a credential"
-        ) as caught:
-            gather(site(env={name: value}))
-        assert value not in str(caught.value)
-    with pytest.raises(ConfigError, match="'NO NAME' in env of site 'desk' is not the name of a variable"):
-        gather(site(env={"NO NAME": "x"}))
-    with pytest.raises(ConfigError, match="'A' in the site's secrets is not the name") as caught:
-        gather(site(secrets=("A=hunter2",)))
-    assert "hunter2" not in str(caught.value)
+    assert [found[name] for name in environment.secrets] == [
+        *("def456", "ghi789", "hf_abcdefghijklmnopqrst", "abc123")
+    ]
 
 
 def login(home: Path, token: str = "hf_login") -> dict[str, str]:
-    (home / ".cache/huggingface").mkdir(parents=True)
+    (home / ".cache/huggingface").mkdir(parents=True, exist_ok=True)
     (home / ".cache/huggingface/token").write_text(token + "\n")
     return {"HOME": str(home)}
 
 
-def test_auto_auth_takes_the_local_login_and_says_so(tmp_path: Path) -> None:
-    environ = login(tmp_path)
+@pytest.mark.parametrize(("own", "token"), [({}, "hf_login"), ({"HF_TOKEN": "my own"}, "my own")])
+def test_auto_auth_takes_the_local_login_unless_a_token_is_set(
+    tmp_path: Path, own: dict[str, str], token: str
+) -> None:
+    environ = {**login(tmp_path), **own}
     environment, _ = gather(site(), flags=EnvironmentFlags(auto_auth=True), environ=environ)
     assert environment.secrets == ("HF_TOKEN",)
-    said = describe_travelling(environment)
-    assert "HF_TOKEN: taken from the login of the model hub on this machine, for this job only" in said
+    assert any(line.startswith("HF_TOKEN: ") for line in describe_travelling(environment)) is (not own)
     job = tmp_path / "job"
     job.mkdir()
     write_environment(job, environment, environ)
-    assert read_environment(job, "trainer")["HF_TOKEN"] == "hf_login"
-
-
-def test_auto_auth_leaves_a_token_that_is_set(tmp_path: Path) -> None:
-    environ = {**login(tmp_path), "HF_TOKEN": "my own"}
-    environment, _ = gather(site(), flags=EnvironmentFlags(auto_auth=True), environ=environ)
-    write_environment(tmp_path, environment, environ)
-    assert read_environment(tmp_path, "trainer")["HF_TOKEN"] == "my own"
-
-
-def test_without_auto_auth_no_login_is_read(tmp_path: Path) -> None:
-    environment, _ = gather(site(), environ=login(tmp_path))
-    assert environment.secrets == ()
-    with pytest.raises(ConfigError, match=r"HF_TOKEN is .* not set.*--auto-auth"):
-        gather(site(secrets=("HF_TOKEN",)), environ={"HOME": str(tmp_path)})
-
-
-def test_auto_auth_without_a_login_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="HF_TOKEN is a secret of the job, and it is not set"):
-        gather(site(), flags=EnvironmentFlags(auto_auth=True), environ={"HOME": str(tmp_path)})
+    assert read_environment(job, "trainer")["HF_TOKEN"] == token
+    # Without it no login is read.
+    assert gather(site(), environ=login(tmp_path))[0].secrets == ()
 
 
 def test_what_another_job_left_in_the_shell_is_not_inherited() -> None:
-    inherited = {
-        "SLURM_JOB_ID": "1",
-        "MASTER_PORT": "2",
-        "RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_RANK": "0",
-        "STROP_ATTEMPT": "1-0",
-        "PMI_RANK": "0",
-        "TORCHELASTIC_RUN_ID": "x",
-        "MY_KEY": "secret",
-        "PATH": "/bin",
-        "CUDA_VISIBLE_DEVICES": "2,3",
-        "STROP_LEASE": "the-outer-one",
-        "STROP_NODE": "1",
-        "RANKING": "mine",
-        "LC_ALL": "C",
-        "HF_TOKEN": "secret",
-    }
-    assert clean_inherited(inherited, secrets=["MY_KEY"]) == {
-        "PATH": "/bin",
-        "CUDA_VISIBLE_DEVICES": "2,3",
-        "LC_ALL": "C",
-    }
+    kept = {"PATH": "/bin", "CUDA_VISIBLE_DEVICES": "2,3", "LC_ALL": "C"}
+    dropped = (
+        *("SLURM_JOB_ID", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "STROP_ATTEMPT", "PMI_RANK"),
+        *("TORCHELASTIC_RUN_ID", "MY_KEY", "STROP_LEASE", "STROP_NODE", "RANKING", "HF_TOKEN"),
+    )
+    assert clean_inherited(kept | dict.fromkeys(dropped, "x"), secrets=["MY_KEY"]) == kept
 
 
 def test_a_directory_that_submit_did_not_fill(tmp_path: Path) -> None:
@@ -312,20 +249,11 @@ def test_a_directory_that_submit_did_not_fill(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match=r"env\.json cannot be read") as caught:
         read_environment(tmp_path, "trainer")
     assert "hunter2" not in str(caught.value)
-    with pytest.raises(StoreError, match=r"env\.json could not be written .*No such file or directory"):
+    with pytest.raises(StoreError, match=r"env\.json could not be written"):
         write_environment(tmp_path / "absent", JobEnvironment(), {})
     (tmp_path / "secrets.json").mkdir()
     with pytest.raises(StoreError, match=r"secrets\.json cannot be removed"):
         remove_secrets(tmp_path)
-
-
-def test_the_model_cache_of_this_machine_is_no_business_of_a_cloud() -> None:
-    from strop.launch.sagemaker.options import SageMakerSite
-
-    cloud = Site(name="cloud", profile=SageMakerSite())
-    assert "HF_HOME" not in gather(cloud, environ={"HF_HOME": "/mine"})[0].variables
-    cluster = Site(name="cluster", profile=SlurmSite())
-    assert gather(cluster, environ={"HF_HOME": "/mine"})[0].variables["HF_HOME"] == "/mine"
 
 
 @pytest.mark.parametrize(
@@ -352,25 +280,20 @@ def test_dotenv_reads(text: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "place"),
     [
-        ("B=1\nA=$HOME/x", r"\.env line 2: A has \$, a quote or a backslash"),
-        ("A=`id`", r"line 1: A has \$"),
-        ("A=$(id)", r"line 1: A has \$"),
-        ('A="${HOME}"', r"line 1: A has a variable or a command in double quotes"),
-        ('A=x"y"', r"line 1: A has \$, a quote"),
-        ("A=C:\\x", r"line 1: A has \$, a quote or a backslash"),
-        ("A='x' y", r"line 1: A goes on behind its closing quote"),
-        ("A='x", r"line 1: A has a quote that nothing closes"),
-        ('A="x', r"line 1: A has a quote that nothing closes"),
-        ("A='\0'", r"line 1: A has a NUL character"),
-        ("A='a\nb'\nset -a", r"\.env line 3 is no assignment"),
-        ("export A", r"\.env line 1 is no assignment"),
-        ("1A=x", r"\.env line 1 is no assignment"),
+        ("B=1\nA=$HOME/x", "line 2: A "),
+        *(
+            (text, "line 1: A ")
+            for text in ("A=`id`", "A=$(id)", 'A="${HOME}"', 'A=x"y"', "A=C:\\x", "A='x' y")
+        ),
+        *((text, "line 1: A ") for text in ("A='x", 'A="x', "A='\0'")),
+        ("A='a\nb'\nset -a", "line 3 "),
+        *((text, "line 1 ") for text in ("export A", "1A=x")),
     ],
 )
-def test_dotenv_refuses_what_has_two_meanings(text: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_dotenv_refuses_what_has_two_meanings(text: str, place: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\.env {place}"):
         parse_dotenv(text)
 
 
@@ -390,11 +313,9 @@ def test_dotenv_agrees_with_a_shell_where_it_does_not_refuse(tmp_path: Path) -> 
     assert parsed == {name: sourced[name] for name in "ABCDE"}
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.env cannot be read: No such file"):
-        gather(site(), env_file=tmp_path / "absent.env")
+def test_a_file_in_another_encoding_is_refused(tmp_path: Path) -> None:
     (tmp_path / "latin.env").write_bytes(b"A=\xe4")
-    with pytest.raises(ConfigError, match=r"latin\.env cannot be read: it is not UTF-8"):
+    with pytest.raises(ConfigError, match=r"latin\.env cannot be read"):
         gather(site(), env_file=tmp_path / "latin.env")
 
 

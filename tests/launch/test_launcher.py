@@ -7,14 +7,17 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from strop.errors import StoreError
 from strop.hardware.findings import Finding, Severity
+from strop.launch.contract import JobRef, JobState, SchedulerStatus, StatusSource
 from strop.launch.job_dir import REFUSED_NAME, has_plan, has_ref, job_path_of
-from tests.fixtures.scripted_jobs import NOW, Killed, World, be_killed, make_world, refusal
+from tests.fixtures.scripted_jobs import NOW, RUNNING, Killed, World, be_killed, make_world, refusal
 
 NOISE = Finding(code="x", given="g", allowed="a", next_step="n")
 
@@ -27,7 +30,8 @@ def test_the_same_again_is_the_job_of_the_first_time(world: World) -> None:
     # A minute later, from another process.
     again = world.launcher.submit(world.request(now=NOW + 60.0))
     assert (first.is_new, again.is_new) == (True, False)
-    assert again.ref == first.ref
+    # And for another directory it is still the same job.
+    assert again.ref == first.ref == world.submit(f"output.dir={world.runs / 'here'}")
     assert world.backend.count("submit") == 1
     assert len(list(world.runs.glob("run-*"))) == 1
 
@@ -38,12 +42,9 @@ def test_a_named_directory_is_submitted_once_too(world: World) -> None:
     first = world.launcher.submit(world.request(output))
     again = world.launcher.submit(world.request(output, now=NOW + 60.0))
     assert again.ref == first.ref
+    # A new one never goes into the directory of another.
+    assert "--resume" in refusal(lambda: world.submit(output, is_new=True))
     assert world.backend.count("submit") == 1
-
-
-def test_the_same_run_for_another_directory_is_still_the_same_job(world: World) -> None:
-    first = world.submit()
-    assert world.submit(f"output.dir={world.runs / 'here'}") == first
 
 
 @pytest.mark.parametrize("change", ["train.steps=9", "job.nodes=2", "store.uri=/mirror"])
@@ -52,13 +53,9 @@ def test_a_changed_plan_under_the_same_name_is_refused(world: World, change: str
     told = refusal(lambda: world.submit(change))
     key, _, value = change.partition("=")
     assert all(text in told for text in (Path(ref.home).name, key, value, "--new"))
-    assert world.backend.count("submit") == 1
-
-
-def test_changed_code_under_the_same_name_is_refused(world: World) -> None:
-    world.submit()
     (world.project / "train_more.py").write_text("print('less')\n")
     assert "whose plan is another" in refusal(world.submit)
+    assert world.backend.count("submit") == 1
 
 
 def test_a_new_one_is_another_job_even_in_the_same_second(world: World) -> None:
@@ -71,15 +68,6 @@ def test_a_new_one_is_another_job_even_in_the_same_second(world: World) -> None:
     assert len({first.job_id, second.job_id, third.job_id}) == 3
     # The newest of the same plan is the one that a repeated submission means.
     assert world.submit() in (first, second, third)
-
-
-def test_a_new_one_never_goes_into_the_directory_of_another(world: World) -> None:
-    output = f"output.dir={world.runs / 'here'}"
-    world.submit(output)
-    told = refusal(lambda: world.submit(output, is_new=True))
-    assert "is the directory of another job" in told
-    assert "--resume" in told
-    assert world.backend.count("submit") == 1
 
 
 @pytest.mark.parametrize("is_answered", [True, False])
@@ -123,16 +111,6 @@ def test_a_real_kill_frees_the_name_and_loses_no_job(world: World) -> None:
     assert len(list(world.runs.glob("run-*"))) == 1
 
 
-def test_a_kill_before_the_acceptance_is_made_good(world: World) -> None:
-    world.backend.refusal = "x"
-    submit, world.backend.submit = world.backend.submit, lambda plan: be_killed()  # type: ignore[method-assign,assignment,return-value]
-    with pytest.raises(Killed):
-        world.submit()
-    world.backend.submit, world.backend.refusal = submit, ""  # type: ignore[method-assign]
-    ref = world.submit()
-    assert (ref.job_id, len(list(world.runs.glob("run-*")))) == ("fake-1", 1)
-
-
 def test_what_a_scheduler_refuses_keeps_its_directory_and_words_but_no_secret(world: World) -> None:
     (world.project / ".env").write_text("MY_TOKEN=canary-value-1\n")
     words = "sbatch: error: Batch job submission failed: Invalid qos specification\n  second line"
@@ -148,6 +126,11 @@ def test_what_a_scheduler_refuses_keeps_its_directory_and_words_but_no_secret(wo
     assert ref.home == str(home)
     assert (job_path / "secrets.json").exists()
     assert not (job_path / REFUSED_NAME).exists()
+    # A silent scheduler keeps secrets: the job may live.
+    world.backend.is_silent = True
+    refusal(lambda: world.submit("name=other"), StoreError)
+    (home,) = world.runs.glob("other-*")
+    assert (job_path_of(home) / "secrets.json").exists()
 
 
 def test_an_error_that_check_finds_stops_the_job_before_anything_is_made(world: World) -> None:
@@ -160,19 +143,9 @@ def test_an_error_that_check_finds_stops_the_job_before_anything_is_made(world: 
     assert "just a warning" not in told
     assert not world.runs.exists()
     assert world.backend.count("submit") == 0
-
-
-def test_warnings_and_probes_that_could_not_run_stop_nothing(world: World) -> None:
+    # Warnings and probes that could not run stop nothing.
     world.backend.findings = [replace(NOISE, severity=one) for one in (Severity.WARNING, Severity.UNKNOWN)]
     assert world.submit().job_id == "fake-1"
-
-
-def test_a_silent_scheduler_keeps_secrets_because_the_job_may_live(world: World) -> None:
-    (world.project / ".env").write_text("MY_TOKEN=canary-value-1\n")
-    world.backend.is_silent = True
-    assert "does not answer" in refusal(world.submit, StoreError)
-    (home,) = world.runs.glob("run-*")
-    assert (job_path_of(home) / "secrets.json").exists()
 
 
 def test_a_list_of_jobs_that_cannot_be_written_does_not_hide_a_submission(world: World) -> None:
@@ -241,25 +214,18 @@ def test_equal_requests_give_equal_plans_and_time_and_place_no_other_hash(world:
     assert one.home != other.home
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["train.steps=9", "job.nodes=2", "job.time_limit=2h", "job.gpus=1", "store.uri=/mirror", "seed=5"],
-)
-def test_whatever_decides_what_is_run_is_in_the_hash(world: World, change: str) -> None:
-    plain = world.launcher.plan(world.request()).plan_hash
-    assert world.launcher.plan(world.request(change)).plan_hash != plain
+def test_whatever_decides_what_is_run_is_in_the_hash(world: World) -> None:
+    def hash_of(*words: str, **given: Any) -> str:
+        return world.launcher.plan(world.request(*words, **given)).plan_hash
 
-
-def test_site_variables_code_and_sweep_are_in_the_hash(world: World) -> None:
-    hashes = [world.launcher.plan(world.request()).plan_hash]
-    hashes.append(world.launcher.plan(world.request(sweep=("train.steps=2,3",))).plan_hash)
-    hashes.append(world.launcher.plan(world.request(has_snapshot=False)).plan_hash)
-    (world.project / ".env").write_text("PLAIN=1\n")
-    hashes.append(world.launcher.plan(world.request()).plan_hash)
-    (world.project / ".env").write_text("PLAIN=2\n")
-    hashes.append(world.launcher.plan(world.request()).plan_hash)
+    hashes = [hash_of(), hash_of(sweep=("train.steps=2,3",)), hash_of(has_snapshot=False)]
+    words = ("train.steps=9", "job.nodes=2", "job.time_limit=2h", "job.gpus=1", "store.uri=/m", "seed=5")
+    hashes += map(hash_of, words)
+    for number in (1, 2):
+        (world.project / ".env").write_text(f"PLAIN={number}\n")
+        hashes.append(hash_of())
     world.sites('[sites.local]\nhf_home = "/models"\n')
-    hashes.append(world.launcher.plan(world.request(has_snapshot=False)).plan_hash)
+    hashes.append(hash_of(has_snapshot=False))
     assert len(set(hashes)) == len(hashes)
 
 
@@ -273,8 +239,114 @@ def test_the_estimate_counts_trials_nodes_and_hours(world: World) -> None:
     assert world.launcher.plan(world.request("job.gpus=4")).gpu_hours is None
 
 
-def test_findings_come_with_the_worst_first(world: World) -> None:
-    order = [Severity.UNKNOWN, Severity.WARNING, Severity.ERROR]
-    world.backend.findings = [replace(NOISE, severity=one) for one in order]
-    found = world.launcher.check(world.launcher.plan(world.request()))
-    assert [one.severity for one in found] == [Severity.ERROR, Severity.WARNING, Severity.UNKNOWN]
+def test_a_disk_without_room_is_a_finding(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.launch.submit.free_disk_bytes", lambda path: 500_000_000)
+    world.backend.findings = [replace(NOISE, severity=one) for one in (Severity.UNKNOWN, Severity.WARNING)]
+    found, *others = world.launcher.check(world.launcher.plan(world.request()))
+    assert (found.code, found.severity) == ("disk", Severity.ERROR)
+    assert "0.50 GB" in str(found)
+    # The worst come first.
+    assert [one.severity for one in others] == [Severity.WARNING, Severity.UNKNOWN]
+
+
+# Jobs that go on in their own directory, once and only when nothing of them runs.
+
+
+S = JobState
+
+
+def failed(world: World, *overrides: str) -> JobRef:
+    """Return a job whose second attempt has failed."""
+    ref = world.submit(*overrides)
+    world.backend.end_attempt(world.backend.begin_attempt(ref, 0), 75)
+    world.backend.end_attempt(world.backend.begin_attempt(ref, 1), 1)
+    world.backend.answer(ref, None)
+    return ref
+
+
+def test_a_failed_job_goes_on_in_its_directory_and_its_past_is_past(world: World) -> None:
+    old = failed(world)
+    again = world.launcher.resume(Path(old.home), world.request(now=NOW + 60.0))
+    assert (again.ref.home, again.ref.job_id, again.is_new) == (old.home, "fake-2", True)
+    # Numbers go on, so that the fence lets the new attempts write.
+    assert world.plan_of(again.ref).num_past == 2
+    # The failure of the old job says nothing of the new one.
+    assert world.standing_of(again.ref) == (S.QUEUED, StatusSource.SCHEDULER)
+    world.backend.answer(again.ref, RUNNING)
+    world.backend.begin_attempt(again.ref, 2)
+    assert world.standing_of(again.ref) == (S.RUNNING, StatusSource.SCHEDULER)
+    assert world.launcher.cancel(again.ref, grace_s=1.0).ended_by == "TERM"
+
+
+def test_resources_and_code_may_change_between_lives(world: World) -> None:
+    old = failed(world)
+    (world.project / "train_more.py").write_text("print('mended')\n")
+    again = world.launcher.resume(Path(old.home), world.request("job.nodes=2"))
+    plan = world.plan_of(again.ref)
+    assert plan.resources.num_nodes == 2
+    assert plan.plan_hash != old.plan_hash
+
+
+def test_another_run_does_not_go_on_there(world: World) -> None:
+    old = failed(world)
+    world.sites('[sites.lab]\nbackend = "local"\n')
+    for request, told in (
+        (world.request("train.steps=9"), "spec"),
+        (world.request(sweep=("train.steps=2,3",)), "sweep"),
+        (world.request(site="lab", has_snapshot=False), "--on local"),
+    ):
+        assert told in refusal(partial(world.launcher.resume, Path(old.home), request))
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        (RUNNING, None),
+        (SchedulerStatus(state=S.QUEUED, raw="PENDING"), None),
+        (SchedulerStatus(state=S.QUEUED, raw="PENDING", num_restarts=1), 75),
+        (SchedulerStatus(state=S.UNKNOWN, raw="RESIZING"), None),
+        (None, 0),
+        # Its record has ended, and its scheduler still has it: its processes may be writing.
+        (RUNNING, 1),
+    ],
+)
+def test_what_may_run_or_has_succeeded_does_not_go_on(
+    world: World, monkeypatch: pytest.MonkeyPatch, answer: SchedulerStatus | None, code: int | None
+) -> None:
+    monkeypatch.setattr("strop.launch.submit.SETTLE_LIMIT_S", 0.1)
+    if answer is RUNNING and code is None:
+        # What runs is refused at once.
+        monkeypatch.setattr("strop.launch.submit.SETTLE_LIMIT_S", 1e6)
+    ref = world.submit()
+    world.backend.end_attempt(world.backend.begin_attempt(ref), code)
+    world.backend.answer(ref, answer)
+    refusal(lambda: world.launcher.resume(Path(ref.home), world.request()))
+    assert world.backend.count("submit") == 1
+
+
+def test_a_job_that_its_scheduler_forgot_and_that_left_no_verdict_may_go_on(world: World) -> None:
+    # A node was lost: nobody will ever say how it ended, and the scheduler, which answers, has it no more.
+    ref = world.submit()
+    world.backend.begin_attempt(ref)
+    world.backend.answer(ref, None)
+    assert world.launcher.resume(Path(ref.home), world.request()).ref.job_id == "fake-2"
+
+
+def test_a_kill_while_going_on_loses_no_job_either(world: World) -> None:
+    old = failed(world)
+    world.backend.after_accepting = be_killed
+    with pytest.raises(Killed):
+        world.launcher.resume(Path(old.home), world.request())
+    world.backend.after_accepting = lambda: None
+    # Its note still names the first job, which has failed.
+    again = world.launcher.resume(Path(old.home), world.request())
+    assert (again.ref.job_id, again.is_new) == ("fake-2", False)
+    assert world.backend.count("submit") == 2
+
+
+def test_a_refused_job_can_go_on_too(world: World) -> None:
+    world.backend.refusal = "no"
+    refusal(world.submit)
+    (home,) = world.runs.glob("run-*")
+    world.backend.refusal = ""
+    assert world.launcher.resume(home, world.request()).ref.job_id == "fake-1"

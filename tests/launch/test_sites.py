@@ -36,32 +36,19 @@ def places(tmp_path: Path) -> Places:
 
 
 def test_the_name_of_a_backend_is_a_site_without_a_profile(places: Places) -> None:
+    assert site_files(places.project, {"HOME": "/h"})[0] == Path("/h/.config/strop/sites.toml")
     kinds = {name: type(find_site(name, places.project, places.environ).profile) for name in BACKENDS}
-    assert kinds == {
-        "local": LocalSite,
-        "slurm": SlurmSite,
-        "sagemaker": SageMakerSite,
-    }
+    assert kinds == {"local": LocalSite, "slurm": SlurmSite, "sagemaker": SageMakerSite}
 
 
 def test_the_project_beats_the_user_setting_by_setting(places: Places) -> None:
     places.user_path.write_text('[sites.lab]\nbackend = "slurm"\npartition = "long"\naccount = "a1"\n')
-    places.project_path.write_text('[sites.lab]\npartition = "short"\n')
-    profile = find_site("lab", places.project, places.environ).profile
+    # The name of a backend needs no backend.
+    places.project_path.write_text('[sites.lab]\npartition = "short"\n[sites.slurm]\npartition = "own"\n')
+    profile, own = (find_site(name, places.project, places.environ).profile for name in ("lab", "slurm"))
     assert isinstance(profile, SlurmSite)
-    assert (profile.partition, profile.account) == ("short", "a1")
-
-
-def test_a_backends_own_name_may_have_a_profile_that_needs_no_backend(places: Places) -> None:
-    places.project_path.write_text('[sites.slurm]\npartition = "short"\n')
-    profile = find_site("slurm", places.project, places.environ).profile
-    assert isinstance(profile, SlurmSite)
-    assert profile.partition == "short"
-
-
-def test_without_xdg_the_user_file_is_in_dot_config(tmp_path: Path) -> None:
-    user_path, _ = site_files(tmp_path, {"HOME": "/h"})
-    assert user_path == Path("/h/.config/strop/sites.toml")
+    assert isinstance(own, SlurmSite)
+    assert (profile.partition, profile.account, own.partition) == ("short", "a1", "own")
 
 
 def test_the_sites_of_both_files_are_listed(places: Places) -> None:
@@ -73,46 +60,34 @@ def test_the_sites_of_both_files_are_listed(places: Places) -> None:
 def test_an_unknown_site_names_the_near_one_and_where_was_looked(places: Places) -> None:
     places.project_path.write_text('[sites.laboratory]\nbackend = "slurm"\n')
     told = places.refusal("laboratry")
-    assert "there is no site 'laboratry'" in told
-    assert "did you mean laboratory?" in told
-    assert str(places.user_path) in told
-    assert str(places.project_path) in told
-    assert "local, slurm, sagemaker" in told
+    for word in ("did you mean laboratory?", str(places.user_path), str(places.project_path), "local, slurm"):
+        assert word in told
+    assert "[sites.moon]" in places.refusal("moon")
 
 
-def test_an_unknown_site_without_a_near_one_says_what_to_write(places: Places) -> None:
-    assert "write a table [sites.moon]" in places.refusal("moon")
+SLURM = '[sites.lab]\nbackend = "slurm"\n'
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (
-            '[sites.lab]\nbackend = "slurm"\npartitoin = "x"\n',
-            ["partitoin", ":3)", "did you mean partition?"],
-        ),
-        ('[sites.lab]\nbackend = "local"\npartition = "x"\n', ["unknown key sites.lab.partition"]),
+        (SLURM + 'partitoin = "x"\n', ["partitoin", ":3)", "did you mean partition?"]),
+        ('[sites.lab]\nbackend = "local"\npartition = "x"\n', ["sites.lab.partition"]),
         ('[sites.lab]\nbackend = "lsf"\n', ["sites.lab.backend='lsf'", "local, slurm, sagemaker"]),
-        ("[sites.lab]\noffline = true\n", ["sites.lab.backend=none", "set backend"]),
-        (
-            '[sites.lab]\nbackend = "slurm"\ntime_limit = "2 hours"\n',
-            ["time_limit='2 hours'", "90s, 30m, 2h"],
-        ),
-        ('[sites.lab]\nbackend = "sagemaker"\nmax_runtime = "5"\n', ["max_runtime='5'", "90s, 30m, 2h"]),
-        ('[sites.lab]\nbackend = "slurm"\ncpus_per_gpu = "8"\n', ["cpus_per_gpu='8'", ":3)"]),
-        ('[sites.lab]\nbackend = "slurm"\nenv = ["A"]\n', ["sites.lab.env"]),
-        ("[site.lab]\n", ["holds no table of sites", "[sites.NAME]"]),
-        ("[sites]\nlab = 1\n", ["holds no table of sites"]),
-        ("", ["holds no table of sites"]),
-        ("[sites.lab\n", ["cannot be read as TOML", "strop-sites.toml:1"]),
-        ('[sites.lab]\nbackend = "slurm"\nbackend = "local"\n', ["written twice"]),
+        ("[sites.lab]\noffline = true\n", ["sites.lab.backend=none"]),
+        (SLURM + 'time_limit = "2 hours"\n', ["time_limit='2 hours'"]),
+        ('[sites.lab]\nbackend = "sagemaker"\nmax_runtime = "5"\n', ["max_runtime='5'"]),
+        (SLURM + 'cpus_per_gpu = "8"\n', ["cpus_per_gpu='8'", ":3)"]),
+        (SLURM + 'env = ["A"]\n', ["sites.lab.env"]),
+        *((text, ["[sites.NAME]"]) for text in ("[site.lab]\n", "[sites]\nlab = 1\n", "")),
+        ("[sites.lab\n", ["strop-sites.toml:1"]),
+        (SLURM + 'backend = "local"\n', ["written twice"]),
     ],
 )
 def test_a_broken_profile_is_refused_with_its_place(places: Places, text: str, words: list[str]) -> None:
     places.project_path.write_text(text)
     told = places.refusal()
-    for word in words:
-        assert word in told
+    assert [word for word in words if word not in told] == []
 
 
 def test_several_mistakes_are_told_at_once(places: Places) -> None:

@@ -10,20 +10,13 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError, StoreError
 from strop.launch.contract import CodeSnapshot
-from strop.launch.snapshot import hash_code, pack_code, read_diff, take_snapshot, unpack_code
+from strop.launch.snapshot import pack_code, read_diff, take_snapshot, unpack_code
 
 
 def git(folder: Path, *words: str) -> str:
     identity = ["-c", "user.name=A", "-c", "user.email=a@example.org", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", *identity, *words],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=True,
-        stdin=subprocess.DEVNULL,
-    )
-    return done.stdout
+    words = ("git", *identity, *words)
+    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
 
 
 def fill(folder: Path, **files: str) -> None:
@@ -54,16 +47,6 @@ def travel(snapshot: CodeSnapshot, folder: Path, *, name: str = "code") -> Path:
     return folder / name
 
 
-def test_a_tree_as_committed(tree: Path) -> None:
-    found = take_snapshot(tree)
-    assert found.files == (".gitignore", "a.py", "pkg/b.py")
-    assert found.commit == git(tree, "rev-parse", "HEAD").strip()
-    assert found.diffstat == "as committed"
-    assert read_diff(found) == ""
-    # 13 bytes of .gitignore, 6 and 6 of code.
-    assert found.size_bytes == 13 + 6 + 6
-
-
 def test_the_tree_on_the_disk_travels_and_not_the_commit(tree: Path, tmp_path: Path) -> None:
     (tree / "a.py").write_text("a = 2\n")
     fill(tree, new_py="n = 1\n", data__big_py="d = 1\n", pkg__weights="w")
@@ -73,6 +56,9 @@ def test_the_tree_on_the_disk_travels_and_not_the_commit(tree: Path, tmp_path: P
     found = take_snapshot(tree)
     code = travel(found, tmp_path)
     assert found.files == (".gitignore", "a.py", "new.py", "pkg/weights")
+    assert found.commit == git(tree, "rev-parse", "HEAD").strip()
+    # 13 bytes of .gitignore, 6, 6 and 1.
+    assert found.size_bytes == 13 + 6 + 6 + 1
     assert (code / "a.py").read_text() == "a = 2\n"
     assert (code / "new.py").read_text() == "n = 1\n"
     assert "a.py" in found.diffstat
@@ -80,20 +66,7 @@ def test_the_tree_on_the_disk_travels_and_not_the_commit(tree: Path, tmp_path: P
     assert "+a = 2" in read_diff(found)
 
 
-def test_a_tracked_file_that_was_deleted_is_absent(tree: Path) -> None:
-    (tree / "pkg" / "b.py").unlink()
-    assert take_snapshot(tree).files == (".gitignore", "a.py")
-
-
-NAMES = [
-    "two words.py",
-    "line\nbreak.py",
-    'it\'s "quoted".py',
-    "ümläut 名.py",
-    "$(touch x).py",
-    "-rf",
-    "tab\there",
-]
+NAMES = ["2 words.py", "line\nbreak.py", 'it\'s "quoted".py', "ümläut 名.py", "$(id).py", "-rf", "tab\t"]
 
 
 def test_odd_names_travel_unchanged(tree: Path, tmp_path: Path) -> None:
@@ -124,21 +97,16 @@ def test_links_inside_travel_as_links(tree: Path, tmp_path: Path) -> None:
     (tree / "folder").symlink_to("pkg")
     (tree / "nowhere").symlink_to("absent.py")
     code = travel(take_snapshot(tree), tmp_path)
-    assert [os.readlink(code / name) for name in ("link.py", "folder", "nowhere")] == [
-        "pkg/b.py",
-        "pkg",
-        "absent.py",
-    ]
+    targets = [os.readlink(code / name) for name in ("link.py", "folder", "nowhere")]
+    assert targets == ["pkg/b.py", "pkg", "absent.py"]
     assert (code / "folder" / "b.py").read_text() == "b = 1\n"
 
 
 @pytest.mark.parametrize("target", ["../outside.py", "/etc/hostname", "pkg/../../outside.py"])
 def test_a_link_that_leads_out_is_refused(tree: Path, target: str) -> None:
     (tree / "link.py").symlink_to(target)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=f"is a link to {target}"):
         take_snapshot(tree)
-    assert f"is a link to {target}, which leads out of the project" in str(caught.value)
-    assert "let git ignore the link" in str(caught.value)
 
 
 def test_a_subdirectory_is_a_project_of_its_own(tree: Path, tmp_path: Path) -> None:
@@ -150,7 +118,7 @@ def test_a_subdirectory_is_a_project_of_its_own(tree: Path, tmp_path: Path) -> N
     assert (travel(found, tmp_path) / "b.py").read_text() == "b = 2\n"
 
 
-def test_without_git_all_but_hidden_files_and_caches_travel(tmp_path: Path) -> None:
+def test_without_git_all_but_hidden_files_and_caches_travel(tree: Path, tmp_path: Path) -> None:
     folder = tmp_path / "plain"
     fill(folder, a_py="1", pkg__b_py="2")
     fill(folder / "pkg" / "__pycache__", x="1")
@@ -159,27 +127,22 @@ def test_without_git_all_but_hidden_files_and_caches_travel(tmp_path: Path) -> N
     (folder / ".secret").write_text("1")
     found = take_snapshot(folder)
     assert found.files == ("a.py", "pkg/b.py")
-    assert (found.commit, found.diffstat, read_diff(found)) == (None, "no git: every file is sent", "")
-
-
-def test_a_folder_that_the_repository_around_it_ignores_is_no_empty_project(tree: Path) -> None:
+    assert (found.commit, read_diff(found)) == (None, "")
+    # So it is below a folder that the repository around it ignores.
     fill(tree, data__mine__run_py="1")
     assert take_snapshot(tree / "data" / "mine").files == ("run.py",)
-
-
-def test_a_repository_without_a_commit_travels(tmp_path: Path) -> None:
-    git(tmp_path, "init", "-q")
-    fill(tmp_path, a_py="1")
-    found = take_snapshot(tmp_path)
-    assert (found.files, found.commit, found.diffstat) == (("a.py",), None, "untracked: a.py")
+    # And a repository without a commit travels.
+    git(folder, "init", "-q")
+    found = take_snapshot(folder)
+    assert {"a.py", "pkg/b.py"} < set(found.files)
+    assert found.commit is None
 
 
 def test_a_repository_that_git_refuses_is_no_plain_folder(tree: Path) -> None:
     # Otherwise everything that git ignores would travel too.
     (tree / ".git" / "HEAD").write_text("damaged")
-    with pytest.raises(StoreError) as caught:
+    with pytest.raises(StoreError, match="git status"):
         take_snapshot(tree)
-    assert "run `git status` there" in str(caught.value)
 
 
 def test_a_clone_inside_of_the_tree_travels(tree: Path, tmp_path: Path) -> None:
@@ -188,13 +151,7 @@ def test_a_clone_inside_of_the_tree_travels(tree: Path, tmp_path: Path) -> None:
     git(inner, "init", "-q")
     fill(inner, lib_py="1", data__x_py="1")
     (inner / ".gitignore").write_text("data/\n")
-    assert take_snapshot(tree).files == (
-        ".gitignore",
-        "a.py",
-        "pkg/b.py",
-        "vendor/lib/.gitignore",
-        "vendor/lib/lib.py",
-    )
+    assert take_snapshot(tree).files[3:] == ("vendor/lib/.gitignore", "vendor/lib/lib.py")
     git(inner, "add", "-A")
     git(inner, "commit", "-qm", "inner")
     # As a submodule: git lists the folder, and none of its files.
@@ -213,9 +170,8 @@ def test_an_unfinished_merge_is_refused(tree: Path) -> None:
     git(tree, "commit", "-qam", "three")
     with pytest.raises(subprocess.CalledProcessError):
         git(tree, "merge", "other")
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match="MERGE_HEAD"):
         take_snapshot(tree)
-    assert "is in the middle of a merge, rebase or bisection (MERGE_HEAD)" in str(caught.value)
     git(tree, "merge", "--abort")
     assert take_snapshot(tree).diffstat == "as committed"
 
@@ -224,35 +180,23 @@ def test_too_much_code_is_refused_with_the_five_largest(tree: Path, monkeypatch:
     monkeypatch.setattr("strop.launch.snapshot.MAX_CODE_BYTES", 1_000_000)
     for number in range(1, 8):
         (tree / f"big{number}.bin").write_bytes(b"x" * number * 100_000)
-    with pytest.raises(ConfigError) as caught:
-        take_snapshot(tree)
-    told = str(caught.value)
     # 100 to 700 kB are 2.8 MB.
-    assert "has 2.8 MB; the largest files are big7.bin (0.7 MB), big6.bin (0.6 MB)" in told
-    assert "big3.bin" in told
-    assert "big2.bin" not in told
-    assert "1.0 MB" in told
-    assert ".gitignore" in told
+    with pytest.raises(ConfigError, match=r"2\.8 MB; .* big7\.bin \(0\.7 MB\), big6.* big3\.bin") as caught:
+        take_snapshot(tree)
+    assert "big2.bin" not in str(caught.value)
 
 
 def test_runs_in_the_project_and_files_of_variables_are_no_code(tree: Path) -> None:
     fill(tree, runs__one__job__secrets="s", more__x_py="1")
-    (tree / ".env").write_text("HF_TOKEN=canary")
-    (tree / "pkg" / ".env").write_text("HF_TOKEN=canary")
-    (tree / "my.env").write_text("HF_TOKEN=canary")
-    found = take_snapshot(tree, excluded=[tree / "runs", tree / "my.env", tree / "absent"])
-    assert found.files == (".gitignore", "a.py", "more/x.py", "pkg/b.py")
-    assert "runs" not in found.diffstat
-
-
-def test_a_committed_file_of_variables_is_in_no_patch(tree: Path) -> None:
     (tree / ".env").write_text("A=old\n")
     git(tree, "add", "-f", ".env")
     git(tree, "commit", "-qm", "two")
-    (tree / ".env").write_text("A=canary\n")
-    found = take_snapshot(tree)
+    for name in (".env", "pkg/.env", "my.env"):
+        (tree / name).write_text("HF_TOKEN=canary")
+    found = take_snapshot(tree, excluded=[tree / "runs", tree / "my.env", tree / "absent"])
+    assert found.files == (".gitignore", "a.py", "more/x.py", "pkg/b.py")
+    assert "runs" not in found.diffstat
     assert "canary" not in read_diff(found)
-    assert ".env" not in found.files
 
 
 def test_equal_trees_give_equal_bytes(tree: Path, tmp_path: Path) -> None:
@@ -282,16 +226,11 @@ def test_a_tree_that_changes_while_it_is_packed_is_refused(tree: Path, tmp_path:
         path.unlink()
     else:
         path.chmod(0o755)
-    with pytest.raises(CheckRefused) as caught:
+    with pytest.raises(StoreError, match="could not be written"):
+        pack_code(found, tmp_path / "absent" / "code.tar.zst")
+    with pytest.raises(CheckRefused, match="changed while it was packed"):
         pack_code(found, tmp_path / "code.tar.zst")
-    assert "changed while it was packed" in str(caught.value)
     assert not (tmp_path / "code.tar.zst").exists()
-
-
-def test_an_archive_that_cannot_be_written_says_so(tree: Path, tmp_path: Path) -> None:
-    with pytest.raises(StoreError) as caught:
-        pack_code(take_snapshot(tree), tmp_path / "absent" / "code.tar.zst")
-    assert "could not be written" in str(caught.value)
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "garbage", "absent", "another"])
@@ -311,23 +250,5 @@ def test_a_damaged_or_altered_archive_is_refused(tree: Path, tmp_path: Path, dam
         archive.write_bytes(
             {"cut": data[:middle], "flip": flipped, "empty": b"", "garbage": b"no zstd"}[damage]
         )
-    with pytest.raises(CheckRefused) as caught:
+    with pytest.raises(CheckRefused, match=str(archive)):
         unpack_code(archive, tmp_path / "code", found.sha256)
-    assert str(archive) in str(caught.value)
-    assert "the very code that was submitted" in str(caught.value)
-
-
-def test_a_file_that_cannot_be_read_is_named(tree: Path) -> None:
-    with pytest.raises(StoreError) as caught:
-        hash_code(tree, ["a.py", "absent.py"])
-    assert "absent.py cannot be read (No such file or directory)" in str(caught.value)
-
-
-def test_a_file_that_goes_while_the_tree_is_looked_at_is_named(
-    tree: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tree / "a.py").unlink()
-    monkeypatch.setattr("strop.launch.snapshot._is_code", lambda root, name, skipped: True)
-    with pytest.raises(StoreError) as caught:
-        take_snapshot(tree)
-    assert "changes while it is looked at (No such file or directory" in str(caught.value)

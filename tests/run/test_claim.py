@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,12 +47,8 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def seen_by_children() -> list[str]:
-    words = [
-        "sh",
-        "-c",
-        f'echo "${{{VISIBLE}-unset}} ${{CUDA_DEVICE_ORDER-unset}} ${{{LEASE_VARIABLE}-unset}}"',
-    ]
-    return subprocess.run(words, check=True, capture_output=True, text=True).stdout.split()
+    text = f'echo "${{{VISIBLE}-unset}} ${{CUDA_DEVICE_ORDER-unset}} ${{{LEASE_VARIABLE}-unset}}"'
+    return subprocess.run(["sh", "-c", text], check=True, capture_output=True, text=True).stdout.split()
 
 
 def test_a_training_holds_the_emptiest_gpu_while_it_runs(machine: Path, tmp_path: Path) -> None:
@@ -100,9 +97,8 @@ def test_a_named_gpu_is_shared_knowingly_and_an_unnamed_one_is_not(
         install_fake_nvidia_smi(machine, [whole(0, 60), whole(1, 70)], [("GPU-0", stranger.pid, GIB)])
         with claim_machine(tmp_path / "run", "1", need_bytes=GIB) as held:
             beyond, shared = held.notices
-            assert beyond.startswith("2 GPUs are visible and 1 asked for: the first are used, 0")
+            assert beyond.startswith("2 GPUs are visible and 1 asked for")
             assert f"used by process {stranger.pid}" in shared
-            assert shared.endswith("Next: nothing, if that is meant: CUDA_VISIBLE_DEVICES names this GPU.")
         assert os.environ[VISIBLE] == "0,1"
         assert stranger.poll() is None
         stranger.kill()
@@ -146,37 +142,34 @@ def test_a_training_on_the_cpu_holds_no_gpu(
         assert held.notices == ()
 
 
-def test_a_start_ends_what_a_dead_run_left_and_says_so(machine: Path, tmp_path: Path) -> None:
-    mark = f"claim-{os.getpid()}"
-    (tmp_path / mark).mkdir()
-    with prolific_run(mark, tmp_path / mark) as (run, _):
-        while not any((tmp_path / mark).iterdir()):
+@pytest.fixture
+def dead_run(machine: Path, tmp_path: Path) -> Iterator[Path]:
+    """The folder of a run that was killed while it had something to clear up."""
+    path = tmp_path / f"claim-{os.getpid()}"
+    path.mkdir()
+    with prolific_run(path.name, path) as (run, _):
+        while not any(path.iterdir()):
             assert run.poll() is None
         run.kill()
         run.wait()
-        with claim_machine(tmp_path / "next", "1", need_bytes=GIB) as held:
-            (notice,) = held.notices
+        yield path
+
+
+def test_a_start_ends_what_a_dead_run_left_and_says_so(dead_run: Path, tmp_path: Path) -> None:
+    with claim_machine(tmp_path / "next", "1", need_bytes=GIB) as held:
+        (notice,) = held.notices
     assert notice.startswith("a dead run had left something: run prolific, attempt 1, had ended without")
-    assert f"removed {tmp_path / mark}/strop-" in notice
+    assert f"removed {dead_run}/strop-" in notice
 
 
 @pytest.mark.slow
 def test_a_training_notes_its_gpu_and_what_it_ended(
-    machine: Path, folder: Path, run: Run, tmp_path: Path
+    machine: Path, folder: Path, run: Run, dead_run: Path
 ) -> None:
-    mark = f"train-{os.getpid()}"
-    (tmp_path / mark).mkdir()
     install_fake_nvidia_smi(machine, [whole(0, 60)])
-    with prolific_run(mark, tmp_path / mark) as (dead, _):
-        while not any((tmp_path / mark).iterdir()):
-            assert dead.poll() is None
-        dead.kill()
-        dead.wait()
-        ended = run("train", "run.toml")
+    ended = run("train", "run.toml")
     assert ended.code == 0, ended.err
-    assert (
-        "a dead run had left something: run prolific, attempt 1, had ended without clearing up" in ended.err
-    )
+    assert "a dead run had left something: run prolific, attempt 1" in ended.err
     (attempt,) = (folder / "runs").glob("*/attempts/1/attempt.json")
     devices = json.loads(attempt.read_text())["facts"]["devices"]
     assert devices["roles"] == {"train": {"uuids": ["GPU-0"], "visible": "0"}}

@@ -28,7 +28,6 @@ from strop.run.doctor import (
     find_holdings,
     make_groups,
     measure_machine,
-    shortest_s,
 )
 from strop.spec import RunSpec
 from tests.fixtures.devices import GIB, divided, whole
@@ -81,21 +80,26 @@ def test_the_doctor_measures_keeps_it_and_looks_around(
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_doctor_says_who_has_the_gpus_and_ends_only_leftovers(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with leases of its own, a place for nvidia-smi and one for what a run makes."""
     (tmp_path / "runtime").mkdir(mode=0o700)
+    (tmp_path / "marked").mkdir()
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "runtime"))
     monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    mark = f"doctor-{os.getpid()}"
-    (tmp_path / mark).mkdir()
+    return tmp_path
+
+
+def test_the_doctor_says_who_has_the_gpus_and_ends_only_leftovers(
+    machine: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with (
         subprocess.Popen(["sleep", "64"]) as stranger,
-        prolific_run(mark, tmp_path / mark) as (dead, dead_id),
+        prolific_run(f"doctor-{os.getpid()}", machine / "marked") as (dead, dead_id),
         take_lease("living", "2", gpus=["MIG-a"]),
     ):
         gpus = [whole(0, 60), divided(1, "MIG-a")]
-        install_fake_nvidia_smi(tmp_path / "bin", gpus, [("GPU-0", stranger.pid, GIB)])
+        install_fake_nvidia_smi(machine / "bin", gpus, [("GPU-0", stranger.pid, GIB)])
         used, held = find_device_uses()
         assert (used.device.uuid, used.holder) == ("GPU-0", None)
         assert used.users == (f"process {stranger.pid} (of {Path('/proc/self').owner()}: sleep 64)",)
@@ -118,16 +122,14 @@ def test_the_doctor_says_who_has_the_gpus_and_ends_only_leftovers(
 
 @pytest.mark.slow
 def test_the_doctors_tables_name_what_is_there(
-    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "runtime").mkdir(mode=0o700)
-    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "runtime"))
-    monkeypatch.setenv("PATH", str(tmp_path / "bin"), prepend=os.pathsep)
-    monkeypatch.chdir(tmp_path)
-    install_fake_nvidia_smi(tmp_path / "bin", [whole(0, 60), divided(1, "MIG-a")])
-    mark = f"tables-{os.getpid()}"
-    (tmp_path / mark).mkdir()
-    with prolific_run(mark, tmp_path / mark) as (dead, dead_id), take_lease("living", "2", gpus=["MIG-a"]):
+    monkeypatch.chdir(machine)
+    install_fake_nvidia_smi(machine / "bin", [whole(0, 60), divided(1, "MIG-a")])
+    with (
+        prolific_run(f"tables-{os.getpid()}", machine / "marked") as (dead, dead_id),
+        take_lease("living", "2", gpus=["MIG-a"]),
+    ):
         dead.kill()
         dead.wait()
         assert main(["doctor"]) == 0
@@ -138,8 +140,8 @@ def test_the_doctors_tables_name_what_is_there(
     assert ["MIG-a", "1, a MIG slice", "Test", "unknown", "10.0 GB"] in [row[:5] for row in rows]
     assert any(row[:4] == [dead_id, "prolific", "1", "dead"] for row in rows)
     assert any(row[1:5] == ["living", "2", "alive", "MIG-a"] for row in rows)
-    assert any(row and row[0] == str(tmp_path / "runs") for row in rows)
-    assert "dead runs have left something; `strop doctor --clean` ends exactly that" in said.err
+    assert any(row and row[0] == str(machine / "runs") for row in rows)
+    assert "`strop doctor --clean`" in said.err
 
 
 def derive(timings: Timings) -> tuple[float, float, float, float]:
@@ -182,12 +184,6 @@ def test_timings_of_a_busy_machine_give_shares_all_the_same() -> None:
     assert (learn, decode) == (1.0, 1.0)
     assert layer_s >= 0.0
     assert 0.0 < update <= 1.0
-
-
-def test_the_shortest_try_counts_and_the_first_does_not() -> None:
-    calls: list[int] = []
-    assert shortest_s(lambda: calls.append(0), 3) >= 0.0
-    assert len(calls) == 4
 
 
 def test_nearly_all_positions_of_a_measured_step_are_scored() -> None:

@@ -244,14 +244,12 @@ class Refusing:
 @pytest.mark.parametrize(
     "method", ["list_folders", "find", "write", "read_versioned", "remove", "begin_upload"]
 )
-def test_a_store_that_does_not_answer_is_refused_at_the_start(method: str) -> None:
+def test_a_store_that_does_not_answer_is_refused_at_the_start(method: str, tmp_path: Path) -> None:
     silent = RecordStore(cast(Objects, Refusing(method, RemoteUnreachable)))
     with pytest.raises(CheckRefused) as caught:
         probe_store("s3://bucket/p", silent)
     assert caught.value.exit_code == 76
-
-
-def test_a_probe_leaves_nothing_behind(tmp_path: Path) -> None:
+    # A probe leaves nothing behind.
     store = open_store(str(tmp_path))
     probe_store(str(tmp_path), store)
     assert list(store.list(str(tmp_path))) == []

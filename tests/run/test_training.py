@@ -67,6 +67,23 @@ threads = 1
 """
 
 
+class Broken(Exception):
+    """What a fault of this test raises."""
+
+
+class BreakingNotes(Notes):
+    """Fails when it is told of a step."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.fatal_step = step
+
+    def on_step(self, metrics: Mapping[str, float]) -> None:
+        super().on_step(metrics)
+        if metrics["step"] == self.fatal_step:
+            raise Broken
+
+
 class Here:
     """A folder with a run file."""
 
@@ -81,6 +98,13 @@ class Here:
     def train(self, *overrides: str, is_new: bool = False) -> TrainOutcome:
         resolved = load_spec(self.run_file, [f"output.root={self.folder / 'runs'}", *overrides])
         return train_here(resolved, self.notes, is_new=is_new, on_run=self.tell)
+
+    def break_off(self, step: int, *overrides: str) -> None:
+        """Train until something fails after a step."""
+        self.notes = BreakingNotes(step)
+        with pytest.raises(Broken):
+            self.train(*overrides)
+        self.notes = Notes()
 
     def tell(self, run_dir: RunDir) -> None:
         assert run_dir.is_locked_here
@@ -109,6 +133,25 @@ def test_a_run_file_becomes_a_trained_run(here: Here, tiny_model_dir: Path) -> N
     # The resolved spec is kept, and is a run file itself.
     assert load_spec(run.spec_path).spec.train.steps == 2
     assert not here.told[0].is_locked_here
+    # Held-out accuracy before and after, without eval.every, as in a run file that says nothing of it.
+    assert outcome.before is not None
+    assert outcome.after is not None
+    assert (outcome.before.step, outcome.after.step) == (0, 2)
+    assert (outcome.before.split, outcome.before.num_examples) == ("held_out", 2)
+    assert outcome.before.model_digest != outcome.after.model_digest
+    assert [summary.step for summary in here.notes.summaries] == [0, 2]
+    names = [f"reverse-text-step-00000{step}" for step in (0, 2)]
+    for name in names:
+        # The replies, too, two examples with two sampled ones each: another judge may read them again.
+        _, replies = read_all_shards(run.path / "eval" / name)
+        assert len(replies) == 2 * (1 + (outcome.before.num_samples or 0))
+    assert sorted(path.stem for path in (run.path / "eval").glob("*.json")) == names
+    # A checkpoint that does not name its weights is named by its files.
+    checkpoint = run.path / "checkpoints" / "step-000002"
+    manifest = json.loads((checkpoint / "COMPLETE").read_text())
+    del manifest["facts"]["weights_digest"]
+    (checkpoint / "COMPLETE").write_text(json.dumps(manifest))
+    assert open_model(str(checkpoint)).digest == get_model(str(checkpoint / "model")).digest
 
 
 def test_missing_kernels_are_said_and_written_down(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,26 +163,6 @@ def test_missing_kernels_are_said_and_written_down(here: Here, monkeypatch: pyte
     notices = [event.detail for event in here.told[0].events.read() if event.kind is EventKind.NOTICE]
     assert any("not compiled (no such file: 'cc')" in notice for notice in notices)
     assert "no such file: 'cc'" in str(here.attempt(1)["facts"])
-
-
-def test_held_out_accuracy_is_measured_before_and_after(here: Here) -> None:
-    # Without eval.every, as in a run file that says nothing about evaluation.
-    outcome = here.train()
-    assert outcome.before is not None
-    assert outcome.after is not None
-    assert (outcome.before.step, outcome.after.step) == (0, 2)
-    assert (outcome.before.split, outcome.before.num_examples) == ("held_out", 2)
-    assert outcome.before.model_digest != outcome.after.model_digest
-    assert [summary.step for summary in here.notes.summaries] == [0, 2]
-    kept = outcome.run_path / "eval"
-    for step in (0, 2):
-        # The replies, too, two examples with two sampled ones each: another judge may read them again.
-        _, replies = read_all_shards(kept / f"reverse-text-step-{step:06d}")
-        assert len(replies) == 2 * (1 + (outcome.before.num_samples or 0))
-    assert sorted(path.name for path in kept.glob("*.json")) == [
-        "reverse-text-step-000000.json",
-        "reverse-text-step-000002.json",
-    ]
 
 
 @pytest.mark.parametrize("words", [(), ("lora.rank=2",)], ids=["whole", "adapters"])
@@ -212,14 +235,6 @@ def test_an_evaluation_is_compared_with_the_best_valid_one_of_its_protocol(tmp_p
     run_dir.release()
 
 
-def test_a_checkpoint_that_does_not_name_its_weights_is_named_by_its_files(here: Here) -> None:
-    checkpoint = here.train().run_path / "checkpoints" / "step-000002"
-    manifest = json.loads((checkpoint / "COMPLETE").read_text())
-    del manifest["facts"]["weights_digest"]
-    (checkpoint / "COMPLETE").write_text(json.dumps(manifest))
-    assert open_model(str(checkpoint)).digest == get_model(str(checkpoint / "model")).digest
-
-
 def test_what_a_run_trained_on_is_known_although_its_task_has_changed(here: Here) -> None:
     """Incident: splits that changed with a version made held-out what older runs had trained on."""
     path = here.train().run_path
@@ -242,30 +257,9 @@ def test_what_a_run_trained_on_is_known_although_its_task_has_changed(here: Here
         refuse_trained(task, Split.HELD_OUT, held_out, found)
 
 
-class Broken(Exception):
-    """What a fault of this test raises."""
-
-
-class BreakingNotes(Notes):
-    """Fails when it is told of a step."""
-
-    def __init__(self, step: int) -> None:
-        super().__init__()
-        self.fatal_step = step
-
-    def on_step(self, metrics: Mapping[str, float]) -> None:
-        super().on_step(metrics)
-        if metrics["step"] == self.fatal_step:
-            raise Broken
-
-
 def test_the_same_command_goes_on_and_reports_what_earlier_attempts_found(here: Here) -> None:
-    here.notes = BreakingNotes(2)
-    with pytest.raises(Broken):
-        here.train()
+    here.break_off(2)
     assert (here.attempt(1)["cause"], here.attempt(1)["exit_code"]) == ("Broken", 1)
-    assert here.notes.ends == ["Broken"]
-    here.notes = Notes()
     outcome = here.train()
     assert len(list_runs(here.folder / "runs")) == 1
     assert here.notes.starts == [(str(outcome.run_path), 1, 2)]
@@ -277,15 +271,12 @@ def test_the_same_command_goes_on_and_reports_what_earlier_attempts_found(here: 
 
 def test_a_run_keeps_its_number_format_on_a_machine_with_another(here: Here) -> None:
     """`auto` was float32 where it began; where it goes on it would be bfloat16, or the other way round."""
-    here.notes = BreakingNotes(1)
-    with pytest.raises(Broken):
-        here.train("model.dtype=auto")
+    here.break_off(1, "model.dtype=auto")
     path = here.told[0].path / "run.json"
     state = json.loads(path.read_text())
     other = {"float32": "bfloat16", "bfloat16": "float32"}[state["facts"][DTYPE_FACT]]
     state["facts"][DTYPE_FACT] = other
     path.write_text(json.dumps(state))
-    here.notes = Notes()
     here.train("model.dtype=auto")
     assert len(list_runs(here.folder / "runs")) == 1
     (weights,) = [event.detail for event in here.notes.events if event.cause == "weights"]
@@ -293,24 +284,14 @@ def test_a_run_keeps_its_number_format_on_a_machine_with_another(here: Here) -> 
     assert any(f"model.dtype: {other}: the run began with it" in event.detail for event in here.notes.events)
 
 
-def test_a_new_run_can_be_asked_for(here: Here) -> None:
-    here.notes = BreakingNotes(1)
-    with pytest.raises(Broken):
-        here.train()
-    here.notes = Notes()
+def test_a_new_run_can_be_asked_for_and_another_spec_makes_another(here: Here) -> None:
+    here.break_off(1)
     outcome = here.train(is_new=True)
     assert len(list_runs(here.folder / "runs")) == 2
     assert outcome.run_path != here.told[0].path
     assert here.notes.starts[0][1] == 0
-
-
-def test_another_spec_makes_another_run(here: Here) -> None:
-    here.notes = BreakingNotes(1)
-    with pytest.raises(Broken):
-        here.train()
-    here.notes = Notes()
     here.train("seed=9")
-    assert len(list_runs(here.folder / "runs")) == 2
+    assert len(list_runs(here.folder / "runs")) == 3
 
 
 def test_a_finished_run_in_a_named_directory_is_refused(here: Here) -> None:
@@ -326,35 +307,20 @@ def test_a_finished_run_in_a_named_directory_is_refused(here: Here) -> None:
     assert len(here.told) == 1
 
 
-def test_a_named_directory_of_another_spec_is_refused(here: Here) -> None:
-    named = here.folder / "mine"
-    here.notes = BreakingNotes(1)
-    with pytest.raises(Broken):
-        here.train(f"output.dir={named}")
-    with pytest.raises(CheckRefused, match="seed=0 there and 9 here"):
-        here.train(f"output.dir={named}", "seed=9")
-    here.notes = Notes()
-    # And its own spec goes on there.
-    assert here.train(f"output.dir={named}").run_path == named
-
-
-def test_a_new_run_in_a_directory_that_is_there_is_refused(here: Here) -> None:
+def test_a_named_directory_is_for_one_run_and_one_process(here: Here) -> None:
     named = here.folder / "mine"
     named.mkdir()
-    with pytest.raises(
-        CheckRefused, match=r"a new run was asked for, and output\.dir=.*mine is there already"
-    ):
+    with pytest.raises(CheckRefused, match="mine is there already"):
         here.train(f"output.dir={named}", is_new=True)
-    assert list(named.iterdir()) == []
-
-
-def test_a_directory_in_use_is_refused_naming_its_holder(here: Here) -> None:
-    named = here.folder / "mine"
-    here.notes = BreakingNotes(1)
-    with pytest.raises(Broken):
-        here.train(f"output.dir={named}")
+    # Nothing was written into it.
+    named.rmdir()
+    here.break_off(1, f"output.dir={named}")
+    with pytest.raises(CheckRefused, match="seed=0 there and 9 here"):
+        here.train(f"output.dir={named}", "seed=9")
     with RunDir.open(named), pytest.raises(CheckRefused, match=r"mine is in use by process \d+"):
         here.train(f"output.dir={named}")
+    # And its own spec goes on there.
+    assert here.train(f"output.dir={named}").run_path == named
 
 
 def test_a_refusal_of_the_gate_is_on_record_and_can_be_mended(here: Here) -> None:
@@ -362,9 +328,6 @@ def test_a_refusal_of_the_gate_is_on_record_and_can_be_mended(here: Here) -> Non
         here.train("train.accept=none")
     assert (here.attempt(1)["cause"], here.attempt(1)["exit_code"]) == ("CheckRefused", 76)
     assert not here.told[0].is_finished
-
-
-def test_a_mistake_in_what_is_accepted_is_one_of_the_run_file(here: Here) -> None:
     with pytest.raises(ConfigError, match="wieghts"):
         here.train("train.accept=wieghts: a typo")
 

@@ -94,20 +94,10 @@ def test_every_shortage_is_named_with_its_code(tool: Path, tmp_path: Path) -> No
     assert caught.value.exit_code == 76
     said = str(caught.value).splitlines()
     assert len(said) == 6
-    for line, part in zip(
-        said,
-        (
-            "free_disk: n7: ",
-            " s ahead of the first node. Allowed: clocks that differ by 30 s at most",
-            "free_host_memory: n7: ",
-            "GLOO_SOCKET_IFNAME=eno7 names no network interface of this node. Allowed: one of lo",
-            f"is used by process {stranger.pid} (of ",
-            "13.00 GiB free of 80.00 GiB, 20.00 GiB needed; 67.00 GiB are used by no process that",
-        ),
-        strict=True,
-    ):
-        assert part in line
-        assert ". Next: " in line
+    parts = ("free_disk: n7: ", "30 s", "free_host_memory: n7: ", "=eno7 ", "13.00 GiB free of")
+    for part in (*parts, f"is used by process {stranger.pid} (of "):
+        assert sum(part in line for line in said) == 1
+    assert all(". Next: " in line for line in said)
 
 
 def test_a_levels_error_ends_the_ladder(tool: Path, tmp_path: Path) -> None:
@@ -165,14 +155,10 @@ def test_slices_cannot_compute_together_on_several_nodes(tool: Path, tmp_path: P
     assert (finding.code, finding.where) == ("mig_mode", "MIG-a")
 
 
-def test_without_the_drivers_tool_nothing_is_known() -> None:
-    build = TorchBuild(version="2.13.0", cuda="12.6")
-    report = GpuReport(gpus=(), probe=Probe.MISSING)
-    (finding,) = check_driver(report, build, needs_cuda=True)
-    assert (finding.code, finding.severity) == ("nvidia_smi", Severity.UNKNOWN)
-
-
 def test_torch_must_be_built_for_the_driver() -> None:
+    missing = GpuReport(gpus=(), probe=Probe.MISSING)
+    (finding,) = check_driver(missing, TorchBuild(version="2.13.0", cuda="12.6"), needs_cuda=True)
+    assert (finding.code, finding.severity) == ("nvidia_smi", Severity.UNKNOWN)
     old = GpuReport(gpus=(whole(0, 70),), probe=Probe.ANSWERED)
     # The fixture's driver is 590.10: new enough for CUDA 13, which needs 580.
     assert list(check_driver(old, TorchBuild(version="2.13.0", cuda="13.0"), needs_cuda=True)) == []

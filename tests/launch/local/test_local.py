@@ -56,54 +56,28 @@ def steps_of(home: str) -> list[int]:
 
 
 def test_a_job_outlives_its_submitter_and_succeeds_by_its_own_record(
-    project: Path, launcher: Launcher
+    project: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    submitted = launcher.submit(make_request(project, [saver(5)]))
+    # Submitted by a run, it is not ended with that run.
+    monkeypatch.setenv("STROP_LEASE", "the-outer-one")
+    roles = [saver(5), role("lease", "import os; print('lease', os.environ['STROP_LEASE'])")]
+    submitted = launcher.submit(make_request(project, roles))
     assert submitted.is_new
+    # A submitter that was killed before it noted the job has submitted once.
+    (Path(submitted.ref.home) / "job" / "ref.json").unlink()
+    again = launcher.submit(make_request(project, roles))
+    assert (again.ref.job_id, again.is_new) == (submitted.ref.job_id, False)
     status = wait_for_end(launcher, submitted.ref)
     assert (status.state, status.source) == (JobState.SUCCEEDED, "record")
     assert steps_of(submitted.ref.home) == [1, 2, 3, 4, 5]
     lines = list(launcher.logs(submitted.ref, 0, LogFilter(role="train"), is_followed=False))
     assert [line.text for line in lines] == ["from 0", *(f"step {step}" for step in range(1, 6))]
     assert {(line.node, line.role) for line in lines} == {("0", "train")}
+    assert read_role_log(submitted.ref.home, "lease").startswith("lease ")
+    assert "the-outer-one" not in read_role_log(submitted.ref.home, "lease")
 
 
-def test_the_same_submission_is_the_same_job(project: Path, launcher: Launcher) -> None:
-    first = launcher.submit(make_request(project, [saver(3)]))
-    again = launcher.submit(make_request(project, [saver(3)]))
-    assert (again.ref, again.is_new) == (first.ref, False)
-    with pytest.raises(CheckRefused, match="whose plan is another"):
-        launcher.submit(make_request(project, [saver(4)]))
-    other = launcher.submit(make_request(project, [saver(3)]), is_new=True)
-    assert other.ref.home != first.ref.home
-    for ref in (first.ref, other.ref):
-        wait_for_end(launcher, ref)
-
-
-def test_a_preempted_job_saves_its_state_and_is_requeued(project: Path, launcher: Launcher) -> None:
-    ref = launcher.submit(make_request(project, [told_once()])).ref
-    wait_for(lambda: len(steps_of(ref.home)) >= 3)
-    preempt(launcher.backend, ref)
-    assert wait_for_end(launcher, ref).state is JobState.SUCCEEDED
-    # Each step once: the second life went on from where the first one had saved.
-    assert steps_of(ref.home) == list(range(1, saved_step(ref.home) + 1))
-    verdicts = read_verdicts(Path(ref.home))
-    assert [(one["number"], one["exit_code"], one["signal"]) for one in verdicts] == [
-        (0, 75, "SIGUSR2"),
-        (1, 0, ""),
-    ]
-
-
-def test_the_requeue_budget_is_kept(project: Path, launcher: Launcher) -> None:
-    stopper = role("train", "import sys; sys.exit(75)")
-    ref = launcher.submit(make_request(project, [stopper], "job.max_requeue=2")).ref
-    status = wait_for_end(launcher, ref)
-    assert status.state is JobState.FAILED
-    assert status.reason == "requeue budget: attempt 2 was the last one that it may have"
-    assert [one["exit_code"] for one in read_verdicts(Path(ref.home))] == [75, 75, 75]
-
-
-def test_who_waits_leaves_the_next_attempt_to_the_supervisor(project: Path, launcher: Launcher) -> None:
+def test_a_preempted_job_goes_on_and_who_waits_submits_none(project: Path, launcher: Launcher) -> None:
     ref = launcher.submit(make_request(project, [told_once()])).ref
     said: list[str] = []
 
@@ -120,12 +94,16 @@ def test_who_waits_leaves_the_next_attempt_to_the_supervisor(project: Path, laun
     assert said[-1] == f"{ref.job_id}: succeeded"
     assert steps_of(ref.home) == list(range(1, saved_step(ref.home) + 1))
     wait_for_end(launcher, ref)
-    assert [one["exit_code"] for one in read_verdicts(Path(ref.home))] == [75, 0]
+    verdicts = read_verdicts(Path(ref.home))
+    assert [(one["number"], one["exit_code"], one["signal"]) for one in verdicts] == [
+        *((0, 75, "SIGUSR2"), (1, 0, ""))
+    ]
     stopper = role("train", "import sys; sys.exit(75)")
     last = launcher.submit(make_request(project, [stopper], "name=other", "job.max_requeue=1")).ref
     with pytest.raises(CheckRefused, match=r"ended as failed \(requeue budget: attempt 1"):
         watch(launcher, Path(last.home), said.append, pause=lambda _: time.sleep(0.05))
     wait_for_end(launcher, last)
+    assert [one["exit_code"] for one in read_verdicts(Path(last.home))] == [75, 75]
 
 
 def test_a_failure_names_role_code_and_last_lines_and_is_not_repeated(
@@ -149,24 +127,31 @@ def test_a_cancelled_job_is_cancelled_and_says_what_ended_it(project: Path, laun
     assert launcher.cancel(ref, grace_s=20.0).ended_by == "it had ended"
 
 
-def test_what_ignores_the_end_is_killed_with_all_that_it_started(project: Path, launcher: Launcher) -> None:
-    marker = f"survivor-{os.getpid()}"
+@pytest.mark.parametrize(
+    ("overrides", "grace_s", "ended_by"),
+    # The agent's own grace of a second is shorter; the one who cancels has less patience than the job's.
+    [(("job.grace_s=1.0",), LIMIT_S, "TERM"), ((), 1.0, "KILL")],
+)
+def test_what_ignores_the_end_is_killed_with_all_that_it_started(
+    project: Path, launcher: Launcher, overrides: tuple[str, ...], grace_s: float, ended_by: str
+) -> None:
+    marker = f"survivor-{os.getpid()}-{ended_by}"
     # A role that ignores TERM, and a grandchild in a session of its own that does too.
     stubborn = f"""
-import os, signal, subprocess, sys, time
+import signal, subprocess, sys, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 subprocess.Popen([sys.executable, "-c", code, {marker!r}], start_new_session=True)
 print("started", flush=True)
 time.sleep(600)
 """
-    ref = launcher.submit(make_request(project, [role("train", stubborn)], "job.grace_s=1.0")).ref
-    wait_for(lambda: is_running(marker))
-    wait_for(lambda: "started" in read_role_log(ref.home))
-    outcome = launcher.cancel(ref, grace_s=LIMIT_S)
-    # The agent's own grace of a second is shorter: its KILL comes before ours.
-    assert outcome.ended_by == "TERM"
-    assert "train did not end within the grace after SIGTERM" in read_cause(ref.home)
+    ref = launcher.submit(make_request(project, [role("train", stubborn)], *overrides)).ref
+    wait_for(lambda: is_running(marker) and "started" in read_role_log(ref.home))
+    assert launcher.cancel(ref, grace_s=grace_s).ended_by == ended_by
+    if ended_by == "TERM":
+        assert "train did not end within the grace after SIGTERM" in read_cause(ref.home)
+    else:
+        assert stand_of(launcher, ref).state is JobState.FAILED
     wait_for(lambda: not is_running(marker))
 
 
@@ -236,35 +221,6 @@ def children_of(pid: int) -> list[int]:
     return found
 
 
-def test_a_killed_submitter_has_submitted_once(project: Path, launcher: Launcher) -> None:
-    request = make_request(project, [saver(3)])
-    ref = launcher.submit(request).ref
-    (Path(ref.home) / "job" / "ref.json").unlink()
-    again = launcher.submit(make_request(project, [saver(3)]))
-    assert (again.ref.job_id, again.ref.home, again.is_new) == (ref.job_id, ref.home, False)
-    wait_for_end(launcher, ref)
-
-
-def test_trials_of_a_sweep_have_directories_and_settings_of_their_own(
-    project: Path, launcher: Launcher
-) -> None:
-    reader = role(
-        "train",
-        "import sys; print([l for l in open(sys.argv[1]) if l.startswith('lr =')])",
-        "{run}/job/spec.toml",
-    )
-    sweep = ("optimizer.lr=0.001,0.002",)
-    ref = launcher.submit(make_request(project, [reader], sweep=sweep)).ref
-    wait_for(lambda: all(one.state is JobState.SUCCEEDED for one in launcher.status([ref])))
-    texts = [
-        line.text
-        for trial in (0, 1)
-        for line in launcher.logs(ref, trial, LogFilter(role="train"), is_followed=False)
-    ]
-    assert "0.001" in texts[0]
-    assert "0.002" in texts[1]
-
-
 def test_one_trial_of_a_sweep_ends_alone(project: Path, launcher: Launcher) -> None:
     sweep = ("optimizer.lr=0.001,0.002,0.003,0.004",)
     ref = launcher.submit(make_request(project, [held(20)], sweep=sweep)).ref
@@ -300,35 +256,6 @@ def test_an_interpreter_that_is_not_there_is_refused_and_nothing_is_started(
     with pytest.raises(CheckRefused, match=r"/nowhere/bin/python is no program of this machine"):
         launcher.submit(make_request(project, [saver(1)], site="desk"))
     assert not list((project.parent / "runs").glob("*/job"))
-
-
-def test_a_job_submitted_by_a_run_is_not_ended_with_that_run(
-    project: Path, launcher: Launcher, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("STROP_LEASE", "the-outer-one")
-    shower = role("train", "import os; print('lease', os.environ['STROP_LEASE'])")
-    ref = launcher.submit(make_request(project, [shower])).ref
-    wait_for_end(launcher, ref)
-    assert "the-outer-one" not in read_role_log(ref.home)
-
-
-def test_a_kill_without_grace_leaves_nothing(project: Path, launcher: Launcher) -> None:
-    marker = f"no-grace-{os.getpid()}"
-    stubborn = f"""
-import signal, subprocess, sys, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
-subprocess.Popen([sys.executable, "-c", code, {marker!r}], start_new_session=True)
-print("started", flush=True)
-time.sleep(600)
-"""
-    ref = launcher.submit(make_request(project, [role("train", stubborn)])).ref
-    wait_for(lambda: "started" in read_role_log(ref.home))
-    # The job's own grace is two minutes; the one who cancels has less patience.
-    outcome = launcher.cancel(ref, grace_s=1.0)
-    assert outcome.ended_by == "KILL"
-    assert stand_of(launcher, ref).state is JobState.FAILED
-    wait_for(lambda: not is_running(marker))
 
 
 SEEN = """

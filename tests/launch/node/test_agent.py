@@ -61,9 +61,8 @@ class Node:
         return self.start(attempt=attempt, number=number, variables=variables).wait(LIMIT_S)
 
     def end(self, node: int = 0, attempt: str = "a-0") -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(
-            (self.home / "attempts" / attempt / f"end-{node}.json").read_text()
-        )
+        path = self.home / "attempts" / attempt / f"end-{node}.json"
+        found: dict[str, Any] = json.loads(path.read_text())
         return found
 
     def log(self, name: str, node: int = 0, attempt: str = "a-0") -> str:
@@ -230,10 +229,9 @@ def test_a_sidecar_node_ends_when_the_main_part_has(
     """Incident PRC-5: a partner idle for twelve hours."""
     sidecar = role("sidecar", "import time; time.sleep(600)", nodes="cpu", need=Need.PRESENCE)
     node = a_node(project, [saver(20), sidecar])
-    plan_roles = json.loads((node.home / "job" / "plan.json").read_text())["roles"]
+    content = json.loads((node.home / "job" / "plan.json").read_text())
     # This machine has one node: its plan gives the sidecar to the first. Two parts, as on a cluster.
-    plan_roles[1]["nodes"] = "cpu"
-    content = json.loads((node.home / "job" / "plan.json").read_text()) | {"roles": plan_roles}
+    content["roles"][1]["nodes"] = "cpu"
     (node.home / "job" / "plan.json").write_text(json.dumps(content))
     main = node.start("--node", 0, "--num-nodes", 2)
     beside = node.start("--node", 1, "--num-nodes", 2, "--part", "cpu")
@@ -283,12 +281,6 @@ def test_roles_get_their_slices_of_the_inherited_devices(
     node = a_node(project, [shower], preflight="none")
     assert node.run(variables={"CUDA_VISIBLE_DEVICES": visible}) == 0
     assert node.log("train").split() == [infer, train, "PCI_BUS_ID"]
-
-
-def test_fewer_devices_than_asked_for_are_refused(project: Path) -> None:
-    node = a_node(project, [role("train", "print('ran')", gpus={"train": 2})], preflight="none")
-    assert node.run(variables={"CUDA_VISIBLE_DEVICES": "3"}) == 76
-    assert "2 GPUs are asked for" in node.end()["cause"]
 
 
 def test_a_gpu_with_a_strangers_process_is_refused_by_name(project: Path, tmp_path: Path) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,6 @@ from tests.launch.sagemaker.rehearsal import (
     SOURCE,
     Rehearsal,
     expected_metrics,
-    handles_term,
     step_of,
 )
 
@@ -71,28 +70,6 @@ def end_of(emulator: Emulator) -> int | None:
     code = emulator.wait(LIMIT_S)
     assert emulator.check_end() == [], emulator.log_of(HOST)
     return code
-
-
-def test_success(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit()
-    emulator = rehearsal.start(request)
-    assert end_of(emulator) == 0, emulator.log_of(HOST)
-    assert rehearsal.states(request)[-1] == "step-000006"
-    assert rehearsal.metrics(request, HOST) == expected_metrics(6)
-    verdict = rehearsal.read_record(request, "attempts/job-20261121-120000-0/verdict.json")
-    assert (verdict["exit_code"], verdict["number"]) == (0, 0)
-    assert "train| begin at step 0" in emulator.log_of(HOST)
-    assert emulator.failure() == ""
-
-
-def test_an_exception_is_a_cause_at_the_front_of_the_failure_file(rehearsal: Rehearsal) -> None:
-    emulator = rehearsal.start(rehearsal.submit(trainee={"FAIL_AT": 2}))
-    assert end_of(emulator) == 1
-    failure = emulator.failure()
-    assert failure.startswith(
-        f"exit code 1: failed on {HOST}; rank 3; RuntimeError: rank 3: the loss is not finite; at program.py:"
-    )
-    assert len(failure) <= 1024
 
 
 def test_lau_2_term_during_a_step_saves_and_a_second_start_goes_on_exactly(rehearsal: Rehearsal) -> None:
@@ -155,39 +132,17 @@ def test_before_a_capacity_block_ends_the_state_is_saved(rehearsal: Rehearsal) -
     assert rehearsal.states(request)[-1] >= before
 
 
-def test_a_job_that_goes_on_after_another_one_counts_on(rehearsal: Rehearsal) -> None:
+def test_a_job_that_goes_on_after_another_one_succeeds_and_counts_on(rehearsal: Rehearsal) -> None:
     """An attempt with a number that an earlier job of the same home had would be fenced off, or misjudged."""
-    request = rehearsal.submit(trainee={"STEPS": 1}, num_past=3)
-    assert end_of(rehearsal.start(request)) == 0
-    assert rehearsal.read_record(request, "attempts/job-20261121-120000-3/verdict.json")["number"] == 3
-
-
-def test_term_during_a_save(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit(trainee={"STEP_S": 0.0, "SAVE_S": 0.5})
-    first = rehearsal.start(request, num_steps=ENDLESS)
-    wait_for_state(rehearsal, request)
-    assert first.stop() == 75
-    go_on_to_the_end(rehearsal, request, step_of(rehearsal.states(request)[-1]))
-
-
-def test_term_before_step_0(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit(trainee={"STEPS": ENDLESS})
+    request = rehearsal.submit(num_past=3)
     emulator = rehearsal.start(request)
-    # From the first moment at which the entry can hear it; no handler of its own would be a plain death.
-    wait_until(lambda: any(map(handles_term, emulator.find_leftovers())), "nobody listens")
-    code = emulator.stop()
-    assert code == 75, emulator.log_of(HOST)
-    assert emulator.failure().startswith("requeue:")
-    wait_for_nobody(emulator)
-
-
-def test_kill_without_warning_loses_what_was_not_copied_and_no_more(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit(trainee={"STEP_S": 0.3})
-    first = rehearsal.start(request, num_steps=ENDLESS)
-    seen = wait_for_state(rehearsal, request, 2)
-    first.kill()
-    wait_for_nobody(first)
-    go_on_to_the_end(rehearsal, request, step_of(max([seen, *rehearsal.states(request)])))
+    assert end_of(emulator) == 0, emulator.log_of(HOST)
+    assert rehearsal.states(request)[-1] == "step-000006"
+    assert rehearsal.metrics(request, HOST) == expected_metrics(6)
+    verdict = rehearsal.read_record(request, "attempts/job-20261121-120000-3/verdict.json")
+    assert (verdict["exit_code"], verdict["number"]) == (0, 3)
+    assert "train| begin at step 0" in emulator.log_of(HOST)
+    assert emulator.failure() == ""
 
 
 class SlowFolder(FolderObjects):
@@ -209,8 +164,7 @@ class SlowFolder(FolderObjects):
 @pytest.mark.parametrize("is_told", [True, False])
 def test_an_end_during_an_upload_leaves_a_whole_state(tmp_path: Path, is_told: bool) -> None:
     folder = SlowFolder(tmp_path / "s3")
-    rehearsal = Rehearsal(tmp_path, objects=folder)
-    try:
+    with closing(Rehearsal(tmp_path, objects=folder)) as rehearsal:
         request = rehearsal.submit(trainee={"STEP_S": 0.6})
         first = rehearsal.start(request, num_steps=ENDLESS)
         seen = wait_for_state(rehearsal, request)
@@ -219,26 +173,8 @@ def test_an_end_during_an_upload_leaves_a_whole_state(tmp_path: Path, is_told: b
             assert first.stop() == 75
         else:
             first.kill()
+            wait_for_nobody(first)
         go_on_to_the_end(rehearsal, request, step_of(max([seen, *rehearsal.states(request)])))
-    finally:
-        rehearsal.close()
-
-
-def test_a_state_without_its_marker_or_with_damage_is_passed_over(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit(trainee={"STEPS": 4})
-    assert end_of(rehearsal.start(request)) == 0
-    root = rehearsal.folder.path_of(request["CheckpointConfig"]["S3Uri"]) / HOST
-    newest, older = root / "step-000004", root / "step-000003"
-    (newest / "weights.bin").write_bytes(b"half")
-    (root / "step-000009").mkdir()
-    (root / "step-000009" / "state.json").write_text("{}")
-    second = rehearsal.start(request)
-    assert end_of(second) == 0
-    assert "begin at step 3" in second.log_of(HOST)
-    resume = rehearsal.read_record(request, "attempts/job-20261121-120000-1/resume.json")
-    assert resume["step"] == 3
-    assert "step-000009 has no COMPLETE" in resume["reason"]
-    assert older.exists()
 
 
 def test_a_new_job_of_the_same_run_goes_on(rehearsal: Rehearsal) -> None:
@@ -250,16 +186,6 @@ def test_a_new_job_of_the_same_run_goes_on(rehearsal: Rehearsal) -> None:
     assert end_of(emulator) == 0
     assert "begin at step 3" in emulator.log_of(HOST)
     assert rehearsal.metrics(later, HOST) == expected_metrics(5)
-
-
-def test_code_that_was_changed_on_its_way_is_refused(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit()
-    uri = request["InputDataConfig"][1]["DataSource"]["S3DataSource"]["S3Uri"]
-    path = rehearsal.folder.path_of(uri) / "code.tar.zst"
-    path.write_bytes(path.read_bytes()[:-10])
-    emulator = rehearsal.start(request)
-    assert end_of(emulator) not in {0, 75, None}
-    assert HOST in emulator.failure()
 
 
 def test_a_crash_of_the_entry_itself_leaves_a_failure_file(rehearsal: Rehearsal) -> None:
@@ -292,17 +218,16 @@ def test_a_config_of_another_job_is_refused(rehearsal: Rehearsal) -> None:
     )
 
 
-@pytest.mark.parametrize("num_children", [1, 3])
-def test_no_grandchild_outlives_the_entry(rehearsal: Rehearsal, num_children: int) -> None:
+def test_no_grandchild_outlives_the_entry(rehearsal: Rehearsal) -> None:
     (rehearsal.project / "program.py").write_text(
         "import subprocess, sys, time\n"
-        f"for _ in range({num_children}):\n"
+        "for _ in range(3):\n"
         "    words = [sys.executable, '-c', 'import time; time.sleep(600)']\n"
         "    subprocess.Popen(words, start_new_session=True)\n"
         "time.sleep(600)\n"
     )
     emulator = rehearsal.start(rehearsal.submit())
-    wait_until(lambda: len(emulator.find_leftovers()) >= num_children + 2, "the children did not start")
+    wait_until(lambda: len(emulator.find_leftovers()) >= 5, "the children did not start")
     # Without the emulator's own end of a stop, which kills whatever is left.
     emulator.terminate()
     assert emulator.wait(LIMIT_S) == 75, emulator.log_of(HOST)
@@ -352,12 +277,8 @@ def test_sec_4_a_secret_reaches_its_role_alone(rehearsal: Rehearsal, monkeypatch
     assert "train| secret is here" in log
     assert "train| the value is <redacted>" in log
     assert "sidecar| None" in log
-    found = subprocess.run(
-        ["grep", "-rl", "canary-value-1", str(emulator.root), str(rehearsal.root / "s3")],
-        capture_output=True,
-        text=True,
-        check=False,
-    ).stdout.split()
+    files = [path for root in (emulator.root, rehearsal.root / "s3") for path in root.rglob("*")]
+    found = [str(path) for path in files if path.is_file() and b"canary-value-1" in path.read_bytes()]
     # The role's own log file, in the scratch of the container, is where it printed it itself.
     assert [path for path in found if "/scratch/" not in path and "/0/train.log" not in path] == []
 
@@ -410,14 +331,6 @@ def roles_on_all() -> tuple[RolePlan, ...]:
     return (RolePlan(name="train", argv=PROGRAM, nodes="all"),)
 
 
-def test_two_hosts_end_together(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit(instance_count=2, trainee={"STEPS": 3})
-    emulator = rehearsal.start(request)
-    assert emulator.wait(LIMIT_S) == 0, emulator.log_of(HOST) + emulator.log_of("127.0.1.2")
-    assert emulator.codes == {"127.0.1.1": 0, "127.0.1.2": 0}
-    assert emulator.check_end() == []
-
-
 def test_an_exception_on_host_2_ends_all_and_names_host_and_rank(rehearsal: Rehearsal) -> None:
     request = rehearsal.submit(
         instance_count=2, roles=roles_on_all(), trainee={"STEPS": ENDLESS, "FAIL_AT": 3, "FAIL_NODE": 1}
@@ -425,22 +338,10 @@ def test_an_exception_on_host_2_ends_all_and_names_host_and_rank(rehearsal: Rehe
     emulator = rehearsal.start(request)
     assert emulator.wait(LIMIT_S) == 1, emulator.log_of(HOST) + emulator.log_of("127.0.1.2")
     assert set(emulator.codes.values()) == {1}
-    assert "on 127.0.1.2; rank 3; RuntimeError: rank 3: the loss is not finite" in emulator.failure()
+    failure = emulator.failure()
+    assert failure.startswith("exit code 1: ")
+    assert "on 127.0.1.2; rank 3; RuntimeError: rank 3: the loss is not finite; at program.py:" in failure
     assert emulator.check_end() == []
-
-
-def test_a_host_that_never_comes_is_named(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit(instance_count=2)
-    # The second host dies before it has joined.
-    program = rehearsal.root / "python3"
-    program.write_text(
-        f'#!/bin/sh\ncase "$*" in */127.0.1.2/opt/ml*) kill -KILL $$;; esac\nexec {sys.executable} "$@"\n'
-    )
-    program.chmod(0o755)
-    emulator = rehearsal.start(request, join_limit_s=3.0, python=str(program))
-    assert emulator.wait(LIMIT_S) not in {0, None}
-    assert emulator.codes == {HOST: 76, "127.0.1.2": 128 + signal.SIGKILL}
-    assert "host 127.0.1.2 did not join within 3 s" in emulator.failure()
 
 
 def test_a_host_that_is_lost_later_ends_the_others(rehearsal: Rehearsal) -> None:
@@ -487,12 +388,3 @@ def test_a_host_that_the_run_can_do_without_may_be_silent_and_may_be_lost(rehear
     assert "host 127.0.1.2 was lost" in emulator.log_of(HOST)
     assert "the run decides what follows" in emulator.log_of(HOST)
     wait_for_nobody(emulator)
-
-
-def test_stop_of_two_hosts(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit(instance_count=2, roles=roles_on_all(), trainee={"STEPS": ENDLESS})
-    emulator = rehearsal.start(request)
-    wait_for_state(rehearsal, request)
-    assert emulator.stop() == 75, emulator.log_of(HOST)
-    assert set(emulator.codes.values()) == {75}
-    assert emulator.check_end() == []

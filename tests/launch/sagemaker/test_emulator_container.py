@@ -15,7 +15,7 @@ from strop.launch.sagemaker.engine import Engine
 from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
 from strop.launch.sagemaker.local_platform import FolderObjects
 from tests.launch.sagemaker.rehearsal import ENDLESS, Rehearsal, expected_metrics, handles_term, step_of
-from tests.launch.sagemaker.test_emulator import LIMIT_S, end_of, wait_for_state, wait_until
+from tests.launch.sagemaker.test_emulator import end_of, wait_for_state, wait_until
 
 pytestmark = pytest.mark.slow
 HOST = "algo-1"
@@ -78,14 +78,6 @@ def test_term_in_the_first_moments_is_not_ignored(rehearsal: Rehearsal, engine: 
     )
     code = emulator.stop()
     assert code == 75, (code, emulator.log_of(HOST))
-
-
-def test_two_hosts_find_each_other_by_name(rehearsal: Rehearsal, engine: Engine) -> None:
-    request = rehearsal.submit(instance_count=2, trainee={"STEPS": 2})
-    emulator = start(rehearsal, request, engine)
-    assert emulator.wait(LIMIT_S) == 0, emulator.log_of(HOST) + emulator.log_of("algo-2")
-    assert emulator.codes == {"algo-1": 0, "algo-2": 0}
-    assert emulator.check_end() == []
 
 
 def test_no_value_stands_in_the_process_list(rehearsal: Rehearsal, engine: Engine) -> None:

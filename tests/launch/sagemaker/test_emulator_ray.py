@@ -15,7 +15,7 @@ import pytest
 from strop.launch.contract import Need, RolePlan
 from strop.launch.sagemaker.engine import Engine
 from strop.launch.sagemaker.local_mode import Emulator
-from tests.fixtures.ray_traces import needs_ray
+from tests.fixtures.ray_traces import needs_ray, read_command, read_variables
 from tests.fixtures.sockets import find_interface
 from tests.fixtures.tiny_model import tiny_model
 from tests.launch.sagemaker.rehearsal import Rehearsal
@@ -82,21 +82,6 @@ def wait_for_word(emulator: Emulator, word: str) -> dict[str, Any]:
     assert find(), describe(emulator)
     found: dict[str, Any] = json.loads(find()[0].removeprefix(f"train| {word} "))
     return found
-
-
-def read_variables(pid: int) -> dict[str, str]:
-    try:
-        entries = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return {}
-    return {name: value for name, _, value in (entry.partition("=") for entry in entries)}
-
-
-def read_command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
-    except OSError:
-        return ""
 
 
 def describe(emulator: Emulator) -> str:

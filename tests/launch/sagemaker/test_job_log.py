@@ -6,11 +6,9 @@ import multiprocessing
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from strop.errors import StoreError
-from strop.launch.sagemaker.job_log import JobLog, JobRow, _escape, _read_table, submitted_text
+from strop.launch.sagemaker.job_log import JobLog, JobRow, submitted_text
 
 
 def row(job_name: str = "job-1", **changes: object) -> JobRow:
@@ -45,17 +43,6 @@ def test_a_description_cannot_break_the_table(tmp_path: Path) -> None:
     assert log.path.read_text().splitlines()[-1] == (
         "| job-1 | runs/qwen3-1.7B.toml | a\\|b<br>\\| c \\\\\\| &lt;b> [31m | 2026-11-21 12:00 |  |"
     )
-
-
-@given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1))
-def test_a_table_without_its_twin_is_read_back(text: str) -> None:
-    from tempfile import TemporaryDirectory
-
-    with TemporaryDirectory() as folder:
-        path = Path(folder, "log.md")
-        path.write_text(f"| job-1 | {_escape(text)} | d | 2026-11-21 12:00 |\n", encoding="utf-8")
-        assert [found["job_name"] for found in _read_table(path)] == ["job-1"]
-        assert "\n" not in _escape(text)
 
 
 def test_a_table_that_was_kept_by_hand_is_taken_over(tmp_path: Path) -> None:
@@ -114,16 +101,6 @@ def test_several_processes_lose_no_row(tmp_path: Path) -> None:
     log = JobLog(tmp_path / "log.md")
     assert sorted(found.job_name for found in log.read()) == [f"job-{index:03d}" for index in range(30)]
     assert log.path.read_text().count("| job-") == 30
-
-
-def test_a_log_that_cannot_be_written_gives_the_row(tmp_path: Path) -> None:
-    (tmp_path / "docs").write_text("a file where a folder should be")
-    log = JobLog(tmp_path / "docs/log.md")
-    warning = log.append(row())
-    assert warning is not None
-    assert "was accepted" in warning
-    assert warning.endswith("| job-1 | runs/qwen3-1.7B.toml | first try | 2026-11-21 12:00 |  |")
-    assert JobLog(tmp_path / "log.md").append(row()) is None
 
 
 def test_a_twin_that_cannot_be_read_is_said(tmp_path: Path) -> None:

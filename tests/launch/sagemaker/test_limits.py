@@ -1,19 +1,26 @@
-"""The validator that is made from the service's own model, field by field."""
+"""What the service's own model says: limits of a request field by field, names of jobs, words of a status."""
 
 from __future__ import annotations
 
 import copy
-import socket
-import subprocess
-import sys
-import time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.launch.sagemaker.limits import check_request, check_value, does_match, load_model, load_shapes
+from strop.errors import ConfigError
+from strop.launch.contract import JobState
+from strop.launch.sagemaker.limits import check_request, check_value, does_match, load_shapes
+from strop.launch.sagemaker.places import (
+    base_name,
+    require_name,
+    run_key,
+    suffixed_name,
+    trial_name,
+)
+from strop.launch.sagemaker.status import map_state, read_answer
+from tests.launch.sagemaker.building import NOON
 
 GOOD: dict[str, Any] = {
     "TrainingJobName": "job-20261121-120000",
@@ -23,6 +30,9 @@ GOOD: dict[str, Any] = {
     "ResourceConfig": {"InstanceType": "ml.p4de.24xlarge", "InstanceCount": 1, "VolumeSizeInGB": 100},
     "StoppingCondition": {"MaxRuntimeInSeconds": 3600},
 }
+SOURCE = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "s3://bucket/a"}}
+CHANNEL = {"ChannelName": "config", "DataSource": SOURCE}
+GROUP = {"InstanceGroupName": "a", "InstanceType": "ml.m5.large", "InstanceCount": 1}
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:
@@ -35,22 +45,9 @@ def changed(path: str, value: Any) -> dict[str, Any]:
     return request
 
 
-def codes(request: dict[str, Any]) -> list[str]:
-    return [finding.code for finding in check_request(request)]
-
-
-def test_a_good_request_finds_nothing() -> None:
-    assert check_request(GOOD) == []
-
-
 @pytest.mark.parametrize(
     ("path", "value", "code"),
     [
-        ("TrainingJobName", "qwen3-1.7B-gsm8k", "pattern"),
-        ("TrainingJobName", "a_b", "pattern"),
-        ("TrainingJobName", "ends-", "pattern"),
-        ("TrainingJobName", "", "min"),
-        ("TrainingJobName", "a" * 64, "max"),
         # The pattern alone accepts this one: each hyphen run counts once.
         ("TrainingJobName", "a" + "-" * 100 + "b", "max"),
         ("TrainingJobName", 7, "type"),
@@ -63,32 +60,19 @@ def test_a_good_request_finds_nothing() -> None:
         ("HyperParameters", {f"k{i}": "v" for i in range(101)}, "max"),
         ("HyperParameters", {"k": "v" * 257}, "max"),
         ("HyperParameters", {"k": 3}, "type"),
-        ("Environment", {"NAME": "v" * 600}, "max"),
-        ("Environment", {f"K{i}": "v" for i in range(101)}, "max"),
         ("Environment", {"1NAME": "v"}, "pattern"),
         ("Tags", [{"Key": f"k{i}", "Value": ""} for i in range(51)], "max"),
         ("Tags", [{"Key": "a", "Value": ""}, {"Key": "a", "Value": ""}], "tags"),
         ("Tags", [{"Key": "aws:mine", "Value": ""}], "tags"),
         ("Tags", [{"Key": "a*", "Value": ""}], "pattern"),
         ("InputDataConfig", [], "min"),
+        ("InputDataConfig", [CHANNEL, CHANNEL], "channels"),
         ("StoppingCondition.MaxRuntimeInSeconds", 29 * 86_400, "max"),
         ("StoppingCondition.MaxWaitTimeInSeconds", 3599, "wait"),
         ("EnableManagedSpotTraining", True, "spot"),
-        ("RetryStrategy", {"MaximumRetryAttempts": 31}, "max"),
         ("AlgorithmSpecification.TrainingImage", "i" * 256, "max"),
         ("AlgorithmSpecification", {"TrainingInputMode": "File"}, "required"),
-        ("ResourceConfig", {"InstanceType": "ml.m5.large"}, "required"),
-        ("VpcConfig", {"Subnets": ["subnet-1"], "SecurityGroupIds": [f"sg-{i}" for i in range(6)]}, "max"),
-        (
-            "ResourceConfig",
-            {
-                "InstanceType": "ml.m5.large",
-                "InstanceGroups": [
-                    {"InstanceGroupName": "a", "InstanceType": "ml.m5.large", "InstanceCount": 1}
-                ],
-            },
-            "groups",
-        ),
+        ("ResourceConfig", {"InstanceType": "ml.m5.large", "InstanceGroups": [GROUP]}, "groups"),
     ],
 )
 def test_what_the_service_would_refuse(path: str, value: Any, code: str) -> None:
@@ -116,28 +100,9 @@ def test_what_is_just_allowed(path: str, value: Any) -> None:
     assert check_request(changed(path, value)) == []
 
 
-def test_every_missing_field_is_named() -> None:
-    given_texts = [finding.given for finding in check_request({"TrainingJobName": "a"})]
-    assert given_texts == [
-        "RoleArn is missing",
-        "OutputDataConfig is missing",
-        "ResourceConfig is missing",
-        "AlgorithmSpecification is missing",
-    ]
-
-
-def test_two_channels_of_one_name_are_refused() -> None:
-    source = {"S3DataSource": {"S3DataType": "S3Prefix", "S3Uri": "s3://bucket/a"}}
-    channel = {"ChannelName": "config", "DataSource": source}
-    assert codes({**GOOD, "InputDataConfig": [channel, channel]}) == ["channels"]
-
-
-def test_a_message_has_its_three_parts_and_the_nearest_choices() -> None:
+def test_the_nearest_choices_are_named() -> None:
     finding = check_request(changed("ResourceConfig.InstanceType", "ml.p4de.24xlarg"))[0]
-    assert str(finding).startswith(
-        "ResourceConfig.InstanceType='ml.p4de.24xlarg'. Allowed: one of ml.p4de.24xlarge, "
-    )
-    assert str(finding).endswith("Next: change it in the site profile or by its flag.")
+    assert "one of ml.p4de.24xlarge, " in finding.allowed
 
 
 def test_all_patterns_of_the_request_can_be_compiled() -> None:
@@ -175,30 +140,111 @@ def test_names_that_pass_are_names(text: str) -> None:
     assert is_accepted == is_name
 
 
-def test_the_model_has_many_instance_types() -> None:
-    types = load_shapes()["TrainingInstanceType"]["enum"]
-    assert "ml.p4de.24xlarge" in types
-    assert len(types) >= 145
+# Names of training jobs: legal, neutral, unique.
 
 
-def test_no_network_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("a socket")
-
-    monkeypatch.setattr(socket, "socket", refuse)
-    load_model.cache_clear()
-    started_at = time.monotonic()
-    assert check_request(GOOD) == []
-    assert time.monotonic() - started_at < 30
+@pytest.mark.parametrize("prefix", ["", "-a", "a-", "a.b", "a_b", "a/b", "a b", "ä", "a" * 48, "a\n"])
+def test_a_prefix_that_begins_no_name_is_refused(prefix: str) -> None:
+    with pytest.raises(ConfigError, match="is no name for a training job"):
+        base_name(prefix, NOON)
 
 
-def test_without_botocore_the_message_says_what_to_install() -> None:
-    code = (
-        "import sys; sys.modules['botocore'] = None; sys.modules['botocore.loaders'] = None\n"
-        "from strop.launch.sagemaker.limits import check_request\n"
-        "try: check_request({})\n"
-        "except Exception as error: print(type(error).__name__, error)"
+@pytest.mark.parametrize("name", ["qwen3-1.7B-gsm8k", "a" * 64, "a" + "-" * 100 + "b", "a_b", ""])
+def test_a_name_that_the_service_refuses_is_refused_here(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"\({len(name)} characters\)"):
+        require_name(name)
+
+
+@given(
+    prefix=st.from_regex(r"[a-zA-Z0-9](-*[a-zA-Z0-9]){0,46}", fullmatch=True).filter(lambda p: len(p) <= 47),
+    index=st.integers(0, 999),
+    home=st.text(),
+)
+def test_every_name_that_is_made_is_legal(prefix: str, index: int, home: str) -> None:
+    base = base_name(prefix, NOON)
+    trial = trial_name(base, index, 1000)
+    names = [base, trial, suffixed_name(base, home), suffixed_name(trial, home)]
+    assert [check_value(name, "TrainingJobName", "name") for name in names] == [[], [], [], []]
+    assert len(set(names)) == 4
+
+
+def test_trials_of_the_longest_prefix_differ() -> None:
+    base = base_name("p" * 47, NOON)
+    # 63 characters: the prefix is cut to make room for '-007', not the time.
+    assert len(base) == 63
+    assert trial_name(base, 7, 8) == "p" * 43 + "-20261121-120000-007"
+    assert trial_name(base, 0, 1) == base
+
+
+def test_the_key_of_a_run_says_nothing_and_stays() -> None:
+    key = run_key("qwen3-1.7B", "/runs/qwen3-1.7B-20261121-120000")
+    assert key == run_key("qwen3-1.7B", "/elsewhere/qwen3-1.7B-20261121-120000/")
+    assert len(key) == 13
+    assert "qwen" not in key
+
+
+# Every pair of status words, and the ones that nobody has listed.
+
+
+TABLE = [
+    ("InProgress", "Pending", JobState.QUEUED),
+    ("InProgress", "Starting", JobState.STARTING),
+    ("InProgress", "Downloading", JobState.STARTING),
+    ("InProgress", "Training", JobState.RUNNING),
+    ("InProgress", "Uploading", JobState.RUNNING),
+    ("InProgress", "Interrupted", JobState.PREEMPTED),
+    ("InProgress", "Restarting", JobState.PREEMPTED),
+    ("InProgress", "Updating", JobState.RUNNING),
+    ("Completed", "Completed", JobState.SUCCEEDED),
+    ("Failed", "Failed", JobState.FAILED),
+    ("Stopping", "Stopping", JobState.RUNNING),
+    ("Stopped", "Stopped", JobState.CANCELLED),
+    ("Stopped", "MaxRuntimeExceeded", JobState.TIMEOUT),
+    ("Stopped", "MaxWaitTimeExceeded", JobState.FAILED),
+    ("Deleting", "Completed", JobState.UNKNOWN),
+    # Retired words, and one of the future: the primary status alone decides.
+    ("InProgress", "LaunchingMLInstances", JobState.RUNNING),
+    ("InProgress", "Meditating", JobState.RUNNING),
+    ("Stopped", "Meditating", JobState.CANCELLED),
+    ("Paused", "Paused", JobState.UNKNOWN),
+]
+
+
+@pytest.mark.parametrize(("primary", "secondary", "state"), TABLE)
+def test_the_state_of_a_pair(primary: str, secondary: str, state: JobState) -> None:
+    assert map_state(primary, secondary)[0] is state
+
+
+def test_no_pair_of_the_model_is_success_but_completed() -> None:
+    shapes = load_shapes()
+    for primary in shapes["TrainingJobStatus"]["enum"]:
+        for secondary in shapes["SecondaryStatus"]["enum"]:
+            state, _ = map_state(primary, secondary)
+            assert (state is JobState.SUCCEEDED) == (primary == "Completed")
+            assert state is not JobState.UNKNOWN or primary == "Deleting"
+
+
+def test_a_stop_leaves_the_state_and_is_shown() -> None:
+    assert map_state("Stopping", "Stopping", "Pending") == (JobState.QUEUED, "cancel pending")
+    assert map_state("Stopping", "Stopping", "Training") == (JobState.RUNNING, "cancel pending")
+
+
+def test_an_answer_has_the_reason_and_the_restarts() -> None:
+    import datetime as dt
+
+    answer = read_answer(
+        {
+            "TrainingJobStatus": "Failed",
+            "SecondaryStatus": "Failed",
+            "FailureReason": "preflight: node algo-2: 7 of 8 GPUs",
+            "LastModifiedTime": dt.datetime.fromtimestamp(NOON, tz=dt.UTC),
+            "ResourceConfig": {"InstanceCount": 2, "InstanceType": "ml.p4d.24xlarge"},
+            "SecondaryStatusTransitions": [
+                {"Status": word} for word in ("Pending", "Starting", "Training", "Interrupted", "Starting")
+            ],
+        }
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ended.stdout.startswith("ConfigError the limits of SageMaker come with the package boto3")
-    assert "pip install 'strop[s3]'" in ended.stdout
+    assert answer.state is JobState.FAILED
+    assert answer.raw == "Failed/Failed"
+    assert answer.reason == "refused by a check before it began: node algo-2: 7 of 8 GPUs"
+    assert (answer.num_restarts, answer.since, answer.nodes) == (1, NOON, "2 x ml.p4d.24xlarge")

@@ -12,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from strop.errors import CheckRefused
 from strop.io.atomic import AtomicDirectory
@@ -28,12 +26,11 @@ from strop.launch.sagemaker.checkpoint_sync import (
 )
 from strop.launch.sagemaker.entry import _repeat_early_stop, _set_network
 from strop.launch.sagemaker.evaluation_files import restore_evaluation
-from strop.launch.sagemaker.local_platform import FolderObjects, PlatformSync, build_tree
+from strop.launch.sagemaker.local_platform import FolderObjects, PlatformSync
 from strop.launch.sagemaker.node import StopFlag
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl, describe_failure, write_failure
 from strop.store.contract import StoredObject
 from tests.fixtures.tiny_disk import tiny_disk
-from tests.launch.sagemaker.building import plan_of, request_of
 from tests.launch.sagemaker.test_emulator import wait_until
 
 # What the platform says.
@@ -102,33 +99,6 @@ def test_the_checkpoint_directory_is_where_the_platform_says(tmp_path: Path) -> 
     assert OptMl(root=Path("/opt/ml")).checkpoint_path in {Path("/opt/ml/checkpoints")}
 
 
-@given(st.dictionaries(st.text(min_size=1), st.text()))
-def test_hyperparameters_are_what_was_sent(values: dict[str, str]) -> None:
-    from tempfile import TemporaryDirectory
-
-    with TemporaryDirectory() as folder:
-        assert write_config(Path(folder), "hyperparameters.json", values).read_parameters() == values
-
-
-def test_the_tree_of_a_request(tmp_path: Path) -> None:
-    objects = FolderObjects(tmp_path / "s3")
-    request = request_of(plan_of(instance_count=2))
-    objects.write("s3://strop-test/strop/config/job-20261121-120000/sub/plan.json", b"{}")
-    objects.write(f"{request['CheckpointConfig']['S3Uri']}algo-1/step-000001/COMPLETE", b"{}")
-    build_tree(tmp_path / "ml", request, objects, hosts=["algo-1", "algo-2"], host="algo-2")
-    assert (tmp_path / "ml/input/data/config/sub/plan.json").read_bytes() == b"{}"
-    assert (tmp_path / "ml/checkpoints/algo-1/step-000001/COMPLETE").exists()
-    channels = json.loads((tmp_path / "ml/input/config/inputdataconfig.json").read_text())
-    assert channels["config"] == {
-        "TrainingInputMode": "File",
-        "S3DistributionType": "FullyReplicated",
-        "RecordWrapperType": "None",
-        "ContentType": "",
-    }
-    assert OptMl(root=tmp_path / "ml").read_hosts().names == ("algo-1", "algo-2")
-    assert list((tmp_path / "ml/model").iterdir()) == []
-
-
 def test_the_platform_copies_half_files_and_deletions(tmp_path: Path) -> None:
     folder, objects = tmp_path / "checkpoints", FolderObjects(tmp_path / "s3")
     folder.mkdir()
@@ -163,14 +133,6 @@ def test_the_cause_comes_first_and_samples_do_not_come() -> None:
         " at loop.py:77 in step; role train ended"
     )
     assert "sample text" not in text
-
-
-@pytest.mark.parametrize(("code", "prefix"), [(75, "requeue: "), (76, "preflight: "), (1, "exit code 1")])
-def test_codes_have_prefixes(code: int, prefix: str) -> None:
-    assert describe_failure(code, host="a", cause="x").startswith(prefix)
-
-
-def test_secrets_are_hidden() -> None:
     text = describe_failure(1, host="a", cause="the token hf_canary was refused", secrets=["hf_canary"])
     assert "hf_canary" not in text
 
@@ -182,12 +144,8 @@ def test_the_first_cause_stays_first(tmp_path: Path) -> None:
     text = path.read_text()
     assert text[:1024] == "a" * 1024
     assert text.endswith("--- later\nlater words")
-
-
-def test_a_full_disk_is_no_second_failure(tmp_path: Path) -> None:
-    (tmp_path / "output").write_text("a file where a folder should be")
-    write_failure(tmp_path / "output/failure", "x")
-    assert not (tmp_path / "output/failure").exists()
+    # A disk that takes nothing is no second failure.
+    write_failure(path / "no/folder", "x")
 
 
 # State.
@@ -224,9 +182,19 @@ def test_a_state_goes_there_and_comes_back(tmp_path: Path) -> None:
     assert list((tmp_path / "staging").iterdir()) == []
 
 
-def test_nothing_is_there_at_first(tmp_path: Path) -> None:
-    found = restore_state(tmp_path / "ckpt", tmp_path / "run")
-    assert (found.step, found.reason) == (None, "no state is there: from step 0")
+def test_a_state_without_its_marker_or_with_damage_is_passed_over(tmp_path: Path) -> None:
+    assert restore_state(tmp_path / "ckpt", tmp_path / "again").step is None
+    keeper = keeper_of(tmp_path)
+    for step in (3, 4):
+        save(tmp_path / "run", step)
+    keeper.copy_new()
+    root = tmp_path / "ckpt/algo-1"
+    (root / "step-000004/weights.bin").write_bytes(b"half")
+    (root / "step-000009").mkdir()
+    (root / "step-000009/state.json").write_text("{}")
+    found = restore_state(tmp_path / "ckpt", tmp_path / "again")
+    assert found.step == 3
+    assert "step-000009 has no COMPLETE" in found.reason
 
 
 def test_states_are_pruned_only_once_newer_ones_are_safe(tmp_path: Path) -> None:
@@ -335,14 +303,6 @@ def test_a_record_is_sent_when_it_changes_and_again_after_a_failure(
     assert objects.read(f"{root}/attempts/a-0/agent-0.json") == b'{"a": 1}'
 
 
-def test_without_a_network_the_record_is_copied_for_the_platform(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "attempts/a-0").mkdir(parents=True)
-    (run / "attempts/a-0/verdict.json").write_text("{}")
-    RecordUploader(partial(copy_into, tmp_path / "record"), run, "a-0", has_run=False).send_changed()
-    assert (tmp_path / "record/attempts/a-0/verdict.json").read_text() == "{}"
-
-
 def test_lines_of_roles_are_repeated_whole_and_without_secrets(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -357,9 +317,6 @@ def test_lines_of_roles_are_repeated_whole_and_without_secrets(
     echo.start()
     echo.stop()
     assert capsys.readouterr().out == "train| two\ntrain| last\n"
-
-
-# The fake with programs.
 
 
 # A stop that comes after the entry's handler and before the agent's.

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from strop.errors import CheckRefused
+from strop.launch.sagemaker.evaluation_files import ShareSender, take_share
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl
 from strop.launch.sagemaker.rendezvous import Rendezvous, find_address, join_hosts, make_key, read_key
 from tests.fixtures.sockets import free_port
@@ -41,20 +44,13 @@ def join_all(
     has_shared_file: bool = False,
     may_be_lost: Collection[int] = (),
 ) -> list[Rendezvous]:
-    found: dict[int, Rendezvous] = {}
-    threads = [
-        threading.Thread(target=lambda n=node: found.update({n: join(n, port, path, num_hosts=num_hosts)}))
-        for node in range(num_hosts)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for node in range(num_hosts):
+    with ThreadPoolExecutor(num_hosts) as pool:
+        found = list(pool.map(lambda node: join(node, port, path, num_hosts=num_hosts), range(num_hosts)))
+    for node, host in enumerate(found):
         (path / str(node)).mkdir(exist_ok=True)
         shared_path = path / str(node) / "roles/head.json" if has_shared_file else None
-        found[node].start(shared_path=shared_path, may_be_lost=may_be_lost)
-    return [found[node] for node in range(num_hosts)]
+        host.start(shared_path=shared_path, may_be_lost=may_be_lost)
+    return found
 
 
 def wait_for_code(path: Path, code: int) -> None:
@@ -63,18 +59,11 @@ def wait_for_code(path: Path, code: int) -> None:
 
 
 def finish_all(hosts: list[Rendezvous], codes: list[int], causes: list[str]) -> list[int]:
-    found: dict[int, int] = {}
-    threads = [
-        threading.Thread(target=lambda n=node: found.update({n: hosts[n].finish(codes[n], causes[n])}))
-        for node in range(len(hosts))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        found = list(pool.map(lambda host, *said: host.finish(*said), hosts, codes, causes))
     for host in hosts:
         host.close()
-    return [found[node] for node in range(len(hosts))]
+    return found
 
 
 @pytest.mark.parametrize(
@@ -195,3 +184,71 @@ def test_one_host_needs_nobody(tmp_path: Path) -> None:
     host = join(0, 1, tmp_path, num_hosts=1)
     host.start()
     assert host.finish(75, "told to stop") == 75
+
+
+# What hosts send the first one of an evaluation: whole, in order, and nowhere else.
+
+
+SHARD = "eval/two.arithmetic-step-000000/examples-000032-000063.parquet"
+
+
+def write(root: Path, name: str, data: bytes = b"") -> Path:
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
+
+
+def test_new_files_cross_the_hosts_connection_and_the_mark_comes_last(tmp_path: Path) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    write(there, "eval/old.parquet", b"from an earlier start: the first host has it too")
+    head, other = join_all(free_port(), tmp_path, 2)
+    names: list[str] = []
+
+    def take(node: int, message: Mapping[str, Any]) -> None:
+        take_share(here, "job-7", node, message)
+        if message["is_last"]:
+            names.append(message["name"])
+
+    head._take_share = take
+    sender = ShareSender(there, "job-6", other.send)
+    # More than one message long.
+    data = bytes(range(256)) * 3000
+    write(there, "eval/.shares/job-6/1")
+    write(there, "eval/lock-1-of-2")
+    write(there, SHARD + ".partial-1-ab", b"half")
+    write(there, SHARD, data)
+    sender.stop()
+    wait_until(lambda: len(names) == 2, "it did not come")
+    assert names == [SHARD.removeprefix("eval/"), ".shares/1"]
+    assert (here / SHARD).read_bytes() == data
+    # Its attempt is the first host's: hosts count their own starts.
+    assert {path.relative_to(here).as_posix() for path in here.rglob("*") if path.is_file()} == {
+        SHARD,
+        "eval/.shares/job-7/1",
+    }
+    for rendezvous in (head, other):
+        rendezvous.close()
+
+
+@pytest.mark.parametrize("name", ["../job/plan.json", "/etc/passwd", ""])
+def test_a_name_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    message = {"name": name, "start": 0, "data": "", "is_last": True}
+    with pytest.raises(ValueError, match="no file of an evaluation"):
+        take_share(tmp_path, "job-0", 1, message)
+
+
+def test_a_host_that_is_done_waits_for_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Incident: of unequal shares the shorter one's host failed the job a minute after its success."""
+    monkeypatch.setattr("strop.launch.sagemaker.rendezvous.END_LIMIT_S", 0.05)
+    head, other = join_all(free_port(), tmp_path, 2)
+    codes: list[int] = []
+    waiting = threading.Thread(target=lambda: codes.append(other.finish(0, "")))
+    waiting.start()
+    time.sleep(0.5)
+    assert codes == []
+    assert head.finish(0, "") == 0
+    waiting.join()
+    assert codes == [0]
+    for rendezvous in (head, other):
+        rendezvous.close()

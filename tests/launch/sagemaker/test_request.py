@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,24 @@ import pytest
 
 from strop.errors import ConfigError
 from strop.launch.contract import JobEnvironment, Resources
+from strop.launch.sagemaker.options import SageMakerSite
+from strop.launch.sagemaker.settings import find_unstaged
+from strop.spec.job import JobSpec
+from strop.store import open_store
+from strop.store.s3_objects import S3Objects
 from tests.launch.sagemaker.building import make_plan, make_request, plan_of, request_of
+from tests.store.test_listed import shard_model, sync
+from tests.store.test_models import write_model
+
+
+def channel(name: str, folder: str) -> dict[str, Any]:
+    source = {
+        "S3DataType": "S3Prefix",
+        "S3Uri": f"s3://strop-test/strop/{folder}/job-20261121-120000/",
+        "S3DataDistributionType": "FullyReplicated",
+    }
+    return {"ChannelName": name, "DataSource": {"S3DataSource": source}, "InputMode": "File"}
+
 
 GOLDEN = {
     "TrainingJobName": "job-20261121-120000",
@@ -22,30 +40,7 @@ GOLDEN = {
     },
     # 'r' and the first 12 digits of sha256("small-try\nsmall-try-20261121-120000").
     "HyperParameters": {"strop_run": "r93abc6a01f1d", "strop_plan": "abcdef0123456789"},
-    "InputDataConfig": [
-        {
-            "ChannelName": "config",
-            "DataSource": {
-                "S3DataSource": {
-                    "S3DataType": "S3Prefix",
-                    "S3Uri": "s3://strop-test/strop/config/job-20261121-120000/",
-                    "S3DataDistributionType": "FullyReplicated",
-                }
-            },
-            "InputMode": "File",
-        },
-        {
-            "ChannelName": "code",
-            "DataSource": {
-                "S3DataSource": {
-                    "S3DataType": "S3Prefix",
-                    "S3Uri": "s3://strop-test/strop/source/job-20261121-120000/",
-                    "S3DataDistributionType": "FullyReplicated",
-                }
-            },
-            "InputMode": "File",
-        },
-    ],
+    "InputDataConfig": [channel("config", "config"), channel("code", "source")],
     "OutputDataConfig": {"S3OutputPath": "s3://strop-test/strop/output", "CompressionType": "GZIP"},
     "ResourceConfig": {"VolumeSizeInGB": 100, "InstanceType": "ml.p4de.24xlarge", "InstanceCount": 1},
     "StoppingCondition": {"MaxRuntimeInSeconds": 432000},  # 5 days.
@@ -123,11 +118,6 @@ def test_the_wall_time_of_the_run_beats_the_site_and_a_flag_beats_both() -> None
     )
 
 
-def test_the_job_log_may_be_elsewhere_than_in_the_project() -> None:
-    assert plan_of().details["job_log"] == "/project/docs/job_log.md"
-    assert plan_of(profile={"job_log": "/private/jobs.md"}).details["job_log"] == "/private/jobs.md"
-
-
 def test_nodes_without_gpus_are_an_instance_group() -> None:
     request = request_of(plan_of(resources=Resources(num_nodes=2, num_cpu_nodes=3)))
     assert request["ResourceConfig"]["InstanceGroups"] == [
@@ -166,65 +156,33 @@ def test_a_telling_prefix_is_noticed() -> None:
     assert sum("everybody who may list jobs" in notice for notice in plan.notices) == 2
 
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("a dotted name", {"job_name": "qwen3-1.7B"}, "job name='qwen3-1.7B' .* no dot"),
-    ("64 characters", {"job_name": "a" * 64}, r"\(64 characters\)"),
-    ("a long prefix", {"name_prefix": "a" * 48}, "site.name_prefix='a{48}' is not allowed: .* at most 47"),
-    ("an underscore", {"name_prefix": "a_b"}, "name_prefix='a_b'"),
-    ("no instance type", {"instance_type": "ml.none.large"}, "ResourceConfig.InstanceType='ml.none.large'"),
-    (
-        "a long value",
-        {"environment": JobEnvironment(variables={"NAME": "v" * 600})},
-        "Environment.NAME=.* has 600 characters. Allowed: 512",
-    ),
-    (
-        "many variables",
-        {"environment": JobEnvironment(variables={f"K{i}": "v" for i in range(101)})},
-        # 101 and the two that every job has.
-        "Environment=<103> has 103 entries. Allowed: 100",
-    ),
-    (
-        "a wait below the run time",
-        {"spot": True, "max_runtime": "2h", "max_wait": "1h"},
-        "MaxWaitTimeInSeconds=3600. Allowed: at least MaxRuntimeInSeconds=7200",
-    ),
-    ("29 days", {"max_runtime": "29d"}, "MaxRuntimeInSeconds=2505600. Allowed: 2419200"),
-    (
-        "a bad length of time",
-        {"max_runtime": "soon"},
-        "site.max_runtime='soon' is not allowed.*90s, 30m, 2h, 5d",
-    ),
-    ("spot and a warm pool", {"spot": True, "keep_alive_s": 60}, "keep_alive_s=60 together with spot"),
-    ("a warm pool too long", {"keep_alive_s": 21_601}, "site.keep_alive_s=21601 is not allowed: .* 21600"),
-    ("60 tags", {"profile": {"tags": {f"k{i}": "v" for i in range(60)}}}, "Tags=<64> has 64 items"),
-    ("an unknown option", {"partition": "gpu"}, "partition is no option of backend sagemaker"),
-    ("no role", {"profile": {"role": None}}, "has no role: the role that the job acts with"),
-    ("no region", {"profile": {"region": None}}, "has no region"),
-    ("no image", {"profile": {"repository": None}}, "has no image or repository"),
-    ("a long image", {"image": "i" * 256}, "--image='i+...' is not allowed: .* at most 255 characters"),
-    (
-        "a secret's value",
-        {"environment": JobEnvironment(secrets=("HF_TOKEN",))},
-        "HF_TOKEN: secrets, and who may describe a job",
-    ),
-    ("a secret that is no ARN", {"profile": {"secret_arns": {"HF_TOKEN": "hf_x"}}}, "no variable and no ARN"),
-    (
-        "isolation and a secret",
-        {"network_isolation": True, "profile": {"secret_arns": {"HF_TOKEN": "arn:aws:secretsmanager:x"}}},
-        "network_isolation=true, and the run needs the secret HF_TOKEN",
-    ),
-    (
-        "isolation and a model in S3",
-        {"network_isolation": True, "overrides": ("model.uri=s3://bucket/m",)},
-        "the run needs model.uri=s3://bucket/m",
-    ),
-    ("entry words too long", {"python": "a" * 257}, "ContainerEntrypoint.*257 characters"),
+TOKEN = JobEnvironment(secrets=("HF_TOKEN",))
+ARNS = {"HF_TOKEN": "arn:aws:secretsmanager:x"}
+ALONE = {"network_isolation": True}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"job_name": "qwen3-1.7B"}, "'qwen3-1.7B'"),
+    ({"job_name": "a" * 64}, r"\(64 characters\)"),
+    ({"name_prefix": "a" * 48}, "site.name_prefix='a{48}' .* at most 47"),
+    ({"name_prefix": "a_b"}, "name_prefix='a_b'"),
+    ({"max_runtime": "29d"}, "MaxRuntimeInSeconds=2505600. Allowed: 2419200"),
+    ({"max_runtime": "soon"}, "site.max_runtime='soon'"),
+    ({"spot": True, "keep_alive_s": 60}, "keep_alive_s=60 together with spot"),
+    ({"keep_alive_s": 21_601}, "site.keep_alive_s=21601 .* 21600"),
+    ({"profile": {"tags": {f"k{i}": "v" for i in range(60)}}}, "Tags=<64> has 64 items"),
+    ({"partition": "gpu"}, "partition is no option"),
+    ({"profile": {"role": None}}, "has no role"),
+    ({"profile": {"region": None}}, "has no region"),
+    ({"profile": {"repository": None}}, "has no image or repository"),
+    ({"image": "i" * 256}, "--image='i+...' .* 255"),
+    ({"environment": TOKEN}, "HF_TOKEN: secrets"),
+    ({"profile": {"secret_arns": {"HF_TOKEN": "hf_x"}}}, "no ARN"),
+    ({**ALONE, "profile": {"secret_arns": ARNS}}, "network_isolation=true.* HF_TOKEN"),
+    ({**ALONE, "overrides": ("model.uri=s3://bucket/m",)}, "model.uri=s3://bucket/m"),
+    ({"python": "a" * 257}, "ContainerEntrypoint.*257 characters"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"), [case[1:] for case in REFUSED], ids=[case[0] for case in REFUSED]
-)
+@pytest.mark.parametrize(("changes", "message"), REFUSED, ids=[message for _, message in REFUSED])
 def test_what_a_plan_refuses(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         plan_of(**changes)
@@ -256,13 +214,58 @@ def test_secrets_go_by_arn_and_not_into_the_request() -> None:
     assert "secretsmanager" not in json.dumps(request_of(plan))
 
 
-def test_the_config_keeps_its_name_without_being_told(tmp_path: Path) -> None:
-    from strop.launch.sagemaker.request import _config_name
-    from strop.spec import load_spec
+def test_what_another_tool_sent_counts_as_staged_and_what_strop_left_unfinished_does_not(
+    s3_root: str, tmp_path: Path
+) -> None:
+    sync(shard_model(tmp_path / "m"), f"{s3_root}/models/Big")
+    sync(tmp_path / "m", f"{s3_root}/datasets/gsm8k_train")
+    open_store(s3_root).put(write_model(tmp_path / "half"), f"{s3_root}/models/Org/Half")
+    S3Objects().remove(f"{s3_root}/models/Org/Half/COMPLETE")
+    assets: list[Mapping[str, Any]] = [
+        {"key": "model.uri", "value": "Org/Big", "place": "models/Org/Big"},
+        {"key": "task.source", "value": "openai/gsm8k", "place": "datasets/openai/gsm8k"},
+        {"key": "teacher.model", "value": "Org/Half", "place": "models/Org/Half"},
+        {"key": "reference.model", "value": "Org/Big@v1", "place": "models/Org/Big@v1"},
+        {"key": "task.order_file", "value": f"{s3_root}/none.txt", "place": None},
+    ]
+    found = find_unstaged(assets, s3_root, S3Objects(), offline=True)
+    assert [finding.given.partition("=")[0] for finding in found] == [
+        *("teacher.model", "reference.model", "task.order_file")
+    ]
 
-    path = tmp_path / "qwen3-1.7B.toml"
-    path.write_text('name = "x"\n[task]\nname = "arithmetic"\n')
-    from dataclasses import replace
 
-    request = replace(make_request(), resolved=load_spec(path))
-    assert Path(_config_name(request)).name == "qwen3-1.7B.toml"
+# What follows for a job from the type and the number of its instances.
+
+
+def implied(job: dict[str, Any], **options: Any) -> dict[str, Any]:
+    site = SageMakerSite().with_options(options)
+    return {flag.key: flag.value for flag in site.implied_settings(JobSpec(**job), options)}
+
+
+def test_a_job_that_says_nothing_gets_all_gpus_of_its_instances() -> None:
+    # It had none: CUDA_VISIBLE_DEVICES was empty on an instance with 8.
+    assert implied({}) == {"job.gpus": 8}
+    assert implied({}, instance_type="ml.m5.xlarge") == {}
+    assert implied({"train_gpus": 4, "infer_gpus": 4}) == {}
+    assert implied({}, instance_count=2) == {"job.nodes": 2, "job.gpus": 8}
+    assert implied({"nodes": 4}) == {"job.gpus": 8}
+    assert implied({"nodes": 4}, instance_count=2)["job.nodes"] == 2
+    assert implied({}, instance_type="ml.trn1.2xlarge") == {}
+    assert implied({}, local=True, devices="0,1") == {"job.gpus": 2}
+    assert implied({}, local=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("job", "options", "words"),
+    [
+        ({"single_gpu": True}, {}, "1 GPU is asked for .* gives 8: 7 would"),
+        ({"gpus": 0}, {}, "8 would be idle"),
+        ({"gpus": 2}, {"instance_type": "ml.m5.xlarge"}, "2 GPUs are asked for"),
+        ({"gpus": 1}, {"local": True, "devices": "0,1"}, "gives 2: 1 would be idle"),
+    ],
+)
+def test_gpus_that_are_paid_for_and_idle_are_refused(
+    job: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        implied(job, **options)

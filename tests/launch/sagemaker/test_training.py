@@ -108,6 +108,12 @@ def test_lau_2_a_training_goes_on_from_its_state_after_a_kill_and_after_a_stop(
     assert json.loads(verdict)["exit_code"] == 0
 
 
+def write_spec(folder: Path, root: str, name: str = "a") -> None:
+    path = folder / "home/job/spec.toml"
+    path.parent.mkdir(parents=True)
+    path.write_text(f'name = "{name}"\n[task]\nname = "arithmetic"\n[store]\nuri = "{root}"\n')
+
+
 def test_a_start_that_was_lost_before_its_first_checkpoint_does_not_bar_the_next(
     rehearsal: Rehearsal, tmp_path: Path
 ) -> None:
@@ -116,9 +122,7 @@ def test_a_start_that_was_lost_before_its_first_checkpoint_does_not_bar_the_next
     uri = f"{root}/checkpoints/job-1"
     store = open_store(uri)
     claim_mirror(store, uri, RunIdentity(name="a", spec_digest="d", created_at=1.0), owner="x", attempt=1)
-    spec_path = tmp_path / "home/job/spec.toml"
-    spec_path.parent.mkdir(parents=True)
-    spec_path.write_text(f'name = "a"\n[task]\nname = "arithmetic"\n[store]\nuri = "{root}"\n')
+    write_spec(tmp_path, root)
     found = restore_newest(tmp_path / "ckpt", tmp_path / "home", "job-1", reaches_store=True)
     assert found.step is None
     assert read_latest(store, uri) is None
@@ -136,9 +140,7 @@ def test_the_next_job_goes_on_from_the_mirror_of_the_one_before_where_that_is_ah
     if kept is not None:
         with AtomicDirectory(tmp_path / f"ckpt/algo-1/step-{kept:06d}") as partial:
             (partial / "w").write_text("w")
-    spec_path = tmp_path / "home/job/spec.toml"
-    spec_path.parent.mkdir(parents=True)
-    spec_path.write_text(f'name = "tiny"\n[task]\nname = "arithmetic"\n[store]\nuri = "{root}"\n')
+    write_spec(tmp_path, root, "tiny")
     found = restore_newest(tmp_path / "ckpt", tmp_path / "home", "job-2", reaches_store=True, parent="job-1")
     assert found.step == wanted, found.reason
     assert ("checkpoints/job-1 has step 4" in found.reason) == (kept in {None, 2})
@@ -158,9 +160,7 @@ def test_a_store_that_is_away_leaves_the_state_that_is_here(
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     with AtomicDirectory(tmp_path / "ckpt/algo-1/step-000003") as partial:
         (partial / "w").write_text("w")
-    spec_path = tmp_path / "home/job/spec.toml"
-    spec_path.parent.mkdir(parents=True)
-    spec_path.write_text('name = "a"\n[task]\nname = "arithmetic"\n[store]\nuri = "s3://strop-test/x"\n')
+    write_spec(tmp_path, "s3://strop-test/x")
     found = restore_newest(tmp_path / "ckpt", tmp_path / "home", "job-1", reaches_store=True)
     assert found.step == 3
     assert "the mirror was not read" in found.reason

@@ -50,26 +50,18 @@ def test_the_last_trial_of_a_sweep_takes_the_secrets_along(
     login.wait_until(lambda: not (job_path_of(ref.home) / "secrets.json").exists())
 
 
-def test_one_trial_of_a_sweep_is_cancelled_alone(login: LoginNode) -> None:
-    ref = login.submit(a_role("--held"), sweep=RATES[:2])
-    for trial in (0, 1):
+def test_one_trial_of_a_sweep_is_told_or_cancelled_alone(login: LoginNode) -> None:
+    ref = login.submit(a_role("--held"), sweep=RATES[:3])
+    for trial in range(3):
         login.wait_for_step(ref, trial=f"members/{trial}")
-    outcome = login.launcher.cancel(ref, trial=1, grace_s=60.0)
+    outcome = login.launcher.cancel(ref, trial=2, grace_s=60.0)
     assert [status.state for status in outcome.statuses] == [JobState.CANCELLED]
-    login.let_go(ref, "members/0")
-    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
-
-
-def test_one_trial_of_a_sweep_is_told_alone_and_goes_on(login: LoginNode) -> None:
-    ref = login.submit(a_role("--held"), sweep=RATES[:2])
-    for trial in (0, 1):
-        login.wait_for_step(ref, trial=f"members/{trial}")
     preempt(login.backend, ref, 1)
     login.wait_for_step(ref, trial="members/1", attempt=1)
     login.let_go(ref, "members/0", "members/1")
     assert login.wait_for(ref, *ALL_ENDS, trial=1, attempt=1).state is JobState.SUCCEEDED, slurm_log(ref)
-    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED
-    assert [len(login.attempts(ref, trial)) for trial in (0, 1)] == [1, 2]
+    assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    assert [len(login.attempts(ref, trial)) for trial in range(3)] == [1, 2, 1]
 
 
 def _submit_with_sidecar(login: LoginNode, sidecar_steps: int, *words: str) -> JobRef:

@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from strop.launch.contract import JobEnvironment, Need, RolePlan
-from tests.fixtures.ray_traces import is_alive, needs_ray
+from tests.fixtures.ray_traces import is_alive, needs_ray, read_command, read_variables
 from tests.launch.slurm.plans import ALL_ENDS, LoginNode, gpus, slurm_log
 
 pytestmark = [pytest.mark.slow, needs_ray]
@@ -57,11 +56,9 @@ def find_processes(job_id: str, words: str) -> set[int]:
     """Return the processes of a job whose command line has these words."""
     found = set()
     for entry in filter(str.isdigit, os.listdir("/proc")):
-        with suppress(OSError):
-            attempt = read_variable(int(entry), "STROP_ATTEMPT")
-            command = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace")
-            if attempt.startswith(f"{job_id}-") and words in command:
-                found.add(int(entry))
+        attempt = read_variables(int(entry)).get("STROP_ATTEMPT", "")
+        if attempt.startswith(f"{job_id}-") and words in read_command(int(entry)):
+            found.add(int(entry))
     return found
 
 
@@ -71,8 +68,7 @@ def find_raylet(login: LoginNode, job_id: str, node: str) -> int:
 
     def is_one() -> bool:
         nonlocal found
-        with suppress(OSError):
-            found = {pid for pid in find_processes(job_id, "raylet/raylet") if node_of(pid) == node}
+        found = {pid for pid in find_processes(job_id, "raylet/raylet") if node_of(pid) == node}
         return len(found) == 1
 
     login.wait_until(is_one)
@@ -80,13 +76,7 @@ def find_raylet(login: LoginNode, job_id: str, node: str) -> int:
 
 
 def node_of(pid: int) -> str:
-    return read_variable(pid, "STROP_NODE")
-
-
-def read_variable(pid: int, name: str) -> str:
-    entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    found = [entry for entry in entries if entry.startswith(f"{name}=".encode())]
-    return found[0].partition(b"=")[2].decode() if found else ""
+    return read_variables(pid).get("STROP_NODE", "")
 
 
 def describe(home: str) -> str:

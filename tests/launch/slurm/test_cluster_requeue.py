@@ -106,20 +106,14 @@ def test_cancelling_names_what_ended_a_job(login: LoginNode, cluster: Cluster) -
     assert (outcome.ended_by, outcome.statuses[0].state) == ("TERM", JobState.CANCELLED)
     assert "saved at step" in (Path(running.home) / f"attempts/{running.job_id}-0/0/train.log").read_text()
     assert login.launcher.cancel(running, grace_s=60.0).ended_by == "it had ended"
+    # TERM means that somebody else decides: it ends with 75, and does not requeue itself.
+    time.sleep(1.0)
+    answer = login.backend.poll([running])[running.job_id, 0]
+    assert (answer.state, answer.num_restarts) == (JobState.CANCELLED, 0)
+    end = verdict(login, running)
+    assert (end["exit_code"], end["signal"]) == (75, "SIGTERM")
     # Slurm itself says nothing of a job that it does not know.
     cluster.run("scancel", "99999")
-
-
-def test_a_cancelled_job_is_not_started_again(login: LoginNode) -> None:
-    """TERM means that somebody else decides: the job saves, ends with 75, and does not requeue itself."""
-    ref = login.submit(a_role("--held"))
-    login.wait_for_step(ref)
-    login.launcher.cancel(ref, grace_s=60.0)
-    time.sleep(1.0)
-    answer = login.backend.poll([ref])[ref.job_id, 0]
-    assert (answer.state, answer.num_restarts) == (JobState.CANCELLED, 0)
-    end = verdict(login, ref)
-    assert (end["exit_code"], end["signal"]) == (75, "SIGTERM")
 
 
 def test_a_held_job_and_a_broken_dependency_say_so(login: LoginNode, cluster: Cluster) -> None:

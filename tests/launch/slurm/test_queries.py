@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -13,7 +14,14 @@ from hypothesis import strategies as st
 from strop.errors import StoreError
 from strop.launch.contract import JobState
 from strop.launch.slurm.queries import ClientReply, answer_for, ask_client, list_jobs
-from strop.launch.slurm.states import read_accounting, read_json, read_plain, read_restarts, read_state
+from strop.launch.slurm.states import (
+    ReportedState,
+    read_accounting,
+    read_json,
+    read_plain,
+    read_restarts,
+    read_state,
+)
 
 OUTPUTS = Path(__file__).with_name("outputs")
 NOW = 1795293509.0
@@ -69,15 +77,9 @@ def test_every_version_gives_the_same_answers(version: str) -> None:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_tags_folders_and_times_are_read_from_every_version(version: str) -> None:
     jobs = {job.own_id: job for job in list_jobs(client=FakeClient(version), now=NOW)}
-    assert {job_id: job.comment for job_id, job in jobs.items() if job.comment} == {
-        "22": "strop:aaaa",
-        "23": "strop:bbbb",
-        "26": "strop:cccc",
-        "27": "strop:dddd",
-        "34": "strop:dddd",
-        "28": "strop:eeee",
-        "29": "strop:eeee",
-    }
+    comments = {job_id: job.comment.removeprefix("strop:") for job_id, job in jobs.items() if job.comment}
+    ids, tags = ("22", "23", "26", "27", "34", "28", "29"), ("aaaa", "bbbb", "cccc", "dddd", "dddd")
+    assert comments == dict(zip(ids, (*tags, "eeee", "eeee"), strict=True))
     assert {job.work_path for job in jobs.values()} == {"/runs/demo"}
     assert (jobs["29"].base_id, jobs["29"].component, jobs["34"].base_id) == ("28", 1, "27")
     assert jobs["22"].submitted_at > 1.7e9
@@ -204,3 +206,113 @@ def test_a_silent_controller_is_told_with_its_words(tmp_path: Path) -> None:
     client.chmod(0o755)
     with pytest.raises(StoreError, match=r"does not answer .*Unable to contact slurm controller"):
         ask_client((str(client),), environ={})
+
+
+# What Slurm's states mean, for every name that it has; and that no other name means anything.
+
+
+Q, S, R, P = JobState.QUEUED, JobState.STARTING, JobState.RUNNING, JobState.PREEMPTED
+F, C, T, U = JobState.FAILED, JobState.CANCELLED, JobState.TIMEOUT, JobState.UNKNOWN
+TABLE = [
+    ("PENDING", "PD", 0, Q),
+    ("PENDING", "PD", 2, P),
+    ("CONFIGURING", "CF", 0, S),
+    ("RUNNING", "R", 0, R),
+    ("COMPLETING", "CG", 0, R),
+    ("COMPLETED", "CD", 0, JobState.SUCCEEDED),
+    ("FAILED", "F", 0, F),
+    ("CANCELLED", "CA", 0, C),
+    ("TIMEOUT", "TO", 0, T),
+    ("PREEMPTED", "PR", 0, P),
+    ("NODE_FAIL", "NF", 0, F),
+    ("BOOT_FAIL", "BF", 0, F),
+    ("OUT_OF_MEMORY", "OOM", 0, F),
+    ("DEADLINE", "DL", 0, F),
+    ("REQUEUED", "RQ", 0, P),
+    ("REQUEUE_FED", "RF", 0, P),
+    ("REQUEUE_HOLD", "RH", 0, Q),
+    ("SPECIAL_EXIT", "SE", 0, Q),
+    ("RESV_DEL_HOLD", "RD", 0, Q),
+    ("SUSPENDED", "S", 0, R),
+    ("STOPPED", "ST", 0, R),
+    ("RESIZING", "RS", 0, U),
+    ("SIGNALING", "SI", 0, U),
+    ("STAGE_OUT", "SO", 0, U),
+    ("REVOKED", "RV", 0, U),
+]
+
+
+@pytest.mark.parametrize(("long", "short", "restarts", "state"), TABLE)
+def test_long_and_short_names_mean_the_same(long: str, short: str, restarts: int, state: JobState) -> None:
+    for name in (long, short, long.lower()):
+        assert read_state(ReportedState(names=(name,), num_restarts=restarts))[0] is state
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_lau_6_a_name_that_nobody_knows_is_unknown(name: str) -> None:
+    known = {word for row in TABLE for word in row[:2]}
+    if name.strip().upper().removesuffix("+") not in known:
+        assert read_state(ReportedState(names=(name,)))[0] is U
+        assert read_state(ReportedState(names=("RUNNING", name)))[0] in {U, R}
+        assert read_state(ReportedState(names=("COMPLETED", name)))[0] is not F
+
+
+@pytest.mark.parametrize(
+    ("names", "state"),
+    [
+        # From 23.11 on: the base state with its flags.
+        (("RUNNING", "CONFIGURING"), S),
+        (("PENDING", "COMPLETING"), P),
+        (("FAILED", "COMPLETING"), R),
+        (("PENDING", "REQUEUE_HOLD"), Q),
+        (("RUNNING", "STOPPED"), R),
+        (("PENDING", "LAUNCH_FAILED"), Q),
+        (("RUNNING", "HIBERNATING"), U),
+        ((), U),
+    ],
+)
+def test_flags_and_base_state_together(names: tuple[str, ...], state: JobState) -> None:
+    assert read_state(ReportedState(names=names))[0] is state
+
+
+def pending(reason: str, num_restarts: int = 0) -> ReportedState:
+    return ReportedState(names=("PENDING",), reason=reason, num_restarts=num_restarts)
+
+
+def failed(code: int | None = None, **more: Any) -> ReportedState:
+    return ReportedState(names=("FAILED",), exit_code=code, **more)
+
+
+def ended(name: str, **more: Any) -> ReportedState:
+    return ReportedState(names=(name,), **more)
+
+
+@pytest.mark.parametrize(
+    ("seen", "state", "reason"),
+    [
+        (pending("Resources"), Q, "Resources"),
+        (pending("DependencyNeverSatisfied"), F, "dependency: DependencyNeverSatisfied"),
+        (pending("JobHeldUser"), Q, "held: JobHeldUser"),
+        (pending("JobHeldAdmin", 1), Q, "held: JobHeldAdmin"),
+        (pending("BeginTime", 1), P, "BeginTime"),
+        (failed(3), F, "exit 3"),
+        (failed(75), F, "exit 75"),
+        (failed(76), F, "exit 76: preflight"),
+        (failed(143), F, "signal 15"),
+        (failed(0, exit_signal=15, reason="JobLaunchFailure"), F, "signal 15"),
+        (failed(0, exit_signal=53, reason="JobLaunchFailure"), F, "could not start"),
+        (failed(reason="NonZeroExitCode"), F, "NonZeroExitCode"),
+        (ended("NODE_FAIL", nodes="n7"), F, "a node was lost on n7"),
+        (ended("OUT_OF_MEMORY", reason="OutOfMemory", nodes="n7"), F, "out of memory (OutOfMemory) on n7"),
+        # A cancelled job can show any exit code.
+        (ended("CANCELLED by 1000", exit_code=75), C, ""),
+        (ended("TIMEOUT", exit_code=0, exit_signal=9), T, "its time limit"),
+        (ended("PREEMPTED", may_requeue=False), F, "preempted"),
+        (ended("PREEMPTED", may_requeue=True, ended_ago_s=3.0), P, ""),
+        (ended("PREEMPTED", may_requeue=True, ended_ago_s=300.0), F, "preempted"),
+    ],
+)
+def test_reasons_are_slurms_own_or_say_more(seen: ReportedState, state: JobState, reason: str) -> None:
+    found, told = read_state(seen)
+    assert (found, told[: len(reason)], bool(told)) == (state, reason, bool(reason))

@@ -18,7 +18,7 @@ from strop.launch.contract import JobPlan, Resources
 from strop.launch.slurm.backend import SlurmBackend
 from strop.launch.slurm.options import SlurmSite
 from strop.launch.slurm.queries import clean_environment
-from strop.launch.slurm.script import write_header, write_script
+from strop.launch.slurm.script import write_script
 from tests.launch.slurm.plans import a_request, gpus
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -112,39 +112,25 @@ def test_lau_4_any_value_comes_through_the_header_and_the_shell(
     assert said.stdout.split("\0")[:2] == [plan.home, python]
 
 
-def test_a_home_with_a_line_break_comes_through_the_shell(tmp_path: Path) -> None:
-    plan = replace(_plan(tmp_path), home="/runs/a\nb")
-    script = write_script(replace(plan, trials=(replace(plan.trials[0], path=plan.home),)), SlurmSite())
-    assert "home='/runs/a\nb'\n" in script
+def options(**given: Any) -> dict[str, Any]:
+    return {"options": given}
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"options": {"partitoin": "gpu"}},
-            "partitoin is no option of backend slurm.*did you mean partition\\?",
-        ),
-        ({"options": {"comment": "two\nlines"}}, "comment='two\\\\nlines'.*one line"),
-        ({"options": {"gpu_type": "gpu:h100"}, "resources": gpus(1)}, "one type of the site"),
-        ({"options": {"array": 3}}, "without a sweep"),
-        ({"options": {"wrap": ("podman",), "container_image": "x"}}, "site.wrap together with"),
-        (
-            {"options": {"array": 0}, "sweep": ((), ())},
-            "site.array=0 is not allowed: .* greater than or equal to 1",
-        ),
-        ({"options": {"array": "some"}, "sweep": ((), ())}, "site.array='some'"),
-        (
-            {"options": {"partition": ""}},
-            "--partition='' is not allowed.*Allowed: Partition of the main part",
-        ),
-        (
-            {"options": {"sbatch_args": ("--export=A=1",)}},
-            "which the launcher itself decides.*env in the site profile",
-        ),
-        ({"options": {"sbatch_args": ("--open-mode=truncate",)}}, "leave it out"),
-        ({"options": {"sbatch_args": ("mail",)}}, "options such as --mail-type=END"),
-        ({"resources": Resources(num_cpu_nodes=1), "sweep": ((), ())}, "Slurm has no arrays of such jobs"),
+        (options(partitoin="gpu"), "did you mean partition\\?"),
+        (options(comment="two\nlines"), "comment='two\\\\nlines'"),
+        (options(gpu_type="gpu:h100") | {"resources": gpus(1)}, "gpu:h100"),
+        (options(array=3), "array"),
+        (options(wrap=("podman",), container_image="x"), "site.wrap together with"),
+        (options(array=0) | {"sweep": ((), ())}, "site.array=0"),
+        (options(array="some") | {"sweep": ((), ())}, "site.array='some'"),
+        (options(partition=""), "--partition=''"),
+        (options(sbatch_args=("--export=A=1",)), "--export"),
+        (options(sbatch_args=("--open-mode=truncate",)), "--open-mode"),
+        (options(sbatch_args=("mail",)), "--mail-type=END"),
+        ({"resources": Resources(num_cpu_nodes=1), "sweep": ((), ())}, "arrays"),
     ],
 )
 def test_what_slurm_cannot_be_given_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -152,21 +138,13 @@ def test_what_slurm_cannot_be_given_is_refused(tmp_path: Path, changes: dict[str
         _plan(tmp_path, **changes)
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"name": "two\nlines"}, "job name 'two\\\\nlines'.*one line"),
-        ({"name": " "}, "1 to 200 characters"),
-        ({"home": "/runs/back\\slash"}, "a path without a backslash"),
-    ],
-)
-def test_names_and_homes_that_slurm_would_spoil_are_refused(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+@pytest.mark.parametrize("change", [{"name": "two\nlines"}, {"name": " "}, {"home": "/runs/back\\slash"}])
+def test_names_and_homes_that_slurm_would_spoil_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
     request = a_request(tmp_path)
     backend = SlurmBackend(SlurmSite())
-    with pytest.raises(ConfigError, match=message):
-        backend.render(replace(make_plan(request, backend), **change), request)
+    plan = replace(make_plan(request, backend), **change)
+    with pytest.raises(ConfigError):
+        backend.render(plan, request)
 
 
 def test_flags_win_over_the_profile(tmp_path: Path) -> None:
@@ -175,11 +153,7 @@ def test_flags_win_over_the_profile(tmp_path: Path) -> None:
     script = plan.files["job.sh"]
     assert "#SBATCH --partition=debug\n" in script
     assert "#SBATCH --account=lab\n" in script
-
-
-def test_a_job_that_is_not_requeued_says_so(tmp_path: Path) -> None:
-    script = _plan(tmp_path, max_requeue=0).files["job.sh"]
-    assert "#SBATCH --no-requeue\n" in script
+    assert "#SBATCH --no-requeue\n" in _plan(tmp_path / "once", max_requeue=0).files["job.sh"]
 
 
 @pytest.mark.parametrize(
@@ -202,27 +176,7 @@ def test_a_sweep_is_an_array_of_its_trials(tmp_path: Path, array: int | None, sa
     assert plan.argv[4].endswith("/job/slurm-%A_%a.out")
 
 
-def test_exclusive_only_for_whole_nodes(tmp_path: Path) -> None:
-    plan = _plan(tmp_path, resources=gpus(2))
-    shared = write_header(plan, SlurmSite(cpus_per_gpu=6))[0]
-    assert "--exclusive" not in shared
-    assert "--cpus-per-gpu=1" in shared
-    whole = write_header(_plan(tmp_path, resources=gpus(8, is_whole_node=True)), SlurmSite())[0]
-    assert "--exclusive" in whole
-    assert not any(option.startswith("--cpus-per-gpu") for option in whole)
-
-
 def test_the_environment_of_a_submission_is_nobodys_but_the_users() -> None:
-    environ = {
-        "HOME": "/home/a",
-        "SLURM_CONF": "/etc/slurm.conf",
-        "SLURM_JWT": "t",
-        "SLURM_JOB_ID": "7",
-        "SBATCH_QOS": "low",
-        "MASTER_ADDR": "n1",
-        "RANK": "0",
-        "CUDA_VISIBLE_DEVICES": "0",
-        "API_KEY": "k",
-    }
-    cleaned = clean_environment(environ, secrets=["API_KEY"])
-    assert cleaned == {"HOME": "/home/a", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "t"}
+    kept = {"HOME": "/home/a", "SLURM_CONF": "/etc/slurm.conf", "SLURM_JWT": "t"}
+    dropped = ("SLURM_JOB_ID", "SBATCH_QOS", "MASTER_ADDR", "RANK", "CUDA_VISIBLE_DEVICES", "API_KEY")
+    assert clean_environment(kept | dict.fromkeys(dropped, "7"), secrets=["API_KEY"]) == kept
