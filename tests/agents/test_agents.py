@@ -19,7 +19,7 @@ from strop.agents import Face
 from strop.engine import Completion, GenerationRequest
 from strop.environments import PromptCache, choose_environment, run_rollout
 from strop.environments.recording import CallsUsedUp, Recorder
-from strop.errors import ConfigError, EngineError
+from strop.errors import EngineError
 from strop.rollout import CONVERSATION, FailureOwner, FinishReason, Message, Rollout, Split, Turn
 from strop.spec.reader import load_spec
 from strop.tasks import build_task
@@ -467,8 +467,3 @@ def test_a_program_is_ended_at_its_time_with_what_it_began(tmp_path: Path) -> No
     assert (rollout.outcome.reward, rollout.outcome.truncated) == (0.0, True), rollout.outcome
     assert rollout.outcome.metrics["stopped_by_time"] == 1.0
     assert rollout.turns[1].finish_reason is FinishReason.EOS
-
-
-def test_a_program_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="has no nobody"):
-        attempt(tmp_path, "nobody", [])

@@ -9,13 +9,9 @@ from pydantic import JsonValue
 
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split, make_example
-from strop.spec.schema import find_settings
-from strop.spec.task import USER_TASK
 from strop.tasks import TaskLimits, build_task
 from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
-from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tasks.mixture import Mixture, MixtureSpec
-from strop.tasks.registry import task_summaries
 from strop.tasks.selftest import excess_goldless
 from strop.tasks.version import hash_version
 from tests.fixtures.judging import run_self_test
@@ -52,11 +48,6 @@ def test_pay_without_work_is_found_once_a_probe() -> None:
     findings = run_self_test(task, task.examples(Split.TRAIN)[:4])
     assert [finding.probe for finding in findings] == ["empty", "blank", "garbage", "letter", "echo"]
     assert {finding.reward for finding in findings} == {0.6}
-
-
-def test_summaries_name_the_tasks_that_can_be_built() -> None:
-    assert {*task_summaries(), USER_TASK} == set(find_settings(("task", "name"))[0].choices)
-    assert build_task(ReverseTextSpec(name="reverse-text")).name in task_summaries()
 
 
 class SomeWithoutGold(Arithmetic):
