@@ -59,7 +59,7 @@ def test_the_spec_admits_the_names_of_the_catalog() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(ALGORITHMS))
-def test_an_unchanged_spec_builds_the_entry_with_its_correction(name: str) -> None:
+def test_cfg_3_an_unchanged_spec_builds_the_entry_with_its_correction(name: str) -> None:
     built = build_algorithm(AlgorithmSpec.model_validate({"name": name}))
     entry = ALGORITHMS[name]
     assert (built.name, built.clip_low, built.clip_high) == (name, entry.clip_low, entry.clip_high)

@@ -74,7 +74,7 @@ def test_equal_log_probabilities_are_not_corrected(name: str) -> None:
 
 @pytest.mark.parametrize("name", CORRECTIONS)
 @pytest.mark.parametrize("log_ratio", [-1e4, 1e4])
-def test_no_correction_overflows(name: str, log_ratio: float) -> None:
+def test_log_6_no_correction_overflows(name: str, log_ratio: float) -> None:
     assert bool(torch.isfinite(weigh(name, torch.full((1,), log_ratio))).all())
 
 

@@ -39,7 +39,7 @@ def sum_of_weights(credit: Credit, num_scored_P_G: list[list[int]]) -> float:
         (Aggregation.SEQ_SUM, [[1 / 4, 1 / 4], [1 / 4, 1 / 4]]),
     ],
 )
-def test_weights_by_hand(aggregation: Aggregation, expected_P_G: list[list[float]]) -> None:
+def test_opt_3_weights_by_hand(aggregation: Aggregation, expected_P_G: list[list[float]]) -> None:
     algorithm = replace(GRPO, aggregation=aggregation)
     credit = assign_credit(algorithm, [[1, 0], [1, 0]], [[1, 3], [2, 2]], [[False] * 2] * 2, 5)
     for weights, expected in zip(credit.weight_P_G, expected_P_G, strict=True):
@@ -72,7 +72,7 @@ def test_groups_without_difference(
     assert credit.num_counted_tokens == round(1 / weight)
 
 
-def test_a_rollout_with_the_mean_reward_is_skipped_alone() -> None:
+def test_opt_5_a_rollout_with_the_mean_reward_is_skipped_alone() -> None:
     credit = assign_credit(DR_GRPO, [[0, 0.5, 1]], [[1, 1, 1]], [[False] * 3], 4)
     assert listed(credit.advantage_P_G) == [[-0.5, 0.0, 0.5]]
     assert listed(credit.is_forwarded_P_G) == [[True, False, True]]
@@ -80,7 +80,7 @@ def test_a_rollout_with_the_mean_reward_is_skipped_alone() -> None:
     assert credit.num_zero_variance_groups == 0
 
 
-def test_an_unscored_rollout_is_in_no_normaliser() -> None:
+def test_opt_5_an_unscored_rollout_is_in_no_normaliser() -> None:
     credit = assign_credit(GRPO, [[1, 0, None]], [[2, 2, 9]], [[False] * 3], 9)
     assert listed(credit.weight_P_G) == [[1 / 4, 1 / 4, 0.0]]  # 2 rollouts of 2 tokens
     assert listed(credit.is_forwarded_P_G) == [[True, True, False]]

@@ -110,7 +110,7 @@ def test_small_gaps_are_not_drowned_in_rounding() -> None:
 
 
 @pytest.mark.parametrize("name", ["k2", "k3", "k3+"])
-def test_a_step_down_any_offered_estimator_comes_closer(name: str) -> None:
+def test_opt_1_a_step_down_any_offered_estimator_comes_closer(name: str) -> None:
     moved_V = POLICY_V.log() - 0.5 * torch.tensor(expected_gradient(ESTIMATORS[name]), dtype=torch.float64)
     after_V = torch.softmax(moved_V, 0)
     assert float((after_V * (after_V / REFERENCE_V).log()).sum()) < 0.047

@@ -197,7 +197,7 @@ def test_closed_form_gradient_equals_autograd(
 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
-def test_equal_log_probabilities_give_the_plain_policy_gradient(loss: TokenLoss) -> None:
+def test_opt_1_equal_log_probabilities_give_the_plain_policy_gradient(loss: TokenLoss) -> None:
     arguments = (LOGP_N, LOGP_N, ADVANTAGE_N, 0.2, 0.2)
     assert loss.grad(*arguments).tolist() == (-ADVANTAGE_N).tolist()
     assert differentiate(loss, *arguments).tolist() == (-ADVANTAGE_N).tolist()
@@ -212,7 +212,7 @@ def test_the_opposite_advantage_gives_the_opposite_gradient(loss: TokenLoss) -> 
 
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
 @pytest.mark.parametrize("log_ratio", [-1e4, -89.0, 0.0, 89.0, 1e4])
-def test_no_log_ratio_overflows_in_float32(loss: TokenLoss, log_ratio: float) -> None:
+def test_log_6_no_log_ratio_overflows_in_float32(loss: TokenLoss, log_ratio: float) -> None:
     for advantage in (-1.0, 0.0, 1.0):
         arguments = (torch.full((1,), log_ratio), torch.zeros(1), torch.full((1,), advantage), 0.2, 0.2)
         for result in (loss.value(*arguments), loss.grad(*arguments), differentiate(loss, *arguments)):

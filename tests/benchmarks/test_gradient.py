@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from benchmarks.arms import strop_gradient
@@ -15,10 +14,8 @@ from benchmarks.arms.gradient_order import GradientGroup, count_tokens, read_gro
 from benchmarks.arms.trl_gradient import build_micro_batches
 from benchmarks.arms.worker import generation_record
 from benchmarks.cases import Case
-from benchmarks.gradient_cosine import MODULES, compute_gradient, match_gradients
-from benchmarks.harness import ArmFailed, Protocol
-from benchmarks.rivals import strop_arm
-from strop.policy.language_model import LanguageModel
+from benchmarks.gradient_cosine import match_gradients
+from benchmarks.harness import ArmFailed
 
 CASE = Case(name="tiny", kind="grpo", num_prompts=2, group_size=2, max_new_tokens=6, rewards="forced")
 GROUPS = [
@@ -90,22 +87,6 @@ def test_the_batch_is_a_step_of_the_case(tiny_model_dir: Path, tmp_path: Path) -
     # One reply of each pair has reward 1, the other 0: 0.5 from the mean, spread sqrt(0.5).
     for group in groups:
         assert sorted(group.advantages) == pytest.approx([-(0.5**0.5), 0.5**0.5], rel=1e-3)
-
-
-@pytest.mark.slow
-def test_a_worker_writes_its_gradient_or_is_named_with_its_last_words(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    protocol = Protocol(model_dir=tiny_model_dir, threads=1)
-    with pytest.raises(ArmFailed, match=r"(?s)arm strop gave no gradient.*rollouts\.json"):
-        compute_gradient(strop_arm(), CASE, protocol, "float32", tmp_path)
-    write_groups(tmp_path / "rollouts.json", GROUPS)
-    path = compute_gradient(strop_arm(), CASE, protocol, "bfloat16", tmp_path)
-    names = {name for name, _ in LanguageModel.load(tiny_model_dir, dtype=torch.float32).named_parameters()}
-    written = load_file(path)
-    assert set(written) == names
-    assert {tensor.dtype for tensor in written.values()} == {torch.float32}
-    assert set(MODULES) == {"strop", "trl"}
 
 
 def test_a_batch_of_generation_is_reported_by_hand() -> None:

@@ -1,18 +1,26 @@
-"""The harness: ratios by hand, and two dummy arms in real processes."""
+"""The harness: ratios by hand, two dummy arms in real processes, and arms that compute the same work."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from benchmarks import harness
+from benchmarks.arms.strop_loop import BenchmarkSchedule, BenchmarkTask
+from benchmarks.busy import busy_loop
 from benchmarks.cases import CASES
-from benchmarks.harness import Arm, ArmFailed, ArmProcess, Protocol, measure_pairs, pair_order
+from benchmarks.harness import Arm, ArmFailed, ArmProcess, Protocol, measure_pairs, pair_order, write_result
+from benchmarks.machine import AVX2, machine_facts
 from benchmarks.prompts import make_prompts, write_prompts
 from benchmarks.ratio import summarize_ratios
+from benchmarks.rivals import rival_arm, strop_arm
 from benchmarks.verifier import forced_rewards, last_number_reward, signal_tokens, zero_variance_frac
+from strop.rollout import Split
+from tests.fixtures.git_tree import commit_files
 
 CASE = CASES["grpo-32-forced"]
 
@@ -68,11 +76,6 @@ def is_running(pid: int) -> bool:
     return state != "Z"  # An ended orphan may wait a moment for its new parent.
 
 
-def test_equal_ratios_have_an_interval_of_no_width() -> None:
-    summary = summarize_ratios([8.0] * 6)
-    assert (summary.median, summary.low, summary.high, summary.num_pairs) == (8.0, 8.0, 8.0, 6)
-
-
 def test_the_interval_holds_the_median_and_stays_within_the_pairs() -> None:
     # Sorted: 5, 7, 8, 9, 10, 40. Median (8 + 9) / 2; one outlier does not move it.
     summary = summarize_ratios([8.0, 40.0, 7.0, 9.0, 5.0, 10.0])
@@ -106,3 +109,68 @@ def test_only_tokens_of_groups_with_variance_count_as_signal() -> None:
     rewards = [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     assert signal_tokens(rewards, [1, 2, 3, 4, 5, 6], 2) == 7
     assert zero_variance_frac(rewards, 2) == pytest.approx(2 / 3)
+
+
+@pytest.fixture
+def limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor without bfloat16, and rivals whose environments need not be made."""
+    for name, value in AVX2.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("benchmarks.rivals.ensure_environment", lambda environment, say: Path("python"))
+
+
+@pytest.mark.usefixtures("limited")
+def test_rivals_compute_in_the_format_that_strop_takes_here() -> None:
+    """Incident: strop's arm did not start where the format was left open, and TRL's emulated bfloat16."""
+    assert strop_arm().settings["dtype"] == "float32"
+    assert rival_arm("trl", 2).settings["autocast"] is False
+    assert rival_arm("vllm-eager", 2).settings["dtype"] == "float32"
+
+
+@pytest.mark.usefixtures("limited")
+def test_a_result_says_to_which_instructions_it_was_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "tree"
+    commit = commit_files(root, {"src/one.py": ""})
+    monkeypatch.setattr(harness, "ROOT", root)
+    monkeypatch.setattr(harness, "RESULTS_DIR", tmp_path / "results")
+    path = write_result("demo", {"machine": machine_facts()})
+    assert json.loads(path.read_bytes())["git_rev"] == commit
+    assert path.name.startswith("demo-avx2-2")
+    assert set(json.loads(path.read_bytes())["machine"]["limited_to"]) == set(AVX2)
+    for name in AVX2:
+        monkeypatch.delenv(name)
+    assert write_result("demo", {}).name.startswith("demo-2")
+
+
+def test_the_busy_loop_runs_as_long_as_its_block() -> None:
+    """Incident: the loop of a benchmark that was killed kept a core busy under the next one."""
+    with busy_loop() as pid:
+        # A child that was told to end with its parent.
+        assert Path(f"/proc/{pid}").exists()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_each_step_gets_the_prompts_that_the_rival_gets() -> None:
+    case = CASES["grpo-32-natural"]
+    prompts = make_prompts(case, 2)
+    task = BenchmarkTask(case, prompts)
+    examples = BenchmarkSchedule(case, task, prompts).examples(1)
+    assert [task.render(example)[0].text for example in examples] == [
+        prompt.messages[0]["content"] for prompt in prompts[8:16]
+    ]
+    assert len(task.examples(Split.TRAIN)) == 16
+
+
+def test_forced_rewards_differ_in_every_group_and_natural_ones_come_from_the_text() -> None:
+    case = CASES["grpo-32-forced"]
+    prompts = make_prompts(case, 1)
+    task = BenchmarkTask(case, prompts)
+    example = task.step_examples(prompts)[0]
+    # Before a step forces anything, as in the gate's self-test of the verifier.
+    assert task.verify(example, prompts[0].answer).reward == 1.0
+    assert task.verify(example, "no number").reward == 0.0
+    for member in BenchmarkSchedule(case, task, prompts).examples(0):
+        rewards = [task.verify(member, "no number").reward for _ in range(case.group_size)]
+        assert sorted(reward or 0.0 for reward in rewards) == [0.0] * 4 + [1.0] * 4

@@ -216,21 +216,6 @@ def test_a_place_without_replies_is_refused(run: Run, folder: Path) -> None:
     assert "nothing holds no replies of an evaluation. Allowed: " in ended.err
 
 
-def test_eva_7_a_change_is_not_laid_at_one_settings_door_while_others_differ(
-    finished_run: Path, folder: Path, run: Run
-) -> None:
-    """Incident: arms meant to differ in the learning rate also differed in fp16 and bf16; single seeds."""
-    assert run("train", "run.toml", "optimizer.lr=1e-4", "model.dtype=bfloat16").code == 0
-    other = json.loads(run("ls", "--json").out)[0]["path"]
-    refused = run("compare", finished_run, other, "--vary", "optimizer.lr")
-    assert (refused.code, refused.out) == (76, "")
-    assert "differ in more than optimizer.lr: model.dtype 'float32' and 'bfloat16'. Allowed: " in refused.err
-    shown = run("compare", finished_run, other, "--vary", "optimizer.lr", "--vary", "model.dtype")
-    assert shown.code == 0
-    assert "of one seed each" in shown.out
-    assert "accuracy where both have the format" in shown.out
-
-
 def test_eva_7_results_list_what_they_differ_in(run: Run, folder: Path, tiny_model_dir: Path) -> None:
     """Incident: as above, for results without runs: seeds and number formats are in them."""
     for name, words in (("a", ("seed=1",)), ("b", ("seed=2", "sampling.temperature=1"))):
@@ -269,22 +254,6 @@ def test_a_mixture_is_evaluated_rescored_and_compared_by_part(
     assert other["task_version"] != other["replies_version"]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--canary", "absent.json"), "the result absent.json cannot be read"),
-        (("--pass-threshold", "nan"), "a pass threshold of nan for task arithmetic"),
-    ],
-)
-def test_a_canary_or_threshold_that_cannot_be_is_refused(
-    run: Run, folder: Path, tiny_model_dir: Path, words: tuple[str, ...], message: str
-) -> None:
-    ended = evaluate(run, tiny_model_dir, *words)
-    assert ended.code in (1, 2)
-    assert message in " ".join(ended.err.replace("│", " ").split())
-    assert "Traceback" not in ended.err
-
-
 FILE_TEXT = """name = "short"
 task.name = "arithmetic"
 task.max_value = 15
@@ -305,16 +274,6 @@ def test_a_file_says_what_is_evaluated(run: Run, folder: Path, tiny_model_dir: P
     assert (result.num_examples, result.num_samples, result.split.value) == (2, None, "held_out")
     assert result.task_version == build_task(read_task("arithmetic", ["max_value=12"])).version
     assert "arithmetic, 2 examples of held_out, step 0" in ended.out
-
-
-def test_the_log_level_of_a_file_is_that_of_its_evaluation(folder: Path, tiny_model_dir: Path) -> None:
-    (folder / "short.toml").write_text(f'{FILE_TEXT}output.log_level = "engine=debug"\n')
-    # In a process of its own: a level is the whole process's.
-    process = start_command(("eval", tiny_model_dir, "--config", "short.toml"), folder / "log")
-    process.join()
-    said = (folder / "log").read_text()
-    assert process.exitcode == 0, said
-    assert "DEBUG asyncio: Using selector" in said
 
 
 def test_a_table_stands_beside_the_users_own_results(
@@ -370,26 +329,3 @@ def test_a_file_leaves_nothing_to_options(
     ended = run("eval", tiny_model_dir, *words)
     assert (ended.code, ended.out) == (2, "")
     assert message in " ".join(ended.err.replace("│", " ").split())
-
-
-def test_rows_of_repositories_are_evaluated_in_their_environment(run: Run, folder: Path) -> None:
-    model = tiny_model(folder / "model", max_position_embeddings=4096)
-    repository = folder / "repository"
-    repository.mkdir()
-    (repository / "a.sh").write_text("exit 1\n")
-    rows = folder / "rows"
-    rows.mkdir()
-    row = {"problem_statement": "Mend it.", "repository": str(repository), "test_command": "sh a.sh"}
-    row |= {"FAIL_TO_PASS": '["a.sh::sum"]'}
-    for name in ("train", "test"):
-        (rows / f"{name}.jsonl").write_text(json.dumps({**row, "instance_id": name}) + "\n")
-    (folder / "repair.toml").write_text(
-        f'name = "repair"\n[environment]\nname = "repo-repair"\nsource = "{rows}"\nmax_turns = 1\n'
-        'max_reply_tokens = 4\nsandbox = "process"\nmin_isolation = "rlimit"\nmemory_gib = 0.25\n'
-        'disk_gib = 0.0625\n[eval]\nnum_samples = "none"\n[model]\ndtype = "float32"\n'
-    )
-    ended = run("eval", model, "--config", "repair.toml", "--out", "results")
-    # A random model finds no end.
-    assert "invalid: truncation" in ended.err
-    result = read_result(folder / "results" / "repair.repo-repair-step-000000.json")
-    assert (result.num_examples, result.greedy.num_unscored, result.greedy.accuracy) == (1, 0, 0.0)

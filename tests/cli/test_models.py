@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from strop.evaluate import read_result
 from tests.fixtures.commands import Run
 
 ASK = ("--task", "arithmetic", "model.dtype=float32", "placement.threads=1")
@@ -50,22 +49,6 @@ def test_an_edited_result_is_shown_nowhere(
         assert (ended.code, ended.out) == (1, ""), command
         assert "is not a complete result (greedy: " in ended.err
         assert "accuracy is 0.95, and the mean of its examples is 0.0)" in ended.err
-
-
-def test_what_eval_prints_can_be_compared(finished_run: Path, folder: Path, run: Run) -> None:
-    words = ("--split", "held_out", "--num-examples", "4", "--num-samples", "2", "--json")
-    for name, model in (("a", finished_run / "checkpoints" / "step-000001"), ("b", finished_run)):
-        (folder / f"{name}.json").write_text(run("eval", model, *ASK, *words).out)
-    assert read_result(folder / "a.json").step == 1
-    compared = run("compare", "a.json", "b.json", "--json")
-    assert compared.code == 0
-    assert json.loads(compared.out)["others"][0]["change"]["greedy"]["estimate"] == 0.0
-    (folder / "c.json").write_text(
-        run("eval", finished_run, *ASK, "--split", "held_out", "--num-examples", "3", "--json").out
-    )
-    refused = run("compare", "a.json", "c.json")
-    assert refused.code == 76
-    assert "num_examples 4 and 3" in refused.err
 
 
 def test_eva_2_a_run_with_a_lowered_budget_says_so(run: Run, folder: Path) -> None:
@@ -170,22 +153,3 @@ def test_a_damaged_run_does_not_hide_the_others(finished_run: Path, folder: Path
     (broken / "run.json").write_text("{")
     listed = json.loads(run("ls", "--json").out)
     assert [entry["phase"] for entry in listed] == ["finished", "damaged"]
-
-
-@pytest.mark.slow
-def test_the_doctor_measures_once_and_the_plan_reads_it(run: Run, folder: Path) -> None:
-    assert "(assumed)" in run("plan", "run.toml", "--all").out.split("speed ")[1].split("\n")[0]
-    ended = run("doctor", "--json")
-    assert ended.code == 0
-    found = json.loads(ended.out)
-    assert found["calibration"]["gemm_fp32_gflops"] > 0
-    names = [check["name"] for check in found["checks"]]
-    assert names == [
-        "default model",
-        "compiled kernels",
-        "disk of cache",
-        "disk of runs",
-        *(f"extra {e}" for e in ("server", "tasks", "ifeval", "ray", "s3")),
-    ]
-    assert not found["checks"][0]["is_ok"]
-    assert "(measured)" in run("plan", "run.toml", "--all").out.split("speed ")[1].split("\n")[0]

@@ -115,23 +115,6 @@ def test_characters_count_where_the_tokenizer_is_elsewhere(place: Path) -> None:
     assert any("activations (1280 positions" in part.name for part in known.memory.parts)
 
 
-def test_a_missing_order_file_of_a_part_is_unknown() -> None:
-    found = plan(
-        "task.name=mixture",
-        "task.parts.a.name=arithmetic",
-        "task.parts.a.order_file=s3://bucket/orders/easy.jsonl",
-        "task.parts.b.name=reverse-text",
-    )
-    assert any("s3://bucket/orders/easy.jsonl is not on this machine" in line for line in found.unknown)
-    assert found.time is not None
-
-
-def test_rows_in_s3_that_are_shown_are_unknown() -> None:
-    found = plan("train.terms=sft", "sft.source=s3://bucket/rows.jsonl")
-    assert found.unknown == ("demonstrations: sft.source=s3://bucket/rows.jsonl is not on this machine",)
-    assert found.time is not None
-
-
 def test_fetch_asks_the_hub_for_the_description_alone(
     place: Path, tiny_model_dir: Path, run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,23 +1,27 @@
-"""The program as a whole: streams, codes, failures that nobody foresaw, and what is loaded."""
+"""The program as a whole: streams, codes, failures that nobody foresaw, what is loaded."""
 
 from __future__ import annotations
 
+import gc
+import inspect
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
-from strop.cli.arguments import SplitName
-from strop.cli.output import Output, RunLog
+from strop.cli.arguments import brief
+from strop.cli.output import Output
 from strop.cli.program import app
 from strop.errors import EngineError, Interrupted
-from strop.rollout import Split
-from strop.tasks import task_summaries
+from strop.launch.backends import BACKENDS
 from tests.fixtures.commands import Run
+from tests.fixtures.scripted_backend import FakeSite
+from tests.fixtures.scripted_jobs import World, make_world
 
 PROGRAM = "import sys; from strop.cli import main; sys.exit(main())"
 
@@ -100,31 +104,6 @@ def test_ctrl_c_promises_nothing_and_a_stopped_run_says_75(run: Run, folder: Pat
     assert (ended.code, ended.err) == (75, "strop: stopped by sigterm after step 3\n")
 
 
-def test_a_log_keeps_what_came_before_its_file(tmp_path: Path) -> None:
-    log = RunLog()
-    print("first", file=log)
-    log.open_at(tmp_path / "deep" / "train.log")
-    print("second", file=log)
-    # Without closing: what a kill would leave.
-    assert (tmp_path / "deep" / "train.log").read_text() == "first\nsecond\n"
-    log.close()
-
-
-def test_help_names_every_command(run: Run) -> None:
-    ended = run("--help")
-    assert ended.code == 0
-    listed = ended.out.partition("Commands:")[2].split("\n")
-    assert [line.split()[0] for line in listed if line.strip()] == [
-        "train", "eval", "sample", "plan", "stage", "submit", "policy", "status",
-        "logs", "watch", "cancel", "fetch", "explain", "ls", "view", "query", "report", "compare",
-        "audit", "doctor", "model", "tasks", "envs", "runtime",
-    ]  # fmt: skip
-
-
-def test_split_names_are_those_of_rollouts() -> None:
-    assert {name.name: name.value for name in SplitName} == {split.name: split.value for split in Split}
-
-
 def test_a_reader_that_leaves_early_is_no_error() -> None:
     program = f"""
 import os, sys
@@ -136,18 +115,6 @@ os.dup2(write, 1)
     ended = run_fresh("explain", code=program)
     assert ended.returncode == 1
     assert ended.stderr == ""
-
-
-def test_explain_says_meaning_value_and_origin(run: Run, folder: Path) -> None:
-    ended = run("explain", "train.steps", "run.toml", "train.steps=7")
-    assert ended.out.splitlines() == [
-        "train.steps: Number of steps of the run, one batch each.",
-        "  allowed  an integer from 1 to 10000000",
-        "  default  40",
-        "  value    7 (override)",
-    ]
-    assert "run.toml:8" in run("explain", "train.steps", "run.toml").out
-    assert "task arithmetic has no such setting" in run("explain", "task.min_words", "run.toml").out
 
 
 def test_explain_shows_expert_settings_on_demand_and_those_that_a_run_sets(run: Run, folder: Path) -> None:
@@ -190,12 +157,6 @@ def test_plan_fits_one_screen_and_shows_everything_on_demand(
     for name in ("optimizer.lr", "optimizer.beta2", "(assumed)", "task.max_reply_tokens"):
         assert name in everything
         assert name not in ended.out
-
-
-def test_tasks_are_listed_for_people_and_programs(run: Run) -> None:
-    listed = json.loads(run("tasks", "ls", "--json").out)
-    assert list(listed) == [*task_summaries(), "FILE.py:CLASS"]
-    assert all(name in run("tasks", "ls").out for name in listed)
 
 
 @pytest.mark.parametrize(
@@ -242,3 +203,98 @@ def test_standard_output_of_json_is_json_alone(run: Run, folder: Path) -> None:
         json.loads(ended.out)
     # What could not be known is said to the person, beside the JSON.
     assert "unknown: prompt, memory, disk and time: model org/absent is not on this machine" in ended.err
+
+
+def commands(command: Any, words: str) -> Iterator[tuple[str, int]]:
+    """Yield each command and the number of its parameters, without --help."""
+    params = command.get_params(typer.Context(command))
+    yield words, sum(param.name != "help" for param in params)
+    for name, inner in getattr(command, "commands", {}).items():
+        yield from commands(inner, f"{words} {name}")
+
+
+def test_every_option_of_a_backend_has_one_meaning_where_backends_share_it() -> None:
+    first: dict[str, str] = {}
+    for section in BACKENDS.values():
+        for mark in section.flags().values():
+            for name in mark.names:
+                assert first.setdefault(name, mark.names[0]) == mark.names[0]
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    """A project with a site of a backend that only the table of backends knows."""
+    world = make_world(tmp_path)
+    for name, value in world.environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.chdir(world.project)
+    monkeypatch.setitem(BACKENDS, "fake", FakeSite)
+    world.sites(f'[sites.lanes]\nbackend = "fake"\nfolder = "{tmp_path / "scheduler"}"\nlane = "slow"\n')
+    return world
+
+
+def test_a_backend_of_the_table_has_its_options_everywhere(here: World, run: Run) -> None:
+    helped = run("submit", "--help").out
+    assert "Options where the backend is fake" in helped
+    assert "--lane" in helped
+    assert "Lane to wait in." in helped
+    explained = run("explain", "sites.fake.lane").out
+    assert "Lane to wait in. Override for one job: `strop submit --lane`." in explained
+    assert "Set per job, not in a profile: `strop submit --bid`." in run("explain", "sites.fake.bid").out
+    words = ("submit", "run.toml", "--on", "lanes", "--dry-run", "--json")
+    assert "--lane=slow" in json.loads(run(*words).out)["argv"]
+    assert "--lane=fast" in json.loads(run(*words, "--lane", "fast").out)["argv"]
+    assert run("submit", "run.toml", "--on", "lanes", "--bid", "3").code == 0
+    ended = run("status", "run", "--json")
+    assert json.loads(ended.out)[0]["state"] == "queued"
+
+
+def test_wrong_options_of_a_backend_are_refused_in_three_parts(here: World, run: Run) -> None:
+    for words, pieces in {
+        ("--bid", "0"): ("--bid=0 is not allowed", "Allowed: Bid for a place", "Next: correct --bid"),
+        ("--partition", "x"): (
+            "--partition given for a site of backend fake",
+            "Allowed: --bid, --lane, site.KEY=VALUE.",
+            "leave --partition out",
+        ),
+    }.items():
+        ended = run("submit", "run.toml", "--on", "lanes", *words)
+        assert (ended.code, ended.out) == (2, "")
+        for piece in pieces:
+            assert piece in ended.err
+
+
+def test_an_option_of_one_job_is_no_key_of_a_profile(here: World, run: Run) -> None:
+    with (here.project / "strop-sites.toml").open("a") as file:
+        file.write("bid = 3\n")
+    ended = run("submit", "run.toml", "--on", "lanes")
+    assert ended.code == 2
+    assert "sites.lanes.bid" in ended.err
+    assert "is set per job, not in a profile" in ended.err
+    assert "give --bid to `strop submit`" in ended.err
+
+
+def test_a_brief_command_runs_without_the_collector_and_gives_it_back() -> None:
+    seen: list[bool] = []
+
+    @brief
+    def command(words: str) -> None:
+        """Say it."""
+        seen.append(gc.isenabled())
+        if words == "fail":
+            raise ValueError(words)
+
+    command("go")
+    with pytest.raises(ValueError, match="fail"):
+        command("fail")
+    assert (seen, gc.isenabled()) == ([False, False], True)
+    # A caller that had switched it off finds it so.
+    gc.disable()
+    try:
+        command("go")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    # The command line is made of the signature and the docstring.
+    assert list(inspect.signature(command).parameters) == ["words"]
+    assert command.__doc__ == "Say it."

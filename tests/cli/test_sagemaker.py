@@ -147,13 +147,6 @@ def test_what_contradicts_itself_is_refused(folder: Path, words: tuple[str, ...]
         submit(*words)
 
 
-def test_a_site_of_another_backend_is_refused(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--on local is a site of backend local"):
-        run("policy", "--on", "local")
-    with pytest.raises(ConfigError, match="--spot given for a site of backend local"):
-        run("submit", "qwen3-1.7B.toml", "--on", "local", "--spot", "--dry-run")
-
-
 def test_an_image_that_is_not_here_is_said_before_gpus_are_used(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,13 +137,6 @@ def test_a_game_is_played_by_piped_lines(run: Run, monkeypatch: pytest.MonkeyPat
     assert lines[-1].startswith("score: 1, right")
 
 
-def test_what_ends_before_the_game_is_scored_as_it_stands(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", io.StringIO(""))
-    ended = run("envs", "run", "guess-number")
-    assert ended.code == 0
-    assert ended.out.splitlines()[-1] == "score: 0, not right"
-
-
 def test_tools_are_called_by_words_by_json_and_by_blocks(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,24 +194,3 @@ def test_what_no_audit_can_do_is_refused(run: Run) -> None:
         ended = run("audit", *words)
         assert ended.code == 2
         assert said in ended.err
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("bubblewrap")
-def test_a_task_with_files_is_audited_with_its_files(run: Run, tmp_path: Path) -> None:
-    for stem, numbers in (("train", (2, 3, 4)), ("test", (5,))):
-        rows = [
-            {
-                "text": f"Write a function to add {n}.",
-                "code": f"def plus{n}(x):\n    return x + {n}",
-                "test_list": [f"assert plus{n}(1) == {n + 1}", f"assert plus{n}(-9) == {n - 9}"],
-            }
-            for n in numbers
-        ]
-        (tmp_path / f"{stem}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    ended = run("audit", "mbpp", f"source={tmp_path}", "num=2", "--json")
-    report = json.loads(ended.out)
-    assert (ended.code, report["task"], report["num_examples"]) == (0, "mbpp", 2)
-    broken = [probe["probe"] for probe in report["probes"] if probe["status"] in {"fail", "error"}]
-    # Every test stands in the prompt.
-    assert broken == ["constant"]

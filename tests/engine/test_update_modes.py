@@ -102,7 +102,7 @@ def token_lists(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids.tolist() for completion in completions]
 
 
-def test_drained_replies_end_under_the_weights_they_began_with(
+def test_smp_4_drained_replies_end_under_the_weights_they_began_with(
     tiny_model_dir: Path, update: WeightUpdate
 ) -> None:
     replies, late, requests = run_mode(tiny_model_dir, update, UpdateMode.DRAIN)

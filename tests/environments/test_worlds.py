@@ -236,7 +236,7 @@ def test_a_tool_may_end_the_attempt(tmp_path: Path) -> None:
     assert rollout.outcome.reward == 0.0
 
 
-def test_the_last_turn_is_executed_before_the_score(tmp_path: Path) -> None:
+def test_rew_9_the_last_turn_is_executed_before_the_score(tmp_path: Path) -> None:
     task = build(COUNTING, "environment.max_turns=2")
     rollout = attempt(task, tokenizer_of(tmp_path), [call("add", number=3), call("add", number=-2)])
     assert rollout.outcome.reward == 1.0

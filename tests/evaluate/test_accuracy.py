@@ -192,7 +192,7 @@ def test_pass_at_k_leaves_out_what_could_not_be_judged_often_enough(tmp_path: Pa
     assert found.num_examples == NUM_HELD_OUT - num_unscored
 
 
-def test_a_threshold_says_what_is_solved(tmp_path: Path) -> None:
+def test_eva_5_a_threshold_says_what_is_solved(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path)
     task = PartialArithmetic(make_spec())
     engine = make_engine(tokenizer, lambda a, b, request: "no idea")
@@ -214,7 +214,7 @@ def test_code_that_ran_out_of_time_is_wrong_and_counted(tmp_path: Path) -> None:
     assert (result.greedy.verifier_error_frac, result.is_valid) == (0.0, True)
 
 
-def test_an_aborted_reply_is_unscored(tmp_path: Path) -> None:
+def test_eva_5_an_aborted_reply_is_unscored(tmp_path: Path) -> None:
     tokenizer, task = make_tokenizer(tmp_path), make_task()
     aborted = ScriptedReply(text="4", is_aborted=True)
     result = evaluate(task, DummyEngine(tokenizer, lambda request: aborted), tokenizer)

@@ -91,7 +91,7 @@ def test_nothing_scored_on_both_sides_is_no_change() -> None:
     assert compare_results(unscored, other).greedy is None
 
 
-def test_form_and_ability_are_told_apart() -> None:
+def test_rew_7_form_and_ability_are_told_apart() -> None:
     before = make_result(
         {
             "a": in_form(is_solved=False, format_ok=False),

@@ -43,7 +43,7 @@ def seen(allocation: Allocation) -> Mapping[str, str | None]:
         ("MIG-GPU-6/1/0,MIG-GPU-6/2/0", "MIG-GPU-6/1/0", "MIG-GPU-6/2/0", ("MIG-GPU-6/1/0", "MIG-GPU-6/2/0")),
     ],
 )
-def test_a_given_list_is_cut_in_its_order_and_never_renumbered(
+def test_prc_7_a_given_list_is_cut_in_its_order_and_never_renumbered(
     inherited: str, engine: str, learner: str, uuids: tuple[str, ...]
 ) -> None:
     machine = found(whole(3, 70), whole(5, 70), divided(6, "MIG-c6d4", "MIG-77aa"))
@@ -126,7 +126,7 @@ def test_the_emptiest_gpus_are_taken_where_nothing_is_given() -> None:
     assert seen(made) == {"engine": "1", "learner": "2"}
 
 
-def test_who_is_in_the_way_is_named_with_need_and_room() -> None:
+def test_prc_4_who_is_in_the_way_is_named_with_need_and_room() -> None:
     machine = found(*THREE, users=(user_of("GPU-0"),), leases=(a_lease("GPU-2"),))
     with pytest.raises(CheckRefused) as caught:
         allocate_gpus(GpuRequest(wanted={"learner": 1}, need_bytes={"learner": 20 * GIB}), machine)

@@ -291,7 +291,7 @@ def test_a_process_is_itself_until_it_ends() -> None:
     assert identify(process.pid) is None
 
 
-def test_a_dead_run_leaves_nothing_and_a_living_one_everything(tmp_path: Path) -> None:
+def test_prc_6_a_dead_run_leaves_nothing_and_a_living_one_everything(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()

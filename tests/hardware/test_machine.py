@@ -158,7 +158,7 @@ def write(folder: Path, **texts: str) -> None:
         (folder / name.replace("_", ".", 1)).write_text(text + "\n")
 
 
-def test_a_jobs_limit_above_its_own_group_holds(tmp_path: Path) -> None:
+def test_prc_8_a_jobs_limit_above_its_own_group_holds(tmp_path: Path) -> None:
     # As SLURM makes them: the step's group has no limit, the job's above it has.
     write(tmp_path / "job" / "step", memory_max="max", memory_current="3000")
     write(tmp_path / "job", memory_max="10000", memory_current="4000")

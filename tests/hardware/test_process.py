@@ -74,7 +74,7 @@ def test_prc_5_a_death_at_import_is_in_the_log(tmp_path: Path) -> None:
     assert "No module named 'strop_has_no_such_module'" in child.tail(1)
 
 
-def test_a_stubborn_tree_is_killed_after_its_grace(tmp_path: Path) -> None:
+def test_prc_4_a_stubborn_tree_is_killed_after_its_grace(tmp_path: Path) -> None:
     child = spawn([PYTHON, "-c", STUBBORN_TREE], tmp_path / "log")
     wait_until(lambda: bool(child.tail()))
     own_pid, inner_pid = (int(word) for word in child.tail().split())

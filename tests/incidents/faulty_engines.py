@@ -13,13 +13,13 @@ import torch
 
 from strop.cluster import Roles
 from strop.cluster.local import LocalLearner, SharedPublisher
-from strop.engine import Completion, Engine, GenerationRequest, ReplyScore, WeightReceipt, WeightUpdate
+from strop.engine import Completion, Engine, GenerationRequest
 from strop.engine.native import NativeEngine
 from strop.environments import SingleTurn, run_group
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.scoring import score_reply
-from strop.rollout import Group, IntArray, Sampling, Split
+from strop.rollout import Group, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import build_task
 from strop.tokenizer import Tokenizer
@@ -44,14 +44,8 @@ class TamperedEngine:
         completion = await self._inner.generate(asked)
         return completion if self._tamper is None else self._tamper(request, completion)
 
-    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
-        return await self._inner.score(prompt_ids, reply_ids, temperature)
-
-    async def update(self, update: WeightUpdate) -> WeightReceipt:
-        return await self._inner.update(update)
-
-    async def close(self) -> None:
-        await self._inner.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
 
 
 def load_model(path: Path, dtype: str = "float32") -> LanguageModel:

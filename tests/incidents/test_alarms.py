@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from strop.cluster import Roles
 from strop.engine import Completion, Engine, GenerationRequest
-from strop.engine.contract import ReplyScore, WeightReceipt, WeightUpdate
 from strop.errors import RunStopped
 from strop.evaluate import EvalSettings, Validity, evaluate_task
 from strop.io import verify_directory
@@ -22,12 +22,10 @@ from strop.policy.objective import ScoredTokens, TokenTerms
 from strop.policy.optimizer import StepPlan, StepReport
 from strop.record import Event
 from strop.record.rollouts import read_rollouts
-from strop.rollout import Example, FailureOwner, FinishReason, IntArray, Message, Outcome, Split, make_example
+from strop.rollout import Example, FailureOwner, FinishReason, Message, Outcome, Split, make_example
 from strop.tasks.answers import last_number
 from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
-from strop.train import loop
-from strop.train.measure import measure_time
 from strop.train.watch.trends import NUM_STOP
 from tests.evaluate.arithmetic_world import add, make_engine, make_spec, make_tokenizer
 from tests.fixtures.spell import SpellTask
@@ -85,14 +83,8 @@ class Says:
             policy_version=score.policy_version,
         )
 
-    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
-        return await self.engine.score(prompt_ids, reply_ids, temperature)
-
-    async def update(self, update: WeightUpdate) -> WeightReceipt:
-        return await self.engine.update(update)
-
-    async def close(self) -> None:
-        await self.engine.close()
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
 
 def saying(*texts: str) -> Callable[[Roles], Roles]:
@@ -226,29 +218,6 @@ def test_rew_10_an_evaluation_counts_an_impossible_score_as_none(tmp_path: Path)
     assert result.validity is Validity.VERIFIER
     assert (result.greedy.accuracy, result.greedy.reward_mean) == (None, None)
     assert result.greedy.failures == {"ceiling": result.greedy.num_rollouts}
-
-
-def test_log_7_durations_that_were_added_up_although_they_overlap_are_an_alarm(
-    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Incident: concurrent durations were summed, 2,700 s for a step of 10 s."""
-
-    def summed(seconds: Mapping[str, float], step_s: float, num_tokens: float) -> dict[str, float]:
-        # As if each of the twelve rollouts had been alone.
-        return measure_time({**seconds, "generate": 12 * step_s}, step_s, num_tokens)
-
-    monkeypatch.setattr(loop, "measure_time", summed)
-    made = Composition(tiny_spec(train={"steps": 1}), tiny_model_dir, new_run(tmp_path))
-    made.run()
-    (alarm,) = alarms_of(made, "impossible_value")
-    assert alarm.detail.startswith("the stages of the step add up to ")
-
-
-def test_log_7_a_healthy_run_has_no_impossible_value(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path))
-    made.run()
-    assert len(made.notes.steps) == 3
-    assert alarms_of(made, "impossible_value") == []
 
 
 class PaysForBrevity(SpellTask):

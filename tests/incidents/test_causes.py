@@ -90,37 +90,19 @@ def break_part(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.parametrize(
-    ("part", "stage", "code", "words"),
+    ("part", "stage", "code"),
     [
-        (
-            "engine",
-            "_pass_gate",
-            76,
-            "the gate refused to train: parity: all 64 probes failed: {}; the engine",
-        ),
-        ("verifier", "_pass_gate", 76, "the gate refused to train: verifier: {} in 208 of 208 findings: "),
-        ("engine", "_evaluate", 1, "all 12 rollouts failed: {}; none of 12 rollouts brought a reply"),
-        (
-            "verifier",
-            "_evaluate",
-            1,
-            "all 12 rollouts failed: {}; invalid: verifier errors: none of 4 held-out",
-        ),
-        ("environment", "_evaluate", 1, "all 12 rollouts failed: {}; invalid: verifier errors: none of 4"),
-        ("machine", "_evaluate", 1, "all 12 rollouts failed: {}; invalid: unscored: no"),
-        ("engine", "_step", 1, "all 4 rollouts of step 1 failed: {}. Allowed: "),
-        ("verifier", "_step", 1, "all 4 rollouts of step 1 failed: {}. Allowed: "),
-        ("environment", "_step", 1, "all 4 rollouts of step 1 failed: {}. Allowed: "),
-        ("machine", "_step", 1, "all 4 rollouts of step 1 failed: {}. Allowed: "),
+        *((part, "_pass_gate", 76) for part in ("engine", "verifier")),
+        *((part, stage, 1) for stage in ("_evaluate", "_step") for part in PARTS),
     ],
 )
 def test_a_run_in_which_everything_fails_says_why_and_keeps_the_traceback(
-    part: str, stage: str, code: int, words: str, folder: Path, run: Run, break_part: Callable[..., None]
+    part: str, stage: str, code: int, folder: Path, run: Run, break_part: Callable[..., None]
 ) -> None:
     break_part(part, stage)
     ended = run("train", "run.toml", "output.dir=here")
     assert ended.code == code
-    assert ended.err.splitlines()[-1].startswith(f"strop: {words.format(CAUSES[part])}")
+    assert CAUSES[part] in ended.err.splitlines()[-1]
     fail = PARTS[part][2]
     raised = next(
         line.strip() for line in Path(__file__).read_text().splitlines()[line_of(fail, "raise") - 1 :]

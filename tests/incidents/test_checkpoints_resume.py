@@ -1,8 +1,8 @@
-"""Incidents of the checkpoint group in whole runs: kill -9 at any moment, then the same command again.
+"""Incidents of the checkpoint group in whole runs: deaths, lost disks and the same command again.
 
 What a resumed run must have in common with an uninterrupted one: everything, bit for bit. Attempts
 that are killed are processes of their own, forked from a server that has imported what they need.
-R1, R2 and R4 are the contracts on resume of the design: trainer, synchronous run, completion.
+R1, R2 and R4 are the contracts on resume: trainer, synchronous run, completion.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -27,10 +28,13 @@ from strop.algorithm import build_algorithm
 from strop.cluster import Roles
 from strop.cluster.local import LocalLearner, build_learner
 from strop.engine import Completion, Engine, GenerationRequest
-from strop.errors import CheckRefused, CorruptRecord
+from strop.errors import CheckRefused
 from strop.io import verify_directory
+from strop.record import EventKind, RunDir
+from strop.record.mirror.restore import restore_run
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Group
+from strop.run.mirroring import continue_from
 from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.store import ModelHandle
@@ -38,6 +42,7 @@ from strop.train import SilentObserver
 from strop.train.batch import build_batch
 from strop.train.recording import load_checkpoint
 from tests.fixtures.attempts import LIMIT_S, Bench, describe_run
+from tests.fixtures.mirrored import Clock, PlayedRun, list_files
 from tests.fixtures.tiny_run import (
     NUM_GATE_REQUESTS,
     Composition,
@@ -206,17 +211,6 @@ def test_ckp_5_groups_in_flight_are_trained_as_in_an_uninterrupted_run(
     assert read_curve(made.run_dir.path) == read_curve(whole.run_dir.path)
 
 
-def test_ckp_3_a_checkpoint_without_its_optimizer_is_refused_by_the_loop(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    """Incident: resume restored what it found; moments that were missing started at zero."""
-    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path))
-    made.run()
-    (made.run_dir.checkpoint_path(3) / "state" / "optimizer.safetensors").unlink()
-    with pytest.raises(CorruptRecord, match=r"step-000003/state/optimizer\.safetensors cannot be read"):
-        take_up(made).run()
-
-
 def test_ckp_4_an_incomplete_checkpoint_is_passed_over_and_written_again(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -352,3 +346,71 @@ def test_ckp_6_a_run_that_is_killed_holds_a_usable_checkpoint_at_every_moment(
     restored = asyncio.run(load_checkpoint(latest[1], LocalLearner(learner), num_threads=1))
     assert restored.step == latest[0]
     assert torch.equal(served.get_input_embeddings().weight, learner.model.head_weight)
+
+
+# In the order in which a run comes by: before, in the middle of and after its checkpoints.
+DEATHS_BEFORE_A_LOSS = (
+    r"open .*/rollouts/step-000004\.parquet",
+    r"os\.rename .*/checkpoints/step-000004\.partial-[^/]*/COMPLETE",
+    r"os\.rename .*/eval/reverse-text-step-000005\.json",
+    r"open .*/\.mirror/flush",  # all is trained, and nothing was waited for
+)
+
+
+def short_run(model_dir: Path) -> str:
+    return describe_run("remote", model_dir, NUM_STEPS)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Curve:
+    """A run that nobody disturbed."""
+    return Bench(tmp_path_factory.mktemp("whole") / "bench", short_run(tiny_model_dir)).finish()
+
+
+@pytest.mark.slow
+def test_ckp_6_the_disk_is_lost_again_and_again_and_the_curve_stays_the_same(
+    tmp_path: Path, tiny_model_dir: Path, undisturbed: Curve
+) -> None:
+    """Incident: three of four sweep jobs left traces only; a restarted instance had an empty disk.
+
+    Every attempt is killed with all that belongs to it, and its directory is lost. The next one has the
+    store. A checkpoint that had not arrived is trained again.
+    """
+    store = tmp_path / "store"
+    text = short_run(tiny_model_dir) + f'[store]\nuri = "{store}"\nmirror = true\n'
+    bench = Bench(tmp_path / "0", text)
+    # The first one may end when its first checkpoint is there.
+    assert bench.end(Moment(r"os\.rename .*/rollouts/step-000003\.parquet", signal.SIGTERM)) == 75
+    (mirror,) = (store / "checkpoints").iterdir()
+    reached = [3]
+    for number, die_at in enumerate(DEATHS_BEFORE_A_LOSS, start=1):
+        shutil.rmtree(bench.folder)
+        bench = Bench(tmp_path / str(number), text)
+        restored = restore_run(str(mirror), bench.runs_path)
+        reached.append(RunDir.open(restored).checkpoint_steps()[-1])
+        assert bench.end(Moment(die_at)) == -signal.SIGKILL, (die_at, bench.log_path.read_text())
+    assert reached == sorted(reached)
+    shutil.rmtree(bench.folder)
+    bench = Bench(tmp_path / "last", text)
+    resolved = load_spec(bench.run_file, [f"output.root={bench.runs_path}"])
+    assert continue_from(str(mirror), resolved).run_path == bench.runs_path / mirror.name
+    assert bench.finish() == undisturbed
+    verify_directory(mirror / "remote_final")
+
+
+def test_prc_8_a_mirror_that_is_behind_holds_one_checkpoint_at_most(tmp_path: Path) -> None:
+    """Incident: the disk filled up with what waited to be sent."""
+    played, root = PlayedRun.create(tmp_path / "runs"), tmp_path / "store"
+    root.write_text("a store that fails")
+    uploader = played.uploader(str(root), clock=(clock := Clock()))
+    for step in range(2, 41, 2):
+        played.train(step - 1, step)
+        played.run.keep_checkpoints(2)
+        uploader.look(is_flush=False)
+        clock.sleep(100.0)
+    held = [name for name in list_files(played.run.path / ".mirror") if name.endswith("model.safetensors")]
+    assert len(held) <= 1
+    # 20 failures in a row, of which the 1st, 2nd, 4th, 8th and 16th are told.
+    assert len(played.notes()) == 5
+    events = played.run.events.read()
+    assert all(event.kind is EventKind.CHECKPOINT for event in events)

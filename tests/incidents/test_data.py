@@ -48,13 +48,6 @@ def test_dat_1_ids_survive_filtering_and_reordering(tmp_path: Path) -> None:
     assert ids_of(tmp_path / "limited", rows, num_train=5).items() <= all_ids.items()
 
 
-def test_dat_1_another_answer_is_another_example(tmp_path: Path) -> None:
-    """Incident: an id that names a position keeps its name when the content changes."""
-    first = ids_of(tmp_path / "first", [{"question": "1 + 1?", "answer": "#### 2"}])
-    mended = ids_of(tmp_path / "mended", [{"question": "1 + 1?", "answer": "1 + 1 = 2\n#### 2"}])
-    assert first["1 + 1?"] != mended["1 + 1?"]
-
-
 class LosesSome(SpellTask):
     """Judges short replies only, as a verifier that runs out of time now and then does."""
 
@@ -62,29 +55,6 @@ class LosesSome(SpellTask):
         if len(text) > 8:
             raise TimeoutError
         return super().verify(example, text)
-
-
-def test_dat_2_every_attempt_that_was_asked_for_has_one_fate(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """Incident: an exception removed a prompt for ever, and a new epoch cancelled copies in flight."""
-    # 12 examples, 5 a step: the third step begins a new epoch while it ends the first.
-    spec = tiny_spec(train={"steps": 12, "prompts_per_step": 5, "checkpoint_every": 12})
-    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=LosesSome())
-    made.run()
-    attempts: Counter[tuple[int, str, int]] = Counter()
-    uses: Counter[str] = Counter()
-    num_lost = 0
-    for step in range(1, 13):
-        for rollout in read_rollouts(made.run_dir.rollouts_path(step)):
-            attempts[rollout.step, rollout.example.example_id, rollout.sample_index] += 1
-            uses[rollout.example.example_id] += rollout.sample_index == 0
-            # Exactly one of a score and a reason why there is none.
-            assert (rollout.outcome.reward is None) == (rollout.outcome.failure is not None)
-            num_lost += rollout.outcome.failure is not None
-    assert num_lost > 0
-    assert set(attempts.values()) == {1}
-    assert len(attempts) == 12 * 5 * 4
-    # Five whole epochs: a lost attempt costs its example no later use.
-    assert uses == dict.fromkeys((example.example_id for example in made.task.examples(Split.TRAIN)), 5)
 
 
 TWICE = 3
@@ -251,22 +221,3 @@ def test_dat_4_within_the_allowance_they_have_a_fate_and_the_run_ends(
     )
     declared = [int(example.fields["n"]) for step in range(steps) for example in schedule.examples(step)]
     assert served == declared
-
-
-def test_dat_4_every_epoch_has_all_examples_in_an_order_of_its_own(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    """Incident: tasks were served in source order, never shuffled, or an order stopped reshuffling."""
-    spec = tiny_spec(train={"steps": 8, "prompts_per_step": 3, "checkpoint_every": 8})
-    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
-    made.run()
-    served = [
-        int(rollout.example.fields["n"])
-        for step in range(1, 9)
-        for rollout in read_rollouts(made.run_dir.rollouts_path(step))
-        if rollout.sample_index == 0
-    ]
-    first, second = served[:NUM_TRAIN], served[NUM_TRAIN:]
-    assert sorted(first) == sorted(second) == list(range(NUM_TRAIN))
-    assert first != second
-    assert list(range(NUM_TRAIN)) not in (first, second)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,17 +12,13 @@ import pytest
 
 from strop.errors import (
     CorruptRecord,
-    DataError,
     HubUnreachable,
     RemoteMissing,
     RemoteUnreachable,
     StoreError,
 )
-from strop.rollout import Split
 from strop.store import fetch_data_file, follow_store, get_model, is_offline
 from strop.store.hub import list_dataset_files
-from strop.tasks import build_task
-from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from tests.fixtures.object_store import use_store
 from tests.fixtures.sockets import only_connects_to
 from tests.fixtures.sources import DATA, follow
@@ -103,24 +98,6 @@ def test_dat_3_a_store_that_fails_is_no_reason_to_ask_the_hub(
             get_model("org/tiny")
         with pytest.raises(RemoteUnreachable):
             fetch_data_file("org/data", DATA)
-
-
-@pytest.mark.parametrize("what", ["empty folder", "empty file", "cut JSONL", "empty split"])
-def test_dat_3_an_empty_or_half_written_folder_is_no_data(what: str, tmp_path: Path) -> None:
-    """Incident: as above; for the folders that a run file names."""
-    folder = tmp_path / "rows"
-    folder.mkdir()
-    row = json.dumps({"question": "1 + 1?", "answer": "#### 2"})
-    texts = {
-        "empty folder": {},
-        "empty file": {"train.jsonl": "", "test.jsonl": ""},
-        "cut JSONL": {"train.jsonl": row[:-4], "test.jsonl": row},
-        "empty split": {"train.jsonl": row, "test.jsonl": "\n"},
-    }[what]
-    for name, text in texts.items():
-        (folder / name).write_text(text)
-    with pytest.raises(DataError, match=r"no file named|no training rows|line 1: |no held-out rows"):
-        build_task(Gsm8kSpec(name="gsm8k", source=str(folder))).examples(Split.TRAIN)
 
 
 KILLED = """

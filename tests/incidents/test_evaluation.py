@@ -1,46 +1,49 @@
-"""Incidents of the evaluation group that one evaluation and its stored result can cause.
-
-Not here: engines at other parallelism (EVA-4), and the alarm that a run raises of itself (EVA-6); runs
-that differ in more than was declared (EVA-7) are in tests/cli/test_eval.py.
-"""
+"""Incidents of the evaluation group, by id."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.engine import GenerationRequest
-from strop.errors import EXIT_REFUSED, CheckRefused, CorruptRecord
+from strop.cluster import Roles
+from strop.engine import Engine, GenerationRequest
+from strop.errors import CheckRefused, CorruptRecord
 from strop.evaluate import (
     EvalResult,
     EvalSettings,
-    Validity,
     compare_results,
     evaluate_task,
+    plan_canary,
     read_result,
     refuse_invalid,
+    require_baseline,
     write_result,
 )
-from strop.rollout import Example, Outcome, Sampling, Split
+from strop.rollout import Example, Outcome, Split
+from strop.run.held_out import Evaluation
 from strop.tasks import Task, problem_of
-from strop.tasks.generated.arithmetic import Arithmetic
+from strop.tasks.judging import InlineJudge
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     Answer,
-    PartialArithmetic,
     add,
     make_engine,
-    make_spec,
     make_task,
     make_tokenizer,
 )
+from tests.fixtures.commands import Run
 from tests.fixtures.dummy_engine import ScriptedReply
+from tests.fixtures.spell import SpellTask
+from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
+from tests.incidents.faulty_engines import native_engine, perturbed_engine
 
 SETTINGS = EvalSettings(run_seed=0, step=0, split=Split.HELD_OUT)
 
@@ -63,28 +66,11 @@ def evaluate(
     )
 
 
-def test_eva_1_trained_examples_are_not_a_held_out_score(tmp_path: Path) -> None:
-    """Incident: 90.1 % on a test set was 337 of 374, and 374 is the size of the training split."""
-    tokenizer, task = make_tokenizer(tmp_path), make_task()
-    trained = {example.example_id for example in task.examples(Split.TRAIN)}
-    evaluate(tokenizer, trained_ids=trained)
-    one_of_them = task.examples(Split.HELD_OUT)[3].example_id
-    with pytest.raises(CheckRefused, match=rf"1 of 10 .* trained on, the first is {one_of_them}"):
-        evaluate(tokenizer, trained_ids=trained | {one_of_them})
-    assert evaluate(tokenizer, trained_ids=trained, split=Split.TRAIN).split is Split.TRAIN
-
-
 def test_eva_1_another_form_of_what_was_trained_on_is_no_held_out_score(tmp_path: Path) -> None:
     """Incident: a + b was trained on for 72 of 94 held-out sums b + a."""
     tokenizer, task = make_tokenizer(tmp_path), make_task()
     with pytest.raises(CheckRefused, match=r"2 of 10 .* trained on"):
         evaluate(tokenizer, trained_ids=frozenset({problem_of(task, task.examples(Split.HELD_OUT)[0])}))
-
-
-def test_eva_1_there_is_no_default_split() -> None:
-    """Incident: the script that computed pass@k took the training split unless told otherwise."""
-    with pytest.raises(TypeError, match="split"):
-        EvalSettings(run_seed=0, step=0)  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize(
@@ -100,22 +86,6 @@ def test_eva_1_a_score_without_its_protocol_is_unreadable(tmp_path: Path, name: 
     path.write_text(json.dumps(stored))
     with pytest.raises(CorruptRecord, match=name):
         read_result(path)
-
-
-def test_eva_2_a_score_under_a_cutting_budget_is_invalid(tmp_path: Path) -> None:
-    """Incident: a default of 256 new tokens cut 13 % of the answers, and all baselines lost 3-5 points."""
-    tokenizer = make_tokenizer(tmp_path)
-    # 19 or 20 tokens: more than 16, fewer than the task's 32.
-    cut = evaluate(tokenizer, lambda a, b, request: f"The total is {a + b:>5}", max_reply_tokens=16)
-    whole = evaluate(tokenizer, lambda a, b, request: f"The total is {a + b:>5}")
-    assert (cut.validity.value, cut.greedy.truncated_frac) == ("invalid: truncation", 1.0)
-    assert (whole.validity.value, whole.greedy.truncated_frac) == ("valid", 0.0)
-    assert (cut.greedy.accuracy, cut.greedy.cut_unsolved_frac) == (0.0, 1.0)
-    with pytest.raises(CheckRefused, match=r"invalid: truncation: a share of 1\.000 .* 16 tokens") as caught:
-        refuse_invalid(cut)
-    assert caught.value.exit_code == EXIT_REFUSED
-    with pytest.raises(CheckRefused, match="invalid: truncation"):
-        compare_results(whole, cut)
 
 
 def test_eva_2_a_run_file_that_lowers_the_budget_lowers_no_claim(tmp_path: Path) -> None:
@@ -139,18 +109,6 @@ def test_eva_2_a_run_file_that_lowers_the_budget_lowers_no_claim(tmp_path: Path)
     assert evaluate(tokenizer, lambda a, b, request: endless, same).is_valid
 
 
-def test_eva_2_a_small_budget_that_cuts_nothing_is_fine(tmp_path: Path) -> None:
-    """Incident: as above; what makes a score invalid is the cutting, not the number."""
-    assert evaluate(make_tokenizer(tmp_path), max_reply_tokens=16).validity is Validity.VALID
-
-
-def test_eva_2_what_the_tasks_own_budget_cuts_is_the_models_doing(tmp_path: Path) -> None:
-    """Incident: as above. A model that never stops has a score, and the share cut stands beside it."""
-    endless = ScriptedReply(text="1 and ", ends=False)
-    result = evaluate(make_tokenizer(tmp_path), lambda a, b, request: endless)
-    assert (result.validity, result.greedy.truncated_frac) == (Validity.VALID, 1.0)
-
-
 def test_eva_3_unequal_protocols_are_not_compared(tmp_path: Path) -> None:
     """Incident: a gain from 41.2 to 52.3 was no gain: the baseline with the same stops had 52.7."""
     with_template = make_tokenizer(tmp_path)
@@ -163,21 +121,6 @@ def test_eva_3_unequal_protocols_are_not_compared(tmp_path: Path) -> None:
     other_task = make_task(max_reply_tokens=31)
     with pytest.raises(CheckRefused, match=r"protocols: task_version .*; max_reply_tokens 32 and 31"):
         compare_results(evaluate(with_template), evaluate(with_template, task=other_task))
-
-
-def test_eva_5_every_example_is_counted(tmp_path: Path) -> None:
-    """Incident: prompts that were too long left the denominator, and the score rose."""
-
-    def answer(a: int, b: int, request: Any) -> str | ScriptedReply:
-        return ScriptedReply(text="", is_aborted=True) if a == 1 else str(a + b)
-
-    result = evaluate(make_tokenizer(tmp_path), answer, num_samples=3)
-    for score, num_rollouts in ((result.greedy, 10), (result.sampled, 30)):
-        assert score is not None
-        assert score.num_rollouts == num_rollouts
-        assert len(score.by_example) == result.num_examples == 10
-        assert score.num_unscored > 0
-    assert not result.is_valid
 
 
 def test_eva_5_a_prompt_that_is_too_long_is_a_failure(tmp_path: Path) -> None:
@@ -209,62 +152,210 @@ def _ask_all(tokenizer: Tokenizer, task: Task) -> list[GenerationRequest]:
     return engine.requests
 
 
-def test_eva_5_a_declared_threshold_is_part_of_the_protocol(tmp_path: Path) -> None:
-    """Incident: any score above 0 counted as solved; here 0.3 does only where that was declared."""
-    tokenizer, task = make_tokenizer(tmp_path), PartialArithmetic(make_spec())
-    wrong = evaluate(tokenizer, lambda a, b, request: "0", task, num_samples=2, pass_at=(2,))
-    assert wrong.pass_at_k[2].value == 0.0
-    lenient = evaluate(
-        tokenizer, lambda a, b, request: "0", task, num_samples=2, pass_at=(2,), pass_threshold=0.3
+NUM_TOKENS = 24
+"""Reply budget of the tasks here that a random model is asked."""
+ASK = ("model.dtype=float32", "placement.threads=1", "--split", "held_out", "--task", "arithmetic")
+
+
+def train(run: Run, name: str, *words: str) -> Path:
+    ended = run("train", "run.toml", f"output.dir={name}", *words)
+    assert ended.code == 0, ended.err
+    return Path(name)
+
+
+def test_eva_1_trained_ids_are_refused_as_test_by_the_command(run: Run, folder: Path) -> None:
+    """Incident: 90.1 % on a test set was 337 of 374, and 374 is the size of the training split."""
+    trained = train(run, "trained")
+    assert run("eval", trained, *ASK, "--limit", "4").code == 0
+    # With 300 examples held out instead of 100, most of those called held-out were trained on.
+    refused = run("eval", trained, *ASK, "num_held_out=300")
+    assert (refused.code, refused.out) == (76, "")
+    assert "of 300 examples of task arithmetic called held_out were trained on, the first is" in refused.err
+    without = run("eval", trained, "--task", "arithmetic", "--limit", "4")
+    assert without.code == 2
+    assert "Missing option '--split'" in without.err
+    as_train = run("eval", trained, *ASK[:2], "--split", "train", "--task", "arithmetic", "--limit", "4")
+    assert as_train.code == 0
+
+
+@pytest.mark.usefixtures("folder")
+def test_eva_2_a_cut_result_ends_the_command_with_a_code_and_is_not_compared(
+    run: Run, tiny_model_dir: Path
+) -> None:
+    """Incident: a default of 256 new tokens cut 13 % of the answers, and all baselines lost 3-5 points."""
+    cut = run("eval", tiny_model_dir, *ASK, "--limit", "4", "max_reply_tokens=4", "--out", "cut")
+    assert cut.code == 76
+    assert "is invalid: truncation: a share of" in cut.err
+    assert run("eval", tiny_model_dir, *ASK, "--limit", "4", "--out", "whole").code == 0
+    places = [f"{name}/arithmetic-step-000000.json" for name in ("whole", "cut")]
+    refused = run("compare", *places)
+    assert (refused.code, refused.out) == (76, "")
+    assert "invalid: truncation" in refused.err
+    assert run("compare", places[0], places[0]).code == 0
+
+
+def evaluate_model(path: Path, engine: Engine, task: Task, *, split: Split = Split.HELD_OUT) -> EvalResult:
+    tokenizer = Tokenizer.load(path)
+    settings = EvalSettings(run_seed=0, step=0, split=split)
+    return asyncio.run(
+        evaluate_task(task=task, engine=engine, tokenizer=tokenizer, settings=settings, model_digest="m")
     )
-    assert lenient.pass_at_k[2].value == 1.0
-    with pytest.raises(CheckRefused, match=r"protocols: pass_threshold None and 0\.3"):
-        compare_results(wrong, lenient)
 
 
-def test_eva_5_other_sampling_is_another_protocol(tmp_path: Path) -> None:
-    """Incident: top-k was 50 in evaluation and 20 in training, and the scores were compared."""
-    tokenizer = make_tokenizer(tmp_path)
-    plain = evaluate(tokenizer, num_samples=2)
-    narrow = evaluate(tokenizer, num_samples=2, sampling=Sampling(top_k=20))
-    assert plain.protocol_digest != narrow.protocol_digest
-    with pytest.raises(CheckRefused, match=r"protocols: sampling .*'top_k': None.* and .*'top_k': 20"):
-        compare_results(plain, narrow)
+class Records(SpellTask):
+    """Keeps what is said."""
 
-
-class LengthPayingArithmetic(Arithmetic):
-    """Arithmetic whose reward is the reply's length and whose verdict is arithmetic."""
+    def __init__(self) -> None:
+        super().__init__(max_reply_tokens=NUM_TOKENS)
+        self.said: dict[str, str] = {}
 
     def verify(self, example: Example, text: str) -> Outcome:
-        judged = super().verify(example, text)
-        return replace(judged, parts={"length": min(1.0, len(text) / 20)})
+        self.said[example.example_id] = text
+        return super().verify(example, text)
 
 
-def test_eva_6_a_reward_that_rises_while_accuracy_falls_is_seen(tmp_path: Path) -> None:
-    """Incident: the reward rose to .6-.7 while held-out accuracy fell from 28.2 to 22.3."""
-    tokenizer, task = make_tokenizer(tmp_path), LengthPayingArithmetic(make_spec())
-    before = evaluate(tokenizer, lambda a, b, request: str(a + b), task)
-    after = evaluate(tokenizer, lambda a, b, request: "a long story about 0", task, step=20)
-    change = compare_results(before, after).greedy
-    assert change is not None
-    assert change.reward is not None
-    # Replies of one or two letters, then of twenty.
-    assert 0.9 <= change.reward.estimate <= 0.95
-    assert change.reward.low > 0.0
-    # Ten sums of five problems, all lost: 5 of 8, with three more as if they had changed as far as can be.
-    assert (change.estimate, change.low) == (-1.0, -1.0)
-    assert -0.2 < change.high < -0.1
+class SaysTheSame(SpellTask):
+    """Wants the replies that a model is known to give."""
+
+    def __init__(self, said: Mapping[str, str], *, pays_length: bool = False) -> None:
+        super().__init__(max_reply_tokens=NUM_TOKENS)
+        self._said = said
+        self._pays_length = pays_length
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        wanted = self._said[example.example_id]
+        is_same = text == wanted
+        num_same = len(list(takewhile(bool, (a == b for a, b in zip(text, wanted, strict=False)))))
+        share = num_same / max(len(wanted), len(text), 1)
+        reward = min(len(text) / NUM_TOKENS, 1.0) if self._pays_length else share
+        return Outcome(parts={"reward": reward}, is_correct=is_same, format_ok=True, extracted=text)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return (self._said[example.example_id],)
 
 
-def test_rew_7_a_gain_of_form_is_told_from_a_gain_of_ability(tmp_path: Path) -> None:
-    """Incident: under a lenient reward the strict form fell from 58 % to 1.2 % while accuracy rose."""
+def record_replies(path: Path) -> dict[str, str]:
+    """Return what the tiny model says to each example of both splits, greedily."""
+    recorder = Records()
+    for split in Split:
+        evaluate_model(path, native_engine(path), recorder, split=split)
+    return recorder.said
+
+
+def test_eva_4_an_engine_that_does_not_repeat_the_baseline_is_refused(tiny_model_dir: Path) -> None:
+    """Incident: evaluation at TP 8 gave 10 % where 28 % was right, and nobody knows why."""
+    task = SaysTheSame(record_replies(tiny_model_dir))
+    baseline = evaluate_model(tiny_model_dir, native_engine(tiny_model_dir), task)
+    # 12 of 12, with 1.5 at either end: middle 0.9, half 1.959964 x sqrt(0.09 / 14) = 0.157.
+    assert (baseline.greedy.accuracy, round(baseline.greedy.low, 3)) == (1.0, 0.743)
+    tokenizer = Tokenizer.load(tiny_model_dir)
+    canary = plan_canary(baseline, task=task, tokenizer=tokenizer, model_digest="m")
+    measured = asyncio.run(require_baseline(canary, native_engine(tiny_model_dir), tokenizer))
+    assert measured.estimate == 1.0
+    with pytest.raises(
+        CheckRefused,
+        match=r"baseline_canary: greedy accuracy of spell is \d\.\d% on 12 examples, where 100\.0% is"
+        r" expected\. Allowed: 74\.3% to 100\.0%",
+    ) as caught:
+        asyncio.run(require_baseline(canary, perturbed_engine(tiny_model_dir, 30.0), tokenizer))
+    assert caught.value.exit_code == 76
+
+
+def test_eva_4_a_baseline_of_another_model_or_task_is_none(tmp_path: Path) -> None:
+    """Incident: as above; a canary of something else shows nothing."""
     tokenizer = make_tokenizer(tmp_path)
-    plain = evaluate(tokenizer, lambda a, b, request: str(a + b))
-    drifted = evaluate(tokenizer, lambda a, b, request: f"{a + b} it is", step=20)
-    change = compare_results(plain, drifted).greedy
-    assert change is not None
-    assert change.estimate == 0.0
-    assert change.format_ok is not None
-    assert change.format_ok.estimate == -1.0
-    # No reply has the form on both sides: nothing can be said of ability there.
-    assert (change.in_format, change.num_in_format) == (None, 0)
+    engine = make_engine(tokenizer, lambda a, b, request: str(a + b))
+    settings = EvalSettings(run_seed=0, step=0, split=Split.HELD_OUT, num_samples=2)
+    baseline = asyncio.run(
+        evaluate_task(
+            task=make_task(), engine=engine, tokenizer=tokenizer, settings=settings, model_digest="m"
+        )
+    )
+    assert plan_canary(baseline, task=make_task(), tokenizer=tokenizer, model_digest="m").baseline == baseline
+    with pytest.raises(CheckRefused, match=r"cannot be repeated: model_digest 'm' there and 'other' now"):
+        plan_canary(baseline, task=make_task(), tokenizer=tokenizer, model_digest="other")
+    with pytest.raises(CheckRefused, match=r"cannot be repeated: task_version "):
+        plan_canary(baseline, task=make_task(max_value=9), tokenizer=tokenizer, model_digest="m")
+
+
+def test_eva_4_the_command_stores_nothing_behind_a_dead_canary(
+    run: Run, folder: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: as above. The baseline here claims what the model cannot do."""
+    assert run("eval", tiny_model_dir, *ASK, "--limit", "8", "--out", "known").code == 0
+    path = folder / "known" / "arithmetic-step-000000.json"
+    words = ("eval", tiny_model_dir, *ASK[:4], "--task", "reverse-text", "--limit", "2")
+    sung = run(*words, "--canary", path, "--out", "good")
+    assert sung.code == 0, sung.err
+    assert "the canary came out: greedy accuracy of arithmetic is 0.0%, within 0.0% to" in sung.err
+    result = read_result(path)
+    solved = {
+        name: one.model_copy(update={"solved_frac": 1.0}) for name, one in result.greedy.by_example.items()
+    }
+    better = result.greedy.model_copy(update={"accuracy": 1.0, "low": 0.8, "by_example": solved})
+    write_result(result.model_copy(update={"greedy": better}), path)
+    dead = run(*words, "--canary", path, "--out", "bad")
+    assert (dead.code, dead.out) == (76, "")
+    assert "baseline_canary: greedy accuracy of arithmetic is 0.0% on 8 examples, where 100.0%" in dead.err
+    assert [kept.name for kept in (folder / "bad").rglob("*") if kept.suffix in (".json", ".parquet")] == []
+    again = run(*words, "--canary", "absent.json", "--out", "bad")
+    assert again.code == 1
+    assert "the result absent.json cannot be read" in again.err
+
+
+@pytest.mark.usefixtures("folder")
+def test_eva_7_two_arms_that_differ_in_more_than_declared_get_no_verdict(run: Run) -> None:
+    """Incident: arms meant to differ in the learning rate also differed in fp16 and bf16; single seeds."""
+    one = train(run, "one")
+    other = train(run, "other", "optimizer.lr=1e-4", "model.dtype=bfloat16")
+    third = train(run, "third", "optimizer.lr=1e-4")
+    refused = run("compare", one, other, "--vary", "optimizer.lr", "--json")
+    assert (refused.code, refused.out) == (76, "")
+    assert "differ in more than optimizer.lr: model.dtype 'float32' and 'bfloat16'. Allowed: " in refused.err
+    undeclared = " ".join(run("compare", one, other).out.split())
+    assert "no verdict on a cause: nothing was declared with --vary, and these differ: " in undeclared
+    found = json.loads(run("compare", one, third, "--vary", "optimizer.lr", "--json").out)
+    assert [setting["key"] for setting in found["settings"]] == ["optimizer.lr"]
+    assert found["others"][0]["change"]["num_seeds"] == 1
+    shown = run("compare", one, third, "--vary", "optimizer.lr").out
+    assert "of one seed each: what another seed would change is not in them" in " ".join(shown.split())
+
+
+def measure(made: Composition) -> Callable[[Roles], Roles]:
+    """Let a composition evaluate as `strop train` does."""
+
+    def change(roles: Roles) -> Roles:
+        made.evaluate = Evaluation(made.spec, made.task, InlineJudge(made.task), roles, "m", made.run_dir)
+        return roles
+
+    return change
+
+
+@pytest.mark.parametrize("pays_length", [True, False])
+def test_eva_6_a_reward_that_pays_length_only_is_seen_within_two_evaluations(
+    pays_length: bool, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: the reward rose to .6-.7 while held-out accuracy fell from 28.2 to 22.3."""
+    spec = tiny_spec(
+        train={"steps": 16, "prompts_per_step": 4, "group_size": 8, "checkpoint_every": 16}
+        | {"accept": "weights: random; audit: pays length; verifier: pays length"},
+        eval={"every": 8},
+        # A random model chooses among near ties: larger steps change what it says without any reward.
+        optimizer={"lr": 1e-2 if pays_length else 1e-6},
+    )
+    task = SaysTheSame(record_replies(tiny_model_dir), pays_length=pays_length)
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task)
+    made.run(measure(made))
+    accuracies = [summary.greedy_accuracy for summary in made.notes.summaries]
+    rewards = [line["reward_mean"] for line in made.notes.steps]
+    alarms = [event for event in made.notes.events if event.cause == "reward_eval_divergence"]
+    if not pays_length:
+        assert alarms == []
+        return
+    assert accuracies[0] > accuracies[-1]
+    assert rewards[-1] > rewards[0]
+    # Evaluated at 0, 8 and 16; how a processor rounds decides which of the two sees it.
+    assert alarms
+    assert all(alarm.step in {8, 16} for alarm in alarms)
+    assert "the training reward rose from" in alarms[0].detail
+    assert alarms[0].kind.value == "tripwire"

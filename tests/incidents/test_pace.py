@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from strop.cluster import Roles
 from strop.engine import Completion, Engine, GenerationRequest
-from strop.engine.contract import ReplyScore, WeightReceipt, WeightUpdate
 from strop.plan.planning import predict_run
-from strop.policy.learner import Term
-from strop.policy.optimizer import StepPlan, StepReport
-from strop.rollout import IntArray
+from strop.policy.balancing import partition
 from strop.train.watch import process
+from tests.engine.held import Desk, ask, run, turn
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.record.test_prediction import PLANNED
@@ -35,18 +34,8 @@ class SlowEngine:
         await asyncio.sleep(self.delay_s)
         return await self.engine.generate(request)
 
-    async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
-        return await self.engine.score(prompt_ids, reply_ids, temperature)
-
-    async def update(self, update: WeightUpdate) -> WeightReceipt:
-        return await self.engine.update(update)
-
-    async def close(self) -> None:
-        await self.engine.close()
-
-
-def slow_down(roles: Roles) -> Roles:
-    return replace(roles, engine=SlowEngine(roles.engine))
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.engine, name)
 
 
 @pytest.mark.parametrize("is_slow", [True, False])
@@ -67,7 +56,7 @@ def test_prc_9_a_stage_that_is_slower_than_planned_is_named(
         new_run(tmp_path),
         prediction=replace(PLANNED, seconds=planned, num_reply_tokens=1e6, num_positions=1e6),
     )
-    run.run(slow_down)
+    run.run(lambda roles: replace(roles, engine=SlowEngine(roles.engine)))
     found = [event for event in run.notes.events if event.cause == "slower_than_plan"]
     if not is_slow:
         assert found == []
@@ -77,96 +66,67 @@ def test_prc_9_a_stage_that_is_slower_than_planned_is_named(
     assert "look on which device the engine computes" in found[0].detail
 
 
-LATE_S = 2.2
-"""A little longer than the shortest excess that counts, for each step."""
-
-
-@dataclass
-class Fault:
-    """What makes a stage slow. `calls` counts what it was asked for."""
-
-    calls: int = 0
-    seen: set[int] = field(default_factory=set)
-
-    def engine(self, engine: Engine) -> Engine:
-        return engine
-
-    def delay_s(self, terms: Sequence[Term]) -> float:
-        """Seconds that a step of the learner takes longer."""
-        return 0.0
-
-
-class WrongDevice(Fault):
-    """Every reply is computed where it takes longer."""
-
-    def engine(self, engine: Engine) -> Engine:
-        return SlowEngine(engine, LATE_S)
-
-
-class WaitsAtEveryToken(Fault):
-    """The learner asks the device for one value at a time: `.item()` in a loop over log-probabilities."""
-
-    def delay_s(self, terms: Sequence[Term]) -> float:
-        num_tokens = sum(
-            len(reply.token_ids) for term in terms for group in term.groups for reply in group.replies
-        )
-        self.calls += num_tokens
-        # So long for each of some hundred tokens that it is more than counts.
-        return num_tokens * LATE_S / 80
-
-
-class CompilesEveryLength(Fault):
-    """The learner compiles anew for each number of positions that it has not seen."""
-
-    def delay_s(self, terms: Sequence[Term]) -> float:
-        num = sum(
-            len(group.prompt_ids) + len(r.token_ids)
-            for t in terms
-            for group in t.groups
-            for r in group.replies
-        )
-        is_new = num not in self.seen
-        self.seen.add(num)
-        return LATE_S if is_new else 0.0
-
-
-def with_fault(fault: Fault) -> Callable[[Roles], Roles]:
-    """Put a fault into a run's engine or learner."""
-
-    def change(roles: Roles) -> Roles:
-        learner, step_terms = roles.learner, roles.learner.step_terms
-
-        async def late(terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
-            await asyncio.sleep(fault.delay_s(terms))
-            return await step_terms(terms, plan)
-
-        learner.step_terms = late  # type: ignore[method-assign]
-        return replace(roles, learner=learner, engine=fault.engine(roles.engine))
-
-    return change
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "stage"),
-    [(WrongDevice(), "generate"), (WaitsAtEveryToken(), "learn"), (CompilesEveryLength(), "learn")],
-    ids=lambda value: type(value).__name__ if isinstance(value, Fault) else None,
-)
-def test_prc_9_what_slows_a_stage_is_named_beside_the_plan_of_this_machine(
-    tmp_path: Path, tiny_model_dir: Path, fault: Fault, stage: str
+def test_prc_9_a_stage_is_compared_with_the_plan_of_this_machine(
+    tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    """Incident: the wrong device, a wait at every token, a compilation for every length: nothing said so."""
+    """Incident: as above; here by the plan that is made of this machine."""
     task = SpellTask()
     spec = tiny_spec(train={"steps": 4})
     plan = predict_run(spec, task, tiny_model_dir, None, cache_dir=tmp_path / "cache")
     assert plan is not None
     run = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task, prediction=plan)
-    run.run(with_fault(fault))
+    # A little longer than the shortest excess that counts, for each step.
+    run.run(lambda roles: replace(roles, engine=SlowEngine(roles.engine, delay_s=2.2)))
     # The first of four steps warms up. What else this machine is busy with may make other stages slow too.
     (alarm,) = [
         event
         for event in run.notes.events
-        if event.cause == "slower_than_plan" and event.detail.startswith(f"{stage} took ")
+        if event.cause == "slower_than_plan" and event.detail.startswith("generate took ")
     ]
     assert alarm.step == 4
-    assert f"and {plan.seconds[stage]:.3g} s were planned on {plan.hardware}" in alarm.detail
+    assert f"and {plan.seconds['generate']:.3g} s were planned on {plan.hardware}" in alarm.detail
+
+
+def test_prc_3_a_thousand_bins_are_balanced_within_budget() -> None:
+    """Incident: pairwise balancing took 101 s for 16 x 64 micro-batches, under the interpreter lock."""
+    weights = np.random.default_rng(0).lognormal(0.0, 0.6, 16 * 1024)
+    seconds = []
+    for _ in range(3):
+        # Of this thread alone, whatever else the machine does.
+        started_at = time.thread_time()
+        bins = partition(weights, 1024)
+        seconds.append(time.thread_time() - started_at)
+    loads = np.bincount(bins, weights, 1024)
+    assert loads.max() <= 1.01 * loads.mean()
+    # 5 ms on the machine where it was written; the bound leaves room for a busy one.
+    assert min(seconds) < 0.1
+
+
+def test_prc_3_a_long_queue_waits_as_long_as_the_work_before_it_and_no_longer() -> None:
+    """Incident: waking 5,600 tasks cost 100 to 170 s for each place that became free."""
+
+    async def act() -> tuple[list[int], int]:
+        desk, ended, num_rounds = Desk(7, max_running=100), list[int](), 0
+
+        async def speak(seed: int) -> None:
+            await desk.router.generate(ask(seed))
+            ended.append(seed)
+
+        speaking = [asyncio.create_task(speak(seed)) for seed in range(5_600)]
+        while not all(one.done() for one in speaking):
+            await turn()
+            num_rounds += 1
+            for engine in desk.engines:
+                engine.answer(100)
+            await turn()
+        return ended, num_rounds
+
+    started_at = time.perf_counter()
+    ended, num_rounds = run(act())
+    # 700 places.
+    assert num_rounds == 8
+    # In order of arrival, up to those of one round.
+    assert all(abs(place - seed) < 700 for place, seed in enumerate(ended))
+    # Half a second on the machine where it was written: no waiter is woken in vain.
+    assert time.perf_counter() - started_at < 30.0

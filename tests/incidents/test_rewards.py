@@ -1,43 +1,46 @@
-"""Incidents of the group on rewards that tasks and the rollout path can meet, by id."""
+"""Incidents of the group on rewards, by id: verifiers of tasks, and graders that the audit answers for."""
 
 from __future__ import annotations
 
 import asyncio
-import re
+import json
+import random
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from decimal import Decimal
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
-from strop.environments import Action, Environment, SingleTurn, run_group
+from strop.audit import QUICK_PROBES, AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
 from strop.errors import CheckRefused, RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import (
     Example,
     FailureOwner,
-    FinishReason,
-    Group,
     Message,
     Outcome,
+    Split,
     make_example,
 )
 from strop.tasks import Task, build_task
 from strop.tasks.answers import last_number, parse_number
-from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.generated.reverse_text import ReverseTextSpec
+from strop.tasks.instructions import google
+from strop.tasks.instructions.segments import detect_language
+from strop.tasks.instructions.tasks import IfMultiSpec
+from strop.tasks.judging import InlineJudge
 from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
-from strop.tokenizer import Tokenizer
-from tests.fixtures.builders import plan_for
-from tests.fixtures.dummy_engine import DummyEngine
+from strop.tasks.traits import ProgramForm
 from tests.fixtures.judging import run_self_test
-from tests.fixtures.scripted_environment import ScriptedEnvironment
+from tests.fixtures.sandboxed import best_level
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
-from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
-SUM = make_example("arithmetic", {"a": 3, "b": 4}, "7")
 WORD_PROBLEMS = [
     make_example("gsm8k", {"question": "6 times 3?", "solution": "6 * 3 = 18\n#### 18"}, "18"),
     make_example("gsm8k", {"question": "2 less 7?", "solution": "2 - 7 = -5\n#### -5"}, "-5"),
@@ -50,53 +53,6 @@ def gsm8k() -> Gsm8k:
 
 def judged(is_correct: bool) -> Outcome:
     return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct)
-
-
-def attempt(
-    make_environment: Callable[[], Environment], replies: Sequence[str], model_dir: Path, *, num_rollouts: int
-) -> Group:
-    tokenizer = Tokenizer.load(tiny_tokenizer(model_dir))
-    plans = [plan_for(SUM, max_reply_tokens=64, sample_index=index) for index in range(num_rollouts)]
-    return asyncio.run(run_group(make_environment, DummyEngine(tokenizer, replies), tokenizer, plans))
-
-
-class TypeErrorVerifier(Arithmetic):
-    """Hides a bug that raises TypeError."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        return super().verify(example, text + 1)  # type: ignore[operator]
-
-
-class SometimesBrokenVerifier(Arithmetic):
-    """Raises on replies in capitals."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        if text.isupper():
-            raise TypeError(text)
-        return super().verify(example, text)
-
-
-def test_rew_1_verifier_with_a_type_error_fails_the_self_test() -> None:
-    """Incident: a broad except hid a TypeError, and a benchmark read 0 % for every model."""
-    task = TypeErrorVerifier(ArithmeticSpec())
-    findings = run_self_test(task, [SUM])
-    gold = [finding for finding in findings if finding.probe == "gold"]
-    assert {finding.reward for finding in gold} == {None}
-    (detail,) = {finding.detail for finding in gold}
-    assert re.fullmatch(r"task, TypeError: .* \(test_rewards\.py:\d+\)", detail)
-
-
-def test_rew_1_a_verifier_error_masks_the_rollout_and_never_scores_0(tmp_path: Path) -> None:
-    """Incident: every exception or time-out in a verifier scored 0."""
-    task = SometimesBrokenVerifier(ArithmeticSpec())
-    # 3 of 10 replies make the verifier raise.
-    replies = ["7", "8", "SEVEN", "7", "7", "EIGHT", "9", "7", "SEVEN", "7"]
-    group = attempt(partial(SingleTurn, task), replies, tmp_path, num_rollouts=10)
-    outcomes = [rollout.outcome for rollout in group.rollouts]
-    assert [outcome.reward for outcome in outcomes] == [1, 0, None, 1, 1, None, 0, 1, None, 1]
-    failures = [outcome.failure for outcome in outcomes if outcome.failure is not None]
-    assert {(failure.owner, failure.kind) for failure in failures} == {(FailureOwner.TASK, "TypeError")}
-    assert "TypeError: SEVEN" in failures[0].detail
 
 
 class ComparesWithSolution(Gsm8k):
@@ -155,106 +111,6 @@ def test_rew_2_mutated_verifiers_fail_the_self_test(mutated: type[Gsm8k], probes
         assert finding.example_id in {example.example_id for example in WORD_PROBLEMS}
         assert repr(finding.text[:80]) in finding.describe()
         assert repr(finding.gold) in finding.describe()
-
-
-def test_rew_3_an_invented_follow_up_question_is_not_judged() -> None:
-    """Incident: extraction took the last number, and 81 % of replies ran on after the answer."""
-    task = gsm8k()
-    assert task.verify(WORD_PROBLEMS[0], "18 Q: 2+3? A: 5").is_correct
-    assert task.verify(WORD_PROBLEMS[0], "18\n\nQuestion: 2+3?\nAnswer: 5").is_correct
-    assert not task.verify(WORD_PROBLEMS[0], "5 Q: 6 times 3? A: 18").is_correct
-
-
-def test_rew_3_stops_of_the_task_end_the_reply(tmp_path: Path) -> None:
-    """Incident: only some of the markers that a model writes were stops."""
-    tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path))
-    plan = plan_for(WORD_PROBLEMS[0], max_reply_tokens=64, prompt_format="base")
-    engine = DummyEngine(tokenizer, ["18 Question: 2+3?"])
-    group = asyncio.run(run_group(partial(SingleTurn, gsm8k()), engine, tokenizer, [plan]))
-    (rollout,) = group.rollouts
-    assert rollout.reply is not None
-    assert (rollout.reply.text, rollout.reply.finish_reason) == ("18 ", FinishReason.STOP_STRING)
-    assert rollout.outcome.reward == 1.0
-
-
-class SubstringGrader(Arithmetic):
-    """Accepts whatever is part of the gold answer, or holds it."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        return judged((example.answer or "") in text or text.strip() in (example.answer or ""))
-
-
-class EchoGrader(Arithmetic):
-    """Pays for the words of the question."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        return judged("What is" in text or super().verify(example, text).is_correct is True)
-
-
-class Answerless(Arithmetic):
-    """Knows no right reply."""
-
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        return ()
-
-
-@pytest.mark.parametrize(
-    ("task", "probe"),
-    [
-        (SubstringGrader(ArithmeticSpec()), "empty"),
-        (EchoGrader(ArithmeticSpec()), "echo"),
-        (Answerless(ArithmeticSpec()), "gold"),
-    ],
-)
-def test_rew_4_permissive_and_answerless_tasks_fail_the_self_test(task: Task, probe: str) -> None:
-    """Incident: a substring match accepted one letter; an echoed question earned 0.65."""
-    assert probe in {finding.probe for finding in run_self_test(task, [SUM])}
-
-
-def test_rew_7_being_right_and_keeping_the_format_are_told_apart() -> None:
-    """Incident: strict-format match fell from 58 % to 1.2 % while accuracy rose."""
-    task = gsm8k()
-    kept = [task.verify(WORD_PROBLEMS[0], "6 * 3 = 18\n#### 18") for _ in range(4)]
-    drifted = [task.verify(WORD_PROBLEMS[0], "So it is 18, I think") for _ in range(4)]
-    assert {outcome.is_correct for outcome in [*kept, *drifted]} == {True}
-    assert [outcome.format_ok for outcome in [*kept, *drifted]] == [True] * 4 + [False] * 4
-
-
-def judge_reply(example: Example, actions: tuple[Action, ...]) -> Outcome:
-    return judged(bool(actions) and last_number(actions[-1].text) == Decimal(example.answer or "0"))
-
-
-def test_rew_9_a_world_that_never_finishes_is_ended_and_paid(tmp_path: Path) -> None:
-    """Incident: the done flag was never set in four experiments, so no reward was ever paid."""
-    ask = [Message(role="user", content="3 + 4?")]
-
-    def endless() -> Environment:
-        return ScriptedEnvironment(ask, [ask], judge_reply, never_done=True)
-
-    # Two turns each; the oracle reaches the maximum, idle talk the minimum.
-    oracle = attempt(endless, ["7", "7"], tmp_path, num_rollouts=1)
-    idle = attempt(endless, ["well", "well"], tmp_path, num_rollouts=1)
-    assert [group.rollouts[0].outcome.reward for group in (oracle, idle)] == [1.0, 0.0]
-    assert [turn.text for turn in oracle.rollouts[0].turns if turn.is_sampled] == ["7", "7"]
-
-
-def test_rew_9_a_reward_that_raises_says_which_type(tmp_path: Path) -> None:
-    """Incident: a reward object without a name failed every rollout, and nothing said so."""
-
-    def nameless(example: Example, actions: tuple[Action, ...]) -> Outcome:
-        raise AttributeError("name")
-
-    world = partial(ScriptedEnvironment, [Message(role="user", content="3 + 4?")], [], nameless)
-    group = attempt(world, ["7", "7", "7"], tmp_path, num_rollouts=3)
-    failures = [rollout.outcome.failure for rollout in group.rollouts]
-    assert [failure and (failure.owner, failure.kind) for failure in failures] == [
-        (FailureOwner.TASK, "AttributeError")
-    ] * 3
-
-
-def test_built_in_tasks_pass_the_test_that_the_broken_ones_fail() -> None:
-    tasks: list[Task] = [build_task(ArithmeticSpec()), gsm8k()]
-    assert [run_self_test(tasks[0], [SUM]), run_self_test(tasks[1], WORD_PROBLEMS)] == [[], []]
 
 
 class RaisesSometimes(SpellTask):
@@ -357,3 +213,236 @@ def test_rew_7_a_form_that_is_lost_while_answers_stay_right_is_an_alarm(
     alarms = [event for event in made.notes.events if event.kind == "tripwire"]
     assert [(event.step, event.cause) for event in alarms] == [(3, "format_drift"), (4, "format_drift")]
     assert "format_ok_frac=0 was 1 in the first step, at accuracy 1 from 1" in alarms[0].detail
+
+
+def one(*constraints: tuple[str, dict[str, Any]]) -> Example:
+    listed = [{"id": id_, "arguments": arguments} for id_, arguments in constraints]
+    return make_example("if-multi", {"prompt": "Write of the sea.", "constraints": listed}, None)
+
+
+def multi() -> Task:
+    return build_task(IfMultiSpec(name="if-multi", source="unused.jsonl"))
+
+
+def test_rew_1_an_exception_of_a_checker_is_not_a_wrong_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One benchmark read 0 % for every model, because a broad except hid a TypeError."""
+    pytest.importorskip("langdetect")
+
+    def broken(text: str) -> str:
+        raise TypeError("detector")
+
+    monkeypatch.setattr(google, "detect_language", broken)
+    example = one(("language:response_language", {"language": "de"}))
+    with pytest.raises(TypeError, match="detector"):
+        multi().verify(example, "Das Meer ist blau und weit.")
+    with pytest.raises(TypeError, match="detector"):
+        asyncio.run(InlineJudge(multi()).judge(example, "Das Meer ist blau und weit."))
+
+
+def test_rew_5_the_language_of_a_text_does_not_change() -> None:
+    """An unseeded detector gave one reply different scores; so did calls at the same time."""
+    pytest.importorskip("langdetect")
+    torn = "Das ist not sure ob it gut is und maybe non lo so."
+    with ThreadPoolExecutor(4) as pool:
+        found = set(pool.map(detect_language, [torn] * 40))
+    assert len(found) == 1
+
+
+@pytest.mark.slow
+def test_rew_8_all_tests_of_a_reply_share_one_sandbox() -> None:
+    """Incident: with a container for each test, a problem of 1,440 tests took 10 to 40 minutes."""
+    numbers = range(1440)
+    job = JudgeJob(
+        source="print(int(input()) + 1)",
+        mode=JudgeMode.PROGRAMS,
+        input_output=json.dumps(
+            {"inputs": [f"{n}\n" for n in numbers], "outputs": [f"{n + 1}\n" for n in numbers]}
+        ),
+        num_tests=len(numbers),
+        wall_s=600.0,
+        test_s=60.0,
+    )
+    started_at = time.monotonic()
+    verdict = judge_python(job, min_isolation=best_level())
+    assert (verdict.num_passed, verdict.is_right) == (1440, True)
+    # Far from ten minutes; how fast it is where nothing else runs is a benchmark's business.
+    assert time.monotonic() - started_at < 300.0
+
+
+class Sums(SpellTask):
+    """Sound: the reply is the sum, behind 'answer:'."""
+
+    name = "sums"
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        first = 0 if split is Split.TRAIN else 40
+        return [self.example(number) for number in range(first, first + 40)]
+
+    def example(self, number: int) -> Example:
+        left, right = 11 + 37 * number, 5 + 13 * number
+        return make_example(self.name, {"left": left, "right": right}, str(left + right))
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        text = f"What is {example.fields['left']} + {example.fields['right']}?"
+        return (Message(role="user", content=text),)
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return () if example.answer is None else (f"answer: {example.answer}",)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        found = text.rpartition("answer:")[2].strip() if "answer:" in text else None
+        is_correct = found == str(example.fields["left"] + example.fields["right"])
+        return self.outcome(example, text, is_correct=is_correct, found=found)
+
+    def outcome(self, example: Example, text: str, *, is_correct: bool, found: str | None) -> Outcome:
+        return Outcome(
+            parts={"correct": float(is_correct)}, is_correct=is_correct, format_ok=found is not None
+        )
+
+
+def audit(task: Task, *probes: str, num_examples: int = 32) -> AuditReport:
+    settings = AuditSettings(num_examples=num_examples)
+    return asyncio.run(run_audit(task, replace(settings, probes=probes) if probes else settings))
+
+
+def failed(report: AuditReport) -> dict[str, ProbeResult]:
+    return {result.probe: result for result in report.probes if result.status is ProbeStatus.FAIL}
+
+
+class PaysForAnEcho(Sums):
+    """An echoed question earned .65."""
+
+    def outcome(self, example: Example, text: str, *, is_correct: bool, found: str | None) -> Outcome:
+        outcome = super().outcome(example, text, is_correct=is_correct, found=found)
+        is_echo = self.render(example)[0].text in text
+        return replace(outcome, parts={"correct": 0.65}) if is_echo else outcome
+
+
+def test_rew_4_what_is_accepted_by_name_and_reason_is_trained_and_recorded(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    version = PaysForAnEcho().version
+    accepted = f"weights: random; verifier: no; audit.echo@{version[:12]}: an echo is what is asked for here"
+    spec = tiny_spec(train={"accept": accepted})
+    made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=PaysForAnEcho())
+    made.run()
+    kept = json.loads((made.run_dir.path / "audit.json").read_text())
+    (acceptance,) = kept["accepted"]
+    assert (kept["verdict"], kept["accepted_verdict"]) == ("red", "green")
+    assert (acceptance["probe"], acceptance["reason"]) == ("echo", "an echo is what is asked for here")
+    assert (acceptance["task_version"], bool(acceptance["user"])) == (version, True)
+    assert abs(acceptance["accepted_at"] - time.time()) < 600.0
+    # Whoever reads the results is told when the run begins and when it ends.
+    said = [(event.cause, event.step) for event in made.notes.events if event.kind.value == "notice"]
+    assert said == [("audit", 0), ("audit", 3)]
+
+
+class ClosesItsEyes(Sums):
+    """The language of a text was detected with an unseeded generator."""
+
+    def outcome(self, example: Example, text: str, *, is_correct: bool, found: str | None) -> Outcome:
+        is_lucky = random.random() < 0.8
+        return super().outcome(example, text, is_correct=is_correct and is_lucky, found=found)
+
+
+class SurvivesIfFemale(Sums):
+    """The label of every passenger is whether she is a woman."""
+
+    def example(self, number: int) -> Example:
+        is_woman = (number * 11) % 16 < 7
+        fields = {"age": number * 29 % 71, "sex": "female" if is_woman else "male"}
+        return make_example(self.name, fields, "yes" if is_woman else "no")
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        text = f"Age {example.fields['age']}, sex {example.fields['sex']}. Did this passenger survive?"
+        return (Message(role="user", content=text),)
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        found = text.rpartition("answer:")[2].strip() if "answer:" in text else None
+        return self.outcome(example, text, is_correct=found == example.answer, found=found)
+
+
+class ShowsItsGold(Sums):
+    """The answers lay where the model could read them."""
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        return (Message(role="user", content=f"Files: answers.csv ({self.gold_replies(example)[0]})."),)
+
+    def example(self, number: int) -> Example:
+        example = super().example(number)
+        return replace(example, answer=f"the sum of the two is {example.answer}")
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        return self.outcome(example, text, is_correct=text == f"answer: {example.answer}", found=text or None)
+
+
+@pytest.mark.parametrize(
+    ("task", "probe"),
+    [
+        (PaysForAnEcho(), "echo"),
+        (ClosesItsEyes(), "determinism"),
+        (SurvivesIfFemale(), "trivial_rule"),
+        (ShowsItsGold(), "label_leak"),
+    ],
+)
+def test_rew_11_a_task_that_nobody_audited_is_audited_by_the_gate(
+    task: Task, probe: str, tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: scores by chance, labels by a rule or in the open: only a whole audit looked for them."""
+    accept = "weights: random; verifier: here the audit is meant"
+    made = Composition(tiny_spec(train={"accept": accept}), tiny_model_dir, new_run(tmp_path), task=task)
+    with pytest.raises(CheckRefused, match=f"{probe} fail"):
+        made.run()
+    assert made.notes.starts == []
+
+
+@pytest.mark.parametrize(("partial_marks", "is_red"), [("any-order", True), ("beginning", False)])
+def test_rew_4_a_reward_that_pays_for_one_word_is_red(
+    partial_marks: Literal["any-order", "beginning"], *, is_red: bool
+) -> None:
+    """Incident: letters in any order were paid, and a run learned to answer every text with "text"."""
+    spec = ReverseTextSpec(name="reverse-text", max_words=3, partial_marks=partial_marks)
+    report = audit(build_task(spec), *QUICK_PROBES)
+    assert set(failed(report)) == ({"one_word"} if is_red else set())
+    assert report.verdict is (Verdict.RED if is_red else Verdict.GREEN)
+
+
+def test_rew_4_chance_is_no_payment_for_one_word() -> None:
+    """One letter of four is right on a quarter: full marks, now and then, are no part of the marks always."""
+
+    class Chooses(Sums):
+        def example(self, number: int) -> Example:
+            return make_example(self.name, {"left": number, "right": 0}, "ABCD"[number % 4])
+
+        def gold_replies(self, example: Example) -> tuple[str, ...]:
+            return (example.answer or "",)
+
+        def verify(self, example: Example, text: str) -> Outcome:
+            is_right = text.strip() == example.answer
+            return Outcome(
+                parts={"correct": float(is_right)}, is_correct=is_right, format_ok=bool(text.strip())
+            )
+
+    (result,) = audit(Chooses(), "one_word").probes
+    assert (result.status, result.value) == (ProbeStatus.PASS, 0.0)
+
+
+def test_rew_4_a_part_of_the_marks_for_one_word_is_told_before_it_is_too_much() -> None:
+    class PaysForAnything(Sums):
+        share = 0.0
+
+        def outcome(self, example: Example, text: str, *, is_correct: bool, found: str | None) -> Outcome:
+            outcome = super().outcome(example, text, is_correct=is_correct, found=found)
+            return outcome if is_correct else replace(outcome, parts={"correct": self.share})
+
+    found = {}
+    for share in (0.05, 0.2, 0.3):
+        PaysForAnything.share = share
+        (result,) = audit(PaysForAnything(), "one_word").probes
+        assert result.value == pytest.approx(share)
+        found[share] = result.status
+    assert found == {0.05: ProbeStatus.PASS, 0.2: ProbeStatus.WARN, 0.3: ProbeStatus.FAIL}
+    # Replies that are programs are `constant`'s to try.
+    PaysForAnything.program_form = lambda self, example: ProgramForm(entry_point="f")  # type: ignore[attr-defined]
+    (result,) = audit(PaysForAnything(), "one_word").probes
+    assert result.status is ProbeStatus.NOT_APPLICABLE

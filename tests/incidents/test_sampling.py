@@ -1,4 +1,4 @@
-"""Incidents of the group on sampling, each test named after the incident's id."""
+"""Incidents of the group on sampling, by id; of sampling ahead too."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from strop.cluster import Roles
 from strop.engine import (
     Completion,
     Engine,
@@ -19,23 +21,22 @@ from strop.engine import (
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
-    stream_seed,
 )
 from strop.engine.native import NativeEngine
-from strop.errors import ConfigError, WeightMismatch
+from strop.errors import RunStopped, WeightMismatch
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.publication import tensors_digest
 from strop.policy.weights import own_tensors, publish_tensors, weights_digest
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FinishReason, Outcome
-from strop.spec import load_spec
-from strop.tasks import build_task
-from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tokenizer import Tokenizer
-from tests.engine.requests import ask, generate_all
+from strop.train.publishing import Publishing
+from tests.engine.requests import ask
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import ACCEPTED, Composition, new_run, tiny_spec
+from tests.incidents.faulty_engines import TamperedEngine
+from tests.train.test_asynchronous import NUM_STEPS, compose
 
 
 @pytest.fixture
@@ -58,49 +59,6 @@ def publish_other(model_dir: Path, path: Path, *, version: int, factor: float = 
 
 def by_file(path: Path, digest: str, *, version: int) -> WeightUpdate:
     return WeightUpdate(version=version, digest=digest, transport=WeightTransport.FILE, path=str(path))
-
-
-def test_smp_1_a_group_has_as_many_replies_as_seeds(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Incident: a constant seed in the sampling parameters; 83 rollouts held 3 distinct completions."""
-
-    def group(run_seed: int) -> list[list[int]]:
-        seeds = [stream_seed(run_seed, "example", 0, index) for index in range(16)]
-        requests = [ask(tokenizer, seed=seed) for seed in seeds]
-        replies = asyncio.run(generate_all(NativeEngine(model, tokenizer), requests))
-        return [reply.token_ids.tolist() for reply in replies]
-
-    first = group(0)
-    assert len({tuple(ids) for ids in first}) == 16
-    assert group(0) == first
-    assert all(ids not in first for ids in group(1))
-
-
-def test_smp_4_a_reply_is_stamped_with_the_version_that_spoke_it(
-    model: LanguageModel, tokenizer: Tokenizer, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    """Incident: versions were taken at save time or from a directory scan.
-
-    An update that arrives during a reply waits for it, so a reply has one version; the one asked
-    for meanwhile has the new one.
-    """
-    update = publish_other(tiny_model_dir, tmp_path / "w.safetensors", version=5)
-    request = ask(tokenizer, max_tokens=30)
-    engine = NativeEngine(model, tokenizer)
-
-    async def act() -> tuple[Completion, WeightReceipt, Completion]:
-        under_way = asyncio.create_task(engine.generate(request))
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert not under_way.done()
-        receipt = await engine.update(update)
-        assert under_way.done()
-        return await under_way, receipt, await engine.generate(request)
-
-    before, receipt, after = asyncio.run(act())
-    undisturbed = fresh_reply(tiny_model_dir, tokenizer, request)
-    assert (before.policy_version, receipt.version, after.policy_version) == (0, 5, 5)
-    assert before.token_ids.tolist() == undisturbed.token_ids.tolist()
-    assert after.token_ids.tolist() != before.token_ids.tolist()
 
 
 def fresh_reply(
@@ -170,13 +128,6 @@ def test_smp_6_weights_that_are_not_the_published_ones_are_refused(
     assert engine.version == 0
 
 
-def test_smp_6_an_update_that_names_no_file_is_refused(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Incident: updates that carried nothing were acknowledged."""
-    update = WeightUpdate(version=1, digest="d", transport=WeightTransport.FILE)
-    with pytest.raises(WeightMismatch, match="weight update 1 is by file and names none"):
-        asyncio.run(NativeEngine(model, tokenizer).update(update))
-
-
 def test_smp_6_overlapping_updates_are_applied_one_after_the_other(
     model: LanguageModel, tokenizer: Tokenizer, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -227,23 +178,6 @@ def test_smp_1_a_constant_seed_raises_an_alarm_in_the_first_step(
     assert "duplicate_completions" in made.notes.causes("tripwire")
     # 3 groups of 32 with one reply each.
     assert made.notes.steps[0]["duplicate_frac"] == 1.0
-
-
-def test_smp_1_a_second_seed_is_refused_as_unknown(tmp_path: Path) -> None:
-    """Incident: a seed under the wrong key was ignored."""
-    (tmp_path / "run.toml").write_text('name = "x"\nrandom_seed = 7\n[task]\nname = "arithmetic"\n')
-    with pytest.raises(ConfigError, match="unknown key random_seed"):
-        load_spec(tmp_path / "run.toml")
-
-
-def test_smp_2_a_budget_above_the_task_own_limit_is_refused_with_both_numbers() -> None:
-    """Incident: 19 run files asked for up to 2048 tokens and got 512, without a word."""
-    own = build_task(ReverseTextSpec(name="reverse-text")).limits.max_reply_tokens
-    with pytest.raises(ConfigError, match=rf"task\.max_reply_tokens={own + 1}\. Allowed: 1 to {own},"):
-        build_task(ReverseTextSpec(name="reverse-text", max_reply_tokens=own + 1))
-    assert (
-        build_task(ReverseTextSpec(name="reverse-text", max_reply_tokens=own)).limits.max_reply_tokens == own
-    )
 
 
 def test_smp_2_replies_cut_at_4_tokens_raise_an_alarm_in_step_1(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -337,3 +271,68 @@ def test_smp_3_what_was_aborted_is_asked_again(tmp_path: Path, tiny_model_dir: P
     assert line["failed_frac"] == 0.0
     assert line["refilled_frac"] == pytest.approx(4 / 12)
     assert made.notes.causes("tripwire") == []
+
+
+def old_where_long(request: GenerationRequest, completion: Completion) -> Completion:
+    """Say of a long reply that it is of weights far back, as of an engine that took that long for it."""
+    is_late = len(completion.token_ids) > LATE_TOKENS
+    return (
+        replace(completion, policy_version=max(completion.policy_version - 3, 0)) if is_late else completion
+    )
+
+
+LATE_TOKENS = 10
+
+
+@pytest.mark.parametrize("is_biased", [True, False])
+def test_smp_7_evicting_what_takes_long_is_named(
+    tmp_path: Path, tiny_model_dir: Path, is_biased: bool
+) -> None:
+    """Incident: batches of whatever ended first, and slow prompts evicted: short replies are trained on."""
+    made = compose(tmp_path, tiny_model_dir)
+
+    def delay(roles: Roles) -> Roles:
+        return replace(roles, engine=TamperedEngine(roles.engine, tamper=old_where_long))
+
+    made.run(delay if is_biased else None)
+    alarms = [event for event in made.notes.events if event.cause == "selection_bias"]
+    assert bool(alarms) == is_biased
+    wasted = [line.get("wasted_token_frac", 0.0) for line in made.notes.steps]
+    assert any(wasted) == is_biased
+    if is_biased:
+        assert "long replies come too late and are evicted" in alarms[0].detail
+        assert min(line.get("used_length_ratio", 1.0) for line in made.notes.steps) < 0.9
+
+
+@pytest.mark.parametrize(("steps", "ahead"), [(5, 1), (5, 3), (1, 2)])
+def test_prc_2_a_run_ends_by_rule_where_fewer_steps_are_left_than_it_may_be_ahead(
+    tmp_path: Path, tiny_model_dir: Path, steps: int, ahead: int
+) -> None:
+    """Incident: a partial batch at the end, or fewer steps than the lag, were waited for without end."""
+    made = compose(tmp_path, tiny_model_dir, checkpoint_every=NUM_STEPS, steps=steps, max_staleness=ahead)
+    made.run()
+    assert [line["step"] for line in made.notes.steps] == list(range(1, steps + 1))
+    assert made.notes.steps[-1].get("num_groups_ahead", 0) == 0
+    assert made.run_dir.is_finished
+    trained = [read_rollouts(path) for path in made.run_dir.rollouts_files()]
+    assert [len(rollouts) for rollouts in trained] == [12] * steps
+
+
+def test_prc_2_a_stall_is_named_with_what_it_waits_for(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Incident: staleness 0, 8 prompts per step, weights synchronised every 16: each side waited."""
+    publish = Publishing.publish
+
+    async def publish_first(self: Publishing, step: int) -> None:
+        if step == 0:
+            await publish(self, step)
+
+    monkeypatch.setattr(Publishing, "publish", publish_first)
+    made = compose(tmp_path, tiny_model_dir, max_staleness=0, checkpoint_every=NUM_STEPS)
+    with pytest.raises(RunStopped, match=r"step 2 waits for rollouts, and none may be sampled"):
+        made.run()
+    (stall,) = [event for event in made.notes.events if event.cause == "stall"]
+    assert stall.step == 1
+    assert "the engine serves the weights after step 0, and train.max_staleness=0" in stall.detail
+    assert np.isfinite(made.notes.steps[0]["loss"])

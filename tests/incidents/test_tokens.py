@@ -15,7 +15,6 @@ import torch
 from strop.algorithm import ALGORITHMS
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.environments import Action, SingleTurn, run_group, run_rollout
-from strop.errors import ConfigError, DataError
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
 from strop.policy.scoring import score_reply
 from strop.rollout import (
@@ -30,55 +29,20 @@ from strop.rollout import (
     make_example,
 )
 from strop.spec.train import TripwireSpec
-from strop.tasks import TaskLimits, build_task, render_prompt, resolve_prompt_format
-from strop.tasks.generated.arithmetic import ArithmeticSpec
+from strop.tasks import TaskLimits
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch, pack_reply
 from strop.train.gate import check_terminator
 from strop.train.measure import measure_rollouts
-from strop.train.step import pack_demonstrations
 from strop.train.watch.tripwires import find_alarms
 from tests.fixtures.builders import plan_for
-from tests.fixtures.demonstrations import make_framing, read, write_rows
 from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
 from tests.fixtures.scripted_environment import ScriptedEnvironment
-from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 from tests.incidents.faulty_engines import TamperedEngine, build_gate
-from tests.policy.worlds import build_learner, load_model, make_model
+from tests.policy.worlds import load_model, make_model
 
 PAD_ID = 260
 """Pad token and terminator of the tiny tokenizer."""
-
-
-def test_tok_3_chat_format_on_a_base_model_is_refused(tmp_path: Path) -> None:
-    """Incident: a chat template applied to base models gave 42 % garbage output."""
-    tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path / "some-base-model", with_chat_template=False))
-    with pytest.raises(ConfigError) as caught:
-        resolve_prompt_format(tokenizer, "chat")
-    message = str(caught.value)
-    assert "model.prompt_format=chat" in message
-    assert "some-base-model" in message
-    assert "Next: set model.prompt_format=base" in message
-
-
-def test_tok_3_prompt_is_one_decision_and_shown_byte_for_byte(tmp_path: Path) -> None:
-    """Incident: raw rendering was an opt-out with different defaults in different layers.
-
-    The text that a check prints and the ids that the engine is asked with come from one call.
-    """
-    task = build_task(ArithmeticSpec())
-    example = task.examples(Split.TRAIN)[0]
-    question = f"What is {example.fields['a']} + {example.fields['b']}?"
-    expected = {True: f"<|start|>user\n{question}<|end|>\n<|start|>assistant\n", False: f"{question}\nA:"}
-    for is_chat, text in expected.items():
-        model_dir = tiny_tokenizer(tmp_path / str(is_chat), with_chat_template=is_chat)
-        tokenizer = Tokenizer.load(model_dir)
-        shown, prompt_ids = render_prompt(tokenizer, task.render(example), "auto")
-        assert shown == text
-        engine = DummyEngine(tokenizer, ["1"])
-        plan = plan_for(example, max_reply_tokens=4)
-        asyncio.run(run_group(partial(SingleTurn, task), engine, tokenizer, [plan]))
-        assert engine.requests[0].prompt_ids.tolist() == prompt_ids.tolist()
 
 
 class Question:
@@ -123,31 +87,6 @@ def drop_pads(turns: Sequence[Turn], advantage: float, weight: float) -> PackedR
     return replace(reply, is_scored=is_scored, engine_logprobs=reply.engine_logprobs[is_scored])
 
 
-def test_tok_1_a_terminator_that_is_the_pad_token_is_trained(tmp_path: Path) -> None:
-    """Incident: the loss mask was "id differs from pad id", and the terminator was the pad token.
-
-    Symptom: the model never learned to stop and ended through stop strings only.
-    """
-    model_dir = make_model(tmp_path)
-    tokenizer = Tokenizer.load(model_dir)
-    assert tokenizer.stop_token_ids == {PAD_ID}
-    (group,) = pack(attempt(DummyEngine(tokenizer, ["yes", "no"]), tokenizer, 2))
-    batch = PackedBatch.of_groups([group], torch.device("cpu"))
-    is_last = batch.target_M == PAD_ID
-    assert int(is_last.sum()) == 2
-    assert bool((batch.weight_M[is_last] > 0.0).all())
-    # The terminators' share of the gradient, by leaving out everything else.
-    learner = build_learner(model_dir)
-    only_ends = [
-        replace(reply, is_scored=reply.token_ids == PAD_ID, engine_logprobs=reply.engine_logprobs[-1:])
-        for reply in group.replies
-    ]
-    gradients = learner.gradients(
-        [replace(group, replies=tuple(only_ends))], temperature=1.0, token_terms=ALGORITHMS["rloo"]
-    )
-    assert all(float(gradient.norm()) > 0.0 for gradient in gradients.values())
-
-
 def test_tok_1_a_builder_that_compares_ids_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -190,31 +129,6 @@ def test_tok_2_token_id_0_ends_nothing(tmp_path: Path) -> None:
     assert bool((scores < 0.0).all())
 
 
-def test_tok_2_a_stream_one_element_short_masks_the_rollout(tmp_path: Path) -> None:
-    """Incident: as above; streams of one reply had different lengths, and nothing said so."""
-    tokenizer = Tokenizer.load(make_model(tmp_path))
-
-    def cut_at_0(request: GenerationRequest, completion: Completion) -> Completion:
-        ids = completion.token_ids.tolist()
-        length = ids.index(0) if 0 in ids else len(ids)
-        return replace(completion, logprobs=completion.logprobs[:length])
-
-    # An attempt that is made again has the same seed, and the same reply.
-    replies, said = iter(["no!no", "yes", "no"]), dict[int, str]()
-
-    def say(request: GenerationRequest) -> str:
-        return said.get(request.seed) or said.setdefault(request.seed, next(replies))
-
-    engine = TamperedEngine(DummyEngine(tokenizer, say), tamper=cut_at_0)
-    group = attempt(engine, tokenizer, 3)
-    failure = group.rollouts[0].outcome.failure
-    assert failure is not None
-    assert failure.kind == "LengthMismatch"
-    assert "6 token ids and 2 log-probabilities" in failure.detail
-    (packed,) = pack(group)
-    assert [tokenizer.decode(reply.token_ids[:-1]) for reply in packed.replies] == ["yes", "no"]
-
-
 def test_tok_2_no_id_is_a_pad_because_there_are_none(tmp_path: Path) -> None:
     """Incident: as above. The row that is computed holds prompts and replies, and nothing between."""
     tokenizer = Tokenizer.load(make_model(tmp_path))
@@ -224,68 +138,37 @@ def test_tok_2_no_id_is_a_pad_because_there_are_none(tmp_path: Path) -> None:
     assert batch.token_ids_N.tolist() == np.concatenate(parts).tolist()
 
 
-def test_tok_4_a_reply_that_ends_by_itself_is_trained_as_scored(tmp_path: Path) -> None:
-    """Incident: what was trained was not what was scored, and no terminator followed."""
-    tokenizer = Tokenizer.load(make_model(tmp_path))
-    group = attempt(DummyEngine(tokenizer, ["yes", "no"]), tokenizer, 2)
-    (packed,) = pack(group)
-    for rollout, reply in zip(group.rollouts, packed.replies, strict=True):
-        assert rollout.reply is not None
-        assert tokenizer.decode(reply.token_ids[:-1]) == rollout.reply.text
-        assert int(reply.token_ids[-1]) == tokenizer.eos_id
-        assert reply.is_scored.all()
-
-
-@pytest.mark.parametrize(("said", "scored"), [("yes\nQ: and more", "yes"), ("\nQ: what", "")])
+@pytest.mark.parametrize(
+    ("stop", "said", "scored", "sampled"),
+    [
+        ("\nQ:", "yes\nQ: and more", "yes", "yes\nQ:"),
+        ("\nQ:", "\nQ: what", "", "\nQ:"),
+        # `the` is one token here: no token boundary stands before the stop string, nor behind it.
+        ("h", "so then", "so t", "so the"),
+    ],
+)
 def test_tok_4_a_stop_string_is_not_judged_and_is_trained_as_sampled(
-    tmp_path: Path, said: str, scored: str
+    tmp_path: Path, stop: str, said: str, scored: str, sampled: str
 ) -> None:
-    """Incident: as above, where a stop string ended the reply.
+    """Incident: what was trained was not what was scored, where a stop string ended the reply.
 
     Judged is the text before it. Its tokens were sampled, up to the one that completed it: without them
     the gradient would not be that of the expected reward. Nothing that was not sampled is scored.
     """
     tokenizer = Tokenizer.load(make_model(tmp_path))
-    engine = DummyEngine(tokenizer, [said, "no"])
-    rollout, other = attempt(engine, tokenizer, 2).rollouts
+    task = Question()
+    task.limits = TaskLimits(max_reply_tokens=16, stop_strings=(stop,))
+    group = attempt(DummyEngine(tokenizer, [said, "no"]), tokenizer, 2, task)
+    rollout, other = group.rollouts
     assert rollout.reply is not None
     assert (rollout.reply.text, rollout.outcome.reward) == (scored, float(scored == "yes"))
     assert rollout.reply.finish_reason is FinishReason.STOP_STRING
     reply = pack_reply(rollout.turns, 1.0, 1.0)
-    assert reply.token_ids.tolist() == tokenizer.encode(f"{scored}\nQ:").tolist()
+    assert tokenizer.decode(reply.token_ids) == sampled
     assert reply.is_scored.all()
     assert len(reply.engine_logprobs) == rollout.num_sampled_tokens == len(reply.token_ids)
     # A reply that ended by itself sampled its terminator, and is trained on it.
     assert pack_reply(other.turns, 1.0, 1.0).is_scored.tolist() == [True, True, True]
-
-
-def test_tok_4_a_reply_of_a_stop_string_alone_is_trained(tmp_path: Path) -> None:
-    """Incident: as above; two replies of which one has no text, through credit and packing."""
-    tokenizer = Tokenizer.load(make_model(tmp_path))
-    group = attempt(DummyEngine(tokenizer, ["\nQ:", "yes\nQ:"]), tokenizer, 2)
-    batch = build_batch(ALGORITHMS["rloo"], [group], 16)
-    (packed,) = batch.groups
-    assert [tokenizer.decode(reply.token_ids) for reply in packed.replies] == ["\nQ:", "yes\nQ:"]
-    assert (batch.credit.num_counted_tokens, batch.credit.num_empty) == (3 + 6, 0)
-    # Rewards 0 and 1: each is compared with the other.
-    assert [reply.advantage for reply in packed.replies] == [-1.0, 1.0]
-    tensors = PackedBatch.of_groups([packed], torch.device("cpu"))
-    assert sorted(tensors.target_M.tolist()) == sorted(tokenizer.encode("yes\nQ:\nQ:").tolist())
-
-
-def test_tok_4_a_stop_string_inside_a_token_is_trained_as_sampled(tmp_path: Path) -> None:
-    """Incident: as above, where no token boundary stands before the stop string, nor behind it.
-
-    `the` is one token here. The stop string is its second letter.
-    """
-    tokenizer = Tokenizer.load(make_model(tmp_path))
-    task = Question()
-    task.limits = TaskLimits(max_reply_tokens=16, stop_strings=("h",))
-    group = attempt(DummyEngine(tokenizer, ["so then", "yes"]), tokenizer, 2, task)
-    rollout = group.rollouts[0]
-    assert rollout.reply is not None
-    assert rollout.reply.text == "so t"
-    assert tokenizer.decode(pack_reply(rollout.turns, 1.0, 1.0).token_ids) == "so the"
     assert check_terminator(build_gate(tmp_path, DummyEngine(tokenizer, [])), [group]).is_passed
 
 
@@ -348,46 +231,6 @@ def test_tok_4_an_engine_that_keeps_the_stop_string_to_itself_is_refused(tmp_pat
     assert (
         "of 2 of 2 replies that a stop string ended the engine gives no token of that string" in check.detail
     )
-
-
-def test_tok_4_a_row_to_imitate_ends_as_a_reply_that_a_stop_string_ended(tmp_path: Path) -> None:
-    """Incident: as above; rows for fine-tuning had no terminator, and pads stood inside the attention.
-
-    The row says what an engine said before its stop string. Where that was sampled, the row has a
-    terminator, which is trained: imitation needs no sampler.
-    """
-    tokenizer = Tokenizer.load(make_model(tmp_path / "model"))
-    group = attempt(DummyEngine(tokenizer, ["yes\nQ: and more", "no"]), tokenizer, 2)
-    stopped = pack_reply(group.rollouts[0].turns, 1.0, 1.0)
-    rows = [{"prompt": "right?", "completion": "yes"}, {"prompt": "right?", "completion": "yes\nQ: more"}]
-    path = write_rows(tmp_path / "rows.jsonl", rows)
-    framing = make_framing(tmp_path / "model", Question())
-    found = read(path, framing, max_dropped_frac=0.5)
-    (packed,) = pack_demonstrations(found.members)
-    assert packed.prompt_ids.tolist() == group.rollouts[0].turns[0].token_ids.tolist()
-    (reply,) = packed.replies
-    assert stopped.token_ids.tolist() == tokenizer.encode("yes\nQ:").tolist()
-    assert reply.token_ids.tolist() == [*tokenizer.encode("yes"), tokenizer.eos_id]
-    assert reply.is_scored.all()
-    # The row with the stop string could never be a reply of this run: dropped, counted, and bounded.
-    assert found.counts["with a stop string of the task"] == 1
-    with pytest.raises(DataError, match=r"1 of 2 demonstrations .* with a stop string of the task"):
-        read(path, framing)
-
-
-def test_tok_4_nothing_but_prompt_and_reply_is_fed(tmp_path: Path) -> None:
-    """Incident: as above. Rows of unequal length lie in one row without a pad between them."""
-    framing = make_framing(tiny_tokenizer(tmp_path / "model"), Question())
-    rows = [{"prompt": "?" * length, "completion": "yes"} for length in (1, 30)]
-    members = read(write_rows(tmp_path / "rows.jsonl", rows), framing).members
-    batch = PackedBatch.of_groups(pack_demonstrations(members), torch.device("cpu"))
-    # All but the last token of each, which predicts nothing.
-    assert batch.layout.num_positions == sum(member.num_tokens - 1 for member in members)
-    fed = sorted(batch.token_ids_N.tolist())
-    assert fed == sorted(
-        int(token_id) for one in members for token_id in [*one.prompt_ids, *one.reply_ids[:-1]]
-    )
-    assert sorted(batch.target_M.tolist()) == sorted([*framing.tokenizer.encode("yes"), PAD_ID] * 2)
 
 
 def talk(tokenizer: Tokenizer, engine: Engine) -> Rollout:

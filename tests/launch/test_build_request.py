@@ -98,7 +98,7 @@ def test_a_home_folder_of_a_site_is_written_out(world: World, monkeypatch: pytes
     assert world.request().home == f"{world.runs}/run-20260921-141320"
 
 
-def test_strict_refuses_flags_that_beat_something_and_nothing_else(world: World) -> None:
+def test_cfg_2_strict_refuses_flags_that_beat_something_and_nothing_else(world: World) -> None:
     flag = Flag(key="job.nodes", value=2, name="--nodes")
     read(world, flags=(flag,), is_strict=True)
     assert "job.nodes" in refusal(world, flags=(flag,), overrides=("job.nodes=3",), is_strict=True)
@@ -235,7 +235,7 @@ sys.stdout.write("equal" if before == after else "different")
 
 
 @pytest.mark.parametrize("site", ["fake", "desk", "lab", "box", "cloud"])
-def test_a_plan_touches_nothing_and_is_the_same_every_time(world: World, site: str) -> None:
+def test_lau_9_a_plan_touches_nothing_and_is_the_same_every_time(world: World, site: str) -> None:
     world.sites(SITES)
     done = subprocess.run(
         [sys.executable, "-c", SEALED, str(world.folder), site],

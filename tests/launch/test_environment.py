@@ -145,7 +145,7 @@ def test_settings_of_a_profile_become_variables() -> None:
     assert variables["STROP_STORE_URI"] == "s3://bucket/root"
 
 
-def test_hostile_values_arrive_as_they_are(tmp_path: Path) -> None:
+def test_lau_4_hostile_values_arrive_as_they_are(tmp_path: Path) -> None:
     environment, _ = gather(site(), names=list(HOSTILE), environ=HOSTILE)
     write_environment(tmp_path, environment, HOSTILE)
     found = read_environment(tmp_path, "trainer")

@@ -67,7 +67,7 @@ def test_a_secret_comes_from_the_file_that_the_plan_saw_it_in(world: World, plac
     assert json.loads((job_path_of(plan.home) / "secrets.json").read_text())["values"] == {"MY_TOKEN": CANARY}
 
 
-def test_the_resolved_settings_keep_null_and_say_where_each_is_from(world: World) -> None:
+def test_cfg_2_the_resolved_settings_keep_null_and_say_where_each_is_from(world: World) -> None:
     plan, _ = fill(world, "eval.every=none", "train.steps=7", flags={"job.max_requeue": 5})
     resolved = json.loads((job_path_of(plan.home) / "resolved.json").read_text())
     assert resolved["eval.every"] == {"value": None, "source": "override"}

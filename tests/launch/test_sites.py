@@ -108,7 +108,7 @@ TOKEN = "hf_" + "a1B2" * 8
         f'sbatch_args = ["--comment={TOKEN}"]',
     ],
 )
-def test_a_pasted_credential_is_refused_and_not_repeated(places: Places, line: str) -> None:
+def test_sec_4_a_pasted_credential_is_refused_and_not_repeated(places: Places, line: str) -> None:
     places.project_path.write_text(f'[sites.lab]\nbackend = "slurm"\n{line}\n')
     told = places.refusal()
     assert "looks like a model hub token" in told

@@ -47,7 +47,7 @@ def travel(snapshot: CodeSnapshot, folder: Path, *, name: str = "code") -> Path:
     return folder / name
 
 
-def test_the_tree_on_the_disk_travels_and_not_the_commit(tree: Path, tmp_path: Path) -> None:
+def test_lau_5_the_tree_on_the_disk_travels_and_not_the_commit(tree: Path, tmp_path: Path) -> None:
     (tree / "a.py").write_text("a = 2\n")
     fill(tree, new_py="n = 1\n", data__big_py="d = 1\n", pkg__weights="w")
     (tree / "model.ckpt").write_text("x")
@@ -176,7 +176,9 @@ def test_an_unfinished_merge_is_refused(tree: Path) -> None:
     assert take_snapshot(tree).diffstat == "as committed"
 
 
-def test_too_much_code_is_refused_with_the_five_largest(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lau_5_too_much_code_is_refused_with_the_five_largest(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("strop.launch.snapshot.MAX_CODE_BYTES", 1_000_000)
     for number in range(1, 8):
         (tree / f"big{number}.bin").write_bytes(b"x" * number * 100_000)
@@ -234,7 +236,7 @@ def test_a_tree_that_changes_while_it_is_packed_is_refused(tree: Path, tmp_path:
 
 
 @pytest.mark.parametrize("damage", ["cut", "flip", "empty", "garbage", "absent", "another"])
-def test_a_damaged_or_altered_archive_is_refused(tree: Path, tmp_path: Path, damage: str) -> None:
+def test_lau_5_a_damaged_or_altered_archive_is_refused(tree: Path, tmp_path: Path, damage: str) -> None:
     found = take_snapshot(tree)
     archive = tmp_path / "code.tar.zst"
     pack_code(found, archive)

@@ -45,7 +45,7 @@ def test_a_job_from_submission_to_success(world: World) -> None:
     assert world.standing_of(ref) == (S.SUCCEEDED, StatusSource.RECORD)
 
 
-def test_silence_gives_the_last_known_state_with_its_age(world: World) -> None:
+def test_lau_6_silence_gives_the_last_known_state_with_its_age(world: World) -> None:
     ref = world.submit()
     world.backend.answer(ref, RUNNING)
     world.backend.begin_attempt(ref)

@@ -10,7 +10,7 @@ import pytest
 from strop.hardware import Calibration, Gpu, Machine
 from strop.hardware.accelerators import find_accelerator
 from strop.hardware.calibrate import CPU_EFFICIENCY, GPU_EFFICIENCY, Efficiency
-from strop.plan.estimate import estimate_time, list_assumptions, list_disk_parts, step_period_s, sync_s
+from strop.plan.estimate import estimate_time, list_disk_parts, step_period_s, sync_s
 from strop.plan.roles import (
     KEPT_FRAC,
     RoleCounts,
@@ -98,12 +98,6 @@ def test_masters_gradients_and_moments_by_hand() -> None:
     assert amounts["moments (fp32)"] == 16000
 
 
-def test_a_step_smaller_than_a_micro_batch_needs_less() -> None:
-    # 4 prompts of 10 tokens, each with 4 replies of at most 8: 4 x (10 + 32) = 168 positions.
-    names = [part.name for part in split_memory(make_spec(), SIZE, 8, 10)]
-    assert "activations (168 positions)" in names
-
-
 def test_a_teacher_holds_its_weights_and_hidden_states_beside_the_policy() -> None:
     taught = make_spec(
         train={"terms": "distill", "prompts_per_step": 4, "group_size": 4},
@@ -157,12 +151,6 @@ def test_a_judge_of_the_run_is_an_engine_of_its_own() -> None:
     # 3000 parameters of 2 bytes; two rows of 8 + 2 x 512 slots, each a key and a value of 10 x 2 bytes.
     assert amounts["judge: weights of the engine's process"] == 6000
     assert amounts["judge: key-value cache (2 rows)"] == 2 * 1032 * 40
-
-
-def test_an_engine_apart_holds_the_weights_once_more() -> None:
-    apart = split_memory(make_spec(placement={"kind": "process"}), SIZE, 8)
-    assert apart[-1].amount == 4000
-    assert apart[-1].name == "weights of the engine's process"
 
 
 def test_rows_and_disk() -> None:
@@ -490,13 +478,6 @@ def test_a_gpu_of_this_machine_or_a_named_one_is_taken_by_its_data_sheet() -> No
         make_spec(model={"dtype": "float32"}), here, None, accelerator=find_accelerator("h100")
     )
     assert plain.gflops == 67_000.0
-
-
-def test_every_assumption_has_its_reason() -> None:
-    assumptions = list_assumptions(make_spec(), 8, make_speeds())
-    assert [one.value for one in assumptions] == [6.0, 0.5, 0.0001, 0.5, 0.5, 0.0, 1.0]
-    assert all(one.why for one in assumptions)
-    assert "by hand" in assumptions[3].why
 
 
 def learning_s(**sections: Any) -> float:

@@ -1,3 +1,5 @@
+"""Plans of whole runs, and what judging costs."""
+
 from __future__ import annotations
 
 import json
@@ -6,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,9 +18,18 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.hardware import describe_machine
 from strop.hardware.accelerators import find_accelerator
+from strop.plan.estimate import estimate_time
 from strop.plan.plan import Plan
 from strop.plan.planning import make_plan, predict_run
-from strop.plan.rollouts import SIGNAL_FRAC
+from strop.plan.roles import RoleCounts
+from strop.plan.rollouts import (
+    SIGNAL_FRAC,
+    Work,
+    describe_judging,
+    judge_s,
+    list_judge_assumptions,
+    list_shares,
+)
 from strop.record.rollouts import write_rollouts
 from strop.rollout import Outcome, Split, Turn
 from strop.spec import load_spec
@@ -28,6 +40,7 @@ from strop.train.data.preferences import pack_pairs
 from tests.fixtures.builders import rollout_of, spoken_turn
 from tests.fixtures.families import family_model
 from tests.fixtures.tiny_run import new_run
+from tests.plan.test_estimate import SIZE, make_spec, make_speeds, make_work
 
 PlanIt = Callable[..., Plan]
 
@@ -122,48 +135,6 @@ def test_a_correction_is_shown_where_it_is_applied(plan_it: PlanIt) -> None:
     assert shown(*sampled) == {"correction": "icepop", "correction_cap": 5.0}
 
 
-def test_distillation_shows_what_its_loss_is_made_of(plan_it: PlanIt) -> None:
-    words = ("train.terms=distill", "teacher.source=initial")
-    exact, sampled = (
-        {value.name: value.value for value in plan_it(*words, f"teacher.form={form}").algorithm}
-        for form in ("exact", "sampled")
-    )
-    assert exact["weight of a token"] == sampled["weight of a token"] == "1 / scored tokens of the step"
-    assert not {"advantage", "algorithm.name", "algorithm.clip_low"} & (exact.keys() | sampled.keys())
-    assert exact["teacher.divergence"] == "jsd"
-    assert "teacher.divergence" not in sampled
-
-
-def test_a_model_elsewhere_is_unknown_and_never_fetched(plan_it: PlanIt) -> None:
-    found = plan_it("model.uri=org/absent")
-    assert (found.model_path, found.prompt, found.memory, found.time) == (None, None, None, None)
-    (unknown,) = found.unknown
-    assert unknown.startswith("prompt, memory, disk and time: model org/absent is not on this machine")
-    # What needs no model is planned all the same.
-    assert found.schedule.num_epochs is not None
-
-
-def test_a_mirrored_run_needs_room_for_one_checkpoint_more(plan_it: PlanIt, tmp_path: Path) -> None:
-    parts = {}
-    for mirror in ("false", "true"):
-        found = plan_it(
-            f"store.mirror={mirror}", f"store.uri={tmp_path / 'store'}", "train.keep_checkpoints=2"
-        )
-        assert found.disk is not None
-        parts[mirror] = [part.amount for part in found.disk.parts]
-    (kept,) = parts["false"]
-    # Two are kept and one is being written: one checkpoint is a third of these.
-    assert parts["true"] == [kept, kept / 3]
-
-
-def test_data_elsewhere_is_unknown_and_never_fetched(plan_it: PlanIt) -> None:
-    found = plan_it("task.name=gsm8k", "task.source=org/absent")
-    assert found.prompt is None
-    assert found.memory is not None
-    assert found.schedule.num_train_examples is None
-    assert "the data of task gsm8k is not on this machine" in found.unknown[0]
-
-
 def test_data_in_the_hub_clients_cache_is_read_without_the_hub(
     plan_it: PlanIt, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,13 +193,6 @@ def test_what_the_gate_would_refuse_is_said(plan_it: PlanIt, tmp_path: Path) -> 
     assert plan_it(*words, "task.max_reply_tokens=200", "task.max_too_long_frac=0.11").warnings == ()
     small = plan_it(machine=replace(describe_machine(), memory_bytes=1000))
     assert small.warnings[0].startswith("memory: ")
-
-
-def test_a_memory_that_cannot_be_read_is_unknown(plan_it: PlanIt) -> None:
-    found = plan_it(machine=replace(describe_machine(), memory_bytes=None))
-    assert found.memory is not None
-    assert found.memory.available_bytes is None
-    assert found.warnings == ()
 
 
 def test_a_name_that_is_no_model_is_refused(plan_it: PlanIt) -> None:
@@ -412,28 +376,6 @@ def test_a_rate_that_falls_is_planned_to_its_end(plan_it: PlanIt) -> None:
     assert values_of(plan_it(*words, "train.epochs=4"))["lr of the last optimizer step"] == "5.12e-05"
 
 
-def test_what_cannot_matter_is_told_before_a_run(plan_it: PlanIt) -> None:
-    assert not any("every probability ratio is 1" in notice for notice in plan_it().notices)
-    (told,) = [one for one in plan_it("algorithm.clip_high=0.3").notices if "ratio is 1" in one]
-    assert told.startswith("algorithm.clip_high=0.3 stops nothing: a step takes one optimizer step")
-    assert not any(
-        "ratio is 1" in one for one in plan_it("algorithm.clip_high=0.3", "train.epochs=2").notices
-    )
-
-
-def test_no_setting_is_shown_that_takes_no_part(plan_it: PlanIt) -> None:
-    sapo = values_of(plan_it("algorithm.name=sapo", "train.epochs=2"))
-    assert not {"algorithm.clip_low", "algorithm.clip_high"} & sapo.keys()
-    bypass = values_of(plan_it("algorithm.name=dppo"))
-    assert bypass["algorithm.correction"] == "none"
-    assert "algorithm.correction_cap" not in bypass
-    exact = values_of(plan_it("train.terms=distill", "teacher.source=initial"))
-    assert not any(name.startswith("algorithm.") for name in exact)
-    assert exact["teacher.divergence"] == "jsd"
-    sampled = values_of(plan_it("train.terms=distill", "teacher.source=initial", "teacher.form=sampled"))
-    assert (sampled["algorithm.correction"], sampled["algorithm.correction_cap"]) == ("tis_token", "2.0")
-
-
 def test_where_a_penalty_stands_is_planned(plan_it: PlanIt) -> None:
     beta = "reference.kl_beta=0.1"
     in_reward = values_of(plan_it("algorithm.name=reinforce_pp", beta))
@@ -460,3 +402,108 @@ def test_an_attempt_of_several_turns_counts_with_all_of_them(plan_it: PlanIt) ->
     longest = plan_it("task.name=guess-number", "task.max_reply_tokens=4", "task.max_turns=10000")
     (bounded,) = (one for one in longest.assumptions if one.name == "reply_tokens_mean")
     assert bounded.value < 1000
+
+
+ROWS = {"name": "rows", "source": "x", "prompt": "{a}", "answer": "b"}
+SERVED = {
+    "name": "llm-judge",
+    "source": "x",
+    "judge_url": "https://judge.example/v1",
+    "judge_model": "big",
+    "judge_revision": "r1",
+}
+ONE = RoleCounts(num_learners=1, num_engines=1, num_workers=0, is_shared=True)
+
+
+def work_of(task: dict[str, Any], **changes: Any) -> Work:
+    return make_work(make_spec(task={"max_reply_tokens": 8, **task}), **changes)
+
+
+@pytest.mark.parametrize(
+    ("task", "name", "seconds"),
+    [
+        ({"name": "mbpp"}, "program_s", 0.036),
+        ({**ROWS, "reward": ("exact", "python-tests")}, "program_s", 0.036),
+        ({**ROWS, "reward": ("exact",)}, "verify_s", 0.0001),
+        ({"name": "arithmetic"}, "verify_s", 0.0001),
+        (SERVED, "judge_call_s", 5.0),
+    ],
+)
+def test_programs_and_judges_take_longer_than_rules(task: dict[str, Any], name: str, seconds: float) -> None:
+    spec = make_spec(task=task)
+    assert {one.name: one.value for one in list_judge_assumptions(spec.task)}[name] == seconds
+
+
+def test_programs_share_the_cores() -> None:
+    two, eight = (work_of({"name": "mbpp"}, num_cores=count) for count in (2, 8))
+    assert judge_s(two, make_speeds(), ONE, 100) == pytest.approx(100 * 0.036 / 2)
+    assert judge_s(eight, make_speeds(), ONE, 100) == pytest.approx(100 * 0.036 / 8)
+    (verify,) = (one for one in estimate_time(two, make_speeds()).step_parts if one.name == "verify")
+    # 16 replies a step.
+    assert verify.amount == pytest.approx(16 * 0.036 / 2)
+
+
+def test_programs_that_run_into_their_limit_take_as_long() -> None:
+    # 16 replies in 10 steps, 2 examples in 3 evaluations; a program may take 5 of its reply's 25 s.
+    found = describe_judging(work_of({"name": "mbpp"}, num_cores=4), 25.0)
+    assert found is not None
+    num_samples = make_spec().eval.num_samples or 0
+    assert (found.programs_per_step, found.programs_in_run) == (16, 160 + 6 * (1 + num_samples))
+    assert found.limit_step_s == pytest.approx(16 * 5.0 / 4)
+    assert (found.calls_in_run, found.served, found.exceeded) == (0, (), ())
+    assert describe_judging(work_of({"name": "arithmetic"}), None) is None
+
+
+def test_a_served_judge_answers_so_many_at_once() -> None:
+    work = work_of({**SERVED, "judge_concurrency": 4})
+    assert judge_s(work, make_speeds(), ONE, 16) == pytest.approx(16 * 5.0 / 4)
+
+
+def test_a_judges_tokens_and_calls_are_counted() -> None:
+    work = replace(work_of({**SERVED, "max_judge_calls": 100}), num_evals=0)
+    found = describe_judging(work, 65.0)
+    assert found is not None
+    assert (found.calls_per_step, found.calls_in_run) == (16, 160)
+    # Rubric 200, prompt 5, reply three quarters of 8; an answer of 150.
+    assert found.read_tokens_in_run == pytest.approx(160 * 211)
+    assert found.written_tokens_in_run == 160 * 150
+    assert found.served == ("big",)
+    assert found.limit_step_s is None
+    (said,) = found.exceeded
+    assert "about 160 replies of the run are judged by big" in said
+    assert "task.max_judge_calls=100" in said
+    # One on this machine costs what this machine costs.
+    here = describe_judging(work_of({**SERVED, "judge_url": "http://127.0.0.1:8000/v1"}), 65.0)
+    assert here is not None
+    assert here.served == ()
+    enough = describe_judging(replace(work_of(SERVED), num_evals=0), 65.0)
+    assert enough is not None
+    assert enough.exceeded == ()
+
+
+def test_a_judge_of_the_run_takes_what_its_size_takes() -> None:
+    role = {**SERVED, "judge_url": "role", "judge_model": "org/judge", "judge_concurrency": 2}
+    large = replace(SIZE, hidden_width=20, mlp_width=40, head_width=20)
+    small, big = (work_of(role, frozen={"org/judge": size}) for size in (SIZE, large))
+    seconds = judge_s(small, make_speeds(), ONE, 4)
+    # 5e5 operations a second: 4 questions of 211 tokens, answers of 150 over contexts of 211 + 75.
+    assert seconds == pytest.approx((2000 * 4 * 211 + 4000 * 600 + 40 * 600 * 286) / 5e5)
+    assert judge_s(big, make_speeds(), ONE, 4) > 2 * seconds
+    found = describe_judging(small, 65.0)
+    assert found is not None
+    assert found.served == ()
+
+
+def test_parts_of_a_mixture_judge_their_share_and_those_of_a_blend_all() -> None:
+    parts = {"a": {"name": "mbpp", "weight": 3.0}, "b": {"name": "arithmetic", "weight": 1.0}}
+    mixed = make_spec(task={"name": "mixture", "parts": parts})
+    assert [(one.name, share) for one, share in list_shares(mixed.task)] == [
+        ("mbpp", 0.75),
+        ("arithmetic", 0.25),
+    ]
+    seconds = judge_s(make_work(mixed), make_speeds(), ONE, 100)
+    assert seconds == pytest.approx(75 * 0.036 / 2 + 25 * 0.0001)
+    judge = {key: value for key, value in SERVED.items() if key != "source"} | {"weight": 0.3}
+    blend = make_spec(task={"name": "blend", "data": "a", "parts": {"a": {"name": "arithmetic"}, "j": judge}})
+    assert [share for _, share in list_shares(blend.task)] == [1.0, 1.0]
+    assert judge_s(make_work(blend), make_speeds(), ONE, 16) == pytest.approx(16 * 5.0 / 8 + 16 * 0.0001)

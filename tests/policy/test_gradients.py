@@ -117,7 +117,7 @@ def test_every_family_has_the_naive_gradient(model_dir: Callable[..., Path], con
 
 
 @pytest.mark.parametrize("max_positions", [1, 9, 17, 30, 10_000])
-def test_no_budget_changes_the_gradient(model_dir: Callable[..., Path], max_positions: int) -> None:
+def test_opt_2_no_budget_changes_the_gradient(model_dir: Callable[..., Path], max_positions: int) -> None:
     algorithm = ALGORITHMS["grpo"]
     whole = packed_gradients(model_dir(), algorithm, ragged_groups())
     split = packed_gradients(model_dir(), algorithm, ragged_groups(), max_positions=max_positions)

@@ -74,11 +74,13 @@ def test_steps_are_those_of_adamw_on_float32(model_dir: Path, tmp_path: Path, dt
         torch.testing.assert_close(state[f"exp_avg_sq/{name}"], own["exp_avg_sq"], rtol=1e-5, atol=1e-12)
 
 
-def test_compute_copies_are_the_rounded_masters(model_dir: Path, tmp_path: Path) -> None:
+def test_log_5_compute_copies_are_the_rounded_masters(model_dir: Path, tmp_path: Path) -> None:
     learner = build_learner(model_dir, dtype="bfloat16", lr=LR)
     before = copies_of(learner)
     take(learner, signal())
     state, after = state_of(learner, tmp_path), copies_of(learner)
+    # Masters and moments.
+    assert {tensor.dtype for tensor in state.values()} == {torch.float32}
     for name, copy in after.items():
         assert copy.dtype == torch.bfloat16
         assert torch.equal(copy, state[f"master/{name}"].bfloat16())
@@ -295,7 +297,7 @@ def test_what_is_not_finite_is_refused_and_the_next_step_is_clean(
     assert_equal(state_of(learner, tmp_path / "one"), state_of(other, tmp_path / "other"))
 
 
-def test_the_report_counts_every_micro_batch(model_dir: Path) -> None:
+def test_log_7_the_report_counts_every_micro_batch(model_dir: Path) -> None:
     groups = [World(seed).packed(3, [4, 2]) for seed in range(4)]
     whole = take(build_learner(model_dir), groups)
     split = take(build_learner(model_dir, max_positions=8), groups)

@@ -121,7 +121,7 @@ def test_an_export_is_a_plain_model_with_the_same_logits(
     assert tensors_digest(plain.named_parameters()) == weights_digest(model)
 
 
-def test_an_export_speaks_and_stops_like_its_source(model_dir: Path, tmp_path: Path) -> None:
+def test_ckp_2_an_export_speaks_and_stops_like_its_source(model_dir: Path, tmp_path: Path) -> None:
     policy = load_model(model_dir)
     export_tensors(policy.module, own_tensors(policy), model_dir, tmp_path)
     theirs, own = AutoTokenizer.from_pretrained(tmp_path), Tokenizer.load(tmp_path)
@@ -137,7 +137,7 @@ def test_an_export_speaks_and_stops_like_its_source(model_dir: Path, tmp_path: P
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loaded_tensors_are_those_of_the_files_and_a_changed_one_is_named(
+def test_ckp_1_loaded_tensors_are_those_of_the_files_and_a_changed_one_is_named(
     tmp_path: Path, stored: str, dtype: str
 ) -> None:
     path = make_model(tmp_path, dtype=stored, tie_word_embeddings=False)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import CheckRefused, CorruptRecord, StoreError
+from strop.errors import CheckRefused, StoreError
 from strop.io.leftovers import partial_path_of
 from strop.record import RunDir
 from strop.record.fence import ATTEMPT_VARIABLE, NUMBER_VARIABLE, raise_fence, read_fence, require_unfenced
@@ -31,12 +31,6 @@ def test_the_highest_attempt_that_has_begun_may_write(tmp_path: Path) -> None:
     assert "attempt 1 of" in str(caught.value)
     assert "was overtaken by attempt 2 (17-2)" in str(caught.value)
     assert read_fence(tmp_path) == (2, "17-2")
-
-
-def test_ten_comes_after_nine(tmp_path: Path) -> None:
-    for number in (9, 10):
-        raise_fence(tmp_path, number, f"17-{number}")
-    assert read_fence(tmp_path) == (10, "17-10")
 
 
 def test_a_writer_that_was_stopped_between_its_look_and_its_write_lowers_nothing(
@@ -132,15 +126,6 @@ def test_a_prepared_folder_becomes_a_run_and_keeps_what_is_in_it(
     assert RunDir.open(path).state.name == "run"
 
 
-def test_attempts_of_a_run_without_a_launcher_are_numbered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(ATTEMPT_VARIABLE, raising=False)
-    run = RunDir.create(tmp_path, "run", "", "digest", {})
-    assert run.next_attempt().path == run.path / "attempts" / "1"
-    run.release()
-
-
 def test_a_run_that_was_made_meanwhile_is_taken_as_it_is(tmp_path: Path) -> None:
     path = prepared(tmp_path)
     first = adopt(path)
@@ -152,15 +137,6 @@ def test_a_run_that_was_made_meanwhile_is_taken_as_it_is(tmp_path: Path) -> None
     again = adopt(path)
     assert again.is_finished
     again.release()
-
-
-def test_a_damaged_run_gives_its_lock_back(tmp_path: Path) -> None:
-    path = prepared(tmp_path)
-    (path / "run.json").write_text("{")
-    with pytest.raises(CorruptRecord):
-        adopt(path)
-    (path / "run.json").unlink()
-    adopt(path).release()
 
 
 def test_a_folder_that_cannot_be_filled_gives_its_lock_back(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
-"""Metrics and events: one line each, cut back for a resume, bounded in size."""
+"""Metrics and events: one line each, cut back for a resume, bounded in size, whole after a crash."""
 
 from __future__ import annotations
 
 import errno
 import json
 import math
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,20 +16,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from strop.errors import CorruptRecord, DataError, StoreError
-from strop.record import Event, EventKind, EventLog, MetricsLog
+from strop.record import Event, EventKind, EventLog, MetricsLog, RunDir
 from strop.record.events import MAX_DETAIL_CHARACTERS, MAX_EXAMPLE_IDS, JsonLines
+from strop.record.rollouts import read_rollouts
 from strop.record.timeline import ENVIRONMENTS, LEARNER, MAX_GROUP_SPANS, VERIFIER, Timeline
+from tests.fixtures.killed_recording import record_step
 from tests.fixtures.tiny_disk import tiny_disk
 
 
 def notice(step: int, cause: str = "tested", detail: str = "", num_ids: int = 0) -> Event:
     ids = tuple(f"id{index}" for index in range(num_ids))
     return Event(kind=EventKind.NOTICE, step=step, cause=cause, detail=detail, example_ids=ids)
-
-
-def fill(lines: JsonLines) -> None:
-    for step in range(10_000):
-        lines.append_line({"step": step, "filler": "x" * 1000})
 
 
 # Metrics
@@ -50,11 +49,6 @@ def test_a_metric_that_is_no_number_is_refused(tmp_path: Path, value: float) -> 
     assert not (tmp_path / "metrics.jsonl").exists()
 
 
-def test_a_metric_may_not_be_called_step(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="metric step="):
-        MetricsLog(tmp_path / "metrics.jsonl").append(1, {"step": 2.0})
-
-
 @pytest.mark.parametrize("second_step", [2, 1])
 def test_a_step_is_written_once_and_in_order(tmp_path: Path, second_step: int) -> None:
     path = tmp_path / "metrics.jsonl"
@@ -62,16 +56,6 @@ def test_a_step_is_written_once_and_in_order(tmp_path: Path, second_step: int) -
     # A new object stands for the process after a resume that forgot to truncate.
     with pytest.raises(DataError, match=f"metrics of step {second_step} come after those of step 2"):
         MetricsLog(path).append(second_step, {})
-
-
-def test_a_resumed_log_continues_without_gap_or_duplicate(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    for step in range(1, 6):
-        log.append(step, {"loss": float(step)})
-    assert log.truncate_after(3) == 2
-    assert log.truncate_after(3) == 0
-    log.append(4, {"loss": 40.0})
-    assert [line["loss"] for line in log.read()] == [1.0, 2.0, 3.0, 40.0]
 
 
 @given(kept=st.integers(0, 6), torn_bytes=st.integers(0, 24), cut=st.integers(0, 7))
@@ -99,25 +83,6 @@ def test_a_damaged_line_in_the_middle_is_refused_with_its_number(tmp_path: Path,
     path.write_text(f'{{"step":1}}\n{line}\n{{"step":3}}\n')
     with pytest.raises(CorruptRecord, match=r"metrics\.jsonl, line 2, is not a record"):
         MetricsLog(path).read()
-
-
-def test_a_missing_log_is_empty(tmp_path: Path) -> None:
-    log = MetricsLog(tmp_path / "metrics.jsonl")
-    assert log.read() == []
-    assert log.truncate_after(0) == 0
-    log.sync()
-
-
-def test_a_full_disk_leaves_whole_lines(tmp_path: Path) -> None:
-    with tiny_disk(tmp_path / "disk") as disk:
-        lines = JsonLines(disk / "events.jsonl")
-        (disk / "filler").write_bytes(b"x" * (1000 << 10))
-        with pytest.raises(StoreError, match="the disk is full"):
-            fill(lines)
-        lines.close()
-        content = (disk / "events.jsonl").read_bytes()
-        assert content.endswith(b"}\n")
-        assert len(lines.read_lines()) == content.count(b"\n")
 
 
 def test_a_log_that_cannot_be_opened_is_a_store_error(tmp_path: Path) -> None:
@@ -165,16 +130,6 @@ def test_prc_8_a_repeated_event_is_thinned_and_counted(tmp_path: Path) -> None:
     assert written == {True: 106, False: 5000 - 106}
     events = log.read()
     assert [event.occurrence for event in events[-4:]] == [1024, 2048, 4096, 1]
-
-
-def test_events_are_cut_back_like_metrics(tmp_path: Path) -> None:
-    log = EventLog(tmp_path / "events.jsonl")
-    for step in (1, 3, 2, 5):
-        log.append(notice(step, f"cause{step}"))
-    assert log.truncate_after(2) == 2
-    assert [event.step for event in log.read()] == [1, 2]
-    log.sync()
-    log.close()
 
 
 @pytest.mark.parametrize(
@@ -259,3 +214,42 @@ def test_a_line_stays_small_however_many_groups_a_step_has(tmp_path: Path) -> No
     # The longest are kept, and everything else with them.
     assert min(span["end"] - span["start"] for span in groups) > 500
     assert len(spans) == MAX_GROUP_SPANS + 128 + 32 + 6
+
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.slow
+def test_a_kill_before_in_or_after_any_write_leaves_a_readable_record(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.fixtures.killed_recording", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    # It did die between any two of them.
+    assert found["points"] > 40
+    assert found["steps"] == sorted(found["steps"])
+    assert {*found["steps"]} == {0, 1, 2}
+
+
+def record_until_full(run: RunDir) -> None:
+    for step in range(2, 1000):
+        record_step(run, step)
+
+
+def test_a_disk_that_fills_up_keeps_every_step_that_was_recorded(tmp_path: Path) -> None:
+    with tiny_disk(tmp_path / "disk") as disk, RunDir.create(disk, "full", "", "digest", {}) as run:
+        record_step(run, 1)
+        filler = disk / "filler"
+        filler.write_bytes(b"x" * (900 << 10))
+        with pytest.raises(StoreError, match="the disk is full"):
+            record_until_full(run)
+        steps = [int(line["step"]) for line in run.metrics.read()]
+        assert steps == list(range(1, len(steps) + 1))
+        for path in run.rollouts_files():
+            assert len(read_rollouts(path)) == 1
+        # With room again, the run goes on behind its last whole step.
+        filler.unlink()
+        run.truncate_after(len(steps))
+        record_step(run, len(steps) + 1)
+        assert [line["step"] for line in run.timeline.read_lines()] == [*steps, len(steps) + 1]
+        assert not list(run.path.rglob("*.partial-*"))

@@ -120,15 +120,6 @@ def test_every_state_between_two_requests_can_be_gone_on_from(is_flush: bool, tm
     assert num_changes > 15
 
 
-def test_a_half_sent_newer_checkpoint_is_ignored(tmp_path: Path, played: PlayedRun, root: str) -> None:
-    played.train(1, 2)
-    played.uploader(root).look(is_flush=False)
-    half = Path(mirror_of(played, root)) / "tiny_step4" / "model"
-    half.mkdir(parents=True)
-    (half / "model.safetensors").write_bytes(b"half")
-    require_sound(restore_run(mirror_of(played, root), tmp_path / "elsewhere"), 2)
-
-
 @pytest.mark.parametrize("damage", ["bytes", "file", "manifest", "pointer"])
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(
     damage: str, tmp_path: Path, played: PlayedRun, root: str
@@ -293,26 +284,6 @@ def test_parts_of_a_copy_are_chosen_by_name(tmp_path: Path, played: PlayedRun, r
     with pytest.raises(ConfigError, match=r"'models' is no part of a mirrored run. Allowed: traces, latest"):
         fetch_run(uri, tmp_path / "none", only=["models"])
     assert not (tmp_path / "none").exists()
-
-
-def test_an_interrupted_copy_is_named_as_such_and_goes_on(
-    tmp_path: Path, played: PlayedRun, root: str
-) -> None:
-    played.train(1, 2)
-    played.uploader(root).look(is_flush=True)
-    uri, target = mirror_of(played, root), tmp_path / "copy"
-    weights = Path(uri) / "tiny_step2" / "model" / "model.safetensors"
-    aside = weights.rename(tmp_path / "aside")
-    with pytest.raises(RemoteMissing):
-        fetch_run(uri, target)
-    assert not target.exists()
-    assert (tmp_path / "copy.incoming" / "traces" / "metrics.jsonl").exists()
-    aside.rename(weights)
-    moved = fetch_run(uri, target)
-    # What had come does not come again.
-    assert target / "tiny_step2" / "model" / "model.safetensors" in moved
-    assert not [path for path in moved if "traces" in path.parts]
-    assert target.exists()
 
 
 def test_a_copy_never_takes_a_place_that_something_else_has(

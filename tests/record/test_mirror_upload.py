@@ -15,17 +15,15 @@ import pytest
 
 from strop.errors import (
     CheckRefused,
-    CorruptRecord,
     MirrorFenced,
     RemoteUnreachable,
-    StoreError,
 )
 from strop.io import remove_directory, verify_directory
 from strop.record import RunDir
 from strop.record.mirror.claim import RunIdentity, claim_mirror, point_to, read_latest
 from strop.record.mirror.layout import MirrorOrder, RecordName, flush_path, mirror_uri
 from strop.record.mirror.restore import find_remote_run, restore_run
-from strop.record.mirror.uploader import EXIT_FENCED, EXIT_ORPHAN, MAX_PAUSE_S
+from strop.record.mirror.uploader import EXIT_ORPHAN, MAX_PAUSE_S
 from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
 from strop.store.record_store import RecordStore
@@ -182,19 +180,6 @@ def test_the_newest_checkpoint_goes_first_and_older_ones_are_skipped_with_a_word
     assert not note["is_alarm"]
 
 
-def test_those_skipped_before_the_first_upload_are_named_once(played: PlayedRun, root: str) -> None:
-    played.train(1, 2, 3, 4, 5, 6)
-    played.uploader(root).look(is_flush=False)
-    assert [note["cause"] for note in played.notes()] == ["upload_skipped"]
-    assert played.notes()[0]["detail"].endswith("2, 4")
-    # Another process of the same run goes on behind what the mirror has.
-    played.train(7, 8, 9, 10)
-    played.uploader(root).look(is_flush=False)
-    later = played.notes()[1:]
-    assert [note["cause"] for note in later] == ["upload_skipped"]
-    assert later[0]["detail"].endswith(": 8")
-
-
 def test_the_trainer_may_prune_a_checkpoint_while_it_is_sent(played: PlayedRun, root: str) -> None:
     played.train(1, 2)
     pruned: list[int] = []
@@ -327,7 +312,9 @@ class Outage:
             raise self.error
 
 
-def test_a_store_that_fails_for_hours_costs_nothing_but_the_mirror(played: PlayedRun, root: str) -> None:
+def test_ckp_6_a_store_that_fails_for_hours_costs_nothing_but_the_mirror(
+    played: PlayedRun, root: str
+) -> None:
     outage, clock = Outage(RemoteUnreachable("no answer")), Clock()
     uploader = played.uploader(root, watched(outage), clock=clock)
     played.train(1, 2)
@@ -347,21 +334,6 @@ def test_a_store_that_fails_for_hours_costs_nothing_but_the_mirror(played: Playe
     assert uploader.look(is_flush=False)
     assert latest_step(played, root) == 2
     assert [note["cause"] for note in played.notes()[8:]] == ["upload_recovered"]
-
-
-def test_an_attempt_that_was_taken_for_dead_sends_nothing_more(played: PlayedRun, root: str) -> None:
-    played.train(1, 2)
-    old = played.uploader(root)
-    old.look(is_flush=False)
-    assert played.uploader(root, owner="owner of attempt 2", attempt=2).look(is_flush=False)
-    played.train(3, 4)
-    before = sorted(list_files(Path(root)))
-    with pytest.raises(MirrorFenced, match=r"belongs to attempt 2, fence 2: this attempt sends nothing more"):
-        old.look(is_flush=False)
-    assert sorted(list_files(Path(root))) == before
-    # As a process, it says so and ends.
-    assert old.run() == EXIT_FENCED
-    assert played.notes()[-1]["cause"] == "mirror_fenced"
 
 
 def test_an_uploader_that_is_started_again_does_not_take_the_mirror_back(
@@ -503,33 +475,6 @@ def test_the_mirror_of_another_run_is_refused(tmp_path: Path, played: PlayedRun,
     assert "store.mirror_as" in str(caught.value)
 
 
-def test_a_pointer_that_cannot_be_read_is_named(played: PlayedRun, root: str) -> None:
-    mirror = mirror_of(played, root)
-    mirror.mkdir(parents=True)
-    (mirror / "latest.json").write_text("{")
-    with pytest.raises(CorruptRecord, match=r"latest\.json cannot be read"):
-        read_latest(RecordStore(LocalObjects()), str(mirror))
-
-
-class Contested(LocalObjects):
-    """Somebody else is always a moment faster."""
-
-    def write_if(self, uri: str, data: bytes, version: str | None) -> bool:
-        return False
-
-
-def test_a_place_that_others_claim_again_and_again(played: PlayedRun, root: str) -> None:
-    uri, identity = str(mirror_of(played, root)), RunIdentity.of(played.run.state)
-    with pytest.raises(StoreError, match="was claimed by others 5 times in a row"):
-        claim_mirror(RecordStore(Contested()), uri, identity, owner="x", attempt=1)
-    claim_mirror(RecordStore(LocalObjects()), uri, identity, owner="x", attempt=1)
-    with pytest.raises(StoreError, match="changed while it was written, and its owner did not"):
-        point_to(RecordStore(Contested()), uri, "x", step=2, record_uri="r", digest="d")
-    (Path(uri) / "latest.json").unlink()
-    with pytest.raises(MirrorFenced, match="has no owner any more"):
-        point_to(RecordStore(LocalObjects()), uri, "x", step=2, record_uri="r", digest="d")
-
-
 def test_a_resumed_run_that_is_behind_its_mirror_does_not_point_back(played: PlayedRun, root: str) -> None:
     played.train(1, 2, 3, 4)
     played.uploader(root).look(is_flush=False)
@@ -576,19 +521,6 @@ def test_an_attempt_that_is_overtaken_at_its_end_sends_no_model(
     final = mirror_of(played, root) / "tiny_final"
     assert final.exists() is is_begun
     assert not (final / "COMPLETE").exists()
-
-
-def test_whoever_may_write_clears_what_an_earlier_writer_left_half_sent(played: PlayedRun, root: str) -> None:
-    played.train(1, 2)
-    calls: list[str] = []
-    objects = watched(lambda method, uri: calls.append(method))
-    uploader = played.uploader(root, objects)
-    uploader.look(is_flush=False)
-    uploader.look(is_flush=False)
-    # After the claim, before anything is sent, and never again.
-    assert calls.count("give_up_uploads") == 1
-    order = [calls.index(method) for method in ("write_if", "give_up_uploads", "upload")]
-    assert order == sorted(order)
 
 
 def test_what_a_killed_uploader_held_is_let_go(played: PlayedRun, root: str) -> None:

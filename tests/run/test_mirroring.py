@@ -244,7 +244,7 @@ class Refusing:
 @pytest.mark.parametrize(
     "method", ["list_folders", "find", "write", "read_versioned", "remove", "begin_upload"]
 )
-def test_a_store_that_does_not_answer_is_refused_at_the_start(method: str, tmp_path: Path) -> None:
+def test_ckp_6_a_store_that_does_not_answer_is_refused_at_the_start(method: str, tmp_path: Path) -> None:
     silent = RecordStore(cast(Objects, Refusing(method, RemoteUnreachable)))
     with pytest.raises(CheckRefused) as caught:
         probe_store("s3://bucket/p", silent)

@@ -80,27 +80,6 @@ def test_a_conflict_names_every_value_and_its_place(folder: Path) -> None:
     )
 
 
-def test_of_three_values_only_the_other_one_is_ignored(folder: Path) -> None:
-    conflict = resolve(folder, file=5, override=6, flag=5).conflicts[0]
-    assert conflict.ignored == ((6, "override"),)
-
-
-def test_overriding_a_setting_that_no_launcher_owns_is_not_reported(folder: Path) -> None:
-    (folder / "run.toml").write_text(SMALL + "[optimizer]\nlr = 1e-5\n")
-    resolved = load_spec("run.toml", ["optimizer.lr=2e-5"])
-    assert resolved.conflicts == ()
-    assert resolved.origins["optimizer.lr"] == "override"
-
-
-def test_an_inherited_file_is_beaten_without_a_word(folder: Path) -> None:
-    # Inheriting is for changing: file over file is no conflict.
-    (folder / "base.toml").write_text(SMALL + "[job]\nmax_requeue = 9\n")
-    (folder / "run.toml").write_text('extends = "base.toml"\n[job]\nmax_requeue = 5\n')
-    resolved = load_spec("run.toml")
-    assert (resolved.spec.job.max_requeue, resolved.conflicts) == (5, ())
-    assert resolved.origins["job.max_requeue"] == "run.toml:3"
-
-
 def test_the_output_folder_behind_the_flags_is_an_override_of_an_owned_setting(folder: Path) -> None:
     (folder / "run.toml").write_text(SMALL)
     flag = Flag(key="output.dir", value="/a", name="--output-dir")
@@ -130,7 +109,7 @@ def split(folder: Path, file: dict[str, object], flags: dict[str, object], *over
     return load_spec("run.toml", overrides, named)
 
 
-def test_flags_for_both_halves_beat_the_file(folder: Path) -> None:
+def test_cfg_2_flags_for_both_halves_beat_the_file(folder: Path) -> None:
     # The measured failure: a file with 4 and flags of 2 and 2 became 4 and 2.
     resolved = split(folder, {"train_gpus": 4}, {"train_gpus": 2, "infer_gpus": 2})
     assert resolved.spec.job.gpu_roles == {"infer": 2, "train": 2}
@@ -158,12 +137,6 @@ def test_gpus_for_the_learner_alone_leave_no_split(folder: Path) -> None:
     ]
 
 
-def test_a_single_gpu_beats_a_split_in_the_file(folder: Path) -> None:
-    resolved = split(folder, {"train_gpus": 4, "infer_gpus": 4}, {"single_gpu": True})
-    assert resolved.spec.job.gpu_roles == {"train": 1}
-    assert {one.key for one in resolved.conflicts} == {"job.infer_gpus", "job.train_gpus"}
-
-
 def test_flags_keep_the_limits_of_the_settings(folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         split(folder, {}, {"single_gpu": True, "train_gpus": 2})
@@ -186,7 +159,7 @@ layer = st.dictionaries(st.sampled_from(sorted(CHOICES)), st.integers(0, 2))
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(base=layer, file=layer, override=layer, flag=layer)
-def test_the_winner_is_the_one_that_explain_names(
+def test_cfg_2_the_winner_is_the_one_that_explain_names(
     folder: Path, base: dict[str, int], file: dict[str, int], override: dict[str, int], flag: dict[str, int]
 ) -> None:
     def lines(values: dict[str, int]) -> str:

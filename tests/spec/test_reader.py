@@ -1,16 +1,22 @@
+"""Files, overrides and the lines they stand in."""
+
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from strop.errors import ConfigError
 from strop.spec import RunSpec, load_spec
+from strop.spec.display import KeyPath, format_value
 from strop.spec.schema import settings
 from strop.spec.sources import parse_override
-from strop.spec.tree import MAX_FILE_BYTES
+from strop.spec.tree import MAX_FILE_BYTES, locate_keys
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
@@ -149,7 +155,7 @@ def test_a_data_sets_own_table_merges_by_key_and_ends_with_the_data_set() -> Non
     assert len(other.notices) == 2
 
 
-def test_relative_paths_start_from_the_file_that_writes_them(
+def test_cfg_5_relative_paths_start_from_the_file_that_writes_them(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base = '[model]\nuri = "./weights"\n[task]\nname = "gsm8k"\nsource = "data/x.jsonl"\n'
@@ -214,6 +220,10 @@ def test_all_mistakes_of_a_file_are_told_at_once() -> None:
         ('name = "x"\ntask.name = "gsm9k"\n', "task.name='gsm9k' (run.toml:2) is not allowed. Allowed: 'ari"),
         ('name = "x"\ntask.name = ["gsm8k"]\n', "task.name=a list of 1 values (run.toml:2)"),
         ('name = "x"\ntask.name = "reasoning-gym"\n', "task.dataset is missing. Allowed: a text not empty"),
+        (SMALL + "train.prompt_per_step = 4\n", "unknown key train.prompt_per_step (run.toml:3)"),
+        (SMALL + "[eval]\nevry = 3\n", "in eval. Next: did you mean eval.every?"),
+        (SMALL + "[train]\nsteps = 1\nsteps = 2\n", "run.toml:5 cannot be read as TOML: a key or table is"),
+        (SMALL + "[train]\n[train]\n", "run.toml:4 cannot be read as TOML: a key or table is written"),
         (SMALL + "task.dataset = 'a'\n", "task.dataset (run.toml:3) is no setting of task 'arithmetic'"),
         (SMALL + "task.config = 3\n", "task.config=3 (run.toml:3) is no table"),
         (SMALL + 'optimizer.lr = "1e-5"\n', "write optimizer.lr as a number, without quotes"),
@@ -232,7 +242,7 @@ def test_all_mistakes_of_a_file_are_told_at_once() -> None:
         ('task.name = "reasoning-gym"\ntask.config.d = 1979-05-27\n', "write the date in quotes"),
     ],
 )
-def test_what_is_refused_in_a_file(text: str, words: str) -> None:
+def test_cfg_1_what_is_refused_in_a_file(text: str, words: str) -> None:
     message = refusal(write("run.toml", text))
     assert words in message
     for line in message.splitlines():
@@ -360,3 +370,85 @@ def test_overrides_by_hand(text: str, path: tuple[str, ...], value: Any) -> None
 def test_what_is_no_override_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not understood\. Allowed: key=value .*train\.steps=10"):
         parse_override(text)
+
+
+def test_lines_by_hand() -> None:
+    text = (
+        'name = "x" # a = 1\n'  # 1
+        "\n"  # 2
+        "[train]\n"  # 3
+        "steps = 3\n"  # 4
+        '  "odd key"   = 4\n'  # 5
+        "a.b.c = 5\n"  # 6
+        "[task . 'config']\n"  # 7
+        "list = [ 1, # [x]\n"  # 8
+        "  { inner = 1 }, 'a=b',\n"  # 9
+        "]\n"  # 10
+        "after = { one = 1, two.three = [ 2 ] }\n"  # 11
+    )
+    assert locate_keys(text) == {
+        ("name",): 1,
+        ("train",): 3,
+        ("train", "steps"): 4,
+        ("train", "odd key"): 5,
+        ("train", "a"): 6,
+        ("train", "a", "b"): 6,
+        ("train", "a", "b", "c"): 6,
+        ("task",): 7,
+        ("task", "config"): 7,
+        ("task", "config", "list"): 8,
+        ("task", "config", "after"): 11,
+        ("task", "config", "after", "one"): 11,
+        ("task", "config", "after", "two"): 11,
+        ("task", "config", "after", "two", "three"): 11,
+    }
+
+
+def test_strings_over_several_lines_hide_what_looks_like_keys() -> None:
+    text = 'a = """\nb = 1\n\\"""\n""""\nc = \'\'\'\n[d]\'\'\'\'\ne = "\\" = 1"\n'
+    assert tomllib.loads(text).keys() == {"a", "c", "e"}
+    assert locate_keys(text) == {("a",): 1, ("c",): 5, ("e",): 7}
+
+
+def test_escapes_in_quoted_keys_are_resolved() -> None:
+    text = '"a\\tb\\u00e9\\"" = 1\n'
+    assert set(locate_keys(text)) == {('a\tbé"',)}
+    assert set(tomllib.loads(text)) == {'a\tbé"'}
+
+
+def test_a_date_and_a_time_with_a_space_between_are_one_value() -> None:
+    text = "a = 1979-05-27 07:32:00\nb = [1979-05-27 07:32:00, 2]\nc = 1\n"
+    assert locate_keys(text) == {("a",): 1, ("b",): 2, ("c",): 3}
+
+
+KEYS = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=4)
+SCALARS = (
+    st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False)
+    | st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=12)
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def paths(tree: dict[str, Any], prefix: KeyPath = ()) -> set[KeyPath]:
+    found = set()
+    for key, value in tree.items():
+        found.add((*prefix, key))
+        if isinstance(value, dict):
+            found |= paths(value, (*prefix, key))
+    return found
+
+
+@given(st.dictionaries(KEYS, VALUES, max_size=4))
+def test_every_key_outside_lists_is_found_and_nothing_else(tree: dict[str, Any]) -> None:
+    # One key per line, so the line of a top key is its index plus one.
+    text = "".join(f"{format_value({key: value})[2:-2]}\n" for key, value in tree.items())
+    assert tomllib.loads(text) == tree
+    lines = locate_keys(text)
+    assert set(lines) == paths(tree)
+    assert [lines[(key,)] for key in tree] == list(range(1, len(tree) + 1))

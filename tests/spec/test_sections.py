@@ -1,7 +1,10 @@
+"""Settings: what each says of itself, and what cannot stand together."""
+
 from __future__ import annotations
 
 import re
 import typing
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -12,6 +15,7 @@ from strop.spec.base import SpecConflict
 from strop.spec.schema import settings
 from strop.spec.task import TaskSection, UserCodeSection
 from strop.tasks.generated.arithmetic import ArithmeticSpec
+from tests.fixtures.tiny_run import tiny_spec
 
 
 def all_sections() -> list[type[Section]]:
@@ -53,96 +57,6 @@ def test_the_everyday_settings_are_few_and_every_other_says_why_it_exists() -> N
         assert setting.reason is None or len(setting.reason.split()) >= 4, setting.key
 
 
-def test_the_settings_of_strop_are_this_list() -> None:
-    # Adding a setting is a decision: it must be read, documented and kept for years.
-    assert all_keys() == (
-        *("name", "seed"),
-        *("model.uri", "model.dtype", "model.prompt_format"),
-        *("task.name", "task.max_reply_tokens", "task.max_too_long_frac", "task.thinking"),
-        *("task.system_prompt", "task.prompt_template", "task.stop"),
-        *("task.order_file", "task.min_solved_frac", "task.max_solved_frac"),
-        *("task.agent", "task.agent_limit_s", "task.agent_tokens"),
-        *("task.min_value", "task.max_value", "task.operators", "task.num_held_out"),
-        *("task.num_train", "task.min_words", "task.max_words", "task.partial_marks"),
-        *("task.max_turns", "task.max_attempt_tokens", "task.max_attempt_s", "task.max_observation_chars"),
-        *("task.tool_limit_s", "task.mcp_servers", "task.max_format_errors"),
-        *("task.taskset", "task.form", "task.packages", "task.folder"),
-        *("task.agent_program", "task.config", "task.renderer", "task.max_reward", "task.min_reward"),
-        *("task.dataset", "task.data_seed", "task.num_few_shot", "task.source"),
-        *("task.mode", "task.strictness", "task.min_level", "task.max_level", "task.year", "task.subject"),
-        *("task.min_isolation", "task.sandbox", "task.agent_paths"),
-        *("task.rules", "task.hidden_tests", "task.difficulty"),
-        *("task.memory_gib", "task.disk_gib"),
-        *("task.image", "task.test_command", "task.test_limit_s", "task.hidden_paths"),
-        *("task.protected", "task.root", "task.tasks", "task.raw_validate"),
-        *("task.open_network", "task.url", "task.action_field", "task.action_is_number", "task.instructions"),
-        *("task.options", "task.max_return", "task.min_return"),
-        *("task.all_or_nothing", "task.rubric", "task.judge_url", "task.judge_model", "task.judge_revision"),
-        "task.judge_engine",
-        *("task.judge_key_env", "task.judge_concurrency", "task.max_judge_calls"),
-        *("task.pass_score", "task.calibration", "task.can_judge_itself"),
-        *("task.subset", "task.train_on", "task.answer", "task.prompt", "task.reward"),
-        *("task.reward_weights", "task.reward_limit_s"),
-        "task.gold",
-        *("task.parts", "task.data", "task.alpha", "task.format_weight", "task.max_format_weight"),
-        "task.judge_limit_s",
-        *("sampling.temperature", "sampling.top_p", "sampling.top_k"),
-        *("algorithm.name", "algorithm.advantage", "algorithm.mode"),
-        *("algorithm.clip_low", "algorithm.clip_high", "algorithm.dual_clip"),
-        *("algorithm.entropy_weight", "algorithm.zero_variance", "algorithm.overlong"),
-        *("algorithm.correction", "algorithm.correction_cap", "algorithm.max_sequence_tokens"),
-        *("algorithm.credit", "algorithm.turn_discount"),
-        *("lora.rank", "lora.alpha", "lora.targets"),
-        *("reference.model", "reference.kl_beta", "reference.kl_estimator"),
-        *("optimizer.lr", "optimizer.weight_decay", "optimizer.beta2"),
-        *("optimizer.max_grad_norm", "optimizer.warmup_steps"),
-        *("optimizer.schedule", "optimizer.final_frac"),
-        *("train.terms", "train.steps", "train.prompts_per_step", "train.group_size"),
-        *("train.mini_batches", "train.epochs"),
-        *("train.max_staleness", "train.deterministic"),
-        *("train.micro_batch_tokens", "train.activation_checkpointing", "train.checkpoint_every"),
-        "train.keep_checkpoints",
-        "train.accept",
-        *("sft.source", "sft.train_on", "sft.subset", "sft.min_reward", "sft.max_per_example"),
-        *("sft.rows_per_step", "sft.max_dropped_frac", "sft.weight"),
-        *(
-            "dpo.source",
-            "dpo.loss",
-            "dpo.beta",
-        ),
-        *("dpo.pairs_per_step", "teacher.source", "teacher.model", "teacher.context", "teacher.form"),
-        *("teacher.divergence", "teacher.student_frac", "teacher.rows", "teacher.weight"),
-        *("eval.every", "eval.num_examples", "eval.num_samples", "eval.baselines"),
-        *("harness.tasks", "harness.engine", "harness.num_few_shot", "harness.max_reply_tokens"),
-        *("harness.max_model_tokens", "harness.gpu_memory_frac", "harness.tensor_parallel"),
-        *("harness.include", "harness.model_args", "harness.arguments", "harness.seed"),
-        *("engine.kind", "engine.max_num_seqs", "engine.python", "engine.is_eager"),
-        *("engine.gpu_memory_frac", "engine.max_model_tokens", "engine.tensor_parallel"),
-        *("engine.update_mode", "engine.transport"),
-        *("placement.kind", "placement.learners", "placement.engines", "placement.rollout_workers"),
-        *(
-            "placement.threads",
-            "ray.address",
-            "ray.temp_dir",
-        ),
-        *("runtime.serve", "runtime.url", "runtime.key_file", "runtime.backend"),
-        "tripwires.max_zero_variance_frac",
-        *("tripwires.max_truncated_frac", "tripwires.max_failed_frac", "tripwires.max_drift_nats"),
-        "tripwires.min_entropy_nats",
-        "tripwires.max_unearned_ratio",
-        *("tripwires.max_stall_s", "tripwires.on_alarm"),
-        *("output.root", "output.dir", "output.log_level", "store.uri", "store.order"),
-        *("store.mirror", "store.mirror_as"),
-        "store.keep_last",
-        *("trackers.use", "trackers.project", "trackers.offline", "trackers.rollouts_every"),
-        "trackers.finish_limit_s",
-        *("job.nodes", "job.gpus", "job.train_gpus", "job.infer_gpus", "job.infer_nodes"),
-        *("job.judge_gpus", "job.env_gpus", "job.single_gpu"),
-        *("job.cpus_per_gpu", "job.cpus", "job.memory", "job.time_limit", "job.max_requeue", "job.grace_s"),
-        *("job.preflight", "job.max_silence_s", "job.cpu_nodes", "job.cpu_command"),
-    )
-
-
 @pytest.mark.parametrize("section", all_sections(), ids=lambda section: section.__name__)
 def test_a_section_is_documented_frozen_strict_and_closed(section: type[Section]) -> None:
     assert section.__doc__
@@ -181,7 +95,6 @@ def test_the_pairs_of_a_range_by_hand() -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"train": {"group_size": 1}}, "every advantage would be zero"),
         ({"sampling": {"temperature": 0.0}}, "all rollouts of a prompt would be equal"),
         ({"sampling": {"top_p": 0.9}}, "a part of the vocabulary"),
         ({"sampling": {"top_k": 1}}, "a part of the vocabulary"),
@@ -198,17 +111,7 @@ def test_the_pairs_of_a_range_by_hand() -> None:
             {"train": {"max_staleness": 1}, "placement": {"kind": "inline"}},
             "nothing is sampled while the learner works",
         ),
-        ({"train": {"terms": "rl+sft"}}, "there is nothing to imitate"),
-        (
-            {"placement": {"kind": "process", "engines": 2}},
-            "placement.kind='process' and placement.engines=2: they make 1 learners, 2 engines and 0 rollout",
-        ),
-        ({"placement": {"kind": "inline", "learners": 2}}, "only Ray starts several processes of a role"),
         ({"placement": {"kind": "inline", "rollout_workers": 1}}, "or processes for rollouts"),
-        (
-            {"placement": {"kind": "ray", "engines": 2, "rollout_workers": 3}},
-            "some engines would have fewer workers than others",
-        ),
         ({"sft": {"source": "/a.jsonl"}}, "would not be trained on"),
         ({"train": {"terms": "sft"}, "sft": {"source": "/a.jsonl", "weight": 0.5}}, "there is no other term"),
         (
@@ -270,3 +173,138 @@ def test_names_without_a_letter_or_digit_are_refused(name: str) -> None:
 @pytest.mark.parametrize("name", ["A", "a b", "-a", "a_b", "a/b", "../a", "a\n", "a" * 41])
 def test_other_names_are_mapped_to_those_of_folders_and_jobs(name: str) -> None:
     assert re.fullmatch(r"[a-z0-9][a-z0-9-]{0,39}", RunSpec(name=name, task=ArithmeticSpec()).name)
+
+
+RAY = {"kind": "process"}
+TEACHER = {"source": "model", "model": "some/model"}
+LONG = {"name": "arithmetic", "max_reply_tokens": 600}
+CASES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"algorithm": {"name": "dppo", "mode": "single"}},
+        "its range bounds the difference to the engine's probability",
+    ),
+    (
+        {"algorithm": {"zero_variance": "skip"}, "reference": {"kl_beta": 0.04}},
+        "the loss has a gradient on tokens without advantage too",
+    ),
+    ({"algorithm": {"name": "ipo_mask", "zero_variance": "skip"}}, "without advantage too"),
+    (
+        {"algorithm": {"zero_variance": "skip"}, "teacher": {"source": "initial", "form": "sampled"}},
+        "without advantage too",
+    ),
+    ({"algorithm": {"correction": "mis_seq"}, "task": LONG}, "the ratio of a long reply is a product"),
+    ({"train": {"terms": "distill"}}, "there is nobody to learn from"),
+    (
+        {"train": {"terms": "distill"}, "teacher": {"source": "model"}},
+        "only a teacher of its own has a model of its own",
+    ),
+    (
+        {"train": {"terms": "distill"}, "teacher": {"source": "current"}},
+        "teacher and policy would be the same in every respect",
+    ),
+    (
+        {"train": {"terms": "distill"}, "teacher": {**TEACHER, "student_frac": 0.5}},
+        "the other steps need demonstrations",
+    ),
+    (
+        {"train": {"terms": "distill"}, "teacher": TEACHER, "algorithm": {"correction": "icepop"}},
+        r"algorithm\.correction='icepop'.*nothing would read the setting",
+    ),
+    (
+        {
+            "train": {"terms": "distill"},
+            "teacher": {**TEACHER, "form": "sampled"},
+            "algorithm": {"clip_high": 0.5, "correction": "icepop"},
+        },
+        r"algorithm\.clip_high=0\.5.*nothing would read .*remove algorithm\.clip_high, or",
+    ),
+    (
+        {"train": {"terms": "distill"}, "teacher": TEACHER, "reference": {"kl_beta": 0.1}},
+        r"reference\.kl_beta=0\.1.*nothing would read the setting",
+    ),
+    ({"teacher": TEACHER}, "beside rewards a teacher is a part of the advantage"),
+    ({"train": {"terms": "dpo"}}, "pairs and the loss on them belong together"),
+    ({"dpo": {"source": "runs/one"}}, "pairs and the loss on them belong together"),
+    ({"algorithm": {"name": "sapo", "clip_low": 0.1}}, "algorithm.clip_low=0.1: its gate has no bounds"),
+    ({"algorithm": {"name": "cispo", "dual_clip": 3.0}}, "its loss is not the clipped one"),
+    (
+        {"algorithm": {"entropy_weight": 0.1}, "train": {"terms": "distill"}, "teacher": TEACHER},
+        "the loss has no term that the bonus belongs to",
+    ),
+    (
+        {"algorithm": {"mode": "single"}, "train": {"epochs": 2}},
+        "every ratio would be 1 in every optimizer step",
+    ),
+    ({"algorithm": {"zero_variance": "skip", "entropy_weight": 0.1}}, "without advantage too"),
+    ({"algorithm": {"zero_variance": "skip", "advantage": "rpp_baseline"}}, "without advantage too"),
+    ({"algorithm": {"name": "reinforce_pp", "zero_variance": "skip"}}, "without advantage too"),
+    (
+        {"algorithm": {"name": "reinforce_pp"}, "reference": {"kl_beta": 0.1, "kl_estimator": "k2"}},
+        "its KL penalty is a part of the reward",
+    ),
+    (
+        {"algorithm": {"advantage": "rpp"}, "reference": {"kl_beta": 0.1, "kl_estimator": "k3"}},
+        "its KL penalty is a part of the reward",
+    ),
+    *(
+        ({"train": {"group_size": 1}, "algorithm": {"name": name}}, "every advantage would be zero")
+        for name in ("grpo", "dr_grpo", "dapo", "rloo", "gspo")
+    ),
+    (
+        {"algorithm": {"name": "reinforce_pp", "zero_variance": "drop"}, "train": {"group_size": 1}},
+        "every group would be left out",
+    ),
+    ({"train": {"prompts_per_step": 6, "mini_batches": 4}}, "the parts of a batch would differ in size"),
+    (
+        {"train": {"terms": "distill", "epochs": 2}, "teacher": TEACHER},
+        "only a batch of rollouts alone is gone through several times",
+    ),
+    (
+        {"train": {"terms": "rl+sft", "mini_batches": 3}, "sft": {"source": "r"}},
+        "only a batch of rollouts alone",
+    ),
+    ({"optimizer": {"final_frac": 0.1}}, "a learning rate that stays never gets there"),
+    (
+        {"optimizer": {"warmup_steps": 6}, "train": {"steps": 3, "epochs": 2}},
+        "before the learning rate is reached, after 6 optimizer steps",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "why"), CASES)
+def test_opt_4_what_cannot_go_together_is_refused(sections: dict[str, Any], why: str) -> None:
+    with pytest.raises(ValidationError, match=why):
+        tiny_spec(**sections)
+
+
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"algorithm": {"name": "dppo", "mode": "bypass"}},
+        {"algorithm": {"zero_variance": "keep"}, "reference": {"kl_beta": 0.04}},
+        {"algorithm": {"correction": "mis_seq", "max_sequence_tokens": None}, "task": LONG},
+        {"teacher": {**TEACHER, "form": "sampled"}},
+        {"train": {"terms": "distill"}, "teacher": {"source": "current", "context": "It is {answer}."}},
+        {"train": {"terms": "distill", "group_size": 1}, "teacher": TEACHER},
+        {
+            "train": {"terms": "distill"},
+            "teacher": {**TEACHER, "form": "sampled"},
+            "algorithm": {"correction": "icepop", "correction_cap": 3.0},
+        },
+        {"train": {"terms": "dpo"}, "dpo": {"source": "r", "loss": "pref_ipo"}},
+        {"algorithm": {"name": "gspo", "dual_clip": 3.0}},
+        {"algorithm": {"mode": "single"}, "train": {"max_staleness": 1}, "placement": RAY},
+        {"algorithm": {"name": "reinforce_pp"}, "train": {"group_size": 1}},
+        {"algorithm": {"name": "reinforce_pp_baseline"}, "reference": {"kl_beta": 0.1, "kl_estimator": "k2"}},
+        {"train": {"prompts_per_step": 8, "mini_batches": 4, "epochs": 2}},
+        {"optimizer": {"schedule": "cosine", "final_frac": 0.1, "warmup_steps": 5}, "train": {"epochs": 2}},
+    ],
+)
+def test_what_can_is_taken(sections: dict[str, Any]) -> None:
+    tiny_spec(**sections)
+
+
+def test_a_reference_is_needed_only_for_a_penalty() -> None:
+    assert not tiny_spec().needs_reference
+    assert tiny_spec(reference={"kl_beta": 0.1}).needs_reference
+    assert not tiny_spec(train={"terms": "dpo"}, dpo={"source": "r"}).needs_reference

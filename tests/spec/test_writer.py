@@ -1,3 +1,5 @@
+"""What is written reads back, and what each setting says of itself."""
+
 from __future__ import annotations
 
 import pickle
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from strop.errors import ConfigError
 from strop.spec import (
     EvalSpec,
     OptimizerSpec,
@@ -16,10 +19,13 @@ from strop.spec import (
     ResolvedSpec,
     RunSpec,
     TripwireSpec,
+    all_keys,
+    explain,
     load_spec,
     spec_digest,
     write_spec,
 )
+from strop.spec.schema import near_keys, section_names
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec
@@ -134,3 +140,98 @@ def test_any_spec_survives_writing_and_reading(
     back = read_back(tmp_path, spec)
     assert repr(back) == repr(spec)
     assert spec_digest(back) == spec_digest(spec)
+
+
+@pytest.fixture
+def run_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(
+        'name = "x"\n[task]\nname = "reasoning-gym"\ndataset = "d"\n[task.config]\nlow = 1\n'
+    )
+    return "run.toml"
+
+
+@pytest.mark.parametrize(
+    ("key", "type_text", "default", "allowed"),
+    [
+        ("train.steps", "integer", "40", "an integer from 1 to 10000000"),
+        (
+            "algorithm.zero_variance",
+            "choice or none",
+            '"none"',
+            "'skip', 'keep', 'drop', 'resample'; or \"none\"",
+        ),
+        ("algorithm.clip_low", "number or none", '"none"', 'a number above 0, at most 1; or "none"'),
+        (
+            "eval",
+            "section",
+            "every setting its own",
+            "a table of every, num_examples, num_samples, baselines",
+        ),
+    ],
+)
+def test_a_setting_without_a_run(key: str, type_text: str, default: str, allowed: str) -> None:
+    known = explain(key)
+    assert (known.key, known.type, known.default, known.allowed) == (key, type_text, default, allowed)
+    assert (known.value, known.origin) == (None, None)
+
+
+def test_a_setting_in_a_run(run_path: str) -> None:
+    resolved = load_spec(run_path, ["train.steps=7"])
+    assert (explain("train.steps", resolved).value, explain("train.steps", resolved).origin) == (
+        7,
+        "override",
+    )
+    assert explain("task.dataset", resolved).origin == "run.toml:4"
+    assert explain("seed", resolved).origin == "default"
+    low = explain("task.config.low", resolved)
+    assert (low.type, low.value, low.origin) == ("any", 1, "run.toml:6")
+    absent = explain("task.config.high", resolved)
+    assert (absent.value, absent.origin) == (None, None)
+    # A setting of another task is explained, and has no value here.
+    assert explain("task.min_words", resolved).origin is None
+
+
+def test_a_setting_that_differs_between_tasks(run_path: str) -> None:
+    assert "; dummy: 4; gsm8k, " in (explain("task.num_held_out").default or "")
+    assert explain("task.num_held_out", load_spec(run_path)).default == "100"
+
+
+def test_a_task_is_chosen_among_all() -> None:
+    known = explain("task.name")
+    assert known.allowed.startswith("'arithmetic', 'dummy', 'reverse-text', 'guess-number', 'verifiers', ")
+    assert known.default == "required"
+    assert "'gsm8k': Grade-school word problems" in known.description
+
+
+@pytest.mark.parametrize("key", [*all_keys(), *section_names(), "extends"])
+def test_every_key_is_explained(key: str) -> None:
+    known = explain(key)
+    assert known.key == key
+    assert known.description
+    assert known.allowed
+
+
+@pytest.mark.parametrize(
+    ("key", "near"),
+    [
+        ("train.step", "train.steps"),
+        ("trian.steps", "train.steps"),
+        ("lr", "optimizer.lr"),
+        ("train.lr", "optimizer.lr"),
+        ("optimiser", "optimizer"),
+        ("max_replay_tokens", "task.max_reply_tokens"),
+        ("extend", "extends"),
+        ("tripwires.max_drift", "tripwires.max_drift_nats"),
+    ],
+)
+def test_near_matches_by_hand(key: str, near: str) -> None:
+    assert near_keys(tuple(key.split(".")))[0] == near
+    with pytest.raises(ConfigError, match=rf"unknown key '{key}'\. Allowed: .+ Next: did you mean {near}"):
+        explain(key)
+
+
+@pytest.mark.parametrize("key", ["", "zzzzzz", "a b", "train.steps.x", "task.config.a.b", "=", "x\ny"])
+def test_what_is_no_key_is_refused(key: str) -> None:
+    with pytest.raises(ConfigError, match="unknown key"):
+        explain(key)

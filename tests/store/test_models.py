@@ -118,7 +118,7 @@ def test_a_damaged_memory_of_digests_is_ignored(tmp_path: Path, memory: str) -> 
         ({"model_safetensors": None}, "weights (*.safetensors) missing"),
     ],
 )
-def test_a_directory_that_is_no_model_is_refused_with_what_it_lacks(
+def test_ckp_1_a_directory_that_is_no_model_is_refused_with_what_it_lacks(
     tmp_path: Path, changed: dict[str, bytes | None], missing: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(missing)):

@@ -203,7 +203,7 @@ def test_the_version_follows_weights_data_and_judges() -> None:
     assert blend(parts={"sums": SUMS, "judge": {**JUDGE, "judge_concurrency": 2}}).version == plain
 
 
-def test_an_example_that_a_part_cannot_judge_is_refused() -> None:
+def test_rew_6_an_example_that_a_part_cannot_judge_is_refused() -> None:
     # A sum names no instructions to follow.
     task = blend(parts={"sums": SUMS, "words": {"name": "rlvr-ifeval", "source": "unused.jsonl"}})
     with pytest.raises(DataError, match=r"part words of the blend cannot judge example [0-9a-f]{16} of task"):

@@ -112,7 +112,7 @@ def test_the_numbers_of_rollouts_by_hand() -> None:
     )
 
 
-def test_what_nobody_knows_is_absent_and_not_0() -> None:
+def test_log_7_what_nobody_knows_is_absent_and_not_0() -> None:
     lost = [Group(example=EXAMPLE, rollouts=(rollout(LOST, prompt(1)), rollout(LOST, prompt(1), index=1)))]
     assert measure_rollouts(lost) == {"failed_frac": 1.0, "prompt_too_long_frac": 0.0, "duplicate_frac": 0.0}
     silent = Outcome(parts={"toy": 0.5})
@@ -193,6 +193,15 @@ def test_the_numbers_of_several_optimizer_steps_by_hand() -> None:
     assert nothing == {"num_refused_steps": 4.0}
 
 
+def test_rew_6_a_judge_that_gave_no_score_is_counted_and_no_wrong_answer() -> None:
+    unread = replace(LOST, metrics={"judge_cached": 0.0, "judge_unparsable": 1.0})
+    right = Outcome(parts={"toy": 1.0}, metrics={"judge_cached": 1.0})
+    rollouts = [rollout(one, prompt(1), said(ids(2)), index=i) for i, one in enumerate((unread, right))]
+    metrics = measure_rollouts([Group(example=EXAMPLE, rollouts=tuple(rollouts))])
+    names = ("judge_unparsable_frac", "judge_cached_frac", "failed_frac", "reward_mean")
+    assert [metrics[name] for name in names] == [0.5, 0.5, 0.5, 1.0]
+
+
 def test_durations_add_up_to_the_step() -> None:
     metrics = measure_time({"generate": 2.0, "learn": 1.0}, 4.0, 100)
     assert metrics == {
@@ -229,7 +238,7 @@ def numbers(examples: list[Example]) -> list[int]:
 
 @given(geometries())
 @settings(max_examples=100, deadline=None)
-def test_every_epoch_is_a_permutation(geometry: tuple[int, int, int]) -> None:
+def test_dat_4_every_epoch_is_a_permutation(geometry: tuple[int, int, int]) -> None:
     num_examples, _, _ = geometry
     schedule = make_schedule(geometry)
     served = [n for step in range(2 * num_examples) for n in numbers(schedule.examples(step))]

@@ -112,7 +112,7 @@ def test_a_healthy_run_passes_every_check(tmp_path: Path, tiny_model_dir: Path) 
     assert [path.name for path in tmp_path.iterdir()] == ["audit.json"]
 
 
-def test_random_weights_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
+def test_ckp_1_random_weights_are_refused(tmp_path: Path, tiny_model_dir: Path) -> None:
     error = refuse(tmp_path, tiny_model_dir, spec=tiny_spec(train={"accept": None}))
     # Two layers of 36,864 parameters: 1.5 (8.8e13 / 73,728)^0.076 nats per token of 4.19 bytes.
     assert_matches(r"refused to train: weights: loss of the policy \d\.\d\d nats per token", error)
@@ -166,7 +166,7 @@ def test_an_engine_without_replies_is_refused(
 @pytest.mark.parametrize(
     ("memory_bytes", "disk_bytes"), [(10**6, 10**12), (10**12, 10**5)], ids=["memory", "disk"]
 )
-def test_too_little_memory_or_disk_is_refused(
+def test_prc_8_too_little_memory_or_disk_is_refused(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch, memory_bytes: int, disk_bytes: int
 ) -> None:
     # This process's own memory counts as free, so it is set as well.

@@ -94,7 +94,7 @@ async def turn_over() -> None:
         await asyncio.sleep(0)
 
 
-async def test_nothing_starts_further_ahead_than_allowed() -> None:
+async def test_smp_7_nothing_starts_further_ahead_than_allowed() -> None:
     """SMP-7: a producer without bound sampled 7,400 groups that were thrown away."""
     world = World()
     source = world.source(ahead=2)
@@ -327,7 +327,7 @@ def test_groups_that_were_replaced_for_their_rewards_are_no_selection_by_time() 
     assert measure_discarded(batch_of([group_of_length(0, 10)], [])) == {}
 
 
-def test_what_is_sampled_follows_from_the_runs_seed_the_step_and_the_place_in_the_group() -> None:
+def test_smp_1_what_is_sampled_follows_from_the_runs_seed_the_step_and_the_place_in_the_group() -> None:
     task = SpellTask(max_reply_tokens=9)
     (example, *_) = task.examples(Split.TRAIN)
     plans = plan_attempts(tiny_spec(seed=6), task, example, step=3, num_attempts=2, max_positions=40)

@@ -60,7 +60,7 @@ def read_one(model_dir: Path, tmp_path: Path, row: dict[str, Any], **settings: A
 
 
 @pytest.mark.parametrize("completion", ["42", "42<|end|>", "42<|end|>\n", "42<|end|><|end|> "])
-def test_a_completion_is_ended_exactly_once(model_dir: Path, tmp_path: Path, completion: str) -> None:
+def test_tok_4_a_completion_is_ended_exactly_once(model_dir: Path, tmp_path: Path, completion: str) -> None:
     member = read_one(model_dir, tmp_path, {"prompt": "6 * 7?", "completion": completion})
     framing = make_framing(model_dir)
     assert spell(framing.tokenizer, member) == (

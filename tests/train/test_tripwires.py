@@ -13,6 +13,7 @@ import torch
 from strop.cluster import Roles
 from strop.errors import RunStopped
 from strop.io import verify_directory
+from strop.record import Event
 from strop.rollout import Example, Group, Outcome, Rollout, Turn, make_example
 from strop.spec import TripwireSpec
 from strop.tasks.contract import TaskLimits, within_bounds
@@ -57,6 +58,19 @@ def test_each_alarm_names_its_number(metric: str, value: float, cause: str) -> N
     (alarm,) = find_alarms(TripwireSpec(), 3, HEALTHY | {metric: value})
     assert (alarm.kind, alarm.step, alarm.cause) == ("tripwire", 3, cause)
     assert alarm.detail.startswith(f"{metric}={value:.4g}")
+
+
+@pytest.mark.parametrize(("large", "small", "way"), [("sft", "rl", "lower"), ("rl", "sft", "raise")])
+def test_opt_3_a_term_that_drowns_another_is_named(large: str, small: str, way: str) -> None:
+    def alarms(large_norm: float, small_norm: float) -> list[Event]:
+        return find_alarms(
+            TripwireSpec(), 3, {f"grad_norm_{large}": large_norm, f"grad_norm_{small}": small_norm}
+        )
+
+    # 5 / 0.005 is ten times the bound; at the bound there is no alarm, nor where one says nothing at all.
+    (alarm,) = alarms(5.0, 0.005)
+    assert (alarm.cause, alarm.step, f"{way} sft.weight" in alarm.detail) == ("term_dominates", 3, True)
+    assert alarms(5.0, 0.05) == alarms(5.0, 0.0) == []
 
 
 @pytest.mark.parametrize(
@@ -233,7 +247,7 @@ def test_a_number_that_cannot_be_is_named_with_its_bounds(name: str, value: floa
     assert alarm.detail.startswith(f"{name}={value:.6g} is not within ")
 
 
-def test_durations_that_ran_beside_each_other_do_not_add_up() -> None:
+def test_log_7_durations_that_ran_beside_each_other_do_not_add_up() -> None:
     metrics = measure_time({"generate": 8.0, "verify": 7.0, "learn": 3.0}, 10.0, 500.0)
     (alarm,) = find_impossible(1, metrics)
     assert "the stages of the step add up to 18 s, and it took seconds_step=10" in alarm.detail

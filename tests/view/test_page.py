@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote, urlsplit
 
 import numpy as np
 import pytest
 from starlette.testclient import TestClient
 
-from strop.errors import ConfigError, CorruptRecord, StoreError, StropError
-from strop.record import Event, EventKind, MetricsLog, RunDir
+from strop.errors import ConfigError, StoreError, StropError
+from strop.record import Event, EventKind, RunDir
 from strop.record.events import JsonLines
-from strop.record.files import DirectoryRecord, LineFollower, RecordFiles, Shard, StoreRecord
+from strop.record.files import DirectoryRecord, RecordFiles, Shard, StoreRecord
 from strop.store.opening import open_objects
 from strop.tokenizer import Tokenizer
 from strop.view.answers import read_calls
 from strop.view.live import LiveRun, cut_text
 from strop.view.places import Runs, find_runs
 from strop.view.server import Address, build_app, follow
+from tests.view.rich_runs import HOSTILE, LAST, RichRuns, make_runs
+from tests.view.served import served
 from tests.view.synthetic_run import make_run
 
 
@@ -208,17 +213,6 @@ def test_notes_are_written_where_the_page_may(run: RunDir, s3_root: str) -> None
         LiveRun(key="far", record=StoreRecord(open_objects(s3_root), s3_root, run="far")).write_notes("x")
 
 
-@pytest.mark.parametrize(
-    ("host", "status"),
-    [
-        ("localhost:1", 200), ("127.0.0.1:8421", 200), ("[::1]:8421", 200),
-        ("evil.example", 403), ("127.0.0.1.evil.example:8421", 403), ("", 403), ("[", 403),
-    ],
-)  # fmt: skip
-def test_only_this_machine_s_names_are_answered(run: RunDir, host: str, status: int) -> None:
-    assert client(run.path).get("/", headers={"host": host}).status_code == status
-
-
 def test_elsewhere_a_token_lets_in(run: RunDir) -> None:
     page = client(run.path, token="a secret", host="0.0.0.0")
     assert page.get("/", headers={"host": "any.example"}).status_code == 401
@@ -230,15 +224,6 @@ def test_elsewhere_a_token_lets_in(run: RunDir) -> None:
     assert (opened.status_code, opened.headers["location"]) == (307, "/")
     assert {"HttpOnly", "SameSite=strict"} <= set(opened.headers["set-cookie"].split("; "))
     assert page.get("/api/runs").status_code == 200
-
-
-def test_files_of_the_page_and_no_others_are_sent(run: RunDir) -> None:
-    page = client(run.path)
-    assert page.get("/").headers["content-type"].startswith("text/html")
-    assert page.get("/page/main.js").headers["content-type"].startswith("text/javascript")
-    assert "script-src 'self'" in page.get("/").headers["content-security-policy"]
-    for path in ("/page/absent.js", "/page/..%2fserver.py", "/page/%2e%2e/server.py", "/run.json"):
-        assert page.get(path).status_code == 404
 
 
 def test_news_follow_the_logs_and_a_resume(run: RunDir) -> None:
@@ -268,29 +253,6 @@ def test_news_follow_the_logs_and_a_resume(run: RunDir) -> None:
     heard = asyncio.run(hear())
     # A browser that asks on from there is told nothing twice.
     assert f"id: {run.metrics.path.stat().st_size}.{run.events.path.stat().st_size}\n" in heard[-1]
-
-
-def test_a_log_is_followed_line_by_line(tmp_path: Path) -> None:
-    path, log = tmp_path / "metrics.jsonl", MetricsLog(tmp_path / "metrics.jsonl")
-    followed = LineFollower(DirectoryRecord(tmp_path), "metrics.jsonl")
-    assert followed.read_records() == (False, [])
-    log.append(1, {"a": 1.0})
-    with path.open("ab") as file:
-        file.write(b'{"step":2,')
-    assert followed.read_records() == (False, [{"step": 1, "a": 1.0}])
-    with path.open("ab") as file:
-        file.write(b'"a":2.0}\n')
-    assert followed.read_records() == (False, [{"step": 2, "a": 2.0}])
-    path.write_bytes(b"")
-    assert followed.read_records() == (True, [])
-    path.write_bytes(b'{"step":1,"a":3.0}\n{"step":2,"a":4.0}\n')
-    assert followed.read_records() == (False, [{"step": 1, "a": 3.0}, {"step": 2, "a": 4.0}])
-    # As long as before, and another run's.
-    path.write_bytes(b'{"step":1,"a":5.0}\n{"step":2,"a":6.0}\n')
-    assert followed.read_records() == (True, [{"step": 1, "a": 5.0}, {"step": 2, "a": 6.0}])
-    path.write_bytes(b"[1]\n")
-    with pytest.raises(CorruptRecord, match="a line that is no record"):
-        followed.read_records()
 
 
 @pytest.mark.parametrize(
@@ -401,3 +363,104 @@ def test_a_run_that_is_gone_is_said(run: RunDir) -> None:
     with pytest.raises(StoreError, match="there is no run"):
         live.read_state()
     assert os.fspath(run.path) in DirectoryRecord(run.path).describe("x")
+
+
+TOKEN = "let-me-in"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> RichRuns:
+    return make_runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module")
+def address(runs: RichRuns) -> Iterator[str]:
+    with served(runs.root) as address:
+        yield address
+
+
+class Answer:
+    """What came back for one request."""
+
+    def __init__(self, address: str, path: str, **headers: str) -> None:
+        parts = urlsplit(address)
+        assert parts.hostname is not None
+        connection = http.client.HTTPConnection(parts.hostname, parts.port, timeout=60)
+        connection.request("GET", path, headers=headers)
+        got = connection.getresponse()
+        self.status, self.headers = got.status, {name.lower(): value for name, value in got.getheaders()}
+        self.body = got.read()
+        connection.close()
+
+
+def ask_about(address: str, path: str, run: Path, **query: object) -> Any:
+    words = "".join(f"&{name}={quote(str(value))}" for name, value in query.items())
+    return json.loads(Answer(address, f"/api/{path}?run={run.name}{words}").body)
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "", "[", "@localhost", "localhost:80@x"]
+)
+def test_a_page_of_another_name_gets_nothing(address: str, host: str) -> None:
+    answer = Answer(address, "/api/runs", Host=host)
+    assert answer.status in (400, 403)
+    assert b"key" not in answer.body
+
+
+@pytest.mark.parametrize("path", ["/", "/page/page.css", "/api/runs", "/api/run?run=nobody", "/nothing"])
+def test_every_answer_keeps_the_browser_to_this_page(address: str, path: str) -> None:
+    headers = Answer(address, path).headers
+    policy = dict(part.strip().partition(" ")[::2] for part in headers["content-security-policy"].split(";"))
+    assert policy["default-src"] == "'none'"
+    assert not {word for rule in policy.values() for word in rule.split()} - {"'none'", "'self'", "data:"}
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/page/..%2fserver.py", "/page/../server.py", "/page/%2e%2e/server.py", "/page/", "/page/.", "//etc"],
+)
+def test_nothing_else_of_this_machine_is_sent(address: str, path: str) -> None:
+    assert Answer(address, path).status == 404
+
+
+def test_every_module_is_asked_for_at_once(address: str) -> None:
+    """A module that only another one names is asked for after that one has come."""
+    page = Answer(address, "/").body.decode()
+    modules = [one.name for one in (files("strop.view") / "page").iterdir() if one.name.endswith(".js")]
+    assert [name for name in modules if f'="page/{name}"' not in page] == []
+
+
+def test_a_token_stays_out_of_addresses_and_scripts(runs: RichRuns) -> None:
+    with served(runs.root, token=TOKEN) as address:
+        first = Answer(address, f"/?token={TOKEN}")
+        assert TOKEN not in first.headers["location"]
+        cookie = first.headers["set-cookie"].lower()
+        assert "httponly" in cookie
+        assert "samesite=strict" in cookie
+        # Behind a tunnel the machine has another name.
+        assert Answer(address, "/api/runs", Cookie=cookie.partition(";")[0], Host="node7:80").status == 200
+        assert Answer(address, "/api/runs", Cookie="strop_view=\xfc").status == 401
+
+
+def test_a_text_is_found_wherever_it_stands(address: str, runs: RichRuns) -> None:
+    def count(text: str) -> int:
+        return len(ask_about(address, "search", runs.whole.path, text=text)["found"])
+
+    assert (count("17*23"), count("<SCRIPT>"), count("nobody wrote this")) == (2, 5, 0)
+
+
+def test_a_rollout_comes_token_by_token(address: str, runs: RichRuns) -> None:
+    told = ask_about(address, "rollout", runs.whole.path, step=LAST, key=4)
+    sampled = [turn for turn in told["turns"] if turn["role"] == "assistant"]
+    assert len(sampled) == 2
+    for turn in sampled:
+        assert "".join(turn["tokens"]) == turn["text"]
+        assert len(turn["tokens"]) == len(turn["logprobs"]) == len(turn["advantages"])
+        assert max(turn["logprobs"]) <= 0.0
+        assert turn["advantages"] == [4.0] + [0.5] * (len(turn["tokens"]) - 1)
+
+
+def test_a_text_that_would_act_is_sent_as_it_was_written(address: str, runs: RichRuns) -> None:
+    assert ask_about(address, "rollout", runs.whole.path, step=LAST, key=7)["turns"][1]["text"] == HOSTILE

@@ -17,7 +17,6 @@ from strop.record import RunDir
 from strop.record.files import DirectoryRecord, RecordFiles
 from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.store.contract import Objects
-from strop.store.local_objects import LocalObjects
 from strop.store.s3_objects import S3Objects
 from strop.view.places import find_runs
 from tests.conftest import require_system_part
@@ -223,15 +222,6 @@ def test_a_link_out_of_a_run_is_no_file_of_it(copy: Path, tmp_path: Path) -> Non
     assert ask(copy, "SELECT count(*) FROM metrics") == [(0,)]
 
 
-def test_a_place_with_a_pattern_in_its_name_is_read(copy: Path, tmp_path: Path) -> None:
-    odd = tmp_path / "it's [a] *?"
-    odd.mkdir()
-    moved = odd / copy.name
-    copy.rename(moved)
-    assert ask(moved, "SELECT count(*) FROM rollouts WHERE step = 1") == [(16,)]
-    assert ask(moved, "SELECT count(*) > 0 FROM evals") == [(True,)]
-
-
 def test_numbers_of_lm_eval_are_asked_too(copy: Path) -> None:
     result = make_harness_result(step=4)
     (copy / "eval" / "lm-eval-gsm8k_cot-step-000004.json").write_text(result.model_dump_json())
@@ -391,8 +381,3 @@ def test_mirrors_in_s3_answer_as_the_runs_themselves(runs: Path, s3_root: str) -
         assert ask_place(s3_root, sql) == ask(runs, sql), sql
     (first, _) = sorted(path.name for path in runs.iterdir())
     assert ask_place(f"{s3_root}/{first}", "SELECT DISTINCT run FROM rollouts") == [(first,)]
-
-
-def test_mirrors_in_a_folder_answer_too(runs: Path, tmp_path: Path) -> None:
-    mirror(runs, LocalObjects(), str(tmp_path))
-    assert ask_place(str(tmp_path), QUESTIONS[0]) == ask(runs, QUESTIONS[0])

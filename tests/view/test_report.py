@@ -20,7 +20,6 @@ from strop.record.prediction import write_prediction
 from strop.record.rollouts import write_rollouts
 from strop.store.local_objects import LocalObjects
 from strop.view.alarms import EXPLANATIONS, count_alarms
-from strop.view.answers import describe_amount
 from strop.view.live import LiveRun
 from strop.view.report import write_comparison, write_report, write_report_of
 from strop.view.run_record import choose_rows, compare_ends
@@ -163,13 +162,6 @@ def test_what_was_planned_stands_beside_what_was_measured(tmp_path: Path) -> Non
     assert 0.8 < rows["generate"]["ratio"] < 1.1
     memory = rows["memory peak"]
     assert (memory["planned"], memory["measured"]) == ("4.00 GB", "3.10 GB")
-
-
-def test_amounts_are_said_in_their_unit() -> None:
-    assert describe_amount(0.0123, "s") == "12 ms"
-    assert describe_amount(75.0, "s") == "1 min 15 s"
-    assert describe_amount(2.5e9, "bytes") == "2.50 GB"
-    assert describe_amount(1234.5, "tokens/s") == "1,234 tokens/s"
 
 
 def test_alarms_are_counted_by_cause_and_explained(tmp_path: Path) -> None:

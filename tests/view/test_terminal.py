@@ -12,7 +12,7 @@ from rich.console import Console
 
 from strop.record import Event, EventKind
 from strop.train import EvalSummary, Observer
-from strop.view import PlainProgress, Progress, TerminalObserver, make_harmless, open_progress
+from strop.view import PlainProgress, TerminalObserver, make_harmless, open_progress
 from strop.view.display import RichProgress
 from strop.view.terminal import StepLines, describe_duration
 
@@ -85,12 +85,6 @@ def test_durations_by_hand(seconds: float, shown: str) -> None:
     assert describe_duration(seconds) == shown
 
 
-def test_a_resumed_run_says_where_it_continues() -> None:
-    progress, stream = plain()
-    progress.begin("demo", num_steps=40, first_step=12)
-    assert stream.getvalue() == "demo: continues after step 12 of 40\n"
-
-
 @pytest.mark.parametrize("make", [plain, rich])
 def test_escape_codes_in_a_note_are_shown_and_not_obeyed(make: object) -> None:
     assert callable(make)
@@ -124,11 +118,6 @@ def test_a_pipe_gets_plain_lines_and_a_terminal_does_not() -> None:
         assert isinstance(open_progress(Terminal()), RichProgress)
         patch.setenv("TERM", "dumb")
         assert isinstance(open_progress(Terminal()), PlainProgress)
-
-
-def test_both_forms_keep_the_protocol() -> None:
-    forms: list[Progress] = [plain()[0], rich()[0]]
-    assert len(forms) == 2
 
 
 def test_a_run_that_only_imitates_shows_its_loss_in_place_of_rewards() -> None:

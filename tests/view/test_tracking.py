@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
 import time
@@ -13,11 +14,21 @@ from typing import Any
 
 import pytest
 
+from strop.errors import CheckRefused, ConfigError
 from strop.record import Event, EventKind, RunDir
 from strop.record.rollouts import write_rollouts
 from strop.record.run_dir import find_resumable
-from strop.spec import TrackersSpec
+from strop.spec import TrackersSpec, load_spec
+from strop.spec.output import TRACKERS
+from strop.train import measure
 from strop.train.observer import EvalSummary
+from strop.view.trackers import (
+    GROUPS,
+    KINDS,
+    group_of,
+    name_metric,
+    require_trackers,
+)
 from strop.view.tracking import (
     MAX_TEXT_CHARS,
     Sent,
@@ -211,3 +222,86 @@ def test_without_trackers_nothing_is_started(tmp_path: Path) -> None:
     observer.on_end(cause="done")
     assert (notes.starts, notes.ends) == ([(str(tmp_path), 0, 1)], ["done"])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_every_metric_of_the_record_falls_into_one_group() -> None:
+    written = Path(measure.__file__).read_text("utf-8")
+    literal = re.findall(r'metrics\["(\w+)"\]|^\s+"(\w+)": ', written, re.MULTILINE)
+    names = {name for pair in literal for name in pair if name}
+    assert len(names) > 30
+    for name in names:
+        fitting = {group for group, pattern in GROUPS if re.fullmatch(pattern, name)}
+        assert len(fitting) == 1, (name, fitting)
+
+
+def test_metrics_are_named_as_users_of_trackers_expect() -> None:
+    assert name_metric("reward_mean") == "train/reward_mean"
+    assert name_metric("seconds_step") == "time/seconds_step"
+    assert name_metric("peak_memory_bytes") == "system/peak_memory_bytes"
+    assert name_metric("reply_tokens_mean") == "rollouts/reply_tokens_mean"
+    assert group_of("of_my_own") is None
+    assert name_metric("of_my_own") == "train/of_my_own"
+    # A part of a mixture may be called anything; MLflow takes few signs.
+    assert name_metric("accuracy_a:b\n") == "train/accuracy_a_b_"
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.toml"
+    path.write_text('name = "x"\ntask.name = "arithmetic"\n')
+    return path
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        ('trackers.use=["comet"]', "strop knows no such tracker"),
+        ('trackers.use=["wandb", "wandb"]', "named twice"),
+        ("trackers.use=wandb", "a list of texts"),
+        ('trackers.project="../up"', "is not allowed"),
+        ("trackers.rollouts_every=0", "is not allowed"),
+    ],
+)
+def test_bad_settings_are_refused(run_file: Path, word: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        load_spec(run_file, [word])
+
+
+def test_every_tracker_has_an_adapter_and_is_an_extra() -> None:
+    assert tuple(KINDS) == TRACKERS
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
+    for name in TRACKERS:
+        assert re.search(rf"^{name} = \[", text, re.MULTILINE), name
+
+
+def test_a_missing_package_is_refused_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("strop.view.trackers.find_spec", lambda name: None)
+    for name in TRACKERS:
+        with pytest.raises(CheckRefused, match=rf"pip install 'strop\[{name}\]'"):
+            require_trackers(TrackersSpec(use=(name,)))
+    require_trackers(TrackersSpec())
+
+
+def test_without_a_key_wandb_is_refused_before_anything_is_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("strop.view.trackers.find_spec", lambda name: name)
+    netrc = tmp_path / "netrc"
+    for name in ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(netrc))
+    online = TrackersSpec(use=("wandb",))
+    with pytest.raises(CheckRefused, match="export WANDB_API_KEY"):
+        require_trackers(online)
+    require_trackers(TrackersSpec(use=("wandb",), offline=True))
+    for name, value in (("WANDB_API_KEY", "k"), ("WANDB_MODE", "offline"), ("STROP_OFFLINE", "1")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            require_trackers(online)
+    netrc.write_text("machine api.wandb.ai login user password k\n")
+    netrc.chmod(0o600)
+    require_trackers(online)
+    # A login at another server is none.
+    monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.org")
+    with pytest.raises(CheckRefused, match="there is no key for it"):
+        require_trackers(online)

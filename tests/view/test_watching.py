@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from strop.cli import main
 from strop.errors import StoreError
 from strop.record import Event, EventKind, RunDir
 from strop.record.files import DirectoryRecord, StoreRecord
@@ -175,12 +174,3 @@ def test_a_place_that_does_not_answer_is_asked_again(run_dir: RunDir) -> None:
 
         watch(watched.watcher, watched.observer, find, pause=lambda: None)
     assert watched.told() == ["notice: the place is silent", "demo: 6 steps", "ended: done"]
-
-
-def test_what_is_no_run_and_no_job_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    assert main(["watch", "absent"]) == 2
-    assert "'absent' names no job" in capsys.readouterr().err

@@ -44,7 +44,7 @@ def request(run_path: Path, inherited: str, **wanted: int) -> PreflightRequest:
 
 
 @pytest.mark.slow
-def test_each_gpu_computes_and_a_wrong_one_is_named(
+def test_lau_10_each_gpu_computes_and_a_wrong_one_is_named(
     tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install_fake_nvidia_smi(tool, [whole(0, 70), whole(1, 70)])

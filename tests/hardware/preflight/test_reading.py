@@ -66,7 +66,7 @@ def test_a_node_that_has_everything_is_ready_within_a_second(tool: Path, tmp_pat
     assert min(took_s) < 1.0
 
 
-def test_every_shortage_is_named_with_its_code(tool: Path, tmp_path: Path) -> None:
+def test_lau_10_every_shortage_is_named_with_its_code(tool: Path, tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "62"]) as stranger:
         install_fake_nvidia_smi(tool, [whole(0, 70), whole(1, 13)], [("GPU-0", stranger.pid, GIB)])
         request = OnCpu(
@@ -188,7 +188,7 @@ def test_drivers_run_what_they_are_new_enough_for(cuda: str | None, driver: str 
     assert (explain_misfit(TorchBuild(version="2", cuda=cuda), driver) is None) == is_fit
 
 
-def test_a_driver_that_is_too_old_is_refused_unless_it_is_helped(tmp_path: Path) -> None:
+def test_lau_10_a_driver_that_is_too_old_is_refused_unless_it_is_helped(tmp_path: Path) -> None:
     report = GpuReport(gpus=(replace(whole(0, 70), driver_version="570.10"),), probe=Probe.ANSWERED)
     build = TorchBuild(version="2.13.0", cuda="13.0")
     (finding,) = check_driver(report, build, needs_cuda=True)

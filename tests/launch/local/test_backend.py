@@ -109,7 +109,7 @@ def write(project: Path, by: str, value: float) -> None:
 
 
 @pytest.mark.slow
-def test_what_was_submitted_is_what_runs(project: Path) -> None:
+def test_lau_5_what_was_submitted_is_what_runs(project: Path) -> None:
     write(project, "submitted", 1)
     launcher = Launcher(LocalBackend())
     reader = role("train", READER, "{job}", "{run}")

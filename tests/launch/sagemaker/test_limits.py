@@ -75,7 +75,7 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("ResourceConfig", {"InstanceType": "ml.m5.large", "InstanceGroups": [GROUP]}, "groups"),
     ],
 )
-def test_what_the_service_would_refuse(path: str, value: Any, code: str) -> None:
+def test_lau_7_what_the_service_would_refuse(path: str, value: Any, code: str) -> None:
     found = check_request(changed(path, value))
     assert found[0].code == code
     # What is too short or too long may have the wrong form besides.

@@ -206,7 +206,7 @@ def test_a_job_without_network_gets_its_model_as_a_channel() -> None:
     assert any("nothing is mirrored" in notice for notice in plan.notices)
 
 
-def test_secrets_go_by_arn_and_not_into_the_request() -> None:
+def test_sec_4_secrets_go_by_arn_and_not_into_the_request() -> None:
     arn = "arn:aws:secretsmanager:us-east-1:123456789012:secret:hub"
     plan = plan_of(profile={"secret_arns": {"HF_TOKEN:train": arn, "OTHER": arn}})
     assert plan.details["secrets"] == {"HF_TOKEN": arn, "OTHER": arn}

@@ -178,12 +178,20 @@ def test_a_question_that_may_not_be_asked_is_unknown(site: Site) -> None:
 
 
 def test_lau_8_what_was_not_staged_is_named(site: Site) -> None:
-    """LAU-8: a model that the store lacks is an error where the job may ask no hub."""
+    """LAU-8: what the store lacks is an error where no hub may be asked; the policy alone was looked at."""
     prepare_account(site.clients, tag="tag-assets")
     record(site)
-    plan = ecr_plan(site, "tag-assets", overrides=("model.uri=Org/Name",), profile={"offline": True})
-    assert "model.uri=Org/Name" in errors(site, plan)["asset"]
-    site.objects.write(f"s3://strop-test/{site.prefix}/models/Org/Name/COMPLETE", b"{}")
+    taught = ("train.terms=distill", "teacher.source=model", "teacher.model=Org/Teacher")
+    overrides = ("model.uri=Org/Name", "task.name=gsm8k", *taught)
+    plan = ecr_plan(site, "tag-assets", overrides=overrides, profile={"offline": True})
+    found = [
+        finding.given.partition(": ")[0] for finding in site.backend.probe(plan) if finding.code == "asset"
+    ]
+    assert {"model.uri=Org/Name", "teacher.model=Org/Teacher"} < set(found)
+    places = [asset["place"] for asset in plan.details["named_assets"] if asset["place"]]
+    assert len(places) == len(found) >= 3
+    for place in places:
+        site.objects.write(f"s3://strop-test/{site.prefix}/{place}/COMPLETE", b"{}")
     assert errors(site, plan) == {}
 
 

@@ -132,7 +132,7 @@ def test_programs(tmp_path: Path, code: str, passed: int | None, format_ok: bool
         ("a, b = input().split()\nprint(b, a)", False, False),
     ],
 )
-def test_functions(tmp_path: Path, code: str, is_correct: bool, format_ok: bool) -> None:
+def test_rew_2_functions(tmp_path: Path, code: str, is_correct: bool, format_ok: bool) -> None:
     task = apps(tmp_path)
     outcome = task.verify(task.examples(Split.TRAIN)[1], f"```python\n{code}\n```")
     assert (outcome.is_correct, outcome.format_ok) == (is_correct, format_ok)

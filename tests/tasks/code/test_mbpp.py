@@ -159,7 +159,7 @@ def test_hidden_tests_count_for_held_out_problems_only(tmp_path: Path) -> None:
     )
 
 
-def test_a_host_without_the_wanted_isolation_gives_no_score(tmp_path: Path) -> None:
+def test_sec_1_a_host_without_the_wanted_isolation_gives_no_score(tmp_path: Path) -> None:
     task = mbpp(tmp_path, min_isolation="vm")
     with pytest.raises(SandboxError, match="vm"):
         task.verify(task.examples(Split.TRAIN)[0], fenced("def double(x): return 2 * x"))

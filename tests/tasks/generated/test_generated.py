@@ -126,7 +126,7 @@ def test_self_test_passes_also_where_a_question_ends_in_its_answer() -> None:
     assert run_self_test(with_zero, examples) == []
 
 
-def test_reply_limit_may_shrink_but_not_grow() -> None:
+def test_smp_2_reply_limit_may_shrink_but_not_grow() -> None:
     assert TASK.limits.max_reply_tokens == 32
     assert build_task(ArithmeticSpec(max_reply_tokens=8)).limits.max_reply_tokens == 8
     with pytest.raises(ConfigError, match=r"task\.max_reply_tokens=33\. Allowed: 1 to 32"):

@@ -108,7 +108,7 @@ def test_the_time_of_a_very_long_reply_grows_with_its_length(unit: str) -> None:
         ("language:response_language", {"language": "xx"}, "language='xx'"),
     ],
 )
-def test_what_cannot_be_judged_is_refused(
+def test_rew_6_what_cannot_be_judged_is_refused(
     instruction_id: object, arguments: dict[str, object], fault: str
 ) -> None:
     with pytest.raises(DataError, match=f"^file, row 7 .*{fault}.*Next: .*remove the row"):

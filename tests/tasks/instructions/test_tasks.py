@@ -101,7 +101,7 @@ def test_unclosed_reasoning_and_silence_are_no_format_and_an_echo_earns_nothing(
         ("Say it now and I did", False),
     ],
 )
-def test_an_echo_is_the_prompt_and_next_to_nothing(text: str, expected: bool) -> None:
+def test_rew_4_an_echo_is_the_prompt_and_next_to_nothing(text: str, expected: bool) -> None:
     assert is_echo(text, "Say it now") is expected
 
 

@@ -83,7 +83,7 @@ def test_what_was_thought_is_not_shown(tmp_path: Path) -> None:
         ((302, "elsewhere"), "judge_http"),
     ],
 )
-def test_what_is_no_score_leaves_the_reply_unscored(tmp_path: Path, said: Any, kind: str) -> None:
+def test_rew_6_what_is_no_score_leaves_the_reply_unscored(tmp_path: Path, said: Any, kind: str) -> None:
     with judge_server(lambda question: said) as server:
         outcome = verify(judge_task(tmp_path, server.url), "word-0")
     assert outcome.reward is None
@@ -225,7 +225,7 @@ def test_the_version_is_the_judge_and_not_the_way_to_it(tmp_path: Path) -> None:
         "text",
     ],
 )
-def test_malformed_rows_are_refused_by_place(tmp_path: Path, row: Any) -> None:
+def test_rew_6_malformed_rows_are_refused_by_place(tmp_path: Path, row: Any) -> None:
     task = judge_task(tmp_path, "http://127.0.0.1:1/v1", [row, *ROWS])
     with pytest.raises(DataError, match=r"(row|line) 1"):
         task.examples(Split.TRAIN)

@@ -77,7 +77,7 @@ def test_normal_form(answer: str, form: str) -> None:
 
 
 @given(st.text(alphabet="\\frac{}12 ,.-+$%xtexand^_()", max_size=60))
-def test_a_normal_form_never_loses_or_gains_a_sign(answer: str) -> None:
+def test_rew_2_a_normal_form_never_loses_or_gains_a_sign(answer: str) -> None:
     assert normal_form(answer).count("-") == answer.count("-")
 
 
@@ -157,7 +157,7 @@ def test_the_least_strictness_that_finds_two_answers_equal(gold: str, reply: str
     ],
 )
 @needs_math_verify
-def test_near_misses_are_wrong_in_every_strictness(gold: str, reply: str) -> None:
+def test_rew_4_near_misses_are_wrong_in_every_strictness(gold: str, reply: str) -> None:
     assert [answers_equal(gold, reply, strictness) for strictness in Strictness] == [False] * 3
 
 

@@ -99,7 +99,7 @@ def test_classes_of_the_program_are_used_by_tests_and_setup() -> None:
     assert counts(verdict) == (3, 0, 0, 0)
 
 
-def test_tests_are_counted_by_what_became_of_them() -> None:
+def test_rew_5_tests_are_counted_by_what_became_of_them() -> None:
     source = "def f(x):\n  if x == 2: raise KeyError(x)\n  if x == 3:\n    while 1: pass\n  return x"
     tests = [f"assert f({x}) == {y}" for x, y in ((1, 1), (1, 9), (2, 2), (3, 3), (4, 4))]
     verdict = judged(source, *tests, test_s=3.0)
