@@ -153,7 +153,7 @@ def test_the_numerical_tests_pass_without_a_compiler(tmp_path: Path) -> None:
     """Tests of what has kernels: comparisons with PyTorch say that they are left out; all others hold."""
     environment = {**os.environ, "CC": "no-such-compiler", "STROP_CACHE": str(tmp_path)}
     environment.pop("STROP_CI", None)
-    policy = ("fused_trunk", "head", "kv_cache", "language_model", "layers", "recompute")
+    policy = ("fused_trunk", "head", "kv_cache", "language_model", "layers", "footprint")
     chosen = [*(f"tests/policy/test_{name}.py" for name in policy), "tests/engine/test_sampler.py"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *chosen],

@@ -46,13 +46,6 @@ def test_opt_3_weights_by_hand(aggregation: Aggregation, expected_P_G: list[list
         assert weights.tolist() == pytest.approx(expected)
 
 
-def test_group_token_mean_gives_every_group_the_same_say() -> None:
-    algorithm = replace(GRPO, aggregation=Aggregation.GROUP_TOKEN_MEAN)
-    credit = assign_credit(algorithm, [[1, 0], [1, 0, 0]], [[1, 1], [2, 4, 2]], [[False] * 2, [False] * 3], 5)
-    assert credit.weight_P_G[0].tolist() == [1 / 4] * 2  # 2 groups x 2 tokens
-    assert credit.weight_P_G[1].tolist() == [1 / 16] * 3  # 2 groups x 8 tokens
-
-
 @pytest.mark.parametrize(
     ("zero_variance", "weight", "is_forwarded", "num_dropped"),
     # 2 + 2 tokens count with skip and keep, 2 with drop
@@ -72,41 +65,51 @@ def test_groups_without_difference(
     assert credit.num_counted_tokens == round(1 / weight)
 
 
-def test_opt_5_a_rollout_with_the_mean_reward_is_skipped_alone() -> None:
-    credit = assign_credit(DR_GRPO, [[0, 0.5, 1]], [[1, 1, 1]], [[False] * 3], 4)
-    assert listed(credit.advantage_P_G) == [[-0.5, 0.0, 0.5]]
-    assert listed(credit.is_forwarded_P_G) == [[True, False, True]]
-    assert listed(credit.weight_P_G) == [[1 / 12] * 3]  # three rollouts x limit 4, all counted
-    assert credit.num_zero_variance_groups == 0
-
-
-def test_opt_5_an_unscored_rollout_is_in_no_normaliser() -> None:
-    credit = assign_credit(GRPO, [[1, 0, None]], [[2, 2, 9]], [[False] * 3], 9)
-    assert listed(credit.weight_P_G) == [[1 / 4, 1 / 4, 0.0]]  # 2 rollouts of 2 tokens
-    assert listed(credit.is_forwarded_P_G) == [[True, True, False]]
-    assert (credit.num_unscored, credit.num_counted_tokens) == (1, 4)
-
-
-def test_a_group_with_one_scored_member_is_dropped() -> None:
-    credit = assign_credit(GRPO, [[1, None], [1, 0]], [[5, 5], [1, 1]], [[False] * 2] * 2, 9)
-    assert listed(credit.advantage_P_G) == [[0.0, 0.0], pytest.approx([0.707007, -0.707007], abs=1e-6)]
-    assert listed(credit.weight_P_G) == [[0.0, 0.0], [0.5, 0.5]]
-    assert (credit.num_dropped_groups, credit.num_zero_variance_groups) == (1, 0)
-
-
-def test_a_group_with_less_than_half_of_its_members_scored_is_dropped() -> None:
-    lost = [1, 0, None, None]
-    credit = assign_credit(GRPO, [[*lost, None], lost], [[2] * 5, [2] * 4], [[False] * 5, [False] * 4], 9)
-    assert (credit.num_dropped_groups, credit.num_counted_tokens) == (1, 4)
-    assert [is_forwarded_G.any() for is_forwarded_G in credit.is_forwarded_P_G] == [False, True]
-
-
-def test_an_empty_reply_counts_as_a_rollout() -> None:
-    # S = 2, so the one token of the other rollout has weight 1 / (2 x 1), and not 1.
-    credit = assign_credit(GRPO, [[1, 0]], [[1, 0]], [[False, False]], 9)
-    assert listed(credit.weight_P_G) == [[0.5, 0.0]]
-    assert listed(credit.is_forwarded_P_G) == [[True, False]]
-    assert credit.num_empty == 1
+@pytest.mark.parametrize(
+    ("algorithm", "rewards_P_G", "num_scored_P_G", "expected"),
+    [
+        # The mean reward is skipped alone: three rollouts x limit 9, all counted.
+        (DR_GRPO, [[0, 0.5, 1]], [[1, 1, 1]], {
+            "advantage_P_G": [[-0.5, 0.0, 0.5]], "weight_P_G": [[1 / 27] * 3],
+            "is_forwarded_P_G": [[True, False, True]], "num_zero_variance_groups": 0,
+        }),
+        # One without score is in no normaliser: 2 rollouts of 2 tokens.
+        (GRPO, [[1, 0, None]], [[2, 2, 9]], {
+            "weight_P_G": [[1 / 4, 1 / 4, 0.0]], "is_forwarded_P_G": [[True, True, False]],
+            "num_unscored": 1, "num_counted_tokens": 4,
+        }),
+        # One scored member is no group.
+        (GRPO, [[1, None], [1, 0]], [[5, 5], [1, 1]], {
+            "advantage_P_G": [[0.0, 0.0], pytest.approx([0.707007, -0.707007], abs=1e-6)],
+            "weight_P_G": [[0.0, 0.0], [0.5, 0.5]], "num_dropped_groups": 1, "num_zero_variance_groups": 0,
+        }),
+        # Nor are less than half of its members.
+        (GRPO, [[1, 0, None, None, None], [1, 0, None, None]], [[2] * 5, [2] * 4], {
+            "is_forwarded_P_G": [[False] * 5, [True, True, False, False]],
+            "num_dropped_groups": 1, "num_counted_tokens": 4,
+        }),
+        # An empty reply counts as a rollout: the one token of the other has weight 1 / (2 x 1), and not 1.
+        (GRPO, [[1, 0]], [[1, 0]], {
+            "weight_P_G": [[0.5, 0.0]], "is_forwarded_P_G": [[True, False]], "num_empty": 1,
+        }),
+        (GRPO, [[None, None]], [[3, 3]], {"num_counted_tokens": 0, "num_forwarded": 0, "num_unscored": 2}),
+        (GRPO, [], [], {"num_counted_tokens": 0}),
+        # Every group has the same say: 2 groups x 2 tokens and 2 groups x 8 tokens.
+        (replace(GRPO, aggregation=Aggregation.GROUP_TOKEN_MEAN), [[1, 0], [1, 0, 0]], [[1, 1], [2, 4, 2]], {
+            "weight_P_G": [[1 / 4] * 2, [1 / 16] * 3],
+        }),
+        # All is equal: the loop takes a normal optimizer step with a zero policy gradient.
+        (GRPO, [[1, 1]], [[3, 3]], {"num_counted_tokens": 6, "num_forwarded_tokens": 0}),
+    ],
+)  # fmt: skip
+def test_opt_5_who_counts_by_hand(
+    algorithm: Algorithm, rewards_P_G: list[Any], num_scored_P_G: list[list[int]], expected: dict[str, Any]
+) -> None:
+    cut_P_G = [[False] * len(rewards_G) for rewards_G in rewards_P_G]
+    credit = assign_credit(algorithm, rewards_P_G, num_scored_P_G, cut_P_G, 9)
+    for name, value in expected.items():
+        found = getattr(credit, name)
+        assert (listed(found) if isinstance(found, tuple) else found) == value, name
 
 
 def test_masked_overlong_replies_stay_in_the_baseline() -> None:
@@ -122,18 +125,6 @@ def test_masked_overlong_replies_stay_in_the_baseline() -> None:
     assert listed(masked.is_forwarded_P_G) == [[True, True, True, False]]
     assert (masked.num_masked_overlong, kept.num_masked_overlong) == (1, 0)
     assert masked.num_empty == 0
-
-
-def test_a_batch_without_scores_has_no_tokens() -> None:
-    credit = assign_credit(GRPO, [[None, None]], [[3, 3]], [[False] * 2], 9)
-    assert (credit.num_counted_tokens, credit.num_forwarded, credit.num_unscored) == (0, 0, 2)
-    assert assign_credit(GRPO, [], [], [], 9).num_counted_tokens == 0
-
-
-def test_a_batch_where_all_is_equal_has_tokens_and_nothing_to_forward() -> None:
-    # Tokens present: the loop takes a normal optimizer step with a zero policy gradient.
-    credit = assign_credit(GRPO, [[1, 1]], [[3, 3]], [[False] * 2], 9)
-    assert (credit.num_counted_tokens, credit.num_forwarded_tokens) == (6, 0)
 
 
 batches = st.lists(

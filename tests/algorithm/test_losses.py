@@ -7,6 +7,7 @@ exp(-0.8 + 1) = 1.221403, exp(-2.5 + 2) = 0.606531, exp(-0.9 + 0.5) = 0.670320.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -18,11 +19,16 @@ from strop.algorithm.losses import (
     CISPO,
     CLIPPED,
     DPPO,
+    ESTIMATORS,
     IPO_MASK,
     IS_PG,
     SAPO,
+    KlPenalty,
+    PenaltyFn,
     TokenLoss,
     dual_clipped,
+    penalize_k3,
+    penalize_k3_plus,
 )
 from tests.fixtures.losses import LOSSES
 
@@ -95,26 +101,6 @@ def test_probability_masks_by_hand(
     for loss, bound, expected in ((DPPO, 0.2, dppo), (IPO_MASK, 0.1, ipo_mask)):
         found = [loss.value(*arguments, bound, bound), loss.grad(*arguments, bound, bound)]
         assert [one.item() for one in found] == pytest.approx(expected, abs=1e-6)
-
-
-def test_probability_masks_over_four_tokens_by_hand() -> None:
-    # (-1.428444 - 1.999520 + 0.001569 - 0.284145) / 4 and (0.000127 - 1.999520 + 2 x 0.001569) / 4
-    logp_N, old_N = (
-        torch.tensor(row, dtype=torch.float64).log()
-        for row in ([0.5, 0.02, 0.1, 0.1], [0.35, 0.01, 0.35, 0.35])
-    )
-    advantage_N = torch.tensor([1.0, 1.0, -1.0, 1.0], dtype=torch.float64)
-    for loss, bound, mean in ((DPPO, 0.2, -0.927635), (IPO_MASK, 0.1, -0.499063)):
-        assert float(loss.value(logp_N, old_N, advantage_N, bound, bound).mean()) == pytest.approx(
-            mean, abs=1e-6
-        )
-
-
-def test_clipped_token_losses_by_hand() -> None:
-    narrow_N = CLIPPED.value(LOGP_N, OLD_LOGP_N, ADVANTAGE_N, 0.2, 0.2)
-    wide_N = CLIPPED.value(LOGP_N, OLD_LOGP_N, ADVANTAGE_N, 0.2, 0.28)
-    assert narrow_N.tolist() == pytest.approx([-1.2, -0.606531, 0.8], abs=1e-6)
-    assert wide_N.tolist() == pytest.approx([-1.221403, -0.606531, 0.8], abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -203,13 +189,6 @@ def test_opt_1_equal_log_probabilities_give_the_plain_policy_gradient(loss: Toke
     assert differentiate(loss, *arguments).tolist() == (-ADVANTAGE_N).tolist()
 
 
-@pytest.mark.parametrize("loss", [IS_PG, CISPO], ids=["is_pg", "cispo"])
-def test_the_opposite_advantage_gives_the_opposite_gradient(loss: TokenLoss) -> None:
-    up_N = loss.grad(LOGP_N, OLD_LOGP_N, ADVANTAGE_N, 0.2, 0.2)
-    down_N = loss.grad(LOGP_N, OLD_LOGP_N, -ADVANTAGE_N, 0.2, 0.2)
-    assert torch.equal(up_N, -down_N)
-
-
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
 @pytest.mark.parametrize("log_ratio", [-1e4, -89.0, 0.0, 89.0, 1e4])
 def test_log_6_no_log_ratio_overflows_in_float32(loss: TokenLoss, log_ratio: float) -> None:
@@ -226,13 +205,108 @@ def test_no_tokens_give_no_losses(loss: TokenLoss) -> None:
     assert loss.grad(nothing, nothing, nothing, 0.2, 0.2).shape == (0,)
 
 
-@pytest.mark.parametrize("loss", LOSSES.values(), ids=list(LOSSES))
-def test_one_step_improves_a_bandit_with_three_arms(loss: TokenLoss) -> None:
-    # Every arm is drawn equally often; the reward of arm 2 is 1, the others 0, the mean is 1/3.
-    rewards_V = torch.tensor([0.0, 0.0, 1.0], dtype=torch.float64)
-    logits_V = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-    logp_V = torch.log_softmax(logits_V, dim=0)
-    total = loss.value(logp_V, logp_V.detach(), rewards_V - rewards_V.mean(), 0.2, 0.2).sum()
-    (gradient_V,) = torch.autograd.grad(total, logits_V)
-    after_V = torch.softmax(logits_V.detach() - 0.1 * gradient_V, dim=0)
-    assert float((after_V * rewards_V).sum()) > 1 / 3
+# Estimators of the KL divergence against closed forms: values, signs, and what their gradients descend.
+
+POLICY_V = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64)
+REFERENCE_V = torch.tensor([0.6, 0.3, 0.1], dtype=torch.float64)
+TO_REFERENCE = [-0.114895, -0.014241, 0.129136]
+"""Gradient of KL(policy || reference) on the logits of the policy."""
+FROM_REFERENCE = [-0.1, 0.0, 0.1]
+
+
+def expected_gradient(
+    penalty: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], drawn_from_V: Tensor = POLICY_V
+) -> list[float]:
+    """Average grad x d logp / d logits over all tokens. d logp_v / d logits = onehot(v) - policy."""
+    _, grad_V = penalty(POLICY_V.log(), REFERENCE_V.log())
+    jacobian_V_V = torch.eye(3, dtype=torch.float64) - POLICY_V
+    found: list[float] = ((drawn_from_V * grad_V)[:, None] * jacobian_V_V).sum(dim=0).tolist()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("reference", "values", "gradients"),
+    [
+        # u = 0.5: 0.5^2 / 2, e^-0.5 - 1 + 0.5 = 0.106531, 1 - e^-0.5 = 0.393469
+        (-1.5, (0.5, 0.125, 0.106531, 0.106531), (1, 0.5, 0.393469, 0.5)),
+        # u = -0.5: the same square, e^0.5 - 1 - 0.5 = 0.148721, and the sign of the gradients turns
+        (-0.5, (-0.5, 0.125, 0.148721, 0.148721), (1, -0.5, -0.648721, -0.5)),
+    ],
+)
+def test_values_and_gradients_by_hand(
+    reference: float, values: tuple[float, ...], gradients: tuple[float, ...]
+) -> None:
+    logp_N, reference_N = (torch.tensor([x], dtype=torch.float64) for x in (-1.0, reference))
+    for name, value, gradient in zip(("k1", "k2", "k3", "k3+"), values, gradients, strict=True):
+        found = [one.item() for one in ESTIMATORS[name](logp_N, reference_N)]
+        assert found == pytest.approx([value, gradient], abs=1e-6)
+
+
+def test_expected_values_by_hand() -> None:
+    # 0.5 ln(5/6) + 0.2 ln 2 = 0.047469
+    means = {
+        name: float((POLICY_V * penalty(POLICY_V.log(), REFERENCE_V.log())[0]).sum())
+        for name, penalty in ESTIMATORS.items()
+    }
+    assert means == pytest.approx({"k1": 0.047469, "k2": 0.056356, "k3": 0.047469, "k3+": 0.047469}, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("k1", [0.0, 0.0, 0.0]), ("k2", TO_REFERENCE), ("k3", FROM_REFERENCE), ("k3+", TO_REFERENCE)],
+)
+def test_expected_gradients_are_those_of_the_divergence_they_name(name: str, expected: list[float]) -> None:
+    assert expected_gradient(ESTIMATORS[name]) == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_two_closed_gradients_are_those_of_autograd() -> None:
+    for expected, is_forward in ((TO_REFERENCE, False), (FROM_REFERENCE, True)):
+        logits_V = POLICY_V.log().requires_grad_()
+        logp_V, ref_V = torch.log_softmax(logits_V, 0), REFERENCE_V.log()
+        both = (REFERENCE_V * (ref_V - logp_V), logp_V.exp() * (logp_V - ref_V))
+        (gradient_V,) = torch.autograd.grad(both[0 if is_forward else 1].sum(), logits_V)
+        assert gradient_V.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_drawn_from_another_distribution_only_the_ratio_makes_it_right() -> None:
+    engine_V = torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
+
+    def penalize(
+        is_corrected: bool, estimate: PenaltyFn
+    ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
+        penalty = KlPenalty(beta=1.0, estimate=estimate, is_corrected=is_corrected)
+        return lambda logp, reference: penalty(logp, reference, engine_V.log())
+
+    corrected = expected_gradient(penalize(True, penalize_k3_plus), engine_V)
+    assert corrected == pytest.approx(TO_REFERENCE, abs=1e-6)
+    plain = expected_gradient(penalize(False, penalize_k3), engine_V)
+    assert plain == pytest.approx([-0.13, -0.042, 0.172], abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_nothing_is_asked_of_a_policy_that_is_the_reference(name: str) -> None:
+    value_N, grad_N = ESTIMATORS[name](POLICY_V.log(), POLICY_V.log())
+    assert value_N.tolist() == [0, 0, 0]
+    assert grad_N.tolist() == ([1, 1, 1] if name == "k1" else [0, 0, 0])
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize("gap", [-1e4, -89.0, 89.0, 1e4])
+def test_no_gap_overflows_in_float32(name: str, gap: float) -> None:
+    penalty = KlPenalty(beta=1.0, estimate=ESTIMATORS[name], is_corrected=True)
+    for found in penalty(torch.tensor([gap]), torch.zeros(1), torch.zeros(1)):
+        assert math.isfinite(found.item())
+
+
+def test_small_gaps_are_not_drowned_in_rounding() -> None:
+    # u = 1e-4 in float32: k3 = u^2 / 2 = 5e-9, of which exp(-u) - 1 + u leaves nothing.
+    value_N, grad_N = penalize_k3(torch.tensor([1e-4]), torch.zeros(1))
+    assert value_N.item() == pytest.approx(5e-9, rel=0.1)
+    assert grad_N.item() == pytest.approx(1e-4, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["k2", "k3", "k3+"])
+def test_opt_1_a_step_down_any_offered_estimator_comes_closer(name: str) -> None:
+    moved_V = POLICY_V.log() - 0.5 * torch.tensor(expected_gradient(ESTIMATORS[name]), dtype=torch.float64)
+    after_V = torch.softmax(moved_V, 0)
+    assert float((after_V * (after_V / REFERENCE_V).log()).sum()) < 0.047

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +19,11 @@ from strop.cluster.publishers import (
     BroadcastPublisher,
     FilePublisher,
     StorePublisher,
-    choose_transport,
     has_memory_room,
     open_memory_dir,
     open_publisher,
 )
-from strop.engine.contract import WeightTransport, WeightUpdate
+from strop.engine.contract import WeightTransport
 from strop.engine.native import NativeEngine
 from strop.errors import ConfigError, WeightMismatch
 from strop.hardware.leftovers import clear_shared_memory
@@ -53,22 +54,6 @@ def change(learner: Learner, version: int) -> None:
     learner.version = version
 
 
-@pytest.mark.parametrize(
-    ("asked", "is_apart", "expected"),
-    [
-        ("auto", False, "file"),
-        ("auto", True, "broadcast"),
-        ("file", True, "file"),
-        ("broadcast", False, "broadcast"),
-        ("store", True, "store"),
-    ],
-)
-def test_the_transport_follows_the_roles_unless_it_is_named(
-    asked: str, is_apart: bool, expected: str
-) -> None:
-    assert choose_transport(asked, is_apart=is_apart) == expected
-
-
 def test_a_spec_gets_its_publisher(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +68,8 @@ def test_a_spec_gets_its_publisher(
     monkeypatch.delenv(URI_VARIABLE, raising=False)
     assert isinstance(build("auto"), FilePublisher)
     assert isinstance(build("auto", is_apart=True), BroadcastPublisher)
+    assert isinstance(build("file", is_apart=True), FilePublisher)
+    assert isinstance(build("broadcast"), BroadcastPublisher)
     with pytest.raises(ConfigError, match=r"engine\.transport is store, and there is no store"):
         build("store")
     monkeypatch.setenv(URI_VARIABLE, str(tmp_path / "store"))
@@ -129,7 +116,7 @@ def test_gpus_of_the_job_send_weights_from_device_to_device_after_the_first(
     assert isinstance(build(placement={"kind": "process"}), FilePublisher)
 
 
-def test_a_step_waits_until_weights_are_sent(tiny_model_dir: Path) -> None:
+async def test_a_step_waits_until_weights_are_sent(tiny_model_dir: Path) -> None:
     learner = LocalLearner(make_learner(tiny_model_dir))
     order: list[str] = []
 
@@ -144,15 +131,12 @@ def test_a_step_waits_until_weights_are_sent(tiny_model_dir: Path) -> None:
             order.append("sent")
             return 1
 
-    async def act() -> tuple[str, str]:
-        learner._sender = Slow()  # type: ignore[assignment]
-        offer = await learner.offer_weights("nccl", "127.0.0.1", 1)
-        order.append("offered")
-        await learner.digest_tensors()
-        order.append("digested")
-        return offer
-
-    address, digest = asyncio.run(act())
+    learner._sender = Slow()  # type: ignore[assignment]
+    offer = await learner.offer_weights("nccl", "127.0.0.1", 1)
+    order.append("offered")
+    await learner.digest_tensors()
+    order.append("digested")
+    address, digest = offer
     assert (address, digest) == ("nccl://there/v000000-0", device_digest(learner.local.compute_copies()))
     assert order == ["offered", "sent", "digested"]
 
@@ -170,13 +154,16 @@ def test_memory_is_used_where_it_has_room_and_given_back(tiny_model_dir: Path) -
     assert not path.with_name(f"{path.name}.lock").exists()
 
 
+@pytest.mark.parametrize("kind", ["folder", pytest.param("s3", marks=pytest.mark.slow)])
 def test_weights_go_through_a_store_and_only_what_is_needed_stays(
-    tiny_model_dir: Path, tmp_path: Path
+    kind: str, tiny_model_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     learner, served = make_learner(tiny_model_dir), [0]
-    uri = str(tmp_path / "store" / "weights" / "run")
+    root = str(tmp_path / "store") if kind == "folder" else request.getfixturevalue("s3_root")
+    uri = f"{root}/weights/run"
+    store = open_store(uri)
     files = FilePublisher(LocalLearner(learner), tmp_path / "w", lambda: served[0])
-    publisher = StorePublisher(files, open_store(uri), uri)
+    publisher = StorePublisher(files, store, uri)
     engine = NativeEngine(
         LanguageModel.load(tiny_model_dir, dtype=torch.float32), Tokenizer.load(tiny_model_dir)
     )
@@ -191,31 +178,11 @@ def test_weights_go_through_a_store_and_only_what_is_needed_stays(
             served[0] = version
             assert names(tmp_path / "w") == []
         # The served one and its successor: version 1 went when 3 came, as 2 was acknowledged then.
-        assert names(Path(uri)) == ["v000002.safetensors", "v000003.safetensors"]
+        kept = sorted(stored.uri for stored in store.list(uri))
+        assert kept == [f"{uri}/v000002.safetensors", f"{uri}/v000003.safetensors"]
         await engine.close()
 
     asyncio.run(act())
-    asyncio.run(publisher.close())
-    assert list(Path(uri).iterdir()) == []
-
-
-@pytest.mark.slow
-def test_weights_go_through_s3(tiny_model_dir: Path, tmp_path: Path, s3_root: str) -> None:
-    learner, uri = make_learner(tiny_model_dir), f"{s3_root}/weights/run"
-    store = open_store(uri)
-    publisher = StorePublisher(FilePublisher(LocalLearner(learner), tmp_path, lambda: None), store, uri)
-    engine = NativeEngine(
-        LanguageModel.load(tiny_model_dir, dtype=torch.float32), Tokenizer.load(tiny_model_dir)
-    )
-    change(learner, 1)
-
-    async def act() -> None:
-        receipt = await engine.update(await publisher.publish())
-        assert receipt.digest == weights_digest(learner.model)
-        await engine.close()
-
-    asyncio.run(act())
-    assert [stored.uri for stored in store.list(uri)] == [f"{uri}/v000001.safetensors"]
     asyncio.run(publisher.close())
     assert list(store.list(uri)) == []
 
@@ -238,7 +205,7 @@ def flip(path: Path) -> None:
         (lambda path: None, "0" * 64, "not 0000"),
     ],
 )
-def test_an_object_that_is_not_what_was_published_leaves_the_old_weights(
+async def test_an_object_that_is_not_what_was_published_leaves_the_old_weights(
     spoil: Callable[[Path], None], promised: str | None, message: str, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
     learner, uri = make_learner(tiny_model_dir), str(tmp_path / "store")
@@ -247,15 +214,45 @@ def test_an_object_that_is_not_what_was_published_leaves_the_old_weights(
     model = LanguageModel.load(tiny_model_dir, dtype=torch.float32)
     engine, before = NativeEngine(model, Tokenizer.load(tiny_model_dir)), weights_digest(model)
     change(learner, 1)
-
-    async def act() -> WeightUpdate:
-        update = await publisher.publish()
-        assert update.path is not None
-        spoil(Path(update.path))
-        with pytest.raises(WeightMismatch, match=message):
-            await engine.update(replace(update, digest=promised or update.digest))
-        await engine.close()
-        return update
-
-    asyncio.run(act())
+    update = await publisher.publish()
+    assert update.path is not None
+    spoil(Path(update.path))
+    with pytest.raises(WeightMismatch, match=message):
+        await engine.update(replace(update, digest=promised or update.digest))
+    await engine.close()
     assert weights_digest(model) == before
+
+
+# The learner in the loop's process: where its work is done, and what the loop may do meanwhile.
+
+
+class Recorder:
+    """Stands for a learner: notes which thread calls it."""
+
+    version = 0
+
+    def __init__(self) -> None:
+        self.threads: list[int] = []
+
+    def step_terms(self, terms: Any, plan: Any) -> Any:
+        self.threads.append(threading.get_ident())
+        return SimpleNamespace()
+
+    def save_state(self, target: Path) -> None:
+        self.threads.append(threading.get_ident())
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+async def test_all_work_is_done_in_one_thread(is_async: bool, tmp_path: Path) -> None:
+    """Each further thread would keep an OpenMP team and the memory that it freed."""
+    local = Recorder()
+    learner = LocalLearner(local, is_async=is_async)  # type: ignore[arg-type]
+    assert learner.is_async == is_async
+    for _ in range(5):
+        # Others use threads meanwhile, as publications do.
+        others = [asyncio.to_thread(threading.Event().wait, 0.01) for _ in range(3)]
+        await asyncio.gather(learner.step_terms([]), *others)
+    await learner.save_state(tmp_path)
+    assert len(local.threads) == 6
+    assert len(set(local.threads)) == 1
+    assert (local.threads[0] != threading.get_ident()) == is_async

@@ -10,14 +10,16 @@ from pathlib import Path
 
 import pytest
 
+from strop.cluster.ray import roles
 from strop.cluster.ray.deaths import read_log
 from strop.cluster.ray.node import await_head, find_own_address, require_same_python
 from strop.cluster.ray.placement import RayPlacement, _Started
-from strop.cluster.ray.roles import RoleFacts, prove_environment, require_environment
+from strop.cluster.ray.roles import RayRole, RoleFacts, RoleStart, prove_environment, require_environment
 from strop.cluster.ray.settings import RAY_VERSION, describe_here
 from strop.cluster.ray.workers import assign_engines
 from strop.errors import CheckRefused, ConfigError
-from strop.spec.layout import RoleKind, RoleSlot
+from strop.hardware.visible_devices import ENV_DEVICES, PART_DEVICES
+from strop.spec.layout import DeviceShare, RoleKind, RoleSlot
 from strop.store import ModelHandle, get_model
 from tests.fixtures.tiny_run import tiny_spec
 
@@ -193,9 +195,7 @@ def test_weights_by_file_are_refused_where_an_engine_does_not_see_them(tmp_path:
         if transport != "file":
             placement._require_transport()
             continue
-        with pytest.raises(
-            ConfigError, match=r"engine\.transport is file, and engine-1 on node 1 \(algo-2\)"
-        ):
+        with pytest.raises(ConfigError, match=r"engine\.transport is file, .* node 1 \(algo-2\)"):
             placement._require_transport()
 
 
@@ -218,3 +218,33 @@ def test_a_role_logs_from_its_level_on(tmp_path: Path) -> None:
         said = (tmp_path / f"{level}.log").read_text()
         assert "role learner-0 on node 0" in said
         assert ("INFO any.library: it said so" in said) is is_said, level
+
+
+# What a role of Ray's sees of its node's GPUs.
+
+
+def test_a_worker_and_its_sandboxes_see_the_gpus_for_environments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RayRole, "computes", False)
+    monkeypatch.setattr(roles, "require_environment", lambda *_: None)
+    for name in PART_DEVICES.values():
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    monkeypatch.setenv("STROP_INFER_DEVICES", "1")
+    monkeypatch.setenv(ENV_DEVICES, "5,6,7")
+    monkeypatch.setattr(os, "dup2", lambda *_: 0)
+    share = DeviceShare(part="env", first=1, count=2)
+    log_path = str(tmp_path / "worker-0.log")
+    RayRole(RoleStart(name="worker-0", node=0, log_path=log_path, devices=share, has_env_gpus=True)).begin()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == os.environ[ENV_DEVICES] == "6,7"
+    assert "STROP_INFER_DEVICES" not in os.environ
+    # On a cluster that is not the run's, Ray has chosen them.
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    RayRole(RoleStart(name="worker-0", node=0, log_path=log_path, has_env_gpus=True)).begin()
+    assert os.environ[ENV_DEVICES] == "3"
+    # A worker without such a share shows its sandboxes none.
+    learning = DeviceShare(part="env", first=0, count=0)
+    RayRole(RoleStart(name="worker-1", node=0, log_path=log_path, devices=learning)).begin()
+    assert ENV_DEVICES not in os.environ

@@ -37,6 +37,15 @@ def run(waiting: Coroutine[Any, Any, Result]) -> Result:
     return asyncio.run(act())
 
 
+def answer(engine: Engine, *requests: GenerationRequest) -> list[Completion]:
+    """Return the replies to requests that are made one after the other."""
+
+    async def act() -> list[Completion]:
+        return [await engine.generate(request) for request in requests]
+
+    return run(act())
+
+
 def assert_well_formed(completion: Completion, request: GenerationRequest) -> None:
     """Check what holds for every reply that is a sample."""
     num_tokens = len(completion.token_ids)
@@ -78,28 +87,26 @@ class EngineContract:
         )
 
     def test_reply_is_well_formed(self, engine: Engine, request_: GenerationRequest) -> None:
-        assert_well_formed(run(engine.generate(request_)), request_)
+        assert_well_formed(answer(engine, request_)[0], request_)
 
     def test_budget_of_one_token(self, engine: Engine, request_: GenerationRequest) -> None:
         short = replace(request_, max_tokens=1)
-        completion = run(engine.generate(short))
+        (completion,) = answer(engine, short)
         assert len(completion.token_ids) == 1
         assert_well_formed(completion, short)
 
     def test_without_stops_the_budget_is_used_up(self, engine: Engine, request_: GenerationRequest) -> None:
         endless = replace(request_, stop_token_ids=frozenset())
-        completion = run(engine.generate(endless))
+        (completion,) = answer(engine, endless)
         assert len(completion.token_ids) == 12
         assert completion.finish_reason is FinishReason.LENGTH
 
     def test_text_is_the_decoded_reply_without_its_terminator(
         self, engine: Engine, request_: GenerationRequest, tokenizer: Tokenizer
     ) -> None:
-        completion = run(engine.generate(request_))
-        kept = completion.token_ids
-        if completion.finish_reason is FinishReason.EOS:
-            kept = kept[:-1]
-        assert completion.text == tokenizer.decode(kept)
+        (completion,) = answer(engine, request_)
+        is_ended = completion.finish_reason is FinishReason.EOS
+        assert completion.text == tokenizer.decode(completion.token_ids[: -1 if is_ended else None])
 
     def test_stop_string_ends_the_reply_before_it(self, engine: Engine, request_: GenerationRequest) -> None:
         async def act() -> tuple[str, GenerationRequest, Completion]:
@@ -115,10 +122,7 @@ class EngineContract:
         assert_well_formed(completion, stopped)
 
     def test_equal_requests_get_equal_replies(self, engine: Engine, request_: GenerationRequest) -> None:
-        async def both() -> tuple[Completion, Completion]:
-            return await engine.generate(request_), await engine.generate(request_)
-
-        first, second = run(both())
+        first, second = answer(engine, request_, request_)
         assert first.token_ids.tolist() == second.token_ids.tolist()
         assert first.logprobs.tolist() == second.logprobs.tolist()
 

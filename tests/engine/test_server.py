@@ -7,7 +7,6 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +28,24 @@ KEY = "0123456789abcdef-secret"
 UPDATE = WeightUpdate(version=4, digest="d4", transport=WeightTransport.FILE, path="w")
 
 
-def talk(engine: DummyEngine, speak: Callable[[httpx.AsyncClient], Awaitable[Any]], **headers: str) -> Any:
-    """Talk to the application without a socket."""
+def talk(engine: DummyEngine, *messages: tuple[str, str | None], **headers: str) -> list[httpx.Response]:
+    """Post bodies to the application without a socket, or get what has none; one after the other."""
 
-    async def act() -> Any:
-        transport = httpx.ASGITransport(
-            app=build_app(engine, key=KEY, model_digest="m0", tokenizer_digest="t0")
-        )
-        json = {"Content-Type": "application/json", **headers}
-        async with httpx.AsyncClient(transport=transport, base_url="http://engine", headers=json) as client:
-            return await speak(client)
+    async def act() -> list[httpx.Response]:
+        app = build_app(engine, key=KEY, model_digest="m0", tokenizer_digest="t0")
+        # What is raised after the answer is for the server's log.
+        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
+        given = {"Content-Type": "application/json", **headers}
+        async with httpx.AsyncClient(transport=transport, base_url="http://engine", headers=given) as client:
+            return [
+                await client.request("GET" if body is None else "POST", path, content=body)
+                for path, body in messages
+            ]
 
     return asyncio.run(act())
+
+
+BEARER = {"Authorization": f"Bearer {KEY}"}
 
 
 def messages(tokenizer: Tokenizer) -> dict[str, str]:
@@ -69,12 +74,8 @@ def test_sec_3_without_the_key_every_path_but_health_is_refused(
 ) -> None:
     """Incident: services answered anyone, some with authentication switched off after a mismatch."""
     engine = DummyEngine(tokenizer, ["said"] * 9)
-    paths = [*messages(tokenizer), "/", "/docs", "/openapi.json", "/health/", "//health"]
-
-    async def speak(client: httpx.AsyncClient) -> list[httpx.Response]:
-        return [await client.post(path, content=messages(tokenizer).get(path, "")) for path in paths]
-
-    for answer in talk(engine, speak, **headers):
+    paths = ["/", "/docs", "/openapi.json", "/health/", "//health"]
+    for answer in talk(engine, *messages(tokenizer).items(), *((path, "") for path in paths), **headers):
         assert answer.status_code == 401, answer.url
         assert "without the key of this server. Allowed" in answer.json()["message"]
     assert not engine.requests
@@ -82,15 +83,9 @@ def test_sec_3_without_the_key_every_path_but_health_is_refused(
 
 
 def test_health_needs_no_key_and_tells_no_secret(tokenizer: Tokenizer) -> None:
-    engine = DummyEngine(tokenizer, [])
-
-    async def speak(client: httpx.AsyncClient) -> list[httpx.Response]:
-        before = await client.get("/health")
-        key = {"Authorization": f"Bearer {KEY}"}
-        await client.post("/v1/weights", content=UpdateForm.of(UPDATE).model_dump_json(), headers=key)
-        return [before, await client.get("/health")]
-
-    before, after = talk(engine, speak)
+    (before,) = talk(DummyEngine(tokenizer, []), ("/health", None))
+    body = messages(tokenizer)["/v1/weights"]
+    _, after = talk(DummyEngine(tokenizer, []), ("/v1/weights", body), ("/health", None), **BEARER)
     same = {"pid": os.getpid(), "model_digest": "m0", "tokenizer_digest": "t0"}
     assert before.json() == {**same, "version": 0, "digest": "m0"}
     assert after.json() == {**same, "version": 4, "digest": "d4"}
@@ -100,23 +95,15 @@ def test_a_batch_is_answered_in_its_order(tokenizer: Tokenizer) -> None:
     # A reply of many tokens next to short ones: order is that of the requests, not of the endings.
     engine = DummyEngine(tokenizer, [ScriptedReply(text="a long one"), "b", "c"])
     call = GenerateCall.of([ask(tokenizer, seed=seed) for seed in range(3)])
-
-    async def speak(client: httpx.AsyncClient) -> Any:
-        return (await client.post("/v1/generate", content=call.model_dump_json())).json()
-
-    answer = talk(engine, speak, Authorization=f"Bearer {KEY}")
-    assert answer["texts"] == ["a long one", "b", "c"]
+    (answer,) = talk(engine, ("/v1/generate", call.model_dump_json()), **BEARER)
+    assert answer.json()["texts"] == ["a long one", "b", "c"]
     assert [request.seed for request in engine.requests] == [0, 1, 2]
 
 
 def test_errors_are_answered_by_their_class(tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
     engine = DummyEngine(tokenizer, [], found_digest="other")
 
-    async def speak(client: httpx.AsyncClient) -> list[httpx.Response]:
-        bodies = messages(tokenizer)
-        return [await client.post(path, content=bodies[path]) for path in ("/v1/weights", "/v1/generate")]
-
-    weights, generate = talk(engine, speak, Authorization=f"Bearer {KEY}")
+    generate, _, weights = talk(engine, *messages(tokenizer).items(), **BEARER)
     assert weights.status_code == 500
     assert weights.json()["kind"] == "WeightMismatch"
     # One failed request is no failed batch.
@@ -134,10 +121,8 @@ def test_a_bug_is_answered_with_its_place_and_its_traceback(is_streamed: bool, t
     engine = Broken(tokenizer, [])
     path = "/v1/replies" if is_streamed else "/v1/generate"
 
-    async def speak(client: httpx.AsyncClient) -> httpx.Response:
-        return await client.post(path, content=messages(tokenizer)["/v1/generate"])
-
-    answer = talk(engine, speak, Authorization=f"Bearer {KEY}").json()
+    (response,) = talk(engine, (path, messages(tokenizer)["/v1/generate"]), **BEARER)
+    answer = response.json()
     (error,) = answer["answer"]["errors"] if is_streamed else answer["errors"]
     place = f"(test_server.py:{line_of(Broken, 'raise')})"
     said = f"it failed in the engine: KeyError: 'no such operator' {place}"
@@ -150,27 +135,15 @@ def test_a_bug_in_an_update_is_answered_too(tokenizer: Tokenizer) -> None:
         async def update(self, update: WeightUpdate) -> WeightReceipt:
             raise KeyError("no such tensor")
 
-    async def act() -> httpx.Response:
-        app = build_app(Broken(tokenizer, []), key=KEY, model_digest="m0")
-        # What is raised after the answer is for the server's log.
-        transport = httpx.ASGITransport(app=app, raise_app_exceptions=False)
-        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
-        async with httpx.AsyncClient(transport=transport, base_url="http://e", headers=headers) as client:
-            return await client.post("/v1/weights", content=messages(tokenizer)["/v1/weights"])
-
-    answer = asyncio.run(act())
+    body = messages(tokenizer)["/v1/weights"]
+    (answer,) = talk(Broken(tokenizer, []), ("/v1/weights", body), **BEARER)
     assert answer.status_code == 500
-    assert answer.json()["message"].startswith(
-        "it failed in the engine: KeyError: 'no such tensor' (test_server"
-    )
+    assert "KeyError: 'no such tensor' (test_server" in answer.json()["message"]
 
 
 def test_a_malformed_message_is_refused(tokenizer: Tokenizer) -> None:
-    async def speak(client: httpx.AsyncClient) -> list[httpx.Response]:
-        bodies = ["", "{}", '{"requests": [{}]}', '{"requests": [], "more": 1}']
-        return [await client.post("/v1/generate", content=body) for body in bodies]
-
-    answers = talk(DummyEngine(tokenizer, []), speak, Authorization=f"Bearer {KEY}")
+    bodies = ("", "{}", '{"requests": [{}]}', '{"requests": [], "more": 1}')
+    answers = talk(DummyEngine(tokenizer, []), *(("/v1/generate", body) for body in bodies), **BEARER)
     assert [answer.status_code for answer in answers] == [422] * 4
 
 
@@ -286,21 +259,18 @@ def test_a_chat_shows_the_model_calls_and_replies_of_tools(
         assert "<tool_response>\ndone\n</tool_response>" in asked
 
 
-def test_answers_of_several_writes_are_sent_at_once() -> None:
+async def test_answers_of_several_writes_are_sent_at_once() -> None:
     """A listener without a named protocol leaves the second write waiting for an acknowledgement, 40 ms."""
     found: list[int] = []
 
-    async def main() -> None:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            accepted = writer.get_extra_info("socket")
-            found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
-            writer.close()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        accepted = writer.get_extra_info("socket")
+        found.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        writer.close()
 
-        async with await asyncio.start_server(serve, sock=listen()) as server:
-            place = server.sockets[0].getsockname()
-            reader, writer = await asyncio.open_connection(*place)
-            await reader.read()
-            writer.close()
-
-    asyncio.run(main())
+    async with await asyncio.start_server(serve, sock=listen()) as server:
+        place = server.sockets[0].getsockname()
+        reader, writer = await asyncio.open_connection(*place)
+        await reader.read()
+        writer.close()
     assert found == [1]

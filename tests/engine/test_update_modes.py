@@ -24,7 +24,7 @@ from strop.policy.scoring import score_reply
 from strop.policy.weights import own_tensors, publish_tensors
 from strop.rollout import VersionSegment
 from strop.tokenizer import Tokenizer
-from tests.engine.requests import ask
+from tests.engine.requests import ask, generate_all
 from tests.fixtures.builders import request_for
 
 NUM_TOKENS = 24
@@ -73,7 +73,7 @@ async def change_in_between(
     return list(replies), await updating, await late
 
 
-def run_mode(
+async def run_mode(
     model_dir: Path, update: WeightUpdate, mode: UpdateMode
 ) -> tuple[list[Completion], Completion, list[GenerationRequest]]:
     tokenizer = Tokenizer.load(model_dir)
@@ -82,39 +82,38 @@ def run_mode(
     asked = WeightUpdate(
         version=update.version, digest=update.digest, transport=update.transport, path=update.path, mode=mode
     )
-    replies, receipt, late = asyncio.run(change_in_between(engine, requests, asked))
+    replies, receipt, late = await change_in_between(engine, requests, asked)
     assert (receipt.version, receipt.digest) == (update.version, update.digest)
     return replies, late, requests
 
 
-def generate_cold(
+async def generate_cold(
     model: LanguageModel, model_dir: Path, requests: list[GenerationRequest]
 ) -> list[Completion]:
-    engine = NativeEngine(model, Tokenizer.load(model_dir))
-
-    async def generate() -> list[Completion]:
-        return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
-
-    return asyncio.run(generate())
+    return await generate_all(NativeEngine(model, Tokenizer.load(model_dir)), requests)
 
 
 def token_lists(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids.tolist() for completion in completions]
 
 
-def test_smp_4_drained_replies_end_under_the_weights_they_began_with(
+async def test_smp_4_drained_replies_end_under_the_weights_they_began_with(
     tiny_model_dir: Path, update: WeightUpdate
 ) -> None:
-    replies, late, requests = run_mode(tiny_model_dir, update, UpdateMode.DRAIN)
-    assert token_lists(replies) == token_lists(generate_cold(load(tiny_model_dir), tiny_model_dir, requests))
+    replies, late, requests = await run_mode(tiny_model_dir, update, UpdateMode.DRAIN)
+    assert token_lists(replies) == token_lists(
+        await generate_cold(load(tiny_model_dir), tiny_model_dir, requests)
+    )
     assert [reply.policy_version for reply in replies] == [0, 0, 0]
     assert all(reply.segments == () for reply in replies)
     assert late.policy_version == 5
 
 
-def test_restarted_replies_are_those_of_the_new_weights(tiny_model_dir: Path, update: WeightUpdate) -> None:
-    replies, late, requests = run_mode(tiny_model_dir, update, UpdateMode.RESTART)
-    cold = generate_cold(changed(tiny_model_dir), tiny_model_dir, requests)
+async def test_restarted_replies_are_those_of_the_new_weights(
+    tiny_model_dir: Path, update: WeightUpdate
+) -> None:
+    replies, late, requests = await run_mode(tiny_model_dir, update, UpdateMode.RESTART)
+    cold = await generate_cold(changed(tiny_model_dir), tiny_model_dir, requests)
     assert token_lists(replies) == token_lists(cold)
     # SMP-4: the new tag, and no token of the old weights in it.
     assert [reply.policy_version for reply in replies] == [5, 5, 5]
@@ -122,11 +121,11 @@ def test_restarted_replies_are_those_of_the_new_weights(tiny_model_dir: Path, up
     assert late.token_ids.tolist() == cold[0].token_ids.tolist()
 
 
-def test_continued_replies_say_which_version_sampled_which_token(
+async def test_continued_replies_say_which_version_sampled_which_token(
     tiny_model_dir: Path, update: WeightUpdate
 ) -> None:
-    replies, late, requests = run_mode(tiny_model_dir, update, UpdateMode.CONTINUE)
-    old = generate_cold(load(tiny_model_dir), tiny_model_dir, requests)
+    replies, late, requests = await run_mode(tiny_model_dir, update, UpdateMode.CONTINUE)
+    old = await generate_cold(load(tiny_model_dir), tiny_model_dir, requests)
     for reply, before, request in zip(replies, old, requests, strict=True):
         first, second = reply.segments
         assert (first, second.version) == (VersionSegment(start=0, version=0), 5)
@@ -143,7 +142,7 @@ def test_continued_replies_say_which_version_sampled_which_token(
 
 
 @pytest.mark.parametrize("mode", list(UpdateMode))
-def test_a_broken_update_in_between_keeps_the_old_weights(
+async def test_a_broken_update_in_between_keeps_the_old_weights(
     tiny_model_dir: Path, update: WeightUpdate, mode: UpdateMode
 ) -> None:
     tokenizer = Tokenizer.load(tiny_model_dir)
@@ -152,53 +151,43 @@ def test_a_broken_update_in_between_keeps_the_old_weights(
     broken = WeightUpdate(
         version=5, digest="0" * 64, transport=WeightTransport.FILE, path=update.path, mode=mode
     )
-
-    async def act() -> Completion:
-        running = asyncio.ensure_future(engine.generate(requests[0]))
-        for _ in range(CHANGED_AFTER):
-            await asyncio.sleep(0)
-        with pytest.raises(WeightMismatch, match=r"0{64}"):
-            await engine.update(broken)
-        return await running
-
-    reply = asyncio.run(act())
+    running = asyncio.ensure_future(engine.generate(requests[0]))
+    for _ in range(CHANGED_AFTER):
+        await asyncio.sleep(0)
+    with pytest.raises(WeightMismatch, match=r"0{64}"):
+        await engine.update(broken)
+    reply = await running
     assert reply.policy_version == engine.version == 0
     assert [reply.token_ids.tolist()] == token_lists(
-        generate_cold(load(tiny_model_dir), tiny_model_dir, requests)
+        await generate_cold(load(tiny_model_dir), tiny_model_dir, requests)
     )
 
 
-def test_an_engine_that_is_closed_tells_a_waiting_update(tiny_model_dir: Path, update: WeightUpdate) -> None:
+async def test_an_engine_that_is_closed_tells_a_waiting_update(
+    tiny_model_dir: Path, update: WeightUpdate
+) -> None:
     tokenizer = Tokenizer.load(tiny_model_dir)
     engine = NativeEngine(load(tiny_model_dir), tokenizer)
-
-    async def act() -> None:
-        running = asyncio.ensure_future(engine.generate(request_of(tokenizer)))
-        for _ in range(CHANGED_AFTER):
-            await asyncio.sleep(0)
-        updating = asyncio.ensure_future(engine.update(update))
+    running = asyncio.ensure_future(engine.generate(request_of(tokenizer)))
+    for _ in range(CHANGED_AFTER):
         await asyncio.sleep(0)
-        await engine.close()
-        for waiting in (running, updating):
-            with pytest.raises(EngineError, match="an engine that is closed"):
-                await waiting
+    updating = asyncio.ensure_future(engine.update(update))
+    await asyncio.sleep(0)
+    await engine.close()
+    for waiting in (running, updating):
+        with pytest.raises(EngineError, match="an engine that is closed"):
+            await waiting
 
-    asyncio.run(act())
 
-
-def test_scores_come_while_replies_are_sampled(tiny_model_dir: Path) -> None:
+async def test_scores_come_while_replies_are_sampled(tiny_model_dir: Path) -> None:
     """Where generation never pauses, waiting for a pause would be waiting for ever."""
     tokenizer = Tokenizer.load(tiny_model_dir)
     engine = NativeEngine(load(tiny_model_dir), tokenizer)
     request = request_of(tokenizer)
-
-    async def act() -> bool:
-        running = asyncio.ensure_future(engine.generate(request))
-        for _ in range(CHANGED_AFTER):
-            await asyncio.sleep(0)
-        await engine.score(request.prompt_ids, request.prompt_ids, 1.0)
-        was_running = not running.done()
-        await running
-        return was_running
-
-    assert asyncio.run(act())
+    running = asyncio.ensure_future(engine.generate(request))
+    for _ in range(CHANGED_AFTER):
+        await asyncio.sleep(0)
+    await engine.score(request.prompt_ids, request.prompt_ids, 1.0)
+    was_running = not running.done()
+    await running
+    assert was_running

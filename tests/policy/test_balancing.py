@@ -13,18 +13,9 @@ from hypothesis import strategies as st
 
 from strop.errors import ConfigError
 from strop.policy import balancing
-from strop.policy.balancing import (
-    BatchPlan,
-    Effort,
-    PositionCost,
-    partition,
-    plan_batch,
-    restore_order,
-    shard_groups,
-)
-from strop.policy.footprint import ModelSize
+from strop.policy.balancing import BatchPlan, PositionCost, partition, plan_batch, restore_order, shard_groups
 from strop.policy.packing import PackedGroup
-from tests.policy.worlds import World
+from tests.policy.worlds import SIZE, World
 
 
 def lengths(group: PackedGroup) -> tuple[int, ...]:
@@ -36,23 +27,10 @@ def pieces_of(plan: BatchPlan) -> list[PackedGroup]:
 
 
 def test_costs_follow_from_the_sizes_of_a_model() -> None:
-    size = ModelSize(
-        num_layers=2,
-        hidden_width=8,
-        mlp_width=16,
-        num_heads=2,
-        num_kv_heads=1,
-        head_width=4,
-        vocab_size=100,
-        max_positions=64,
-        is_tied=True,
-    )
-    # Per layer: query and output 2 * 8*8, key and value 2 * 8*4, MLP 3 * 8*16 = 576; two layers 1,152.
-    assert size.body_params == 1152
-    cost = PositionCost.of_model(size)
-    # 12 * 2 layers * 8 channels / (6 * 1,152); 800 head parameters / 1,152.
-    assert cost.per_pair == pytest.approx(192 / 6912)
-    assert cost.per_scored == pytest.approx(800 / 1152)
+    cost = PositionCost.of_model(SIZE)
+    # 12 * 2 layers * 8 channels / (6 * 864); 800 head parameters / 864.
+    assert cost.per_pair == pytest.approx(192 / 5184)
+    assert cost.per_scored == pytest.approx(800 / 864)
     # 6 positions; pairs 6*6/2.
     assert cost.of_prompt(6) == pytest.approx(6 + 18 * cost.per_pair)
     # 4 positions behind 6, 3 of them scored: pairs 4*6 + 4*4/2.
@@ -100,12 +78,6 @@ def test_an_exchange_does_not_overfill_a_bin() -> None:
     assert unbounded.max() > limit, "the bound had nothing to prevent"
 
 
-def test_a_search_that_may_compare_nothing_still_deals_everything() -> None:
-    weights = np.random.default_rng(0).lognormal(0.0, 0.6, 1000)
-    bins = partition(weights, 64, effort=Effort(0))
-    assert len(np.unique(bins)) == 64
-
-
 def test_a_plan_is_the_same_however_long_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     groups = [World(seed).packed(5, [3 + seed * place % 17 for place in range(1, 9)]) for seed in range(24)]
     plan = plan_batch(groups, num_ranks=4, max_positions=400)
@@ -146,21 +118,6 @@ def test_a_group_is_cut_where_ranks_would_idle() -> None:
     assert all(piece.prompt_ids is group.prompt_ids for piece in pieces_of(plan))
 
 
-def test_the_budget_sets_the_number_of_micro_batches() -> None:
-    groups = [World(seed).packed(2, [9]) for seed in range(8)]
-    # 8 * 10 positions; 2 ranks * 20 positions need 2 micro-batches.
-    plan = plan_batch(groups, num_ranks=2, max_positions=20)
-    assert plan.loads_W_K.tolist() == [[20.0, 20.0], [20.0, 20.0]]
-    wider = plan_batch(groups, num_ranks=2, max_positions=20, num_micro_batches=4)
-    assert wider.loads_W_K.tolist() == [[10.0] * 4] * 2
-
-
-def test_ranks_without_work_have_empty_micro_batches() -> None:
-    plan = plan_batch([World().packed(2, [3])], num_ranks=3, max_positions=10)
-    assert sorted(len(pieces) for rank in plan.groups_W_K for pieces in rank) == [0, 0, 1]
-    assert plan_batch([], num_ranks=2, max_positions=10).imbalance == 1.0
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     sizes=st.lists(
@@ -189,21 +146,10 @@ def test_every_reply_is_trained_once_within_the_budget(
     assert plan.num_repeated_positions == fed - sum(len(group.prompt_ids) for group in groups)
 
 
-def test_the_plan_depends_on_the_groups_alone() -> None:
-    groups = [World(seed).packed(20, [10 + seed * place for place in range(8)]) for seed in range(40)]
-    first, second = (plan_batch(groups, num_ranks=8, max_positions=2000) for _ in range(2))
-    assert [[lengths(one) for one in pieces_of(plan)] for plan in (first, second)] == [
-        [lengths(one) for one in pieces_of(first)]
-    ] * 2
-
-
 @pytest.mark.parametrize("wanted", [(0, 10, None), (2, 0, None), (2, 10, 0)])
 def test_a_split_into_nothing_is_refused(wanted: tuple[int, int, int | None]) -> None:
     num_ranks, max_positions, num_micro_batches = wanted
-    with pytest.raises(
-        ConfigError,
-        match=rf"for {num_ranks} ranks in .* of {max_positions} positions\. Allowed: at least one",
-    ):
+    with pytest.raises(ConfigError, match=rf"for {num_ranks} ranks in .* of {max_positions} positions"):
         plan_batch([], num_ranks=num_ranks, max_positions=max_positions, num_micro_batches=num_micro_batches)
 
 

@@ -15,23 +15,32 @@ from torch.utils.flop_counter import FlopCounterMode
 from strop.errors import ConfigError
 from strop.policy.attention import PrefixSharedAttention
 from strop.policy.footprint import (
+    DEFAULT_MICRO_BATCH_POSITIONS,
+    MAX_GPU_POSITIONS,
     ModelSize,
     activation_bytes,
     cache_bytes,
     checkpoint_bytes,
     decode_flop,
+    gpu_positions,
     learn_flop,
+    must_recompute,
     prefill_flop,
+    rank_state_bytes,
     read_model_size,
     size_of_config,
     state_bytes,
 )
 from strop.policy.kv_cache import KVCache
 from strop.policy.language_model import DTYPES, LanguageModel
+from strop.policy.learner import Learner
 from strop.policy.packing import PackedBatch
+from strop.policy.scoring import default_positions
 from strop.policy.weights import export_tensors, own_tensors
+from strop.spec.train import OptimizerSpec
 from tests.fixtures.descriptions import config_of
-from tests.policy.worlds import World, build_learner, load_model, make_model, reinforce
+from tests.fixtures.kernels import HAS_KERNELS
+from tests.policy.worlds import SIZE, Gradients, World, build_learner, load_model, make_model, reinforce
 
 CONFIGS: list[dict[str, Any]] = [
     {},
@@ -70,17 +79,7 @@ def test_parameters_are_those_that_were_published(name: str, billions: float, ac
 
 
 def test_sizes_by_hand() -> None:
-    size = ModelSize(
-        num_layers=2,
-        hidden_width=8,
-        mlp_width=10,
-        num_heads=4,
-        num_kv_heads=2,
-        head_width=2,
-        vocab_size=100,
-        max_positions=64,
-        is_tied=True,
-    )
+    size = SIZE
     # A layer: q and o 8 x 8 each, k and v 8 x 4 each, three of 8 x 10: 128 + 64 + 240 = 432.
     assert (size.body_params, size.head_params, size.num_params) == (864, 800, 1664)
     assert state_bytes(size, "bfloat16") == 1664 * 18
@@ -248,3 +247,91 @@ def test_experts_that_a_token_does_not_pass_through_are_no_work(tmp_path: Path) 
     # Six experts of 20 in three layers, each three matrices of 10 rows.
     assert size.other_params == 3 * 6 * 20 * 3 * 10
     assert size_of_config(dense).other_params == 0
+
+
+# The default size of micro-batches.
+
+QWEN_1_5B = ModelSize(
+    num_layers=28,
+    hidden_width=1536,
+    mlp_width=8960,
+    num_heads=12,
+    num_kv_heads=2,
+    head_width=128,
+    vocab_size=151_936,
+    max_positions=32_768,
+    is_tied=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "options", "expected"),
+    [
+        # 1.5B: 1.544e9 parameters of 18 bytes are 27.8 GB, the head 1.1 GB. A position keeps
+        # 28 * (2 * 1536 * 12 + 6 * 14 * 128 * 2 + 4 * 8960 * 2) = 28 * 130,048 = 3.64 MB.
+        # 80 GB: 0.5 * 51.1e9 / 3.64e6 = 7,017 -> 6 * 1024. 24 GB hold not even the weights' state.
+        (80 * 10**9, {}, 6 * 1024),
+        (24 * 10**9, {}, DEFAULT_MICRO_BATCH_POSITIONS),
+        (10**12, {}, MAX_GPU_POSITIONS),
+        # Adapters of 10 million parameters: frozen copies of 3.1 GB and 18 bytes for each trained one,
+        # 0.2 GB. 24 GB: 0.5 * 19.7e9 / 3.64e6 = 2,700 -> 2 * 1024.
+        (24 * 10**9, {"num_trained": 10**7}, 2 * 1024),
+        # Two of the stream's tensors per layer, and one layer's inside: 28 * 6,144 + 130,048 = 302 kB.
+        # 32 GB: 0.5 * 3.1e9 / 302e3 = 5,170 -> 5 * 1024.
+        (32 * 10**9, {"is_recomputed": True}, 5 * 1024),
+        # Of four ranks each keeps a fourth of 16 bytes per parameter and the head's gradient, 7.1 GB, and
+        # gathers embedding and two layers with their gradients, 2.1 GB. 40 GB: 0.5 * 29.8e9 / 3.64e6 = 4,090.
+        (40 * 10**9, {"num_ranks": 4}, 3 * 1024),
+        (40 * 10**9, {}, DEFAULT_MICRO_BATCH_POSITIONS),
+    ],
+)
+def test_gpus_take_what_half_of_their_memory_holds(
+    num_bytes: int, options: dict[str, Any], expected: int
+) -> None:
+    assert gpu_positions(num_bytes, QWEN_1_5B, "bfloat16", **options) == expected
+
+
+def test_processors_keep_their_own(tmp_path: Path) -> None:
+    assert default_positions(load_model(make_model(tmp_path))) == DEFAULT_MICRO_BATCH_POSITIONS
+
+
+# Activations that a backward computes again give the same gradients, and are not kept.
+
+
+def gradients(path: Path, dtype: str, *, may_fuse: bool, is_recomputed: bool) -> Gradients:
+    model = LanguageModel.load(path, dtype=DTYPES[dtype], may_fuse=may_fuse)
+    assert (model.fused is not None) == (may_fuse and HAS_KERNELS)
+    if is_recomputed:
+        model.recompute_activations()
+    learner = Learner(model, OptimizerSpec(), micro_batch_positions=20)
+    groups = [World(seed).packed(5, [3, 1, 7]) for seed in range(3)]
+    return learner.gradients(groups, temperature=0.7, token_terms=reinforce)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("may_fuse", [True, False])
+def test_gradients_are_the_same_bits(tmp_path: Path, dtype: str, may_fuse: bool) -> None:
+    path = make_model(tmp_path, family="qwen3", head_dim=16)
+    kept = gradients(path, dtype, may_fuse=may_fuse, is_recomputed=False)
+    again = gradients(path, dtype, may_fuse=may_fuse, is_recomputed=True)
+    assert [name for name in kept if not torch.equal(kept[name], again[name])] == []
+
+
+def test_memory_decides(tmp_path: Path) -> None:
+    size = read_model_size(make_model(tmp_path))
+    # Layer: q and o 32 x 32, k and v 32 x 16, three of 32 x 48: 2048 + 1024 + 4608 = 7680; two of them.
+    # Embedding, which is the head too: 262 x 32 = 8384. In fp32 16 bytes each: 23744 x 16 = 379904.
+    # A position keeps per layer two norms, 2 x 32 x 16, attention 6 x 6 x 8 x 4, MLP 4 x 48 x 4: 2944;
+    # the head holds 256 rows of 262 logits in 12 bytes: 804864.
+    assert rank_state_bytes(size, "float32", 1) == 379904
+    needed = 379904 + 100 * 2 * 2944 + 804864
+    for have_bytes, is_needed in ((needed / 0.9 + 1, False), (needed / 0.9 - 1, True), (None, False)):
+        have = None if have_bytes is None else int(have_bytes)
+        assert must_recompute(size, "float32", num_positions=100, have_bytes=have) is is_needed
+    # On 4 ranks a quarter of it, and the head's gradient; gathered 8384 + 2 x 7680 in fp32, reduced 8384.
+    by_hand = 379904 // 4 + 4 * 8384 + 4 * (8384 + 2 * 7680) + 8 * 8384
+    assert rank_state_bytes(size, "float32", 4) == by_hand
+    # With 100 trained parameters beside the frozen: no gradient of the head, 50 of a layer on their way.
+    assert state_bytes(size, "float32", 100) == 4 * 23744 + 16 * 100
+    by_hand = (4 * 23744 + 16 * 100) // 4 + 4 * (8384 + 2 * 7680) + 8 * 50
+    assert rank_state_bytes(size, "float32", 4, 100) == by_hand

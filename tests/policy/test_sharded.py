@@ -9,6 +9,8 @@ import math
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
+from multiprocessing import set_forkserver_preload
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.multiprocessing.spawn import start_processes
 
 from strop.algorithm.catalog import GRPO, GSPO
 from strop.algorithm.offline import Divergence, Preference
@@ -30,17 +33,15 @@ from strop.policy.learner import Learner, LossTerm, Term
 from strop.policy.lora import ADAPTER_FILES
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms, TokenTermsFn
 from strop.policy.optimizer import StepPlan, StepReport
-from strop.policy.packing import PackedGroup, with_logprobs
+from strop.policy.packing import PackedGroup, PackedReply, with_logprobs
 from strop.policy.publication import digest_each, tensors_digest
 from strop.policy.scoring import FrozenModel
-from strop.policy.sharded import shard_learner
+from strop.policy.sharded import shard_frozen, shard_learner
 from strop.policy.weights import export_tensors, load_published, own_tensors, weights_digest
 from strop.rollout import FloatArray
 from strop.spec.model import LoraSpec
 from strop.spec.train import OptimizerSpec
 from tests.fixtures.families import family_model
-from tests.policy.frozen import frozen_alone, frozen_rank, weigh
-from tests.policy.gloo import run_ranks
 from tests.policy.worlds import Gradients, World, load_model, make_model, reinforce, relative_error
 
 pytestmark = [
@@ -114,6 +115,19 @@ def others(groups: Sequence[PackedGroup]) -> list[Term]:
         replace(term(groups, "sequence", mean_of_reply, 0.3), scope=Scope.REPLY),
         DistillTerm(name="own", groups=shown, temperature=1.0, divergence=JSD, is_own_teacher=True),
     ]
+
+
+def weigh(reply: PackedReply, advantage: float) -> PackedReply:
+    """Return one half of a pair, of five in a batch."""
+    return replace(reply, advantage=advantage, weight=0.2)
+
+
+def load_frozen(model_dir: Path, wrap: Callable[..., FrozenModel], *, may_fuse: bool) -> FrozenModel:
+    """Load a model that never learns, whole or this rank's rows of it."""
+    model = LanguageModel.load(model_dir, dtype=torch.float32, may_fuse=may_fuse)
+    for _, parameter in model.named_parameters():
+        parameter.requires_grad_(False)
+    return wrap(model, max_positions=BUDGET)
 
 
 def play_frozen(
@@ -221,7 +235,9 @@ def play_rank(models: dict[str, Path], kept: Path, target: Path) -> Scene:
     scene["adapted"] = play_adapted(sharded(models["rounded"], dtype="bfloat16", change=adapt), own, target)
     scene["rounded"] = play_rounded(models["rounded"], target)
     scene["update"] = play_update(sharded(models["tied"]), own)
-    scene["frozen"] = play_frozen(sharded(models["tied"]), frozen_rank(models["untied"], BUDGET), own)
+    scene["frozen"] = play_frozen(
+        sharded(models["tied"]), load_frozen(models["untied"], shard_frozen, may_fuse=False), own
+    )
     return scene
 
 
@@ -261,6 +277,25 @@ def play_rounded(model_dir: Path, target: Path) -> list[StepReport]:
     reports = [learner.step_terms([term(own(batch(seed)))]) for seed in range(2)]
     learner.write_weights(target / "rounded.safetensors")
     return reports
+
+
+def run_ranks(work: Callable[..., Any], num_ranks: int, store_dir: Path, *args: Any) -> list[Any]:
+    """Return what `work(*args)` returned on each rank. Raises: ProcessRaisedException of the first."""
+    store_dir.mkdir(parents=True, exist_ok=True)
+    # Imported once, by the server that the ranks are forks of, if this session has not used it before.
+    set_forkserver_preload([work.__module__])
+    start_processes(  # type: ignore[no-untyped-call]
+        serve_rank, (work, num_ranks, store_dir, args), nprocs=num_ranks, start_method="forkserver"
+    )
+    return [torch.load(store_dir / f"{rank}.pt", weights_only=False) for rank in range(num_ranks)]
+
+
+def serve_rank(rank: int, work: Callable[..., Any], num_ranks: int, store_dir: Path, args: Any) -> None:
+    torch.set_num_threads(1)
+    method, limit = f"file://{store_dir / 'store'}", timedelta(seconds=300.0)
+    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=num_ranks, timeout=limit)
+    torch.save(work(*args), store_dir / f"{rank}.pt")
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
@@ -317,6 +352,12 @@ def played(models: dict[str, Path], root: Path, alone: Scene) -> dict[int, list[
     return scenes
 
 
+@pytest.fixture(params=[2, 4])
+def scenes(request: pytest.FixtureRequest, played: dict[int, list[Scene]]) -> list[Scene]:
+    """Return what each rank of one number of them has played."""
+    return played[request.param]
+
+
 def assert_same_step(report: StepReport, expected: StepReport, *, tolerance: float = 1e-5) -> None:
     assert report.loss == pytest.approx(expected.loss, rel=tolerance, abs=1e-9)
     assert report.grad_norm == pytest.approx(expected.grad_norm, rel=tolerance, abs=1e-9)
@@ -332,20 +373,16 @@ def assert_same_step(report: StepReport, expected: StepReport, *, tolerance: flo
         assert own_term.cosine is None or own_term.cosine == pytest.approx(other.cosine, abs=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("name", GRADIENT_TOLERANCES)
-def test_gradients_are_those_of_one_process(
-    played: dict[int, list[Scene]], alone: Scene, num_ranks: int, name: str
-) -> None:
-    for scene in played[num_ranks]:
+def test_gradients_are_those_of_one_process(scenes: list[Scene], alone: Scene, name: str) -> None:
+    for scene in scenes:
         gradients: Gradients = scene["gradients"][name]
         assert gradients.keys() == alone["gradients"][name].keys()
         assert relative_error(gradients, alone["gradients"][name]) <= GRADIENT_TOLERANCES[name]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_steps_are_those_of_one_process(played: dict[int, list[Scene]], alone: Scene, num_ranks: int) -> None:
-    for scene in played[num_ranks]:
+def test_steps_are_those_of_one_process(scenes: list[Scene], alone: Scene) -> None:
+    for scene in scenes:
         for report, expected in zip(scene["steps"], alone["steps"], strict=True):
             assert_same_step(report, expected)
         for name in ("two terms", "one rank only", "other terms of one rank", "empty", "after"):
@@ -353,34 +390,32 @@ def test_steps_are_those_of_one_process(played: dict[int, list[Scene]], alone: S
         assert scene["version"] == alone["learner"].version == 8
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_whole_replies_pairs_and_teachers_are_those_of_one_process(
-    played: dict[int, list[Scene]], models: dict[str, Path], num_ranks: int
+    scenes: list[Scene], models: dict[str, Path]
 ) -> None:
-    learner, frozen = single(models["tied"]), frozen_alone(models["untied"], BUDGET)
+    learner, frozen = single(models["tied"]), load_frozen(models["untied"], FrozenModel, may_fuse=True)
     before = learner.model.head_weight.detach().clone()
     scores, expected = play_frozen(learner, frozen, whole)
     assert [one.name for one in expected.terms] == ["gspo", "dpo", "taught"]
     assert all(one.grad_norm > 0.0 for one in expected.terms)
     assert {"pair_accuracy", "pair_margin_nats"} <= expected.sums.keys()
     assert not torch.equal(before, learner.model.head_weight)
-    for scene in played[num_ranks]:
+    for scene in scenes:
         assert_same_step(scene["frozen"][1], expected)
     groups = batch(10)
-    found = [scene["frozen"][0] for scene in played[num_ranks]]
+    found = [scene["frozen"][0] for scene in scenes]
     for actual, one in zip(
-        restore_order(groups, shard_groups(groups, num_ranks), found), scores, strict=True
+        restore_order(groups, shard_groups(groups, len(scenes)), found), scores, strict=True
     ):
         np.testing.assert_allclose(actual, one, atol=1e-5)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_the_mini_batches_of_a_batch_are_those_of_one_process(
-    played: dict[int, list[Scene]], models: dict[str, Path], num_ranks: int
+    scenes: list[Scene], models: dict[str, Path]
 ) -> None:
     learner = single(models["tied"])
     expected = play_update(learner, whole)
-    for scene in (one["update"] for one in played[num_ranks]):
+    for scene in (one["update"] for one in scenes):
         assert scene["version"] == expected["version"] == 1
         for report, other in zip(scene["reports"], expected["reports"], strict=True):
             assert_same_step(report, other)
@@ -391,23 +426,22 @@ def test_the_mini_batches_of_a_batch_are_those_of_one_process(
                 assert total.mean == pytest.approx(other.totals[name].mean, rel=1e-2, abs=1e-6)
             np.testing.assert_allclose(np.sort(report.ratio_M), np.sort(other.ratio_M), rtol=1e-3)
         # Every rank was told the same, whatever it has of the batch.
-        assert scene["reports"][2].totals == played[num_ranks][0]["update"]["reports"][2].totals
+        assert scene["reports"][2].totals == scenes[0]["update"]["reports"][2].totals
     assert {"clip_low_frac", "clip_high_frac", "policy_entropy_nats"} <= expected["reports"][2].totals.keys()
     groups = batch(20, 4)
-    shares = shard_groups(groups, num_ranks)
-    found = restore_order(groups, shares, [one["update"]["now"] for one in played[num_ranks]])
+    shares = shard_groups(groups, len(scenes))
+    found = restore_order(groups, shares, [one["update"]["now"] for one in scenes])
     for actual, one in zip(found, expected["now"], strict=True):
         np.testing.assert_allclose(actual, one, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_log_7_all_ranks_report_alike(played: dict[int, list[Scene]], num_ranks: int) -> None:
+def test_log_7_all_ranks_report_alike(scenes: list[Scene]) -> None:
     """Incident: KL and clip fraction came from one micro-batch of rank 0, about 1/32 of the data."""
-    first = played[num_ranks][0]
+    first = scenes[0]
     # What the last rank alone was given is seen on the first, which had nothing.
     num_tokens = sum(int(reply.is_scored.sum()) for group in batch(5) for reply in group.replies)
-    assert [len(scene["one rank only"].drift_M) for scene in played[num_ranks]] == [num_tokens] * num_ranks
-    for scene in played[num_ranks][1:]:
+    assert [len(scene["one rank only"].drift_M) for scene in scenes] == [num_tokens] * len(scenes)
+    for scene in scenes[1:]:
         for name in ("two terms", "after"):
             one, other = scene[name], first[name]
             assert (one.loss, one.grad_norm, one.changed_frac) == (
@@ -421,66 +455,60 @@ def test_log_7_all_ranks_report_alike(played: dict[int, list[Scene]], num_ranks:
     assert first["after"].master_changed_frac == 1.0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_rank_keeps_the_estimated_bytes(
-    played: dict[int, list[Scene]], models: dict[str, Path], num_ranks: int
-) -> None:
-    estimate = rank_kept_bytes(read_model_size(models["tied"]), "float32", num_ranks)
-    for scene in played[num_ranks]:
+def test_a_rank_keeps_the_estimated_bytes(scenes: list[Scene], models: dict[str, Path]) -> None:
+    estimate = rank_kept_bytes(read_model_size(models["tied"]), "float32", len(scenes))
+    for scene in scenes:
         # Norms are not counted, and rows are padded to equal numbers.
         assert scene["kept"] == pytest.approx(estimate, rel=0.03)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_replies_are_scored_on_the_rank_that_has_them(
-    played: dict[int, list[Scene]], alone: Scene, num_ranks: int
-) -> None:
+def test_replies_are_scored_on_the_rank_that_has_them(scenes: list[Scene], alone: Scene) -> None:
     groups = batch()
-    shares = shard_groups(groups, num_ranks)
+    shares = shard_groups(groups, len(scenes))
     # Both learners have taken three steps.
     for actual, expected in zip(
-        restore_order(groups, shares, [scene["scores"] for scene in played[num_ranks]]),
+        restore_order(groups, shares, [scene["scores"] for scene in scenes]),
         alone["scores"],
         strict=True,
     ):
         np.testing.assert_allclose(actual, expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_what_one_rank_cannot_do_no_rank_does(played: dict[int, list[Scene]], num_ranks: int) -> None:
-    for scene in played[num_ranks]:
+def test_what_one_rank_cannot_do_no_rank_does(scenes: list[Scene]) -> None:
+    for scene in scenes:
         assert scene["not finite"].startswith("LearnerError: optimizer step 8 has loss ")
         assert "norm nan. Allowed: finite values" in scene["not finite"]
         assert scene["no room"].startswith("StoreError: ")
         assert "absent/weights.partial could not be written" in scene["no room"]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_one_directory_and_one_file_hold_the_whole_model(
-    played: dict[int, list[Scene]], models: dict[str, Path], root: Path, num_ranks: int
+    scenes: list[Scene], models: dict[str, Path], root: Path
 ) -> None:
-    target = root / str(num_ranks)
+    target = root / str(len(scenes))
     exported = load_model(target / "export")
     restored = single(models["tied"])
-    restored.load_state(root / "kept" / str(num_ranks))
-    assert [scene["tensors"] for scene in played[num_ranks]] == [
+    restored.load_state(root / "kept" / str(len(scenes)))
+    assert [scene["tensors"] for scene in scenes] == [
         digest_each(restored.model.named_parameters()),
-        *[{}] * (num_ranks - 1),
+        *[{}] * (len(scenes) - 1),
     ]
-    digests = {scene["digest"] for scene in played[num_ranks]}
+    digests = {scene["digest"] for scene in scenes}
     assert digests == {weights_digest(exported), weights_digest(restored.model)}
     (digest,) = digests
-    assert [scene["named"] for scene in played[num_ranks]] == [digests] * num_ranks
+    assert [scene["named"] for scene in scenes] == [digests] * len(scenes)
     # Where a rank does not see the first one's file, that one writes all of it.
-    assert {scene["apart"] for scene in played[num_ranks]} == digests
+    assert {scene["apart"] for scene in scenes} == digests
     assert [path.parent.name for path in target.glob("seen*/*")] == ["seen by 0"]
     for path in (target / "weights.safetensors", target / "seen by 0" / "weights.safetensors"):
         load_published(exported, path, expected_digest=digest)
     # The bytes are those that one process writes of the same weights.
     export_tensors(
-        restored.model.module, own_tensors(restored.model), models["tied"], root / f"again-{num_ranks}"
+        restored.model.module, own_tensors(restored.model), models["tied"], root / f"again-{len(scenes)}"
     )
-    again, written = (path / "model.safetensors" for path in (root / f"again-{num_ranks}", target / "export"))
+    again, written = (
+        path / "model.safetensors" for path in (root / f"again-{len(scenes)}", target / "export")
+    )
     assert again.read_bytes() == written.read_bytes()
 
 
@@ -527,39 +555,37 @@ def test_a_damaged_part_is_refused(
     assert learner.version == 0
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_bf16_copies_are_rounded_from_fp32_masters(
-    played: dict[int, list[Scene]], models: dict[str, Path], root: Path, num_ranks: int
+    scenes: list[Scene], models: dict[str, Path], root: Path
 ) -> None:
     learner = single(models["rounded"], dtype="bfloat16")
     reports = [learner.step_terms([term(batch(seed))]) for seed in range(2)]
-    for scene in played[num_ranks]:
+    for scene in scenes:
         for report, expected in zip(scene["rounded"], reports, strict=True):
             # bf16 keeps 8 bits: sums of a few hundred products agree to a percent or two.
             assert report.loss == pytest.approx(expected.loss, rel=0.03)
             assert report.grad_norm == pytest.approx(expected.grad_norm, rel=0.03)
             assert 0.0 < report.changed_frac <= 1.0
-    stored = load_file(root / str(num_ranks) / "rounded.safetensors")
+    stored = load_file(root / str(len(scenes)) / "rounded.safetensors")
     assert {tensor.dtype for tensor in stored.values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
 def test_adapters_train_on_ranks_as_in_one_process(
-    played: dict[int, list[Scene]], models: dict[str, Path], root: Path, num_ranks: int
+    scenes: list[Scene], models: dict[str, Path], root: Path
 ) -> None:
-    target = root / str(num_ranks)
-    own_target = root / f"adapted-{num_ranks}"
+    target = root / str(len(scenes))
+    own_target = root / f"adapted-{len(scenes)}"
     learner = single(models["rounded"], dtype="bfloat16", change=adapt)
     alone = play_adapted(learner, list, own_target)
-    for scene in played[num_ranks]:
+    for scene in scenes:
         for report, expected in zip(scene["adapted"]["reports"], alone["reports"], strict=True):
             assert report.loss == pytest.approx(expected.loss, rel=0.03)
             assert report.grad_norm == pytest.approx(expected.grad_norm, rel=0.03)
     stored, expected = (load_file(path / "adapter" / ADAPTER_FILES[0]) for path in (target, own_target))
     assert stored.keys() == expected.keys()
-    assert {scene["adapted"]["digest"] for scene in played[num_ranks]} == {tensors_digest(stored.items())}
+    assert {scene["adapted"]["digest"] for scene in scenes} == {tensors_digest(stored.items())}
     # A state of ranks holds the adapters alone, and goes on in one process.
     learner.load_state(target / "adapter-state")
-    assert weights_digest(learner.model) == played[num_ranks][0]["adapted"]["merged"]
+    assert weights_digest(learner.model) == scenes[0]["adapted"]["merged"]
     parts = [load_file(path) for path in (target / "adapter-state").glob("*.safetensors")]
     assert {name.rsplit(".", 2)[-2] for part in parts for name in part} == {"lora_A", "lora_B"}

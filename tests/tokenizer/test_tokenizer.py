@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -51,10 +52,6 @@ def test_built_tokenizer_equals_transformers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_smollm2_equals_transformers(smollm2_dir: Path) -> None:
     assert_equals_transformers(smollm2_dir)
-
-
-@pytest.mark.slow
-def test_smollm2_stops_at_its_end_of_turn(smollm2_dir: Path) -> None:
     tokenizer = Tokenizer.load(smollm2_dir)
     assert tokenizer.token_text(tokenizer.eos_id) == "<|im_end|>"
     assert tokenizer.stop_token_ids == frozenset({2})
@@ -66,15 +63,10 @@ def test_encode_by_hand(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path))
     assert tokenizer.encode(f"the +{EOS_TEXT}").tolist() == [259, 257, 260]
     assert tokenizer.decode([259, 257, 260]) == "the +"
+    assert (tokenizer.encode("").tolist(), tokenizer.decode([])) == ([], "")
     assert tokenizer.token_text(260) == EOS_TEXT
     assert tokenizer.vocab_size == 262
     assert tokenizer.eos_id == 260
-
-
-def test_encode_adds_nothing_to_empty_text(tmp_path: Path) -> None:
-    tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path))
-    assert tokenizer.encode("").tolist() == []
-    assert tokenizer.decode([]) == ""
 
 
 def test_half_a_character_decodes_to_a_replacement(tmp_path: Path) -> None:
@@ -148,9 +140,7 @@ def test_named_templates_use_the_default(tmp_path: Path) -> None:
 def test_template_that_refuses_names_the_roles(tmp_path: Path) -> None:
     tiny_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
-    with pytest.raises(
-        ConfigError, match=r"roles system, user \(no system role\).*Next: leave .*task\.system_prompt"
-    ):
+    with pytest.raises(ConfigError, match=r"system, user \(no system role\).*task\.system_prompt"):
         Tokenizer.load(tmp_path).render(CHATS[1])
 
 
@@ -161,31 +151,25 @@ def test_template_cannot_leave_its_sandbox(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path).render(CHATS[0])
 
 
-def test_missing_tokenizer_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"has no tokenizer\.json.*Next: check the path in model\.source"):
-        Tokenizer.load(tmp_path)
-
-
-def test_cut_tokenizer_is_refused(tmp_path: Path) -> None:
-    tiny_tokenizer(tmp_path)
-    path = tmp_path / "tokenizer.json"
-    path.write_bytes(path.read_bytes()[:100])
-    with pytest.raises(StoreError, match=r"tokenizer\.json cannot be read.*Next: delete the model directory"):
-        Tokenizer.load(tmp_path)
-
-
-def test_tokenizer_without_vocabulary_is_refused(tmp_path: Path) -> None:
-    tiny_tokenizer(tmp_path)
-    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "model": {"type": "BPE"}}')
-    with pytest.raises(StoreError, match="no model with a vocabulary in it"):
-        Tokenizer.load(tmp_path)
-
-
-@pytest.mark.parametrize("content", ["{", "[]"])
-def test_corrupt_settings_are_refused(tmp_path: Path, content: str) -> None:
-    tiny_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(StoreError, match=r"tokenizer_config\.json cannot be read"):
+@pytest.mark.parametrize(
+    ("name", "content", "kind"),
+    [
+        ("tokenizer.json", None, ConfigError),
+        ("tokenizer.json", '{"version": "1.0", "trunc', StoreError),
+        ("tokenizer.json", '{"version": "1.0", "model": {"type": "BPE"}}', StoreError),
+        ("tokenizer_config.json", "{", StoreError),
+        ("tokenizer_config.json", "[]", StoreError),
+    ],
+)
+def test_files_that_are_no_tokenizer_are_refused_by_name(
+    tmp_path: Path, name: str, content: str | None, kind: type[Exception]
+) -> None:
+    path = tiny_tokenizer(tmp_path) / name
+    if content is None:
+        path.unlink()
+    else:
+        path.write_text(content)
+    with pytest.raises(kind, match=re.escape(name)):
         Tokenizer.load(tmp_path)
 
 
