@@ -25,11 +25,12 @@ from strop.cluster.local import InlinePlacement, LocalLearner
 from strop.hardware.number_format import AUTO
 from strop.policy.learner import Learner
 from strop.record import RunDir
+from strop.record.events import Event
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.run import RunSpec
 from strop.store import ModelHandle
 from strop.tasks import TaskLimits
-from strop.train import SilentObserver
+from strop.train import EvalSummary
 from strop.train.loop import TrainInput, TrainLoop
 
 NEVER = 10**6
@@ -143,7 +144,7 @@ class StartWeights:
         return float(torch.stack(norms).norm())
 
 
-class StepGate(SilentObserver):
+class StepGate:
     """Halts the loop between its steps and reports each."""
 
     def __init__(self, channel: Channel, learner: Learner, settings: Mapping[str, object]) -> None:
@@ -176,6 +177,15 @@ class StepGate(SilentObserver):
         }
         self._channel.reply(record)
         self._wait()
+
+    def on_event(self, event: Event) -> None:
+        """Ignore it."""
+
+    def on_eval(self, summary: EvalSummary) -> None:
+        """Ignore it."""
+
+    def on_end(self, *, cause: str) -> None:
+        """Ignore it."""
 
 
 def build_spec(case: Case, dtype: str = AUTO) -> RunSpec:

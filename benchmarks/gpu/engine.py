@@ -15,7 +15,7 @@ from strop.engine import Completion, GenerationRequest
 from strop.engine.decoding import StaticStep
 from strop.engine.native import NativeEngine
 from strop.policy.language_model import LanguageModel
-from strop.policy.scoring import score_reply
+from strop.policy.scoring import score_replies
 from strop.rollout import Sampling
 from strop.tokenizer import Tokenizer
 
@@ -91,7 +91,7 @@ def _check_scores(
 ) -> None:
     gaps = np.concatenate(
         [
-            score_reply(model, request.prompt_ids, completion.token_ids, request.sampling.temperature)
+            score_replies(model, request.prompt_ids, [completion.token_ids], request.sampling.temperature)[0]
             - completion.logprobs
             for request, completion in zip(requests, completions, strict=True)
         ]

@@ -55,9 +55,9 @@ def planned(run: Run, file: str, *words: str) -> dict[str, int]:
     ("words", "gpus", "said"),
     [
         # One of four trained, because the placement was inline.
-        (("submit", "sft.toml", "--on", "slurm", "--gpus", "4"), {"train": 4}, "ray: 4 learners, 1 engine"),
+        (("submit", "sft.toml", "--on", "slurm", "job.gpus=4"), {"train": 4}, "ray: 4 learners, 1 engine"),
         (
-            ("submit", "run.toml", "--on", "slurm", "--train-gpus", "2", "--infer-gpus", "2"),
+            ("submit", "run.toml", "--on", "slurm", "job.train_gpus=2", "job.infer_gpus=2"),
             {"infer": 2, "train": 2},
             "ray: 2 learners, 2 engines",
         ),
@@ -68,8 +68,7 @@ def planned(run: Run, file: str, *words: str) -> dict[str, int]:
                 "run.toml",
                 "--on",
                 "slurm",
-                "--infer-gpus",
-                "2",
+                "job.infer_gpus=2",
                 "placement.kind=ray",
                 "engine.kind=vllm",
             ),

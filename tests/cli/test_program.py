@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import inspect
 import json
 import subprocess
 import sys
@@ -14,7 +12,6 @@ from typing import Any
 import pytest
 import typer
 
-from strop.cli.arguments import brief
 from strop.cli.output import Output
 from strop.cli.program import app
 from strop.errors import EngineError, Interrupted
@@ -213,14 +210,6 @@ def commands(command: Any, words: str) -> Iterator[tuple[str, int]]:
         yield from commands(inner, f"{words} {name}")
 
 
-def test_every_option_of_a_backend_has_one_meaning_where_backends_share_it() -> None:
-    first: dict[str, str] = {}
-    for section in BACKENDS.values():
-        for mark in section.flags().values():
-            for name in mark.names:
-                assert first.setdefault(name, mark.names[0]) == mark.names[0]
-
-
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """A project with a site of a backend that only the table of backends knows."""
@@ -234,31 +223,24 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
 
 
 def test_a_backend_of_the_table_has_its_options_everywhere(here: World, run: Run) -> None:
-    helped = run("submit", "--help").out
-    assert "Options where the backend is fake" in helped
-    assert "--lane" in helped
-    assert "Lane to wait in." in helped
     explained = run("explain", "sites.fake.lane").out
-    assert "Lane to wait in. Override for one job: `strop submit --lane`." in explained
-    assert "Set per job, not in a profile: `strop submit --bid`." in run("explain", "sites.fake.bid").out
+    assert "Lane to wait in. Override for one job: `strop submit site.lane=VALUE`." in explained
+    told = run("explain", "sites.fake.bid").out
+    assert "Set per job, not in a profile: `strop submit site.bid=VALUE`." in told
     words = ("submit", "run.toml", "--on", "lanes", "--dry-run", "--json")
     assert "--lane=slow" in json.loads(run(*words).out)["argv"]
-    assert "--lane=fast" in json.loads(run(*words, "--lane", "fast").out)["argv"]
-    assert run("submit", "run.toml", "--on", "lanes", "--bid", "3").code == 0
+    assert "--lane=fast" in json.loads(run(*words, "site.lane=fast").out)["argv"]
+    assert run("submit", "run.toml", "--on", "lanes", "site.bid=3").code == 0
     ended = run("status", "run", "--json")
     assert json.loads(ended.out)[0]["state"] == "queued"
 
 
 def test_wrong_options_of_a_backend_are_refused_in_three_parts(here: World, run: Run) -> None:
     for words, pieces in {
-        ("--bid", "0"): ("--bid=0 is not allowed", "Allowed: Bid for a place", "Next: correct --bid"),
-        ("--partition", "x"): (
-            "--partition given for a site of backend fake",
-            "Allowed: --bid, --lane, site.KEY=VALUE.",
-            "leave --partition out",
-        ),
+        "site.bid=0": ("site.bid=0 is not allowed", "Allowed: Bid for a place", "Next: correct site.bid"),
+        "site.partition=x": ("site.partition is no setting of backend fake", "site.bid"),
     }.items():
-        ended = run("submit", "run.toml", "--on", "lanes", *words)
+        ended = run("submit", "run.toml", "--on", "lanes", words)
         assert (ended.code, ended.out) == (2, "")
         for piece in pieces:
             assert piece in ended.err
@@ -271,30 +253,4 @@ def test_an_option_of_one_job_is_no_key_of_a_profile(here: World, run: Run) -> N
     assert ended.code == 2
     assert "sites.lanes.bid" in ended.err
     assert "is set per job, not in a profile" in ended.err
-    assert "give --bid to `strop submit`" in ended.err
-
-
-def test_a_brief_command_runs_without_the_collector_and_gives_it_back() -> None:
-    seen: list[bool] = []
-
-    @brief
-    def command(words: str) -> None:
-        """Say it."""
-        seen.append(gc.isenabled())
-        if words == "fail":
-            raise ValueError(words)
-
-    command("go")
-    with pytest.raises(ValueError, match="fail"):
-        command("fail")
-    assert (seen, gc.isenabled()) == ([False, False], True)
-    # A caller that had switched it off finds it so.
-    gc.disable()
-    try:
-        command("go")
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-    # The command line is made of the signature and the docstring.
-    assert list(inspect.signature(command).parameters) == ["words"]
-    assert command.__doc__ == "Say it."
+    assert "give site.bid=VALUE to `strop submit`" in ended.err

@@ -54,30 +54,27 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("submit", "run.toml", "--command", "evil"), 2, ("--command 'evil'", "train or eval")),
     (("submit", "run.toml", "--project-dir", "absent"), 2, ("absent is no folder",)),
     (
-        ("submit", "run.toml", "--gpus", "9"),
+        ("submit", "run.toml", "job.gpus=9"),
         2,
         ("9 GPUs per node are asked for (9 for train)", "local have 8"),
     ),
     (
-        ("submit", "run.toml", "--gpus", "4", "--devices", "0,1"),
+        ("submit", "run.toml", "job.gpus=4", "site.devices=0,1"),
         2,
-        ("4 GPUs are asked for", "--devices gives 2"),
+        ("4 GPUs are asked for", "site.devices gives 2"),
     ),
-    (("submit", "run.toml", "--gpus", "1", "--devices", "0,1"), 2, ("1 would be idle",)),
-    (
-        ("submit", "run.toml", "--gpus", "0,1"),
-        2,
-        ("--gpus '0,1' is no number of GPUs", "Allowed: a whole number"),
-    ),
+    (("submit", "run.toml", "job.gpus=1", "site.devices=0,1"), 2, ("1 would be idle",)),
+    (("submit", "run.toml", "--time", "2h"), 2, ("Write job.time_limit=VALUE or site.time_limit=VALUE;",)),
+    (("submit", "run.toml", "--job-name", "a", "name=b"), 2, ("--job-name together with name=",)),
     (("submit", "run.toml", "--grace", "3"), 2, ("Write job.grace_s=VALUE;",)),
     (("submit", "run.toml", "--on", "slurm", "--keep-alive=3"), 2, ("Write site.keep_alive_s=VALUE;",)),
     (("submit", "run.toml", "site.qos=high"), 2, ("site.qos is no setting of backend local",)),
     (("submit", "run.toml", "site.qos"), 2, ("'site.qos' is not understood", "site.KEY=VALUE")),
     (("submit", "run.toml", "site.gpus_per_node=many"), 2, ("site.gpus_per_node='many' is not allowed",)),
     (
-        ("submit", "run.toml", "--on", "slurm", "--partition", "a", "site.partition=b"),
+        ("submit", "run.toml", "--on", "slurm", "site.partition=a", "site.partition=b"),
         2,
-        ("site.partition='b', and 'a' is given for it too",),
+        ("site.partition=b, and a is given for it too",),
     ),
     (("plan", "run.toml", "site.qos=high"), 2, ("unknown key site",)),
     (("submit", "run.toml", "--check", "--wait"), 2, ("--check submits nothing: leave --wait out",)),
@@ -88,19 +85,9 @@ WRONG: list[tuple[tuple[str, ...], int, tuple[str, ...]]] = [
     (("submit", "run.toml", "train.step=3"), 2, ("did you mean train.steps",)),
     (("submit", "run.toml", "--resume", "nope"), 2, ("'nope' names no job",)),
     (
-        ("submit", "run.toml", "--partition", "x", "--spot"),
+        ("submit", "run.toml", "--on", "sagemaker", "site.volume_gb=0"),
         2,
-        ("--partition, --spot given for a site of backend local", "Allowed: --devices, site.KEY=", "--on"),
-    ),
-    (
-        ("submit", "run.toml", "--on", "sagemaker", "--instance-count", "0"),
-        2,
-        ("--instance-count=0 is not allowed", "Allowed: Number of instances", "correct --instance-count"),
-    ),
-    (
-        ("submit", "run.toml", "--on", "slurm", "--spot"),
-        2,
-        ("--spot given for a site of backend slurm", "--partition"),
+        ("site.volume_gb=0 is not allowed", "Allowed: Volume size", "correct site.volume_gb"),
     ),
     # In these words it passed, and the run would have refused itself on the node.
     (
@@ -139,7 +126,7 @@ def test_wrong_input_has_a_code_a_message_and_no_effect(
 
 
 def test_a_job_is_submitted_and_the_next_commands_are_said(here: World, run: Run) -> None:
-    ended = run("submit", "run.toml", "--nodes", "2", "--gpus", "4", "--time", "30m")
+    ended = run("submit", "run.toml", "job.nodes=2", "job.gpus=4", "job.time_limit=30m")
     assert ended.code == 0, ended.err
     ref = only_ref(here)
     # 2 nodes * 4 GPUs * 0.5 hours.
@@ -150,39 +137,23 @@ def test_a_job_is_submitted_and_the_next_commands_are_said(here: World, run: Run
     for command in ("status", "cancel"):
         assert f"strop {command}   {ref.job_id}" in ended.out
         assert run(command, ref.job_id).code == 0
-    again = run("submit", "run.toml", "--nodes", "2", "--gpus", "4", "--time", "30m")
+    again = run("submit", "run.toml", "job.nodes=2", "job.gpus=4", "job.time_limit=30m")
     assert f"run was submitted before: to local as job {ref.job_id}" in again.out
     assert "--resume goes on in it" in again.err
-    again = run("submit", "run.toml", "--nodes", "2", "--gpus", "4", "--time", "30m", "--json")
+    again = run("submit", "run.toml", "job.nodes=2", "job.gpus=4", "job.time_limit=30m", "--json")
     assert json.loads(again.out)["is_new"] is False
     assert json.loads(again.out)["job_id"] == ref.job_id
 
 
 def test_the_options_of_a_job_are_in_its_plan(here: World, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_SETTING", ODD)
-    words = [
-        "--train-gpus",
-        "2",
-        "--infer-gpus",
-        "2",
-        "--cpus-per-gpu",
-        "4",
-        "job.memory=64G",
-        "job.grace_s=60",
-    ]
-    words += [
-        "job.max_requeue=7",
-        "--job-name",
-        "other",
-        "--env",
-        "MY_SETTING",
-        "--hf-cache-dir",
-        f"/m/{ODD}",
-    ]
-    ended = run("submit", "run.toml", *words, "--hf-hub-offline", "--no-snapshot", "optimizer.lr=-0")
+    words = ["job.train_gpus=2", "job.infer_gpus=2", "job.cpus_per_gpu=4", "job.memory=64G", "job.grace_s=60"]
+    words += ["job.max_requeue=7", "--job-name", "other", "--env", "MY_SETTING", f"site.hf_home=/m/{ODD}"]
+    words += ["site.offline=true", "--no-snapshot"]
+    ended = run("submit", "run.toml", *words, "optimizer.lr=-0")
     assert ended.code == 2
     assert "optimizer.lr" in ended.err
-    ended = run("submit", "run.toml", *words, "--hf-hub-offline", "--no-snapshot")
+    ended = run("submit", "run.toml", *words)
     assert ended.code == 0, ended.err
     ref = only_ref(here)
     plan = read_plan(job_path_of(ref.home))
@@ -214,9 +185,8 @@ def test_quotes_spaces_and_dollars_arrive_as_they_are(tmp_path: Path, here: Worl
 
 
 def test_options_may_stand_before_the_run_file_and_overrides_between_them(here: World, run: Run) -> None:
-    ended = run(
-        "submit", "--nodes", "2", "run.toml", "optimizer.weight_decay=0.5", "--gpus", "1", "train.steps=4"
-    )
+    words = ("optimizer.weight_decay=0.5", "--no-snapshot", "job.nodes=2", "train.steps=4")
+    ended = run("submit", "--job-name", "other", "run.toml", *words)
     assert ended.code == 0, ended.err
     text = (job_path_of(only_ref(here).home) / "resolved.json").read_text()
     resolved = {key: entry["value"] for key, entry in json.loads(text).items()}
@@ -239,7 +209,7 @@ def test_a_dry_run_shows_everything_and_leaves_nothing(here: World, run: Run, is
 
 
 def test_the_roles_of_a_job_and_their_gpus_are_shown(here: World, run: Run) -> None:
-    words = ("submit", "run.toml", "--dry-run", "--train-gpus", "4", "--infer-gpus", "2")
+    words = ("submit", "run.toml", "--dry-run", "job.train_gpus=4", "job.infer_gpus=2")
     ended = run(*words, "job.cpu_nodes=1", "job.cpu_command=serve", "train.steps=60")
     assert ended.code == 0, ended.err
     told = " ".join(ended.err.split())

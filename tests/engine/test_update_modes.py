@@ -20,7 +20,7 @@ from strop.engine import (
 from strop.engine.native import NativeEngine
 from strop.errors import EngineError, WeightMismatch
 from strop.policy.language_model import LanguageModel
-from strop.policy.scoring import score_reply
+from strop.policy.scoring import score_replies
 from strop.policy.weights import own_tensors, publish_tensors
 from strop.rollout import VersionSegment
 from strop.tokenizer import Tokenizer
@@ -134,7 +134,7 @@ async def test_continued_replies_say_which_version_sampled_which_token(
         assert reply.policy_version == 0
         assert reply.token_ids[: second.start].tolist() == before.token_ids[: second.start].tolist()
         # Each token's value is that of the weights that sampled it.
-        values = score_reply(load(tiny_model_dir), request.prompt_ids, reply.token_ids, 1.0)
+        values = score_replies(load(tiny_model_dir), request.prompt_ids, [reply.token_ids], 1.0)[0]
         gaps = np.abs(values - reply.logprobs)
         assert float(gaps[: second.start].max()) < 1e-4
         assert float(gaps[second.start :].mean()) > 1e-2

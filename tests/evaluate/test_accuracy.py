@@ -18,7 +18,6 @@ from strop.evaluate import (
     EvalResult,
     EvalSettings,
     Validity,
-    evaluate_task,
     plan_evaluation,
     read_result,
     run_evaluation,
@@ -40,6 +39,7 @@ from tests.evaluate.arithmetic_world import (
     make_tokenizer,
 )
 from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
+from tests.fixtures.evaluating import evaluate_task
 
 SETTINGS = EvalSettings(run_seed=0, step=7, split=Split.HELD_OUT)
 

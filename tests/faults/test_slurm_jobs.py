@@ -223,7 +223,7 @@ def test_a_cause_of_the_job_ends_it_and_excludes_no_node(login: Login, cluster: 
     from torch import version
 
     if version.cuda is None:
-        jobs["torch_build"] = login.submit("no-cuda", "--gpus", "1")
+        jobs["torch_build"] = login.submit("no-cuda", "job.gpus=1")
     cluster.run("scontrol", "update", "PartitionName=low", "State=UP")
     for word, job in jobs.items():
         end = job.wait_for_end()
@@ -240,7 +240,7 @@ def test_a_cause_of_nodes_excludes_them_until_none_is_left(login: Login) -> None
         (login.root / f"unfit.{name}").touch()
     half, none = login.submit("half"), login.submit("none")
     # One of two is left, which is not enough; the other one, whose role had begun, is innocent.
-    pair = login.submit("pair", "--nodes", "2")
+    pair = login.submit("pair", "job.nodes=2")
     half.wait_for_life()
     half.let_go()
     assert half.wait_for_end()["state"] == "succeeded"
@@ -293,7 +293,7 @@ def test_a_job_whose_agent_is_killed_lives_again_or_says_so(login: Login) -> Non
 def test_a_job_that_slurm_has_forgotten_can_be_closed(login: Login, cluster: Cluster) -> None:
     """A job that its scheduler had forgotten stayed unknown, and could not be cancelled."""
     cluster.run("scontrol", "update", "PartitionName=cpu", "State=DOWN")
-    job = login.submit("forgotten", "--partition", "cpu")
+    job = login.submit("forgotten", "site.partition=cpu")
     assert job.status()["state"] == "queued"
     cluster.stop_controller()
     assert login.command("cancel", job.home).code != 0

@@ -18,7 +18,7 @@ from strop.engine.native import NativeEngine
 from strop.environments import SingleTurn, run_group
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner
-from strop.policy.scoring import score_reply
+from strop.policy.scoring import score_replies
 from strop.rollout import Group, Sampling, Split
 from strop.spec.run import RunSpec
 from strop.tasks import build_task
@@ -70,7 +70,7 @@ def raw_values(model: LanguageModel) -> Tamper:
     """Report log-probabilities from before the division by the temperature."""
 
     def tamper(request: GenerationRequest, completion: Completion) -> Completion:
-        raw = score_reply(model, request.prompt_ids, completion.token_ids, 1.0)
+        raw = score_replies(model, request.prompt_ids, [completion.token_ids], 1.0)[0]
         return replace(completion, logprobs=raw)
 
     return tamper

@@ -15,7 +15,7 @@ import pytest
 from strop.cluster import Roles
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.errors import RunStopped
-from strop.evaluate import EvalSettings, Validity, evaluate_task
+from strop.evaluate import EvalSettings, Validity
 from strop.io import verify_directory
 from strop.policy.learner import LossTerm, Term
 from strop.policy.objective import ScoredTokens, TokenTerms
@@ -28,6 +28,7 @@ from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
 from strop.train.watch.trends import NUM_STOP
 from tests.evaluate.arithmetic_world import add, make_engine, make_spec, make_tokenizer
+from tests.fixtures.evaluating import evaluate_task
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
 

@@ -38,11 +38,11 @@ from strop.run.mirroring import continue_from
 from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.store import ModelHandle
-from strop.train import SilentObserver
 from strop.train.batch import build_batch
 from strop.train.recording import load_checkpoint
 from tests.fixtures.attempts import LIMIT_S, Bench, describe_run
 from tests.fixtures.mirrored import Clock, PlayedRun, list_files
+from tests.fixtures.silent_observer import SilentObserver
 from tests.fixtures.tiny_run import (
     NUM_GATE_REQUESTS,
     Composition,

@@ -19,7 +19,6 @@ from strop.evaluate import (
     EvalResult,
     EvalSettings,
     compare_results,
-    evaluate_task,
     plan_canary,
     read_result,
     refuse_invalid,
@@ -40,6 +39,7 @@ from tests.evaluate.arithmetic_world import (
 )
 from tests.fixtures.commands import Run
 from tests.fixtures.dummy_engine import ScriptedReply
+from tests.fixtures.evaluating import evaluate_task
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer

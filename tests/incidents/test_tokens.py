@@ -16,7 +16,7 @@ from strop.algorithm import ALGORITHMS
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.environments import Action, SingleTurn, run_group, run_rollout
 from strop.policy.packing import PackedBatch, PackedGroup, PackedReply
-from strop.policy.scoring import score_reply
+from strop.policy.scoring import score_replies
 from strop.rollout import (
     Example,
     FinishReason,
@@ -124,7 +124,7 @@ def test_tok_2_token_id_0_ends_nothing(tmp_path: Path) -> None:
     batch = PackedBatch.of_groups([packed], torch.device("cpu"))
     assert sorted(batch.target_M[torch.from_numpy(batch.reply_M) == 0].tolist()) == sorted(ids.tolist())
     model = load_model(model_dir)
-    scores = score_reply(model, packed.prompt_ids, reply.token_ids, 1.0)
+    scores = score_replies(model, packed.prompt_ids, [reply.token_ids], 1.0)[0]
     assert len(scores) == 6
     assert bool((scores < 0.0).all())
 

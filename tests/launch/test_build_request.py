@@ -23,7 +23,6 @@ from strop.launch.contract import JobRequest, Need
 from strop.launch.environment import read_environment, write_environment
 from strop.launch.job_dir import plan_to_json
 from strop.launch.slurm.options import SlurmSite
-from strop.spec.reader import Flag
 from tests.fixtures.scripted_jobs import NOW, World
 
 
@@ -98,36 +97,21 @@ def test_a_home_folder_of_a_site_is_written_out(world: World, monkeypatch: pytes
     assert world.request().home == f"{world.runs}/run-20260921-141320"
 
 
-def test_cfg_2_strict_refuses_flags_that_beat_something_and_nothing_else(world: World) -> None:
-    flag = Flag(key="job.nodes", value=2, name="--nodes")
-    read(world, flags=(flag,), is_strict=True)
-    assert "job.nodes" in refusal(world, flags=(flag,), overrides=("job.nodes=3",), is_strict=True)
-    # An override over a file is what overrides are for.
-    with (world.project / "run.toml").open("a") as file:
-        file.write("[job]\nnodes = 4\n")
-    read(world, overrides=("job.nodes=3",), is_strict=True)
-
-
 def test_a_word_of_the_site_is_as_if_its_profile_said_so(world: World) -> None:
     world.sites('[sites.lab]\nbackend = "slurm"\nqos = "low"\nconstraint = "ib"\n')
-    words = ("site.qos=high", "site.constraint=none", "site.hf_home=/m", "site.cpus_per_gpu=4")
-    request = read(
-        world, site="lab", overrides=(*words, "site.comment=007", "site.partition=a", "job.gpus=1")
-    )
+    words = ["site.qos=high", "site.constraint=none", "site.hf_home=/m", "site.cpus_per_gpu=4", "job.gpus=1"]
+    words += ["site.comment=007", "site.partition=a", 'site.setup=["module load a", "b"]']
+    request = read(world, site="lab", overrides=tuple(words))
     assert isinstance(request, JobRequest)
     profile = request.site.profile
     assert isinstance(profile, SlurmSite)
     assert (profile.qos, profile.constraint, profile.cpus_per_gpu) == ("high", None, 4)
     assert request.environment.variables["HF_HOME"] == "/m"
     assert request.resources.cpus_per_gpu == 4
-    # What belongs to one job, or has an option of its own, stays beside the profile, as its option does.
-    assert dict(request.options) == {"comment": "007", "partition": "a"}
-    flag = Flag(key="", value="a", name="--partition")
-    again = read(
-        world, site="lab", flags=(flag,), overrides=("site.partition=a", "--site.comment", "007", *words)
-    )
-    assert isinstance(again, JobRequest)
-    assert dict(again.options) == dict(request.options)
+    assert (profile.partition, profile.setup) == ("a", ("module load a", "b"))
+    # What belongs to one job is in no record of the profile.
+    assert profile.of_job() == {"comment": "007"}
+    assert "comment" not in profile.model_dump()
 
 
 def test_the_roles_of_a_job_are_argument_lists(world: World) -> None:

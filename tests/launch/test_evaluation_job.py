@@ -17,7 +17,6 @@ from strop.launch.contract import JobPlan, Need
 from strop.launch.job_dir import write_preview
 from strop.run.shares import require_readable
 from strop.spec.eval_file import read_eval_file
-from strop.spec.reader import Flag
 from tests.evaluate.stored_results import make_result
 from tests.fixtures.evaluation_jobs import (
     NUM_SHARDS,
@@ -73,14 +72,10 @@ def plan(folder: Path, name: str, *overrides: str, site: str = "local", **given:
     return make_plan(request, open_backend(request.site))
 
 
-def gpus(number: int) -> Flag:
-    return Flag(key="job.gpus", value=number, name="--gpus")
-
-
 @pytest.mark.parametrize("site", ["local", "slurm", "cloud"])
 @pytest.mark.parametrize("name", ["EVAL.toml", "lm-eval.toml"])
 def test_an_evaluation_is_a_job_on_every_site(folder: Path, site: str, name: str) -> None:
-    found = plan(folder, name, site=site, flags=() if site == "cloud" else (gpus(8),))
+    found = plan(folder, name, *(() if site == "cloud" else ("job.gpus=8",)), site=site)
     (role,) = found.roles
     assert (found.command, role.name, role.nodes, role.need) == ("eval", "eval", "all", Need.SUCCESS)
     assert role.gpus == {"eval": 8}
@@ -110,19 +105,16 @@ def test_baselines_travel_with_the_job(folder: Path, tmp_path: Path, site: str) 
 
 
 def test_each_node_has_its_share(folder: Path) -> None:
-    found = plan(folder, "EVAL.toml", "job.nodes=3", site="slurm", flags=(gpus(4),))
+    found = plan(folder, "EVAL.toml", "job.nodes=3", "job.gpus=4", site="slurm")
     assert found.roles[0].argv[-2:] == ("--node", "{node}/3")
     assert (found.resources.num_nodes, found.resources.gpus_per_node) == (3, 4)
 
 
-@pytest.mark.parametrize("local", [(), (("--local", True), ("--image", "none"))])
-def test_each_instance_has_its_share(folder: Path, local: tuple[tuple[str, object], ...]) -> None:
-    """Incident: with --local two hosts ran, and both were told to ask everything."""
-    flags = (("--instance-count", 2), *local)
-    given = tuple(Flag(key="", value=value, name=name) for name, value in flags)
-    found = plan(folder, "EVAL.toml", site="cloud", flags=given)
-    assert found.roles[0].argv[-2:] == ("--node", "{node}/2")
-    assert found.details["jobs"][0]["request"]["ResourceConfig"]["InstanceCount"] == 2
+@pytest.mark.parametrize("local", [(), ("site.local=true", "site.image=processes")])
+def test_instances_do_not_share_an_evaluation(folder: Path, local: tuple[str, ...]) -> None:
+    """Incident: on this machine two hosts ran, and both were told to ask everything."""
+    with pytest.raises(ConfigError, match=r"job\.nodes=2 on cloud, whose hosts see no common disk"):
+        plan(folder, "EVAL.toml", "job.nodes=2", *local, site="cloud")
 
 
 def test_a_file_says_itself_whether_it_is_trained_or_evaluated(folder: Path) -> None:
@@ -139,7 +131,7 @@ def test_a_file_says_itself_whether_it_is_trained_or_evaluated(folder: Path) -> 
 
 
 EVAL, HARNESS = "EVAL.toml", "lm-eval.toml"
-CLOUD, CLUSTER = {"site": "cloud"}, {"site": "slurm", "flags": (gpus(8),)}
+CLOUD, CLUSTER = {"site": "cloud"}, {"site": "slurm"}
 
 
 @pytest.mark.parametrize(
@@ -158,8 +150,7 @@ CLOUD, CLUSTER = {"site": "cloud"}, {"site": "slurm", "flags": (gpus(8),)}
         (HARNESS, ["sampling.temperature=0.5"], {}, "sampling.temperature"),
         (HARNESS, ["placement.kind=ray"], {}, "placement.kind"),
         (HARNESS, ["task.name=arithmetic"], {}, "task.name"),
-        (HARNESS, ["job.nodes=2"], CLUSTER, "job.nodes=2"),
-        (HARNESS, ["site.network_isolation=true"], CLOUD, "harness.tasks on cloud"),
+        (HARNESS, ["job.nodes=2", "job.gpus=8"], CLUSTER, "job.nodes=2"),
         (HARNESS, ["harness.include=/tmp"], CLOUD, "harness.include=/tmp on cloud"),
     ],
 )
@@ -190,7 +181,7 @@ def test_a_cancelled_job_is_resumed_and_ends_as_one_that_was_left_alone(
     folder: Path, tiny_model_dir: Path, alone: dict[str, EvalResult], capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_evaluation(folder, tiny_model_dir)
-    words = ["submit", "EVAL.toml", "--on", "local", "--no-snapshot", "--gpus", "0"]
+    words = ["submit", "EVAL.toml", "--on", "local", "--no-snapshot", "job.gpus=0"]
     assert main(words) == 0, capsys.readouterr().err
     (home,) = (path for path in (folder / "runs").iterdir() if path.is_dir())
     wait_for(lambda: find_shards(home), limit_s=LIMIT_S)

@@ -68,11 +68,10 @@ def test_a_secret_comes_from_the_file_that_the_plan_saw_it_in(world: World, plac
 
 
 def test_cfg_2_the_resolved_settings_keep_null_and_say_where_each_is_from(world: World) -> None:
-    plan, _ = fill(world, "eval.every=none", "train.steps=7", flags={"job.max_requeue": 5})
+    plan, _ = fill(world, "eval.every=none", "train.steps=7")
     resolved = json.loads((job_path_of(plan.home) / "resolved.json").read_text())
     assert resolved["eval.every"] == {"value": None, "source": "override"}
     assert resolved["train.steps"] == {"value": 7, "source": "override"}
-    assert resolved["job.max_requeue"] == {"value": 5, "source": "--max_requeue"}
     assert resolved["job.time_limit"] == {"value": None, "source": "default"}
     assert resolved["name"]["source"].endswith("run.toml:1")
 

@@ -119,8 +119,8 @@ def test_sec_4_a_pasted_credential_is_refused_and_not_repeated(places: Places, l
 def test_settings_of_sites_are_explained_by_kind() -> None:
     found = explain_site(("sites", "slurm", "partition"))
     assert (found.type, found.default) == ("text or none", '"none"')
-    assert (
-        found.description == "Partition of the main part. Override for one job: `strop submit --partition`."
+    assert found.description == (
+        "Partition of the main part. Override for one job: `strop submit site.partition=VALUE`."
     )
     assert explain_site(("sites", "slurm", "secrets")).type == "list of texts"
     assert "sites.local.wrap" in explain_site(("sites", "local")).keys

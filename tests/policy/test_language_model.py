@@ -13,7 +13,7 @@ import torch
 from strop.errors import ConfigError
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
-from strop.policy.scoring import score_reply
+from strop.policy.scoring import score_replies
 from strop.spec.train import OptimizerSpec
 from tests.policy.worlds import World, load_model, make_model, reinforce
 
@@ -41,7 +41,7 @@ def test_a_reply_is_scored_token_by_token(tmp_path: Path) -> None:
     model = load_model(make_model(tmp_path))
     plain_ids = np.array([3, 260, 0, 7], dtype=np.int32)
     prompt_ids = np.array([100, 50], dtype=np.int32)
-    actual = score_reply(model, prompt_ids, plain_ids, 0.7)
+    actual = score_replies(model, prompt_ids, [plain_ids], 0.7)[0]
     model.module.set_attn_implementation("eager")
     token_ids = torch.tensor([*prompt_ids.tolist(), *plain_ids.tolist()])
     with torch.no_grad():
@@ -72,7 +72,7 @@ def test_a_terminator_that_is_read_moves_its_embedding_although_it_is_also_the_p
         with torch.no_grad():
             table[260] += step * gradient / gradient.norm()
         losses.append(
-            -0.1 * float(score_reply(model, group.prompt_ids, group.replies[0].token_ids, 1.0).sum())
+            -0.1 * float(score_replies(model, group.prompt_ids, [group.replies[0].token_ids], 1.0)[0].sum())
         )
     assert (losses[1] - losses[0]) / 0.006 == pytest.approx(float(gradient.norm()), rel=0.02)
 
@@ -80,4 +80,5 @@ def test_a_terminator_that_is_read_moves_its_embedding_although_it_is_also_the_p
 def test_greedy_replies_are_scored_at_temperature_one(tmp_path: Path) -> None:
     model = load_model(make_model(tmp_path))
     ids = np.array([3, 4], dtype=np.int32)
-    assert score_reply(model, ids, ids, 0.0).tolist() == score_reply(model, ids, ids, 1.0).tolist()
+    at_0, at_1 = (score_replies(model, ids, [ids], temperature)[0] for temperature in (0.0, 1.0))
+    assert at_0.tolist() == at_1.tolist()

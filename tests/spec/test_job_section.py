@@ -16,7 +16,6 @@ from strop.errors import ConfigError
 from strop.io.variables import level_variables, log_level_of
 from strop.spec import load_spec
 from strop.spec.job import JobSpec, format_duration, parse_duration_s
-from strop.spec.reader import Flag
 
 SMALL = 'name = "x"\ntask.name = "arithmetic"\n'
 
@@ -81,12 +80,6 @@ def test_what_no_job_can_ask_for_is_refused_with_its_origin(
     with pytest.raises(ConfigError) as caught:
         load_spec(run_file, overrides)
     assert words in str(caught.value)
-
-
-def test_a_flag_is_named_where_it_asks_for_too_much(run_file: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        load_spec(run_file, [], [Flag(key="job.gpus", value=65, name="--gpus")])
-    assert "job.gpus=65 (--gpus)" in str(caught.value)
 
 
 def test_the_job_is_no_part_of_what_was_asked_for(run_file: str) -> None:

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from strop.cli.arguments import AskSettings, Json, NamedModel, SplitName, takes
+from strop.cli.arguments import AskSettings, Json, NamedModel, takes
 from strop.cli.output import Output
 from strop.errors import EXIT_FAILED
+from strop.rollout import Split
 
 if TYPE_CHECKING:
     from strop.evaluate import EvalResult, Summary
@@ -47,7 +48,7 @@ class EvalOptions:
         str | None, typer.Option(help="Task name, or several separated by commas; see `strop tasks ls`.")
     ] = None
     # Required below: a score without its split has no meaning (EVA-1).
-    split: Annotated[SplitName | None, typer.Option(help="Split of the task.")] = None
+    split: Annotated[Split | None, typer.Option(help="Split of the task.")] = None
     config: Annotated[
         Path | None,
         typer.Option(metavar="EVAL.toml", help="Run file with task and settings; held-out examples."),
@@ -129,7 +130,6 @@ class EvalOptions:
 def evaluate(context: typer.Context, options: EvalOptions) -> None:
     """Measure how often a model solves tasks, with 95% intervals. Repeat the command to resume."""
     from strop.evaluate import refuse_invalid, write_order
-    from strop.rollout import Split
     from strop.run.baselines import read_baselines
     from strop.run.evaluation import evaluate_here
     from strop.run.inference import open_model, read_setups
@@ -157,7 +157,7 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
         return
     if options.split is None:
         raise typer.BadParameter("Missing option '--split', or --config EVAL.toml")
-    split = Split(options.split)
+    split = options.split
     if options.write_order is not None and len(tasks) > 1:
         raise typer.BadParameter("--write-order takes one task of strop's own")
     stored = read_baselines(options.baseline or (), tasks, split, by_harness=False, out_dir=options.out)
@@ -283,7 +283,6 @@ def _read_share(text: str | None, name: str) -> tuple[int, int] | None:
 def show_harness(output: Output, options: EvalOptions, tasks: list[str]) -> None:
     """Evaluate by lm-eval and print its numbers."""
     from strop.evaluate.table import show_cut, show_metric
-    from strop.rollout import Split
     from strop.run.baselines import read_baselines
     from strop.run.harness import evaluate_by_harness
     from strop.run.inference import open_model

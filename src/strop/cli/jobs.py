@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-from strop.cli.arguments import Json, brief, lasting
+from strop.cli.arguments import Json
 from strop.cli.output import Output
 from strop.errors import EXIT_FAILED, ConfigError, StoreError
 
@@ -60,7 +60,6 @@ def open_job(reference: str) -> tuple[Launcher, JobRef, int | None]:
     return Launcher(backend_of(read_plan(job_path))), read_ref(job_path), trial
 
 
-@brief
 def status(
     context: typer.Context,
     references: Annotated[list[str] | None, typer.Argument(metavar="[REF ...]")] = None,
@@ -84,8 +83,7 @@ def status(
                 next_step="name the job, and start the command once for each",
             )
         launcher, ref, _ = open_job(names[0])
-        with lasting():
-            watch(launcher, Path(ref.home), output.say)
+        watch(launcher, Path(ref.home), output.say)
     if references:
         jobs = [open_job(reference) for reference in references]
         statuses = [
@@ -148,7 +146,6 @@ def logs(
         print(f"[{line.attempt} {line.node} {line.role}] {make_harmless(line.text)}", flush=True)
 
 
-@brief
 def watch(
     context: typer.Context,
     reference: Annotated[
@@ -170,8 +167,7 @@ def watch(
     observer = TerminalObserver(progress)
     every_s = _POLL_S if run.is_local else _REMOTE_POLL_S
     try:
-        with lasting():
-            end = watch_run(Watcher(run, observer), observer, find_end, pause=lambda: time.sleep(every_s))
+        end = watch_run(Watcher(run, observer), observer, find_end, pause=lambda: time.sleep(every_s))
     except KeyboardInterrupt:
         progress.end("no longer watched; the run goes on")
         raise typer.Exit(EXIT_FAILED) from None

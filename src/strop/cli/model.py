@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli.arguments import ASK_SETTINGS, Json, ModelName, Overrides, RunFile, SplitName
+from strop.cli.arguments import ASK_SETTINGS, Json, ModelName, Overrides, RunFile
 from strop.cli.output import Output
+from strop.rollout import Split
 
 if TYPE_CHECKING:
     from strop.rollout import Rollout
@@ -68,13 +69,12 @@ def sample(
     ] = None,
     task: Annotated[str | None, typer.Option(help="Task name; see `strop tasks ls`.")] = None,
     prompt: Annotated[str | None, typer.Option(help="Prompt to use instead of a task.")] = None,
-    split: Annotated[SplitName, typer.Option(help="Split of the task.")] = SplitName.HELD_OUT,
+    split: Annotated[Split, typer.Option(help="Split of the task.")] = Split.HELD_OUT,
     json: Json = False,
 ) -> None:
     """Show exact prompts, the replies of a model, and their rewards."""
     if (task is None) == (prompt is None):
         raise typer.BadParameter("give one of --task NAME and --prompt TEXT")
-    from strop.rollout import Split
     from strop.run.inference import (
         open_model,
         read_prompt_setup,
@@ -87,7 +87,7 @@ def sample(
 
     output: Output = context.obj
     num, words = take_num(settings or (), 4) if prompt is None else (1, settings or [])
-    setup = read_prompt_setup(words) if task is None else read_setup(task, words, Split(split))
+    setup = read_prompt_setup(words) if task is None else read_setup(task, words, split)
     opened = open_model(model)
     if prompt is not None:
         sampled = sample_prompt(setup, opened, prompt)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli.arguments import Json, Overrides, RunFile, brief, takes
+from strop.cli.arguments import Json, Overrides, RunFile, takes
 from strop.cli.output import Output
 from strop.io.notices import tell
 
@@ -51,7 +51,6 @@ class PlanArguments:
 
 
 @takes(PlanArguments)
-@brief
 def plan(context: typer.Context, args: PlanArguments) -> None:
     """Show what a run would do and cost: prompt, limits, memory, time. No network without --fetch."""
     from strop.cli.submit import SubmitArguments, prepare, read_arguments, submit_request

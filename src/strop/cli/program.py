@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from strop.cli.output import Output
 from strop.cli.plan import explain, plan
 from strop.cli.runs import compare, list_runs, query, report, view
 from strop.cli.runtime import runtime_commands
-from strop.cli.submit import SubmitCommand, policy, submit
+from strop.cli.submit import policy, submit
 from strop.cli.tasks import audit, environment_commands, task_commands
 from strop.cli.train import train
 from strop.errors import EXIT_DONE, EXIT_FAILED, StropError, describe_error
@@ -39,6 +40,31 @@ class _Program(TyperGroup):
                 allowed="code that returns, or raises another exception",
                 next_step="remove that exit",
             ) from end
+
+
+class _RunCommand(TyperCommand):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the options. An unknown one may be a setting, which the refusal then names."""
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:
+            option = getattr(error, "option_name", "")
+            if not (instead := _settings_like(option)):
+                raise
+            raise typer.BadParameter(
+                f"No such option: {option}. Write {' or '.join(instead)}; `strop explain` says what it means."
+            ) from error
+
+
+def _settings_like(option: str) -> list[str]:
+    """Return settings with the name of an unknown option: job.grace_s=VALUE, ..."""
+    from strop.launch.backends import BACKENDS
+    from strop.spec.job import JobSpec
+
+    names = [f"job.{name}" for name in JobSpec.model_fields]
+    names += dict.fromkeys(f"site.{name}" for section in BACKENDS.values() for name in section.settable())
+    word = re.escape(option.removeprefix("--").removeprefix("no-").replace("-", "_"))
+    return [f"{name}=VALUE" for name in names if re.fullmatch(rf"\w+\.(max_)?{word}(_limit|_s)?", name)]
 
 
 app = typer.Typer(
@@ -71,7 +97,7 @@ for _name, _command in (
     ("audit", audit),
     ("doctor", doctor),
 ):
-    app.command(_name, cls=SubmitCommand if _command is submit else TyperCommand)(_command)
+    app.command(_name, cls=_RunCommand if _command in (train, plan, submit) else TyperCommand)(_command)
 app.add_typer(model_commands, name="model")
 app.add_typer(task_commands, name="tasks")
 app.add_typer(environment_commands, name="envs")

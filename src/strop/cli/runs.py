@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from strop.cli.arguments import Json, brief
+from strop.cli.arguments import Json
 from strop.cli.output import Output
 from strop.errors import ConfigError, StoreError
 
@@ -29,7 +29,6 @@ Place = Annotated[
 ]
 
 
-@brief
 def list_runs(
     context: typer.Context,
     root: Annotated[

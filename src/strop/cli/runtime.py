@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from strop.cli.arguments import lasting, takes
+from strop.cli.arguments import takes
 from strop.cli.output import Output
 from strop.errors import EXIT_FAILED, ConfigError
 
@@ -173,8 +173,7 @@ def serve(context: typer.Context, args: ServeArguments) -> None:
         ),
         say=output.say,
     )
-    with lasting():
-        asyncio.run(work)
+    asyncio.run(work)
 
 
 @runtime_commands.command("node")
@@ -207,8 +206,7 @@ def run_node(context: typer.Context, args: NodeArguments) -> None:
         )
         await serve_node(options, say=output.say)
 
-    with lasting():
-        asyncio.run(work())
+    asyncio.run(work())
 
 
 @runtime_commands.command("prebuild")
@@ -258,7 +256,7 @@ def _submit(output: Output, site: str, args: ServeArguments) -> None:
         run_file="", overrides=args.settings, on=site, command=SERVE, snapshot=False, dry_run=args.dry_run
     )
     words = [*_words_of_nodes(args), *(["--policy", args.policy] if args.policy != "{}" else [])]
-    options = replace(to_options(submit_args, ()), service_words=tuple(words))
+    options = replace(to_options(submit_args), service_words=tuple(words))
     request = read_request("", options, environ=os.environ, now=time.time())
     launcher, request = prepare(output, request, submit_args)
     submit_request(output, launcher, request, submit_args)

@@ -1,4 +1,4 @@
-"""`strop train RUN.toml [key=value ...] [--new] [--from URI] [--gpus N] [--json]`."""
+"""`strop train RUN.toml [key=value ...] [--new] [--from URI] [--json]`."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ import typer
 
 from strop.cli.arguments import (
     FromMirror,
-    Gpus,
-    InferGpus,
     JsonEvents,
     NewRun,
     OutputDir,
     Overrides,
     RunFile,
-    SingleGpu,
-    TrainGpus,
+    add_output_dir,
     takes,
 )
 
@@ -40,10 +37,6 @@ class TrainArguments:
     run_file: RunFile
     overrides: Overrides = None
     output_dir: OutputDir = None
-    gpus: Gpus = None
-    train_gpus: TrainGpus = None
-    infer_gpus: InferGpus = None
-    single_gpu: SingleGpu = False
     new: NewRun = False
     from_uri: FromMirror = None
     json: JsonEvents = False
@@ -52,14 +45,11 @@ class TrainArguments:
 @takes(TrainArguments)
 def train(context: typer.Context, args: TrainArguments) -> None:
     """Train a model. Repeat the command to resume a run that did not finish."""
-    from strop.cli.arguments import to_flags
     from strop.spec import load_spec
 
     output: Output = context.obj
     with open_observer(output, is_json=args.json) as observer:
-        resolved = load_spec(args.run_file, args.overrides or (), to_flags(args))
-        for conflict in resolved.conflicts:
-            output.say(str(conflict))
+        resolved = load_spec(args.run_file, add_output_dir(args.overrides, args.output_dir))
         if args.from_uri is not None:
             resolved = take_up_mirror(output, args.from_uri, resolved, is_new=args.new)
         words = (args.run_file, *(args.overrides or ()))

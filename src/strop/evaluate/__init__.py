@@ -1,7 +1,7 @@
 """Accuracy of a model on a task, with intervals, stored with everything that could have changed it.
 
-`evaluate_task` uses the same rollouts as training and returns an `EvalResult`; with a `ShardFolder`,
-`run_evaluation` keeps the replies and resumes after a kill. `write_result` and `read_result` store it;
+`run_evaluation` uses the same rollouts as training and returns an `EvalResult`; with a `ShardFolder` it keeps
+the replies and resumes after a kill. `write_result` and `read_result` store it;
 `compare_results` compares two results, `compare_seeds` several training seeds of two configurations;
 `rescore` judges kept replies again; `write_order` sorts examples by difficulty; `find_reference` looks up
 published scores with their conditions; `stored` compares with the user's own. Left out: causes of a change.
@@ -12,7 +12,6 @@ from strop.evaluate.accuracy import (
     PlannedCanary,
     PlannedEvaluation,
     attempt_share,
-    evaluate_task,
     plan_canary,
     plan_evaluation,
     require_baseline,
@@ -77,7 +76,6 @@ __all__ = [
     "correct_by_holm",
     "difference_over_seeds",
     "dump_result",
-    "evaluate_task",
     "paired_difference",
     "pass_at_k",
     "pass_at_k_interval",

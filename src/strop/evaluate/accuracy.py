@@ -254,32 +254,6 @@ async def _run_shards(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def evaluate_task(
-    *,
-    task: Task,
-    engine: Engine,
-    tokenizer: Tokenizer,
-    settings: EvalSettings,
-    model_digest: str,
-    trained_ids: Collection[str] = frozenset(),
-    judge: Judge | None = None,
-    max_positions: int | None = None,
-) -> EvalResult:
-    """Plan an evaluation and run it, without storing its replies.
-
-    Raises: like `plan_evaluation` and `run_evaluation`.
-    """
-    planned = plan_evaluation(
-        task=task,
-        tokenizer=tokenizer,
-        settings=settings,
-        model_digest=model_digest,
-        trained_ids=trained_ids,
-        max_positions=max_positions,
-    )
-    return await run_evaluation(planned, engine, tokenizer, judge=judge)
-
-
 def _resolve_budget(task: Task, settings: EvalSettings) -> int:
     own = task.limits.max_reply_tokens
     budget = own if settings.max_reply_tokens is None else settings.max_reply_tokens

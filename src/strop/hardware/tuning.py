@@ -35,8 +35,6 @@ from contextlib import contextmanager
 from contextvars import copy_context
 from typing import TypeVar
 
-GNU_SPIN_COUNT = 300_000
-"""GNU OpenMP's default if neither GOMP_SPINCOUNT nor OMP_WAIT_POLICY is set (libgomp, env.c)."""
 SPIN_COUNT = 10_000
 """Turns before a waiting thread sleeps: 240 us on an AMD EPYC (Zen 3), 600 us on an Intel Xeon."""
 _M_TRIM_THRESHOLD = -1

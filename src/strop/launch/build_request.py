@@ -12,7 +12,7 @@ import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from strop.launch.contract import (
     TrialPlan,
     VariableSource,
 )
-from strop.launch.environment import EnvironmentFlags, gather_for_run
+from strop.launch.environment import gather_for_run
 from strop.launch.evaluating import (
     EVALUATION,
     carry_baselines,
@@ -39,7 +39,7 @@ from strop.launch.evaluating import (
     refuse_unreachable,
 )
 from strop.launch.job_dir import name_job_dir
-from strop.launch.options import Site, SiteOptions, read_site_words
+from strop.launch.options import SITE_PREFIX, Site, SiteOptions, read_site_words
 from strop.launch.serving import (
     SERVE,
     require_shared_disk,
@@ -56,8 +56,8 @@ from strop.spec.display import show_text, show_value
 from strop.spec.eval_file import EvalFile, guess_command
 from strop.spec.job import parse_duration_s
 from strop.spec.layout import RAY_NODE_MODULE
-from strop.spec.reader import Flag
 from strop.spec.run import code_of
+from strop.spec.sources import add_override
 from strop.user_code import list_sources
 
 COMMANDS = ("train", EVALUATION)
@@ -81,8 +81,8 @@ class SubmitOptions:
     may_run_code: bool = False
     """Whether an evaluation by lm-eval may run model-written code without a sandbox."""
     overrides: tuple[str, ...] = ()
-    flags: tuple[Flag, ...] = ()
-    """A flag without a key belongs to a backend."""
+    job_name: str | None = None
+    """Name of the run and the job; on SageMaker of the job alone."""
     project_path: Path | None = None
     """None: the current folder."""
     sweep: tuple[str, ...] = ()
@@ -91,9 +91,8 @@ class SubmitOptions:
     variables: tuple[str, ...] = ()
     """Names of variables that the job gets from the submitter's environment."""
     env_file: Path | None = None
-    environment: EnvironmentFlags = field(default_factory=EnvironmentFlags)
-    is_strict: bool = False
-    """Refuse a flag that overrides another value."""
+    auto_auth: bool = False
+    """Pass on the token of the local hub login unless HF_TOKEN is set."""
     service_words: tuple[str, ...] = ()
     """For a job that serves sandboxes: options of `strop runtime serve` on each of its nodes."""
 
@@ -112,27 +111,27 @@ def read_request(
             allowed="the folder of the project whose code the job runs",
             next_step="correct it, or leave it out for the current folder",
         )
-    overrides, of_site = read_site_words(options.overrides)
-    options = replace(options, overrides=tuple(overrides))
     site = find_site(options.site, project_path, environ)
-    site, flags, site_options = site.for_job([*options.flags, *of_site])
-    python = site.profile.python or sys.executable
-    profile = site.profile.with_options(site_options)
-    notice = None
+    name_key = f"{SITE_PREFIX}job_name" if "job_name" in site.profile.settable() else "name"
+    words = add_override(options.overrides, name_key, options.job_name, "--job-name")
+    overrides, of_site = read_site_words(words)
+    options, site = replace(options, overrides=tuple(overrides)), site.for_job(of_site)
+    profile, notice = site.profile, None
+    python = profile.python or sys.executable
     if options.command == SERVE:
         require_shared_disk(site.name, profile)
     if options.command == AUTO:
         command, notice = guess_command(run_file, options.overrides)
         options = replace(options, command=command)
-    resolved, file = _read_file(run_file, options, flags)
-    if implied := profile.implied_settings(resolved.spec.job, site_options):
-        flags = (*flags, *implied)
-        resolved, file = _read_file(run_file, options, flags)
+    resolved, file = _read_file(run_file, options)
+    if implied := profile.implied_settings(resolved.spec.job):
+        options = replace(options, overrides=(*options.overrides, *implied))
+        resolved, file = _read_file(run_file, options)
     _check_options(options, resolved)
     sweep = expand_sweep(options.sweep)
     # Every trial is loaded, so that a mistake shows before anything is written.
     for trial in sweep:
-        load_spec(run_file, [*options.overrides, *trial], flags)
+        load_spec(run_file, [*options.overrides, *trial])
     if not profile.has_shared_disk and not getattr(profile, "local", False):
         # Imported here: other sites, and commands that only query, do not need it.
         from strop.run.stage import use_copies
@@ -147,16 +146,16 @@ def read_request(
     else:
         roles = list_roles(options.command, resolved.spec, python, site)
     root = _find_root(site, resolved)
-    names, variable_flags = options.variables, options.environment
+    names, env_file, auto_auth = options.variables, options.env_file, options.auto_auth
     environment, conflicts = gather_for_run(
-        resolved.spec, site, project_path, names, options.env_file, variable_flags, environ
+        resolved.spec, site, project_path, names, env_file, auto_auth, environ
     )
     if file is not None:
-        refuse_unreachable(file, site.name, profile, environment)
+        refuse_unreachable(file, resolved.spec.job.nodes, site.name, profile)
     resources = _count_resources(resolved, site.name, profile)
     home = resolved.spec.output.dir or str(name_job_dir(root, resolved.spec.name, now))
-    if notice is not None:
-        resolved = replace(resolved, notices=(*resolved.notices, notice))
+    notices = (*resolved.notices, *conflicts, *(() if notice is None else (notice,)))
+    resolved = replace(resolved, notices=notices)
     return JobRequest(
         resolved=resolved,
         site=site,
@@ -171,24 +170,20 @@ def read_request(
         user=find_user_name(),
         submitted_at=now,
         sweep=sweep,
-        options=site_options,
-        conflicts=(*map(str, resolved.conflicts), *conflicts),
         env_file=options.env_file,
         evaluation=file,
         run_file=run_file,
     )
 
 
-def _read_file(
-    run_file: str, options: SubmitOptions, flags: Sequence[Flag]
-) -> tuple[ResolvedSpec, EvalFile | None]:
+def _read_file(run_file: str, options: SubmitOptions) -> tuple[ResolvedSpec, EvalFile | None]:
     """Return a file's run settings, and the evaluation itself if the file is one."""
     if options.command == SERVE:
-        return resolve_service(options.overrides, flags), None
+        return resolve_service(options.overrides), None
     if options.command != EVALUATION:
-        return load_spec(run_file, options.overrides, flags), None
+        return load_spec(run_file, options.overrides), None
     may_run_code, has_sweep = options.may_run_code, bool(options.sweep)
-    return read_job_file(run_file, options.overrides, flags, may_run_code=may_run_code, has_sweep=has_sweep)
+    return read_job_file(run_file, options.overrides, may_run_code=may_run_code, has_sweep=has_sweep)
 
 
 def expand_sweep(texts: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -246,7 +241,7 @@ def split_values(text: str) -> list[str]:
 
 
 def _check_options(options: SubmitOptions, resolved: ResolvedSpec) -> None:
-    """Refuse an unknown command, a run file of another command and, with --strict, every conflict."""
+    """Refuse an unknown command, and a run whose model does not fit."""
     if options.command not in (*COMMANDS, SERVE):
         raise ConfigError(
             f"--command {show_value(options.command)} is not a command that a job runs",
@@ -255,13 +250,6 @@ def _check_options(options: SubmitOptions, resolved: ResolvedSpec) -> None:
         )
     if options.command == "train":
         refuse_unfit(resolved.spec)
-    beaten = [str(conflict) for conflict in resolved.conflicts if conflict.has_flag]
-    if options.is_strict and beaten:
-        raise ConfigError(
-            "; ".join(beaten),
-            allowed="with --strict, flags that contradict nothing",
-            next_step="remove the values that are not meant",
-        )
 
 
 def _find_root(site: Site, resolved: ResolvedSpec) -> Path:
@@ -406,8 +394,7 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
     resources, price = request.resources, request.site.profile.usd_per_gpu_hour
     gpu_hours: float | None = None
     if resources.time_limit_s is not None:
-        profile = request.site.profile.with_options(request.options)
-        num_gpus = profile.count_paid_gpus(resources.num_nodes, resources.gpus_per_node)
+        num_gpus = request.site.profile.count_paid_gpus(resources.num_nodes, resources.gpus_per_node)
         gpu_hours = num_gpus * (len(trials) or 1) * resources.time_limit_s / 3600.0
     plan = JobPlan(
         name=spec.name,
@@ -435,7 +422,6 @@ def make_plan(request: JobRequest, backend: Backend) -> JobPlan:
         gpu_hours=gpu_hours,
         cost_usd=None if gpu_hours is None or price is None else gpu_hours * price,
         details={"project_path": str(request.project_path), "submitted_from": str(request.project_path)},
-        conflicts=request.conflicts,
         notices=request.resolved.notices,
     )
     return backend.render(plan, request)
@@ -460,7 +446,7 @@ def describe_request(request: JobRequest) -> dict[str, Any]:
         "secrets": sorted(request.environment.secrets),
         "python": request.python,
         "sweep": request.sweep,
-        "options": dict(request.options),
+        "options": request.site.profile.of_job(),
         "evaluation": request.evaluation.to_text() if request.evaluation else None,
     }
     if (runtime := request.resolved.spec.runtime).url is not None:

@@ -182,10 +182,6 @@ class JobRequest:
     """Unix seconds; an argument, so that equal requests give equal plans."""
     sweep: tuple[tuple[str, ...], ...] = ()
     """One tuple of overrides for each trial; () for a single run."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Options of the backend by field of its model: partition, dependency, instance type, ..."""
-    conflicts: tuple[str, ...] = ()
-    """One sentence for each overridden value."""
     env_file: Path | None = None
     """The file of variables behind `environment`; its secrets are read again at submission."""
     num_past: int = 0
@@ -245,7 +241,6 @@ class JobPlan:
     asked: Mapping[str, Any] = field(default_factory=dict)
     """Everything that determines the run, not the time and place of the submission. JSON values; of variables
     digests."""
-    conflicts: tuple[str, ...] = ()
     notices: tuple[str, ...] = ()
 
     def refer_to(self, job_id: str, details: Mapping[str, Any] | None = None) -> JobRef:

@@ -1,7 +1,7 @@
 """Variables and secrets of a job: their sources, the roles that get them, and their files.
 
 Layers, each overriding the ones before: the site profile's `env`, the project's `.env`, variables that the
-submitter names, flags (`--env-file`, `--hf-cache-dir`, `--hf-hub-offline`), the launcher's own. A variable
+submitter names, `--env-file`, the launcher's own. A variable
 that the launcher owns is refused if the user set it for jobs, and reported if it merely stands in a file.
 
 The plan has only the name of a secret. Its value is read when the job directory is written, and is in no
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,41 +86,24 @@ _OF_LIBRARIES = (
 """Prefixes of variables by which programs and libraries find their files, devices and networks."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EnvironmentFlags:
-    """The flags of the command line about a job's variables."""
-
-    hf_cache_dir: str | None = None
-    """HF_HOME. None = the site's, else the submitter's."""
-    hf_hub_offline: bool | None = None
-    auto_auth: bool = False
-    """Pass on the token of the local hub login unless HF_TOKEN is set."""
-
-    def variables(self) -> dict[str, str]:
-        """Return the variables that these flags set."""
-        variables = {} if self.hf_cache_dir is None else {"HF_HOME": self.hf_cache_dir}
-        if self.hf_hub_offline is not None:
-            variables["HF_HUB_OFFLINE"] = "1" if self.hf_hub_offline else "0"
-        return variables
-
-
 def gather_environment(
     site: Site,
     project_path: Path | None,
     names: Sequence[str] = (),
     env_file: Path | None = None,
-    flags: EnvironmentFlags | None = None,
+    auto_auth: bool = False,
     environ: Mapping[str, str] | None = None,
 ) -> tuple[JobEnvironment, tuple[str, ...]]:
     """Read `.env` and `env_file`, and return the job's environment with all conflicts as sentences.
 
-    `names`: variables that the job gets from the submitter. Only the names of secrets are kept.
+    `names`: variables that the job gets from the submitter. `auto_auth`: pass on the token of the local hub
+    login unless HF_TOKEN is set. Only the names of secrets are kept.
 
     Raises: ConfigError for a file that cannot be read or parsed, a variable without a value, and a variable
         that the launcher owns.
     """
     submitter = os.environ if environ is None else environ
-    flags, profile, dotenv = flags or EnvironmentFlags(), site.profile, read_dotenv(project_path)
+    profile, dotenv = site.profile, read_dotenv(project_path)
     from_file = read_env_file(env_file)
     secret_roles = dict(_split_roles(entry) for entry in profile.secrets)
     _refuse_owned(profile.env, f"env of site {site.name!r}")
@@ -138,11 +120,10 @@ def gather_environment(
         _select_variables(plain_names, submitter, profile, dotenv),
     )
     layers.add(VariableSource.FLAG, "--env-file", from_file)
-    layers.add(VariableSource.FLAG, "a flag", flags.variables())
     layers.add(VariableSource.LAUNCHER, "the launcher", _LAUNCHER_VALUES)
-    if flags.auto_auth:
+    if auto_auth:
         secret_roles.setdefault(HUB_TOKEN, ())
-    has_login = flags.auto_auth and not submitter.get(HUB_TOKEN) and read_hub_login(submitter) is not None
+    has_login = auto_auth and not submitter.get(HUB_TOKEN) and read_hub_login(submitter) is not None
     variables = layers.variables
     credentials = {name: () for name, value in variables.items() if value and is_secret(name, value)}
     secrets: dict[str, tuple[str, ...]] = {**credentials, **secret_roles}
@@ -165,7 +146,7 @@ def gather_for_run(
     project_path: Path,
     names: Sequence[str],
     env_file: Path | None,
-    flags: EnvironmentFlags,
+    auto_auth: bool,
     environ: Mapping[str, str],
 ) -> tuple[JobEnvironment, tuple[str, ...]]:
     """Like `gather_environment`, with the submitter's variables that the run's own settings read.
@@ -180,8 +161,8 @@ def gather_for_run(
     set_elsewhere = {*read_dotenv(project_path), *read_env_file(env_file), *site.profile.env, *names}
     declared = dict.fromkeys(_name_declared(spec, site.profile, environ))
     names = [*names, *(name for name in declared if environ.get(name) and name not in set_elsewhere)]
-    environment, conflicts = gather_environment(site, project_path, names, env_file, flags, environ)
-    stays_here = trackers.offline or not site.profile.has_network or is_offline(environment.variables)
+    environment, conflicts = gather_environment(site, project_path, names, env_file, auto_auth, environ)
+    stays_here = trackers.offline or is_offline(environment.variables)
     if "wandb" in trackers.use and not stays_here:
         variables = {**dict.fromkeys(environment.secrets, REDACTED), **environment.variables}
         if not has_wandb_key(variables, sees_home=site.profile.has_shared_disk):

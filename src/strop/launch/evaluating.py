@@ -7,19 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from strop.errors import ConfigError
-from strop.launch.contract import JobEnvironment, RolePlan
+from strop.launch.contract import RolePlan
 from strop.launch.job_dir import EVALUATION_NAME
 from strop.launch.options import SiteOptions
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.eval_file import EvalFile, resolve_job
-from strop.spec.reader import Flag
 
 EVALUATION = "eval"
 """The command, and the role, of a job that only evaluates."""
 
 
 def read_job_file(
-    path: str, overrides: Sequence[str], flags: Sequence[Flag], *, may_run_code: bool, has_sweep: bool
+    path: str, overrides: Sequence[str], *, may_run_code: bool, has_sweep: bool
 ) -> tuple[ResolvedSpec, EvalFile]:
     """Return the job settings of an evaluation's file, and the evaluation itself.
 
@@ -27,7 +26,7 @@ def read_job_file(
     """
     from strop.run.shares import require_readable
 
-    file, resolved = resolve_job(path, overrides, flags)
+    file, resolved = resolve_job(path, overrides)
     job = resolved.spec.job
     foreign = ("train_gpus", "infer_gpus", "judge_gpus", "env_gpus", "infer_nodes", "single_gpu")
     settings = [name for name in (*foreign, "cpu_command") if getattr(job, name)]
@@ -84,11 +83,17 @@ def carry_baselines(file: EvalFile) -> EvalFile:
     return replace(file, counts=counts, carried=carried)
 
 
-def refuse_unreachable(file: EvalFile, site: str, profile: SiteOptions, environment: JobEnvironment) -> None:
-    """Refuse an evaluation if its job would not find lm-eval, or lm-eval tasks of this machine.
+def refuse_unreachable(file: EvalFile, num_nodes: int, site: str, profile: SiteOptions) -> None:
+    """Refuse an evaluation whose hosts share no disk, or whose job would not find lm-eval's tasks.
 
     Raises: ConfigError naming it.
     """
+    if num_nodes > 1 and not profile.has_shared_disk:
+        raise ConfigError(
+            f"an evaluation with job.nodes={num_nodes} on {site}, whose hosts see no common disk",
+            allowed="one node there: its GPUs share the examples",
+            next_step="leave job.nodes out, or submit a file for each task",
+        )
     include = file.values.get(("harness", "include"))
     has_folder = profile.has_shared_disk or getattr(profile, "local", False)
     if include and "://" not in str(include) and not has_folder:
@@ -96,10 +101,4 @@ def refuse_unreachable(file: EvalFile, site: str, profile: SiteOptions, environm
             f"harness.include={include} on {site}: a path of this machine, which its jobs cannot reach",
             allowed="an s3:// prefix, or a folder that they see",
             next_step="send the folder to S3 and name it there, or leave it out",
-        )
-    if file.is_by_harness and not profile.has_network and "STROP_CACHE" not in environment.variables:
-        raise ConfigError(
-            f"harness.tasks on {site}, whose jobs have no network: lm-eval's environment is made with pip",
-            allowed="jobs with network; or STROP_CACHE in `env` of the site profile, a folder that has it",
-            next_step="open the network in the site profile, or evaluate strop's own tasks",
         )

@@ -1,9 +1,10 @@
 """The options of a site and of a job on it: the base of every backend's options.
 
 A backend has one model, in `launch/<backend>/options.py`, which everything about its options is derived from:
-the keys of a site profile (`sites`), the output of `strop explain sites`, the words `site.KEY=VALUE` that set
-an option for one job, and an option of `strop submit` for each field with a `CliFlag`. Its methods and class
-variables describe the backend before it is opened. Models import pydantic and no backend.
+the keys of a site profile (`sites`), the output of `strop explain sites`, and the words `site.KEY=VALUE` that
+set an option for one job. A field with `exclude=True` belongs to one job: profiles and their records do not
+have it. Methods and class variables describe the backend before it is opened. Models import pydantic and no
+backend.
 """
 
 from __future__ import annotations
@@ -21,14 +22,11 @@ from strop.hardware.visible_devices import count_gpus
 from strop.spec.base import Section
 from strop.spec.display import NULL_WORD, show_text, show_value
 from strop.spec.job import JobSpec
-from strop.spec.reader import Flag
-from strop.spec.sources import join_words, parse_override
+from strop.spec.sources import parse_override
 
 if TYPE_CHECKING:
     from strop.launch.contract import Backend
 
-IMAGE_FLAGS = ("--image", "--container-image")
-"""The option that all backends with images share."""
 WRAP_HELP = (
     "Words put before the agent's command, such as `podman run --rm --interactive ... IMAGE`; they pass"
     " signals, the exit code and standard input on."
@@ -37,26 +35,11 @@ DEVICES_HELP = "GPUs of this machine, by index or UUID. none = free ones."
 KIND_HELP = "What kind of site it is."
 DeviceGrant = Literal["none", "instance", "named"]
 SITE_PREFIX = "site."
-_GPU_KEYS = ("job.gpus", "job.train_gpus", "job.infer_gpus")
 
 
 def split_at_commas(value: Any) -> Any:
     """Return the parts of a text such as `0,1` as a tuple; return any other value unchanged."""
     return tuple(word for part in value.split(",") if (word := part.strip())) if type(value) is str else value
-
-
-@dataclass(frozen=True, slots=True)
-class CliFlag:
-    """Marks a field that is often set for one job, for which `strop submit` has an option.
-
-    A field with `exclude=True` belongs to one job: profiles and their records do not have it.
-    """
-
-    names: tuple[str, ...] = ()
-    """Empty: the field's name. Backends whose fields share a name share the option."""
-    metavar: str | None = None
-    is_switch: bool = False
-    """Whether a bool can only be switched on: `--build`, without `--no-build`."""
 
 
 class ByLauncher:
@@ -124,116 +107,52 @@ class SiteOptions(Section):
     """The GPUs that a job may use. `none`: free ones of the machine; `instance`: all of its instance;
     `named`: those that the scheduler lists in CUDA_VISIBLE_DEVICES."""
 
-    @property
-    def has_network(self) -> bool:
-        """Whether jobs may download, for example packages."""
-        return True
-
     @classmethod
     def kind(cls) -> str:
         """Return the backend's name: the one value of the field `backend`."""
         return str(get_args(cls.model_fields["backend"].annotation)[0])
 
     @classmethod
-    def flags(cls) -> dict[str, CliFlag]:
-        """Return the flags by field, with their names filled in."""
-        return {
-            name: CliFlag(mark.names or (f"--{name.replace('_', '-')}",), mark.metavar, mark.is_switch)
+    def settable(cls) -> list[str]:
+        """Return the fields that a user may set for one job, by `site.FIELD`."""
+        return [
+            name
             for name, info in cls.model_fields.items()
-            for mark in info.metadata
-            if isinstance(mark, CliFlag)
+            if name != "backend" and ByLauncher not in info.metadata
+        ]
+
+    def of_job(self) -> dict[str, Any]:
+        """Return the options that belong to this job alone, where they are set."""
+        values = {name: getattr(self, name) for name, info in type(self).model_fields.items() if info.exclude}
+        return {
+            name: value
+            for name, value in values.items()
+            if value != type(self).model_fields[name].get_default(call_default_factory=True)
         }
 
-    @classmethod
-    def settable(cls) -> dict[str, str]:
-        """Return how to set each field for one job: its option, else `site.FIELD`."""
-        flags = cls.flags()
-        return {
-            name: flags[name].names[0] if name in flags else f"{SITE_PREFIX}{name}"
-            for name, info in cls.model_fields.items()
-            if name != "backend" and not any(mark is ByLauncher for mark in info.metadata)
-        }
-
-    @classmethod
-    def read_flags(cls, flags: Sequence[Flag]) -> tuple[tuple[Flag, ...], dict[str, Any]]:
-        """Split a submission's flags into settings of the run file and options of this backend, by field.
-
-        A flag that is both belongs to the backend. `site.FIELD` is the name of a flag for every field.
-
-        Raises: ConfigError for a flag of another backend, for two values of a field, and for a list of GPUs
-            if only their number can be chosen.
-        """
-        fields = {name: field for field, mark in cls.flags().items() for name in mark.names}
-        of_site = {f"{SITE_PREFIX}{field}": field for field in cls.settable()}
-        options: dict[str, Any] = {}
-        for flag in flags:
-            field, value = (fields | of_site).get(flag.name), flag.value
-            if flag.name.startswith(SITE_PREFIX):
-                if field is None:
-                    raise unknown_key(
-                        f"{flag.name} is no setting of backend {cls.kind()}", flag.name, of_site
-                    )
-                value = cls._read_word(field, flag)
-            if field is not None and options.setdefault(field, value) != value:
-                raise ConfigError(
-                    f"{flag.name}={show_value(value)}, and {show_value(options[field])} is given for it too",
-                    allowed="one value per setting",
-                    next_step="remove one of the two",
-                )
-        settings = tuple(flag for flag in flags if flag.name not in fields | of_site)
-        foreign = [flag.name for flag in settings if not flag.key]
-        if foreign:
-            raise ConfigError(
-                f"{', '.join(foreign)} given for a site of backend {cls.kind()}, which has no such option",
-                allowed=", ".join([*sorted(fields), f"{SITE_PREFIX}KEY=VALUE"]),
-                next_step=f"leave {foreign[0]} out, or name another site with --on",
-            )
-        for flag in settings:
-            if flag.key in _GPU_KEYS and not isinstance(flag.value, int):
-                raise ConfigError(
-                    f"{flag.name} {show_value(flag.value)} is no number of GPUs",
-                    allowed="a whole number, such as 2",
-                    next_step="say how many GPUs are needed; which ones is decided where the job runs",
-                )
-        return settings, options
-
-    @classmethod
-    def _read_word(cls, field: str, flag: Flag) -> Any:
-        """Return the value of a word `site.KEY=VALUE`; a text field takes a number as text."""
-        _, value = parse_override(f"{flag.name}={flag.value}")
-        annotation = cls.model_fields[field].annotation
-        return (
-            value if isinstance(value, str) or str not in {annotation, *get_args(annotation)} else flag.value
-        )
-
-    def with_options(self, options: Mapping[str, Any]) -> Self:
-        """Return this profile with the options of one job, by field.
+    def changed(self, values: Mapping[str, Any]) -> Self:
+        """Return this profile with other values.
 
         Raises: ConfigError for an option that this backend does not have, or an invalid value.
         """
-        return self.changed({name: value for name, value in options.items() if value is not None})
-
-    def changed(self, values: Mapping[str, Any]) -> Self:
-        """Return this profile with other values, which may be None. Raises: as `with_options`."""
         unknown = sorted(values.keys() - type(self).model_fields.keys())
         if unknown:
             raise unknown_key(
                 f"{unknown[0]} is no option of backend {self.kind()}", unknown[0], self.settable()
             )
         try:
-            return type(self).model_validate(self.model_dump() | dict(values))
+            return type(self).model_validate(self.model_dump() | self.of_job() | dict(values))
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             name = str(first["loc"][0])
-            shown = self.settable().get(name, name)
             raise ConfigError(
-                f"{shown}={show_value(values.get(name))} is not allowed: {first['msg']}",
+                f"{SITE_PREFIX}{name}={show_value(values.get(name))} is not allowed: {first['msg']}",
                 allowed=type(self).model_fields[name].description or "a value of another kind",
-                next_step=f"correct {shown}",
+                next_step=f"correct {SITE_PREFIX}{name}",
             ) from error
 
-    def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
-        """Return settings of `job` that follow from the site and the job's options, unless they are set.
+    def implied_settings(self, job: JobSpec) -> tuple[str, ...]:
+        """Return settings of `job` that follow from these options, as overrides, unless they are set.
 
         Raises: ConfigError if the job requests other GPUs than it would get.
         """
@@ -270,13 +189,13 @@ class SiteOptions(Section):
         raise NotImplementedError
 
 
-def imply_gpus(job: JobSpec, number: int, source: str) -> tuple[Flag, ...]:
-    """Return `job.gpus` as a flag for a job without settings of GPUs that gets some by `source`.
+def imply_gpus(job: JobSpec, number: int, source: str) -> tuple[str, ...]:
+    """Return `job.gpus` as an override for a job without settings of GPUs that gets some by `source`.
 
     Raises: ConfigError if the job requests another number.
     """
     if job.gpus_per_node == 0 and job.gpus is None and number:
-        return (Flag(key="job.gpus", value=number, name=source),)
+        return (f"job.gpus={number}",)
     if job.gpus_per_node != number:
         requested = count_gpus(job.gpus_per_node)
         raise ConfigError(
@@ -288,25 +207,31 @@ def imply_gpus(job: JobSpec, number: int, source: str) -> tuple[Flag, ...]:
     return ()
 
 
-def read_site_words(words: Sequence[str]) -> tuple[list[str], tuple[Flag, ...]]:
-    """Split words `key=value` into settings of the run file and, as flags, those of the site.
+def read_site_words(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Split words `key=value` into settings of the run file and options of the site, by field.
 
-    Raises: ConfigError for a malformed word, and for a key of a table, as site.env.NAME=VALUE.
+    Raises: ConfigError for a malformed word, such as site.env.NAME=VALUE, and for two values of an option.
     """
-    rest, flags = [], []
-    for word in join_words(words):
+    rest: list[str] = []
+    options: dict[str, str] = {}
+    for word in words:
         if not word.startswith(SITE_PREFIX):
             rest.append(word)
             continue
-        name, equals, value = word.partition("=")
+        name, equals, value = (part.strip() for part in word.partition("="))
         if not equals or name.count(".") != 1:
             raise ConfigError(
                 f"override {show_text(word)} is not understood",
                 allowed='site.KEY=VALUE; a table as a whole, as site.env={NAME = "value"}',
                 next_step="correct it; `strop explain sites` lists the settings of sites",
             )
-        flags.append(Flag(key="", name=name.strip(), value=value.strip()))
-    return rest, tuple(flags)
+        if (other := options.setdefault(name.removeprefix(SITE_PREFIX), value)) != value:
+            raise ConfigError(
+                f"{name}={value}, and {other} is given for it too",
+                allowed="one value per setting",
+                next_step="remove one of the two",
+            )
+    return rest, options
 
 
 def unknown_key(problem: str, name: str, names: Collection[str]) -> ConfigError:
@@ -324,19 +249,27 @@ class Site:
     """The name in a file or a command."""
     profile: SiteOptions
 
-    def for_job(self, flags: Sequence[Flag]) -> tuple[Site, tuple[Flag, ...], dict[str, Any]]:
-        """Return the site as changed for one job, its flags that set the run file, and its backend options.
+    def for_job(self, words: Mapping[str, str]) -> Site:
+        """Return the site with the options of one job, as they are written behind `site.FIELD=`.
 
-        Options of `strop submit`, and options that no profile has, are kept apart from the profile.
-        Raises: as `SiteOptions.read_flags` and `with_options`.
+        Raises: ConfigError for an option that this backend does not have, or an invalid value.
         """
-        settings, options = self.profile.read_flags(flags)
-        fields, flagged = type(self.profile).model_fields, self.profile.flags()
-        kept = {name: value for name, value in options.items() if fields[name].exclude or name in flagged}
-        changes = {
-            name: fields[name].get_default(call_default_factory=True)
-            if options[name] == NULL_WORD
-            else options[name]
-            for name in options.keys() - kept
-        }
-        return replace(self, profile=self.profile.changed(changes)), settings, kept
+        kind, names = self.profile.kind(), [f"{SITE_PREFIX}{field}" for field in self.profile.settable()]
+        values: dict[str, Any] = {}
+        for field, text in words.items():
+            name = f"{SITE_PREFIX}{field}"
+            if name not in names:
+                raise unknown_key(f"{name} is no setting of backend {kind}", name, names)
+            info = type(self.profile).model_fields[field]
+            _, value = parse_override(f"{name}={text}")
+            if value == NULL_WORD:
+                value = info.get_default(call_default_factory=True)
+            elif isinstance(value, int | float) and str in {info.annotation, *get_args(info.annotation)}:
+                # A text field takes a number as text.
+                value = text
+            values[field] = value
+        return self.changed(**values)
+
+    def changed(self, **values: Any) -> Site:
+        """Return the site with other values in its profile. Raises: as `SiteOptions.changed`."""
+        return replace(self, profile=self.profile.changed(values))

@@ -9,7 +9,7 @@ from strop.launch.contract import Need, RolePlan
 from strop.launch.options import SiteOptions
 from strop.runtime.service_dir import backend_words, serve_argv
 from strop.spec import ResolvedSpec, RunSpec
-from strop.spec.reader import Flag, resolve_sources
+from strop.spec.reader import resolve_sources
 from strop.spec.sources import read_sources
 
 SERVE = "serve"
@@ -29,7 +29,7 @@ _WORDS = (
 )
 
 
-def resolve_service(overrides: Sequence[str], flags: Sequence[Flag]) -> ResolvedSpec:
+def resolve_service(overrides: Sequence[str]) -> ResolvedSpec:
     """Return the settings of a service's job: `name`, `job`, `output` and `runtime.backend`.
 
     Raises: ConfigError for other settings, and for resources that a service cannot use.
@@ -44,7 +44,7 @@ def resolve_service(overrides: Sequence[str], flags: Sequence[Flag]) -> Resolved
             allowed="name, job and output",
             next_step="remove it",
         )
-    resolved = resolve_sources([*read_sources(None, _WORDS), *sources], flags)
+    resolved = resolve_sources([*read_sources(None, _WORDS), *sources])
     job = resolved.spec.job
     if job.gpus_per_node or job.cpu_nodes:
         raise ConfigError(

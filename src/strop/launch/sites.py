@@ -125,11 +125,10 @@ def _refuse_entries(
             )
         info = section.model_fields.get(path[0])
         if info is not None and info.exclude:
-            flag = section.settable().get(path[0])
             raise ConfigError(
                 f"{shown} is set per job, not in a profile",
                 allowed="what holds for every job of the site",
-                next_step=f"remove it, and give {flag} to `strop submit`" if flag else "remove it",
+                next_step=f"remove it, and give site.{path[0]}=VALUE to `strop submit`",
             )
 
 
@@ -161,11 +160,10 @@ def explain_site(path: KeyPath) -> Explanation:
         if name == "backend" or name in section.settable()
     }
     if path in settings:
-        info, flag = settings[path], BACKENDS[path[1]].settable().get(path[2])
-        text = info.description or ""
-        if flag is not None:
+        info, text = settings[path], settings[path].description or ""
+        if path[2] != "backend":
             how = "Set per job, not in a profile" if info.exclude else "Override for one job"
-            text += f" {how}: `strop submit {flag}{'' if flag.startswith('--') else '=VALUE'}`."
+            text += f" {how}: `strop submit site.{path[2]}=VALUE`."
         explanation = describe_settings((Setting(path=path, variant=None, info=info),))
         return replace(explanation, description=text)
     inside = [dotted(key) for key in settings if key[: len(path)] == path]

@@ -19,7 +19,7 @@ def describe_target(request: JobRequest, accelerator: Accelerator | None = None)
     Raises: ConfigError for an unknown `accelerator` in the profile.
     """
     site, resources = request.site, request.resources
-    profile = site.profile.with_options(request.options)
+    profile = site.profile
     node = profile.describe_node()
     is_here = profile.is_here and node.gpu is None and accelerator is None
     machine, unknown = describe_machine() if profile.is_here else _describe_node(request, node), ""

@@ -80,16 +80,6 @@ def pack_given(prompt_ids: IntArray, replies: Sequence[IntArray]) -> PackedGroup
     return PackedGroup(prompt_ids=prompt_ids, replies=packed)
 
 
-def score_reply(
-    model: LanguageModel, prompt_ids: IntArray, reply_ids: IntArray, temperature: float
-) -> FloatArray:
-    """Return the log-probability (nats) of each token of one reply. Shapes: (T,) to (T,).
-
-    A temperature of 0 is scored at 1, as engines report it.
-    """
-    return score_replies(model, prompt_ids, [reply_ids], temperature)[0]
-
-
 def score_replies(
     model: LanguageModel, prompt_ids: IntArray, replies: Sequence[IntArray], temperature: float
 ) -> list[FloatArray]:

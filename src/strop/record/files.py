@@ -169,8 +169,8 @@ class StoreRecord:
     a checkpoint's largest file has to fit into memory.
     """
 
-    def __init__(self, objects: ReadableObjects, root: str, *, run: str, traces: str = TRACES) -> None:
-        self._objects, self._root, self._run, self._traces = objects, root.rstrip("/"), run, traces
+    def __init__(self, objects: ReadableObjects, root: str, *, run: str) -> None:
+        self._objects, self._root, self._run = objects, root.rstrip("/"), run
         self._folders: dict[int, str] = {}
         """Step to the name of its record in the last listing."""
 
@@ -212,11 +212,9 @@ class StoreRecord:
             step = int(match["step"])
             folder = self._folders.get(step, f"{self._run}_step{step}")
             return f"{self._root}/{folder}{match['rest'] or ''}"
-        return join_uri(self._root, *filter(None, [self._traces, name]))
+        return join_uri(self._root, *filter(None, [TRACES, name]))
 
     def _list_checkpoints(self) -> Sequence[str]:
-        if not self._traces:
-            return []
         files: dict[RecordName, list[str]] = {}
         for stored in self._objects.list(self._root):
             folder, _, name = stored.uri[len(self._root) + 1 :].partition("/")

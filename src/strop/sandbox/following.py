@@ -98,10 +98,6 @@ class Shell(Protocol):
         """
         ...
 
-    async def interrupt(self) -> None:
-        """Send SIGINT to the running command, as a terminal would; `run` then returns, mostly with 130."""
-        ...
-
     async def close(self) -> None:
         """End it and its background processes. May be called twice."""
         ...

@@ -380,10 +380,6 @@ class ServedShell:
         if not answer.cancelled():
             answer.exception()
 
-    async def interrupt(self) -> None:
-        """Interrupt the running command; see `Shell.interrupt`."""
-        self._client.tell({"op": "signal", "job": self._number, "number": 2})
-
     async def close(self) -> None:
         """End it and its background processes; see `Shell.close`."""
         if not self._end.done():

@@ -21,7 +21,7 @@ import struct
 import termios
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from strop.sandbox.capture import Capture
@@ -67,8 +67,6 @@ class _Run:
     """When the shell is killed; set when the command is interrupted."""
     insist_at: float = float("inf")
     """When the command is ended by force."""
-    signals: list[int] = field(default_factory=list)
-    """Signals requested before the shell had the command; an idle shell would ignore them."""
     num_awaited: int = 0
     """Orders to kill the command's processes that the runner has not finished yet."""
 
@@ -116,13 +114,6 @@ class Shell(Job):
         if self._run is not None:
             self._run.deadline = self.next_at = time.monotonic()
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the current command, once the shell evaluates it."""
-        if self._run is None or self._run.has_asked:
-            super().signal(number)
-        else:
-            self._run.signals.append(number)
-
     def look_at_clock(self, now: float) -> None:
         """Act on the deadline `next_at`, which has passed."""
         run = self._run
@@ -132,9 +123,6 @@ class Shell(Job):
         if run.is_sent and not run.has_asked and self._has_read_all():
             run.has_asked = True
             self.feed(_ASK_STATUS % (run.request_id, STATUS_FD))
-            for number in run.signals:
-                super().signal(number)
-            run.signals.clear()
         if run.give_up_at is None and now >= run.deadline:
             self._is_timed_out = True
             self._drop(run, now)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from strop.spec.output import OutputSpec, StoreSpec, TrackersSpec
     from strop.spec.reader import ResolvedSpec, load_spec
     from strop.spec.run import RunSpec
-    from strop.spec.schema import all_keys, expert_keys
+    from strop.spec.schema import all_keys
     from strop.spec.task import TaskSection, TaskSpec, UserEnvironmentSpec, UserTaskSpec
     from strop.spec.train import EvalSpec, OptimizerSpec, TrainSpec, TripwireSpec
 else:
@@ -38,7 +38,7 @@ else:
             "strop.spec.offline": "SftSpec",
             "strop.spec.reader": "ResolvedSpec load_spec",
             "strop.spec.run": "RunSpec",
-            "strop.spec.schema": "all_keys expert_keys",
+            "strop.spec.schema": "all_keys",
             "strop.spec.output": "OutputSpec StoreSpec TrackersSpec",
             "strop.spec.task": "TaskSection TaskSpec UserEnvironmentSpec UserTaskSpec",
             "strop.spec.train": "EvalSpec OptimizerSpec TrainSpec TripwireSpec",
@@ -70,7 +70,6 @@ __all__ = [
     "UserEnvironmentSpec",
     "UserTaskSpec",
     "all_keys",
-    "expert_keys",
     "explain",
     "load_spec",
     "spec_digest",

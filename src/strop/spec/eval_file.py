@@ -21,7 +21,7 @@ from strop.errors import ConfigError
 from strop.spec import RunSpec
 from strop.spec.base import DEFAULT, to_name
 from strop.spec.display import KeyPath, dotted, format_value, show_path, show_value
-from strop.spec.reader import Flag, ResolvedSpec, merge_sources, resolve_sources
+from strop.spec.reader import ResolvedSpec, merge_sources, resolve_sources
 from strop.spec.run import last_name
 from strop.spec.schema import PARTS_TABLE
 from strop.spec.sources import parse_override, read_sources
@@ -230,7 +230,7 @@ def _take_tasks(values: dict[KeyPath, Any], shown: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def resolve_job(path: str, overrides: Sequence[str], flags: Sequence[Flag]) -> tuple[EvalFile, ResolvedSpec]:
+def resolve_job(path: str, overrides: Sequence[str]) -> tuple[EvalFile, ResolvedSpec]:
     """Read the file of an evaluation job: the evaluation, and the resources of the job.
 
     The spec names the first task alone, and no sampling: it is what launchers and sites read.
@@ -247,7 +247,7 @@ def resolve_job(path: str, overrides: Sequence[str], flags: Sequence[Flag]) -> t
     words = [word for word in file.words_for(None, first) if word.startswith("task.")]
     # One prompt a step: the task need not be large enough to train on.
     words = [f"name={file.name}", f"task.name={first}", "train.prompts_per_step=1", *words]
-    return file, resolve_sources([*read_sources(None, words), *sources], flags)
+    return file, resolve_sources([*read_sources(None, words), *sources])
 
 
 def guess_command(path: str, overrides: Sequence[str]) -> tuple[str, str | None]:

@@ -11,7 +11,6 @@ from pydantic import Field, model_validator
 from strop.spec.base import Section, SpecConflict, expert
 
 GPU_SPLIT = ("gpus", "train_gpus", "infer_gpus", "single_gpu")
-"""One group: once a flag gives one of them, all of them come from flags and defaults."""
 DURATION_HELP = "90s, 30m, 2h, 5d, HH:MM:SS or D-HH:MM:SS"
 
 
@@ -144,7 +143,7 @@ class JobSpec(Section):
                 {"job.gpus": self.gpus, **split},
                 "the GPUs are shared out in two ways",
                 allowed="job.gpus alone, or train_gpus with infer_gpus, or single_gpu",
-                next_step="remove job.gpus",
+                next_step="keep one; `none` removes the value of a file (job.single_gpu=false)",
             )
         if self.single_gpu and max(self.train_gpus or 1, self.infer_gpus or 1) > 1:
             raise SpecConflict(

@@ -21,7 +21,6 @@ from strop.errors import ConfigError, format_error
 from strop.spec.base import DEFAULT, Section, SpecConflict, to_name
 from strop.spec.built_in import built_in_tasks
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value, show_value
-from strop.spec.job import GPU_SPLIT
 from strop.spec.run import RunSpec
 from strop.spec.schema import (
     FREE_TABLES,
@@ -56,14 +55,10 @@ class ResolvedSpec:
     """Dotted setting to 'default', 'run.toml:7' or 'override'. Keys of `task.config` have their own."""
     notices: tuple[str, ...] = ()
     """What was read and is not used, and why; for the user to see."""
-    conflicts: tuple[Conflict, ...] = ()
-    """Values of the settings that a launcher owns which lost against others."""
 
 
-def load_spec(
-    path: str | os.PathLike[str] | None, overrides: Sequence[str] = (), flags: Sequence[Flag] = ()
-) -> ResolvedSpec:
-    """Read a TOML run file with everything that it extends, and apply overrides and flags.
+def load_spec(path: str | os.PathLike[str] | None, overrides: Sequence[str] = ()) -> ResolvedSpec:
+    """Read a TOML run file with everything that it extends, and apply overrides.
 
     `path` None: there is no file, the overrides say everything. A run without a name has that of its file.
 
@@ -72,7 +67,7 @@ def load_spec(
     sources = read_sources(None if path is None else os.fspath(path), overrides)
     if path is not None and (stem := to_name(Path(path).stem)):
         sources.insert(0, {("name",): Leaf(path=("name",), value=stem, origin=DEFAULT)})
-    return resolve_sources(sources, flags)
+    return resolve_sources(sources)
 
 
 def load_section(name: str, model: type[AnySection], words: Sequence[str]) -> AnySection:
@@ -88,23 +83,17 @@ def load_section(name: str, model: type[AnySection], words: Sequence[str]) -> An
         raise _refusal(error, None, origins, section=(name,)) from error
 
 
-def resolve_sources(sources: Sequence[Leaves], flags: Sequence[Flag] = ()) -> ResolvedSpec:
+def resolve_sources(sources: Sequence[Leaves]) -> ResolvedSpec:
     """Merge sources into one spec, the weakest first and the overrides last.
 
     Raises: ConfigError as `load_spec` does.
     """
-    sources, conflicts = apply_flags(sources, flags)
     winners, notices = merge_sources(sources)
     origins = {dotted(leaf.path): leaf.origin for leaf in winners.values()}
     spec = _validate(winners, origins)
     notices += note_unused(spec, origins)
     every = {setting.key: origins.get(setting.key, DEFAULT) for setting in settings_of(spec)}
-    return ResolvedSpec(
-        spec=spec,
-        origins=every | origins,
-        notices=tuple(notices),
-        conflicts=tuple(conflicts),
-    )
+    return ResolvedSpec(spec=spec, origins=every | origins, notices=tuple(notices))
 
 
 def merge_sources(sources: Sequence[Leaves]) -> tuple[Leaves, list[str]]:
@@ -290,89 +279,3 @@ def note_unused(spec: RunSpec, origins: Mapping[str, str]) -> list[str]:
                 f" ({origins.get('train.terms', DEFAULT)})"
             )
     return notices
-
-
-# The launcher's flags, stronger than overrides. The GPUs of a job are one group: once a flag gives one of
-# them, all come from flags and defaults, never a mixture. A value that lost against another one is reported:
-# a launcher that dropped it silently would start another run than the one that was asked for.
-OWNED_SECTIONS = ("job", "output")
-"""The sections whose settings flags may give."""
-_GROUP: tuple[KeyPath, ...] = tuple(("job", name) for name in GPU_SPLIT)
-_SPLIT: tuple[KeyPath, ...] = (("job", "train_gpus"), ("job", "infer_gpus"))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Flag:
-    """A setting from an option of the command line."""
-
-    key: str
-    """Dotted, for example `job.train_gpus`."""
-    value: Any
-    name: str
-    """How it was typed: `--train-gpus`."""
-
-    @property
-    def path(self) -> KeyPath:
-        """The key's parts."""
-        return tuple(self.key.split("."))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conflict:
-    """A value that a launcher uses, and the values it overrides."""
-
-    key: str
-    value: Any
-    source: str
-    ignored: tuple[tuple[Any, str], ...]
-    """Value and source of each."""
-    has_flag: bool
-    """Whether a flag won: then `--strict` refuses."""
-
-    def __str__(self) -> str:
-        """Describe the conflict in one line."""
-        losers = " and ".join(f"{show_value(value)} ({source})" for value, source in self.ignored)
-        return f"conflict: {self.key}: using {show_value(self.value)} ({self.source}), ignoring {losers}"
-
-
-def apply_flags(sources: Sequence[Leaves], flags: Sequence[Flag]) -> tuple[list[Leaves], list[Conflict]]:
-    """Add flags as the strongest source; return all sources and the overridden values.
-
-    `sources`: those of files, weakest first, and the overrides as the last one.
-    """
-    *files, overrides = sources
-    given = {flag.path: Leaf(path=flag.path, value=flag.value, origin=flag.name) for flag in flags}
-    completed = dict(given)
-    if named := [given[path].origin for path in _GROUP if path in given]:
-        # The other GPU settings have their defaults.
-        origin = f"{DEFAULT} beside {', '.join(named)}"
-        for path in _GROUP:
-            default = find_settings(path)[0].info.default
-            completed.setdefault(path, Leaf(path=path, value=default, origin=origin))
-    in_files: Leaves = {path: leaf for source in files for path, leaf in source.items()}
-    layers = (in_files, overrides, completed)
-    owned = {path for layer in layers for path in layer if path[0] in OWNED_SECTIONS}
-    # A flag for the name replaces that of the file on purpose.
-    owned |= given.keys() & overrides.keys()
-    has_split = any(path in given for path in _SPLIT)
-    conflicts = [
-        conflict for path in sorted(owned) if (conflict := _find_conflict(path, layers, has_split=has_split))
-    ]
-    return [*sources, completed], conflicts
-
-
-def _find_conflict(path: KeyPath, layers: Sequence[Leaves], *, has_split: bool) -> Conflict | None:
-    found = [layer[path] for layer in layers if path in layer]
-    winner = found[-1]
-    # Where a flag gives one half of the split, the other half defaults to one GPU.
-    value = 1 if has_split and path in _SPLIT and winner.value is None else winner.value
-    ignored = tuple((leaf.value, leaf.origin) for leaf in reversed(found[:-1]) if leaf.value != value)
-    if not ignored:
-        return None
-    return Conflict(
-        key=dotted(path),
-        value=value,
-        source=winner.origin,
-        ignored=ignored,
-        has_flag=path in layers[-1],
-    )

@@ -241,13 +241,6 @@ def all_keys() -> tuple[str, ...]:
     return tuple(dict.fromkeys(setting.key for setting in settings()))
 
 
-def expert_keys(spec: RunSpec | None = None) -> frozenset[str]:
-    """Return the expert settings of a run, or of all tasks; one everyday for any task is not expert."""
-    known = settings() if spec is None else settings_of(spec)
-    everyday = {setting.key for setting in known if setting.reason is None}
-    return frozenset(setting.key for setting in known) - everyday
-
-
 def find_settings(path: KeyPath, variant: str | None = None) -> tuple[Setting, ...]:
     """Return the settings at a path: one, or one per task that has it, or () if there is none.
 

@@ -21,6 +21,7 @@ from strop.spec.display import (
     credential_form,
     dotted,
     is_credential_name,
+    quote_text,
     show_path,
     show_text,
     show_value,
@@ -153,7 +154,7 @@ def _extended_paths(path: str, tree: Tree) -> list[tuple[str, str]]:
 
 def _read_overrides(overrides: Sequence[str]) -> list[Leaf]:
     found: list[Leaf] = []
-    for text in join_words(overrides):
+    for text in overrides:
         path, value = parse_override(text)
         tree: dict[str, Any] = {path[-1]: value}
         for part in reversed(path[:-1]):
@@ -304,28 +305,24 @@ def _is_same(one: Any, other: Any) -> bool:
 
 
 # Overrides, `key=value`: the key is dotted; the value is read as TOML and, where it is none, taken as text.
-# Forms of other launchers are understood too: `--key value`, `--key=value`, dashes for underscores, null.
 _OTHER_NULL_WORD = "null"
 OVERRIDE = "override"
 """Origin of a value that an override set."""
 
 
-def join_words(words: Sequence[str]) -> list[str]:
-    """Return overrides as `key=value`, whatever their form: `--a.b-c 1` is `a.b_c=1`.
+def add_override(overrides: Sequence[str] | None, key: str, value: str | None, option: str) -> list[str]:
+    """Return overrides with the value of an option of the command line that stands for a setting.
 
-    Raises: ConfigError if a flag has no value.
+    Raises: ConfigError if an override gives the setting, too.
     """
-    overrides, left = [], list(words)
-    while left:
-        word = left.pop(0)
-        if not word.startswith("--"):
-            overrides.append(word)
-            continue
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not equals and not left:
-            raise _malformed(word)
-        overrides.append(f"{key.replace('-', '_')}={value if equals else left.pop(0)}")
-    return overrides
+    words = list(overrides or ())
+    if value is None:
+        return words
+    if any(word.partition("=")[0].strip() == key for word in words):
+        raise ConfigError(
+            f"{option} together with {key}=", allowed="one of them", next_step=f"leave {option} out"
+        )
+    return [*words, f"{key}={quote_text(value)}"]
 
 
 def parse_override(text: str) -> tuple[KeyPath, Any]:

@@ -14,9 +14,9 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from strop.train.observer import EvalSummary, Evaluator, Observer, SilentObserver
+from strop.train.observer import EvalSummary, Evaluator, Observer
 
-__all__ = ["EvalSummary", "Evaluator", "Observer", "SilentObserver"]
+__all__ = ["EvalSummary", "Evaluator", "Observer"]
 
 
 class _Room(ModuleType):

@@ -63,22 +63,3 @@ class Observer(Protocol):
     def on_end(self, *, cause: str) -> None:
         """End, with the cause in a word."""
         ...
-
-
-class SilentObserver:
-    """Ignores everything."""
-
-    def on_start(self, *, run: str, first_step: int, num_steps: int) -> None:
-        """Ignore it."""
-
-    def on_step(self, metrics: Mapping[str, float]) -> None:
-        """Ignore it."""
-
-    def on_event(self, event: Event) -> None:
-        """Ignore it."""
-
-    def on_eval(self, summary: EvalSummary) -> None:
-        """Ignore it."""
-
-    def on_end(self, *, cause: str) -> None:
-        """Ignore it."""

@@ -17,7 +17,6 @@ from strop.launch.launcher import Launcher, watch
 from strop.launch.local.backend import LocalBackend
 from strop.launch.local.supervisor_files import order_end, read_identity
 from strop.launch.logs import LogFilter
-from strop.spec.reader import Flag
 from tests.fixtures.drill import preempt
 from tests.fixtures.held_jobs import HELD, held, let_go, saved_step, told_once
 from tests.fixtures.jobs import is_running, make_request, project, read_verdicts, role, saver, wait_for
@@ -290,8 +289,8 @@ def test_gpus_that_are_named_are_those_that_each_part_sees(
         *("job.train_gpus=1", "job.infer_gpus=1", "job.env_gpus=1", "job.preflight=none"),
         "environment.name=guess-number",
     )
-    flags = (Flag(key="", value=devices, name="--devices"),)
-    request = make_request(project, [], *asked, flags=flags)
+    named = f"site.devices={devices}"
+    request = make_request(project, [], *asked, named)
     # Of the roles that the run file makes, a program in the place of the training.
     (train,) = list_roles("train", request.resolved.spec, sys.executable, request.site)
     shown = role("train", SEEN, "{run}", gpus=train.gpus)
@@ -300,7 +299,7 @@ def test_gpus_that_are_named_are_those_that_each_part_sees(
     assert (Path(submitted.ref.home) / "seen").read_text() == seen
     # What the run does not ask for would be idle.
     with pytest.raises(ConfigError, match="2 would be idle"):
-        make_request(project, [], "job.gpus=1", flags=flags)
+        make_request(project, [], "job.gpus=1", named)
 
 
 def test_several_nodes_are_not_one_machine(project: Path, launcher: Launcher) -> None:

@@ -30,6 +30,7 @@ def make_request(
     overrides: tuple[str, ...] = (),
     environment: JobEnvironment | None = None,
     resources: Resources | None = None,
+    instance_count: int = 1,
     run_file: str = "",
     **options: Any,
 ) -> JobRequest:
@@ -37,9 +38,9 @@ def make_request(
     resolved = load_spec(None, ("name=small-try", *task, *overrides))
     return JobRequest(
         resolved=resolved,
-        site=Site(name="cloud", profile=SageMakerSite(**{**PROFILE, **(profile or {})})),
+        site=Site(name="cloud", profile=SageMakerSite(**{**PROFILE, **(profile or {})})).changed(**options),
         command="train",
-        resources=resources or Resources(),
+        resources=resources or Resources(num_nodes=instance_count),
         roles=(RolePlan(name="train", argv=PROGRAM),),
         environment=environment or JobEnvironment(variables={"NCCL_DEBUG": "WARN"}),
         snapshot=None,
@@ -48,7 +49,6 @@ def make_request(
         python="python3",
         user="ann",
         submitted_at=NOON,
-        options=options,
         run_file=run_file,
     )
 

@@ -59,7 +59,7 @@ class Rehearsal:
             **{"image": "elsewhere.example/strop:1", **changes},
         )
         request = replace(request, snapshot=take_snapshot(self.project, excluded=[self.project / "runs"]))
-        home = f"{request.home}{'' if request.options.get('job_name') is None else '-2'}"
+        home = f"{request.home}{'-2' if 'job_name' in changes else ''}"
         request = replace(request, roles=roles or request.roles, home=home, num_past=num_past)
         request = replace(request, evaluation=evaluation, command=command)
         plan = make_plan(request, backend)

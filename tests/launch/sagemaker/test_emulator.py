@@ -309,21 +309,6 @@ def test_a_secret_that_may_not_be_fetched_is_a_refusal_that_names_it(rehearsal: 
     assert f"secretsmanager:GetSecretValue on {arn}" in emulator.failure()
 
 
-def test_a_job_without_network_gets_a_store_of_its_channels(rehearsal: Rehearsal) -> None:
-    rehearsal.folder.write("s3://strop-test/strop/models/Org/Name/config.json", b"{}")
-    (rehearsal.project / "program.py").write_text(
-        "import os, pathlib\n"
-        "root = pathlib.Path(os.environ['STROP_STORE_URI'])\n"
-        "print('model', (root / 'models/Org/Name/config.json').read_text(), flush=True)\n"
-    )
-    request = rehearsal.submit(network_isolation=True, overrides=("model.uri=Org/Name",))
-    emulator = rehearsal.start(
-        request, environment={"STROP_STORE_URI": request["Environment"]["STROP_STORE_URI"]}
-    )
-    assert end_of(emulator) == 0, emulator.log_of(HOST)
-    assert "train| model {}" in emulator.log_of(HOST)
-
-
 # Several hosts.
 
 

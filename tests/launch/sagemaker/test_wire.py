@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from strop.launch.contract import JobPlan
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients
 from strop.launch.sagemaker.ecr import (
-    compare_images,
     ensure_repository,
     find_digest,
     log_in_for_base,
@@ -154,7 +152,7 @@ def test_what_is_missing_is_named(
     )
     site.backend = SageMakerBackend(site.profile, clients=site.clients, objects=site.objects)
     record(site, **answers)
-    found = errors(site, ecr_plan(site, "tag-missing", instance_count=count))
+    found = errors(site, ecr_plan(site, "tag-missing", instance_count=count or 1))
     assert list(found) == [code]
     assert re.search(words, found[code])
 
@@ -228,18 +226,12 @@ def test_no_credentials_at_all(store_address: str, monkeypatch: pytest.MonkeyPat
         AwsClients(profile=profile, retries=HASTY).call("sts", "get_caller_identity")
 
 
-@pytest.mark.parametrize(
-    ("package", "words"),
-    [
-        ("boto3", "from {0}.client import AwsClients; AwsClients(profile=SageMakerSite()).client('sts')"),
-        ("botocore", "from {0}.limits import check_request; check_request({{}})"),
-    ],
-)
-def test_without_the_package_the_message_says_what_to_install(package: str, words: str) -> None:
+def test_without_the_package_the_message_says_what_to_install() -> None:
     code = (
-        f"import sys; sys.modules[{package!r}] = sys.modules['botocore.loaders'] = None\n"
+        "import sys; sys.modules['boto3'] = None\n"
         "from strop.launch.sagemaker.options import SageMakerSite\n"
-        f"try: {words.format('strop.launch.sagemaker')}\n"
+        "from strop.launch.sagemaker.client import AwsClients\n"
+        "try: AwsClients(profile=SageMakerSite()).client('sts')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -336,26 +328,6 @@ def test_a_push_logs_in_by_standard_input_and_gives_the_digest(site: Site, tmp_p
     assert password
     assert password not in words
     assert [line.split()[0] for line in words.splitlines()] == ["login", "tag", "push"]
-
-
-def test_an_image_that_was_built_and_not_pushed_is_compared_with_the_repositorys(site: Site) -> None:
-    prepare_account(site.clients, tag="tag-compare")
-    there = parse_reference("123456789012.dkr.ecr.us-east-1.amazonaws.com/strop:tag-compare")
-    assert there is not None
-    # The id that `prepare_account` gives an image: its tag as hexadecimal digits.
-    image_id = f"sha256:{b'tag-compare'.hex():0>64}"
-    assert compare_images(site.clients, there, image_id) == ""
-    told = compare_images(site.clients, there, "sha256:" + "0" * 64)
-    assert told.startswith("strop:tag-compare in the repository is another image")
-    absent = replace(there, tag="never-pushed")
-    assert compare_images(site.clients, absent, image_id).startswith(
-        "the repository has no strop:never-pushed"
-    )
-    answers = {"batch_get_image": refusal("AccessDeniedException")}
-    site.clients.by_service["ecr"] = Recorder(site.clients.client("ecr"), [], answers)
-    assert "ecr:BatchGetImage on strop:tag-compare is not allowed" in compare_images(
-        site.clients, there, image_id
-    )
 
 
 def test_a_push_that_fails_says_why_without_the_password(site: Site, tmp_path: Path) -> None:

@@ -67,9 +67,10 @@ def a_request(
     root.mkdir(parents=True, exist_ok=True)
     spec_path = root / "run.toml"
     spec_path.write_text(_SPEC.format(name=name, max_requeue=max_requeue, grace_s=grace_s))
+    site = Site(name="cluster", profile=profile or SlurmSite()).changed(**changes.pop("options", {}))
     request = JobRequest(
         resolved=load_spec(spec_path),
-        site=Site(name="cluster", profile=profile or SlurmSite()),
+        site=site,
         command="train",
         resources=Resources(time_limit_s=TIME_LIMIT_S),
         roles=roles or (a_role(),),

@@ -55,7 +55,7 @@ def test_a_drill_proves_that_a_training_survives_the_clusters_preemption(place: 
     write_own_code(place, "submitted")
     settings = ("train.steps=80", "train.checkpoint_every=30", "name=drilled", *own_settings(place))
     assert run("train", "run.toml", *settings, "output.dir=runs/undisturbed").code == 0
-    sent = run("submit", "run.toml", *settings, "--on", "slurm", "--time", "5m", "job.cpus=1")
+    sent = run("submit", "run.toml", *settings, "--on", "slurm", "job.time_limit=5m", "job.cpus=1")
     assert sent.code == 0, sent.err
     write_own_code(place, "edited", 0.5)
     (home,) = Path("runs").glob("drilled-*")
@@ -102,8 +102,8 @@ def test_a_preempted_evaluation_on_two_nodes_ends_as_one_that_was_left_alone(
     site = f'[sites.cluster]\nbackend = "slurm"\npython = "{login.python}"\ncpus_per_gpu = 1\n'
     (login.root / "strop-sites.toml").write_text(site)
     write_evaluation(login.root, tiny_model_dir)
-    words = ["submit", "EVAL.toml", "--on", "cluster", "--no-snapshot", "--gpus", "0", "--nodes", "2"]
-    assert main([*words, "--time", "15m"]) == 0, capsys.readouterr().err
+    words = ["submit", "EVAL.toml", "--on", "cluster", "--no-snapshot", "job.gpus=0", "job.nodes=2"]
+    assert main([*words, "job.time_limit=15m"]) == 0, capsys.readouterr().err
     (home,) = (path for path in (login.root / "runs").iterdir() if path.is_dir())
     ref = read_ref(job_path_of(home))
     hold("--part 0/2", str(home))

@@ -148,7 +148,7 @@ def test_a_training_job_brings_its_sandboxes_on_its_cpu_nodes(
     words = ["submit", "run.toml", "--on", "cluster", ACCEPTED, f"model.uri={tiny_model_dir}"]
     words += ["runtime.serve=cpu-nodes", "runtime.backend=bubblewrap", "job.cpu_nodes=1", "job.max_requeue=0"]
     words += ["train.steps=1", "train.prompts_per_step=2", "train.group_size=2", "train.checkpoint_every=1"]
-    words += ["eval.num_examples=1", "--time", "15m", "--no-snapshot"]
+    words += ["eval.num_examples=1", "job.time_limit=15m", "--no-snapshot"]
     assert main(words) == 0, capsys.readouterr().err
     (home,) = (path for path in (site.root / "runs").iterdir() if path.is_dir())
     ref = read_ref(job_path_of(home))

@@ -126,7 +126,7 @@ def options(**given: Any) -> dict[str, Any]:
         (options(wrap=("podman",), container_image="x"), "site.wrap together with"),
         (options(array=0) | {"sweep": ((), ())}, "site.array=0"),
         (options(array="some") | {"sweep": ((), ())}, "site.array='some'"),
-        (options(partition=""), "--partition=''"),
+        (options(partition=""), "site.partition=''"),
         (options(sbatch_args=("--export=A=1",)), "--export"),
         (options(sbatch_args=("--open-mode=truncate",)), "--open-mode"),
         (options(sbatch_args=("mail",)), "--mail-type=END"),
@@ -147,9 +147,9 @@ def test_names_and_homes_that_slurm_would_spoil_are_refused(tmp_path: Path, chan
         backend.render(plan, request)
 
 
-def test_flags_win_over_the_profile(tmp_path: Path) -> None:
+def test_the_options_of_a_job_win_over_the_profile(tmp_path: Path) -> None:
     profile = SlurmSite(partition="gpu", account="lab", time_limit="1h")
-    plan = _plan(tmp_path, profile, options={"partition": "debug", "account": None})
+    plan = _plan(tmp_path, profile, options={"partition": "debug"})
     script = plan.files["job.sh"]
     assert "#SBATCH --partition=debug\n" in script
     assert "#SBATCH --account=lab\n" in script

@@ -23,7 +23,6 @@ from strop.launch.contract import JobPlan, JobRef, JobRequest, JobState, Schedul
 from strop.launch.environment import clean_inherited
 from strop.launch.job_dir import job_path_of, read_plan
 from strop.launch.local.supervisor_files import answer_trials, forget_orders, order_end, read_identity
-from strop.launch.options import split_at_commas
 from strop.record.files import DirectoryRecord, LogSource, RecordFiles
 
 KILL_LIMIT_S = 10.0
@@ -48,9 +47,8 @@ class LocalBackend:
                 allowed="one node here",
                 next_step="set job.nodes=1, or name another site with --on",
             )
-        devices = request.options.get("devices")
-        if devices:
-            plan = replace(plan, details={**plan.details, "devices": list(split_at_commas(devices))})
+        if devices := request.site.profile.of_job().get("devices"):
+            plan = replace(plan, details={**plan.details, "devices": list(devices)})
         roles = tuple(replace(role, nodes="first") if role.nodes == "cpu" else role for role in plan.roles)
         # The supervisor runs outside of what wraps its agents.
         python = sys.executable if plan.profile.get("wrap") else plan.python

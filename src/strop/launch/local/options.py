@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -11,13 +10,11 @@ from strop.launch.options import (
     DEVICES_HELP,
     KIND_HELP,
     WRAP_HELP,
-    CliFlag,
     SiteOptions,
     imply_gpus,
     split_at_commas,
 )
 from strop.spec.job import JobSpec
-from strop.spec.reader import Flag
 
 if TYPE_CHECKING:
     from strop.launch.contract import Backend
@@ -29,15 +26,15 @@ class LocalSite(SiteOptions):
     is_here: ClassVar[bool] = True
 
     backend: Literal["local"] = Field(default="local", description=KIND_HELP)
-    devices: Annotated[tuple[str, ...], BeforeValidator(split_at_commas), CliFlag(metavar="0,1")] = Field(
+    devices: Annotated[tuple[str, ...], BeforeValidator(split_at_commas)] = Field(
         default=(), strict=False, exclude=True, description=DEVICES_HELP
     )
 
     wrap: tuple[str, ...] = Field(default=(), strict=False, description=WRAP_HELP)
 
-    def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
+    def implied_settings(self, job: JobSpec) -> tuple[str, ...]:
         """Return `job.gpus` as the number of chosen GPUs."""
-        return imply_gpus(job, len(self.devices), "--devices") if self.devices else ()
+        return imply_gpus(job, len(self.devices), "site.devices") if self.devices else ()
 
     def open(self, site: str) -> Backend:
         """Return the backend."""

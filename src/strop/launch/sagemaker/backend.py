@@ -41,6 +41,13 @@ _NOT_SENT = frozenset(
 )
 _LIVING = frozenset({"InProgress", "Stopping"})
 _CODE_FILE = "code.tar.zst"
+_STEPS = ("local", "build", "push", "image", "image_tag")
+_EXCLUSIVE = (
+    ("site.local", "--wait"),
+    ("site.local", "site.push"),
+    ("site.image", "site.image_tag"),
+    ("site.image", "site.build"),
+)
 
 
 class SageMakerBackend:
@@ -67,12 +74,21 @@ class SageMakerBackend:
     ) -> JobRequest | int:
         """Build and push the job's image, or run the job on this machine, if options request it.
 
-        Raises: as `prepare_image`; ConfigError for --local together with --wait.
+        Raises: as `prepare_image`; ConfigError for options that contradict each other.
         """
-        options = self._profile.with_options(request.options)
-        if options.local and is_awaited:
+        options = request.site.profile
+        assert isinstance(options, SageMakerSite)  # The launcher chooses the backend by this very class.
+        given = {"--wait": is_awaited, **{f"site.{name}": getattr(options, name) for name in _STEPS}}
+        for first, second in _EXCLUSIVE:
+            if given[first] and given[second]:
+                raise ConfigError(
+                    f"{first} together with {second}", allowed="one of them", next_step=f"leave {second} out"
+                )
+        if options.devices and not options.local:
             raise ConfigError(
-                "--local together with --wait", allowed="one of them", next_step="leave --wait out"
+                "site.devices without site.local",
+                allowed="GPUs of this machine, where the job runs on it",
+                next_step="choose an instance type for a job, or add site.local=true",
             )
         if not (options.build or options.push or options.local):
             return request
@@ -194,11 +210,8 @@ class SageMakerBackend:
         return answers
 
     def open_record(self, ref: JobRef, trial: int) -> RecordFiles:
-        """Return the mirror of the trial's run in the store, or without network the platform's copy."""
-        job = _job_of(ref, trial)
-        if ref.details.get("has_isolation"):
-            return StoreRecord(self._objects, f"{job['state_uri']}/record", run=ref.name, traces="")
-        return StoreRecord(self._objects, job["record_uri"], run=ref.name)
+        """Return the mirror of the trial's run in the store."""
+        return StoreRecord(self._objects, _job_of(ref, trial)["record_uri"], run=ref.name)
 
     def open_logs(self, ref: JobRef, trial: int) -> LogSource | None:
         """Return the job's log streams."""
@@ -302,7 +315,6 @@ class SageMakerBackend:
                 "image": image,
                 "store": plan.details["store"],
                 "job_log": plan.details["job_log"],
-                "has_isolation": plan.details["jobs"][0]["request"]["EnableNetworkIsolation"],
             },
         )
 

@@ -7,13 +7,12 @@ user of the machine can read.
 from __future__ import annotations
 
 import base64
-import json
 import re
 import subprocess
 from dataclasses import dataclass
 from typing import Any
 
-from strop.errors import CheckRefused, ConfigError, RemoteMissing, StropError
+from strop.errors import CheckRefused, ConfigError, RemoteMissing
 from strop.launch.sagemaker.client import AwsClients
 from strop.launch.sagemaker.engine import Engine
 from strop.launch.sagemaker.options import SageMakerSite
@@ -92,28 +91,6 @@ def find_digest(clients: AwsClients, image: ImageReference) -> str:
     shown = f"{image.name}{'@' + image.digest if image.digest else ':' + (image.tag or 'latest')}"
     reply = clients.call("ecr", "describe_images", resource=shown, imageIds=[image_id], **place)
     return str(reply["imageDetails"][0]["imageDigest"])
-
-
-def compare_images(clients: AwsClients, image: ImageReference, local_id: str) -> str:
-    """Describe how the image that a job would use differs from the one built here; '' if it does not.
-
-    It compares the digest of the configuration, which engines use as an image's id, because a manifest's
-    digest depends on the compression of layers. If the registry cannot be queried, the text says so.
-    """
-    shown = f"{image.name}:{image.tag or 'latest'}"
-    place: dict[str, Any] = {"repositoryName": image.name, "imageIds": [{"imageTag": image.tag or "latest"}]}
-    if image.account:
-        place["registryId"] = image.account
-    try:
-        images = clients.call("ecr", "batch_get_image", resource=shown, **place).get("images", [])
-        config = json.loads(images[0]["imageManifest"]).get("config", {}) if images else {}
-    except (StropError, ValueError) as error:
-        return f"whether {shown} in the repository is the image that was built was not seen: {error}"
-    if not images:
-        return f"the repository has no {shown}: --push sends the image that was built"
-    if config.get("digest") == local_id:
-        return ""
-    return f"{shown} in the repository is another image than the one that was built; the job uses that one"
 
 
 def log_in(clients: AwsClients, engine: Engine, account: str | None = None) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from strop.errors import CheckRefused, given_of
 
 IMAGE = "localhost/strop"
-"""The repository of images that `--build` makes."""
+"""The repository of images that `site.build` makes."""
 _ASK_LIMIT_S = 60.0
 _BUILD_LIMIT_S = 3600.0
 _MOST = {"nofile": 1 << 20, "nproc": 1 << 15}

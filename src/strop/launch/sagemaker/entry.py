@@ -49,7 +49,7 @@ from strop.launch.sagemaker.checkpoint_sync import (
     restore_newest,
     send_to_store,
 )
-from strop.launch.sagemaker.evaluation_files import ShareSender, restore_evaluation, take_share
+from strop.launch.sagemaker.evaluation_files import restore_evaluation
 from strop.launch.sagemaker.opt_ml import (
     Hosts,
     OptMl,
@@ -177,8 +177,7 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
     evaluation_path = None
     if start.plan["command"] == EVALUATION:
         restore_evaluation(start.tree.checkpoint_path / EVALUATION, start.home)
-        if start.hosts.is_head:
-            evaluation_path = start.tree.checkpoint_path / EVALUATION
+        evaluation_path = start.tree.checkpoint_path / EVALUATION
     uploader = RecordUploader(
         _choose_sender(start), start.home, start.attempt, has_run=has_run, evaluation_path=evaluation_path
     )
@@ -194,7 +193,6 @@ def _run_start(start: _Start, settings: EntrySettings, stop: StopFlag) -> int:
     rendezvous.start(
         shared_path=rendezvous_path(start.home / ROLES_FOLDER, start.attempt),
         may_be_lost=_find_optional_nodes(start),
-        take_share=partial(take_share, start.home, start.attempt) if start.hosts.is_head else None,
     )
     try:
         own_code, signal_name = _run_agent(start, settings, stop, rendezvous, job_path, uploader, hidden)
@@ -265,10 +263,7 @@ def _run_agent(
     is_safe = _arrival_check(place) if _reaches_store(start) else lambda _name: True
     sync = CheckpointSync(start.home, start.tree.checkpoint_path, host, staging, is_safe=is_safe)
     echo = LogEcho(task.log_path, hide=hidden)
-    shares = ShareSender(start.home, start.attempt, rendezvous.send)
-    is_sharing = start.plan["command"] == EVALUATION and not start.hosts.is_head
-    threads = (sync, uploader, echo, *([shares] if is_sharing else []))
-    for thread in threads:
+    for thread in (sync, uploader, echo):
         thread.start()
     _arm_block_end()
     released = threading.Event()
@@ -280,8 +275,6 @@ def _run_agent(
         released.set()
         step = sync.stop()
         echo.stop()
-        if is_sharing:
-            shares.stop()
     sys.stderr.write(f"newest state that is kept: {'none' if step is None else f'step {step}'}\n")
     return code, str(_read_end(start).get("signal", ""))
 
@@ -340,8 +333,7 @@ def _restore_state(start: _Start) -> None:
 
 def _reaches_store(start: _Start) -> bool:
     """Whether this job can access S3 itself."""
-    is_isolated = bool(start.job["request"].get("EnableNetworkIsolation"))
-    return os.environ.get(URI_VARIABLE, "").startswith("s3://") and not is_isolated
+    return os.environ.get(URI_VARIABLE, "").startswith("s3://")
 
 
 def _arrival_check(place: str) -> Callable[[str], bool]:

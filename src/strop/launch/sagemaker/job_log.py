@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
@@ -23,7 +22,6 @@ from strop.io.lock import FileLock
 COLUMNS = ("Job Name", "Config", "Description", "Submitted", "State")
 TITLE = "# Jobs\n\nWritten by strop when a job is submitted; do not edit.\n"
 LOCK_WAIT_S = 30.0
-_CELL_END = re.compile(r"(?<!\\)\|")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,16 +117,13 @@ class JobLog:
         except OSError as error:
             raise explain_write_failure(error, self.path) from error
         with FileLock(self.path.with_suffix(".lock"), wait_limit_s=LOCK_WAIT_S):
-            imported = [] if self.twin_path.exists() else _read_table(self.path)
-            _append_lines(self.twin_path, [*imported, *records])
+            _append_lines(self.twin_path, records)
             lines = [TITLE, f"| {' | '.join(COLUMNS)} |", f"|{' --- |' * len(COLUMNS)}"]
             lines += [row.to_markdown() for row in self.read()]
             write_bytes_atomically(self.path, ("\n".join(lines) + "\n").encode())
 
 
 def _append_lines(path: Path, records: list[dict[str, Any]]) -> None:
-    if not records:
-        return
     data = "".join(json.dumps(record, sort_keys=True) + "\n" for record in records).encode()
     try:
         with path.open("ab+") as file:
@@ -144,28 +139,7 @@ def _append_lines(path: Path, records: list[dict[str, Any]]) -> None:
         raise explain_write_failure(error, path) from error
 
 
-def _read_table(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a table from before there was a twin, so that none is lost."""
-    try:
-        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return []
-    records = []
-    for line in lines:
-        cells = [_unescape(cell.strip()) for cell in _CELL_END.split(line.strip())[1:-1]]
-        is_row = len(cells) >= 4 and cells[0] != COLUMNS[0] and set(cells[0]) - set("-: ")
-        if is_row:
-            names = ("job_name", "config", "description", "submitted", "state")
-            records.append(dict(zip(names, cells, strict=False)))
-    return records
-
-
 def _escape(text: str) -> str:
     text = text.replace("\r\n", "\n").replace("\r", "\n").replace("\\", "\\\\").replace("|", "\\|")
     text = text.replace("&", "&amp;").replace("<", "&lt;").replace("\n", "<br>")
     return "".join(letter if letter.isprintable() else " " for letter in text)
-
-
-def _unescape(text: str) -> str:
-    text = text.replace("<br>", "\n").replace("&lt;", "<").replace("&amp;", "&")
-    return text.replace("\\|", "|").replace("\\\\", "\\")

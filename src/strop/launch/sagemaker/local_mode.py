@@ -124,7 +124,6 @@ class Emulator:
                 else _ContainerHost(
                     *(path, entry, environment, settings, name, names),
                     mark=self._mark,
-                    is_isolated=request["EnableNetworkIsolation"],
                 )
             )
 
@@ -283,7 +282,6 @@ class _ContainerHost:
         names: Sequence[str],
         *,
         mark: str,
-        is_isolated: bool,
     ) -> None:
         assert settings.engine is not None
         self._engine = settings.engine
@@ -291,11 +289,8 @@ class _ContainerHost:
         argv = self._engine.argv("run", "--name", self._name, "--volume", f"{host_path}/opt/ml:/opt/ml")
         argv += _CONTAINER_LIMITS
         argv += ["--entrypoint", entry[0]] if settings.rootfs is None else []
-        if is_isolated and len(names) == 1:
-            argv += ["--network", "none", "--hostname", name]
-        else:
-            argv += ["--network", "host"]
-            argv += [word for host in names for word in ("--add-host", f"{host}:127.0.0.1")]
+        argv += ["--network", "host"]
+        argv += [word for host in names for word in ("--add-host", f"{host}:127.0.0.1")]
         # Only names, because values would be visible in the process list.
         argv += [word for key in sorted(environment) for word in ("--env", key)]
         argv += settings.engine.device_words(settings.gpus)

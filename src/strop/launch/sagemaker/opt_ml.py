@@ -24,7 +24,6 @@ from strop.launch.job_dir import CODE_NAME, JOB_FOLDER, PLAN_NAME, SPEC_NAME
 from strop.launch.sagemaker import places
 from strop.launch.sagemaker.places import NUM_FAILURE_CHARACTERS
 from strop.launch.secrets import SECRETS_NAME, write_private
-from strop.store.policy import URI_VARIABLE
 
 CPU_GROUP = "cpu"
 TRIAL_SPEC = "member-spec.toml"
@@ -133,7 +132,7 @@ def _unusable(path: Path, why: str) -> CheckRefused:
     return CheckRefused(
         f"{path} {why}",
         allowed="the file as SageMaker writes it",
-        next_step="start the entry in a training job, or by `strop submit RUN.toml --on sagemaker --local`",
+        next_step="start the entry in a training job, or by `strop submit ... site.local=true`",
     )
 
 
@@ -196,12 +195,6 @@ def make_job_folder(tree: OptMl, plan: dict[str, Any], home: Path) -> tuple[Path
         target = job_path / CODE_NAME
         target.unlink(missing_ok=True)
         target.symlink_to(source)
-    # Link the channels into a store, each at the place of its asset.
-    for channel, place in plan["details"].get("assets", {}).items():
-        link = home / "store" / place
-        link.parent.mkdir(parents=True, exist_ok=True)
-        link.unlink(missing_ok=True)
-        link.symlink_to(tree.channel_path(channel))
     values = {}
     for name, arn in plan["details"].get("secrets", {}).items():
         text = fetch_secret(arn)
@@ -211,7 +204,7 @@ def make_job_folder(tree: OptMl, plan: dict[str, Any], home: Path) -> tuple[Path
             fields = None
         # A secret with several fields has one named like the variable.
         values[name] = str(fields[name]) if isinstance(fields, dict) and name in fields else text
-    _write_environment(plan, job_path, home, values)
+    _write_environment(plan, job_path, values)
     return job_path, tuple(values.values())
 
 
@@ -229,14 +222,10 @@ def fetch_secret(arn: str) -> str:
     return str(answer["SecretString"])
 
 
-def _write_environment(
-    plan: Mapping[str, Any], job_path: Path, home: Path, values: Mapping[str, str]
-) -> None:
+def _write_environment(plan: Mapping[str, Any], job_path: Path, values: Mapping[str, str]) -> None:
     planned = plan["environment"]
     # The values are in this process, from the request; the plan has only names.
     variables = {name: os.environ[name] for name in planned["variables"] if name in os.environ}
-    if variables.get(URI_VARIABLE) == places.ASSET_STORE:
-        variables[URI_VARIABLE] = str(home / "store")
     roles = plan["details"].get("secret_roles", {})
     content = {
         "format": 1,

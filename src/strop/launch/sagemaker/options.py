@@ -1,7 +1,4 @@
-"""The options of SageMaker, lists of GPUs as numbers, and the hardware of instance types.
-
-A job gets whole instances, so lists of GPU indices (as other launchers take them) only say how many GPUs each
-role has, and that no two roles share one: they become numbers, and the agent on the node assigns the GPUs.
+"""The options of SageMaker, and the hardware of instance types.
 
 GPUs, cores and memory of instance types are from the tables on AWS's pages, for the families p4, p5, g5, g6,
 g6e, m5 and c5. Left out: types without bfloat16 (p3, g4dn), accelerators of other makers, and prices, which
@@ -10,7 +7,7 @@ change.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,27 +15,19 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
-from strop.errors import ConfigError
 from strop.launch.options import (
-    IMAGE_FLAGS,
     KIND_HELP,
     ByLauncher,
-    CliFlag,
     DeviceGrant,
     NodeHardware,
     SiteOptions,
     imply_gpus,
     split_at_commas,
 )
-from strop.spec.display import show_value
 from strop.spec.job import DURATION_HELP, DURATION_PATTERN, JobSpec
-from strop.spec.reader import Flag
 
 if TYPE_CHECKING:
     from strop.launch.contract import Backend
-
-_EXCLUSIVE = (("job_name", "name_prefix"), ("local", "push"), ("image", "image_tag"), ("image", "build"))
-"""Options that contradict each other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,11 +101,11 @@ class SageMakerSite(SiteOptions):
         default="strop", pattern=r"^[^/\s]+(/[^/\s]+)*$", description="Prefix of every key in the bucket."
     )
     repository: str | None = Field(default=None, min_length=2, max_length=256, description="ECR repository.")
-    image: Annotated[str | None, CliFlag(IMAGE_FLAGS)] = Field(
+    image: str | None = Field(
         default=None,
         min_length=1,
         max_length=255,
-        description="Image instead of our own. With --local, 'none' = plain processes.",
+        description="Image instead of our own. With local, 'processes' = plain processes.",
     )
     base_image: str | None = Field(
         default=None, min_length=1, description="BASE of the project's Containerfile. none = its own."
@@ -127,10 +116,7 @@ class SageMakerSite(SiteOptions):
         description="Named profile of AWS credentials for the registry of base_image, where it is another"
         " account's. none = the same credentials as for everything else.",
     )
-    instance_type: Annotated[str, CliFlag()] = Field(default="ml.p4de.24xlarge", description="Instance type.")
-    instance_count: Annotated[int, CliFlag()] = Field(
-        default=1, ge=1, le=256, description="Number of instances."
-    )
+    instance_type: str = Field(default="ml.p4de.24xlarge", description="Instance type.")
     cpu_instance_type: str = Field(
         default="ml.m5.4xlarge", description="Instance type of the nodes without GPUs, where a job has some."
     )
@@ -144,13 +130,12 @@ class SageMakerSite(SiteOptions):
         description="Limit on wall time plus waiting for spot instances. none = twice the wall time, where"
         " spot instances are used.",
     )
-    spot: Annotated[bool, CliFlag()] = Field(default=False, description="Use spot instances.")
+    spot: bool = Field(default=False, description="Use spot instances.")
     keep_alive_s: int | None = Field(
         default=None, ge=0, le=21600, description="Keep-alive of the warm pool, seconds."
     )
     subnets: tuple[str, ...] = Field(default=(), strict=False, description="Subnets, for a VPC.")
     security_groups: tuple[str, ...] = Field(default=(), strict=False, description="Security groups.")
-    network_isolation: bool = Field(default=False, description="Isolate jobs from all networks.")
     encrypt_traffic: bool = Field(default=False, description="Encrypt traffic between instances.")
     kms_key: str | None = Field(default=None, min_length=1, description="Key for volumes and outputs.")
     name_prefix: str = Field(default="job", max_length=47, description="Prefix of job names; neutral.")
@@ -162,7 +147,7 @@ class SageMakerSite(SiteOptions):
     )
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of every job; neutral.")
     endpoint_url: str | None = Field(default=None, description="Address instead of AWS's, for rehearsals.")
-    job_name: Annotated[str | None, CliFlag()] = Field(
+    job_name: str | None = Field(
         default=None, exclude=True, description="Name of the training job. none = prefix and time."
     )
     image_tag: str | None = Field(
@@ -171,20 +156,17 @@ class SageMakerSite(SiteOptions):
     description: str | None = Field(
         default=None, exclude=True, description="Description in the local job log; never sent to AWS."
     )
-    build: Annotated[bool, CliFlag(is_switch=True)] = Field(
+    build: bool = Field(
         default=False, exclude=True, description="Build the image from the project's Containerfile."
     )
-    push: Annotated[bool, CliFlag(is_switch=True)] = Field(
-        default=False, exclude=True, description="Push the image; the job uses its digest."
-    )
-    local: Annotated[bool, CliFlag(is_switch=True)] = Field(
+    push: bool = Field(default=False, exclude=True, description="Push the image; the job uses its digest.")
+    local: bool = Field(
         default=False,
         exclude=True,
-        description="Run the job on this machine as the platform would, and with --gpus 0,1 on these GPUs;"
-        " submit nothing.",
+        description="Run the job on this machine as the platform would; submit nothing.",
     )
-    devices: Annotated[tuple[str, ...], BeforeValidator(split_at_commas), ByLauncher] = Field(
-        default=(), strict=False, exclude=True, description="GPUs of this machine, with --local."
+    devices: Annotated[tuple[str, ...], BeforeValidator(split_at_commas)] = Field(
+        default=(), strict=False, exclude=True, description="GPUs of this machine, with local."
     )
     run_key: Annotated[str | None, ByLauncher] = Field(
         default=None, exclude=True, description="Key of the run whose state the job goes on from."
@@ -192,46 +174,6 @@ class SageMakerSite(SiteOptions):
     parent: Annotated[str | None, ByLauncher] = Field(
         default=None, exclude=True, description="The job that this one goes on from."
     )
-    assets: Annotated[tuple[str, ...], ByLauncher] = Field(
-        default=(),
-        strict=False,
-        exclude=True,
-        description="Places in the store that a job without network reads.",
-    )
-
-    @property
-    def has_network(self) -> bool:
-        """Whether jobs are not isolated."""
-        return not self.network_isolation
-
-    @classmethod
-    def read_flags(cls, flags: Sequence[Flag]) -> tuple[tuple[Flag, ...], dict[str, Any]]:
-        """Split the flags; with --local, --gpus lists the GPUs to use.
-
-        Raises: ConfigError for options that contradict each other, and for invalid GPUs.
-        """
-        if any(flag.name == "--local" for flag in flags):
-            devices = [str(flag.value) for flag in flags if flag.name == "--gpus"]
-            flags = [flag for flag in flags if flag.name != "--gpus"]
-        else:
-            devices = []
-        for flag in flags:
-            if flag.name == "--gpus" and not isinstance(flag.value, int):
-                raise ConfigError(
-                    f"--gpus {show_value(flag.value)} without --local",
-                    allowed="GPUs of this machine, with --local",
-                    next_step="choose an instance type for a job, or add --local",
-                )
-        settings, options = super().read_flags(flags)
-        for first, second in _EXCLUSIVE:
-            if options.get(first) and options.get(second):
-                option, other = cls.settable()[first], cls.settable()[second]
-                raise ConfigError(
-                    f"{option} together with {other}", allowed="one of them", next_step=f"leave {other} out"
-                )
-        if devices:
-            options["devices"] = devices[0]
-        return settings, options
 
     def resource_defaults(self) -> Mapping[str, Any]:
         """Return the wall time."""
@@ -253,20 +195,14 @@ class SageMakerSite(SiteOptions):
         """Return the GPUs of all instances, used or not; of an unknown type `gpus_per_node`."""
         instance = find_instance(self.instance_type)
         each = self.gpus_per_node if instance is None else instance.num_gpus
-        return each * (num_nodes if num_nodes > 1 else self.instance_count)
+        return each * num_nodes
 
-    def implied_settings(self, job: JobSpec, options: Mapping[str, Any]) -> tuple[Flag, ...]:
-        """Return the instances as nodes, and all GPUs of an instance for a job that requests none."""
-        count = self.instance_count
-        flags: tuple[Flag, ...] = ()
-        if "instance_count" in options or (count > 1 and job.nodes == 1):
-            flags = (Flag(key="job.nodes", value=count, name="--instance-count"),)
+    def implied_settings(self, job: JobSpec) -> tuple[str, ...]:
+        """Return all GPUs of an instance for a job that requests none."""
         if self.local:
-            return (*flags, *(imply_gpus(job, len(self.devices), "--gpus") if self.devices else ()))
+            return imply_gpus(job, len(self.devices), "site.devices") if self.devices else ()
         instance = find_instance(self.instance_type)
-        return (
-            flags if instance is None else (*flags, *imply_gpus(job, instance.num_gpus, self.instance_type))
-        )
+        return () if instance is None else imply_gpus(job, instance.num_gpus, self.instance_type)
 
     def files_written(self, project_path: Path) -> list[Path]:
         """Return the job log, its twin and its lock."""

@@ -1,7 +1,7 @@
-"""The work of `--build`, `--push` and `--local` before planning, or instead of a submission.
+"""The work of `site.build`, `site.push` and `site.local` before planning, or instead of a submission.
 
-With `--local` the buckets are folders in the job's home, `local/s3`; a run still fetches models and data from
-the places that the run file and STROP_STORE_URI name.
+With `site.local` the buckets are folders in the job's home, `local/s3`; a run still fetches models and data
+from the places that the run file and STROP_STORE_URI name.
 """
 
 from __future__ import annotations
@@ -21,19 +21,18 @@ from strop.launch.contract import JobPlan, JobRequest
 from strop.launch.job_dir import job_path_of, write_job_dir
 from strop.launch.sagemaker.backend import SageMakerBackend
 from strop.launch.sagemaker.client import AwsClients
-from strop.launch.sagemaker.ecr import compare_images, log_in_for_base, parse_reference, push_image
+from strop.launch.sagemaker.ecr import log_in_for_base, parse_reference, push_image
 from strop.launch.sagemaker.engine import IMAGE, Engine, build_image, find_image, locate_engine
 from strop.launch.sagemaker.local_mode import Emulator, EmulatorSettings
 from strop.launch.sagemaker.local_platform import FolderObjects
 from strop.launch.sagemaker.options import SageMakerSite
 from strop.store.policy import OFFLINE_VARIABLES, ORDER_VARIABLE, URI_VARIABLE
 
-NO_IMAGE = "none"
-"""Value of `--image` for plain processes with `--local`."""
+NO_IMAGE = "processes"
+"""Value of `site.image` for plain processes with `site.local`."""
 _FOLLOW_PAUSE_S = 0.2
 _KEPT = (URI_VARIABLE, ORDER_VARIABLE, *OFFLINE_VARIABLES, "STROP_CACHE", "HF_HOME", "PYTHONPATH")
 """Variables of this shell that a run on this machine needs to find its inputs."""
-_STEPS = ("build", "push", "local", "devices")
 Say = Callable[[str], None]
 
 
@@ -47,29 +46,19 @@ def prepare_image(
         a push without an image or a repository; StoreError if AWS does not answer.
     """
     engine, image = _find_image(request, options, say)
-    plain = replace(request, options={k: v for k, v in request.options.items() if k not in _STEPS})
+    plain = replace(request, site=request.site.changed(build=False, push=False, local=False, devices=()))
     if options.local:
         return _run_here(plain, options, backend, engine, image, say)
     if options.push:
         return push_for(plain, options, engine, image, say)
     if options.build and not is_dry_run:
-        say("the job uses the repository's image; --push sends this one there")
-        remote = parse_reference(f"{options.repository}:{options.image_tag or f'v{__version__}'}")
-        local = find_image(engine, image) if engine is not None and image is not None else None
-        if remote is not None and remote.registry is not None and local is not None:
-            difference = compare_images(AwsClients(profile=options), remote, local)
-            if difference:
-                say(f"warning: {difference}")
+        say("the job uses the repository's image; site.push=true sends this one there")
     return plain
 
 
 def _find_image(request: JobRequest, options: SageMakerSite, say: Say) -> tuple[Engine | None, str | None]:
-    """Return an engine and its image, built if requested; (None, None) if none is needed.
-
-    An image of `--image` counts; AWS fetches that of the profile.
-    """
-    named_image = request.options.get("image")
-    is_bare = options.local and named_image == NO_IMAGE
+    """Return an engine and its image, built if requested; (None, None) if none is needed."""
+    is_bare = options.local and options.image == NO_IMAGE
     if is_bare or not (options.build or options.push or options.local):
         return None, None
     try:
@@ -78,16 +67,16 @@ def _find_image(request: JobRequest, options: SageMakerSite, say: Say) -> tuple[
         if options.build or options.push or options.devices:
             raise
         return None, None
-    if named_image is not None:
-        return engine, named_image
+    if options.image is not None:
+        return engine, options.image
     if not options.build:
         return engine, IMAGE if find_image(engine, IMAGE) else None
     containerfile = request.project_path / "Containerfile"
     if not containerfile.is_file():
         raise ConfigError(
-            f"--build, and there is no {containerfile}",
+            f"site.build, and there is no {containerfile}",
             allowed="a Containerfile in the project's folder, as in docs/container.md",
-            next_step="write one, or name an image with --image",
+            next_step="write one, or name an image with site.image",
         )
     log_in_for_base(options, engine)
     name = build_image(engine, containerfile, options.base_image)
@@ -102,16 +91,15 @@ def push_for(
     repository = parse_reference(options.repository or "")
     if engine is None or image is None or repository is None:
         raise ConfigError(
-            f"--push with image={image} and repository={options.repository}",
+            f"site.push with image={image} and repository={options.repository}",
             allowed="an image that was built here, and a repository of ECR in the site profile",
-            next_step="add --build, and set repository",
+            next_step="add site.build=true, and set repository",
         )
     clients = AwsClients(profile=options)
     for name in (image.rpartition(":")[2], f"v{__version__}"):
         pushed = push_image(clients, engine, image, repository.name, name)
     say(f"pushed {pushed}")
-    kept = {key: value for key, value in request.options.items() if key != "image_tag"}
-    return replace(request, options={**kept, "image": pushed})
+    return replace(request, site=request.site.changed(image_tag=None, image=pushed))
 
 
 def _run_here(
@@ -126,19 +114,15 @@ def _run_here(
     gpus = options.devices
     if gpus and image is None:
         raise CheckRefused(
-            f"--gpus {','.join(gpus)}, and the image is not on this machine",
+            f"site.devices={','.join(gpus)}, and the image is not on this machine",
             allowed="an image that is here, for a container with GPUs",
-            next_step="add --build, or leave --gpus out for plain processes",
+            next_step="add site.build=true, or leave site.devices out for plain processes",
         )
     # A plan must name an image, even if plain processes use none.
-    options_here = {
-        **request.options,
-        "image": image or request.options.get("image") or NO_IMAGE,
-        "local": True,
-    }
-    request = replace(request, options=options_here)
+    site = request.site.changed(image=image or options.image or NO_IMAGE, local=True)
+    request = replace(request, site=site)
     plan = make_plan(request, backend)
-    for notice in (*plan.conflicts, *plan.notices):
+    for notice in plan.notices:
         say(f"notice: {notice}")
     if image is None:
         engine = None

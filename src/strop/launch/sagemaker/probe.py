@@ -53,7 +53,7 @@ def probe_site(
     if any(finding.severity is Severity.ERROR for finding in findings):
         return findings
     request = plan.details["jobs"][0]["request"]
-    is_offline = request["EnableNetworkIsolation"] or request["Environment"].get("STROP_OFFLINE") == "1"
+    is_offline = request["Environment"].get("STROP_OFFLINE") == "1"
     checks: dict[str, Callable[[], Iterable[Finding]]] = {
         "image": lambda: _check_image(clients, request["AlgorithmSpecification"]["TrainingImage"]),
         "role": lambda: _check_role(clients, profile),
@@ -197,7 +197,7 @@ def _check_quota(clients: AwsClients, request: Mapping[str, Any]) -> Iterator[Fi
 
 def _check_vpc(request: Mapping[str, Any]) -> Iterator[Finding]:
     num_instances = count_hosts(request)
-    if num_instances > 1 and "VpcConfig" not in request and not request["EnableNetworkIsolation"]:
+    if num_instances > 1 and "VpcConfig" not in request:
         yield _finding(
             "vpc",
             f"{num_instances} instances and no subnets or security_groups in the site profile",

@@ -28,7 +28,6 @@ from typing import Any
 from strop.errors import CheckRefused, StoreError
 from strop.launch.attempts import combine
 from strop.launch.sagemaker import places
-from strop.launch.sagemaker.evaluation_files import SHARE_MESSAGE
 from strop.launch.sagemaker.opt_ml import Hosts, OptMl
 from strop.launch.secrets import write_private
 
@@ -50,7 +49,6 @@ class Rendezvous:
         self._may_be_lost: Collection[int] = ()
         self._lost: set[int] = set()
         self._shared_path: Path | None = None
-        self._take_share: Callable[[int, dict[str, Any]], None] | None = None
         self._sent: dict[str, Any] | None = None
         self.codes: dict[int, int] = {}
         """Reported exit codes by node, including this node's."""
@@ -72,16 +70,13 @@ class Rendezvous:
         *,
         shared_path: Path | None = None,
         may_be_lost: Collection[int] = (),
-        take_share: Callable[[int, dict[str, Any]], None] | None = None,
     ) -> None:
         """Start to listen on every link, and to send heartbeats.
 
         `shared_path`: a JSON file that the first host copies to the others, and removes there with its own.
         `may_be_lost`: nodes whose loss ends no other node.
-        `take_share`: on the first host, receives the sender's node and its files of an evaluation.
         """
         self._shared_path, self._may_be_lost = shared_path, may_be_lost
-        self._take_share = take_share
         if shared_path is not None and self._hosts.is_head and self._links:
             copying = threading.Thread(
                 target=self._send_shared_file, args=(shared_path,), name="file-to-hosts", daemon=True
@@ -140,14 +135,6 @@ class Rendezvous:
         elif kind == "alive" and not self._hosts.is_head:
             with suppress(OSError):
                 (self._attempt_path / "alive").write_text(str(time.time()))
-        elif kind == SHARE_MESSAGE and self._take_share is not None:
-            try:
-                self._take_share(node, message)
-            except OSError as error:
-                # Once all shares are done, the first host requests missing replies itself.
-                sys.stderr.write(
-                    f"{message.get('name')} of {self._hosts.names[node]} was not kept: {error}\n"
-                )
         elif kind == "file" and not self._hosts.is_head and self._shared_path is not None:
             content = message.get("content")
             # On a full disk the reader that waits for the file reports that it is missing.

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
-from urllib.parse import urlsplit
 
 from strop.errors import ConfigError
 from strop.io.atomic import MANIFEST_NAME
@@ -30,8 +29,6 @@ from strop.launch.sagemaker.places import (
     trial_name,
 )
 from strop.launch.sagemaker.settings import SageMakerSettings, list_assets, read_settings, refuse_local
-from strop.spec.display import walk_values
-from strop.store.models import HUB_PATTERN
 from strop.store.policy import URI_VARIABLE
 
 ENTRY_PYTHON = "python3"
@@ -54,9 +51,7 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
     _refuse_impossible(plan, request, settings)
     variables = dict(plan.environment.variables)
     added = {} if variables.get(URI_VARIABLE) else {URI_VARIABLE: settings.store}
-    if settings.has_isolation:
-        added[URI_VARIABLE] = places.ASSET_STORE
-    if settings.has_isolation or settings.profile.offline:
+    if settings.profile.offline:
         added |= _OFFLINE_VARIABLES
     if settings.profile.region and "AWS_REGION" not in variables:
         added["AWS_REGION"] = settings.profile.region
@@ -86,7 +81,6 @@ def complete_plan(plan: JobPlan, request: JobRequest) -> JobPlan:
         "parent": settings.profile.parent,
         "secrets": dict(settings.secrets),
         "secret_roles": {name: list(roles) for name, roles in settings.secret_roles.items()},
-        "assets": _asset_places(request, settings),
         "named_assets": [{"key": asset.key, "value": asset.value, "place": asset.place} for asset in assets],
     }
     files = {**plan.files, REQUEST_FILE: show_requests(jobs)}
@@ -148,7 +142,7 @@ def build_request(
             "ContainerEntrypoint": list(entry),
         },
         "HyperParameters": {places.RUN_PARAMETER: run_key, places.PLAN_PARAMETER: plan.plan_hash},
-        "InputDataConfig": _channels(plan, request, settings, name),
+        "InputDataConfig": _channels(plan, settings, name),
         "OutputDataConfig": output,
         "ResourceConfig": _resources(settings),
         "StoppingCondition": stopping,
@@ -157,7 +151,6 @@ def build_request(
             "LocalPath": places.CHECKPOINT_PATH,
         },
         "EnableManagedSpotTraining": settings.is_spot,
-        "EnableNetworkIsolation": settings.has_isolation,
         "EnableInterContainerTrafficEncryption": profile.encrypt_traffic,
         "Environment": dict(plan.environment.variables),
         "Tags": _tags(plan, settings, trial, run_key),
@@ -177,14 +170,10 @@ def count_hosts(request: Mapping[str, Any]) -> int:
     return sum(int(group["InstanceCount"]) for group in groups)
 
 
-def _channels(
-    plan: JobPlan, request: JobRequest, settings: SageMakerSettings, name: str
-) -> list[dict[str, Any]]:
+def _channels(plan: JobPlan, settings: SageMakerSettings, name: str) -> list[dict[str, Any]]:
     sources = {places.CONFIG_CHANNEL: f"{places.config_uri(settings.root, name)}/"}
     if plan.code_sha256:
         sources[places.CODE_CHANNEL] = f"{places.source_uri(settings.root, name)}/"
-    for channel, place in _asset_places(request, settings).items():
-        sources[channel] = f"{settings.store}/{place}/"
     return [
         {
             "ChannelName": channel,
@@ -200,16 +189,6 @@ def _channels(
         }
         for channel, uri in sources.items()
     ]
-
-
-def _asset_places(request: JobRequest, settings: SageMakerSettings) -> dict[str, str]:
-    """Return the asset channels of a job without network, with their places in the store."""
-    if not settings.has_isolation:
-        return {}
-    asset_paths = settings.profile.assets
-    uri = request.resolved.spec.model.uri
-    paths = list(asset_paths) if asset_paths else [f"models/{uri}"] if HUB_PATTERN.fullmatch(uri) else []
-    return {places.ASSET_CHANNEL.format(index=index): place for index, place in enumerate(paths)}
 
 
 def _resources(settings: SageMakerSettings) -> dict[str, Any]:
@@ -262,30 +241,6 @@ def _refuse_impossible(plan: JobPlan, request: JobRequest, settings: SageMakerSe
             allowed="a warm pool, or spot instances",
             next_step="leave out one of them",
         )
-    if settings.has_isolation:
-        calls = [f"the secret {name}" for name in settings.secrets]
-        texts = [
-            (path, value)
-            for path, value in walk_values(request.resolved.spec.model_dump(mode="json"))
-            if isinstance(value, str)
-        ]
-        calls += [
-            f"{'.'.join(path)}={value}"
-            for path, value in texts
-            if value.startswith(("http://", "https://"))
-            and urlsplit(value).hostname not in {"127.0.0.1", "localhost", "::1"}
-        ]
-        calls += [
-            f"{'.'.join(path)}={value}"
-            for path, value in texts
-            if value.startswith("s3://") and path[0] != "store"
-        ]
-        if calls:
-            raise ConfigError(
-                f"network_isolation=true, and the run needs {', '.join(calls)}",
-                allowed="a job without network whose inputs are all channels",
-                next_step="turn isolation off and use a VPC, or leave these out",
-            )
 
 
 def _notices(
@@ -301,10 +256,6 @@ def _notices(
     }
     words = [plan.name, *spec.model.uri.lower().split("/")]
     notices = find_revealing(public, words)
-    if settings.has_isolation:
-        notices.append(
-            "network_isolation: nothing is mirrored while the run goes on; its state is, by the platform"
-        )
     if settings.is_spot:
         notices.append(f"spot: {_SLOW_SAVE_NOTICE}")
     if find_spec("botocore") is None:

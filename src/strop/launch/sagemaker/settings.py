@@ -39,7 +39,6 @@ class SageMakerSettings:
     max_runtime_s: int
     max_wait_s: int | None
     """None without spot instances."""
-    has_isolation: bool
     secrets: Mapping[str, str]
     """Environment variable to the ARN of its secret."""
     secret_roles: Mapping[str, tuple[str, ...]]
@@ -71,11 +70,11 @@ class SageMakerSettings:
 
 
 def read_settings(request: JobRequest) -> SageMakerSettings:
-    """Combine the site profile with the options of a submission. Pure.
+    """Read the profile and the resources of a job. Pure.
 
-    Raises: ConfigError for an unknown option, and for a setting that the profile lacks.
+    Raises: ConfigError for a setting that the profile lacks.
     """
-    profile, options = request.site.profile.with_options(request.options), request.options
+    profile = request.site.profile
     assert isinstance(profile, SageMakerSite)  # The launcher chooses the backend by this very class.
     for name, why in (
         ("region", "where the job runs"),
@@ -87,22 +86,15 @@ def read_settings(request: JobRequest) -> SageMakerSettings:
     parse_s3(f"s3://{profile.bucket}/{profile.prefix}")
 
     limit_s = request.resources.time_limit_s
-    runtime_s = _seconds(profile.max_runtime, "max_runtime")
-    if limit_s is not None and options.get("max_runtime") is None:
-        runtime_s = int(limit_s)
+    runtime_s = _seconds(profile.max_runtime, "max_runtime") if limit_s is None else int(limit_s)
     wait_s = _seconds(profile.max_wait, "max_wait") if profile.max_wait else runtime_s * _WAIT_FACTOR
-    num_nodes = request.resources.num_nodes
-    count = options.get("instance_count")
-    if count is None:
-        count = num_nodes if num_nodes > 1 else profile.instance_count
     secrets, roles = _split_roles(profile.secret_arns)
     return SageMakerSettings(
         profile=profile,
-        instance_count=int(count),
+        instance_count=request.resources.num_nodes,
         num_cpu_nodes=request.resources.num_cpu_nodes,
         max_runtime_s=runtime_s,
         max_wait_s=wait_s if profile.spot else None,
-        has_isolation=profile.network_isolation,
         secrets=secrets,
         secret_roles=roles,
     )

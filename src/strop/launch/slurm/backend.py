@@ -25,8 +25,8 @@ from strop.launch.slurm.script import (
     SCRIPT_NAME,
     is_array,
     plan_hash_in,
-    read_options,
     require_fit,
+    require_writable,
     write_script,
 )
 from strop.launch.slurm.states import ReportedJob, read_state
@@ -76,7 +76,9 @@ class SlurmBackend:
 
         Raises: ConfigError for an unknown setting, or one that Slurm cannot take.
         """
-        options = read_options(self.profile, request.options)
+        options = request.site.profile
+        assert isinstance(options, SlurmSite)  # The launcher chooses the backend by this very class.
+        require_writable(options)
         require_fit(plan)
         script = write_script(plan, options)
         array = is_array(plan)
@@ -282,7 +284,7 @@ def _check_request(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
             code=code,
             given=f"sbatch would refuse {plan.name}: {words}",
             allowed="what the cluster has" + (f", as {question} says" if question else ""),
-            next_step="change the flag, or the site profile",
+            next_step="change the option of the job, or the site profile",
         )
     ]
 
@@ -307,7 +309,7 @@ def _check_account(plan: JobPlan, environ: Mapping[str, str]) -> list[Finding]:
             code="account",
             given=f"account {account} is none of user {plan.user}",
             allowed=", ".join(accounts) or "none at all",
-            next_step="name one of these with --account",
+            next_step="name one of these with site.account",
         )
     ]
 

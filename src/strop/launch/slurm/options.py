@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
 from strop.launch.options import (
-    IMAGE_FLAGS,
     KIND_HELP,
     WRAP_HELP,
-    CliFlag,
     DeviceGrant,
     NodeHardware,
     SiteOptions,
@@ -28,11 +26,9 @@ class SlurmSite(SiteOptions):
     device_grant: ClassVar[DeviceGrant] = "named"
 
     backend: Literal["slurm"] = Field(default="slurm", description=KIND_HELP)
-    partition: Annotated[str | None, CliFlag()] = Field(
-        default=None, min_length=1, description="Partition of the main part."
-    )
+    partition: str | None = Field(default=None, min_length=1, description="Partition of the main part.")
     cpu_partition: str | None = Field(default=None, min_length=1, description="Partition of the CPU part.")
-    account: Annotated[str | None, CliFlag()] = Field(
+    account: str | None = Field(
         default=None,
         min_length=1,
         description="Account to charge. none = SBATCH_ACCOUNT, then SLURM_ACCOUNT, then the site's default.",
@@ -62,7 +58,7 @@ class SlurmSite(SiteOptions):
     setup: tuple[str, ...] = Field(
         default=(), strict=False, description="Shell lines before the job, for example 'module load cuda'."
     )
-    container_image: Annotated[str | None, CliFlag(IMAGE_FLAGS)] = Field(
+    container_image: str | None = Field(
         default=None,
         min_length=1,
         description="Image that the steps run in: by pyxis where srun has it, else podman, else apptainer.",

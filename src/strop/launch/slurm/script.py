@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any
 
 from strop.errors import ConfigError
 from strop.launch.build_request import TAG_PREFIX, tag_of
@@ -31,14 +29,14 @@ _OWNED_ARGS = {
     "--exclude": "site.exclude",
     "--export": "env in the site profile",
     "--export-file": "env in the site profile",
-    "--gpus": "--gpus",
-    "--gpus-per-node": "--gpus",
-    "--gres": "--gpus and site.gpu_type",
+    "--gpus": "job.gpus",
+    "--gpus-per-node": "job.gpus",
+    "--gres": "job.gpus and site.gpu_type",
     "--job-name": "--job-name",
     "--mem": "job.memory",
-    "--nodes": "--nodes",
-    "--ntasks": "--nodes",
-    "--ntasks-per-node": "--nodes",
+    "--nodes": "job.nodes",
+    "--ntasks": "job.nodes",
+    "--ntasks-per-node": "job.nodes",
     "--no-requeue": "job.max_requeue=0",
     "--open-mode": "",
     "--output": "--output-dir",
@@ -46,7 +44,7 @@ _OWNED_ARGS = {
     "--requeue": "job.max_requeue",
     "--signal": "job.grace_s, and signal in the site profile",
     "--test-only": "strop submit --check",
-    "--time": "--time",
+    "--time": "job.time_limit",
     "--wait": "",
     "--wrap": "",
 }
@@ -59,22 +57,18 @@ _WRITTEN = (
 """Options in the script's header."""
 
 
-def read_options(profile: SlurmSite, options: Mapping[str, Any]) -> SlurmSite:
-    """Return the profile with a job's options.
-
-    Raises: ConfigError for an unknown name, or a value that Slurm cannot take.
-    """
-    merged = profile.with_options(options)
+def require_writable(options: SlurmSite) -> None:
+    """Refuse values that Slurm cannot take. Raises: ConfigError."""
     for name in _WRITTEN:
-        value = getattr(merged, name)
+        value = getattr(options, name)
         for text in value if isinstance(value, tuple) else (value,):
             if isinstance(text, str):
                 _require_one_line(f"{name}={text!r}", text)
-    if merged.gpu_type and re.search(r"[:,\s]", merged.gpu_type):
+    if options.gpu_type and re.search(r"[:,\s]", options.gpu_type):
         raise _refusal(
-            f"gpu_type={merged.gpu_type!r}", "one type of the site, such as h100", "read it from sinfo -o %G"
+            f"gpu_type={options.gpu_type!r}", "one type of the site, such as h100", "read it from sinfo -o %G"
         )
-    for argument in merged.sbatch_args:
+    for argument in options.sbatch_args:
         name = argument.split("=", 1)[0]
         if not re.match(r"--?[A-Za-z]", argument):
             raise _refusal(
@@ -87,7 +81,6 @@ def read_options(profile: SlurmSite, options: Mapping[str, Any]) -> SlurmSite:
                 "options that strop has no setting for",
                 f"use {instead}" if instead else "leave it out",
             )
-    return merged
 
 
 def require_fit(plan: JobPlan) -> None:
