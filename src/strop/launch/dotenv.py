@@ -10,8 +10,6 @@ from __future__ import annotations
 import io
 import re
 
-from dotenv.parser import parse_stream
-
 from strop.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
@@ -35,6 +33,9 @@ def parse_dotenv(text: str, *, source: str = ".env") -> dict[str, str]:
 
     Raises: ConfigError naming the line if it is ambiguous.
     """
+    # Here: the agent of a node has no such file.
+    from dotenv.parser import parse_stream
+
     variables: dict[str, str] = {}
     for binding in parse_stream(io.StringIO(text.removeprefix("\ufeff"))):
         name, value, line = binding.key, binding.value, binding.original.string
