@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from strop.engine import (
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
+    stream_seed,
 )
 from strop.engine.native import NativeEngine
 from strop.errors import RunStopped, WeightMismatch
@@ -151,6 +153,12 @@ def test_smp_6_overlapping_updates_are_applied_one_after_the_other(
     ]
     assert weights_digest(model) == updates[-1].digest
     assert reply.policy_version == 3
+
+
+def test_smp_1_every_reply_of_a_run_has_a_seed_of_its_own() -> None:
+    """Incident: a constant seed in the sampling parameters; 83 rollouts held 3 distinct completions."""
+    places = itertools.product((0, 1), ("a", "b"), (0, 1), range(16), (0, 1))
+    assert len({stream_seed(*place) for place in places}) == 2 * 2 * 2 * 16 * 2
 
 
 class OneStream:
