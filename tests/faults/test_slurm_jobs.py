@@ -19,19 +19,11 @@ import pytest
 
 import strop
 from tests.conftest import require_system_part
+from tests.faults.test_jobs import RUN
 from tests.fixtures.commands import Run
 from tests.fixtures.waiting import wait_until
 from tools.slurm_cluster import Cluster, ClusterOptions, is_installed, slurm_cluster
 
-RUN = """\
-name = "tiny"
-[model]
-uri = "example/model"
-[task]
-name = "arithmetic"
-[train]
-steps = 2
-"""
 pytestmark = pytest.mark.slow
 LIMIT_S = 300.0
 ENDS = {"succeeded", "failed", "cancelled", "timeout"}

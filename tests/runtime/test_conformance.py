@@ -18,7 +18,7 @@ from tests.conftest import require_system_part
 from tests.fixtures.conformance import CASES, require_passed
 from tests.fixtures.docker_daemon import docker
 from tests.fixtures.runtime_processes import service_of
-from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman
+from tests.fixtures.sandboxes import needs_bubblewrap, needs_podman, on_every_backend
 from tests.fixtures.small_root import (
     imported,
     make_small_root,
@@ -29,14 +29,6 @@ from tests.fixtures.small_root import (
     remove_images,
 )
 
-on_every_backend = pytest.mark.parametrize(
-    "backend",
-    [
-        "process",
-        pytest.param("bubblewrap", marks=needs_bubblewrap),
-        pytest.param("podman", marks=needs_podman),
-    ],
-)
 # A slow start, no agent server, no memory: by images, or by what the node puts in their place.
 _PREPARED = (7, 10, 11)
 _PLAIN = tuple(number for number in CASES if number not in _PREPARED)

@@ -23,12 +23,10 @@ from strop.sandbox.family import find_descendants, start_times
 from strop.sandbox.local import LocalBackend
 from strop.sandbox.proxy import serve_callers
 from tests.fixtures.sandboxes import (
-    DOCKER,
     IS_ROOT,
-    needs_bubblewrap,
-    needs_podman,
     on_every_backend,
     spec_of,
+    with_own_root,
 )
 
 
@@ -311,14 +309,7 @@ def find_proxy(supervisor: int) -> int:
     return min(start_times(forks).items(), key=lambda item: (int(item[1]), item[0]))[0]
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("bubblewrap", marks=needs_bubblewrap),
-        pytest.param("podman", marks=[needs_podman, pytest.mark.slow]),
-        DOCKER,
-    ],
-)
+@with_own_root
 async def test_the_end_of_its_proxy_ends_a_sandbox(backend: str, caplog: pytest.LogCaptureFixture) -> None:
     """What it reaches is asked by the attacks with a list of hosts."""
     # As good as without a list.

@@ -16,16 +16,15 @@ from strop.io.endpoints import Endpoint
 from strop.sandbox import IsolationLevel, SandboxSpec, local, make_backend
 from strop.sandbox.remote import RemoteBackend
 from tests.fixtures.gpus import MakeGpus, fake_gpu, make_device
-from tests.fixtures.sandboxes import DOCKER, IS_ROOT, needs_bubblewrap, needs_podman, on_every_engine, say
-
-with_own_dev = pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("bubblewrap", marks=needs_bubblewrap),
-        pytest.param("podman", marks=[needs_podman, pytest.mark.slow]),
-        DOCKER,
-    ],
+from tests.fixtures.sandboxes import (
+    IS_ROOT,
+    needs_bubblewrap,
+    needs_podman,
+    on_every_engine,
+    say,
+    with_own_root,
 )
+
 SHOWN = """
 for file in /dev/nvidia* /dev/nvidia-caps/*; do test ! -c $file || echo $file; done
 echo $CUDA_VISIBLE_DEVICES $CUDA_DEVICE_ORDER $(ulimit -v) $(head -c 3 $0 | wc -c)
@@ -43,7 +42,7 @@ def show(backend: str, spec: SandboxSpec, opened: str) -> list[str]:
     return asyncio.run(run()).splitlines()
 
 
-@with_own_dev
+@with_own_root
 def test_programs_reach_their_own_gpus_and_no_others(gpus_of: MakeGpus, backend: str) -> None:
     gpus_of([fake_gpu(index) for index in range(4)])
     spec = SandboxSpec(gpus=("3", "GPU-1"), min_level=IsolationLevel.NAMESPACE)

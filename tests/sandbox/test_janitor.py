@@ -24,7 +24,7 @@ from strop.sandbox.janitor import clear_abandoned
 from strop.sandbox.linux import read_file
 from strop.sandbox.local import LocalSandbox
 from strop.sandbox.served import ServedSandbox
-from tests.fixtures.sandboxes import in_sandbox, needs_bubblewrap, needs_podman, sandbox_of
+from tests.fixtures.sandboxes import in_sandbox, needs_bubblewrap, needs_podman, on_every_backend, sandbox_of
 
 CLIENT = """
 import asyncio, sys
@@ -66,14 +66,7 @@ def places_held_by(pids: list[int]) -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "process",
-        pytest.param("bubblewrap", marks=needs_bubblewrap),
-        pytest.param("podman", marks=needs_podman),
-    ],
-)
+@on_every_backend
 @pytest.mark.parametrize("state", ["", "paused"])
 def test_nothing_stays_when_all_are_killed(backend: str, state: str) -> None:
     words = [sys.executable, "-c", CLIENT, backend, *filter(None, [state])]

@@ -19,12 +19,11 @@ from strop.sandbox.local import LocalSandbox
 from tests.fixtures.sandboxes import (
     IS_ROOT,
     in_sandbox,
-    needs_bubblewrap,
-    needs_podman,
     on_every_backend,
     sandbox_of,
     say,
     spec_of,
+    with_own_root,
 )
 
 
@@ -160,13 +159,7 @@ async def test_files_of_a_spec_are_there_before_the_first_command(backend: str) 
     assert caught.value.kind in ("denied", "missing")
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        pytest.param("bubblewrap", marks=needs_bubblewrap),
-        pytest.param("podman", marks=[needs_podman, pytest.mark.slow]),
-    ],
-)
+@with_own_root
 async def test_a_workspace_is_the_programs_own_and_bounded(backend: str) -> None:
     async with await make_backend(backend).create(
         replace(spec_of(Limits(scratch_bytes=4 * MIB)), has_workspace=True)
