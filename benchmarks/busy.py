@@ -30,9 +30,6 @@ from benchmarks.ratio import RatioSummary, summarize_ratios
 from benchmarks.rivals import strop_arm
 from strop.hardware import spawn, terminate
 
-_GNU_SPIN_COUNT = 300_000
-"""GNU OpenMP's default if neither GOMP_SPINCOUNT nor OMP_WAIT_POLICY is set (libgomp, env.c)."""
-
 CASE = CASES["grpo-32-forced"]
 NUM_ROUNDS = 6
 ALONE, DEFAULT, BESIDE = "alone", "OpenMP's own", "beside"
@@ -56,7 +53,8 @@ def build_arms() -> dict[str, Arm]:
     """Return the three arms by name; they differ in how long OpenMP's threads spin, and in nothing else."""
     bounded = strop_arm()
     bounded = replace(bounded, settings={"dtype": "float32"}, environment={**bounded.environment, **AVX2})
-    default = {**bounded.environment, "GOMP_SPINCOUNT": str(_GNU_SPIN_COUNT)}
+    # GNU OpenMP's default if neither GOMP_SPINCOUNT nor OMP_WAIT_POLICY is set (libgomp, env.c).
+    default = {**bounded.environment, "GOMP_SPINCOUNT": "300000"}
     return {
         ALONE: replace(bounded, name=ALONE),
         DEFAULT: replace(bounded, name=DEFAULT, environment=default),

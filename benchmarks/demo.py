@@ -65,14 +65,8 @@ def measure_demo(*, is_quick: bool) -> Measured:
         )
         for dtype in FORMATS
     }
-    return Measured(
-        figures=[
-            replace(figure, name=f"{figure.name}, {dtype}")
-            for dtype, measured in found.items()
-            for figure in measured.figures
-        ],
-        details={dtype: measured.details for dtype, measured in found.items()},
-    )
+    figures = [replace(one, name=f"{one.name}, {dtype}") for dtype in FORMATS for one in found[dtype].figures]
+    return Measured(figures=figures, details={dtype: measured.details for dtype, measured in found.items()})
 
 
 def measure_demo_agent(*, is_quick: bool) -> Measured:

@@ -25,12 +25,10 @@ from strop.cluster.local import InlinePlacement, LocalLearner
 from strop.hardware.number_format import AUTO
 from strop.policy.learner import Learner
 from strop.record import RunDir
-from strop.record.events import Event
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.run import RunSpec
 from strop.store import ModelHandle
 from strop.tasks import TaskLimits
-from strop.train import EvalSummary
 from strop.train.loop import TrainInput, TrainLoop
 
 NEVER = 10**6
@@ -178,14 +176,9 @@ class StepGate:
         self._channel.reply(record)
         self._wait()
 
-    def on_event(self, event: Event) -> None:
-        """Ignore it."""
+    def _ignore(self, *_: object, **__: object) -> None: ...
 
-    def on_eval(self, summary: EvalSummary) -> None:
-        """Ignore it."""
-
-    def on_end(self, *, cause: str) -> None:
-        """Ignore it."""
+    on_event = on_eval = on_end = _ignore
 
 
 def build_spec(case: Case, dtype: str = AUTO) -> RunSpec:
