@@ -26,7 +26,6 @@ What a program or a policy does (a wrong answer, a reply cut at its limit) is a 
     |   |-- RemoteUnreachable             a store failed at every attempt
     |   `-- MirrorFenced                  a newer attempt of the run has claimed its mirror
     |-- RunStopped      (RuntimeError)  a tripwire ended the run
-    |   `-- Starved                       a step waits for rollouts that may not be sampled
     `-- Interrupted     (RuntimeError)  a signal ended the run; it can be resumed
 
 Every class can be built from its whole message alone, so it survives pickling to another process.
@@ -223,10 +222,6 @@ class MirrorFenced(StoreError):
 
 class RunStopped(StropError, RuntimeError):
     """Raised by the loop when a tripwire orders a stop; the last checkpoint is intact."""
-
-
-class Starved(RunStopped):
-    """Raised where a step waits for rollouts that may not be sampled: its schedule does not close."""
 
 
 class Interrupted(StropError, RuntimeError):

@@ -19,7 +19,7 @@ from strop.algorithm.corrections import CORRECTIONS, NO_CORRECTION
 from strop.algorithm.losses import CISPO, CLIPPED, DPPO, IPO_MASK, SAPO
 from strop.errors import ConfigError
 from strop.policy.objective import ScoredTokens
-from strop.spec.algorithm import AdvantageName, AlgorithmSpec, algorithm_names
+from strop.spec.algorithm import ALGORITHM_NAMES, AdvantageName, AlgorithmSpec
 from strop.spec.model import ReferenceSpec
 from strop.spec.train import TrainSpec
 from tests.fixtures.tiny_run import tiny_spec
@@ -53,7 +53,7 @@ def test_every_entry_is_what_its_name_promises() -> None:
 
 
 def test_the_spec_admits_the_names_of_the_catalog() -> None:
-    assert sorted(algorithm_names()) == sorted(ALGORITHMS)
+    assert sorted(ALGORITHM_NAMES) == sorted(ALGORITHMS)
     assert set(get_args(AlgorithmSpec.model_fields["correction"].annotation)) == set(CORRECTIONS)
     assert set(get_args(AdvantageName)) == set(ADVANTAGES)
 

@@ -35,8 +35,6 @@ def sum_of_weights(credit: Credit, num_scored_P_G: list[list[int]]) -> float:
         (Aggregation.TOKEN_MEAN, [[1 / 8, 1 / 8], [1 / 8, 1 / 8]]),
         (Aggregation.SEQ_MEAN, [[1 / 4, 1 / 12], [1 / 8, 1 / 8]]),
         (Aggregation.CONST, [[1 / 20, 1 / 20], [1 / 20, 1 / 20]]),
-        (Aggregation.GROUP_TOKEN_MEAN, [[1 / 8, 1 / 8], [1 / 8, 1 / 8]]),
-        (Aggregation.SEQ_SUM, [[1 / 4, 1 / 4], [1 / 4, 1 / 4]]),
     ],
 )
 def test_opt_3_weights_by_hand(aggregation: Aggregation, expected_P_G: list[list[float]]) -> None:
@@ -94,10 +92,6 @@ def test_groups_without_difference(
         }),
         (GRPO, [[None, None]], [[3, 3]], {"num_counted_tokens": 0, "num_forwarded": 0, "num_unscored": 2}),
         (GRPO, [], [], {"num_counted_tokens": 0}),
-        # Every group has the same say: 2 groups x 2 tokens and 2 groups x 8 tokens.
-        (replace(GRPO, aggregation=Aggregation.GROUP_TOKEN_MEAN), [[1, 0], [1, 0, 0]], [[1, 1], [2, 4, 2]], {
-            "weight_P_G": [[1 / 4] * 2, [1 / 16] * 3],
-        }),
         # All is equal: the loop takes a normal optimizer step with a zero policy gradient.
         (GRPO, [[1, 1]], [[3, 3]], {"num_counted_tokens": 6, "num_forwarded_tokens": 0}),
     ],

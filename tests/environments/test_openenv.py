@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from strop.environments.openenv import Openenv, OpenenvSpec, WebSocket
+from strop.environments.openenv import Openenv, OpenenvSpec
 from strop.rollout import FailureOwner, Rollout, Split
 from strop.tasks import Task, build_task
 from strop.tasks.traits import world_of
@@ -176,40 +176,6 @@ def test_nobody_there_gives_no_score(tmp_path: Path) -> None:
     with answering(b"") as url:
         pass
     assert failure_of(tmp_path, make(url))[0] is FailureOwner.INFRA
-
-
-@pytest.mark.parametrize(
-    ("frames", "found"),
-    [
-        (b"\x81\x02hi", "hi"),
-        (b"\x01\x02he\x89\x01x\x80\x01y", "hey"),
-        (b"\x81\x7e\x01\x00" + b"a" * 256, "a" * 256),
-        (b"\x81\x7f" + (70_000).to_bytes(8, "big") + b"b" * 70_000, "b" * 70_000),
-        (b"\x88\x05\x03\xe8bye", "1000 bye"),
-        (b"\x81\x7f\xff" + bytes(7), "more than"),
-        (b"\x81\x82" + bytes(6), "masked"),
-        (b"\x81\x05cut", "has ended"),
-    ],
-)
-def test_frames_are_read(frames: bytes, found: str) -> None:
-    async def receive() -> str:
-        reader = asyncio.StreamReader()
-        reader.feed_data(frames)
-        reader.feed_eof()
-        sent: list[bytes] = []
-
-        class Writer:
-            write = sent.append
-
-            async def drain(self) -> None:
-                return
-
-        try:
-            return await WebSocket(reader, Writer()).receive()  # type: ignore[arg-type]
-        except ConnectionError as error:
-            return str(error)
-
-    assert found in asyncio.run(receive())
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://x", "http://x/?a=1", "http://x y"])

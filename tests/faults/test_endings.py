@@ -123,7 +123,7 @@ def test_a_reward_that_sleeps_is_named(folder: Path, run: Run) -> None:
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("source=rows.jsonl", "prompt=question", "answer=answer", "reward=slow.py:score")
     began_at = time.monotonic()
-    ended = run("tasks", "check", "rows", *words, "reward_limit_s=0.3")
+    ended = run("tasks", "check", "rows", *words, "judge_limit_s=0.3")
     assert ended.code == EXIT_REFUSED
     assert "0.3 s" in ended.err
     assert time.monotonic() - began_at < 60.0

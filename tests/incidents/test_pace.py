@@ -8,12 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.plan.planning import predict_run
-from strop.policy.balancing import partition
 from strop.train.watch import process
 from tests.engine.held import Desk, ask, run, turn
 from tests.fixtures.spell import SpellTask
@@ -86,21 +84,6 @@ def test_prc_9_a_stage_is_compared_with_the_plan_of_this_machine(
     ]
     assert alarm.step == 4
     assert f"and {plan.seconds['generate']:.3g} s were planned on {plan.hardware}" in alarm.detail
-
-
-def test_prc_3_a_thousand_bins_are_balanced_within_budget() -> None:
-    """Incident: pairwise balancing took 101 s for 16 x 64 micro-batches, under the interpreter lock."""
-    weights = np.random.default_rng(0).lognormal(0.0, 0.6, 16 * 1024)
-    seconds = []
-    for _ in range(3):
-        # Of this thread alone, whatever else the machine does.
-        started_at = time.thread_time()
-        bins = partition(weights, 1024)
-        seconds.append(time.thread_time() - started_at)
-    loads = np.bincount(bins, weights, 1024)
-    assert loads.max() <= 1.01 * loads.mean()
-    # 5 ms on the machine where it was written; the bound leaves room for a busy one.
-    assert min(seconds) < 0.1
 
 
 def test_prc_3_a_long_queue_waits_as_long_as_the_work_before_it_and_no_longer() -> None:

@@ -25,7 +25,6 @@ from strop.algorithm.catalog import GRPO, GSPO
 from strop.algorithm.offline import Divergence, Preference
 from strop.errors import CorruptRecord, LearnerError, StoreError
 from strop.policy.balancing import restore_order, shard_groups
-from strop.policy.batch_wire import decode_groups, encode_groups
 from strop.policy.distilling import DistillTerm
 from strop.policy.footprint import rank_kept_bytes, read_model_size
 from strop.policy.language_model import DTYPES, LanguageModel
@@ -139,7 +138,7 @@ def play_frozen(
     """
 
     def sided(groups: Sequence[PackedGroup]) -> tuple[PackedGroup, ...]:
-        return decode_groups(encode_groups(with_logprobs(groups, "reference", frozen.score(groups, 0.7))))
+        return tuple(with_logprobs(groups, "reference", frozen.score(groups, 0.7)))
 
     pairs = [replace(one, replies=tuple(map(weigh, one.replies, (1.0, -1.0)))) for one in batch(11)]
     learner.teacher = frozen

@@ -93,66 +93,19 @@ def test_a_part_without_a_score_leaves_none() -> None:
     assert failed(outcome)[1] == "judge_unparsable"
 
 
-def test_an_optional_part_without_a_score_gives_its_weight_to_the_others() -> None:
-    outcome = judge(
-        {"right": gives(0.5, False), "form": gives(1.0), "judge": gives(None)},
-        {"right": {"weight": 0.5}, "form": {"weight": 0.3}, "judge": {"weight": 0.2, "optional": True}},
-    )
-    # The weights 0.5 and 0.3 grow by 1 / 0.8: 0.625 * 0.5 + 0.375 * 1.
-    assert outcome.reward == pytest.approx(0.6875)
-    assert outcome.metrics["blend_renormalised"] == 1.0
-    assert "judge" not in outcome.parts
-
-
-def test_without_any_score_there_is_none() -> None:
-    parts = {"right": {"optional": True}, "judge": {"optional": True}}
-    assert judge({"right": gives(None), "judge": gives(None)}, parts).reward is None
-
-
 @pytest.mark.parametrize("failing", [gives(None), Says(TypeError("no"))])
 def test_a_part_of_weight_0_is_recorded_and_never_matters(failing: Says) -> None:
     parts = {"right": {"weight": 1.0}, "watch": {"weight": 0.0}}
     outcome = judge({"right": gives(1.0, True), "watch": failing}, parts)
     assert (outcome.reward, outcome.parts) == (1.0, {"right": 1.0})
-    assert outcome.metrics["blend_renormalised"] == 0.0
     outcome = judge({"right": gives(1.0, True), "watch": gives(0.25)}, parts)
     assert (outcome.reward, outcome.metrics["score_watch"]) == (1.0, 0.25)
 
 
-def test_an_exception_of_a_needed_part_is_no_score_and_of_an_optional_one_no_harm() -> None:
+def test_an_exception_of_a_part_with_a_weight_is_no_score() -> None:
     tasks = {"right": gives(1.0, True), "other": Says(TypeError("broken"))}
     with pytest.raises(TypeError, match="broken"):
         judge(tasks, {"right": {}, "other": {}})
-    outcome = judge(tasks, {"right": {}, "other": {"optional": True}})
-    # Both weights are 1: the one that is left counts double.
-    assert outcome.reward == 2.0
-
-
-@pytest.mark.parametrize(
-    ("is_correct", "forms", "form"),
-    [
-        (False, (True, True), 0.1),
-        (False, (True, None), 0.1),
-        (False, (True, False), None),
-        (False, (None, None), None),
-        (True, (True, True), None),
-        (None, (True, True), None),
-    ],
-)
-def test_form_is_paid_to_wrong_and_well_formed_replies_only(
-    is_correct: bool | None, forms: tuple[bool | None, bool | None], form: float | None
-) -> None:
-    tasks = {"right": gives(0.0, is_correct, forms[0]), "other": gives(0.0, None, forms[1])}
-    outcome = judge(tasks, {"right": {}, "other": {}}, format_weight=0.1)
-    assert outcome.parts.get("format") == form
-    assert outcome.format_ok == (None if forms == (None, None) else False not in forms)
-
-
-def test_form_never_lifts_a_wrong_reply_above_full_marks() -> None:
-    tasks = {"right": gives(0.95, False, True)}
-    outcome = judge(tasks, {"right": {}}, format_weight=0.1)
-    assert outcome.parts["format"] == pytest.approx(0.05)
-    assert outcome.reward == pytest.approx(1.0)
 
 
 def blend(**settings: Any) -> Blend:
@@ -162,14 +115,13 @@ def blend(**settings: Any) -> Blend:
     return task
 
 
-def test_alpha_weighs_a_verifier_against_a_judge() -> None:
+def test_a_verifier_is_weighed_against_a_judge() -> None:
     def praise_short(question: str) -> str:
         return scored(0.5 if len(shown_reply(question)) < 8 else 0.0)
 
     with judge_server(praise_short) as server:
-        task = blend(
-            alpha=0.75, parts={"judge": {**JUDGE, "judge_url": server.url}, "sums": SUMS}, data="sums"
-        )
+        judge = {**JUDGE, "judge_url": server.url, "weight": 0.25}
+        task = blend(parts={"sums": {**SUMS, "weight": 0.75}, "judge": judge})
         example = task.examples(Split.TRAIN)[0]
         outcome = task.verify(example, str(example.answer))
     # 0.75 * 1 + 0.25 * 0.5.
@@ -192,14 +144,11 @@ def test_the_version_follows_weights_data_and_judges() -> None:
     plain = blend().version
     assert blend().version == plain
     others = [
-        blend(format_weight=0.1),
-        blend(alpha=0.5),
         blend(parts={"sums": SUMS, "judge": {**JUDGE, "weight": 0.5}}),
         blend(parts={"sums": SUMS, "judge": {**JUDGE, "judge_revision": "2"}}),
         blend(parts={"sums": {**SUMS, "max_value": 5}, "judge": JUDGE}),
-        blend(parts={"sums": SUMS, "judge": {**JUDGE, "optional": True}}),
     ]
-    assert len({plain, *(task.version for task in others)}) == 7
+    assert len({plain, *(task.version for task in others)}) == 4
     assert blend(parts={"sums": SUMS, "judge": {**JUDGE, "judge_concurrency": 2}}).version == plain
 
 
@@ -222,32 +171,24 @@ def test_a_verifier_that_pays_no_gold_reply_fails_the_self_test() -> None:
     ("settings", "named"),
     [
         ({"parts": {}}, "nothing"),
-        ({"parts": {"a": SUMS}, "data": "b"}, "label"),
         ({"parts": {"a": {"name": "nothing-known"}}}, r"task\.parts\.a"),
         ({"parts": {"a": {**SUMS, "wieght": 1.0}}}, r"task\.parts\.a\.wieght"),
         ({"parts": {"a": {**SUMS, "weight": -1.0}}}, r"task\.parts\.a\.weight"),
         ({"parts": {"a": {**SUMS, "weight": 0.0}}}, "nothing"),
         ({"parts": {"a": {"name": "blend"}}}, r"task\.parts\.a"),
         ({"parts": {"a": {**SUMS, "order_file": "o.jsonl"}}}, "order"),
-        ({"parts": {"a": SUMS}, "format_weight": 0.2}, r"format_weight=0\.2.*max_format_weight=0\.1"),
-        ({"parts": {"a": SUMS}, "alpha": 0.5}, "alpha"),
-        ({"parts": {"a": SUMS, "b": SUMS}, "alpha": 0.5}, "alpha"),
-        ({"parts": {"a": {**SUMS, "weight": 2.0}, "b": JUDGE}, "alpha": 0.5}, r"task\.parts\.a\.weight"),
         ({"parts": {"a": SUMS}, "max_reply_tokens": 8}, "limit"),
     ],
 )
 def test_blends_that_cannot_be_meant_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         BlendSpec(name="blend", **settings)
-    # A large weight of the format must be said twice.
-    assert BlendSpec(name="blend", parts={"a": SUMS}, format_weight=0.3, max_format_weight=0.3).format_weight
 
 
 RUN = """
 name = "x"
 [task]
 name = "blend"
-data = "sums"
 [task.parts.sums]
 name = "arithmetic"
 weight = 0.9

@@ -129,18 +129,12 @@ def test_a_part_of_a_blend_hides_behind_no_small_weight() -> None:
         "right": {"name": "arithmetic", "weight": 1.0},
         "style": {"name": "arithmetic", "weight": 0.1},
     }
-    blend = Blend(BlendSpec(name="blend", parts=tables, data="right"), {"right": Pays(), "style": Pays()})
+    blend = Blend(BlendSpec(name="blend", parts=tables), {"right": Pays(), "style": Pays()})
     outcome = blend.verify(make_example("pays", {"n": "x"}, "1"), "2.39")
     assert (kind_of(outcome), outcome.reward) == ("ceiling", None)
     assert blend.verify(make_example("pays", {"n": "x"}, "1"), "0.5").reward == pytest.approx(0.55)
-    # One that it can do without leaves its weight to the others.
-    tables["style"]["optional"] = True
-    parts = {"right": Pays(HALF), "style": Pays()}
-    blend = Blend(BlendSpec(name="blend", parts=tables, data="right"), parts)
-    assert blend.limits.min_reward == pytest.approx(-1.1)
-    outcome = blend.verify(make_example("pays", {"n": "x"}, "1"), "-0.25")
-    assert outcome.reward == pytest.approx(-0.55)
-    assert outcome.metrics["blend_renormalised"] == 1.0
+    blend = Blend(BlendSpec(name="blend", parts=tables), {"right": Pays(HALF), "style": Pays()})
+    assert blend.limits.min_reward == pytest.approx(-1.0)
 
 
 def test_a_reward_function_of_the_users_is_held_to_what_the_run_file_says(tmp_path: Path) -> None:

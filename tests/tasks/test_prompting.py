@@ -219,7 +219,7 @@ def test_a_part_that_only_judges_asks_nothing() -> None:
     words = ["name=x", "task.name=blend", "task.parts.a.name=arithmetic", "task.parts.b.name=arithmetic"]
     with pytest.raises(ConfigError, match=r"task\.parts\.b\.system_prompt=.* this part only judges"):
         load_spec(None, [*words, "task.parts.b.system_prompt=Be brief."])
-    task = load_spec(None, [*words, "task.data=b", "task.parts.b.system_prompt=Be brief."]).spec.task
+    task = load_spec(None, [*words, "task.parts.a.system_prompt=Be brief."]).spec.task
     assert build_task(task).examples(Split.HELD_OUT)
 
 

@@ -63,10 +63,9 @@ NOT_PASSED_ON = {
     ("blend", "prompt_fields"),
     # A plain task has no order to pass on; one that has is in tests/tasks/test_prompting.py.
     ("prompted", "epoch_order"),
-    # Its data has no parts, an order of its own is the blend's, and judging by several is never quick.
+    # Its data has no parts, and an order of its own is the blend's.
     ("blend", "part_of"),
     ("blend", "epoch_order"),
-    ("blend", "verify_quick"),
 }
 
 

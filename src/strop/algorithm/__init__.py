@@ -11,7 +11,7 @@ from strop.algorithm.advantages import Aggregation
 from strop.algorithm.building import build_algorithm
 from strop.algorithm.catalog import ALGORITHMS, Algorithm
 from strop.algorithm.credit import Credit, assign_credit, needs_replacement
-from strop.algorithm.losses import TokenLoss, differentiate
+from strop.algorithm.losses import TokenLoss
 
 __all__ = [
     "ALGORITHMS",
@@ -21,6 +21,5 @@ __all__ = [
     "TokenLoss",
     "assign_credit",
     "build_algorithm",
-    "differentiate",
     "needs_replacement",
 ]

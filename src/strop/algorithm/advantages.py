@@ -264,7 +264,7 @@ IntCounts = NDArray[np.int64]
 
 
 class Aggregation(StrEnum):
-    """Names of the weightings; S, P = rollouts and groups that count, C = the reply limit."""
+    """Names of the weightings; S = rollouts that count, C = the reply limit."""
 
     TOKEN_MEAN = "token_mean"
     """1 / scored tokens of the batch: every token counts the same."""
@@ -272,10 +272,6 @@ class Aggregation(StrEnum):
     """1 / (S x scored tokens of the rollout): every rollout counts the same."""
     CONST = "const"
     """1 / (S x C): every token counts the same, and long batches weigh more."""
-    GROUP_TOKEN_MEAN = "group_token_mean"
-    """1 / (P x scored tokens of the group), P counting groups with a scored token."""
-    SEQ_SUM = "seq_sum"
-    """1 / S: the log-likelihood of whole rollouts."""
 
 
 def weigh_tokens(
@@ -296,7 +292,6 @@ def weigh_tokens(
     ]
     num_rollouts = sum(int(np.sum(is_counted)) for is_counted in is_counted_P_G)
     num_tokens = sum(int(np.sum(counts)) for counts in num_tokens_P_G)
-    num_groups = sum(bool(np.any(counts > 0)) for counts in num_tokens_P_G)
     weight_P_G: list[Float64Array] = []
     for counts in num_tokens_P_G:
         per_token: Float64Array
@@ -304,12 +299,8 @@ def weigh_tokens(
             per_token = np.full(len(counts), float(num_tokens))
         elif aggregation is Aggregation.SEQ_MEAN:
             per_token = num_rollouts * counts.astype(np.float64)
-        elif aggregation is Aggregation.CONST:
-            per_token = np.full(len(counts), float(num_rollouts * max_reply_tokens))
-        elif aggregation is Aggregation.GROUP_TOKEN_MEAN:
-            per_token = np.full(len(counts), float(num_groups * int(np.sum(counts))))
         else:
-            per_token = np.full(len(counts), float(num_rollouts))
+            per_token = np.full(len(counts), float(num_rollouts * max_reply_tokens))
         # maximum: a rollout without tokens has divisor 0 under seq_mean; `where` drops it anyway.
         weight_P_G.append(np.where(counts > 0, 1.0 / np.maximum(per_token, 1.0), 0.0))
     return weight_P_G
@@ -319,4 +310,4 @@ def sums_to_one(aggregation: Aggregation, *, has_empty_rollouts: bool) -> bool:
     """Whether the weights of all scored tokens of a batch with any must add up to 1."""
     if aggregation is Aggregation.SEQ_MEAN:
         return not has_empty_rollouts
-    return aggregation in (Aggregation.TOKEN_MEAN, Aggregation.GROUP_TOKEN_MEAN)
+    return aggregation is Aggregation.TOKEN_MEAN

@@ -1,6 +1,7 @@
 """The algorithms by name. An algorithm is data: a few functions, two bounds and some policies.
 
-Adding one is adding an entry to `ALGORITHMS` and a case to tests/algorithm/test_catalog.py.
+Adding one is adding an entry to `ALGORITHMS`, its name to `strop.spec.algorithm`, and a case to
+tests/algorithm/test_catalog.py.
 
 An entry that acts on every token, even without advantage (a KL penalty, an entropy bonus, a teacher, a trust
 region), may not skip rollouts without advantage; for the others skipping is exact (see credit.py). The gap
@@ -162,7 +163,7 @@ class Algorithm:
         *,
         sequence_N: Tensor | None = None,
     ) -> TokenTerms:
-        """Compute loss and gradient of each token in closed form; nothing is differentiated.
+        """Compute loss and gradient of each token.
 
         Shapes: N scored tokens; N may be 0.
         `old_logp_N` is the trainer's own log-probability at the start of the first optimizer
@@ -182,9 +183,10 @@ class Algorithm:
             # each token's weight 1 / (sequences x tokens) makes the sum one term per sequence.
             old_N = current_N - mean_over(current_N - old_N, sequence_N)
         inputs = (current_N, old_N, advantage_N, self.clip_low, self.clip_high)
+        loss_N, grad_N = self.loss.differentiate(*inputs)
         terms = TokenTerms(
-            loss_N=correction_N * self.loss.value(*inputs),
-            grad_N=correction_N * self.loss.grad(*inputs),
+            loss_N=correction_N * loss_N,
+            grad_N=correction_N * grad_N,
             correction_N=correction_N,
             log_ratio_N=log_ratio_N,
         )

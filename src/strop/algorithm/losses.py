@@ -1,12 +1,11 @@
-"""Policy losses of single tokens, each as a value and as its closed-form gradient.
+"""Policy losses of single tokens, each as a value that autograd differentiates.
 
-A loss is a pair. Tests differentiate `value` by autograd; `grad` is its derivative with respect to `logp_N`,
-which is all that the language-model head needs to run its backward in chunks. Both take the same five
-arguments, and only `logp_N` is differentiated.
+The derivative with respect to `logp_N` is all that the language-model head needs to run its backward in
+chunks. Only `logp_N` is differentiated.
 
 Guard: every log-ratio is clamped to [-20, 20] before `exp`. Beyond it the value is constant and
-the gradient therefore 0, in both forms. A mask selects already clamped values; nothing here is
-multiplied by a mask, because 0 times infinity is not a number.
+the gradient therefore 0. A mask selects already clamped values; nothing here is multiplied by a mask,
+because 0 times infinity is not a number.
 
 For a ratio of whole sequences (GSPO) the catalog passes the same log-ratio for all tokens of a sequence.
 
@@ -63,14 +62,24 @@ class TokenLoss:
     name: str
     value: TokenFn
     """Loss of each token, differentiable in `logp_N`; nats times advantage units."""
-    grad: TokenFn
-    """Derivative of `value` with respect to `logp_N`, never itself differentiated."""
     acts_on_all_tokens: bool = False
     """Whether a token without advantage has a gradient too; it may then not be skipped."""
     bounded: BoundFn | None = None
     """Marks tokens that the clip range stops, or whose weight it bounds. None: unknown, or no range."""
     has_range: bool = True
     """Whether the clip range is used."""
+
+    def differentiate(
+        self, logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return the loss of each token, and its derivative with respect to `logp_N`."""
+        import torch
+
+        with torch.enable_grad():
+            current_N = logp_N.detach().requires_grad_()
+            loss_N = self.value(current_N, old_logp_N.detach(), advantage_N, clip_low, clip_high)
+            (grad_N,) = torch.autograd.grad(loss_N.sum(), current_N)
+        return loss_N.detach(), grad_N.detach()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,23 +96,6 @@ class _Settled:
 def clamp_log_ratio(log_ratio_N: Tensor) -> Tensor:
     """Bound log-ratios so that `exp` stays finite in float32."""
     return log_ratio_N.clamp(-MAX_LOG_RATIO_NATS, MAX_LOG_RATIO_NATS)
-
-
-def differentiate(value: TokenFn) -> TokenFn:
-    """Return the gradient of a loss by autograd, for losses without a closed form."""
-
-    def grad(
-        logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
-    ) -> Tensor:
-        import torch
-
-        with torch.enable_grad():
-            current_N = logp_N.detach().requires_grad_()
-            loss_N = value(current_N, old_logp_N.detach(), advantage_N, clip_low, clip_high)
-            (grad_N,) = torch.autograd.grad(loss_N.sum(), current_N)
-        return grad_N.detach()
-
-    return grad
 
 
 def sum_over(values_N: Tensor, sequence_N: Tensor) -> Tensor:
@@ -123,25 +115,11 @@ def _ratio(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
     return clamp_log_ratio(logp_N - old_logp_N.detach()).exp()
 
 
-def _ratio_slope(logp_N: Tensor, old_logp_N: Tensor) -> Tensor:
-    """Return the derivative of the bounded ratio: the ratio itself, 0 outside the bound."""
-    log_ratio_N = logp_N.detach() - old_logp_N.detach()
-    ratio_N = clamp_log_ratio(log_ratio_N).exp()
-    return ratio_N.where(log_ratio_N.abs() <= MAX_LOG_RATIO_NATS, 0.0)
-
-
 def is_pg_value(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
     """Return minus ratio times A. The clip range is unused."""
     return -_ratio(logp_N, old_logp_N) * advantage_N
-
-
-def is_pg_grad(
-    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Return minus ratio times A."""
-    return -_ratio_slope(logp_N, old_logp_N) * advantage_N
 
 
 def clipped_value(
@@ -155,15 +133,6 @@ def clipped_value(
     ratio_N = _ratio(logp_N, old_logp_N)
     bounded_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high)
     return -(ratio_N * advantage_N).minimum(bounded_N * advantage_N)
-
-
-def clipped_grad(
-    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Return minus ratio times A, and 0 where the ratio has left the range to the better side."""
-    is_too_low_N, is_too_high_N = clipped_sides(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
-    slope_N = _ratio_slope(logp_N, old_logp_N)
-    return (-slope_N * advantage_N).where(~(is_too_high_N | is_too_low_N), 0.0)
 
 
 def clipped_sides(
@@ -187,19 +156,6 @@ def _dual_value(
     return value_N.where(advantage_N >= 0, value_N.minimum(-bound * advantage_N))
 
 
-def _dual_grad(
-    logp_N: Tensor,
-    old_logp_N: Tensor,
-    advantage_N: Tensor,
-    clip_low: float,
-    clip_high: float,
-    bound: float,
-) -> Tensor:
-    grad_N = clipped_grad(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
-    is_far_N = (advantage_N < 0) & (_ratio(logp_N.detach(), old_logp_N) > bound)
-    return grad_N.where(~is_far_N, 0.0)
-
-
 def _dual_sides(
     logp_N: Tensor,
     old_logp_N: Tensor,
@@ -220,7 +176,6 @@ def dual_clipped(bound: float) -> TokenLoss:
     return TokenLoss(
         name="dual_clipped",
         value=_Settled(_dual_value, (bound,)),
-        grad=_Settled(_dual_grad, (bound,)),
         bounded=_Settled(_dual_sides, (bound,)),
     )
 
@@ -247,14 +202,6 @@ def sapo_value(
     return -4.0 / temperature_N * gate_N * advantage_N
 
 
-def sapo_grad(
-    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Return the derivative of `sapo_value`."""
-    gate_N, _ = _gate(_ratio(logp_N.detach(), old_logp_N), advantage_N)
-    return -4.0 * gate_N * (1.0 - gate_N) * _ratio_slope(logp_N, old_logp_N) * advantage_N
-
-
 def cispo_value(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> Tensor:
@@ -265,14 +212,6 @@ def cispo_value(
     """
     bounded_N = _ratio(logp_N.detach(), old_logp_N).clamp(1.0 - clip_low, 1.0 + clip_high)
     return -bounded_N * advantage_N * logp_N
-
-
-def cispo_grad(
-    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Return minus clipped ratio times A: no token is ever without gradient."""
-    bounded_N = _ratio(logp_N.detach(), old_logp_N).clamp(1.0 - clip_low, 1.0 + clip_high)
-    return -bounded_N * advantage_N
 
 
 def cispo_sides(
@@ -291,13 +230,6 @@ def _mask_value(logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, is_kept
     log_ratio_N = clamp_log_ratio(logp_N - old_logp_N.detach())
     policy_N = (-advantage_N * log_ratio_N.exp()).where(is_kept_N, 0.0)
     return policy_N + TRUST_WEIGHT * log_ratio_N.square()
-
-
-def _mask_grad(logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, is_kept_N: Tensor) -> Tensor:
-    log_ratio_N = logp_N.detach() - old_logp_N.detach()
-    policy_N = (-advantage_N * _ratio_slope(logp_N, old_logp_N)).where(is_kept_N, 0.0)
-    trust_N = log_ratio_N.where(log_ratio_N.abs() <= MAX_LOG_RATIO_NATS, 0.0)
-    return policy_N + 2 * TRUST_WEIGHT * trust_N
 
 
 def dppo_sides(
@@ -320,14 +252,6 @@ def dppo_value(
     return _mask_value(logp_N, old_logp_N, advantage_N, ~(is_low_N | is_high_N))
 
 
-def dppo_grad(
-    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Return the derivative of `dppo_value`; the mask is a constant."""
-    is_low_N, is_high_N = dppo_sides(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
-    return _mask_grad(logp_N, old_logp_N, advantage_N, ~(is_low_N | is_high_N))
-
-
 def ipo_mask_sides(
     logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
@@ -347,23 +271,14 @@ def ipo_mask_value(
     return _mask_value(logp_N, old_logp_N, advantage_N, ~(is_low_N | is_high_N))
 
 
-def ipo_mask_grad(
-    logp_N: Tensor, old_logp_N: Tensor, advantage_N: Tensor, clip_low: float, clip_high: float
-) -> Tensor:
-    """Return the derivative of `ipo_mask_value`; the mask is a constant."""
-    is_low_N, is_high_N = ipo_mask_sides(logp_N, old_logp_N, advantage_N, clip_low, clip_high)
-    return _mask_grad(logp_N, old_logp_N, advantage_N, ~(is_low_N | is_high_N))
-
-
-IS_PG = TokenLoss(name="is_pg", value=is_pg_value, grad=is_pg_grad, has_range=False)
-CLIPPED = TokenLoss(name="clipped", value=clipped_value, grad=clipped_grad, bounded=clipped_sides)
-CISPO = TokenLoss(name="cispo", value=cispo_value, grad=cispo_grad, bounded=cispo_sides)
-SAPO = TokenLoss(name="sapo", value=sapo_value, grad=sapo_grad, has_range=False)
-DPPO = TokenLoss(name="dppo", value=dppo_value, grad=dppo_grad, bounded=dppo_sides, acts_on_all_tokens=True)
+IS_PG = TokenLoss(name="is_pg", value=is_pg_value, has_range=False)
+CLIPPED = TokenLoss(name="clipped", value=clipped_value, bounded=clipped_sides)
+CISPO = TokenLoss(name="cispo", value=cispo_value, bounded=cispo_sides)
+SAPO = TokenLoss(name="sapo", value=sapo_value, has_range=False)
+DPPO = TokenLoss(name="dppo", value=dppo_value, bounded=dppo_sides, acts_on_all_tokens=True)
 IPO_MASK = TokenLoss(
     name="ipo_mask",
     value=ipo_mask_value,
-    grad=ipo_mask_grad,
     bounded=ipo_mask_sides,
     acts_on_all_tokens=True,
 )

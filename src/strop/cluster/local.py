@@ -334,7 +334,6 @@ class ProcessPlacement:
             learner,
             self._weights_dir,
             lambda: self._process.served_version,
-            run_name=self._work_dir.parent.name,
             host=LOOPBACK,
         )
         engine = await self._process.connect()

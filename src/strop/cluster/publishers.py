@@ -1,4 +1,4 @@
-"""Publishers of the learner's weights for engines: by file, by sending, through a store.
+"""Publishers of the learner's weights for engines: by file, or by sending.
 
 `engine.transport` chooses one, with `auto` by the machines of the roles (`choose_transport`). A file is in
 shared memory where all roles are on one machine and it has room (`open_memory_dir`).
@@ -11,7 +11,6 @@ import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 from safetensors.torch import load_file
@@ -19,17 +18,12 @@ from safetensors.torch import load_file
 from strop.cluster.contract import LearnerRole, Publisher
 from strop.cluster.engine_process import can_swap_adapters
 from strop.engine.contract import WeightTransport, WeightUpdate
-from strop.errors import ConfigError
 from strop.hardware.leftovers import MEMORY_PREFIX, SHARED_MEMORY, own_dir
 from strop.io.atomic import explain_write_failure
 from strop.policy.device_wires import Wire
 from strop.policy.footprint import read_model_size
 from strop.policy.publication import WeightSender
 from strop.spec.run import RunSpec
-from strop.store.opening import open_store
-from strop.store.policy import read_policy
-from strop.store.record_store import RecordStore
-from strop.store.uris import join_uri
 
 _WEIGHTS_SUFFIX = ".safetensors"
 _MAX_COPIES = 3
@@ -193,59 +187,8 @@ class DevicePublisher:
         await self._first.close()
 
 
-class StorePublisher:
-    """Publishes by file, and uploads each file to a store that engines read; old ones are removed.
-
-    Weights are one object, an adapter is one record.
-    """
-
-    def __init__(self, files: FilePublisher, store: RecordStore, uri: str) -> None:
-        """`uri` is the folder of this run's publications alone."""
-        self._files = files
-        self._store = store
-        self._uri = uri
-        self._sent: dict[int, str] = {}
-
-    async def publish(self) -> WeightUpdate:
-        """Write and upload the learner's compute copies, or its adapters.
-
-        Raises: StoreError if they cannot be written, or the store refuses them.
-        """
-        update = await self._files.publish()
-        assert update.path is not None
-        path = Path(update.path)
-        uri = join_uri(self._uri, path.name)
-        await asyncio.to_thread(self._send, path, uri)
-        self._sent[update.version] = uri
-        return replace(update, transport=WeightTransport.STORE, path=uri)
-
-    async def close(self) -> None:
-        """Remove every publication, here and from the store. Raises: StoreError."""
-        await self._files.close()
-        sent, self._sent = self._sent, {}
-        for uri in sent.values():
-            await asyncio.to_thread(_remove_object, self._store, uri)
-
-    def _send(self, path: Path, uri: str) -> None:
-        acknowledged = self._files.find_acknowledged()
-        for version in [sent for sent in self._sent if acknowledged is not None and sent < acknowledged]:
-            _remove_object(self._store, self._sent.pop(version))
-        if path.is_dir():
-            self._store.sync(path, uri)
-        else:
-            self._store.put_file(path, uri)
-        _remove(path)
-
-
-def _remove_object(store: RecordStore, uri: str) -> None:
-    if uri.endswith(_WEIGHTS_SUFFIX):
-        store.objects.remove(uri)
-    else:
-        store.remove_record(uri)
-
-
 def choose_transport(setting: str, *, is_apart: bool) -> str:
-    """Return the transport of weights: 'file', 'broadcast' or 'store'.
+    """Return the transport of weights: 'file' or 'broadcast'.
 
     `setting` is `engine.transport`; `is_apart`: the roles are on several machines.
     """
@@ -260,15 +203,13 @@ def open_publisher(
     weights_dir: Path,
     find_acknowledged: Callable[[], int | None],
     *,
-    run_name: str,
     host: str,
     is_apart: bool = False,
 ) -> Publisher:
     """Return the publisher of a run.
 
-    All engines reach the learner's machine at `host`; `run_name` names the run's folder in a store.
-    Raises: ConfigError if weights go through a store and there is none; StoreError if `host` is no address of
-        this machine.
+    All engines reach the learner's machine at `host`.
+    Raises: StoreError if `host` is no address of this machine.
     """
     transport = choose_transport(spec.engine.transport, is_apart=is_apart)
     layout = spec.layout
@@ -283,16 +224,7 @@ def open_publisher(
     if is_whole and layout.has_gpus and learner.device == "cuda":
         wire: Wire = "ipc" if layout.is_shared else "nccl"
         return DevicePublisher(learner, sent, wire, host=host, num_receivers=num_receivers)
-    if transport in ("file", "broadcast"):
-        return sent
-    root = read_policy().root
-    if root is None:
-        raise ConfigError(
-            "engine.transport is store, and there is no store",
-            allowed="store.uri, or STROP_STORE_URI",
-            next_step="name the store, or choose another engine.transport",
-        )
-    return StorePublisher(files, open_store(root), join_uri(root, "weights", run_name))
+    return sent
 
 
 def has_memory_room(model_dir: Path, *, reserved_bytes: int = 0) -> bool:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from strop.errors import EngineError, StropError
 from strop.hardware.busy_clock import BusyClock
-from strop.rollout import FinishReason, FloatArray, IntArray, Sampling, VersionSegment
+from strop.rollout import FinishReason, FloatArray, IntArray, Sampling
 
 if TYPE_CHECKING:
     import asyncio
@@ -63,9 +63,7 @@ class Completion:
     """Decoded reply without its terminator, cut before the stop string."""
     finish_reason: FinishReason
     policy_version: int
-    """Version of the weights that sampled the oldest token."""
-    segments: tuple[VersionSegment, ...] = ()
-    """Tokens by the version that sampled them; empty where one version sampled all."""
+    """Version of the weights that sampled it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,19 +84,6 @@ class WeightTransport(StrEnum):
     """The update names a safetensors file that both sides see: on a disk, or in memory (/dev/shm)."""
     BROADCAST = "broadcast"
     """The tensors are sent through a process group (gloo, NCCL) that the update names."""
-    STORE = "store"
-    """The update names an object in a store that both sides reach."""
-
-
-class UpdateMode(StrEnum):
-    """How an engine handles unfinished replies when new weights arrive."""
-
-    DRAIN = "drain"
-    """They are finished first, under the weights that they began with."""
-    RESTART = "restart"
-    """They are sampled again from their start, under the new weights; their tokens are wasted."""
-    CONTINUE = "continue"
-    """They continue under the new weights; each token keeps the version that sampled it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,8 +96,7 @@ class WeightUpdate:
     """`tensors_digest` of the published tensors; the engine checks it and answers with its own."""
     transport: WeightTransport
     path: str | None = None
-    """Absolute path of the safetensors file, for FILE; the object's URI, for STORE."""
-    mode: UpdateMode = UpdateMode.DRAIN
+    """Absolute path of the safetensors file, for FILE."""
     is_adapter: bool = False
     """Whether the tensors are a LoRA adapter for the weights that the engine loaded."""
 

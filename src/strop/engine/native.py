@@ -18,7 +18,6 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -30,7 +29,6 @@ from strop.engine.contract import (
     Completion,
     GenerationRequest,
     ReplyScore,
-    UpdateMode,
     Waiting,
     WaitingScore,
     WeightReceipt,
@@ -49,7 +47,6 @@ from strop.errors import EngineError, WeightMismatch, describe_error
 from strop.policy.fused_trunk import JoinedLinear
 from strop.policy.kv_cache import KVCache
 from strop.policy.language_model import LanguageModel
-from strop.policy.publication import fetched
 from strop.policy.scoring import score_replies
 from strop.policy.weights import load_published
 from strop.rollout import IntArray
@@ -150,18 +147,6 @@ class NativeEngine:
         self._version = update.version
         return WeightReceipt(version=update.version, digest=update.digest)
 
-    def _make_change(self, batch: DecodeBatch, waiting: dict[int, Waiting]) -> None:
-        """Apply a waiting update between two tokens, as soon as its mode allows."""
-        change = self._change
-        if change is None or change.receipt.done():
-            return
-        if change.update.mode is UpdateMode.RESTART and waiting:
-            self._inbox.extendleft(waiting[ticket] for ticket in sorted(waiting, reverse=True))
-            waiting.clear()
-            batch.clear()
-        if not waiting or change.update.mode is UpdateMode.CONTINUE:
-            self._end_change()
-
     async def close(self) -> None:
         """Stop decoding; waiting requests get an EngineError, and later ones too."""
         self._is_closed = True
@@ -203,9 +188,7 @@ class NativeEngine:
         if update.path is None or update.transport is WeightTransport.SHARED:
             path = update.path or "none"
             raise WeightMismatch(f"weight update {update.version} is by {update.transport} and names {path}")
-        is_stored = update.transport is WeightTransport.STORE
-        with fetched(update.path) if is_stored else nullcontext(update.path) as source:
-            load_published(self._model, source, expected_digest=update.digest)
+        load_published(self._model, update.path, expected_digest=update.digest)
 
     async def _run(self) -> None:
         """Decode until there are no more requests."""
@@ -217,7 +200,8 @@ class NativeEngine:
                 if not waiting and not batch.fits(self._inbox[0].request):
                     await settle(lambda: len(self._inbox))
                     batch = self._fitting_batch([entry.request for entry in self._inbox])
-                self._make_change(batch, waiting)
+                if not waiting:
+                    self._end_change()
                 # Left before yielding: the mode is per thread, and a learner may train in this thread.
                 with torch.inference_mode():
                     # No request may join while an update waits for the batch to end.
@@ -235,7 +219,7 @@ class NativeEngine:
             self._end_change()
 
     def _end_change(self) -> None:
-        """Apply an update whose batch is over, however it ended."""
+        """Apply a waiting update: the batch is over, however it ended."""
         change = self._change
         if change is None or change.receipt.done():
             return

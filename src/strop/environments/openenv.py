@@ -7,21 +7,18 @@ fails in `reset` or `step`, or never returns a reward leaves the attempt without
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import json
-import os
 import re
-import struct
 from collections.abc import Awaitable, Iterator, Mapping
-from contextlib import ExitStack, suppress
-from typing import Any, Literal, Self
-from urllib.parse import urlsplit
+from contextlib import suppress
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field
 
 from strop.environments.contract import Done, numbers_of
 from strop.environments.tools import read_objects
+from strop.errors import ConfigError
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.spec.base import FreeTable, expert
 from strop.spec.task import EnvironmentSection
@@ -29,17 +26,15 @@ from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.registry import built_in
 
+if TYPE_CHECKING:
+    from websockets.asyncio.client import ClientConnection
+
+_HTTP = re.compile("^http")
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _NO_ACTION = "VALIDATION_ERROR"
 _FULL = "CAPACITY_REACHED"
 _RETRY_S = 0.5
-
-
-MAX_BYTES = 64 << 20
-_MAGIC = "258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
-_CONTINUED, _TEXT, _BINARY, _CLOSE, _PING, _PONG = 0, 1, 2, 8, 9, 10
-_FINAL, _MASKED = 0x80, 0x80
-_PORTS = {"ws": 80, "http": 80, "wss": 443, "https": 443}
+_MAX_BYTES = 64 << 20
 
 
 class OpenenvSpec(EnvironmentSection):
@@ -103,8 +98,14 @@ class Openenv:
     max_turns = 30
 
     def __init__(self, spec: OpenenvSpec) -> None:
+        if find_spec("websockets") is None:
+            raise ConfigError(
+                "openenv speaks through websockets, which is not installed",
+                allowed="an installation with the extra 'openenv'",
+                next_step="pip install 'strop[openenv]'",
+            )
         self._spec = spec
-        self._socket: WebSocket | None = None
+        self._socket: ClientConnection | None = None
         self._rewards: list[float | None] = []
         self._num_invalid = 0
 
@@ -188,8 +189,17 @@ class Openenv:
         return f"That is no action: {why[:1000]}"
 
     async def _open(self, options: Mapping[str, Any]) -> Any:
+        from websockets.asyncio.client import connect
+
         while True:
-            self._socket = await WebSocket.connect(f"{self._spec.url.rstrip('/')}/ws")
+            self._socket = await connect(
+                f"{_HTTP.sub('ws', self._spec.url.rstrip('/'))}/ws",
+                proxy=None,
+                compression=None,
+                open_timeout=None,
+                ping_interval=None,
+                max_size=_MAX_BYTES,
+            )
             answer = await self._ask("reset", options)
             if answer["type"] != "error":
                 return answer["data"]
@@ -198,12 +208,14 @@ class Openenv:
             await asyncio.sleep(_RETRY_S)
 
     async def _ask(self, kind: str, data: Mapping[str, Any]) -> Any:
-        """Send a request and return its answer. Raises: AttemptFailed if the environment fails; OSError."""
+        """Send a request and return its answer. Raises: AttemptFailed if the environment fails."""
         assert self._socket is not None
+        from websockets.exceptions import ConnectionClosed
+
         # The server may have sent an error before it closed the connection.
-        with suppress(OSError):
+        with suppress(ConnectionClosed):
             await self._socket.send(json.dumps({"type": kind, "data": data}))
-        answer = json.loads(await self._socket.receive())
+        answer = json.loads(await self._socket.recv())
         if answer["type"] == "observation":
             observation = answer["data"]["observation"]
             if not isinstance(observation, dict):
@@ -217,6 +229,8 @@ class Openenv:
 
     async def _within(self, request: Awaitable[Any]) -> Any:
         """Await a request within the limit. Raises: AttemptFailed for a missing or malformed answer."""
+        from websockets.exceptions import WebSocketException
+
         limit_s = self._spec.tool_limit_s
         try:
             async with asyncio.timeout(limit_s):
@@ -224,7 +238,7 @@ class Openenv:
         except TimeoutError as error:
             detail = f"{self._spec.url} has not answered for {limit_s:g} s"
             raise AttemptFailed(FailureOwner.INFRA, "server_silent", detail) from error
-        except OSError as error:
+        except (OSError, WebSocketException) as error:
             raise AttemptFailed(FailureOwner.INFRA, "server_lost", f"{self._spec.url}: {error}") from error
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             detail = f"{self._spec.url} speaks otherwise: {type(error).__name__}: {error}"
@@ -237,103 +251,3 @@ def _show(observation: Mapping[str, Any]) -> str:
     if len(values) == 1 and isinstance(values[0], str):
         return values[0]
     return json.dumps(observation, ensure_ascii=False)
-
-
-class WebSocket:
-    """A client connection of RFC 6455: whole texts, no extensions, one reader at a time.
-
-    Written here: the needed part of the protocol is a hundred lines, and no installed library has a client.
-    """
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def connect(cls, url: str) -> Self:
-        """Connect to a `ws`, `wss`, `http` or `https` URL. Raises: OSError if no such server answers."""
-        parts = urlsplit(url)
-        port = parts.port or _PORTS[parts.scheme]
-        is_secure = True if parts.scheme in ("wss", "https") else None
-        reader, writer = await asyncio.open_connection(parts.hostname, port, ssl=is_secure)
-        with ExitStack() as stack:
-            stack.callback(writer.close)
-            key = base64.b64encode(os.urandom(16)).decode()
-            writer.write(
-                f"GET {parts.path or '/'} HTTP/1.1\r\nHost: {parts.netloc.rpartition('@')[2]}\r\n"
-                f"Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Key: {key}\r\n"
-                "Sec-WebSocket-Version: 13\r\n\r\n".encode()
-            )
-            await writer.drain()
-            try:
-                head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
-            except (asyncio.IncompleteReadError, asyncio.LimitOverrunError) as error:
-                raise ConnectionError("it does not answer as HTTP") from error
-            fields = {
-                name.strip().lower(): text.strip() for name, _, text in (line.partition(":") for line in head)
-            }
-            digest = hashlib.sha1((key + _MAGIC).encode(), usedforsecurity=False).digest()
-            accept = base64.b64encode(digest).decode()
-            if head[0].split()[1:2] != ["101"] or fields.get("sec-websocket-accept") != accept:
-                raise ConnectionError(f"it speaks no WebSocket: {head[0][:200]}")
-            # The caller owns the connection now.
-            stack.pop_all()
-        return cls(reader, writer)
-
-    async def send(self, text: str) -> None:
-        """Send a text. Raises: OSError."""
-        await self._send(_TEXT, text.encode())
-
-    async def receive(self) -> str:
-        """Return the next text. Raises: OSError if the connection has ended or breaks the protocol."""
-        whole = bytearray()
-        while True:
-            try:
-                is_final, kind, data = await self._receive(MAX_BYTES - len(whole))
-            except asyncio.IncompleteReadError as error:
-                raise ConnectionError("it has ended") from error
-            if kind == _CLOSE:
-                code = struct.unpack(">H", data[:2])[0] if len(data) >= 2 else 1005
-                raise ConnectionError(f"it was closed: {code} {data[2:].decode(errors='replace')}".rstrip())
-            if kind == _PING:
-                await self._send(_PONG, data)
-            if kind in (_TEXT, _BINARY, _CONTINUED):
-                whole += data
-                if is_final:
-                    return whole.decode(errors="replace")
-
-    async def close(self) -> None:
-        """Send a closing frame, and close the connection."""
-        with suppress(OSError):
-            await self._send(_CLOSE, struct.pack(">H", 1000))
-        self._writer.close()
-        with suppress(OSError):
-            await self._writer.wait_closed()
-
-    async def _send(self, kind: int, data: bytes) -> None:
-        size = len(data)
-        if size < 126:
-            length = bytes([_MASKED | size])
-        elif size < 1 << 16:
-            length = bytes([_MASKED | 126]) + struct.pack(">H", size)
-        else:
-            length = bytes([_MASKED | 127]) + struct.pack(">Q", size)
-        mask = os.urandom(4)
-        repeated = (mask * (size // 4 + 1))[:size]
-        masked = (int.from_bytes(data, "big") ^ int.from_bytes(repeated, "big")).to_bytes(size, "big")
-        self._writer.write(bytes([_FINAL | kind]) + length + mask + masked)
-        await self._writer.drain()
-
-    async def _receive(self, max_bytes: int) -> tuple[bool, int, bytes]:
-        """Return whether a frame is the last of its message, its kind and its bytes."""
-        first, second = await self._reader.readexactly(2)
-        size = second & 0x7F
-        if size == 126:
-            (size,) = struct.unpack(">H", await self._reader.readexactly(2))
-        elif size == 127:
-            (size,) = struct.unpack(">Q", await self._reader.readexactly(8))
-        if size > max_bytes:
-            raise ConnectionError(f"a message of more than {MAX_BYTES} bytes")
-        if second & _MASKED:
-            raise ConnectionError("a server's frame is masked")
-        return bool(first & _FINAL), first & 0x0F, await self._reader.readexactly(size)

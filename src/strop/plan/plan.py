@@ -196,8 +196,6 @@ _NORMALIZERS = {
     Aggregation.TOKEN_MEAN: "1 / scored tokens of the {part}",
     Aggregation.SEQ_MEAN: "1 / ({rollouts} rollouts x scored tokens of the rollout)",
     Aggregation.CONST: "1 / ({rollouts} rollouts x {limit} tokens of reply limit)",
-    Aggregation.GROUP_TOKEN_MEAN: "1 / ({prompts} groups x scored tokens of the group)",
-    Aggregation.SEQ_SUM: "1 / {rollouts} rollouts",
 }
 
 
@@ -346,7 +344,6 @@ def _plan_algorithm(resolved: ResolvedSpec, limit: int) -> tuple[PlannedValue, .
         part=_part_of_step(spec.train),
         rollouts=prompts * spec.train.group_size,
         limit=limit,
-        prompts=prompts,
     )
     over_batch = {
         "none": "",

@@ -18,13 +18,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -33,7 +31,6 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from strop.errors import StoreError, WeightMismatch
-from strop.hardware.leftovers import SHARED_MEMORY
 from strop.policy.device_wires import DIGEST_PREFIX, SCHEMES, device_digest, receive_on_device
 
 # Its stubs lack most of the functions used here.
@@ -252,40 +249,6 @@ def _mismatch(problem: str) -> WeightMismatch:
         allowed="exactly the tensors that the policy published",
         next_step="the engine keeps its old weights; start the run again to publish anew",
     )
-
-
-def memory_dir() -> str | None:
-    """Return a folder in memory, if the system has one."""
-    return str(SHARED_MEMORY) if os.access(SHARED_MEMORY, os.W_OK) else None
-
-
-def fetch_object(uri: str, target: Path) -> None:
-    """Download a publication: an object, or the record of an adapter.
-
-    Raises: WeightMismatch if it is missing or damaged.
-    """
-    from strop.store.opening import open_store
-
-    try:
-        open_store(uri).get(uri, target)
-    except StoreError as error:
-        raise WeightMismatch(
-            f"the weights at {uri} did not come ({error})",
-            allowed="a publication that both sides reach",
-            next_step="the engine keeps its old weights; start the run again to publish anew",
-        ) from error
-
-
-@contextmanager
-def fetched(uri: str) -> Iterator[str]:
-    """Yield the path of a temporary copy of an object, in memory if possible.
-
-    Raises: WeightMismatch, see `fetch_object`.
-    """
-    with TemporaryDirectory(prefix="strop-weights-", dir=memory_dir()) as folder:
-        target = Path(folder) / uri.rpartition("/")[2]
-        fetch_object(uri, target)
-        yield str(target)
 
 
 def tensors_digest(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:

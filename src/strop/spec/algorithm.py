@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import re
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
@@ -13,22 +9,15 @@ from pydantic import AfterValidator, Field
 from strop.spec.base import Section, expert
 from strop.user_code import find_algorithm
 
-
-@cache
-def algorithm_names() -> tuple[str, ...]:
-    """Return the names of the built-in algorithms, in the order of their catalog.
-
-    They are read from its text: importing it would load what computes.
-    """
-    room = find_spec("strop.algorithm")
-    assert room is not None
-    assert room.submodule_search_locations is not None
-    text = Path(room.submodule_search_locations[0], "catalog.py").read_text("utf-8")
-    return tuple(re.findall(r'\bname="([a-z0-9_]+)"', text))
+ALGORITHM_NAMES = (
+    *("grpo", "dr_grpo", "dapo", "gspo", "cispo", "dppo", "ipo_mask", "rloo", "sapo"),
+    *("reinforce_pp", "reinforce_pp_baseline"),
+)
+"""The built-in algorithms, those of `strop.algorithm.catalog`: importing it would load what computes."""
 
 
 def _is_known(name: str) -> str:
-    if name not in algorithm_names() and find_algorithm(name) is None:
+    if name not in ALGORITHM_NAMES and find_algorithm(name) is None:
         raise ValueError("there is no such algorithm")
     return name
 
@@ -162,7 +151,7 @@ class AlgorithmSpec(Section):
     @property
     def is_own(self) -> bool:
         """Whether the algorithm is the user's code or that of an installed package."""
-        return self.name not in algorithm_names()
+        return self.name not in ALGORITHM_NAMES
 
     @property
     def whitened(self) -> Literal["rpp", "rpp_baseline"] | None:

@@ -17,7 +17,7 @@ import annotated_types as at
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from strop.spec.algorithm import algorithm_names
+from strop.spec.algorithm import ALGORITHM_NAMES
 from strop.spec.base import Section
 from strop.spec.built_in import built_in_tasks
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value
@@ -198,8 +198,8 @@ def _plain_settings(name: str) -> tuple[Setting, ...]:
     if name == "algorithm":
         known = found["name"].info
         # The catalog's, or code of the user's.
-        choice = Literal[algorithm_names()] | str  # type: ignore[valid-type]
-        named = FieldInfo(annotation=choice, default=known.default, description=known.description)  # type: ignore[arg-type]
+        choice = Literal[ALGORITHM_NAMES] | str  # type: ignore[valid-type]
+        named = FieldInfo(annotation=choice, default=known.default, description=known.description)
         found["name"] = replace(found["name"], info=named)
     return tuple(found.values())
 

@@ -408,17 +408,24 @@ class UserCodeSection(TrainingRows):
         return inspect_task(self.ref, given)
 
 
-class UserTaskSpec(UserCodeSection):
-    """A class of the user's, in a file or announced by an installed package, with settings of its own."""
+class JudgedByUser(TaskSection):
+    """Base of tasks whose replies the user's code judges."""
 
     judge_limit_s: float = Field(
         default=10.0,
         gt=0.0,
         le=3600.0,
-        description="Seconds that judging a reply may take. Then its process is killed, and a second attempt"
-        " has four times as long.",
+        description="Seconds that the user's code may take to judge a reply. Then its process is killed, and"
+        " a second attempt has four times as long.",
         json_schema_extra=expert("user-defined verifiers may be slow"),
     )
+
+
+class UserTaskSpec(UserCodeSection, JudgedByUser):
+    """A class of the user's, in a file or announced by an installed package, with settings of its own."""
+
+    # The second base has the usual one.
+    model_config = ConfigDict(extra="allow")
 
 
 class UserEnvironmentSpec(UserCodeSection, SandboxSettings, EnvironmentSection):

@@ -1,9 +1,8 @@
 """One task's problems judged by several verifiers: the reward is the weighted sum of their scores.
 
-R = sum of w_i * s_i, where s_i is a part's reward as a share of its full marks. If a part cannot score a
-reply, the reply has no score; if that part is optional, the other weights are scaled up to the same sum and
-this is counted. A part of weight 0 is only recorded. The part with the data poses, limits and ends the
-problems and decides which replies are correct. The format bonus is paid to wrong replies only.
+R = sum of w_i * s_i, where s_i is a part's reward as a share of its full marks. If a part with a weight
+cannot score a reply, the reply has no score. A part of weight 0 is only recorded. The first part poses,
+limits and ends the problems and decides which replies are correct; the others only judge.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from pydantic import Field, JsonValue, model_validator
 from strop import __version__
 from strop.errors import DataError, StropError
 from strop.rollout import Example, FailureOwner, Message, Outcome, Split
-from strop.spec.base import SpecConflict, expert
-from strop.spec.judge import LlmJudgeSpec
+from strop.spec.base import SpecConflict
 from strop.spec.parts import PartedSection, TaskPart, read_part, refuse_same_names
 from strop.spec.task import PROMPTING
 from strop.tasks.contract import Task, TaskLimits, within_bounds
@@ -41,8 +39,7 @@ from strop.tasks.traits import (
 )
 from strop.tasks.version import hashed_limits
 
-FORMAT = "format"
-_VERIFIER = "blend-1"
+_VERIFIER = "blend-2"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,12 +47,8 @@ class _Part:
     label: str
     task: Task
     weight: float
-    optional: bool
     settings: str
     """Its task's settings as JSON: they identify a verifier that poses no problems."""
-
-
-MAX_FORMAT_WEIGHT = 0.1
 
 
 class BlendPart(TaskPart):
@@ -64,67 +57,35 @@ class BlendPart(TaskPart):
     weight: float = Field(
         default=1.0, ge=0.0, le=1e3, description="What full marks of it add to the reward. 0 only records it."
     )
-    optional: bool = Field(
-        default=False,
-        description="Whether a reply that it cannot score is scored by the others, with weights that add up"
-        " to the same; else such a reply has no score.",
-    )
 
 
 class BlendSpec(PartedSection):
     """One task's problems, judged by its own verifier and by others, and the weighted sum of their scores."""
 
     name: Literal["blend"]
-    data: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Label of the part whose problems are posed, and which says what is solved. The other"
-        " parts only judge. none = the first part.",
-        json_schema_extra=expert("one part's data are judged by all parts"),
-    )
-    alpha: float | None = Field(
-        default=None,
-        ge=0.0,
-        le=1.0,
-        description="For two parts, one of them llm-judge: the reward is alpha times the verifier's score and"
-        " 1 - alpha times the judge's. none = the parts' weights.",
-        json_schema_extra=expert("published mixtures weigh a verifier and a judge by one number"),
-    )
-    format_weight: float = Field(
-        default=0.0,
-        ge=0.0,
-        le=1.0,
-        description="Added for a wrong reply that all parts call well-formed, never beyond full marks.",
-        json_schema_extra=expert("format is paid for apart from the answer"),
-    )
-    max_format_weight: float = Field(
-        default=MAX_FORMAT_WEIGHT,
-        ge=0.0,
-        le=1.0,
-        description="Largest task.format_weight; raise it to pay more for form than is wise.",
-        json_schema_extra=expert("format must not outweigh the answer"),
-    )
     parts: dict[str, dict[str, JsonValue]] = Field(
         default={},
         description="The verifiers by label, each a table [task.parts.LABEL] with the settings of a task"
-        " (name and its own), and: weight (1) of its score, optional (false).",
+        " (name and its own), and: weight (1) of its score. The problems are those of the first part, which"
+        " also says what is solved; the others only judge.",
     )
 
     @model_validator(mode="after")
     def _check_blend(self) -> Self:
         parts = self.read_parts()
         refuse_same_names({label: part.task for label, part in parts.items()})
-        if self.data_label not in parts:
+        if not any(part.weight for part in parts.values()):
             raise SpecConflict(
-                {"task.data": self.data, "task.parts": list(parts)},
-                "no part has this label" if parts else "a blend of nothing",
-                allowed="one part or more, each a table [task.parts.LABEL], and the label of one of them",
-                next_step="add the part, or correct the label",
+                {f"task.parts.{label}.weight": part.weight for label, part in parts.items()}
+                or {"task.parts": {}},
+                "nothing is left of the reward" if parts else "a blend of nothing",
+                allowed="parts, each a table [task.parts.LABEL], one of them with a weight above 0",
+                next_step="add a part, or raise a weight",
             )
         for label, part in parts.items():
             for name in part.task.prompting if label != self.data_label else ():
                 raise SpecConflict(
-                    {f"task.parts.{label}.{name}": part.task.prompting[name], "task.data": self.data_label},
+                    {f"task.parts.{label}.{name}": part.task.prompting[name]},
                     "this part only judges, and asks the model nothing",
                     allowed=f"{name} in the part that poses the problems",
                     next_step=f"move the setting to [task.parts.{self.data_label}]",
@@ -143,41 +104,12 @@ class BlendSpec(PartedSection):
                 allowed=f"task.parts.{self.data_label}.max_reply_tokens",
                 next_step="move the setting into that part",
             )
-        if self.format_weight > self.max_format_weight:
-            raise SpecConflict(
-                {"task.format_weight": self.format_weight, "task.max_format_weight": self.max_format_weight},
-                "a policy would be paid for form rather than for being right",
-                allowed="a format weight that is at most the largest one",
-                next_step="lower task.format_weight, or raise task.max_format_weight if it is meant",
-            )
-        self._check_weights(parts)
         return self
-
-    def _check_weights(self, parts: dict[str, BlendPart]) -> None:
-        weights = {f"task.parts.{label}.weight": part.weight for label, part in parts.items()}
-        if self.alpha is None:
-            if not any(weights.values()):
-                raise SpecConflict(
-                    weights,
-                    "nothing is left of the reward",
-                    allowed="at least one weight above 0",
-                    next_step="raise a weight",
-                )
-            return
-        num_judges = sum(isinstance(part.task, LlmJudgeSpec) for part in parts.values())
-        changed = {key: weight for key, weight in weights.items() if weight != 1.0}
-        if len(parts) != 2 or num_judges != 1 or changed:
-            raise SpecConflict(
-                {"task.alpha": self.alpha, "task.parts": list(parts), **changed},
-                "alpha weighs one verifier against one judge, and nothing else does",
-                allowed="two parts without weights, one of them llm-judge; or weights and no alpha",
-                next_step="remove task.alpha, or the other weights and parts",
-            )
 
     @property
     def data_label(self) -> str:
-        """Label of the part whose problems are posed; '' where there is none."""
-        return self.data if self.data is not None else next(iter(self.parts), "")
+        """Label of the part whose problems are posed: the first."""
+        return next(iter(self.parts))
 
     def read_parts(self) -> dict[str, BlendPart]:
         """Return the parts by label, checked.
@@ -190,16 +122,6 @@ class BlendSpec(PartedSection):
         """Return the part whose problems are posed; the others only judge."""
         return {self.data_label: self.read_parts()[self.data_label]}
 
-    def read_weights(self) -> dict[str, float]:
-        """Return the weight of each part: its full marks add that much to the reward."""
-        parts = self.read_parts()
-        if self.alpha is None:
-            return {label: part.weight for label, part in parts.items()}
-        return {
-            label: 1.0 - self.alpha if isinstance(part.task, LlmJudgeSpec) else self.alpha
-            for label, part in parts.items()
-        }
-
 
 @built_in(
     "blend", BlendSpec, "One task judged by several verifiers, whose weighted scores are added up.", rank=240
@@ -210,20 +132,17 @@ class Blend:
     name = "blend"
 
     def __init__(self, spec: BlendSpec, tasks: Mapping[str, Task]) -> None:
-        weights = spec.read_weights()
-        self._spec = spec
         self._parts = [
             _Part(
                 label=label,
                 task=tasks[label],
-                weight=weights[label],
-                optional=part.optional,
+                weight=part.weight,
                 settings=part.task.model_dump_json(exclude=set(PROMPTING)),
             )
             for label, part in spec.read_parts().items()
         ]
-        self._data = next(part for part in self._parts if part.label == spec.data_label)
-        self._full_marks = math.fsum(weights.values())
+        self._data = self._parts[0]
+        self._full_marks = math.fsum(part.weight for part in self._parts)
         self.limits = self._blend_limits(self._data.task.limits)
         self._checked: dict[Split, Sequence[Example]] = {}
 
@@ -235,8 +154,10 @@ class Blend:
         return replace(
             own,
             max_reward=self._full_marks,
-            # At worst an optional part without a score leaves its weight to the part with the lowest minimum.
-            min_reward=self._full_marks * min(limit.min_reward / limit.max_reward for limit in limits),
+            min_reward=math.fsum(
+                part.weight * part.task.limits.min_reward / part.task.limits.max_reward
+                for part in self._parts
+            ),
             chance=math.fsum(chances) / self._full_marks,
             # One verifier after the other, in one process.
             verify_limit_s=math.fsum(verify_limits_s) if verify_limits_s else None,
@@ -247,10 +168,8 @@ class Blend:
     @cached_property
     def version(self) -> str:
         """Hash over the weights, the version of the part with the data, and the other parts' verifiers."""
-        spec = self._spec
-        settings = {"data": spec.data, "alpha": spec.alpha, "format_weight": spec.format_weight}
-        parts = [[part.label, part.weight, part.optional, self._identity(part)] for part in self._parts]
-        text = json.dumps([_VERIFIER, settings, parts, hashed_limits(self.limits)], sort_keys=True)
+        parts = [[part.label, part.weight, self._identity(part)] for part in self._parts]
+        text = json.dumps([_VERIFIER, parts, hashed_limits(self.limits)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _identity(self, part: _Part) -> str:
@@ -315,57 +234,42 @@ class Blend:
     def verify(self, example: Example, text: str) -> Outcome:
         """Let every part judge, and add the scores up.
 
-        Raises: any exception of a verifier that has a weight and is not optional.
+        Raises: any exception of a verifier that has a weight.
         """
         outcomes = {part.label: self._judge(part, example, text) for part in self._parts}
-        scores: dict[str, float | None] = {}  # Shares of the parts' full marks.
-        for part in self._parts:
-            reward = outcomes[part.label].reward
-            scores[part.label] = None if reward is None else reward / part.task.limits.max_reward
-        missing = [part for part in self._parts if part.weight != 0.0 and scores[part.label] is None]
-        scored = [part for part in self._parts if scores[part.label] is not None]
-        scored_weight = math.fsum(part.weight for part in scored)
-        # The unweighted scores and the parts' metrics; those of the part with the data take precedence.
-        metrics: dict[str, float] = {}
-        for part in (*(part for part in self._parts if part is not self._data), self._data):
-            metrics |= outcomes[part.label].metrics
-        metrics |= {f"score_{label}": score for label, score in scores.items() if score is not None}
-        lost = next((part for part in missing if not part.optional or scored_weight == 0.0), None)
-        factor = self._full_marks / scored_weight if missing and lost is None else 1.0
-        parts: dict[str, float | None] = {
-            part.label: part.weight * (scores[part.label] or 0.0) * factor for part in scored
-        }
         own = outcomes[self._data.label]
+        parts: dict[str, float | None] = {}
+        metrics: dict[str, float] = {}
+        for part in self._parts:
+            outcome = outcomes[part.label]
+            metrics |= {**outcome.metrics, **metrics}
+            score = None if outcome.reward is None else outcome.reward / part.task.limits.max_reward
+            if score is not None:
+                metrics[f"score_{part.label}"] = score
+            if part.weight != 0.0:
+                parts[part.label] = None if score is None else part.weight * score
         forms = [outcome.format_ok for outcome in outcomes.values() if outcome.format_ok is not None]
-        format_ok = all(forms) if forms else None
-        failure = None
-        if lost is not None:
-            parts |= {part.label: None for part in missing}
-            failure = outcomes[lost.label].failure
-        elif own.is_correct is False and format_ok and self._spec.format_weight:
-            earned = math.fsum(value or 0.0 for value in parts.values())
-            parts[FORMAT] = min(self._spec.format_weight, max(0.0, self._full_marks - earned))
+        lost = next((label for label in outcomes if label in parts and parts[label] is None), None)
         return Outcome(
             parts=parts,
             is_correct=own.is_correct,
-            format_ok=format_ok,
+            format_ok=all(forms) if forms else None,
             timed_out=any(outcome.timed_out for outcome in outcomes.values()),
             extracted=own.extracted,
             isolation=next((o.isolation for o in outcomes.values() if o.isolation is not None), None),
-            metrics=metrics | {"blend_renormalised": float(factor != 1.0)},
-            failure=failure,
+            metrics=metrics,
+            failure=None if lost is None else outcomes[lost].failure,
         )
 
     def _judge(self, part: _Part, example: Example, text: str) -> Outcome:
         example_of_part = self._part_example(part, example)
         limits = limits_of(part.task, example) if part is self._data else part.task.limits
         # Bounds are checked per part: a small weight would hide an impossible score in the sum.
-        if part.weight != 0.0 and not part.optional:
+        if part.weight != 0.0:
             return within_bounds(part.task.verify(example_of_part, text), limits)
-        outcome = Outcome(parts={})
-        with catch_failure(FailureOwner.TASK) as caught:
-            outcome = within_bounds(part.task.verify(example_of_part, text), limits)
-        return outcome if caught.failure is None else Outcome(parts={}, failure=caught.failure)
+        with catch_failure(FailureOwner.TASK):
+            return within_bounds(part.task.verify(example_of_part, text), limits)
+        return Outcome(parts={})
 
     def _part_example(self, part: _Part, example: Example) -> Example:
         """Return the example in a part's form: an LLM judge needs the rendered question."""

@@ -31,7 +31,6 @@ from strop.tasks.traits import (
     limits_of,
     problem_of,
     program_form_of,
-    verify_quick,
 )
 
 
@@ -184,10 +183,6 @@ class Mixture:
     def verify(self, example: Example, text: str) -> Outcome:
         """Judge as the example's part does."""
         return self._owner(example).verify(example, text)
-
-    def verify_quick(self, example: Example, text: str) -> Outcome | None:
-        """Judge as the example's part does, where it is quick."""
-        return verify_quick(self._owner(example), example, text)
 
     def program_form(self, example: Example) -> ProgramForm | None:
         """Return how the part uses the program of a reply."""

@@ -22,8 +22,6 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
         "counts": "Rows by what they are or why they are left out, for people; reads the data.",
         "prompt_fields": "(example) -> what a prompt template may name of it, if not the example's fields.",
         "limits_of": "(example) -> the limits of one example.",
-        "verify_quick": "(example, text) -> what `verify` returns, or None where that may take more than some"
-        " milliseconds. It runs where nothing can end it. Change it together with `verify`.",
         "program_form": "(example) -> how the Python program of a reply is used; None if it asks for none.",
         "judge_digests": "Hashes of all that identifies each model that judges replies; () without one.",
         "part_of": "(example) -> the label of the part that it belongs to, in a task made of several.",
@@ -88,20 +86,6 @@ def limits_of(task: Task, example: Example) -> TaskLimits:
     find = _member(task, "limits_of")
     limits: TaskLimits = task.limits if find is None else find(example)
     return limits
-
-
-def quick_verifier_of(task: Task) -> Callable[[Example, str], Outcome | None] | None:
-    """Return the task's `verify_quick`, or None."""
-    verify: Callable[[Example, str], Outcome | None] | None = _member(task, "verify_quick")
-    return verify
-
-
-def verify_quick(task: Task, example: Example, text: str) -> Outcome | None:
-    """Judge if that is certainly quick; None: call `verify` in a process that can be killed."""
-    if limits_of(task, example).verify_limit_s is None:
-        return task.verify(example, text)
-    verify = quick_verifier_of(task)
-    return None if verify is None else verify(example, text)
 
 
 def program_form_of(task: Task, example: Example) -> ProgramForm | None:
@@ -239,10 +223,6 @@ class TaskWrapper:
     def verify(self, example: Example, text: str) -> Outcome:
         """Judge as the task does."""
         return self._task.verify(example, text)
-
-    def verify_quick(self, example: Example, text: str) -> Outcome | None:
-        """Judge as the task does, if it is quick."""
-        return verify_quick(self._task, example, text)
 
     def program_form(self, example: Example) -> ProgramForm | None:
         """Return how the program of a reply is run."""

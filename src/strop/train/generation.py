@@ -28,7 +28,6 @@ from strop.cluster import Roles
 from strop.engine.contract import TimedEngine
 from strop.engine.router import Router
 from strop.environments import RolloutPlan, choose_environment, run_group
-from strop.errors import Starved
 from strop.hardware.busy_clock import BusyClock, Interval
 from strop.record.timeline import ENGINE
 from strop.rollout import Example, Group, Rollout, Sampling
@@ -350,7 +349,7 @@ class RolloutBuffer:
     async def take(self) -> Batch:
         """Return the next batch, waiting for its groups.
 
-        Raises: Starved; the error of an attempt, after the others were cancelled.
+        Raises: the error of an attempt, after the others were cancelled.
         """
         wanted = self._limits.groups_per_step
         most_discarded = int((self._limits.max_generated_ratio - 1.0) * wanted)
@@ -370,13 +369,7 @@ class RolloutBuffer:
                 self.admit(self._published_step)
                 is_complete = len(self._chosen) == wanted or len(self._discarded) > most_discarded
                 if not is_complete:
-                    if not self._started:
-                        # A run file with such a schedule is refused before it starts.
-                        raise Starved(
-                            f"step {self._num_consumed_steps + 1} waits for rollouts, and none may be"
-                            f" sampled: the engine serves the weights after step {self._published_step}, and"
-                            f" train.max_staleness={self._limits.max_staleness}"
-                        )
+                    assert self._started, "groups of a step whose weights are served may be sampled"
                     if not self._ended:
                         self._has_ended.clear()
                         await self._has_ended.wait()

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from strop.cluster import Roles
-from strop.errors import EngineError, Interrupted, RunStopped, Starved
+from strop.errors import EngineError, Interrupted, RunStopped
 from strop.record import Event, EventKind, RunDir
 from strop.record.events import ACCEPTED
 from strop.record.parts import PARTS_FACT
@@ -303,11 +303,7 @@ class TrainLoop:
             return None
         self._watchdog.progress("generate")
         buffer.admit(self._publishing.step)
-        try:
-            batch = await buffer.take()
-        except Starved as error:
-            self._event(EventKind.TRIPWIRE, "stall", str(error))
-            raise
+        batch = await buffer.take()
         sampled = [*batch.groups, *(group for _, group in batch.discarded)]
         step = self._state.step
         self._causes.note_groups(step, sampled)

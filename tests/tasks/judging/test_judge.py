@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -16,10 +15,8 @@ from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
 from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
 from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
-from strop.tasks.judging import InlineJudge, Judge, QuickJudge, TimedJudge, WorkerJudge, open_judge
+from strop.tasks.judging import InlineJudge, Judge, TimedJudge, WorkerJudge, open_judge
 from strop.tasks.judging.judge import outcome_from_json, outcome_to_json
-from strop.tasks.mixture import MixtureSpec
-from strop.tasks.traits import verify_quick
 
 GYM = ReasoningGymSpec(name="reasoning-gym", dataset="chain_sum", num_train=6, num_held_out=2)
 names = st.dictionaries(st.text(max_size=5), st.floats(allow_nan=False, allow_infinity=False), max_size=3)
@@ -46,25 +43,6 @@ class Troubled(Arithmetic):
         if text == "raise":
             raise TypeError("unsupported operand")
         return super().verify(example, text)
-
-
-class PartlyQuick(Troubled):
-    """Sums whose verifier says at once what it thinks of a number, and of nothing else."""
-
-    def verify_quick(self, example: Example, text: str) -> Outcome | None:
-        return replace(super().verify(example, text), metrics={"quick": 1.0}) if text.isdigit() else None
-
-
-class Recorded(InlineJudge):
-    """Keeps what it was asked."""
-
-    def __init__(self, task: Task) -> None:
-        super().__init__(task)
-        self.texts: list[str] = []
-
-    async def judge(self, example: Example, text: str) -> Outcome:
-        self.texts.append(text)
-        return await super().judge(example, text)
 
 
 def make_troubled() -> Task:
@@ -99,28 +77,6 @@ def test_workers_judge_like_this_process() -> None:
     in_workers = judge_all(open_judge(task, partial(build_warm_task, GYM)), task, texts)
     assert in_workers == judge_all(InlineJudge(task), task, texts)
     assert [outcome.reward for outcome in in_workers[:2]] == [1.0, 1.0]
-
-
-def test_only_the_first_reply_and_those_that_may_take_long_are_passed_on() -> None:
-    task = PartlyQuick(ArithmeticSpec())
-    workers = Recorded(task)
-    texts = ["7", "8", "It is 7", "9", "It is 8"]
-    outcomes = judge_all(QuickJudge(task, workers), task, texts)
-    assert workers.texts == ["7", "It is 7", "It is 8"]
-    assert ["quick" in outcome.metrics for outcome in outcomes] == [False, True, False, True, False]
-    plain = judge_all(InlineJudge(task), task, texts)
-    assert [outcome.is_correct for outcome in outcomes] == [outcome.is_correct for outcome in plain]
-
-
-def test_parts_of_a_mixture_that_are_bounded_by_the_text_need_no_worker() -> None:
-    parts = {"sums": {"name": "arithmetic"}, "gym": GYM.model_dump(mode="json", exclude_none=True)}
-    spec = MixtureSpec.model_validate({"name": "mixture", "parts": parts})
-    task = build_task(spec)
-    assert task.limits.verify_limit_s is not None
-    sums, gym = task.examples(Split.TRAIN)[0], task.examples(Split.TRAIN)[-1]
-    assert verify_quick(task, sums, "7") == task.verify(sums, "7")
-    assert verify_quick(task, gym, "7") is None
-    assert isinstance(open_judge(task, partial(build_warm_task, spec)), QuickJudge)
 
 
 @pytest.mark.parametrize(

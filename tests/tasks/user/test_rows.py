@@ -161,7 +161,7 @@ def score(reply, answer):
         time.sleep(1)
     return 1
 """
-    found = judge(spec_of(tmp_path, code=code, reward_limit_s=0.5), "a", "hang", "fork", "b")
+    found = judge(spec_of(tmp_path, code=code, judge_limit_s=0.5), "a", "hang", "fork", "b")
     kinds = [None if one.failure is None else one.failure.kind for one in found]
     assert kinds == [None, "verifier_timeout", None, None]
     assert [one.reward for one in found] == [1.0, None, 1.0, 1.0]

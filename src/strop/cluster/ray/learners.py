@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from strop.cluster.contract import Scorer
 from strop.cluster.ray.deaths import DeathWatch
-from strop.cluster.ray.ranks import PIECE_BYTES, LearnerFacts, TermShare, append_piece
+from strop.cluster.ray.ranks import PIECE_BYTES, LearnerFacts, append_piece
 from strop.errors import EngineLost
 from strop.rollout import FloatArray
 from strop.store import ModelHandle
@@ -79,16 +79,14 @@ class RayLearner:
 
     async def step_terms(self, terms: Sequence[Term], plan: StepPlan | None = None) -> StepReport:
         """Take one optimizer step. See `LearnerRole.step_terms`."""
-        from strop.policy.batch_wire import encode_groups
         from strop.policy.learner import LossTerm
         from strop.policy.objective import Scope
 
-        shares_R: list[list[TermShare]] = [[] for _ in self._ranks]
+        shares_R: list[list[bytes]] = [[] for _ in self._ranks]
         for term in terms:
-            bare = pickle.dumps(replace(term, groups=()))
             keeps_groups = isinstance(term, LossTerm) and term.scope is Scope.GROUP
             for rank, groups in enumerate(self._split(term.groups, keeps_groups=keeps_groups)):
-                shares_R[rank].append(TermShare(term=bare, groups=encode_groups(groups)))
+                shares_R[rank].append(pickle.dumps(replace(term, groups=tuple(groups)), protocol=5))
         calls = [
             rank.step_terms.remote(shares, plan) for rank, shares in zip(self._ranks, shares_R, strict=True)
         ]
@@ -204,10 +202,12 @@ class RayLearner:
     ) -> list[FloatArray]:
         """Call every rank with its share; return the results in the order of the groups' replies."""
         from strop.policy.balancing import restore_order
-        from strop.policy.batch_wire import encode_groups
 
         shares_R = self._split(groups)
-        calls = [ask(rank, encode_groups(share)) for rank, share in zip(self._ranks, shares_R, strict=True)]
+        calls = [
+            ask(rank, pickle.dumps(share, protocol=5))
+            for rank, share in zip(self._ranks, shares_R, strict=True)
+        ]
         return restore_order(groups, shares_R, await self._gather(calls))
 
     def _split(self, groups: Sequence[PackedGroup], *, keeps_groups: bool = False) -> list[list[PackedGroup]]:
@@ -217,7 +217,6 @@ class RayLearner:
         return shard_groups(
             groups,
             len(self._ranks),
-            max_positions=self._facts.max_positions,
             cost=self._facts.cost,
             keeps_groups=keeps_groups,
         )

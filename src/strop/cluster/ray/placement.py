@@ -228,7 +228,6 @@ class RayPlacement:
             learner,
             self._weights_dir,
             self._find_acknowledged,
-            run_name=self._work_dir.parent.name,
             host=host,
             is_apart=len(nodes) > 1,
         )

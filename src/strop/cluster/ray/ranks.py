@@ -1,7 +1,7 @@
 """The learner's ranks as actors.
 
-One rank holds everything; several are FSDP2 ranks of one process group. Each gets its share of a step in the
-columns of `policy.batch_wire`; the rest of a term is pickled.
+One rank holds everything; several are FSDP2 ranks of one process group. Each gets its share of a step
+pickled.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pickle
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,20 +44,8 @@ class LearnerFacts:
     shape: ModelShape
     device: str
     recomputes: bool
-    max_positions: int
-    """Positions of a micro-batch."""
     cost: PositionCost
     """For splitting a step's work over the ranks."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TermShare:
-    """One rank's share of a term of the loss, on the wire."""
-
-    term: bytes
-    """Pickled, without its groups."""
-    groups: bytes
-    """In columns, see `batch_wire`."""
 
 
 class LearnerRank(RayRole):
@@ -122,23 +110,18 @@ class LearnerRank(RayRole):
             shape=model.shape,
             device=model.device.type,
             recomputes=model.recomputes,
-            max_positions=self._learner.max_positions,
             cost=PositionCost.of_model(read_model_size(source.path)),
         )
 
-    def step_terms(self, shares: Sequence[TermShare], plan: StepPlan | None) -> tuple[StepReport, int]:
-        """Take one optimizer step; return the report and the new version."""
-        from strop.policy.batch_wire import decode_groups
-
+    def step_terms(self, shares: Sequence[bytes], plan: StepPlan | None) -> tuple[StepReport, int]:
+        """Take one optimizer step on pickled terms; return the report and the new version."""
         # Trusted: from the run's loop, over a connection that carries the run's token.
-        terms = [replace(pickle.loads(share.term), groups=decode_groups(share.groups)) for share in shares]
+        terms = [pickle.loads(share) for share in shares]
         return self._learner.step_terms(terms, plan), self._learner.version
 
     def score(self, groups: bytes, temperature: float) -> list[FloatArray]:
-        """Return the log-probabilities of this rank's share."""
-        from strop.policy.batch_wire import decode_groups
-
-        return self._learner.score(decode_groups(groups), temperature)
+        """Return the log-probabilities of this rank's share, which is pickled."""
+        return self._learner.score(pickle.loads(groups), temperature)
 
     def digest_tensors(self, role: str | None) -> dict[str, str]:
         """Return the digest of each tensor, on the first rank."""
@@ -155,10 +138,8 @@ class LearnerRank(RayRole):
         self._frozen[role] = load_frozen(self._learner, role, here, num_ranks=self._num_ranks)
 
     def score_frozen(self, role: str, groups: bytes, temperature: float) -> list[FloatArray]:
-        """Return the scores of a frozen model for this rank's share."""
-        from strop.policy.batch_wire import decode_groups
-
-        return self._frozen[role].score(decode_groups(groups), temperature)
+        """Return the scores of a frozen model for this rank's share, which is pickled."""
+        return self._frozen[role].score(pickle.loads(groups), temperature)
 
     def write_weights(self, path: Path) -> str:
         """Write the compute copies; return the digest."""

@@ -13,11 +13,9 @@ that serves nothing until another update has been proven.
 from __future__ import annotations
 
 import asyncio
-import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -26,7 +24,6 @@ from strop.engine.contract import (
     GenerationRequest,
     ReplyScore,
     StopStrings,
-    UpdateMode,
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
@@ -37,8 +34,7 @@ from strop.engine.contract import (
 from strop.engine.vllm.core import Adapter, Core, Piece
 from strop.engine.vllm.environment import EngineLimits
 from strop.errors import EngineError, WeightMismatch
-from strop.policy.publication import memory_dir
-from strop.rollout import FinishReason, IntArray, Sampling, VersionSegment
+from strop.rollout import FinishReason, IntArray, Sampling
 from strop.tokenizer import Tokenizer
 
 
@@ -51,14 +47,9 @@ class _Reply:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
-    segments: list[VersionSegment] = field(default_factory=list)
 
-    def take(self, piece: Piece, version: int) -> None:
-        """Add tokens, up to the one that ends the reply. `version` is that of the served weights."""
-        if piece.segments and not self.token_ids:
-            self.segments = list(piece.segments)  # The whole reply in one piece.
-        elif not self.segments or self.segments[-1].version != version:
-            self.segments.append(VersionSegment(start=len(self.token_ids), version=version))
+    def take(self, piece: Piece) -> None:
+        """Add tokens, up to the one that ends the reply."""
         for token_id, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
             self.token_ids.append(token_id)
             self.logprobs.append(logprob)
@@ -74,7 +65,7 @@ class _Reply:
             self.finish = FinishReason.ABORT
 
     def complete(self, tokenizer: Tokenizer, version: int) -> Completion:
-        """Return the reply; `version` is for a reply without tokens."""
+        """Return the reply."""
         finish = self.finish or FinishReason.ABORT
         logprobs = np.array(self.logprobs, np.float32)
         if not bool(np.isfinite(logprobs).all()):
@@ -85,16 +76,13 @@ class _Reply:
             )
         is_eos = finish is FinishReason.EOS
         text = tokenizer.decode(np.array(self.token_ids[: -1 if is_eos else None], np.int32))
-        # Without one that begins after the end: weights may change between the last token and its delivery.
-        segments = tuple(part for part in self.segments if part.start < len(self.token_ids))
         return Completion(
             token_ids=np.array(self.token_ids, np.int32),
             # Rounding may lift the log of a certain token above 0 by one place.
             logprobs=np.minimum(logprobs, np.float32(0.0)),
             text=text if self.stops is None else self.stops.cut(text),
             finish_reason=finish,
-            policy_version=segments[0].version if segments else version,
-            segments=segments if len(segments) > 1 else (),
+            policy_version=version,
         )
 
 
@@ -109,13 +97,11 @@ class VllmEngine:
         limits: EngineLimits,
         version: int = 0,
         digest: str = "",
-        fetch: Callable[[str, Path], None] | None = None,
     ) -> None:
-        """`digest` is that of the weights that vLLM loaded; `fetch` downloads a store object to a path."""
+        """`digest` is that of the weights that vLLM loaded."""
         self._core = core
         self._tokenizer = tokenizer
         self._limits = limits
-        self._fetch = fetch
         self._version = version
         self._digest = digest
         self._adapter: Adapter | None = None
@@ -125,7 +111,6 @@ class VllmEngine:
         self._gate.set()
         self._replies = _Counter()
         self._scores = _Counter()
-        self._num_restarts = 0
         self._flaw: str | None = None
         self._is_closed = False
 
@@ -139,14 +124,11 @@ class VllmEngine:
         self._require_open()
         check_room(len(request.prompt_ids), request.max_tokens, "asks for", self._limits.max_positions)
         check_ids(request.prompt_ids, self._limits.vocab_size)
-        while True:
-            await self._pass_gate()
-            num_restarts = self._num_restarts
-            with self._replies.counting():
-                completion = await self._sample(request)
-            if completion.finish_reason is not FinishReason.ABORT or num_restarts == self._num_restarts:
-                self._require_sound()
-                return completion
+        await self._pass_gate()
+        with self._replies.counting():
+            completion = await self._sample(request)
+        self._require_sound()
+        return completion
 
     async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
         """Return the log-probability of each reply token. See `Engine.score`.
@@ -177,19 +159,22 @@ class VllmEngine:
         """
         if self._is_closed:
             raise closed()
-        with tempfile.TemporaryDirectory(prefix="strop-weights-", dir=memory_dir()) as folder:
-            async with self._update_lock:
-                path = await self._find_file(update, Path(folder))
-                self._gate.clear()
-                try:
-                    await self._stop_running(update.mode)
-                    swap = self._swap_adapter if update.is_adapter else self._swap_weights
-                    await swap(update, path)
-                    await self._core.resume()
-                    await self._ask_canary(update)
-                finally:
-                    await self._core.resume()
-                    self._gate.set()
+        is_readable = update.transport in (WeightTransport.FILE, WeightTransport.BROADCAST)
+        if not is_readable or update.path is None:
+            raise WeightMismatch(
+                f"weight update {update.version} is by {update.transport} and names {update.path}"
+            )
+        async with self._update_lock:
+            self._gate.clear()
+            try:
+                # Replies in flight end under the weights that they began with; new ones wait at the gate.
+                await self._scores.none_left()
+                await self._replies.none_left()
+                swap = self._swap_adapter if update.is_adapter else self._swap_weights
+                await swap(update, update.path)
+                await self._ask_canary(update)
+            finally:
+                self._gate.set()
         return WeightReceipt(version=update.version, digest=update.digest)
 
     async def close(self) -> None:
@@ -208,35 +193,10 @@ class VllmEngine:
         )
         async with aclosing(pieces):
             async for piece in pieces:
-                # An adapter stays with the replies that began with it.
-                reply.take(piece, self._version if adapter is None else version)
+                reply.take(piece)
                 if reply.finish is not None:
                     break
         return reply.complete(self._tokenizer, version)
-
-    async def _find_file(self, update: WeightUpdate, folder: Path) -> str:
-        """Return the path of an update's file, downloaded into `folder` if necessary."""
-        is_readable = update.transport in (WeightTransport.FILE, WeightTransport.BROADCAST)
-        if is_readable and update.path is not None:
-            return update.path
-        if update.transport is WeightTransport.STORE and update.path is not None and self._fetch is not None:
-            target = folder / update.path.rpartition("/")[2]
-            await asyncio.to_thread(self._fetch, update.path, target)
-            return str(target)
-        raise WeightMismatch(
-            f"weight update {update.version} is by {update.transport} and names {update.path}"
-        )
-
-    async def _stop_running(self, mode: UpdateMode) -> None:
-        """Finish, abort or pause all running requests, by the mode. New ones wait at the gate."""
-        await self._scores.none_left()
-        if mode is UpdateMode.CONTINUE:
-            await self._core.pause("keep")
-            return
-        if mode is UpdateMode.RESTART:
-            self._num_restarts += 1
-            await self._core.pause("abort")
-        await self._replies.none_left()
 
     async def _swap_weights(self, update: WeightUpdate, path: str) -> None:
         """Have every worker load the file and prove it.
@@ -274,8 +234,7 @@ class VllmEngine:
         self._num_adapters += 1
         adapter = Adapter(adapter_id=self._num_adapters, path=path, version=update.version)
         await self._core.load_adapter(adapter)
-        if update.mode is not UpdateMode.CONTINUE:  # Unfinished replies continue with their adapter.
-            await self._forget_adapter()
+        await self._forget_adapter()
         self._adapter = adapter
         await self._take(update)
 
@@ -287,7 +246,6 @@ class VllmEngine:
     async def _take(self, update: WeightUpdate) -> None:
         """Serve the loaded weights; drop everything computed before."""
         await self._core.drop_cached()
-        await self._core.name_version(update.version)
         self._version, self._digest = update.version, update.digest
         self._flaw = f"the canary of weight update {update.version} was not heard"
 

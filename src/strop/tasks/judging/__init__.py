@@ -6,14 +6,13 @@ starting one takes milliseconds.
 Not here: the verifiers (`tasks`), and running code that the model wrote (`sandbox`).
 """
 
-from strop.tasks.judging.judge import InlineJudge, Judge, QuickJudge, TimedJudge, WorkerJudge, open_judge
+from strop.tasks.judging.judge import InlineJudge, Judge, TimedJudge, WorkerJudge, open_judge
 from strop.tasks.judging.pool import CallFailure, WorkerPool
 
 __all__ = [
     "CallFailure",
     "InlineJudge",
     "Judge",
-    "QuickJudge",
     "TimedJudge",
     "WorkerJudge",
     "WorkerPool",

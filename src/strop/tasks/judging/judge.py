@@ -1,8 +1,7 @@
 """Judges: which process verifies a reply.
 
 A verifier whose time is bounded by the text runs in the caller's process (`InlineJudge`). One that may hang,
-crash or run untrusted code runs in worker processes (`WorkerJudge`). Where a task can decide most replies in
-microseconds, only the others go to the workers (`QuickJudge`).
+crash or run untrusted code runs in worker processes (`WorkerJudge`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from strop.tasks.contract import Task
 from strop.tasks.failures import owner_of_error
 from strop.tasks.judging.fork_server import Handler
 from strop.tasks.judging.pool import MAX_SLOW, CallFailure, WorkerPool
-from strop.tasks.traits import has, quick_verifier_of, world_of
+from strop.tasks.traits import world_of
 
 _EXAMPLE_FIELDS = tuple(field.name for field in fields(Example))
 
@@ -82,29 +81,6 @@ class WorkerJudge:
         await self.pool.close()
 
 
-class QuickJudge:
-    """Judges in this process if the task can decide quickly, and passes the rest to another judge."""
-
-    def __init__(self, task: Task, judge: Judge) -> None:
-        verify_quick = quick_verifier_of(task)
-        assert verify_quick is not None, f"task {task.name} has no verify_quick"
-        self._verify_quick = verify_quick
-        self._judge = judge
-        self._is_first = True
-
-    async def judge(self, example: Example, text: str) -> Outcome:
-        """Judge here, or pass the reply on."""
-        # The first reply always goes to the other judge: processes that cannot start then fail before the
-        # run begins, and not at the first reply that needs them.
-        outcome = None if self._is_first else self._verify_quick(example, text)
-        self._is_first = False
-        return await self._judge.judge(example, text) if outcome is None else outcome
-
-    async def close(self) -> None:
-        """Close the other judge."""
-        await self._judge.close()
-
-
 class TimedJudge:
     """Passes replies on, and measures the time during which at least one was being judged."""
 
@@ -137,13 +113,12 @@ def open_judge(task: Task, make_task: Callable[[], Task]) -> Judge:
     limit_s = task.limits.verify_limit_s
     if limit_s is None:
         return InlineJudge(task)
-    workers = WorkerJudge(
+    return WorkerJudge(
         make_task,
         limit_s=limit_s,
         num_workers=describe_machine().num_logical_cpus,
         max_slow=0 if task.limits.verify_keeps_time else MAX_SLOW,
     )
-    return QuickJudge(task, workers) if has(task, "verify_quick") else workers
 
 
 def _make_handler(make_task: Callable[[], Task]) -> Handler:

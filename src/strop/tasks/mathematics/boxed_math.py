@@ -18,7 +18,7 @@ from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics import symbolic
 from strop.tasks.mathematics.answers import AnswerForm, FoundAnswer, find_answer, find_boxes
-from strop.tasks.mathematics.equivalence import Strictness, answers_equal, equal_at_once
+from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
@@ -31,10 +31,6 @@ _VERIFIER = "math-equivalence-3"
 _STOP_STRINGS = ("Problem:", "\n\n\n")
 _VERIFY_LIMIT_S = 2.0
 _LEVEL = re.compile(r"Level ([1-5?])")
-_MAX_QUICK_CHARS = 1 << 15
-_MAX_QUICK_ANSWER_CHARS = 300
-"""Longer replies are judged in a worker. The worst replies within these bounds take 25 ms
-to find the answer in and 3 ms to compare it, where most take 0.1 ms."""
 
 
 class BoxedMath(RowTask):
@@ -79,17 +75,6 @@ class BoxedMath(RowTask):
         gold, answer = gold_of(example), _find(text)
         is_correct = self._may_count(answer) and answers_equal(gold, answer.text, self._strictness)
         return _outcome(answer, is_correct=is_correct)
-
-    def verify_quick(self, example: Example, text: str) -> Outcome | None:
-        """Compare spellings and numbers; None if only sympy can decide, or the reply is very long."""
-        if len(text) > _MAX_QUICK_CHARS:
-            return None
-        gold, answer = gold_of(example), _find(text)
-        if not self._may_count(answer):
-            return _outcome(answer, is_correct=False)
-        is_short = len(answer.text) <= _MAX_QUICK_ANSWER_CHARS
-        is_correct = equal_at_once(gold, answer.text, self._strictness) if is_short else None
-        return None if is_correct is None else _outcome(answer, is_correct=is_correct)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the gold answer in a box, in a sentence and in a formula, and the worked solution.

@@ -40,12 +40,6 @@ def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
     Raises: ConfigError if symbols are to be compared and math-verify is not installed; any exception of
         math-verify about the gold answer.
     """
-    verdict = equal_at_once(gold, reply, strictness)
-    return equal_by_symbols(*_forms(gold, reply)) if verdict is None else verdict
-
-
-def equal_at_once(gold: str, reply: str, strictness: Strictness) -> bool | None:
-    """Like `answers_equal`, in time bounded by the lengths; None if symbols must be compared."""
     if len(reply) > _MAX_CHARS:
         return False
     ours, theirs = _forms(gold, reply)
@@ -60,7 +54,7 @@ def equal_at_once(gold: str, reply: str, strictness: Strictness) -> bool | None:
         return bool(verdict)
     # math-verify ignores case: 'X' is 'x' to it.
     is_comparable = ours.lower() != theirs.lower() and is_bounded(ours) and is_bounded(theirs)
-    return None if is_comparable else False
+    return is_comparable and equal_by_symbols(ours, theirs)
 
 
 _gold_form = lru_cache(maxsize=1024)(normal_form)

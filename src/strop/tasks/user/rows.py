@@ -19,7 +19,7 @@ from pydantic import Field, field_validator, model_validator
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import SpecConflict, Unhashed, expert
-from strop.spec.task import SOURCE_HELP, CodeTaskSection, TrainingRows
+from strop.spec.task import SOURCE_HELP, CodeTaskSection, JudgedByUser, TrainingRows
 from strop.spec.template import fill, list_names, refuse_malformed
 from strop.tasks.code.extraction import (
     SPARE_VERIFY_S,
@@ -58,7 +58,7 @@ BUILT_IN_REWARDS = (*BUILT_IN, _SANDBOXED)
 _ROLES = ("system", "user", "assistant")
 
 
-class RowsSpec(CodeTaskSection, TrainingRows):
+class RowsSpec(CodeTaskSection, TrainingRows, JudgedByUser):
     """The rows of a file, with a reward function of the user's own or a built-in one."""
 
     name: Literal["rows"]
@@ -108,14 +108,6 @@ class RowsSpec(CodeTaskSection, TrainingRows):
         description="What the worst reply earns from all rewards together: below 0 where one takes marks off."
         " A score below it is an error of the reward's, and nothing is trained on it.",
         json_schema_extra=expert("rewards of one's own may be negative"),
-    )
-    reward_limit_s: float = Field(
-        default=10.0,
-        gt=0.0,
-        le=3600.0,
-        description="Seconds that the user's functions may take for a reply. Then their process is killed,"
-        " and a second attempt has four times as long.",
-        json_schema_extra=expert("rewards of one's own may be slow"),
     )
     gold: str | None = Field(
         default=None,
@@ -210,7 +202,7 @@ class Rows(RowTask):
             why_left_out=self._why_left_out,
             split_key=self._split_key,
         )
-        user_s = spec.reward_limit_s if self._functions else 0.0
+        user_s = spec.judge_limit_s if self._functions else 0.0
         sandbox_s = WALL_S + SPARE_VERIFY_S if spec.runs_programs else 0.0
         limits = TaskLimits(
             # Only the user knows how long a full solution of these rows is.
