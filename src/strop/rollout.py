@@ -255,6 +255,15 @@ def make_example(task: str, fields: Mapping[str, Any], answer: str | None) -> Ex
     return Example(task=task, example_id=digest, fields=fields, answer=answer)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VersionSegment:
+    """Where in a reply a policy version begins; it holds until the next segment's start."""
+
+    start: int
+    """Index of the segment's first token."""
+    version: int
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Turn:
     """What one speaker said, as text and as the exact token ids that were fed or sampled."""
@@ -267,8 +276,10 @@ class Turn:
     logprobs: FloatArray | None = None
     """Only on turns that the policy spoke; then as long as `token_ids` and finite."""
     policy_version: int | None = None
-    """Of the weights that sampled it."""
+    """Of the oldest token, where the weights changed in between."""
     finish_reason: FinishReason | None = None
+    segments: tuple[VersionSegment, ...] = ()
+    """Which version sampled which tokens; empty where one version sampled all."""
 
     def __post_init__(self) -> None:
         if self.logprobs is None:

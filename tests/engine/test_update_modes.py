@@ -1,16 +1,18 @@
-"""New weights while replies are being sampled: these are ended first."""
+"""New weights while replies are being sampled: ended first, sampled again, or continued."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from strop.engine import (
     Completion,
     GenerationRequest,
+    UpdateMode,
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
@@ -18,7 +20,9 @@ from strop.engine import (
 from strop.engine.native import NativeEngine
 from strop.errors import EngineError, WeightMismatch
 from strop.policy.language_model import LanguageModel
+from strop.policy.scoring import score_replies
 from strop.policy.weights import own_tensors, publish_tensors
+from strop.rollout import VersionSegment
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask, generate_all
 from tests.fixtures.builders import request_for
@@ -69,6 +73,20 @@ async def change_in_between(
     return list(replies), await updating, await late
 
 
+async def run_mode(
+    model_dir: Path, update: WeightUpdate, mode: UpdateMode
+) -> tuple[list[Completion], Completion, list[GenerationRequest]]:
+    tokenizer = Tokenizer.load(model_dir)
+    engine = NativeEngine(load(model_dir), tokenizer)
+    requests = [request_of(tokenizer, seed) for seed in range(3)]
+    asked = WeightUpdate(
+        version=update.version, digest=update.digest, transport=update.transport, path=update.path, mode=mode
+    )
+    replies, receipt, late = await change_in_between(engine, requests, asked)
+    assert (receipt.version, receipt.digest) == (update.version, update.digest)
+    return replies, late, requests
+
+
 async def generate_cold(
     model: LanguageModel, model_dir: Path, requests: list[GenerationRequest]
 ) -> list[Completion]:
@@ -79,30 +97,60 @@ def token_lists(completions: list[Completion]) -> list[list[int]]:
     return [completion.token_ids.tolist() for completion in completions]
 
 
-async def test_smp_4_replies_end_under_the_weights_they_began_with(
+async def test_smp_4_drained_replies_end_under_the_weights_they_began_with(
     tiny_model_dir: Path, update: WeightUpdate
 ) -> None:
-    tokenizer = Tokenizer.load(tiny_model_dir)
-    engine = NativeEngine(load(tiny_model_dir), tokenizer)
-    requests = [request_of(tokenizer, seed) for seed in range(3)]
-    replies, receipt, late = await change_in_between(engine, requests, update)
-    assert (receipt.version, receipt.digest) == (update.version, update.digest)
+    replies, late, requests = await run_mode(tiny_model_dir, update, UpdateMode.DRAIN)
     assert token_lists(replies) == token_lists(
         await generate_cold(load(tiny_model_dir), tiny_model_dir, requests)
     )
     assert [reply.policy_version for reply in replies] == [0, 0, 0]
-    # The new tag, and no token of the old weights in it.
-    cold = await generate_cold(changed(tiny_model_dir), tiny_model_dir, requests)
-    assert (late.policy_version, late.token_ids.tolist()) == (5, cold[0].token_ids.tolist())
+    assert all(reply.segments == () for reply in replies)
+    assert late.policy_version == 5
 
 
-async def test_a_broken_update_in_between_keeps_the_old_weights(
+async def test_restarted_replies_are_those_of_the_new_weights(
     tiny_model_dir: Path, update: WeightUpdate
+) -> None:
+    replies, late, requests = await run_mode(tiny_model_dir, update, UpdateMode.RESTART)
+    cold = await generate_cold(changed(tiny_model_dir), tiny_model_dir, requests)
+    assert token_lists(replies) == token_lists(cold)
+    # SMP-4: the new tag, and no token of the old weights in it.
+    assert [reply.policy_version for reply in replies] == [5, 5, 5]
+    assert all(reply.segments == () for reply in replies)
+    assert late.token_ids.tolist() == cold[0].token_ids.tolist()
+
+
+async def test_continued_replies_say_which_version_sampled_which_token(
+    tiny_model_dir: Path, update: WeightUpdate
+) -> None:
+    replies, late, requests = await run_mode(tiny_model_dir, update, UpdateMode.CONTINUE)
+    old = await generate_cold(load(tiny_model_dir), tiny_model_dir, requests)
+    for reply, before, request in zip(replies, old, requests, strict=True):
+        first, second = reply.segments
+        assert (first, second.version) == (VersionSegment(start=0, version=0), 5)
+        assert 0 < second.start < NUM_TOKENS
+        # The version of the whole reply is that of its oldest token, which staleness counts from.
+        assert reply.policy_version == 0
+        assert reply.token_ids[: second.start].tolist() == before.token_ids[: second.start].tolist()
+        # Each token's value is that of the weights that sampled it.
+        values = score_replies(load(tiny_model_dir), request.prompt_ids, [reply.token_ids], 1.0)[0]
+        gaps = np.abs(values - reply.logprobs)
+        assert float(gaps[: second.start].max()) < 1e-4
+        assert float(gaps[second.start :].mean()) > 1e-2
+    assert (late.policy_version, late.segments) == (5, ())
+
+
+@pytest.mark.parametrize("mode", list(UpdateMode))
+async def test_a_broken_update_in_between_keeps_the_old_weights(
+    tiny_model_dir: Path, update: WeightUpdate, mode: UpdateMode
 ) -> None:
     tokenizer = Tokenizer.load(tiny_model_dir)
     engine = NativeEngine(load(tiny_model_dir), tokenizer)
     requests = [request_of(tokenizer)]
-    broken = WeightUpdate(version=5, digest="0" * 64, transport=WeightTransport.FILE, path=update.path)
+    broken = WeightUpdate(
+        version=5, digest="0" * 64, transport=WeightTransport.FILE, path=update.path, mode=mode
+    )
     running = asyncio.ensure_future(engine.generate(requests[0]))
     for _ in range(CHANGED_AFTER):
         await asyncio.sleep(0)

@@ -8,12 +8,12 @@ import math
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
-from strop.engine import GenerationRequest, WeightTransport, WeightUpdate
+from strop.engine import GenerationRequest, UpdateMode, WeightTransport, WeightUpdate
 from strop.engine.vllm.core import Adapter, Piece
 from strop.engine.vllm.engine import VllmEngine
 from strop.engine.vllm.environment import VLLM, EngineLimits, find_python, plan_limits
@@ -21,7 +21,7 @@ from strop.engine.vllm.serve import engine_settings, require_instructions
 from strop.errors import ConfigError, EngineError, WeightMismatch
 from strop.hardware import describe_machine
 from strop.policy.footprint import ModelSize
-from strop.rollout import FinishReason, IntArray
+from strop.rollout import FinishReason, IntArray, VersionSegment
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract
 from tests.engine.requests import ask
@@ -39,7 +39,10 @@ class ScriptedCore:
         self.salts: dict[str, int] = {}
         self.said: list[str] = []
         self.answers: list[dict[str, Any]] = [{"refusal": None, "flaw": None}]
+        self.is_aborting = False
         self.keeps_cache = False
+        self.going = asyncio.Event()
+        self.going.set()
         self.is_closed = False
         self.has_begun = asyncio.Event()
 
@@ -55,8 +58,16 @@ class ScriptedCore:
         num_cached = self.salts.get(key, 0)
         self.salts[key] = len(request.prompt_ids)
         token_ids: list[int] = []
+        segments: list[VersionSegment] = []
         while len(token_ids) < request.max_tokens:
             await asyncio.sleep(0.001)
+            await self.going.wait()
+            if self.is_aborting:
+                kept = token_ids if is_whole else []
+                yield Piece(token_ids=kept, logprobs=[-1.0] * len(kept), finish="abort")
+                return
+            if not segments or segments[-1].version != self.version:
+                segments.append(VersionSegment(start=len(token_ids), version=self.version))
             token_ids.append(self.words(request.seed)[len(token_ids) % 20])
             if len(token_ids) == 5:
                 self.has_begun.set()
@@ -67,6 +78,7 @@ class ScriptedCore:
                 token_ids=token_ids,
                 logprobs=[-1.0] * len(token_ids),
                 finish="length",
+                segments=tuple(segments),
                 num_cached_tokens=num_cached,
             )
 
@@ -75,11 +87,19 @@ class ScriptedCore:
     ) -> list[float]:
         return [-1.0] * len(reply_ids)
 
+    async def pause(self, mode: Literal["abort", "keep"]) -> None:
+        self.said.append(mode)
+        self.is_aborting = mode == "abort"
+        if mode == "keep":
+            self.going.clear()
+
+    async def resume(self) -> None:
+        self.is_aborting = False
+        self.going.set()
+
     async def load_weights(self, path: str, digest: str) -> list[dict[str, Any]]:
         self.said.append(f"load {path}")
         await asyncio.sleep(0.005)
-        if not any(answer["refusal"] for answer in self.answers):
-            self.version = int(path[1:]) if path[1:].isdigit() else UPDATE.version
         return self.answers
 
     async def drop_cached(self) -> None:
@@ -87,9 +107,11 @@ class ScriptedCore:
         if not self.keeps_cache:
             self.salts.clear()
 
+    async def name_version(self, version: int) -> None:
+        self.version = version
+
     async def load_adapter(self, adapter: Adapter) -> None:
         self.said.append(f"adapter {adapter.adapter_id}")
-        self.version = adapter.version
 
     async def drop_adapter(self, adapter: Adapter) -> None:
         self.said.append(f"no adapter {adapter.adapter_id}")
@@ -135,21 +157,43 @@ def test_a_stop_token_is_kept_and_its_text_is_not(engine: VllmEngine, tokenizer:
     assert completion.token_ids[-1] == stop
 
 
+@pytest.mark.parametrize(
+    ("mode", "said", "segments", "version"),
+    [
+        (UpdateMode.DRAIN, ["load /w", "drop"], (), 0),
+        (UpdateMode.RESTART, ["abort", "load /w", "drop"], (), 7),
+        (UpdateMode.CONTINUE, ["keep", "load /w", "drop"], (0, 7), 0),
+    ],
+)
 @pytest.mark.parametrize("stop_strings", [(), ("never",)])
-async def test_replies_under_way_end_under_the_weights_they_began_with(
-    stop_strings: tuple[str, ...], engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
+async def test_replies_under_way_end_as_the_mode_says(
+    mode: UpdateMode,
+    said: list[str],
+    segments: tuple[int, ...],
+    version: int,
+    stop_strings: tuple[str, ...],
+    engine: VllmEngine,
+    core: ScriptedCore,
+    tokenizer: Tokenizer,
 ) -> None:
     request = ask(tokenizer, max_tokens=60, stop_strings=stop_strings)
     under_way = asyncio.create_task(engine.generate(request))
     await core.has_begun.wait()
-    update = asyncio.create_task(engine.update(UPDATE))
+    update = asyncio.create_task(engine.update(replace(UPDATE, mode=mode)))
     await asyncio.sleep(0.002)
     # Asked while the gate is closed: served under the new weights.
     reply, late, receipt = await under_way, await engine.generate(request), await update
-    assert core.said == ["load /w", "drop"]
+    assert core.said == said
     assert (receipt.version, receipt.digest) == (7, "d7")
-    assert (reply.policy_version, late.policy_version) == (0, 7)
+    assert (late.policy_version, late.segments) == (7, ())
+    assert reply.policy_version == version
+    assert tuple(part.version for part in reply.segments) == segments
     assert len(reply.token_ids) == 60
+    if segments:
+        start = reply.segments[1].start
+        core.version = 0
+        old, core.version = core.words(11) * 3, 7
+        assert reply.token_ids.tolist() == old[:start] + (core.words(11) * 3)[start:60]
 
 
 async def test_refused_weights_leave_the_old_ones(
@@ -232,12 +276,9 @@ def test_log_4_a_value_that_is_not_finite_is_no_sample(
 
 
 def test_what_vllm_ends_by_itself_is_no_sample(
-    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
 ) -> None:
-    async def abort(*_: Any, **__: Any) -> AsyncGenerator[Piece, None]:
-        yield Piece(token_ids=[], logprobs=[], finish="abort")
-
-    monkeypatch.setattr(core, "sample", abort)
+    core.is_aborting = True
     completion = asyncio.run(engine.generate(ask(tokenizer)))
     assert completion.finish_reason is FinishReason.ABORT
     assert len(completion.token_ids) == 0

@@ -29,7 +29,7 @@ from strop.engine.wire import (
     write_ids,
 )
 from strop.errors import ConfigError, DataError, EngineError, StropError, WeightMismatch
-from strop.rollout import FinishReason
+from strop.rollout import FinishReason, VersionSegment
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask, mixed_requests
 
@@ -41,12 +41,14 @@ def completions(draw: st.DrawFn) -> Completion:
     token_ids = draw(ids)
     # Any 32 bits: a value is never rounded, whatever it means.
     bits = draw(st.lists(st.integers(0, 2**32 - 1), min_size=len(token_ids), max_size=len(token_ids)))
+    segments = draw(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), max_size=3))
     return Completion(
         token_ids=token_ids,
         logprobs=np.array(bits, np.uint32).view(np.float32),
         text=draw(st.text(max_size=9).filter(lambda text: text.isprintable())),
         finish_reason=draw(st.sampled_from(FinishReason)),
         policy_version=draw(st.integers(0, 10**6)),
+        segments=tuple(VersionSegment(start=start, version=version) for start, version in segments),
     )
 
 
@@ -62,6 +64,7 @@ def facts(outcome: Completion | StropError) -> Any:
         outcome.text,
         outcome.finish_reason,
         outcome.policy_version,
+        outcome.segments,
     )
 
 
@@ -105,6 +108,7 @@ BROKEN: list[tuple[dict[str, Any], str]] = [
     ({"texts": ["x"]}, "columns of other lengths than 2 replies"),
     ({"finish_reasons": []}, "columns of other lengths than 2 replies"),
     ({"policy_versions": [3, 3, 3]}, "columns of other lengths than 2 replies"),
+    ({"segments": {2: [(0, 1)]}}, "columns of other lengths than 2 replies"),
     ({"num_tokens": [1, 2]}, "2 token ids came for 3 tokens"),
     ({"token_ids": "BQAAAA=="}, "1 token ids came for 2 tokens"),
     ({"token_ids": "%"}, "token ids are unreadable"),

@@ -32,8 +32,11 @@ def compose(
 ) -> Composition:
     """Return a run that samples one step ahead, unless `settings` of its train section say otherwise."""
     algorithm = settings.pop("algorithm", {"zero_variance": settings.pop("zero_variance", None)})
+    mode = settings.pop("update_mode", "drain")
     train = {"steps": NUM_STEPS, "max_staleness": 1, "checkpoint_every": 2, "keep_checkpoints": 9, **settings}
-    spec = tiny_spec(train=train, placement={"kind": "process"}, algorithm=algorithm)
+    spec = tiny_spec(
+        train=train, placement={"kind": "process"}, engine={"update_mode": mode}, algorithm=algorithm
+    )
     placement = ApartPlacement(spec, model_dir, root / "weights")
     run_dir = run_dir or new_run(root)
     return Composition(spec, model_dir, run_dir, placement=placement, task=task or SpellTask())
@@ -183,6 +186,20 @@ def test_a_batch_without_any_group_trains_nothing_and_is_counted(
         # What was not computed is absent.
         assert not {"failed_frac", "reward_mean", "loss"} & line.keys()
         assert (line["num_filtered_groups"] > 0, line["num_scored_tokens"]) == (True, 0.0)
+
+
+def test_continued_replies_are_recorded_with_the_version_of_each_token(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    made = compose(tmp_path, tiny_model_dir, update_mode="continue", max_staleness=2)
+    made.run()
+    turns = [turn for step in range(1, NUM_STEPS + 1) for r in rollouts_of(made, step) for turn in r.turns]
+    for turn in turns:
+        if turn.segments:
+            assert turn.policy_version == turn.segments[0].version
+            assert [one.version for one in turn.segments] == sorted({one.version for one in turn.segments})
+            assert turn.segments[-1].start < len(turn.token_ids)
+    assert max(line["staleness_max"] for line in made.notes.steps) <= 2
 
 
 class KeepsOldWeights(NativeEngine):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from strop.errors import EngineError, StropError
 from strop.hardware.busy_clock import BusyClock
-from strop.rollout import FinishReason, FloatArray, IntArray, Sampling
+from strop.rollout import FinishReason, FloatArray, IntArray, Sampling, VersionSegment
 
 if TYPE_CHECKING:
     import asyncio
@@ -63,7 +63,9 @@ class Completion:
     """Decoded reply without its terminator, cut before the stop string."""
     finish_reason: FinishReason
     policy_version: int
-    """Version of the weights that sampled it."""
+    """Version of the weights that sampled the oldest token."""
+    segments: tuple[VersionSegment, ...] = ()
+    """Tokens by the version that sampled them; empty where one version sampled all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -86,6 +88,17 @@ class WeightTransport(StrEnum):
     """The tensors are sent through a process group (gloo, NCCL) that the update names."""
 
 
+class UpdateMode(StrEnum):
+    """How an engine handles unfinished replies when new weights arrive."""
+
+    DRAIN = "drain"
+    """They are finished first, under the weights that they began with."""
+    RESTART = "restart"
+    """They are sampled again from their start, under the new weights; their tokens are wasted."""
+    CONTINUE = "continue"
+    """They continue under the new weights; each token keeps the version that sampled it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightUpdate:
     """One publication of the policy's weights."""
@@ -97,6 +110,7 @@ class WeightUpdate:
     transport: WeightTransport
     path: str | None = None
     """Absolute path of the safetensors file, for FILE."""
+    mode: UpdateMode = UpdateMode.DRAIN
     is_adapter: bool = False
     """Whether the tensors are a LoRA adapter for the weights that the engine loaded."""
 

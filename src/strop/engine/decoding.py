@@ -22,7 +22,7 @@ from strop.kernels import calls
 from strop.policy.fused_trunk import Products
 from strop.policy.kv_cache import CachedRows, KVCache, Rows, open_rows
 from strop.policy.language_model import LanguageModel
-from strop.rollout import FinishReason, Sampling
+from strop.rollout import FinishReason, Sampling, VersionSegment
 from strop.tokenizer import Tokenizer
 
 _PREFILL_POSITIONS = 4096
@@ -46,13 +46,16 @@ class _Row:
     logprobs: NDArray[np.float32] = field(init=False)
     length: int = 0
     finish: FinishReason | None = None
+    segments: list[VersionSegment] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = np.empty(self.request.max_tokens, dtype=np.int32)
         self.logprobs = np.empty(self.request.max_tokens, dtype=np.float32)
 
-    def take(self, token_id: int, logprob: float) -> None:
+    def take(self, token_id: int, logprob: float, version: int) -> None:
         """Record one sampled token; set `finish` if the reply ends with it."""
+        if not self.segments or self.segments[-1].version != version:
+            self.segments.append(VersionSegment(start=self.length, version=version))
         self.token_ids[self.length] = token_id
         self.logprobs[self.length] = logprob
         self.length += 1
@@ -63,7 +66,7 @@ class _Row:
         elif self.length == self.request.max_tokens:
             self.finish = FinishReason.LENGTH
 
-    def complete(self, tokenizer: Tokenizer, version: int) -> Completion:
+    def complete(self, tokenizer: Tokenizer) -> Completion:
         """Return the finished reply."""
         assert self.finish is not None
         token_ids = self.token_ids[: self.length].copy()
@@ -73,7 +76,8 @@ class _Row:
             logprobs=self.logprobs[: self.length].copy(),
             text=text if self.stops is None else self.stops.cut(text),
             finish_reason=self.finish,
-            policy_version=version,
+            policy_version=self.segments[0].version,
+            segments=tuple(self.segments) if len(self.segments) > 1 else (),
         )
 
 
@@ -164,12 +168,21 @@ class DecodeBatch:
                 self._prefilled += [(row, logits[index]) for row in shared]
         return [row.ticket for row in rows]
 
+    def clear(self) -> None:
+        """Drop every row unanswered; the caller submits the requests again."""
+        self._states.keep([])
+        self._rows, self._prefilled = [], []
+
     def step(self, version: int) -> list[tuple[int, Completion]]:
-        """Sample one token for every live row under the weights of `version`; return the finished replies."""
+        """Sample one token for every live row under the weights of `version`. Returns the finished replies.
+
+        When the weights change, keys and values of earlier versions stay: the log-probability of a token is
+        that of the state that sampled it.
+        """
         fresh, drawn = self._draw_next()
         for row, token_id, logprob in zip(fresh, drawn.token_ids, drawn.logprobs, strict=True):
             if row.finish is None:
-                row.take(int(token_id), float(logprob))
+                row.take(int(token_id), float(logprob), version)
         ended = [row for row in fresh if row.finish is not None]
         if ended:
             # Rows from the back fill the holes; the rest stay where they are.
@@ -182,7 +195,7 @@ class DecodeBatch:
                 kept[hole] = index
             self._states.keep(kept)
             self._rows = [self._rows[index] for index in kept]
-        return [(row.ticket, row.complete(self._tokenizer, version)) for row in ended]
+        return [(row.ticket, row.complete(self._tokenizer)) for row in ended]
 
     def _draw_next(self) -> tuple[list[_Row], Draw]:
         """Draw the next token of freshly prefilled rows if there are any, else of all."""

@@ -29,6 +29,7 @@ from strop.engine.contract import (
     Completion,
     GenerationRequest,
     ReplyScore,
+    UpdateMode,
     Waiting,
     WaitingScore,
     WeightReceipt,
@@ -147,6 +148,18 @@ class NativeEngine:
         self._version = update.version
         return WeightReceipt(version=update.version, digest=update.digest)
 
+    def _make_change(self, batch: DecodeBatch, waiting: dict[int, Waiting]) -> None:
+        """Apply a waiting update between two tokens, as soon as its mode allows."""
+        change = self._change
+        if change is None or change.receipt.done():
+            return
+        if change.update.mode is UpdateMode.RESTART and waiting:
+            self._inbox.extendleft(waiting[ticket] for ticket in sorted(waiting, reverse=True))
+            waiting.clear()
+            batch.clear()
+        if not waiting or change.update.mode is UpdateMode.CONTINUE:
+            self._end_change()
+
     async def close(self) -> None:
         """Stop decoding; waiting requests get an EngineError, and later ones too."""
         self._is_closed = True
@@ -200,8 +213,7 @@ class NativeEngine:
                 if not waiting and not batch.fits(self._inbox[0].request):
                     await settle(lambda: len(self._inbox))
                     batch = self._fitting_batch([entry.request for entry in self._inbox])
-                if not waiting:
-                    self._end_change()
+                self._make_change(batch, waiting)
                 # Left before yielding: the mode is per thread, and a learner may train in this thread.
                 with torch.inference_mode():
                     # No request may join while an update waits for the batch to end.
@@ -219,7 +231,7 @@ class NativeEngine:
             self._end_change()
 
     def _end_change(self) -> None:
-        """Apply a waiting update: the batch is over, however it ended."""
+        """Apply an update whose batch is over, however it ended."""
         change = self._change
         if change is None or change.receipt.done():
             return

@@ -25,12 +25,13 @@ from strop.engine.contract import (
     Completion,
     GenerationRequest,
     ReplyScore,
+    UpdateMode,
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
 )
 from strop.errors import ConfigError, EngineError, StropError
-from strop.rollout import FinishReason, FloatArray, IntArray, Sampling
+from strop.rollout import FinishReason, FloatArray, IntArray, Sampling, VersionSegment
 
 ABSENT = -1
 """Number of tokens where there is an error in place of a reply."""
@@ -159,6 +160,8 @@ class GenerateAnswer(Form):
     texts: list[str]
     finish_reasons: list[FinishReason]
     policy_versions: list[int]
+    segments: dict[int, list[tuple[int, int]]] = {}
+    """Start and version of each segment, by the number of the reply among the replies."""
     errors: list[ErrorForm] = []
 
     @classmethod
@@ -174,6 +177,11 @@ class GenerateAnswer(Form):
             texts=[reply.text for reply in replies],
             finish_reasons=[reply.finish_reason for reply in replies],
             policy_versions=[reply.policy_version for reply in replies],
+            segments={
+                place: [(segment.start, segment.version) for segment in reply.segments]
+                for place, reply in enumerate(replies)
+                if reply.segments
+            },
             errors=[ErrorForm.of(outcome) for outcome in outcomes if isinstance(outcome, StropError)],
         )
 
@@ -189,7 +197,9 @@ class GenerateAnswer(Form):
             raise _damaged(f"{len(self.num_tokens)} replies to {num_requests} requests")
         if len(lengths) + num_errors != num_requests or len(self.errors) != num_errors:
             raise _damaged(f"{len(self.errors)} errors in {num_errors} places")
-        if {len(column) for column in columns} != {len(lengths)}:
+        if {len(column) for column in columns} != {len(lengths)} or max(self.segments, default=-1) >= len(
+            lengths
+        ):
             raise _damaged(f"columns of other lengths than {len(lengths)} replies")
         ids = read_ids(self.token_ids)
         if len(ids) != sum(lengths):
@@ -202,12 +212,14 @@ class GenerateAnswer(Form):
                 outcomes.append(next(errors).read())
                 continue
             place, start, end = next(replies), end, end + length
+            segments = [VersionSegment(start=at, version=v) for at, v in self.segments.get(place, ())]
             reply = Completion(
                 token_ids=ids[start:end],
                 logprobs=logprobs[start:end],
                 text=self.texts[place],
                 finish_reason=self.finish_reasons[place],
                 policy_version=self.policy_versions[place],
+                segments=tuple(segments),
             )
             outcomes.append(reply)
         return outcomes
@@ -277,6 +289,7 @@ class UpdateForm(Form):
     digest: str
     transport: WeightTransport
     path: str | None
+    mode: UpdateMode
     is_adapter: bool
 
     @classmethod

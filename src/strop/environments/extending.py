@@ -108,6 +108,7 @@ def spoken_turn(completion: Completion) -> Turn:
         logprobs=completion.logprobs,
         policy_version=completion.policy_version,
         finish_reason=completion.finish_reason,
+        segments=completion.segments,
     )
 
 

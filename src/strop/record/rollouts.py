@@ -34,9 +34,10 @@ from strop.rollout import (
     Rollout,
     Sampling,
     Turn,
+    VersionSegment,
 )
 
-FORMAT = b"9"
+FORMAT = b"8"
 _FORMAT_KEY = b"strop.rollouts"
 
 _TURN = pa.struct(
@@ -47,6 +48,7 @@ _TURN = pa.struct(
         ("logprobs", pa.list_(pa.float32())),  # Null on turns that the policy did not speak.
         ("policy_version", pa.int64()),
         ("finish_reason", pa.string()),
+        ("segments", pa.list_(pa.struct([("start", pa.int32()), ("version", pa.int64())]))),
         ("advantages", pa.list_(pa.float32())),  # Null on turns that were not trained on.
     ]
 )
@@ -227,6 +229,7 @@ def _to_row(stored: StoredRollout) -> dict[str, Any]:
                 "logprobs": turn.logprobs,
                 "policy_version": turn.policy_version,
                 "finish_reason": turn.finish_reason and turn.finish_reason.value,
+                "segments": [{"start": part.start, "version": part.version} for part in turn.segments],
                 "advantages": of_tokens,
             }
             for turn, of_tokens in zip(rollout.turns, advantages, strict=True)
@@ -289,6 +292,7 @@ def to_rollout(row: dict[str, Any]) -> Rollout:
             logprobs=None if turn["logprobs"] is None else np.array(turn["logprobs"], dtype=np.float32),
             policy_version=turn["policy_version"],
             finish_reason=None if turn["finish_reason"] is None else FinishReason(turn["finish_reason"]),
+            segments=tuple(VersionSegment(**segment) for segment in turn["segments"]),
         )
         for turn in row["turns"]
     )

@@ -65,6 +65,14 @@ class EngineSpec(Section):
         " set, the GPUs for generation divided among the engines.",
         json_schema_extra=expert("a model may not fit on one GPU"),
     )
+    update_mode: Literal["drain", "restart", "continue"] = Field(
+        default="drain",
+        description="Replies in flight when new weights arrive: 'drain' lets them finish, 'restart' samples"
+        " them again from their start, 'continue' goes on with the new weights.",
+        json_schema_extra=expert(
+            "long replies make a drain slow, and going on under new weights is a choice of method"
+        ),
+    )
     transport: Literal["auto", "file", "broadcast"] = Field(
         default="auto",
         description="How weights reach an engine in another process. 'file' writes a file in the run's"

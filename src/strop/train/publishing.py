@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from strop.cluster import Roles
-from strop.engine import WeightTransport, WeightUpdate
+from strop.engine import UpdateMode, WeightTransport, WeightUpdate
 from strop.engine.contract import Engine, ReplyScore
 from strop.engine.router import ReplicaCause, ReplicaEvent, Router
 from strop.errors import WeightMismatch
@@ -152,6 +152,7 @@ class Publishing:
     ) -> None:
         """`note_event` records kind, cause and detail under the step that the run is at."""
         self._roles = roles
+        self._mode = UpdateMode(spec.engine.update_mode)
         self._note_event = note_event
         # Clipped: a tokenizer of another model is refused by the gate, which comes later.
         token_ids = np.minimum(roles.tokenizer.encode(CANARY), roles.learner.shape.vocab_size - 1)
@@ -175,7 +176,7 @@ class Publishing:
         """
         await self.await_proof()
         if self._version != self._roles.learner.version:
-            update = await self._roles.publisher.publish()
+            update = replace(await self._roles.publisher.publish(), mode=self._mode)
             receipt = await self._roles.engine.update(update)
             if (receipt.version, receipt.digest) != (update.version, update.digest):
                 raise WeightMismatch(

@@ -12,12 +12,12 @@ import os
 import signal
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from strop.engine.contract import GenerationRequest
 from strop.engine.vllm.weights import RAISED
 from strop.errors import EngineError, EngineLost, describe_error
-from strop.rollout import IntArray
+from strop.rollout import IntArray, VersionSegment
 
 _MAX_SEED = 2**63
 """vLLM keeps a seed as a signed 64-bit integer."""
@@ -41,6 +41,8 @@ class Piece:
     logprobs: list[float]
     finish: str | None = None
     """vLLM's finish reason at the end of a reply: stop, length or abort."""
+    segments: tuple[VersionSegment, ...] = ()
+    """Of the whole reply; only with the last piece."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache."""
 
@@ -60,12 +62,24 @@ class Core(Protocol):
         """Return the log-probability of each reply token at temperature 1."""
         ...
 
+    async def pause(self, mode: Literal["abort", "keep"]) -> None:
+        """Stop scheduling. Running requests end with the finish reason abort, or are kept."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
+
     async def load_weights(self, path: str, digest: str) -> list[dict[str, Any]]:
         """Have every worker load a file; returns their answers. See `weights.WeightWorker`."""
         ...
 
     async def drop_cached(self) -> None:
         """Drop all cached keys and values, also those of kept requests."""
+        ...
+
+    async def name_version(self, version: int) -> None:
+        """Set the version label of tokens that are sampled from now on."""
         ...
 
     async def load_adapter(self, adapter: Adapter) -> None:
@@ -117,6 +131,7 @@ class VllmCore:
         )
         async for output in self._outputs(request.prompt_ids, params, salt=salt, adapter=adapter):
             reply = output.outputs[0]
+            spans = reply.weight_versions or []
             yield Piece(
                 token_ids=list(reply.token_ids),
                 logprobs=[
@@ -124,6 +139,7 @@ class VllmCore:
                     for row, token_id in zip(reply.logprobs or (), reply.token_ids, strict=True)
                 ],
                 finish=reply.finish_reason,
+                segments=tuple(VersionSegment(start=span.start, version=int(span.version)) for span in spans),
                 num_cached_tokens=output.num_cached_tokens or 0,
             )
 
@@ -141,6 +157,14 @@ class VllmCore:
         rows = last.prompt_logprobs[len(prompt_ids) :]
         return [row[token_id].logprob for row, token_id in zip(rows, reply_ids.tolist(), strict=True)]
 
+    async def pause(self, mode: Literal["abort", "keep"]) -> None:
+        """See `Core.pause`."""
+        await self._llm.pause_generation(mode=mode, clear_cache=True)
+
+    async def resume(self) -> None:
+        """See `Core.resume`."""
+        await self._llm.resume_generation()
+
     async def load_weights(self, path: str, digest: str) -> list[dict[str, Any]]:
         """See `Core.load_weights`."""
         answers: list[dict[str, Any]] = await self._llm.collective_rpc("strop_load", args=(path, digest))
@@ -149,6 +173,10 @@ class VllmCore:
     async def drop_cached(self) -> None:
         """See `Core.drop_cached`."""
         await self._llm.reset_prefix_cache(reset_running_requests=True)
+
+    async def name_version(self, version: int) -> None:
+        """See `Core.name_version`."""
+        await self._llm.update_weight_version(str(version))
 
     async def load_adapter(self, adapter: Adapter) -> None:
         """See `Core.load_adapter`."""

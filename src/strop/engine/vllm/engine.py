@@ -24,6 +24,7 @@ from strop.engine.contract import (
     GenerationRequest,
     ReplyScore,
     StopStrings,
+    UpdateMode,
     WeightReceipt,
     WeightTransport,
     WeightUpdate,
@@ -34,7 +35,7 @@ from strop.engine.contract import (
 from strop.engine.vllm.core import Adapter, Core, Piece
 from strop.engine.vllm.environment import EngineLimits
 from strop.errors import EngineError, WeightMismatch
-from strop.rollout import FinishReason, IntArray, Sampling
+from strop.rollout import FinishReason, IntArray, Sampling, VersionSegment
 from strop.tokenizer import Tokenizer
 
 
@@ -47,9 +48,14 @@ class _Reply:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish: FinishReason | None = None
+    segments: list[VersionSegment] = field(default_factory=list)
 
-    def take(self, piece: Piece) -> None:
-        """Add tokens, up to the one that ends the reply."""
+    def take(self, piece: Piece, version: int) -> None:
+        """Add tokens, up to the one that ends the reply. `version` is that of the served weights."""
+        if piece.segments and not self.token_ids:
+            self.segments = list(piece.segments)  # The whole reply in one piece.
+        elif not self.segments or self.segments[-1].version != version:
+            self.segments.append(VersionSegment(start=len(self.token_ids), version=version))
         for token_id, logprob in zip(piece.token_ids, piece.logprobs, strict=True):
             self.token_ids.append(token_id)
             self.logprobs.append(logprob)
@@ -65,7 +71,7 @@ class _Reply:
             self.finish = FinishReason.ABORT
 
     def complete(self, tokenizer: Tokenizer, version: int) -> Completion:
-        """Return the reply."""
+        """Return the reply; `version` is for a reply without tokens."""
         finish = self.finish or FinishReason.ABORT
         logprobs = np.array(self.logprobs, np.float32)
         if not bool(np.isfinite(logprobs).all()):
@@ -76,13 +82,16 @@ class _Reply:
             )
         is_eos = finish is FinishReason.EOS
         text = tokenizer.decode(np.array(self.token_ids[: -1 if is_eos else None], np.int32))
+        # Without one that begins after the end: weights may change between the last token and its delivery.
+        segments = tuple(part for part in self.segments if part.start < len(self.token_ids))
         return Completion(
             token_ids=np.array(self.token_ids, np.int32),
             # Rounding may lift the log of a certain token above 0 by one place.
             logprobs=np.minimum(logprobs, np.float32(0.0)),
             text=text if self.stops is None else self.stops.cut(text),
             finish_reason=finish,
-            policy_version=version,
+            policy_version=segments[0].version if segments else version,
+            segments=segments if len(segments) > 1 else (),
         )
 
 
@@ -111,6 +120,7 @@ class VllmEngine:
         self._gate.set()
         self._replies = _Counter()
         self._scores = _Counter()
+        self._num_restarts = 0
         self._flaw: str | None = None
         self._is_closed = False
 
@@ -124,11 +134,14 @@ class VllmEngine:
         self._require_open()
         check_room(len(request.prompt_ids), request.max_tokens, "asks for", self._limits.max_positions)
         check_ids(request.prompt_ids, self._limits.vocab_size)
-        await self._pass_gate()
-        with self._replies.counting():
-            completion = await self._sample(request)
-        self._require_sound()
-        return completion
+        while True:
+            await self._pass_gate()
+            num_restarts = self._num_restarts
+            with self._replies.counting():
+                completion = await self._sample(request)
+            if completion.finish_reason is not FinishReason.ABORT or num_restarts == self._num_restarts:
+                self._require_sound()
+                return completion
 
     async def score(self, prompt_ids: IntArray, reply_ids: IntArray, temperature: float) -> ReplyScore:
         """Return the log-probability of each reply token. See `Engine.score`.
@@ -167,13 +180,13 @@ class VllmEngine:
         async with self._update_lock:
             self._gate.clear()
             try:
-                # Replies in flight end under the weights that they began with; new ones wait at the gate.
-                await self._scores.none_left()
-                await self._replies.none_left()
+                await self._stop_running(update.mode)
                 swap = self._swap_adapter if update.is_adapter else self._swap_weights
                 await swap(update, update.path)
+                await self._core.resume()
                 await self._ask_canary(update)
             finally:
+                await self._core.resume()
                 self._gate.set()
         return WeightReceipt(version=update.version, digest=update.digest)
 
@@ -193,10 +206,22 @@ class VllmEngine:
         )
         async with aclosing(pieces):
             async for piece in pieces:
-                reply.take(piece)
+                # An adapter stays with the replies that began with it.
+                reply.take(piece, self._version if adapter is None else version)
                 if reply.finish is not None:
                     break
         return reply.complete(self._tokenizer, version)
+
+    async def _stop_running(self, mode: UpdateMode) -> None:
+        """Finish, abort or pause all running requests, by the mode. New ones wait at the gate."""
+        await self._scores.none_left()
+        if mode is UpdateMode.CONTINUE:
+            await self._core.pause("keep")
+            return
+        if mode is UpdateMode.RESTART:
+            self._num_restarts += 1
+            await self._core.pause("abort")
+        await self._replies.none_left()
 
     async def _swap_weights(self, update: WeightUpdate, path: str) -> None:
         """Have every worker load the file and prove it.
@@ -234,7 +259,8 @@ class VllmEngine:
         self._num_adapters += 1
         adapter = Adapter(adapter_id=self._num_adapters, path=path, version=update.version)
         await self._core.load_adapter(adapter)
-        await self._forget_adapter()
+        if update.mode is not UpdateMode.CONTINUE:  # Unfinished replies continue with their adapter.
+            await self._forget_adapter()
         self._adapter = adapter
         await self._take(update)
 
@@ -246,6 +272,7 @@ class VllmEngine:
     async def _take(self, update: WeightUpdate) -> None:
         """Serve the loaded weights; drop everything computed before."""
         await self._core.drop_cached()
+        await self._core.name_version(update.version)
         self._version, self._digest = update.version, update.digest
         self._flaw = f"the canary of weight update {update.version} was not heard"
 

@@ -79,6 +79,7 @@ async def _load(options: argparse.Namespace) -> Loaded:
     digest = await asyncio.to_thread(model_digest, options.model, getattr(torch, options.dtype))
     core = _start(VllmCore, engine_settings(options, limits, is_gpu=is_gpu))
     await core.follow_parents()
+    await core.name_version(options.version)
     engine = VllmEngine(core, tokenizer, limits=limits, version=options.version, digest=digest)
     return Loaded(engine=engine, model_digest=digest, tokenizer=tokenizer)
 
