@@ -195,6 +195,20 @@ def test_advantages_of_tokens_stand_in_for_that_of_the_reply(model_dir: Callable
     )
     alone = learner.gradients([replace(groups[0], replies=(short,))], temperature=1.0, token_terms=reinforce)
     assert relative_error(only, alone) <= TOLERANCE
+    # Several replies, each token with its own: the sum of what each reply has alone.
+    own = [
+        replace(reply, token_advantages=np.arange(1, len(reply.token_ids) + 1, dtype=np.float32))
+        for reply in groups[0].replies
+    ]
+    parts = [
+        learner.gradients([replace(groups[0], replies=(one,))], temperature=1.0, token_terms=reinforce)
+        for one in own
+    ]
+    together = learner.gradients(
+        [replace(groups[0], replies=tuple(own))], temperature=1.0, token_terms=reinforce
+    )
+    summed = {name: torch.stack([part[name] for part in parts]).sum(0) for name in together}
+    assert relative_error(together, summed) <= TOLERANCE
     with pytest.raises(LengthMismatch, match="4 scored tokens and 3 advantages"):
         replace(first, token_advantages=np.zeros(3, np.float32))
 
