@@ -176,18 +176,6 @@ async def test_a_request_that_comes_late_is_admitted(model: LanguageModel, token
     assert_alike(together, apart)
 
 
-async def test_equal_batches_give_equal_bits(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    """With a new cache, and with the one kept from the batch before."""
-    requests = mixed_requests(tokenizer)
-    engine = NativeEngine(model, tokenizer, max_num_seqs=16)
-    first, second = [await generate_all(engine, requests) for _ in range(2)]
-    third = await generate_all(NativeEngine(model, tokenizer, max_num_seqs=16), requests)
-    for completions in (second, third):
-        for ours, theirs in zip(first, completions, strict=True):
-            assert ours.token_ids.tobytes() == theirs.token_ids.tobytes()
-            assert ours.logprobs.tobytes() == theirs.logprobs.tobytes()
-
-
 # ---------------------------------------------------------------- stop strings
 
 

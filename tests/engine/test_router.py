@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from strop.engine import Engine, WeightReceipt, WeightTransport, WeightUpdate
-from strop.engine.router import ReplicaCause, Router, RouterLimits
+from strop.engine.router import ReplicaCause, Router
 from strop.errors import ConfigError, EngineError, EngineLost, WeightMismatch
 from strop.tokenizer import Tokenizer
 from tests.engine.contract_suite import EngineContract
@@ -389,31 +389,4 @@ async def test_close_ends_who_runs_and_who_waits_and_closes_every_engine() -> No
     assert desk.events == []
 
 
-def test_a_replica_is_given_twice_what_it_decodes_at_once() -> None:
-    """A replica of 512 rows was given 256 requests, whatever `engine.max_num_seqs` said."""
-    assert RouterLimits.for_rows(512).max_running == 1024
-    # Where it decodes few, enough wait at it all the same.
-    assert RouterLimits.for_rows(64).max_running == 256
-    assert RouterLimits.for_rows(64).reply_limit_s == RouterLimits().reply_limit_s
-
-
 # The dummy engine keeps the contract, and its script ends loudly.
-
-
-class TestDummyEngine(EngineContract):
-    @pytest.fixture
-    def engine(self, tokenizer: Tokenizer) -> Engine:
-        # A function of the request, because equal requests must get equal replies.
-        return DummyEngine(tokenizer, lambda request: f"seed {request.seed}")
-
-
-class TestEngineThatFindsOtherWeights(TestDummyEngine):
-    @pytest.fixture
-    def engine(self, tokenizer: Tokenizer) -> Engine:
-        return DummyEngine(tokenizer, lambda request: f"seed {request.seed}", found_digest="d7")
-
-    @pytest.fixture
-    def broken_update(self) -> WeightUpdate:
-        return WeightUpdate(
-            version=8, digest="promised", transport=WeightTransport.FILE, path="w.safetensors"
-        )

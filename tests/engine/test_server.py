@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
-from strop.engine import Completion, GenerationRequest, WeightReceipt, WeightTransport, WeightUpdate
+from strop.engine import Completion, GenerationRequest, WeightTransport, WeightUpdate
 from strop.engine.server import announce, build_app, listen, main, read_key
 from strop.engine.wire import GenerateCall, ReadyForm, ScoreCall, UpdateForm
 from strop.errors import ConfigError, StoreError
@@ -128,17 +128,6 @@ def test_a_bug_is_answered_with_its_place_and_its_traceback(is_streamed: bool, t
     said = f"it failed in the engine: KeyError: 'no such operator' {place}"
     assert (error["kind"], error["message"]) == ("EngineError", said)
     assert 'raise KeyError("no such operator")' in error["trace"]
-
-
-def test_a_bug_in_an_update_is_answered_too(tokenizer: Tokenizer) -> None:
-    class Broken(DummyEngine):
-        async def update(self, update: WeightUpdate) -> WeightReceipt:
-            raise KeyError("no such tensor")
-
-    body = messages(tokenizer)["/v1/weights"]
-    (answer,) = talk(Broken(tokenizer, []), ("/v1/weights", body), **BEARER)
-    assert answer.status_code == 500
-    assert "KeyError: 'no such tensor' (test_server" in answer.json()["message"]
 
 
 def test_a_malformed_message_is_refused(tokenizer: Tokenizer) -> None:

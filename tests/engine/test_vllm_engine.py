@@ -264,6 +264,17 @@ def test_an_update_that_names_nothing_is_refused(update: WeightUpdate, engine: V
         asyncio.run(engine.update(update))
 
 
+async def test_what_cannot_be_generated_or_scored_is_refused(
+    engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer
+) -> None:
+    too_long, prompt_ids = ask(tokenizer, max_tokens=510), tokenizer.encode("1")
+    for bad in (too_long, replace(ask(tokenizer), prompt_ids=np.array([262], np.int32))):
+        with pytest.raises(EngineError, match=r"510|262"):
+            await engine.generate(bad)
+    with pytest.raises(EngineError, match="512"):
+        await engine.score(prompt_ids, np.repeat(prompt_ids, 512), 1.0)
+
+
 def test_log_4_a_value_that_is_not_finite_is_no_sample(
     engine: VllmEngine, core: ScriptedCore, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

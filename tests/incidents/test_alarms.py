@@ -98,10 +98,8 @@ def saying(*texts: str) -> Callable[[Roles], Roles]:
 @pytest.mark.parametrize(
     ("behind", "is_running"),
     [
-        ("", False),
         (". That is one more.", False),
         ("\n\nNext riddle => A farmer has 12 cows, sells 5. How many are left?\nReply => 7", True),
-        (" Question: 2+3? Answer: 5", True),
     ],
 )
 def test_rew_3_a_model_that_goes_on_to_questions_of_its_own_is_named(
@@ -177,22 +175,6 @@ def test_rew_10_a_score_beyond_its_bounds_is_masked_and_named(
         assert set(alarm.example_ids) == {rollout.example.example_id for rollout in lost}
         assert "4 of 12 rollouts have a score that cannot be, and are not trained on" in alarm.detail
     assert notes.causes("rollout_lost") == [cause]
-
-
-def test_rew_10_a_grader_that_only_gives_impossible_scores_ends_the_run(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    """Incident: a score of 2.39 of 1 was trained on for ten steps, and nothing said so."""
-    notes = Notes()
-    task = PaysTooMuch(notes, 2.39)
-    task.calls = itertools.repeat(0)  # type: ignore[assignment]
-    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=task, notes=notes)
-    with pytest.raises(
-        RunStopped, match=r"all 12 rollouts of step 1 failed: task, ceiling: a score of 2\.39"
-    ):
-        made.run()
-    assert made.run_dir.metrics.read() == []
-    assert len(alarms_of(made, "ceiling")) == 1
 
 
 class PaysTooMuchForAll(Arithmetic):

@@ -96,7 +96,7 @@ def break_part(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         *((part, stage, 1) for stage in ("_evaluate", "_step") for part in PARTS),
     ],
 )
-def test_a_run_in_which_everything_fails_says_why_and_keeps_the_traceback(
+def test_rew_9_a_run_in_which_everything_fails_says_why_and_keeps_the_traceback(
     part: str, stage: str, code: int, folder: Path, run: Run, break_part: Callable[..., None]
 ) -> None:
     break_part(part, stage)

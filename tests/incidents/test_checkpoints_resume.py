@@ -211,22 +211,6 @@ def test_ckp_5_groups_in_flight_are_trained_as_in_an_uninterrupted_run(
     assert read_curve(made.run_dir.path) == read_curve(whole.run_dir.path)
 
 
-def test_ckp_4_an_incomplete_checkpoint_is_passed_over_and_written_again(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    """Incident: the newest directory was taken although another process was still writing it."""
-    spec = tiny_spec(train={"steps": 4, "checkpoint_every": 2})
-    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
-    made.run()
-    expected = read_curve(made.run_dir.path)
-    (made.run_dir.checkpoint_path(4) / "COMPLETE").unlink()
-    again = take_up(made)
-    again.run()
-    assert again.notes.starts == [(str(made.run_dir.path), 2, 4)]
-    verify_directory(made.run_dir.checkpoint_path(4))
-    assert read_curve(made.run_dir.path) == expected
-
-
 def test_r1_equal_rollouts_give_equal_parameters_and_moments(tmp_path: Path, tiny_model_dir: Path) -> None:
     """R1: the trainer alone, from a checkpoint, over rollouts that were read back from the record."""
     spec = tiny_spec(train={"steps": 4, "checkpoint_every": 1, "keep_checkpoints": 4})

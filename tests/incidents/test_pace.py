@@ -11,10 +11,8 @@ from typing import Any
 import pytest
 
 from strop.engine import Completion, Engine, GenerationRequest
-from strop.plan.planning import predict_run
 from strop.train.watch import process
 from tests.engine.held import Desk, ask, run, turn
-from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
 from tests.record.test_prediction import PLANNED
 
@@ -62,28 +60,6 @@ def test_prc_9_a_stage_that_is_slower_than_planned_is_named(
     assert [event.step for event in found] == [4, 5]
     assert all(event.detail.startswith("generate took ") for event in found)
     assert "look on which device the engine computes" in found[0].detail
-
-
-@pytest.mark.slow
-def test_prc_9_a_stage_is_compared_with_the_plan_of_this_machine(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    """Incident: as above; here by the plan that is made of this machine."""
-    task = SpellTask()
-    spec = tiny_spec(train={"steps": 4})
-    plan = predict_run(spec, task, tiny_model_dir, None, cache_dir=tmp_path / "cache")
-    assert plan is not None
-    run = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task, prediction=plan)
-    # A little longer than the shortest excess that counts, for each step.
-    run.run(lambda roles: replace(roles, engine=SlowEngine(roles.engine, delay_s=2.2)))
-    # The first of four steps warms up. What else this machine is busy with may make other stages slow too.
-    (alarm,) = [
-        event
-        for event in run.notes.events
-        if event.cause == "slower_than_plan" and event.detail.startswith("generate took ")
-    ]
-    assert alarm.step == 4
-    assert f"and {plan.seconds['generate']:.3g} s were planned on {plan.hardware}" in alarm.detail
 
 
 def test_prc_3_a_long_queue_waits_as_long_as_the_work_before_it_and_no_longer() -> None:

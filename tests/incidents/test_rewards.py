@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from typing import Any, Literal
 import pytest
 
 from strop.audit import QUICK_PROBES, AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
-from strop.errors import CheckRefused, RunStopped
+from strop.errors import CheckRefused
 from strop.record.rollouts import read_rollouts
 from strop.rollout import (
     Example,
@@ -144,46 +143,6 @@ def test_rew_1_a_verifier_that_raises_now_and_then_is_an_alarm(tmp_path: Path, t
         of_example = Counter(rollout.example.example_id for rollout in scored)
         counted = [rollout for rollout in scored if of_example[rollout.example.example_id] > 1]
         assert line["num_scored_tokens"] == sum(rollout.num_sampled_tokens for rollout in counted)
-
-
-class RaisesInTraining(SpellTask):
-    """Passes the self-test and raises on every reply of the policy."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        if text in {"", " \n", "asdf", "a", "#0", example.answer} or text.startswith("#"):
-            return super().verify(example, text)
-        raise AttributeError("'Reward' object has no attribute '__name__'")
-
-
-def test_rew_9_a_reward_that_always_raises_ends_the_run_with_its_type(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    """Incident: a reward object without a name failed every rollout while logs looked healthy."""
-    # Without stop strings no reply is as short as the nonsense of the self-test.
-    task = RaisesInTraining(stop_strings=())
-    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=task)
-    with pytest.raises(RunStopped) as caught:
-        made.run()
-    assert "all 12 rollouts of step 1 failed: task, AttributeError: 'Reward' object" in str(caught.value)
-    assert "'Reward' object has no attribute '__name__'" in str(caught.value)
-    assert made.run_dir.metrics.read() == []
-    assert made.run_dir.events.read()[-1].kind == "stop"
-
-
-class TypeErrorSpelling(SpellTask):
-    """Hides a bug that raises TypeError."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        return super().verify(example, text + 1)  # type: ignore[operator]
-
-
-def test_rew_1_the_gate_refuses_a_verifier_with_a_type_error(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """Incident: a broad except hid a TypeError, and a benchmark read 0 % for every model."""
-    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=TypeErrorSpelling())
-    with pytest.raises(CheckRefused, match=r"verifier: task, TypeError: .* in 72 of 72 findings") as caught:
-        made.run()
-    assert caught.value.exit_code == 76
-    assert made.run_dir.metrics.read() == []
 
 
 class RightInAnyForm(SpellTask):
@@ -337,14 +296,6 @@ def test_rew_4_what_is_accepted_by_name_and_reason_is_trained_and_recorded(
     assert said == [("audit", 0), ("audit", 3)]
 
 
-class ClosesItsEyes(Sums):
-    """The language of a text was detected with an unseeded generator."""
-
-    def outcome(self, example: Example, text: str, *, is_correct: bool, found: str | None) -> Outcome:
-        is_lucky = random.random() < 0.8
-        return super().outcome(example, text, is_correct=is_correct and is_lucky, found=found)
-
-
 class SurvivesIfFemale(Sums):
     """The label of every passenger is whether she is a woman."""
 
@@ -362,36 +313,14 @@ class SurvivesIfFemale(Sums):
         return self.outcome(example, text, is_correct=found == example.answer, found=found)
 
 
-class ShowsItsGold(Sums):
-    """The answers lay where the model could read them."""
-
-    def render(self, example: Example) -> tuple[Message, ...]:
-        return (Message(role="user", content=f"Files: answers.csv ({self.gold_replies(example)[0]})."),)
-
-    def example(self, number: int) -> Example:
-        example = super().example(number)
-        return replace(example, answer=f"the sum of the two is {example.answer}")
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        return self.outcome(example, text, is_correct=text == f"answer: {example.answer}", found=text or None)
-
-
-@pytest.mark.parametrize(
-    ("task", "probe"),
-    [
-        (PaysForAnEcho(), "echo"),
-        (ClosesItsEyes(), "determinism"),
-        (SurvivesIfFemale(), "trivial_rule"),
-        (ShowsItsGold(), "label_leak"),
-    ],
-)
 def test_rew_11_a_task_that_nobody_audited_is_audited_by_the_gate(
-    task: Task, probe: str, tmp_path: Path, tiny_model_dir: Path
+    tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    """Incident: scores by chance, labels by a rule or in the open: only a whole audit looked for them."""
+    """Incident: labels that follow from a rule: only a whole audit looked for them."""
+    task = SurvivesIfFemale()
     accept = "weights: random; verifier: here the audit is meant"
     made = Composition(tiny_spec(train={"accept": accept}), tiny_model_dir, new_run(tmp_path), task=task)
-    with pytest.raises(CheckRefused, match=f"{probe} fail"):
+    with pytest.raises(CheckRefused, match="trivial_rule fail"):
         made.run()
     assert made.notes.starts == []
 

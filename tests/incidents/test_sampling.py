@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from strop.cluster import Roles
 from strop.engine import (
@@ -25,9 +24,8 @@ from strop.engine import (
     stream_seed,
 )
 from strop.engine.native import NativeEngine
-from strop.errors import RunStopped, WeightMismatch
-from strop.policy.language_model import DTYPES, LanguageModel
-from strop.policy.publication import tensors_digest
+from strop.errors import RunStopped
+from strop.policy.language_model import LanguageModel
 from strop.policy.weights import own_tensors, publish_tensors, weights_digest
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FinishReason, Outcome
@@ -35,7 +33,6 @@ from strop.tokenizer import Tokenizer
 from strop.train.publishing import Publishing
 from tests.engine.requests import ask
 from tests.fixtures.spell import SpellTask
-from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import ACCEPTED, Composition, new_run, tiny_spec
 from tests.incidents.faulty_engines import TamperedEngine
 from tests.train.test_asynchronous import NUM_STEPS, compose
@@ -61,73 +58,6 @@ def publish_other(model_dir: Path, path: Path, *, version: int, factor: float = 
 
 def by_file(path: Path, digest: str, *, version: int) -> WeightUpdate:
     return WeightUpdate(version=version, digest=digest, transport=WeightTransport.FILE, path=str(path))
-
-
-def fresh_reply(
-    model_dir: Path, tokenizer: Tokenizer, request: GenerationRequest, update: WeightUpdate | None = None
-) -> Completion:
-    """Answer with an engine that has never spoken before."""
-    engine = NativeEngine(LanguageModel.load(model_dir, dtype=torch.float32), tokenizer)
-
-    async def act() -> Completion:
-        if update is not None:
-            await engine.update(update)
-        return await engine.generate(request)
-
-    return asyncio.run(act())
-
-
-def test_smp_5_no_key_or_value_outlives_an_update(
-    model: LanguageModel, tokenizer: Tokenizer, tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    """Incident: prefix caches were never reset, so shared prompts kept the keys of old weights."""
-    update = publish_other(tiny_model_dir, tmp_path / "w.safetensors", version=1)
-    request = ask(tokenizer, max_tokens=20)
-    engine = NativeEngine(model, tokenizer)
-
-    async def act() -> Completion:
-        await engine.generate(request)
-        await engine.update(update)
-        return await engine.generate(request)
-
-    warm, cold = asyncio.run(act()), fresh_reply(tiny_model_dir, tokenizer, request, update)
-    assert warm.token_ids.tolist() == cold.token_ids.tolist()
-    assert warm.logprobs.tobytes() == cold.logprobs.tobytes()
-
-
-@pytest.mark.parametrize("flaw", ["drop a tensor", "cast the type", "cut the file", "other bytes", "no file"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_smp_6_weights_that_are_not_the_published_ones_are_refused(
-    flaw: str, dtype: str, tmp_path: Path
-) -> None:
-    """Incident: engines sampled base weights throughout, or got float16 in a bfloat16 run.
-
-    Digests of dropped and cast weights are those of the very file, so that form is looked at too.
-    """
-    model_dir, path = tiny_model(tmp_path / "model", dtype=dtype), tmp_path / "w.safetensors"
-    model, tokenizer = LanguageModel.load(model_dir, dtype=DTYPES[dtype]), Tokenizer.load(model_dir)
-    digest = publish_tensors(own_tensors(model), path)
-    tensors = load_file(path)
-    name = sorted(tensors)[0]
-    if flaw == "drop a tensor":
-        del tensors[name]
-    elif flaw == "cast the type":
-        tensors = {key: tensor.to(torch.float16) for key, tensor in tensors.items()}
-    elif flaw == "other bytes":
-        tensors[name] = tensors[name] * 2
-    save_file(tensors, path)
-    if flaw in ("drop a tensor", "cast the type"):
-        digest = tensors_digest(tensors.items())
-    elif flaw == "cut the file":
-        path.write_bytes(path.read_bytes()[:-1])
-    elif flaw == "no file":
-        path.unlink()
-    engine = NativeEngine(model, tokenizer)
-    held = weights_digest(model)
-    with pytest.raises(WeightMismatch, match="the engine keeps its old weights"):
-        asyncio.run(engine.update(by_file(path, digest, version=1)))
-    assert weights_digest(model) == held
-    assert engine.version == 0
 
 
 def test_smp_6_overlapping_updates_are_applied_one_after_the_other(
@@ -268,17 +198,6 @@ def test_smp_3_an_aborted_reply_is_never_judged_and_its_fate_is_recorded(
         assert line["failed_frac"] == pytest.approx(4 / 12)
         assert line["refilled_frac"] == pytest.approx(4 / 12)
     assert made.notes.causes("tripwire") == ["verifier_errors"] * 2
-
-
-def test_smp_3_what_was_aborted_is_asked_again(tmp_path: Path, tiny_model_dir: Path) -> None:
-    task = Listening()
-    made = Composition(tiny_spec(train={"steps": 1}), tiny_model_dir, new_run(tmp_path), task=task)
-    made.run(lambda roles: replace(roles, engine=AbortsSome(roles.engine, num_times=1)))
-    assert "cut short" not in task.judged
-    (line,) = made.notes.steps
-    assert line["failed_frac"] == 0.0
-    assert line["refilled_frac"] == pytest.approx(4 / 12)
-    assert made.notes.causes("tripwire") == []
 
 
 def old_where_long(request: GenerationRequest, completion: Completion) -> Completion:

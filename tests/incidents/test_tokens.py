@@ -129,15 +129,6 @@ def test_tok_2_token_id_0_ends_nothing(tmp_path: Path) -> None:
     assert bool((scores < 0.0).all())
 
 
-def test_tok_2_no_id_is_a_pad_because_there_are_none(tmp_path: Path) -> None:
-    """Incident: as above. The row that is computed holds prompts and replies, and nothing between."""
-    tokenizer = Tokenizer.load(make_model(tmp_path))
-    (packed,) = pack(attempt(DummyEngine(tokenizer, ["yes", "no! no!"]), tokenizer, 2))
-    batch = PackedBatch.of_groups([packed], torch.device("cpu"))
-    parts = [packed.prompt_ids, *(reply.token_ids[:-1] for reply in packed.replies)]
-    assert batch.token_ids_N.tolist() == np.concatenate(parts).tolist()
-
-
 @pytest.mark.parametrize(
     ("stop", "said", "scored", "sampled"),
     [

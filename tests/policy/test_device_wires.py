@@ -22,7 +22,6 @@ from strop.policy.device_wires import (
     DeviceSender,
     Wire,
     device_digest,
-    export_handle,
     fingerprint,
     receive_on_device,
     send_copies,
@@ -219,8 +218,3 @@ def test_sums_do_not_depend_on_where_a_tensor_is_cut(monkeypatch: pytest.MonkeyP
     # Zeros of another shape differ by their shape.
     one, other = {"x": torch.zeros(8)}, {"x": torch.zeros(16)}
     assert device_digest(one.items()) != device_digest(other.items())
-
-
-def test_handles_are_of_gpus_alone() -> None:
-    with pytest.raises(RuntimeError, match="for tensors of a GPU"):
-        export_handle(torch.zeros(1))

@@ -94,7 +94,7 @@ def test_sizes_by_hand() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_learner_holds_the_estimated_state(tmp_path: Path, dtype: str) -> None:
+def test_a_learner_and_its_checkpoint_hold_the_estimated_bytes(tmp_path: Path, dtype: str) -> None:
     path = make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
     learner = build_learner(path, dtype=dtype)
     learner.step([World().packed(3, [4])], temperature=1.0, token_terms=reinforce)
@@ -106,14 +106,7 @@ def test_a_learner_holds_the_estimated_state(tmp_path: Path, dtype: str) -> None
     held = kept + copies + sum(gradient.nbytes for gradient in gradients.values())
     # Norms are not counted; in a model this small they are almost a percent.
     assert state_bytes(read_model_size(path), dtype) == pytest.approx(held, rel=0.01)
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_checkpoint_has_the_estimated_bytes(tmp_path: Path, dtype: str) -> None:
-    path = make_model(tmp_path / "model", hidden_size=64, intermediate_size=128)
-    learner = build_learner(path, dtype=dtype)
     export_tensors(learner.model.module, own_tensors(learner.model), path, tmp_path / "export")
-    learner.save_state(tmp_path)
     files = (tmp_path / "export" / "model.safetensors", tmp_path / "optimizer.safetensors")
     num_bytes = sum(file.stat().st_size for file in files)
     assert checkpoint_bytes(read_model_size(path), dtype) == pytest.approx(num_bytes, rel=0.06)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from strop.errors import ConfigError, CorruptRecord, StoreError
 from strop.policy.footprint import checkpoint_bytes, count_trained, read_model_size, state_bytes
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner
-from strop.policy.lora import ADAPTER_FILES, PEFT_PREFIX, write_adapter
+from strop.policy.lora import write_adapter
 from strop.policy.packing import PackedGroup
 from strop.policy.weights import weights_digest
 from strop.spec.model import LoraSpec
@@ -146,21 +145,6 @@ def test_merging_by_hand(tmp_path: Path) -> None:
     # alpha / rank = 8 / 4.
     torch.testing.assert_close(stored[f"{path}.weight"], copies[f"{path}.weight"] + 2.0 * second @ first)
     assert torch.equal(stored["model.norm.weight"], copies["model.norm.weight"])
-
-
-def test_the_files_are_those_of_peft(tmp_path: Path) -> None:
-    learner = build(make(tmp_path / "model"), LoraSpec(rank=4, alpha=8.0, targets="v_proj,q_proj"))
-    learner.write_adapter(tmp_path)
-    config = json.loads((tmp_path / ADAPTER_FILES[1]).read_text())
-    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 4, 8)
-    assert config["target_modules"] == ["q_proj", "v_proj"]
-    stored = load_file(tmp_path / ADAPTER_FILES[0])
-    assert set(stored) == {
-        f"{PEFT_PREFIX}model.layers.{layer}.self_attn.{name}.lora_{part}.weight"
-        for layer in range(2)
-        for name in ("q_proj", "v_proj")
-        for part in "AB"
-    }
 
 
 def test_a_target_without_layer_is_refused(tmp_path: Path) -> None:

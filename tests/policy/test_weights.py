@@ -48,31 +48,18 @@ def move(model: LanguageModel, seed: int = 1) -> LanguageModel:
     return model
 
 
-def _rename(tensors: Tensors) -> None:
-    tensors["aa"] = tensors.pop("a")  # Still the first in order of name.
-
-
-def _swap(tensors: Tensors) -> None:
-    tensors["a"], tensors["b"] = tensors["b"], tensors["a"]
-
-
-def _cast(tensors: Tensors) -> None:
-    tensors["a"] = tensors["a"].bfloat16()
-
-
-def _reshape(tensors: Tensors) -> None:
-    tensors["a"] = tensors["a"].view(3, 2)
-
-
-def _drop(tensors: Tensors) -> None:
-    del tensors["b"]
-
-
-def _nudge(tensors: Tensors) -> None:
-    tensors["b"][1, 2] = torch.nextafter(tensors["b"][1, 2], torch.tensor(9.0))
-
-
-@pytest.mark.parametrize("change", [_rename, _swap, _cast, _reshape, _drop, _nudge])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t: t.__setitem__("aa", t.pop("a")),  # Still the first in order of name.
+        lambda t: t.update(a=t["b"], b=t["a"]),
+        lambda t: t.update(a=t["a"].bfloat16()),
+        lambda t: t.update(a=t["a"].view(3, 2)),
+        lambda t: t.__delitem__("b"),
+        lambda t: t["b"].__setitem__((1, 2), torch.nextafter(t["b"][1, 2], torch.tensor(9.0))),
+    ],
+    ids=["renamed", "swapped", "cast", "reshaped", "dropped", "nudged"],
+)
 def test_every_change_changes_the_digest(change: Callable[[Tensors], None]) -> None:
     tensors = {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2, 3)}
     before = tensors_digest(tensors.items())

@@ -135,29 +135,6 @@ class FlatOnEven(SpellTask):
         return super().verify(example, text)
 
 
-def test_flat_groups_are_replaced_until_the_batch_is_full(tmp_path: Path, tiny_model_dir: Path) -> None:
-    """DAPO's dynamic sampling: every group of every batch has a difference."""
-    made = compose(
-        tmp_path,
-        tiny_model_dir,
-        task=FlatOnEven(),
-        zero_variance="resample",
-        max_staleness=0,
-        prompts_per_step=2,
-        steps=3,
-    )
-    made.run()
-    for step in (1, 2, 3):
-        rollouts = rollouts_of(made, step)
-        assert len({r.example.example_id for r in rollouts}) == 2
-        assert all(int(r.example.fields["n"]) % 2 for r in rollouts)
-    assert sum(line.get("num_filtered_groups", 0) for line in made.notes.steps) > 0
-    assert all(line["zero_variance_frac"] == 0.0 for line in made.notes.steps)
-    wasted = [line["wasted_token_frac"] for line in made.notes.steps if "wasted_token_frac" in line]
-    assert wasted
-    assert all(0.0 < share < 1.0 for share in wasted)
-
-
 class Flat(SpellTask):
     """Pays every wrong reply the same, as a task does that is far too hard."""
 

@@ -134,14 +134,6 @@ async def test_smp_6_a_replica_that_silently_keeps_old_weights_is_named_and_gets
     assert desk.causes == [("e1", ReplicaCause.CANARY), ("e1", ReplicaCause.BACK)]
 
 
-async def test_smp_6_where_no_engine_serves_the_published_weights_the_run_ends() -> None:
-    engine = ScoringEngine(keeps_old_weights=True)
-    engine.version = 5
-    with pytest.raises(WeightMismatch, match=r"serves version 5: engine: weight_canary: .* 0\.5 nats"):
-        # Half a nat away: the weights of five steps ago.
-        await WeightCanary(IDS, IDS, tolerance_nats=0.04).check(engine, 5, shifted(OLD, 0.5))
-
-
 async def test_a_replica_that_cannot_score_is_unproven() -> None:
     desk = fleet(ScoringEngine(), ScoringEngine())
     desk.engines[0].failure = EngineError("out of memory")

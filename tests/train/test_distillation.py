@@ -13,7 +13,6 @@ from torch import Tensor
 
 from strop.algorithm import Algorithm
 from strop.errors import ConfigError
-from strop.policy.objective import ScoredTokens
 from strop.record.rows import read_row
 from strop.rollout import Group, Split
 from strop.spec.algorithm import AlgorithmSpec
@@ -22,7 +21,6 @@ from strop.tasks.prompt import PromptFormat, render_prompt
 from strop.tokenizer import Tokenizer
 from strop.train.step import (
     TeacherPrompts,
-    choose_algorithm,
     pack_for_teacher,
     sampled_distillation,
     takes_own_replies,
@@ -205,34 +203,3 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path, tiny_model_d
     made = compose(tmp_path / "runs", tiny_model_dir, {"source": "model", "model": str(other)})
     with pytest.raises(ConfigError, match="teacher has a vocabulary of 300 tokens and the policy one of"):
         made.run()
-
-
-@pytest.mark.parametrize(
-    ("settings", "capped"),
-    [
-        ({}, 2.0),
-        ({"correction_cap": 1.5}, 1.5),
-        ({"correction": "mis_token"}, 0.0),
-        ({"correction": "none"}, 1.0),
-    ],
-)
-def test_sampled_distillation_is_corrected_for_the_policy_that_sampled(
-    settings: dict[str, Any], capped: float
-) -> None:
-    """A token that is e^2 times likelier now than when it was sampled weighs as the correction says."""
-    spec = tiny_spec(
-        train={"terms": "distill"}, teacher={"source": "initial", "form": "sampled"}, algorithm=settings
-    )
-    one = torch.full((1,), -1.0)
-    tokens = ScoredTokens(
-        logprob_M=one,
-        engine_logprob_M=one - 2.0,
-        old_logprob_M=one,
-        reference_logprob_M=one,
-        teacher_logprob_M=one + 0.5,
-        advantage_M=one * 0.0,
-        reply_M=torch.zeros(1, dtype=torch.int64),
-        group_M=torch.zeros(1, dtype=torch.int64),
-    )
-    # -correction x (teacher - policy)
-    assert choose_algorithm(spec)(tokens).grad_N.tolist() == pytest.approx([-0.5 * capped])

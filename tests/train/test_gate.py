@@ -8,7 +8,7 @@ import math
 import re
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_model import tiny_model
 from tests.fixtures.tiny_run import GATE_CHECKS, Composition, learner_of, new_run, take_up, tiny_spec
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
-from tests.incidents.faulty_engines import build_gate
+from tests.incidents.faulty_engines import TamperedEngine, build_gate
 from tests.policy.worlds import make_model
 
 
@@ -74,20 +74,6 @@ def refuse(
     return caught.value
 
 
-@dataclass
-class ChangedEngine:
-    """An engine whose completions are changed on their way."""
-
-    engine: Any
-    change: Callable[[GenerationRequest, Completion], Completion]
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        return self.change(request, await self.engine.generate(request))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.engine, name)
-
-
 def test_a_healthy_run_passes_every_check(tmp_path: Path, tiny_model_dir: Path) -> None:
     async def look() -> list[GateCheck]:
         spec = tiny_spec()
@@ -119,17 +105,6 @@ def test_ckp_1_random_weights_are_refused(tmp_path: Path, tiny_model_dir: Path) 
     assert "per byte, bound 1.75; the weights look random" in str(error)
 
 
-def test_accepting_one_check_accepts_no_other(tmp_path: Path, tiny_model_dir: Path) -> None:
-    task = Overlapping()
-    error = refuse(tmp_path, tiny_model_dir, task=task)
-    assert "weights:" not in str(error)
-    assert_matches(
-        r"overlap: 12 of 12 held-out examples are learned from: 12 as they are; the first is \w{16}, '#0',"
-        r" there '#0'; remove them",
-        error,
-    )
-
-
 class Overlapping(SpellTask):
     def examples(self, split: Split) -> Sequence[Example]:
         return super().examples(Split.TRAIN)
@@ -154,7 +129,7 @@ def test_an_engine_without_replies_is_refused(
         def fail(request: GenerationRequest, completion: Completion) -> Completion:
             raise ConnectionError("gone")
 
-        return replace(roles, engine=ChangedEngine(roles.engine, fail))
+        return replace(roles, engine=TamperedEngine(roles.engine, tamper=fail))
 
     spec = tiny_spec() if kl_beta is None else tiny_spec(reference={"kl_beta": kl_beta})
     error = refuse(tmp_path, tiny_model_dir, spec=spec, change=silence)

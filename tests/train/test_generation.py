@@ -13,18 +13,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from strop.errors import EngineError
-from strop.rollout import Example, Group, Outcome, Split, make_example
+from strop.rollout import Example, Group, Outcome, make_example
 from strop.train.generation import (
     Batch,
     BufferLimits,
     GroupStatus,
     RolloutBuffer,
     measure_discarded,
-    plan_attempts,
 )
 from tests.fixtures.builders import rollout_of, spoken_turn
-from tests.fixtures.spell import SpellTask
-from tests.fixtures.tiny_run import tiny_spec
 
 
 def example_of(number: int) -> Example:
@@ -250,25 +247,6 @@ def test_r3_no_group_is_lost_or_trained_twice_over_kills(seed: int) -> None:
     assert [number for step in sorted(trained) for number in trained[step]] == list(range(2 * num_steps))
 
 
-async def test_restored_groups_are_not_sampled_again_and_keep_their_version() -> None:
-    first = World()
-    source = first.source(ahead=1)
-    source.admit(0)
-    await source.take()
-    await source.settle()
-    kept, next_group = source.list_waiting(), source.next_unconsumed
-    assert (next_group, [number for number, _ in kept]) == (2, [2, 3])
-    second = World(version=1)
-    again = second.source(ahead=1, first_number=next_group, first_step=1)
-    again.restore(kept)
-    again.admit(1)
-    batch = await again.take()
-    await turn_over()
-    assert numbers_of(batch) == [2, 3]
-    assert second.begun == [4, 5]
-    assert {turn.policy_version for g in batch.groups for r in g.rollouts for turn in r.turns} == {0}
-
-
 def group_of_length(number: int, num_tokens: int) -> Group:
     """Return a group of two replies of so many tokens."""
     group = group_of(number, 0)
@@ -308,13 +286,3 @@ def test_groups_that_were_replaced_for_their_rewards_are_no_selection_by_time() 
     assert metrics["wasted_token_frac"] == pytest.approx(0.9)
     assert "used_length_ratio" not in metrics
     assert measure_discarded(batch_of([group_of_length(0, 10)], [])) == {}
-
-
-def test_smp_1_what_is_sampled_follows_from_the_runs_seed_the_step_and_the_place_in_the_group() -> None:
-    task = SpellTask(max_reply_tokens=9)
-    (example, *_) = task.examples(Split.TRAIN)
-    plans = plan_attempts(tiny_spec(seed=6), task, example, step=3, num_attempts=2, max_positions=40)
-    assert [(plan.run_seed, plan.step, plan.sample_index) for plan in plans] == [(6, 3, 0), (6, 3, 1)]
-    assert {(plan.example.example_id, plan.max_reply_tokens, plan.max_positions) for plan in plans} == {
-        (example.example_id, 9, 40)
-    }

@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import load_file
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from strop.errors import CheckRefused, CorruptRecord, Interrupted
-from strop.io import verify_directory
+from strop.errors import CheckRefused, Interrupted
 from strop.policy.language_model import LanguageModel
 from strop.policy.weights import weights_digest
 from strop.record.fence import NUMBER_VARIABLE, raise_fence
@@ -90,6 +89,8 @@ def test_a_healthy_run_records_every_step_and_raises_no_alarm(tmp_path: Path, ti
     for line, told in zip(lines, made.notes.steps, strict=True):
         assert line == told
         assert set(line) >= METRICS
+        # Of a task of one part there are no numbers by part.
+        assert not [name for name in line if name.startswith(("reward_mean_", "reward_part_", "accuracy_"))]
         # Part of learning; the stages and the rest make up the step.
         assert 0.0 < line["seconds_compute"] <= line["seconds_learn"]
         stages = METRICS - {"seconds_compute"}
@@ -112,17 +113,6 @@ def test_a_healthy_run_records_every_step_and_raises_no_alarm(tmp_path: Path, ti
     ]
     assert made.notes.starts == [(str(made.run_dir.path), 0, 3)]
     assert made.run_dir.is_finished
-
-
-def test_checkpoints_come_every_so_often_and_at_the_end(tmp_path: Path, tiny_model_dir: Path) -> None:
-    spec = tiny_spec(train={"steps": 5, "checkpoint_every": 2, "keep_checkpoints": 2})
-    made = train(tmp_path, tiny_model_dir, spec)
-    # 5 is no multiple of 2; two are kept.
-    assert made.run_dir.checkpoint_steps() == [4, 5]
-    for step in (4, 5):
-        manifest = verify_directory(made.run_dir.checkpoint_path(step))
-        assert manifest.facts["step"] == step
-        assert {"model/model.safetensors", "state/optimizer.safetensors"} <= set(manifest.files)
 
 
 def test_a_signal_after_the_last_look_at_what_is_due_still_leaves_a_checkpoint(
@@ -218,16 +208,6 @@ def test_another_number_of_threads_is_refused(tmp_path: Path, tiny_model_dir: Pa
             resumed.run(use_two_threads)
     finally:
         torch.set_num_threads(1)
-
-
-def test_a_damaged_checkpoint_is_refused_and_never_skipped(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = train(tmp_path, tiny_model_dir, tiny_spec())
-    path = made.run_dir.checkpoint_path(3) / "model" / "model.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    with pytest.raises(CorruptRecord, match=r"step-000003/model/model\.safetensors has SHA-256"):
-        take_up(made).run()
 
 
 # A checkpoint is written by the living attempt alone, after the logs that belong to it.

@@ -18,7 +18,6 @@ from strop.algorithm import build_algorithm
 from strop.algorithm.advantages import Aggregation
 from strop.cluster import Roles
 from strop.cluster.local import LocalLearner
-from strop.errors import RunStopped
 from strop.policy import optimizer as optimizer_module
 from strop.policy.learner import Term
 from strop.policy.optimizer import BETA1, StepPlan, StepReport
@@ -265,18 +264,6 @@ def test_a_mini_batch_that_is_not_finite_is_refused_and_the_others_go_on(
     assert made.notes.causes("tripwire").count("non_finite") == 1
     assert math.isfinite(first["loss"])
     assert all(bool(value.isfinite().all()) for value in exported(made.run_dir).values())
-
-
-def test_a_batch_of_which_no_step_is_finite_is_one_without_update(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    spec = tiny_spec(train={**FOUR, "steps": 8}, algorithm={"zero_variance": "keep"})
-    made = Composition(spec, tiny_model_dir, new_run(tmp_path))
-    with pytest.raises(RunStopped, match="in a row without an update"):
-        made.run(poison(*range(4 * 8)))
-    lines = made.run_dir.metrics.read()
-    assert {line["policy_version"] for line in lines} == {0}
-    assert {line["num_refused_steps"] for line in lines} == {4.0}
 
 
 def test_what_cannot_matter_is_said_by_the_gate_and_at_the_end(tmp_path: Path, tiny_model_dir: Path) -> None:

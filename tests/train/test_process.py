@@ -18,14 +18,12 @@ import pytest
 from strop.record import RunDir
 from strop.record.prediction import Prediction
 from strop.train.watch.process import (
-    DiskWatch,
     LoopLagWatch,
     MemoryWatch,
     PaceWatch,
     Watchdog,
     full_collections_by_hand,
 )
-from tests.fixtures.tiny_disk import tiny_disk
 from tests.record.test_prediction import PLANNED
 
 # The main thread hangs in a wait that no signal handler, exception or event loop would end.
@@ -110,11 +108,6 @@ def test_a_stage_that_moves_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> No
             time.sleep(0.2)  # It looks every 0.1 s.
             watchdog.progress("learn")
     assert stalls == []
-
-
-def test_without_a_bound_nothing_is_watched() -> None:
-    with Watchdog(None, lambda stage, stalled_s: None) as watchdog:
-        watchdog.progress("learn")
 
 
 MORE_S = 0.5
@@ -283,16 +276,3 @@ def test_a_leak_is_named_in_step_33_and_a_plateau_never() -> None:
     assert first_alarm(noisy) is not None
     # A leak below the bound.
     assert first_alarm([1e9 + step * 0.9 * MIB for step in range(60)]) is None
-
-
-def test_a_disk_is_low_before_the_last_checkpoint_that_fits(tmp_path: Path) -> None:
-    with tiny_disk(tmp_path / "disk") as disk, RunDir.create(disk, "demo", "", "d", {}) as run:
-        # About 1.0 MB are free of 1 MiB.
-        assert DiskWatch(run, 700_000).find_low(3) is None
-        found = DiskWatch(run, 900_000).find_low(3)
-        assert found is not None
-        assert (found[0].cause, found[0].step, found[1]) == ("disk_low", 3, True)
-        assert "a checkpoint takes 0.9 MB" in found[0].detail
-        full = DiskWatch(run, 2_000_000).find_low(3)
-        assert full is not None
-        assert not full[1]

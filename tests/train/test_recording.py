@@ -161,6 +161,10 @@ def test_the_fate_of_each_rollout_is_recorded(tmp_path: Path, tiny_model_dir: Pa
         step = int(line["step"])
         trained = read_stored(made.run_dir.rollouts_path(step))
         assert {one.status for one in trained} == {"trained"}
+        # Every group of the batch has a difference: those of even examples were replaced.
+        assert len({one.rollout.example.example_id for one in trained}) == 2
+        assert all(int(one.rollout.example.fields["n"]) % 2 for one in trained)
+        assert line["zero_variance_frac"] == 0.0
         ages |= {one.staleness for one in trained}
         assert max(one.staleness or 0 for one in trained) == line["staleness_max"]
         path = made.run_dir.discarded_path(step)
@@ -169,6 +173,7 @@ def test_the_fate_of_each_rollout_is_recorded(tmp_path: Path, tiny_model_dir: Pa
             continue
         discarded = read_stored(path)
         num_filtered += 1
+        assert 0.0 < line["wasted_token_frac"] < 1.0
         assert len(discarded) == 4 * line["num_filtered_groups"]
         assert {one.status for one in discarded} == {"filtered"}
         assert all(not any(worth is not None for worth in one.advantages) for one in discarded)

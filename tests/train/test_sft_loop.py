@@ -11,7 +11,7 @@ import pytest
 
 from strop.errors import CheckRefused, DataError
 from strop.policy.packing import PackedGroup
-from strop.rollout import Example, Outcome, Split
+from strop.rollout import Example, Outcome
 from strop.train import EvalSummary
 from strop.train import gate as gate_module
 from strop.train import step as step_module
@@ -174,31 +174,11 @@ def test_fewer_demonstrations_than_a_step_takes_are_refused(tmp_path: Path, tiny
         made.run()
 
 
-@pytest.mark.parametrize(
-    "leak",
-    [
-        # The held-out example 12, word for word.
-        {"prompt": f"#{NUM_TRAIN}", "completion": GOLD},
-        {"prompt": f"#{NUM_TRAIN}", "completion": GOLD, "train_on": "all"},
-        # With other marks.
-        {"prompt": f" #{NUM_TRAIN}.", "completion": GOLD},
-        # Asked otherwise, and named.
-        {"prompt": "Spell.", "completion": GOLD, "problem": " Held  Out. "},
-    ],
-)
-def test_what_is_evaluated_on_is_not_imitated(
-    tmp_path: Path, tiny_model_dir: Path, leak: dict[str, str]
-) -> None:
-    class Named(SpellTask):
-        def examples(self, split: Split) -> Any:
-            found = super().examples(split)
-            name = "held out" if split is Split.HELD_OUT else "other"
-            return [replace(one, fields={**one.fields, "text": name}) for one in found]
-
+def test_what_is_evaluated_on_is_not_imitated(tmp_path: Path, tiny_model_dir: Path) -> None:
+    # The held-out example 12 in another form.
+    leak = {"prompt": f" #{NUM_TRAIN}.", "completion": GOLD}
     made = compose(tmp_path, tiny_model_dir, "sft", rows=[*gold_rows(), leak])
-    made.task = Named()
-    num_asked = 12 if "problem" in leak else 1
-    with pytest.raises(CheckRefused, match=rf"overlap: {num_asked} of 12 .*: {num_asked} in the same"):
+    with pytest.raises(CheckRefused, match=r"overlap: 1 of 12 .*: 1 in the same"):
         made.run()
     # Accepted by name and reason, it is trained.
     spec = made.spec.model_copy(

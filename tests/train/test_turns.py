@@ -230,10 +230,3 @@ def test_a_run_records_the_reward_and_the_length_of_every_part(tmp_path: Path, t
     assert {"reward_mean_odd", "reward_mean_short", "reply_tokens_mean_odd", "reward_part_form"} <= seen
     # The sum over the parts of the reward is the reward.
     assert line["reward_part_there"] + line["reward_part_form"] == pytest.approx(line["reward_mean"])
-
-
-def test_a_task_of_one_part_has_no_numbers_by_part(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = Composition(tiny_spec(train={"steps": 1}), tiny_model_dir, new_run(tmp_path))
-    made.run()
-    (line,) = made.notes.steps
-    assert not [name for name in line if name.startswith(("reward_mean_", "reward_part_", "accuracy_"))]
