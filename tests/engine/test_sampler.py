@@ -118,13 +118,6 @@ def test_greedy_rows_take_the_maximum_and_report_temperature_one() -> None:
     assert drawn.logprobs[:2].tolist() == pytest.approx([-0.440190, -0.440190], abs=1e-6)
 
 
-def test_rows_of_one_batch_have_their_own_distributions() -> None:
-    samplings = [Sampling(), Sampling(temperature=0.5), Sampling(top_k=2), Sampling(temperature=0.0)]
-    drawn = draw(torch.tensor([LOGITS] * 4), samplings, np.zeros(4))
-    assert drawn.token_ids.tolist() == [0, 0, 0, 0]
-    assert drawn.logprobs.tolist() == pytest.approx([-0.440190, -0.145078, -0.313262, -0.440190], abs=1e-6)
-
-
 def test_draws_are_distributed_as_reported() -> None:
     # 20,000 draws: a share has a standard deviation of at most sqrt(0.25 / 20000) = 0.0035.
     uniforms = uniform_stream(7, 20_000)

@@ -16,7 +16,7 @@ import pytest
 from strop.engine import Completion, GenerationRequest, WeightTransport, WeightUpdate
 from strop.engine.server import announce, build_app, listen, main, read_key
 from strop.engine.wire import GenerateCall, ReadyForm, ScoreCall, UpdateForm
-from strop.errors import ConfigError, StoreError
+from strop.errors import ConfigError
 from strop.tokenizer import Tokenizer
 from tests.engine.requests import ask
 from tests.fixtures.dummy_engine import DummyEngine, ScriptedReply
@@ -175,15 +175,6 @@ def test_prc_6_the_socket_is_held_from_its_choice_on_and_bound_to_loopback(tmp_p
     finally:
         for listener in listeners:
             listener.close()
-
-
-def test_a_ready_file_that_cannot_be_written_is_told(tmp_path: Path) -> None:
-    listener = listen()
-    try:
-        with pytest.raises(StoreError, match="could not be written"):
-            announce(listener, tmp_path / "absent" / "ready")
-    finally:
-        listener.close()
 
 
 def start_arguments(tmp_path: Path, model: str) -> list[str]:

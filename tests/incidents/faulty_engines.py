@@ -30,18 +30,15 @@ Tamper = Callable[[GenerationRequest, Completion], Completion]
 
 
 class TamperedEngine:
-    """Passes everything on; requests and completions are changed on the way."""
+    """Passes everything on; requests are made with other fields, and completions changed on the way."""
 
-    def __init__(
-        self, inner: Engine, *, tamper: Tamper | None = None, sampling: Sampling | None = None
-    ) -> None:
+    def __init__(self, inner: Engine, *, tamper: Tamper | None = None, **asked: Any) -> None:
         self._inner = inner
         self._tamper = tamper
-        self._sampling = sampling
+        self._asked = asked
 
     async def generate(self, request: GenerationRequest) -> Completion:
-        asked = request if self._sampling is None else replace(request, sampling=self._sampling)
-        completion = await self._inner.generate(asked)
+        completion = await self._inner.generate(replace(request, **self._asked))
         return completion if self._tamper is None else self._tamper(request, completion)
 
     def __getattr__(self, name: str) -> Any:

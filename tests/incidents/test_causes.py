@@ -27,6 +27,9 @@ from tests.fixtures.places import line_of
 __all__ = ["finished_run", "folder", "run", "trained_runs"]
 
 
+pytestmark = pytest.mark.usefixtures("folder")
+
+
 def fail_in_engine() -> None:
     raise RuntimeError("bf16 path needs avx512bw")
 
@@ -135,7 +138,7 @@ ASK = ("--task", "arithmetic", "--split", "held_out")
 
 
 def test_an_evaluation_without_a_reply_says_why(
-    run: Run, folder: Path, tiny_model_dir: Path, break_part: Callable[..., None]
+    run: Run, tiny_model_dir: Path, break_part: Callable[..., None]
 ) -> None:
     break_part("engine")
     ended = run("eval", tiny_model_dir, *ASK, "--num-examples", "3")
@@ -144,11 +147,10 @@ def test_an_evaluation_without_a_reply_says_why(
     assert last.startswith(f"strop: all 3 rollouts failed: {CAUSES['engine']}; none of 3 rollouts")
     # There is no log to look into.
     assert "Traceback (most recent call last):" in before
-    del folder
 
 
 def test_an_evaluation_that_nobody_judged_says_why_and_keeps_it(
-    run: Run, folder: Path, tiny_model_dir: Path, break_part: Callable[..., None]
+    run: Run, tiny_model_dir: Path, break_part: Callable[..., None]
 ) -> None:
     break_part("verifier")
     ended = run("eval", tiny_model_dir, *ASK, "--num-examples", "3", "--json")
@@ -157,37 +159,31 @@ def test_an_evaluation_that_nobody_judged_says_why_and_keeps_it(
     (cause,) = json.loads(ended.out)["causes"]
     assert cause["num"] == 3
     assert "in fail_in_verifier" in cause["failure"]["detail"]
-    del folder
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_sample_that_failed_says_why(
-    part: str, run: Run, folder: Path, tiny_model_dir: Path, break_part: Callable[..., None]
+    part: str, run: Run, tiny_model_dir: Path, break_part: Callable[..., None]
 ) -> None:
     break_part(part)
     ended = run("sample", tiny_model_dir, "--task", "arithmetic", "num=2")
     assert ended.err.splitlines()[-1] == f"strop: all 2 rollouts failed: {CAUSES[part]}"
     assert ended.out.count(CAUSES[part]) == 2
     assert "Traceback" not in ended.out
-    del folder
 
 
-def test_an_audit_of_a_broken_verifier_says_why(
-    run: Run, folder: Path, break_part: Callable[..., None]
-) -> None:
+def test_an_audit_of_a_broken_verifier_says_why(run: Run, break_part: Callable[..., None]) -> None:
     break_part("verifier")
     ended = run("audit", "arithmetic", "num=4")
     assert ended.code == 76
     assert ended.err.splitlines()[-1].startswith(f"strop: {CAUSES['verifier']}; task arithmetic is red: ")
     assert f"reward None, reply ''; {CAUSES['verifier']}" in ended.out
-    del folder
 
 
 def test_replies_that_nobody_can_judge_anew_say_why(
-    run: Run, folder: Path, tiny_model_dir: Path, break_part: Callable[..., None]
+    run: Run, tiny_model_dir: Path, break_part: Callable[..., None]
 ) -> None:
     run("eval", tiny_model_dir, *ASK, "--num-examples", "3", "--out", "kept")
     break_part("verifier")
     ended = run("eval", "kept", "--rescore")
     assert f"all 3 rollouts failed: {CAUSES['verifier']}; invalid: verifier errors" in ended.out.splitlines()
-    del folder

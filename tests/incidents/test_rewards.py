@@ -6,7 +6,7 @@ import asyncio
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -50,60 +50,39 @@ def gsm8k() -> Gsm8k:
     return Gsm8k(Gsm8kSpec(name="gsm8k", source="unused.jsonl"))
 
 
-def judged(is_correct: bool) -> Outcome:
-    return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct)
+class Mutated(Gsm8k):
+    """Finds right what another rule finds right."""
 
-
-class ComparesWithSolution(Gsm8k):
-    """Mutation: the answer is compared with the whole worked solution."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        return judged(str(last_number(text)) == example.fields["solution"])
-
-
-class DropsSigns(Gsm8k):
-    """Mutation: the normaliser deletes minus signs from the reply."""
+    def __init__(self, rule: Callable[[Example, str], bool]) -> None:
+        super().__init__(Gsm8kSpec(name="gsm8k", source="unused.jsonl"))
+        self._rule = rule
 
     def verify(self, example: Example, text: str) -> Outcome:
-        return judged(last_number(text.replace("-", "")) == parse_number(example.answer or ""))
+        is_correct = self._rule(example, text)
+        return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct)
 
 
-class DropsAllSigns(Gsm8k):
-    """Mutation: the normaliser deletes minus signs from reply and gold."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        gold = (example.answer or "").replace("-", "")
-        return judged(last_number(text.replace("-", "")) == parse_number(gold))
-
-
-class WantsOnePhrase(Gsm8k):
-    """Mutation: only one phrase counts, so most right answers do not."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        return judged(text == f"The answer is {example.answer}.")
-
-
-class ReadsPrefix(Gsm8k):
-    """Mutation: the gold number may be a part of a larger one."""
-
-    def verify(self, example: Example, text: str) -> Outcome:
-        return judged(f"#### {example.answer}" in text or super().verify(example, text).is_correct is True)
+def without_signs(text: str | None) -> str:
+    return (text or "").replace("-", "")
 
 
 @pytest.mark.parametrize(
-    ("mutated", "probes"),
+    ("rule", "probes"),
     [
-        (ComparesWithSolution, {"gold"}),
-        (DropsSigns, {"gold", "sign"}),
-        (DropsAllSigns, {"sign"}),
-        (WantsOnePhrase, {"gold"}),
-        (ReadsPrefix, {"factor"}),
+        (lambda e, t: str(last_number(t)) == e.fields["solution"], {"gold"}),
+        (lambda e, t: last_number(without_signs(t)) == parse_number(e.answer), {"gold", "sign"}),
+        (lambda e, t: last_number(without_signs(t)) == parse_number(without_signs(e.answer)), {"sign"}),
+        (lambda e, t: t == f"The answer is {e.answer}.", {"gold"}),
+        (lambda e, t: f"#### {e.answer}" in t or gsm8k().verify(e, t).is_correct is True, {"factor"}),
     ],
+    ids=["the whole solution", "no signs in replies", "no signs at all", "one phrase", "a part of a number"],
 )
-def test_rew_2_mutated_verifiers_fail_the_self_test(mutated: type[Gsm8k], probes: set[str]) -> None:
+def test_rew_2_mutated_verifiers_fail_the_self_test(
+    rule: Callable[[Example, str], bool], probes: set[str]
+) -> None:
     """Incident: answers were judged backwards, without signs, or only in one phrase."""
     assert run_self_test(gsm8k(), WORD_PROBLEMS) == []
-    findings = run_self_test(mutated(Gsm8kSpec(name="gsm8k", source="unused.jsonl")), WORD_PROBLEMS)
+    findings = run_self_test(Mutated(rule), WORD_PROBLEMS)
     assert {finding.probe for finding in findings} == probes
     for finding in findings:
         # Both texts and the example can be read from the finding.

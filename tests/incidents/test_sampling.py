@@ -91,19 +91,6 @@ def test_smp_1_every_reply_of_a_run_has_a_seed_of_its_own() -> None:
     assert len({stream_seed(*place) for place in places}) == 2 * 2 * 2 * 16 * 2
 
 
-class OneStream:
-    """An engine that samples every reply from one stream, as a constant seed does."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    async def generate(self, request: GenerationRequest) -> Completion:
-        return await self._engine.generate(replace(request, seed=7))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-
 def test_smp_1_a_constant_seed_raises_an_alarm_in_the_first_step(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
@@ -112,7 +99,7 @@ def test_smp_1_a_constant_seed_raises_an_alarm_in_the_first_step(
     accepted = f"{ACCEPTED}; parity: to see what the step says"
     spec = tiny_spec(train={"group_size": 32, "steps": 1, "accept": accepted})
     made = Composition(spec, tiny_model_dir, new_run(tmp_path))
-    made.run(lambda roles: replace(roles, engine=OneStream(roles.engine)))
+    made.run(lambda roles: replace(roles, engine=TamperedEngine(roles.engine, seed=7)))
     assert "duplicate_completions" in made.notes.causes("tripwire")
     # 3 groups of 32 with one reply each.
     assert made.notes.steps[0]["duplicate_frac"] == 1.0

@@ -35,7 +35,6 @@ from strop.policy.kv_cache import KVCache
 from strop.policy.language_model import DTYPES, LanguageModel
 from strop.policy.learner import Learner
 from strop.policy.packing import PackedBatch
-from strop.policy.scoring import default_positions
 from strop.policy.weights import export_tensors, own_tensors
 from strop.spec.train import OptimizerSpec
 from tests.fixtures.descriptions import config_of
@@ -172,25 +171,14 @@ def test_learning_costs_the_estimated_flop(tmp_path: Path) -> None:
     assert counter.get_total_flops() == pytest.approx(estimate, rel=0.15)
 
 
-def _damage(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    def damage(path: Path) -> None:
-        config = json.loads(path.read_text())
-        change(config)
-        path.write_text(json.dumps(config))
-
-    return damage
-
-
 @pytest.mark.parametrize(
     ("damage", "named"),
     [
         (Path.unlink, "FileNotFoundError"),
         (lambda path: path.write_text("{"), "JSONDecodeError"),
-        (_damage(lambda config: config.__delitem__("hidden_size")), "hidden_size"),
-        (_damage(lambda config: config.__setitem__("vocab_size", None)), "vocab_size"),
-        (_damage(lambda config: config.__setitem__("num_hidden_layers", "many")), "ValueError"),
+        (lambda path: path.write_text('{"num_hidden_layers": 2}'), "hidden_size"),
     ],
-    ids=["absent", "torn", "without width", "null", "not a number"],
+    ids=["absent", "torn", "without width"],
 )
 def test_a_config_without_sizes_is_refused(
     tmp_path: Path, damage: Callable[[Path], None], named: str
@@ -282,10 +270,6 @@ def test_gpus_take_what_half_of_their_memory_holds(
     num_bytes: int, options: dict[str, Any], expected: int
 ) -> None:
     assert gpu_positions(num_bytes, QWEN_1_5B, "bfloat16", **options) == expected
-
-
-def test_processors_keep_their_own(tmp_path: Path) -> None:
-    assert default_positions(load_model(make_model(tmp_path))) == DEFAULT_MICRO_BATCH_POSITIONS
 
 
 # Activations that a backward computes again give the same gradients, and are not kept.

@@ -11,7 +11,6 @@ from torch._dynamo.exc import TorchDynamoException
 
 from strop.policy import layers
 from strop.policy.fused_trunk import build_fused_trunk
-from strop.policy.head import choose_chunk_rows
 from strop.policy.language_model import LanguageModel
 from strop.policy.learner import Learner
 from strop.spec.train import OptimizerSpec
@@ -67,14 +66,6 @@ def test_the_gradient_of_logits(temperature: float, dtype: torch.dtype, limit: f
         error = (logits[index].double() - expected[index]).norm()
         assert float(error / expected[index].norm()) <= limit
     assert not bool(logits[3].any())
-
-
-def test_gpus_hold_a_gibibyte_of_logits_at_most() -> None:
-    gpu = torch.device("cuda")
-    # 2**30 / (6 * 151,936) is 1,177 rows; in steps of 128 that is 1,152. Of a small vocabulary 8,192.
-    assert choose_chunk_rows(gpu, torch.bfloat16, 151_936) == 1152
-    assert choose_chunk_rows(gpu, torch.bfloat16, 300) == 8192
-    assert choose_chunk_rows(torch.device("cpu"), torch.float32, 151_936) == 256
 
 
 def test_what_cannot_be_compiled_runs_as_it_is_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:

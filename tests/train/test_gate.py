@@ -354,15 +354,6 @@ def test_a_frozen_model_is_that_of_its_files_too(tmp_path: Path, tiny_model_dir:
     assert f"loss of the {role} " in told.detail
 
 
-def test_files_that_are_gone_say_nothing_of_the_tensors(tmp_path: Path) -> None:
-    path = make_model(tmp_path)
-    gate = gate_of(path)
-    (path / "model.safetensors").unlink()
-    check = tensors_of(gate)
-    assert not check.is_passed
-    assert "No such file" in check.detail
-
-
 @pytest.mark.parametrize("lora", [{}, {"rank": 2}], ids=["whole", "adapters"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_that_goes_on_has_the_tensors_of_its_checkpoint(

@@ -266,17 +266,6 @@ def test_a_mini_batch_that_is_not_finite_is_refused_and_the_others_go_on(
     assert all(bool(value.isfinite().all()) for value in exported(made.run_dir).values())
 
 
-def test_what_cannot_matter_is_said_by_the_gate_and_at_the_end(tmp_path: Path, tiny_model_dir: Path) -> None:
-    spec = tiny_spec(algorithm={"name": "gspo", "clip_low": 0.1, "mode": "decoupled"})
-    made = train(tmp_path, tiny_model_dir, spec)
-    told = [event for event in made.notes.events if event.cause == "ratio"]
-    assert [event.kind.value for event in told] == ["gate", "notice", "notice"]
-    assert "algorithm.clip_low=0.1 stops nothing" in told[0].detail
-    assert "'gspo' learns as 'grpo' does" in told[0].detail
-    # No forward was made to find out that ratios are 1.
-    assert all("approx_kl_nats" not in line for line in made.run_dir.metrics.read())
-
-
 # --- cutting a batch
 
 TRAIN = TrainSpec(prompts_per_step=6, mini_batches=3, epochs=2)

@@ -15,7 +15,6 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.tasks import Task, build_task
 from strop.tasks.contract import TaskLimits
 from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.generated.dummy import DummySpec
 from strop.tasks.mixture import MixtureSpec
 from strop.tasks.user.rows import RowsSpec
 from strop.tokenizer import Tokenizer
@@ -64,12 +63,6 @@ def numbered(count: int, form: str = "Which number is {}?") -> list[str]:
     return [form.format(number) for number in range(count)]
 
 
-def test_different_questions_pass(tmp_path: Path) -> None:
-    found = check(Asks(numbered(20), ["Which number is 20?", "Which number is 21?"]), tmp_path)
-    assert (found.is_passed, found.notice) == (True, None)
-    assert found.detail == "none of 2 held-out examples is learned from"
-
-
 @pytest.mark.parametrize(
     ("leak", "how"),
     [
@@ -108,14 +101,6 @@ def test_a_few_questions_that_are_nearly_the_same_are_told_and_many_are_refused(
         assert (found.notice is not None) is is_passed
 
 
-def test_the_sameness_that_is_surest_is_shown_first(tmp_path: Path) -> None:
-    train = [*numbered(50), STORY.format("six")]
-    held_out = [STORY.format("six").replace("corn", "wheat"), "Which number is 7"]
-    found = check(Asks(train, held_out), tmp_path)
-    assert "2 of 2 held-out examples are learned from: 1 in the same words, 1 in nearly" in found.detail
-    assert "'Which number is 7', there 'Which number is 7?'" in found.detail
-
-
 def test_problems_that_a_task_can_name_are_compared_by_name_alone(tmp_path: Path) -> None:
     # Every other sum of the range is trained on, and some are asked in nearly the same words.
     task = build_task(ArithmeticSpec(max_value=12, num_held_out=20))
@@ -132,12 +117,6 @@ def test_problems_that_a_task_can_name_are_compared_by_name_alone(tmp_path: Path
     assert not found.is_passed
     assert "1 of 1 held-out examples are learned from: 1 as the same problem; the first is " in found.detail
     assert "'What is 9 + 2?', there 'What is 2 + 9?'" in found.detail
-
-
-def test_one_question_over_and_over_is_told(tmp_path: Path) -> None:
-    found = check(build_task(DummySpec(name="dummy")), tmp_path)
-    assert not found.is_passed
-    assert found.detail.startswith("4 of 4 held-out examples are learned from: 4 as the same problem;")
 
 
 def test_parts_of_a_mixture_are_compared_with_each_other(tmp_path: Path) -> None:

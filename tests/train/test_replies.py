@@ -24,12 +24,10 @@ BACKWARDS = "<|start|>user\nWrite this text backwards, letter by letter: fox<|en
     "reply",
     [
         "18 Q: 2+3? A: 5",
-        "18\n\nQuestion: 2+3?\nAnswer: 5",
         "6 * 3 = 18\n#### 18\n\n### Problem\nTom has 3 and 4.",
         "\\boxed{18}\nPuzzle 2) Which number is even? 4",
         "The answer is 18. What is 7 times 8? 56",
         "18\n\nNext riddle => A farmer has 12 cows and sells 5. How many are left?\nReply => 7",
-        "18\nUser: and 7 times 8\nAssistant: 56",
         "5\nExercise 2. Add three and four.",  # a wrong answer is one too
         "18\nWhat is 7 times 9\n63",  # as the prompt asks, without a mark
     ],
@@ -45,12 +43,10 @@ def test_a_reply_that_goes_on_to_a_question_behind_its_answer_runs_on(reply: str
         "18",
         "6 times 3 is 18.",
         "What is 6 times 3? It is 18.",
-        "Sure! What is 6 times 3? 18",
         "18. What is 6 times 3? It is 18.",  # the question that it was asked
         "Tom has 18 apples. How many eggs? 9. So 18.",  # the answer as a number on the way
         "How many are left? 16 - 3 = 13.\nHow much is it? 9 * 2 = 18\n#### 18",
         "The answer is 18. Do you need more help?",  # asked of the reader, and not answered
-        "6*3=18. The answer is 18. I hope this helps!",
         "To find 6 times 3, add 6 + 6 + 6 = 18. Therefore 18 is the product.\nExplanation: multiply.",
         "18\n18\n18\n18",
         "I do not know. Question 5: what is 7?",  # no answer that it could be behind

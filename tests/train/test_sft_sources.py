@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from strop.errors import DataError, StoreError
@@ -33,7 +31,7 @@ from strop.train.data.offline import (
 from strop.train.data.sft_sources import read_run_demonstrations, refuse_held_out
 from tests.fixtures.builders import rollout_of
 from tests.fixtures.demonstrations import make_framing, read, spell, write_rows
-from tests.fixtures.saved_data import save_split, save_splits
+from tests.fixtures.saved_data import save_split
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import new_run
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
@@ -425,16 +423,12 @@ def test_a_conversation_is_cut_where_it_was_rendered_anew(tmp_path: Path, framin
 # What the datasets library saved, and tables.
 
 
-@pytest.mark.parametrize("kind", ["split", "splits", "csv", "parquet"])
+@pytest.mark.parametrize("kind", ["split", "csv"])
 def test_demonstrations_that_users_already_have(tiny_model_dir: Path, tmp_path: Path, kind: str) -> None:
     rows = [{"prompt": f"{n} * 7?", "completion": str(n * 7)} for n in range(20)]
-    source = tmp_path / {"csv": "rows.csv", "parquet": "rows.parquet"}.get(kind, "saved")
+    source = tmp_path / ("rows.csv" if kind == "csv" else "saved")
     if kind == "split":
         save_split(rows, source, num_files=2)
-    elif kind == "splits":
-        save_splits({"train": rows, "test": rows[:2]}, source)
-    elif kind == "parquet":
-        pq.write_table(pa.Table.from_pylist([{**row, "weight": None} for row in rows]), source)
     else:
         source.write_text("prompt,completion\n" + "".join(f"{r['prompt']},{r['completion']}\n" for r in rows))
     words = ["name=x", "task.name=arithmetic", "train.terms=sft", f"sft.source={source}"]

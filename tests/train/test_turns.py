@@ -80,19 +80,15 @@ class Miscounting(Letters):
         return Outcome(parts={"share": 1.0}, turn_rewards=(1.0,))
 
 
-def run_by_turn(task: BuiltInWorld, root: Path, model_dir: Path) -> Composition:
+def test_a_run_gives_credit_to_single_turns(tmp_path: Path, tiny_model_dir: Path) -> None:
+    task = BuiltInWorld(LettersSpec(), EarningLetters)
     spec = tiny_spec(
         task={"name": "guess-number"},
         algorithm={"credit": "turn", "turn_discount": 0.9},
         train={"steps": 2, "prompts_per_step": 2, "group_size": 4},
     )
-    made = Composition(spec=spec, model_dir=model_dir, run_dir=new_run(root), task=task)
+    made = Composition(spec=spec, model_dir=tiny_model_dir, run_dir=new_run(tmp_path), task=task)
     made.run()
-    return made
-
-
-def test_a_run_gives_credit_to_single_turns(tmp_path: Path, tiny_model_dir: Path) -> None:
-    made = run_by_turn(BuiltInWorld(LettersSpec(), EarningLetters), tmp_path, tiny_model_dir)
     (line, _) = made.notes.steps
     assert line["num_optimizer_steps"] == 1.0
     # A third turn that no other attempt of the group has is compared with none.
