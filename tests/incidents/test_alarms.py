@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import pytest
 from strop.cluster import Roles
 from strop.engine import Completion, Engine, GenerationRequest
 from strop.errors import RunStopped
+from strop.evaluate import EvalSettings, Validity
 from strop.io import verify_directory
 from strop.policy.learner import LossTerm, Term
 from strop.policy.objective import ScoredTokens, TokenTerms
@@ -22,8 +24,11 @@ from strop.record import Event
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, FailureOwner, FinishReason, Message, Outcome, Split, make_example
 from strop.tasks.answers import last_number
+from strop.tasks.generated.arithmetic import Arithmetic
 from strop.tokenizer import Tokenizer
 from strop.train.watch.trends import NUM_STOP
+from tests.evaluate.arithmetic_world import add, make_engine, make_spec, make_tokenizer
+from tests.fixtures.evaluating import evaluate_task
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
 
@@ -170,6 +175,48 @@ def test_rew_10_a_score_beyond_its_bounds_is_masked_and_named(
         assert set(alarm.example_ids) == {rollout.example.example_id for rollout in lost}
         assert "4 of 12 rollouts have a score that cannot be, and are not trained on" in alarm.detail
     assert notes.causes("rollout_lost") == [cause]
+
+
+def test_rew_10_a_grader_that_only_gives_impossible_scores_ends_the_run(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: a score of 2.39 of 1 was trained on for ten steps, and nothing said so."""
+    notes = Notes()
+    task = PaysTooMuch(notes, 2.39)
+    task.calls = itertools.repeat(0)  # type: ignore[assignment]
+    made = Composition(tiny_spec(), tiny_model_dir, new_run(tmp_path), task=task, notes=notes)
+    with pytest.raises(
+        RunStopped, match=r"all 12 rollouts of step 1 failed: task, ceiling: a score of 2\.39"
+    ):
+        made.run()
+    assert made.run_dir.metrics.read() == []
+    assert len(alarms_of(made, "ceiling")) == 1
+
+
+class PaysTooMuchForAll(Arithmetic):
+    """A simulated scorer."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        return Outcome(parts={"accuracy": 2.39}, is_correct=True)
+
+
+def test_rew_10_an_evaluation_counts_an_impossible_score_as_none(tmp_path: Path) -> None:
+    """Incident: an accuracy of 2.39 stood in a table."""
+    tokenizer = make_tokenizer(tmp_path)
+    result = asyncio.run(
+        evaluate_task(
+            task=PaysTooMuchForAll(make_spec()),
+            engine=make_engine(tokenizer, add),
+            tokenizer=tokenizer,
+            settings=EvalSettings(run_seed=0, step=0, split=Split.HELD_OUT),
+            model_digest="m",
+            trained_ids=frozenset(),
+            max_positions=None,
+        )
+    )
+    assert result.validity is Validity.VERIFIER
+    assert (result.greedy.accuracy, result.greedy.reward_mean) == (None, None)
+    assert result.greedy.failures == {"ceiling": result.greedy.num_rollouts}
 
 
 class PaysForBrevity(SpellTask):

@@ -300,22 +300,27 @@ def measure(made: Composition) -> Callable[[Roles], Roles]:
     return change
 
 
+@pytest.mark.parametrize("pays_length", [True, False])
 def test_eva_6_a_reward_that_pays_length_only_is_seen_within_two_evaluations(
-    tmp_path: Path, tiny_model_dir: Path
+    pays_length: bool, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     """Incident: the reward rose to .6-.7 while held-out accuracy fell from 28.2 to 22.3."""
     spec = tiny_spec(
         train={"steps": 16, "prompts_per_step": 4, "group_size": 8, "checkpoint_every": 16}
         | {"accept": "weights: random; audit: pays length; verifier: pays length"},
         eval={"every": 8},
-        optimizer={"lr": 1e-2},
+        # A random model chooses among near ties: larger steps change what it says without any reward.
+        optimizer={"lr": 1e-2 if pays_length else 1e-6},
     )
-    task = SaysTheSame(record_replies(tiny_model_dir), pays_length=True)
+    task = SaysTheSame(record_replies(tiny_model_dir), pays_length=pays_length)
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task)
     made.run(measure(made))
     accuracies = [summary.greedy_accuracy for summary in made.notes.summaries]
     rewards = [line["reward_mean"] for line in made.notes.steps]
     alarms = [event for event in made.notes.events if event.cause == "reward_eval_divergence"]
+    if not pays_length:
+        assert alarms == []
+        return
     assert accuracies[0] > accuracies[-1]
     assert rewards[-1] > rewards[0]
     # Evaluated at 0, 8 and 16; how a processor rounds decides which of the two sees it.

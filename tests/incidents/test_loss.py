@@ -18,9 +18,42 @@ from strop.io import verify_directory
 from strop.policy.packing import PackedGroup
 from strop.record import EventKind, RunDir
 from strop.record.rollouts import read_rollouts
-from strop.rollout import FloatArray, Rollout
+from strop.rollout import Example, FloatArray, Outcome, Rollout
 from strop.train.batch import pack_reply, share_prompts
+from tests.fixtures.demonstrations import make_framing, read, write_rows
+from tests.fixtures.spell import PaysAlways, SpellTask
 from tests.fixtures.tiny_run import Composition, learner_of, new_run, tiny_spec
+
+
+def test_opt_3_weight_1_beside_a_tiny_reward_loss_raises_the_alarm(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
+    """Incident: as above, in a run whose rewards hardly differ."""
+    rows = [{"prompt": f"#{n}", "completion": "Q7Z"} for n in range(4)]
+    path = write_rows(tmp_path / "rows.jsonl", rows)
+    spec = tiny_spec(
+        train={"terms": "rl+sft", "steps": 1},
+        sft={"source": str(path), "rows_per_step": 2},
+        algorithm={"name": "rloo"},
+    )
+    made = Composition(
+        spec,
+        tiny_model_dir,
+        new_run(tmp_path / "runs"),
+        task=TinyReward(),
+        demonstrations=read(path, make_framing(tiny_model_dir, SpellTask())),
+    )
+    made.run()
+    assert "term_dominates" in made.notes.causes("tripwire")
+
+
+class TinyReward(SpellTask):
+    """Pays a ten thousandth of what others pay."""
+
+    def verify(self, example: Example, text: str) -> Outcome:
+        outcome = super().verify(example, text)
+        earned = outcome.parts["spelled"] or 0.0
+        return replace(outcome, parts={"spelled": earned if outcome.is_correct else 1e-4 * earned})
 
 
 def test_opt_2_a_whole_run_does_not_depend_on_the_micro_batch_size(
@@ -39,6 +72,15 @@ def test_opt_2_a_whole_run_does_not_depend_on_the_micro_batch_size(
         assert norm == pytest.approx(whole_norm, rel=1e-5)
         # Adam divides by the gradient's size: where that is tiny, rounding shows.
         assert float((weights - whole_weights).abs().mean()) < 1e-5
+
+
+def test_opt_4_a_constant_reward_raises_an_alarm_in_step_1(tmp_path: Path, tiny_model_dir: Path) -> None:
+    """Incident: 58 % of the groups had one same reward, and two weeks went by."""
+    made = Composition(tiny_spec(train={"steps": 1}), tiny_model_dir, new_run(tmp_path), task=PaysAlways())
+    made.run()
+    (alarm,) = [event for event in made.run_dir.events.read() if event.kind == "tripwire"]
+    assert (alarm.step, alarm.cause) == (1, "zero_variance")
+    assert "make the task harder or easier, or raise temperature" in alarm.detail
 
 
 def test_opt_6_a_learning_rate_of_1_is_named_in_two_steps_and_the_checkpoint_before_it_offered(
