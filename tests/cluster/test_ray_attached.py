@@ -66,6 +66,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "--include-dashboard=false",
         "--disable-usage-stats",
         "--object-store-memory=100000000",
+        # The port above may lie among Ray's usual ones of workers.
+        *("--min-worker-port=0", "--max-worker-port=0"),
     ]
     child = spawn(words, folder / "ray.log", {**os.environ, **LOOPBACK_ALONE})
     found = f"{LOOPBACK}:{port}"

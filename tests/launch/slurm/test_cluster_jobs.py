@@ -244,6 +244,8 @@ def test_the_words_of_the_site_stand_before_an_agent_and_the_verdict(
     login.backend.profile = SlurmSite(wrap=(str(path), "two words"))
     ref = login.submit(a_role("--steps", "1"))
     assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
+    # The run's own record says its end before the script asks for the verdict.
+    login.wait_until(lambda: len((tmp_path / "asked").read_text().splitlines()) == 2)
     agent, verdict = (tmp_path / "asked").read_text().splitlines()
     assert f"two words {login.python} -m strop.launch.node " in agent
     assert f"two words {login.python} -m strop.launch.slurm.verdict " in verdict
