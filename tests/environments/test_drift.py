@@ -116,10 +116,3 @@ def test_no_dialogue_is_rendered_again(tmp_path: Path, form: str) -> None:
     tokenizer = tokenizer_of(tmp_path, form)
     draw = random.Random(f"drift/{form}")
     assert sum(talk(draw, form, tokenizer) for _ in range(NUM_DIALOGUES)) == 0
-
-
-@pytest.mark.slow
-def test_no_dialogue_with_smollm2_is_rendered_again(smollm2_dir: Path) -> None:
-    tokenizer = Tokenizer.load(smollm2_dir)
-    draw = random.Random("drift/smollm2")
-    assert sum(talk(draw, "fence", tokenizer) for _ in range(NUM_DIALOGUES)) == 0

@@ -7,14 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from strop.environments import Action, Environment, SingleTurn, choose_environment
+from strop.environments import Action, Environment, choose_environment
 from strop.environments.guess_number import GuessNumberSpec
-from strop.environments.played import PlayedWorld
 from strop.errors import DataError
 from strop.rollout import Example, FinishReason, Message, Outcome, Split
 from strop.tasks import Task, build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.judging import InlineJudge
 from tests.environments.test_worlds import build, call
 
 TASKS: dict[str, Callable[[], Task]] = {
@@ -118,12 +116,3 @@ def test_close_twice_and_at_any_time(make_environment: Make, example: Example) -
         await used.close()
 
     asyncio.run(act())
-
-
-def test_a_task_is_attempted_in_its_own_world_or_in_one_turn() -> None:
-    for name, kind in (("one turn", SingleTurn), ("guess-number", PlayedWorld)):
-        task = TASKS[name]()
-        make_environment = choose_environment(task, InlineJudge(task))
-        first, second = make_environment(), make_environment()
-        assert type(first) is kind
-        assert first is not second

@@ -80,7 +80,9 @@ def test_a_package_holds_the_module_the_settings_and_the_class(run: Run, own: Pa
     ("words", "folder", "said"),
     [
         (("arithmetic", "agent=python agent.py"), "x", "a program conducts its attempts"),
-        (("guess-number", "thinking=on"), "x", "task.thinking is set"),
+        (("verifiers", "taskset=other"), "x", "conducts its attempts already"),
+        (("llm-judge", "source=x", *ROLE_JUDGE), "x", "started by a run"),
+        (("guess-number", "thinking=on"), "x", "task.thinking"),
         (("guess-number", "no_such=1"), "x", "no_such"),
         (("no-such-thing",), "x", "no-such-thing"),
         (("guess-number",), "Upper Case", "small letters and digits"),
@@ -101,20 +103,6 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(
     assert ended.code == 2
     assert said in " ".join(ended.err.split())
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("target", "words", "said"),
-    [
-        ("verifiers", ["taskset=other"], "conducts its attempts already"),
-        ("llm-judge", ["source=x", *ROLE_JUDGE], "started by a run"),
-    ],
-)
-def test_what_needs_a_run_or_verifiers_itself_is_refused(
-    tmp_path: Path, target: str, words: list[str], said: str
-) -> None:
-    with pytest.raises(ConfigError, match=said):
-        write_package(read_task(target, words), tmp_path / "x")
 
 
 def test_another_version_than_was_exported_is_refused(own: Path, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from strop.environments.openenv import Openenv, OpenenvSpec
+from strop.environments.openenv import OpenenvSpec
 from strop.rollout import FailureOwner, Rollout, Split
 from strop.tasks import Task, build_task
 from strop.tasks.traits import world_of
@@ -87,26 +87,6 @@ def test_what_is_no_action_is_told(tmp_path: Path, url: str) -> None:
 @pytest.mark.parametrize(("number", "kind"), [(6, "environment_failed"), (8, "no_reward")])
 def test_what_fails_in_the_environment_is_the_tasks(tmp_path: Path, url: str, number: int, kind: str) -> None:
     assert failure_of(tmp_path, make(url), f'{{"number": {number}}}') == (FailureOwner.TASK, kind)
-
-
-@pytest.mark.slow
-def test_a_server_that_is_full_is_waited_for(url: str) -> None:
-    spec = OpenenvSpec(name="openenv", url=url)
-    example = build_task(spec).examples(Split.TRAIN)[0]
-
-    async def attempt_all() -> list[str]:
-        async def one() -> str:
-            own = Openenv(spec)
-            try:
-                opened = await own.reset(example, 0)
-                await asyncio.sleep(0.05)
-                return opened
-            finally:
-                await own.close()
-
-        return await asyncio.gather(*(one() for _ in range(5)))
-
-    assert len(set(asyncio.run(attempt_all()))) == 1
 
 
 @pytest.mark.slow

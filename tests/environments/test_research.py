@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import io
-from pathlib import Path
 
 import pytest
 
@@ -13,12 +11,8 @@ from strop.rollout import Example, Outcome, Split
 from strop.spec import load_spec
 from strop.tasks import build_task, self_test
 from tests.environments.test_worlds import call, play
-from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.judging import failed
 from tests.fixtures.recipes import NAMES
-from tests.fixtures.sandboxes import needs_bubblewrap
-
-__all__ = ["folder", "run"]
 
 SUBMIT = call("submit")
 ARTEFACTS = {"car": "controller.py", "people": "predictions.csv", "symbols": "logprobs.json"}
@@ -95,18 +89,3 @@ def test_instances_differ_and_splits_never_meet(task: OwnWorld) -> None:
     numbers = [{one.fields["number"] for one in split} for split in (train, held_out)]
     assert not numbers[0] & numbers[1]
     assert task.render(train[0]) != task.render(train[1])
-
-
-@pytest.mark.slow
-@needs_bubblewrap
-def test_it_is_audited_and_played_by_the_command_line(
-    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    words = ["task.num_train=8", "task.num_held_out=3"]
-    ended = run("audit", NAMES["research"], *words, "num=3")
-    assert ended.code == 0, ended.out + ended.err
-    place = NAMES["research"].with_suffix(".py")
-    monkeypatch.setattr("sys.stdin", io.StringIO("/evaluate\n/submit\n"))
-    ended = run("envs", "run", f"{place}:Research", 'tasks=["people"]')
-    assert ended.code == 0, ended.err
-    assert "The score is 0." in ended.out

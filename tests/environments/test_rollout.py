@@ -280,22 +280,9 @@ def test_a_failure_without_a_named_owner(
     assert failed(rollout.outcome) == (owner, kind)
 
 
-def test_a_world_may_return_its_failure(tokenizer: Tokenizer) -> None:
-    lost = Outcome.lost(FailureOwner.INFRA, "grader_gone", "no answer")
-    world = ScriptedEnvironment((Message(role="user", content="a?"),), [], lambda example, actions: lost)
-    assert attempt(world, DummyEngine(tokenizer, ["x"]), tokenizer).outcome == lost
-
-
 def test_the_owner_of_a_failure_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(AttemptFailed(FailureOwner.INFRA, "disk_full", "no room")))
     assert (error.owner, error.kind, str(error)) == (FailureOwner.INFRA, "disk_full", "no room")
-
-
-def test_other_weights_end_the_run(tokenizer: Tokenizer) -> None:
-    environment = asking("a?")
-    with pytest.raises(WeightMismatch, match="other"):
-        attempt(environment, DummyEngine(tokenizer, [WeightMismatch("other")]), tokenizer)
-    assert environment.num_closes == 1
 
 
 @pytest.mark.parametrize("max_attempt_s", [None, 60.0])

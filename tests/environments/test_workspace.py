@@ -31,10 +31,6 @@ TESTS = "import sys; sys.path.insert(0, '.'); import total; assert total.total([
 EDIT = call("str_replace", path="total.py", old="max(", new="sum(")
 SUBMIT = call("submit")
 PROCESS = {"sandbox": "process", "min_isolation": "rlimit"}
-on_backends = pytest.mark.parametrize(
-    "settings",
-    [PROCESS, pytest.param({"sandbox": "bubblewrap", "min_isolation": "namespace"}, marks=needs_bubblewrap)],
-)
 
 
 class Section(SandboxSettings, EnvironmentSection):
@@ -99,17 +95,6 @@ def lost(rollout: Rollout) -> str:
 def ran(tmp_path: Path, *commands: str, task: Task | None = None) -> list[str]:
     replies = [call("bash", command=one) for one in (*commands, ":")]
     return told(play(tmp_path, *replies, task=task))[: len(commands)]
-
-
-@on_backends
-def test_a_tool_changes_the_file_and_the_reward_follows(tmp_path: Path, settings: dict[str, Any]) -> None:
-    task = make(Repair, **settings)
-    rollout = play(tmp_path, EDIT, call("bash", command="cat total.py"), SUBMIT, task=task)
-    assert rollout.outcome.reward == 1.0, rollout.outcome
-    assert "total.py is changed at line 2." in told(rollout)[0]
-    assert "return sum(numbers)" in told(rollout)[1]
-    assert rollout.outcome.isolation == ("rlimit" if settings == PROCESS else "namespace")
-    assert rollout.outcome.metrics["stopped_by_done"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 
 from strop.errors import CheckRefused
 from strop.evaluate import ExampleScore, Validity, compare_results, write_order
-from strop.evaluate.comparison import list_plan_differences
 from tests.evaluate.stored_results import make_example_score, make_result, make_score
 
 
@@ -117,20 +116,6 @@ def test_rew_7_form_and_ability_are_told_apart() -> None:
     assert change.in_format is not None
     assert (change.in_format.estimate, change.num_in_format) == (0.0, 2)
     assert (change.num_gained, change.num_lost) == (2, 0)
-
-
-def test_a_task_that_cannot_tell_the_form_has_no_change_of_it() -> None:
-    change = compare_results(make_result(), make_result()).greedy
-    assert change is not None
-    assert (change.format_ok, change.in_format, change.num_in_format) == (None, None, 0)
-
-
-def test_differences_of_two_plans_are_listed() -> None:
-    found = list_plan_differences(make_result(), make_result(model_digest="m2", dtype="bfloat16"))
-    assert [(one.key, one.before, one.after) for one in found] == [
-        ("model_digest", "m1", "m2"),
-        ("dtype", "float32", "bfloat16"),
-    ]
 
 
 def test_replies_to_an_older_prompt_are_not_compared_with_those_to_a_newer_one() -> None:

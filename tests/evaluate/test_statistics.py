@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from strop.errors import ConfigError, DataError
+from strop.errors import DataError
 from strop.evaluate.comparison import (
     Interval,
     clustered_interval,
@@ -59,23 +59,12 @@ def test_a_share_is_in_its_interval(num_solved: int, num_examples: int) -> None:
     assert interval.low < interval.high
 
 
-def test_rollouts_that_repeat_each_other_add_no_certainty() -> None:
-    # Every example is all or nothing, so 4 rollouts each are worth one.
-    four = clustered_interval([[True] * 4] * 5 + [[False] * 4] * 5)
-    assert (four.estimate, four.low, four.high) == pytest.approx((0.5, once(5, 10).low, once(5, 10).high))
-
-
 def test_independent_rollouts_add_certainty_but_not_all_of_it() -> None:
     # All examples have share 1/2, as if nothing varied: 13 problems, of which 3 are at the ends. Variance
     # 3 / 13 x 0.25, half 1.959964 x sqrt(0.057692 / 12).
     halves = clustered_interval([[True, False]] * 10)
     assert (halves.low, halves.high) == pytest.approx((0.364101, 0.635899), abs=1e-6)
     assert clustered_interval([[True, False, True, True]]).low > 0.0
-
-
-def test_every_example_counts_the_same() -> None:
-    # Shares 1 and 0; one of them was tried three times.
-    assert clustered_interval([[True, True, True], [False]]).estimate == 0.5
 
 
 def test_clustered_interval_covers_the_truth() -> None:
@@ -141,12 +130,6 @@ def test_the_sign_test_by_hand() -> None:
     # All of ten up: 1/1024, twice.
     assert sign_test(10, 0) == 2 / 1024
     assert sign_test(20_000, 0) == 0.0
-
-
-@pytest.mark.parametrize("k", [0, 5])
-def test_pass_at_k_refuses_more_than_there_is(k: int) -> None:
-    with pytest.raises(ConfigError, match=f"pass@{k}"):
-        pass_at_k(4, 2, k)
 
 
 def test_paired_difference_by_hand() -> None:

@@ -39,7 +39,10 @@ def task_of(name: str, folder: Path) -> Task:
     return build_task(section)
 
 
-PIECES = ["x", "1, ", "( ", "\\boxed{", "#### ", "<answer>", "```python\n", "* a\n", "\u00e9\u4e2d", "\n"]
+PIECES = [
+    *("x", "1, ", "( ", "\\boxed{", "#### ", "<answer>", "```python\n", "* a\n", "\u00e9\u4e2d", "\n", "{"),
+    *("9", "1,234", "-", ".", "$", "1.", "H2O", "\\boxed", "\\(", "answer", "answer is the ", "<think>", " "),
+]
 
 
 @pytest.mark.parametrize("name", CHANGES)

@@ -12,11 +12,8 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Message, Split
 from strop.tasks import PromptFormat, Task, build_task, render_prompt, resolve_prompt_format
 from strop.tasks.code.mbpp import MbppSpec
-from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.mathematics.aime import AimeSpec
 from strop.tasks.mathematics.boxed_math import MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
-from strop.tasks.mmlu import MmluSpec
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
@@ -94,34 +91,6 @@ def test_math_asks_as_minerva_math(tmp_path: Path) -> None:
     )
 
 
-def test_aime_asks_as_aime24(tmp_path: Path) -> None:
-    source = write(tmp_path, test=[{"ID": "a", "Problem": "Find 7.", "Solution": "7", "Answer": 7}])
-    task = build_task(AimeSpec(name="aime", source=source))
-    assert base_of(task) == "Question: Find 7.\nAnswer:"
-    assert task.limits.stops(is_base=True) == ("Question:", "</s>", "<|im_end|>", "<|eot_id|>")
-
-
-def mmlu_row(question: str, subject: str, answer: int) -> dict[str, Any]:
-    return {"question": question, "subject": subject, "choices": ["w", "x", "y", "z"], "answer": answer}
-
-
-def test_mmlu_shows_the_dev_questions_of_the_subject(tmp_path: Path) -> None:
-    dev = [mmlu_row(f"{subject} {n}?", subject, n % 4) for subject in ("high_tea", "law") for n in range(5)]
-    source = write(
-        tmp_path,
-        dev=dev,
-        train=[mmlu_row("t?", "", 0)],
-        test=[mmlu_row("Which?", "high_tea", 1), mmlu_row("Whose?", "law", 2)],
-    )
-    choices = "A. w\nB. x\nC. y\nD. z\nAnswer:"
-    assert base_of(build_task(MmluSpec(name="mmlu", source=source, num_few_shot=2))) == (
-        "The following are multiple choice questions (with answers) about high tea.\n\n"
-        f"high_tea 0?\n{choices} A\n\nhigh_tea 1?\n{choices} B\n\nWhich?\n{choices}"
-    )
-    plain = build_task(MmluSpec(name="mmlu", source=source))
-    assert base_of(plain, 1).endswith(f"about law.\n\nWhose?\n{choices}")
-
-
 def mbpp_row(number: int) -> dict[str, Any]:
     return {
         "task_id": number,
@@ -157,18 +126,6 @@ def test_shots_of_a_single_file_are_refused(tmp_path: Path) -> None:
     task = build_task(MbppSpec(name="mbpp", source=str(tmp_path / "mbpp.jsonl"), num_few_shot=3))
     with pytest.raises(DataError, match=r"is one file, and solved examples have a split of their own"):
         task.examples(Split.HELD_OUT)
-
-
-def test_base_and_chat_are_asked_apart(tmp_path: Path) -> None:
-    task = build_task(ArithmeticSpec(min_value=2, max_value=9, num_held_out=5))
-    messages = task.render(task.examples(Split.HELD_OUT)[0])
-    a, b = (task.examples(Split.HELD_OUT)[0].fields[name] for name in "ab")
-    tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path))
-    assert render_prompt(tokenizer, messages, "base")[0] == f"What is {a} + {b}?\nA:"
-    assert f"What is {a} + {b}?<" in render_prompt(tokenizer, messages, "chat")[0]
-    # In a conversation the contents are joined as they are.
-    spoken = (*messages, Message(role="assistant", content="7"))
-    assert render_prompt(tokenizer, spoken, "base")[0] == f"What is {a} + {b}?\n\n7\n"
 
 
 QUESTION = (Message(role="user", content="Hi"),)

@@ -127,12 +127,6 @@ def test_a_closed_world_of_problems_is_no_overlap() -> None:
     assert (found.equal, found.similar) == ({}, {})
 
 
-def test_pieces_do_not_reach_from_one_text_into_the_next() -> None:
-    words = STORY.split()
-    halves = [" ".join(words[:7]), " ".join(words[7:14]), " ".join(words[14:21]), " ".join(words[21:])]
-    assert overlap([" ".join(words[:28])], [*others(30), *halves]).similar == {}
-
-
 def test_pieces_are_found_across_the_chunks_that_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("strop.tasks.overlap._CHUNK", 7)
     learned = [*others(30), edit(STORY, 5), *others(12)]

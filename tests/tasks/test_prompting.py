@@ -66,6 +66,7 @@ def test_every_task_is_asked_as_the_run_says(case: str, name: str, tmp_path: Pat
     is_taken = (spec.name, name) not in NOT_TAKEN and (case, name) not in {
         ("gsm8k 2 shots", "prompt_template"),
         ("mbpp 2 shots", "prompt_template"),
+        ("mmlu 2 shots", "prompt_template"),
         ("mbpp thinking", "stop"),
     }
     if not is_taken:
@@ -269,31 +270,9 @@ def test_an_order_of_the_task_stays() -> None:
     assert order(0, 0)[:2] == range(2)
 
 
-class Endless(Sequence[Example]):
-    """Training examples that nobody can look at one by one."""
-
-    def __init__(self, first: Example) -> None:
-        self._first = first
-
-    def __len__(self) -> int:
-        return 10**9
-
-    def __getitem__(self, index: Any) -> Any:
-        assert index in (0, slice(None, 1)), "only the first is looked at"
-        return [self._first] if isinstance(index, slice) else self._first
-
-
-class Million(Arithmetic):
-    """Has more examples than can be made."""
-
-    def examples(self, split: Split) -> Sequence[Example]:
-        return Endless(super().examples(split)[0])
-
-
 def test_examples_that_are_made_on_demand_are_not_all_looked_at() -> None:
-    spec = ArithmeticSpec(prompt_template="{a} and {b}")
-    task = Prompted(Million(spec), spec)
-    assert len(task.examples(Split.TRAIN)) == 10**9
+    task = build_task(ArithmeticSpec(max_value=10**9, prompt_template="{a} and {b}"))
+    assert len(task.examples(Split.TRAIN)) == 10**18 - 100
 
 
 def test_a_curriculum_is_asked_as_the_run_says_too(tmp_path: Path) -> None:

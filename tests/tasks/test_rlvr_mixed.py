@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from strop.errors import DataError
-from strop.rollout import Example, Split, make_example
+from strop.rollout import Example, Split
 from strop.tasks import Task, build_task, describe_counts, limits_of
 from strop.tasks.rlvr_mixed import RlvrMixedSpec
 from tests.fixtures.judging import run_self_test
@@ -91,11 +91,6 @@ def test_the_baked_in_answers_are_reworded_and_stops_are_the_kinds(tmp_path: Pat
 def test_rows_of_another_kind_are_refused(tmp_path: Path, bad: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
         mixed(tmp_path, [*ROWS[:2], bad]).examples(Split.TRAIN)
-
-
-def test_a_foreign_example_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is of kind None"):
-        mixed(tmp_path, ROWS).verify(make_example("rlvr-mixed", {}, None), "1")
 
 
 def test_a_question_that_is_held_out_too_is_left_out_and_counted(tmp_path: Path) -> None:

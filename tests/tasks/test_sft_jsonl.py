@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from strop.errors import DataError
-from strop.rollout import Split, make_example
+from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.sft_jsonl import SftJsonlSpec
 from strop.tasks.traits import counts_of
@@ -65,15 +63,6 @@ def test_a_conversation_is_posed_up_to_its_last_reply(tmp_path: Path) -> None:
     example = task.examples(Split.TRAIN)[0]
     assert [message.text for message in task.render(example)] == ["Hello", "Hi", "What is 1 + 2?"]
     assert example.fields["problem"] == "1 + 2"
-
-
-def test_parquet_gives_the_same_examples(tmp_path: Path) -> None:
-    task = task_of(tmp_path)
-    for name, rows in (("train", TRAIN), ("test", TEST)):
-        (tmp_path / "p").mkdir(exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(list(rows)), tmp_path / "p" / f"{name}.parquet")
-    other = build_task(SftJsonlSpec(name="sft-jsonl", source=str(tmp_path / "p")))
-    assert other.version == task.version
 
 
 def test_a_single_file_is_split_and_no_prompt_is_on_both_sides(tmp_path: Path) -> None:
@@ -132,13 +121,6 @@ def test_malformed_rows_are_refused_by_file_and_row(tmp_path: Path, row: dict[st
         task_of(tmp_path, [*TRAIN, row]).examples(Split.TRAIN)
 
 
-def test_lines_that_are_no_tables_are_refused(tmp_path: Path) -> None:
-    task = task_of(tmp_path)
-    (tmp_path / "rows" / "train.jsonl").write_text('{"prompt": "a", "compl')
-    with pytest.raises(DataError, match=r"train\.jsonl cannot be read \(line 1"):
-        task.examples(Split.TRAIN)
-
-
 def test_one_id_for_two_prompts_is_refused(tmp_path: Path) -> None:
     rows = [{**row, "prompt_id": "same"} for row in TRAIN[:2]]
     with pytest.raises(DataError, match=r"prompt_id='same' names different prompts in .*row 1 and .*row 2"):
@@ -170,15 +152,3 @@ def test_answers_are_compared_as_asked(
     )
     (example,) = task.examples(Split.TRAIN)
     assert [task.verify(example, text).reward for text in (gold, right, wrong)] == [1.0, 1.0, 0.0]
-
-
-def test_an_example_without_gold_has_no_score(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="has no gold"):
-        task_of(tmp_path).verify(make_example("sft-jsonl", {}, None), "4")
-
-
-def test_settings_and_rows_make_the_version(tmp_path: Path) -> None:
-    plain = task_of(tmp_path).version
-    assert task_of(tmp_path / "elsewhere").version == plain
-    versions = [task_of(tmp_path, answer="text").version, task_of(tmp_path, TRAIN[:5]).version]
-    assert len({plain, *versions}) == 3

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -89,3 +91,15 @@ def test_nothing_that_a_task_has_beside_is_lost_in_another(kind: str, tmp_path: 
     task = wrap(kind, tmp_path)
     missing = {name for name in OPTIONAL if not has(task, name)}
     assert {(kind, name) for name in missing} - NOT_PASSED_ON == set()
+
+
+def test_a_run_file_imports_the_module_of_its_own_task_alone(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text('name = "one"\n[task]\nname = "gsm8k"\nsource = "./rows"\n')
+    code = (
+        "import sys; from strop.spec import load_spec, write_spec; write_spec(load_spec('run.toml'));"
+        " print(*sorted(name for name in sys.modules if name.startswith('strop.tasks.')))"
+    )
+    loaded = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True).split()
+    assert "strop.tasks.mathematics.gsm8k" in loaded
+    names = ("code", "generated.arithmetic", "instructions", "mixture", "llm_judge")
+    assert not {f"strop.tasks.{name}" for name in names} & set(loaded)

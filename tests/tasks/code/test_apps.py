@@ -93,16 +93,6 @@ def test_items_with_too_large_tests_are_dropped_and_counted(tmp_path: Path) -> N
     assert (len(task.examples(Split.TRAIN)), dict(task.left_out)) == (1, {"tests too large": 1})
 
 
-def test_numbers_of_items_count_usable_ones(tmp_path: Path) -> None:
-    task = apps(tmp_path, [ONE_TEST, SUM, SWAP], num_train=1)
-    assert [e.fields["question"][:3] for e in task.examples(Split.TRAIN)] == ["Add"]
-
-
-def test_difficulty_is_a_filter(tmp_path: Path) -> None:
-    task = apps(tmp_path, difficulty="introductory")
-    assert [e.fields["question"] for e in task.examples(Split.TRAIN)] == ["Say 3."]
-
-
 def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
     task = apps(tmp_path)
     assert run_self_test(task, task.examples(Split.TRAIN)) == []

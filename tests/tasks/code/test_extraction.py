@@ -12,8 +12,6 @@ from strop.tasks.code.extraction import (
     defines,
     extract_body,
     extract_python,
-    import_lines,
-    used_names,
 )
 
 F = "```"
@@ -91,10 +89,6 @@ def test_a_word_is_no_code(text: str) -> None:
     assert extract_python(text) is None
 
 
-def test_a_program_needs_no_name() -> None:
-    assert extract_python(f"{F}python\nprint(input())\n{F}") == "print(input())"
-
-
 _PIECES = st.sampled_from(
     (
         *(F, f"{F}python\n", f"\n{F}\n", "````\n", "[DONE]", "[BEGIN]", "<think>", "</think>"),
@@ -157,12 +151,3 @@ HEAD = 'def f(x):\n    """Add one."""\n'
 )
 def test_a_body_is_found_with_its_indentation(text: str, body: str | None) -> None:
     assert extract_body(text, HEAD, "f") == body
-
-
-def test_imports_and_names() -> None:
-    assert import_lines("import re\nfrom math import pi as p\nx = 1") == (
-        "import re",
-        "from math import pi as p",
-    )
-    assert used_names("assert set(f(a)) == 1") == ("set", "f", "a")
-    assert import_lines("import") == used_names("(") == ()

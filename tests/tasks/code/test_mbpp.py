@@ -145,28 +145,10 @@ def test_a_reply_without_the_function_is_not_run(tmp_path: Path, reply: str) -> 
     assert (outcome.reward, outcome.format_ok, outcome.isolation) == (0.0, False, None)
 
 
-def test_hidden_tests_count_for_held_out_problems_only(tmp_path: Path) -> None:
-    task = mbpp(tmp_path)
-    double, _ = task.examples(Split.TRAIN)
-    by_heart = fenced("def double(x): return {1: 2, 0: 0, -3: -6}[x]")
-    assert task.verify(double, by_heart).is_correct
-    (add,) = task.examples(Split.HELD_OUT)
-    outcome = task.verify(add, fenced("def sum(xs): return len(xs) and {2: 3, 1: 5}[len(xs)]"))
-    assert (outcome.is_correct, outcome.metrics["tests_passed"], outcome.metrics["tests_total"]) == (
-        False,
-        3,
-        4,
-    )
-
-
 def test_sec_1_a_host_without_the_wanted_isolation_gives_no_score(tmp_path: Path) -> None:
     task = mbpp(tmp_path, min_isolation="vm")
     with pytest.raises(SandboxError, match="vm"):
         task.verify(task.examples(Split.TRAIN)[0], fenced("def double(x): return 2 * x"))
-
-
-def test_less_isolation_is_another_version(tmp_path: Path) -> None:
-    assert mbpp(tmp_path, min_isolation="none").version != mbpp(tmp_path, min_isolation="vm").version
 
 
 @pytest.mark.parametrize(

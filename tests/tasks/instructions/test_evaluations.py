@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from strop.errors import ConfigError, DataError
@@ -80,15 +78,6 @@ def last(task: Task) -> Example:
     return task.examples(Split.HELD_OUT)[-1]
 
 
-def test_the_record_covers_all_instructions_with_both_verdicts() -> None:
-    assert len(RECORDED) >= 300
-    for verdict in (True, False):
-        assert {record["id"] for record in RECORDED if record["strict"] is verdict} == set(
-            load_checkers("ifeval")
-        )
-    assert any(record["loose"] and not record["strict"] for record in RECORDED)
-
-
 def test_verdicts_are_the_published_ones() -> None:
     differing = [
         record
@@ -149,15 +138,10 @@ def test_chance_is_the_same_each_time() -> None:
     assert random.getstate() == before
 
 
-def test_the_prompt_is_the_users_text_and_parquet_and_jsonl_make_the_same_task(
-    tmp_path: Path, two_parts: str
-) -> None:
+def test_the_prompt_is_the_users_text(two_parts: str) -> None:
     task = ifeval(two_parts)
     (message,) = task.render(last(task))
     assert message.text == f"Write about the sea, please. Task 99, following {', '.join(TWO_PARTS)}."
-    rows = [json.loads(line) for line in Path(two_parts).read_text().splitlines()]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "ifeval.parquet")
-    assert ifeval(str(tmp_path / "ifeval.parquet")).version == task.version
 
 
 def test_all_instructions_count_and_each_is_counted(two_parts: str) -> None:

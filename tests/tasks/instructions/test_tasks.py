@@ -14,7 +14,7 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.instructions import segments
-from strop.tasks.instructions.replies import is_echo, judged_text
+from strop.tasks.instructions.replies import is_echo
 from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.row_files import write_rows
@@ -65,22 +65,6 @@ ALL_ROWS = {
 NO_COMMAS = [multi_row({"punctuation:no_comma": None}, n) for n in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("reply", "judged"),
-    [
-        ("<think>no, never</think>\nSo it is", "So it is"),
-        ("never,</think> So it is", "So it is"),
-        ("<think>one</think> two <think>three</think> So", "So"),
-        (" So it is\n", " So it is\n"),
-        ("<think>So it is", None),
-        ("<think>one</think> two <think>three", None),
-        ("<think>one</think>", ""),
-    ],
-)
-def test_judged_is_what_stands_behind_the_reasoning(reply: str, judged: str | None) -> None:
-    assert judged_text(reply) == judged
-
-
 def test_unclosed_reasoning_and_silence_are_no_format_and_an_echo_earns_nothing(tmp_path: Path) -> None:
     task = task_of("if-multi", tmp_path, NO_COMMAS)
     example = task.examples(Split.TRAIN)[0]
@@ -111,16 +95,6 @@ def test_without_langdetect_the_task_says_what_to_install(
     monkeypatch.setattr(segments, "find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"strop\[tasks\]"):
         task_of("if-multi", tmp_path, ALL_ROWS["if-multi"]).examples(Split.TRAIN)
-
-
-def test_rlvr_holds_out_by_content(tmp_path: Path) -> None:
-    rows = ALL_ROWS["rlvr-ifeval"]
-    (tmp_path / "turned").mkdir()
-    task = task_of("rlvr-ifeval", tmp_path, rows)
-    turned = task_of("rlvr-ifeval", tmp_path / "turned", rows[::-1])
-    ids = {example.example_id for example in task.examples(Split.HELD_OUT)}
-    assert (len(task.examples(Split.TRAIN)), len(ids)) == (23, 2)  # a tenth of 25
-    assert {example.example_id for example in turned.examples(Split.HELD_OUT)} == ids
 
 
 def test_if_multi_pays_the_share_or_all(tmp_path: Path) -> None:

@@ -65,12 +65,6 @@ def test_an_outcome_survives_its_way_through_json(outcome: Outcome) -> None:
     assert outcome_from_json(json.loads(json.dumps(outcome_to_json(outcome)))) == outcome
 
 
-def test_a_task_gets_the_judge_that_it_asks_for() -> None:
-    sums, gym = build_task(ArithmeticSpec()), build_task(GYM)
-    assert isinstance(open_judge(sums, partial(build_warm_task, ArithmeticSpec())), InlineJudge)
-    assert isinstance(open_judge(gym, partial(build_warm_task, GYM)), WorkerJudge)
-
-
 def test_workers_judge_like_this_process() -> None:
     task = build_task(GYM)
     texts = [*task.gold_replies(task.examples(Split.TRAIN)[0]), "<answer>no</answer>", ""]

@@ -13,11 +13,8 @@ from strop.audit.probes import INJECTIONS
 from strop.errors import ConfigError, DataError
 from strop.rollout import Failure, FailureOwner
 from strop.tasks.llm_judge.rubric import (
-    BUILT_IN,
     CONTRACT,
     Judgement,
-    find_judgement,
-    keep_judgement,
     read_judgement,
     read_rubric,
     wrap_reply,
@@ -38,12 +35,6 @@ def test_places_are_filled_at_once_and_the_contract_follows(tmp_path: Path) -> N
     assert (
         question == f"Q say {{{{topic}}}} R {wrap_reply('blue', 's')} of sea; {{not a place}}\n\n{CONTRACT}"
     )
-
-
-@pytest.mark.parametrize("name", sorted(BUILT_IN))
-def test_built_in_rubrics_have_all_places(name: str) -> None:
-    rubric = read_rubric(name)
-    assert {"prompt", "reply"} <= set(rubric.names) <= {"prompt", "reply", "gold"}
 
 
 @pytest.mark.parametrize(
@@ -154,19 +145,3 @@ def test_a_score_out_of_bounds_is_no_score(score: str) -> None:
     found = read_judgement('{"score": ' + score + ', "reason": "x"}')
     assert isinstance(found, Failure)
     assert (found.owner, found.kind) == (FailureOwner.ENGINE, "judge_out_of_bounds")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "[]", '{"score": 0.5}', '{"score": null, "reason": ""}'),
-        *('{"score": 1.5, "reason": ""}', '{"score": NaN, "reason": ""}'),
-    ],
-)
-def test_what_was_kept_is_found_and_what_is_no_judgement_is_not(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "ab" / "entry.json"
-    assert find_judgement(path) is None
-    keep_judgement(path, Judgement(score=0.25, reason="thin"))
-    assert find_judgement(path) == Judgement(score=0.25, reason="thin")
-    path.write_text(text)
-    assert find_judgement(path) is None

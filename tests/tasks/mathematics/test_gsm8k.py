@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -80,6 +77,10 @@ def test_one_file_is_split_by_content(tmp_path: Path) -> None:
         ("It is 6 x 3.\n#### 18", True, True),
         ("#### $18.00", True, True),
         ("####18 apples, and 3 left", True, True),
+        ("The answer is 18.\nThat took 3 steps", True, False),
+        ("\\boxed{18} in 3 steps", True, False),
+        ("The answer is 3.\n#### 18", False, True),
+        ("\\boxed{3} but 18", False, False),
         ("#### 17\n#### 18", False, True),
         ("The answer is 18.", True, False),
         ("18", True, False),
@@ -135,15 +136,6 @@ def test_modes_read_numbers_their_own_way(
     assert {mode: outcome.is_correct for mode, outcome in found.items()} == right
 
 
-def test_a_number_in_a_box_or_after_the_phrase_comes_before_the_last_number() -> None:
-    example = make_example("gsm8k", {"question": "?", "solution": "#### 18"}, "18")
-    task = gsm8k("unused.jsonl")
-    assert task.verify(example, "The answer is 18.\nThat took 3 steps").is_correct
-    assert task.verify(example, "\\boxed{18} in 3 steps").is_correct
-    assert not task.verify(example, "The answer is 3.\n#### 18").is_correct
-    assert not task.verify(example, "\\boxed{3} but 18").is_correct
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_self_test_passes(tmp_path: Path, task: Task, mode: Mode) -> None:
     examples = task.examples(Split.TRAIN)
@@ -194,23 +186,3 @@ def test_an_empty_split_and_a_cut_file_are_refused(tmp_path: Path, empty: str) -
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(DataError, match=r"cut\.parquet"):
         gsm8k(path).examples(Split.TRAIN)
-
-
-def test_hub_data_offline_says_what_to_do(tmp_path: Path) -> None:
-    # A fresh process, because the hub's client reads its settings when it is imported.
-    program = (
-        "from strop.tasks.mathematics.gsm8k import Gsm8kSpec\nfrom strop.tasks import build_task\n"
-        "from strop.rollout import Split\n"
-        "build_task(Gsm8kSpec(name='gsm8k')).examples(Split.TRAIN)\n"
-    )
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
-    ended = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, **offline},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert ended.returncode == 1
-    assert "DataError: task.source=openai/gsm8k: main/train-00000-of-00001.parquet is not" in ended.stderr
-    assert "Next: download the data set elsewhere" in ended.stderr
