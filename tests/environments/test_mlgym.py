@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strop.environments.mlgym import Marks, MlgymSpec, list_tasks
+from strop.environments.mlgym import MlgymSpec, list_tasks
 from strop.errors import ConfigError, DataError
 from strop.rollout import FailureOwner, Rollout, Split
 from strop.tasks import Task, build_task
@@ -131,14 +131,6 @@ def test_a_value_above_the_ceiling_is_no_score(tmp_path: Path) -> None:
     config.write_text(config.read_text().replace("id: nearTen", "id: blotto"))
     outcome = play(tmp_path, make(tmp_path, "blotto"), SUBMIT).outcome
     assert failed(outcome) == (FailureOwner.TASK, "ceiling")
-
-
-def test_marks_are_the_share_of_the_way() -> None:
-    up = Marks(metric="s", baseline=1.0, ceiling=3.0)
-    assert [up.normalise(value) for value in (1.0, 2.0, 3.0, -9.0)] == [0.0, 0.5, 1.0, -1.0]
-    assert (up.is_impossible(3.05), up.is_impossible(3.2)) == (False, True)
-    down = Marks(metric="rmse", baseline=2.0, is_lower_better=True)
-    assert [down.normalise(value) for value in (2.0, 1.0, 0.0, 9.0)] == [0.0, 0.5, 1.0, -1.0]
 
 
 def test_what_cannot_be_graded_fairly_is_refused(tmp_path: Path) -> None:

@@ -319,19 +319,3 @@ def test_a_reply_that_is_cut_inside_a_call_is_none(tmp_path: Path) -> None:
     assert rollout.outcome.truncated
     assert rollout.outcome.metrics["num_format_errors"] == 1.0
     assert rollout.outcome.reward == 0.0
-
-
-def test_a_system_message_and_stop_strings_of_the_run_are_heard_and_are_another_version(
-    tmp_path: Path,
-) -> None:
-    plain = build()
-    for word, has_system in (
-        ("environment.system_prompt=Count well.", True),
-        ('environment.stop=["###"]', False),
-    ):
-        task = build(COUNTING, word)
-        assert task.version != plain.version
-        rollout = attempt(task, tokenizer_of(tmp_path), ["It is done.### or so"])
-        assert ("Count well." in rollout.turns[0].text) is has_system
-        assert (rollout.turns[1].text == "It is done.") is not has_system
-        assert task.limits.stop_strings == (() if has_system else ("###",))

@@ -8,16 +8,21 @@ from pathlib import Path
 import pytest
 
 from strop.errors import CheckRefused
-from strop.evaluate import ExampleScore, Validity, compare_results, write_order
+from strop.evaluate import EvalResult, ExampleScore, Validity, compare_results, write_order
 from tests.evaluate.stored_results import make_example_score, make_result, make_score
 
 
-def in_form(*, is_solved: bool, format_ok: bool) -> ExampleScore:
-    """One reply, right or wrong, in the asked form or not."""
-    return make_example_score(
-        float(is_solved),
-        format_ok_frac=float(format_ok),
-        in_format_solved_frac=float(is_solved) if format_ok else None,
+def in_forms(**replies: tuple[bool, bool]) -> EvalResult:
+    """A result of one reply to each example: whether it is right, and in the asked form."""
+    return make_result(
+        {
+            name: make_example_score(
+                float(is_solved),
+                format_ok_frac=float(format_ok),
+                in_format_solved_frac=float(is_solved) if format_ok else None,
+            )
+            for name, (is_solved, format_ok) in replies.items()
+        }
     )
 
 
@@ -91,22 +96,8 @@ def test_nothing_scored_on_both_sides_is_no_change() -> None:
 
 
 def test_rew_7_form_and_ability_are_told_apart() -> None:
-    before = make_result(
-        {
-            "a": in_form(is_solved=False, format_ok=False),
-            "b": in_form(is_solved=False, format_ok=False),
-            "c": in_form(is_solved=True, format_ok=True),
-            "d": in_form(is_solved=False, format_ok=True),
-        }
-    )
-    after = make_result(
-        {
-            "a": in_form(is_solved=True, format_ok=True),
-            "b": in_form(is_solved=True, format_ok=True),
-            "c": in_form(is_solved=True, format_ok=True),
-            "d": in_form(is_solved=False, format_ok=True),
-        }
-    )
+    before = in_forms(a=(False, False), b=(False, False), c=(True, True), d=(False, True))
+    after = in_forms(a=(True, True), b=(True, True), c=(True, True), d=(False, True))
     change = compare_results(before, after).greedy
     assert change is not None
     # a and b turned right and took the form; c and d, in the form before too, did not change.

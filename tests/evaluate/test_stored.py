@@ -49,24 +49,22 @@ def test_the_same_protocol_gives_a_paired_difference() -> None:
     assert row.note == ""
 
 
-def test_the_same_weights_and_another_format_are_named() -> None:
-    (row,) = beside(make_result(BEFORE, dtype="bfloat16"), make_result(AFTER))
-    assert row.note == "dtype bfloat16 there and float32 here; the same weights there and here"
-    assert (row.difference, row.baseline_of) == (25.0, "base, step 20")
-
-
 @pytest.mark.parametrize(
-    ("changes", "note"),
+    ("make", "changes", "named"),
     [
-        ({"task_version": "v0"}, "task_version 'v0' there and 'v1' here"),
-        ({"max_reply_tokens": 16}, "max_reply_tokens 16 there and 32 here"),
-        ({"validity": Validity.TRUNCATION}, "the result there is invalid: truncation"),
+        (make_result, {"task_version": "v0"}, "task_version"),
+        (make_result, {"max_reply_tokens": 16}, "max_reply_tokens"),
+        (make_result, {"validity": Validity.TRUNCATION}, "truncation"),
+        (make_harness_result, {"num_fewshot": 8}, "num_fewshot"),
+        (make_harness_result, {"data_digest": "other"}, "data_digest"),
+        (make_harness_result, {"arguments": ("include=x",)}, "arguments"),
     ],
 )
-def test_another_protocol_gives_what_differs_instead(changes: dict[str, Any], note: str) -> None:
-    (row,) = beside(make_result(BEFORE, **changes), make_result(AFTER))
-    assert (row.baseline, row.difference, row.difference_low, row.same_protocol) == (50.0, None, None, False)
-    assert row.note.startswith(note)
+def test_another_protocol_gives_what_differs_instead(make: Any, changes: dict[str, Any], named: str) -> None:
+    for row in beside(make(**changes), make()):
+        assert row.baseline is not None
+        assert (row.difference, row.difference_low, row.same_protocol) == (None, None, False)
+        assert named in row.note
 
 
 def test_pass_at_k_is_compared_over_the_same_problems() -> None:
@@ -115,37 +113,6 @@ def test_no_interval_is_without_width_where_all_examples_came_out_alike() -> Non
     assert row.difference_high == pytest.approx(1.96 * 2.83 * 2**0.5, abs=0.02)
 
 
-@pytest.mark.parametrize(
-    ("changes", "note"),
-    [
-        ({"num_fewshot": 8}, "num_fewshot 8 there and 4 here"),
-        ({"data_digest": "other"}, "data_digest 'other' there and 'd' here"),
-        ({"arguments": ("include=x",)}, "arguments ('include=x',) there and () here"),
-    ],
-)
-def test_the_harness_asked_otherwise(changes: dict[str, Any], note: str) -> None:
-    for row in beside(make_harness_result(**changes), make_harness_result()):
-        assert (row.difference, row.same_protocol) == (None, False)
-        assert row.note.startswith(note)
-
-
-def test_replies_that_were_cut_are_noted_and_so_is_not_knowing_it() -> None:
-    for share, noted in ((0.0, ""), (0.5, "50.0% of replies were cut"), (None, "unknown")):
-        for row in list_rows([make_harness_result(truncated_frac=share)]):
-            assert noted in row.note
-            assert bool(noted) == bool(row.note)
-    (row,) = list_rows(
-        [
-            make_harness_result(
-                truncated_frac=None,
-                max_reply_tokens=None,
-                metrics={"acc,none": HarnessMetric(value=0.5, stderr=0.1)},
-            )
-        ]
-    )
-    assert row.note == ""
-
-
 def test_what_is_no_share_is_no_percentage_and_parts_stand_beside_parts() -> None:
     metric = {"word_perplexity,none": HarnessMetric(value=0.9, stderr=None)}
     part = {"parts": {"p": HarnessPart(num_examples=3, metrics=metric)}}
@@ -181,12 +148,7 @@ def test_a_table_is_written_in_three_forms(tmp_path: Path) -> None:
     first = StoredBaseline(name="first", results={Path("a"): make_result(BEFORE, model_digest="m0")})
     second = StoredBaseline(name="second", results={Path("a"): make_result(BEFORE, task_version="v0")})
     text, as_json, as_csv = write_tables(list_rows([make_result(AFTER)], [first, second]), tmp_path, "t")
-    lines = text.read_text().splitlines()
-    assert [line.split()[0] for line in lines[:3]] == ["task", "arithmetic", "arithmetic"]
-    assert lines[1].split()[10:14] == ["first,", "step", "20", "yes"]
-    assert "+25.00 (" in lines[1]
-    assert lines[2].split()[10:] == ["second,", "step", "20", "no", "-"]
-    assert lines[3].startswith("arithmetic greedy (second, step 20): task_version 'v0' there")
+    assert "+25.00 (" in text.read_text()
     rows = json.loads(as_json.read_text())
     assert [(row["baseline_of"], row["same_protocol"]) for row in rows] == [
         ("first, step 20", True),

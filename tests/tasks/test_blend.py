@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,27 +185,11 @@ def test_blends_that_cannot_be_meant_are_refused(settings: dict[str, Any], named
         BlendSpec(name="blend", **settings)
 
 
-RUN = """
-name = "x"
-[task]
-name = "blend"
-[task.parts.sums]
-name = "arithmetic"
-weight = 0.9
-[task.parts.judge]
-name = "llm-judge"
-rubric = "grade.md"
-judge_url = "http://127.0.0.1:1/v1"
-judge_model = "big"
-judge_revision = "1"
-weight = 0.1
-"""
-
-
-def test_a_judge_in_a_blend_is_not_the_policy(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(RUN.replace('"big"', '"org/small"') + '[model]\nuri = "org/small"\n')
-    with pytest.raises(ConfigError, match="the model would be judged by itself"):
-        load_spec(tmp_path / "run.toml")
+def test_a_judge_in_a_blend_is_not_the_policy() -> None:
+    parts = {"sums": SUMS, "judge": {**JUDGE, "judge_model": "org/small"}}
+    words = ["name=x", "model.uri=org/small", "task.name=blend", f"task.parts={json.dumps(parts)}"]
+    with pytest.raises(ConfigError, match="itself"):
+        load_spec(None, words)
 
 
 def test_a_warm_blend_wants_what_its_judge_wants(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,14 +82,6 @@ def test_an_odd_message_is_one_bounded_line_and_leaves_the_frames(said: str, lin
     assert describe_failure(failure) == f"task, {line}"
 
 
-def test_a_failure_without_an_exception_is_told_by_what_it_says() -> None:
-    late = Failure(owner=FailureOwner.TASK, kind="verifier_timeout", detail="no verdict after 5 s")
-    assert describe_failure(late) == "task, verifier_timeout: no verdict after 5 s"
-    assert describe_failure(Failure(owner=FailureOwner.ENGINE, kind="abort")) == "engine, abort"
-    crash = Failure(owner=FailureOwner.TASK, kind="verifier_TypeError", detail="TypeError: odd (reward.py:3)")
-    assert describe_failure(crash) == "task, verifier_TypeError: odd (reward.py:3)"
-
-
 def test_failures_are_told_apart_by_place_and_summed_up_the_commonest_first() -> None:
     late = Failure(owner=FailureOwner.TASK, kind="verifier_timeout", detail="no verdict after 5 s")
     broken = [catch(partial(break_down, f"tensor {n}"), FailureOwner.ENGINE) for n in range(3)]

@@ -9,11 +9,10 @@ from pydantic import JsonValue
 
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split, make_example
-from strop.tasks import TaskLimits, build_task
+from strop.tasks import build_task
 from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
 from strop.tasks.mixture import Mixture, MixtureSpec
 from strop.tasks.selftest import excess_goldless
-from strop.tasks.version import hash_version
 from tests.fixtures.judging import run_self_test
 
 
@@ -88,12 +87,3 @@ def test_a_share_of_one_part_of_a_mixture_is_no_excuse_for_another() -> None:
     excess = excess_goldless(task, task.examples(Split.TRAIN))
     even = [e for e in strict.examples(Split.TRAIN) if int(e.answer or "0") % 2 == 0]
     assert excess == even != []
-
-
-def test_how_much_gold_is_promised_changes_no_version() -> None:
-    limits = TaskLimits(max_reply_tokens=4)
-    versions = {
-        hash_version("x", "p", "v", replace(limits, max_goldless_frac=share), ArithmeticSpec())
-        for share in (0.0, 0.5)
-    }
-    assert len(versions) == 1

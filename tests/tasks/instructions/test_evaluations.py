@@ -115,9 +115,6 @@ def test_all_instructions_can_be_judged(tmp_path: Path) -> None:
     [
         ("count:numbers", {"N": 2}, "1 of 20", "one"),
         ("words:start_verb", {}, "Write it down", "The sea"),
-        ("ratio:stop_words", {"percentage": 30}, "Sea water tastes salt", "the sea is the sea"),
-        ("format:emoji", {}, "The sea is blue. \N{WATER WAVE}", "The sea is blue."),
-        ("words:odd_even_syllables", {}, "sea water", "sea sun"),
         ("sentence:keyword", {"word": "sea", "N": 2}, "It rains. The sea waits.", "The sea waits. It rains."),
     ],
 )

@@ -115,33 +115,21 @@ def test_the_last_object_is_the_judgement(answer: str, score: float) -> None:
     assert found.score == score
 
 
+NO_SCORES = [
+    *("", "I give it 0.9.", "Score: 1", "I cannot help with that.", '{"grade": 1}', '[{"score": 1}]'),
+    *('{"score": 1, "reason": "x"} That is my grade.', '{"score": "1", "reason": "x"}'),
+    *('{"score": true, "reason": "x"}', '{"score": null, "reason": "x"}', '{"outer": {"score": 1}}'),
+    *('{"score": 1, "reason": "cut in the mid', '<think>still at it {"score": 1, "reason": "x"}'),
+    "{" * 5000 + "}",
+]
+BEYOND = [f'{{"score": {one}, "reason": "x"}}' for one in ("1.5", "-0.1", "10", "NaN", "Infinity", "1e400")]
+
+
 @pytest.mark.parametrize(
-    "answer",
-    [
-        "",
-        "I give it 0.9.",
-        "Score: 1",
-        "I cannot help with that.",
-        '{"score": 1, "reason": "x"} That is my grade.',
-        '{"score": "1", "reason": "x"}',
-        '{"score": true, "reason": "x"}',
-        '{"score": null, "reason": "x"}',
-        '{"grade": 1}',
-        '[{"score": 1}]',
-        '{"outer": {"score": 1}}',
-        '{"score": 1, "reason": "cut in the mid',
-        '<think>still at it {"score": 1, "reason": "x"}',
-        "{" * 5000 + "}",
-    ],
+    ("answer", "kind"),
+    [*((one, "judge_unparsable") for one in NO_SCORES), *((one, "judge_out_of_bounds") for one in BEYOND)],
 )
-def test_anything_else_has_no_score(answer: str) -> None:
+def test_anything_else_has_no_score(answer: str, kind: str) -> None:
     found = read_judgement(answer)
     assert isinstance(found, Failure)
-    assert (found.owner, found.kind) == (FailureOwner.ENGINE, "judge_unparsable")
-
-
-@pytest.mark.parametrize("score", ["1.5", "-0.1", "10", "NaN", "Infinity", "1e400"])
-def test_a_score_out_of_bounds_is_no_score(score: str) -> None:
-    found = read_judgement('{"score": ' + score + ', "reason": "x"}')
-    assert isinstance(found, Failure)
-    assert (found.owner, found.kind) == (FailureOwner.ENGINE, "judge_out_of_bounds")
+    assert (found.owner, found.kind) == (FailureOwner.ENGINE, kind)

@@ -14,7 +14,6 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import FailureOwner, Outcome, Split, make_example
 from strop.spec import load_spec
 from strop.spec.judge import LlmJudgeSpec
-from strop.spec.layout import DeviceShare, RoleKind
 from strop.tasks import build_task, build_warm_task
 from strop.tasks.judging import WorkerJudge, open_judge
 from strop.tasks.llm_judge import LlmJudge, client
@@ -138,15 +137,6 @@ def test_what_failed_is_asked_again_and_a_spoiled_entry_too(tmp_path: Path) -> N
         entry.write_text("half a", encoding="utf-8")
         assert verify(task, "word-0").reward == 1.0
     assert len(server.requests) == 3
-
-
-def test_calls_end_with_the_budget(tmp_path: Path) -> None:
-    with judge_server(lambda question: scored(1.0)) as server:
-        task = judge_task(tmp_path, server.url, max_judge_calls=2)
-        outcomes = [verify(task, text) for text in ("a", "b", "c")]
-    assert [outcome.reward for outcome in outcomes] == [1.0, 1.0, None]
-    assert failed(outcomes[-1]) == (FailureOwner.ENGINE, "judge_budget")
-    assert len(server.requests) == 2
 
 
 def test_workers_share_places_and_budget(tmp_path: Path) -> None:
@@ -308,13 +298,3 @@ def test_settings_that_cannot_be_meant_are_refused(
     with pytest.raises(ConfigError, match=named):
         load_spec(write_run(tmp_path, **settings))
     load_spec(write_run(tmp_path, **ITSELF, can_judge_itself="true"))
-
-
-def test_a_judge_that_the_run_starts_may_have_gpus_of_its_own(tmp_path: Path) -> None:
-    path = write_run(tmp_path, judge_url='"role"', judge_engine='"vllm"')
-    layout = load_spec(path, ["job.gpus=1", "job.judge_gpus=2"]).spec.layout
-    (judge,) = layout.of(RoleKind.JUDGE)
-    assert judge.devices == DeviceShare(part="judge", first=0, count=2)
-    assert layout.nodes[0].gpus == {"train": 1, "judge": 2}
-    with pytest.raises(ConfigError, match="its own engine takes one GPU"):
-        load_spec(write_run(tmp_path, judge_url='"role"'), ["job.gpus=1", "job.judge_gpus=2"])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from strop.errors import ConfigError, DataError, StropError
+from strop.errors import ConfigError, StropError
 from strop.rollout import Split, make_example
 from strop.spec import ResolvedSpec, load_spec, write_spec
 from strop.spec.description import explain
@@ -235,14 +235,6 @@ def test_the_version_covers_source_settings_and_examples(tmp_path: Path) -> None
     ]
     assert len(set(versions)) == 4
     assert task_of(other).version == versions[0]
-
-
-def test_an_example_that_lost_a_part_is_not_judged(tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    task = build_warm_task(load(tmp_path).spec.task)
-    with pytest.raises(DataError, match="lacks a part"):
-        task.verify(replace(task.examples(Split.TRAIN)[0], answer=None), "4")
 
 
 def test_a_run_file_is_valid_where_its_task_is_not(tmp_path: Path) -> None:
