@@ -12,11 +12,12 @@ import pytest
 from strop.environments.harbor.directories import digest_tree, list_directories
 from strop.environments.harbor.environment import Harbor, HarborSpec, Image, choose_engine, parse_rewards
 from strop.errors import ConfigError, DataError
-from strop.rollout import FailureOwner, Rollout, Split, make_example
+from strop.rollout import FailureOwner, Split, make_example
 from strop.sandbox.allowlist import parse_network
 from strop.sandbox.contract import MIB
 from strop.tasks import Task, build_task, self_test
-from tests.environments.test_worlds import attempt, call, tokenizer_of
+from tests.environments.test_worlds import call
+from tests.environments.test_worlds import play_here as play
 from tests.fixtures.harbor_tasks import FILES, write_task
 from tests.fixtures.judging import failed
 from tests.fixtures.sandboxes import needs_podman
@@ -157,10 +158,6 @@ def make(folder: Path, base: str, **changed: str | None) -> Task:
     BUILT.add(f"localhost/strop-harbor:{digest_tree(made / 'environment')[:24]}")
     settings: dict[str, Any] = {"sandbox": "podman", "num_held_out": 0}
     return build_task(HarborSpec(name="harbor", root=str(folder / "tasks"), **settings))
-
-
-def play(tmp_path: Path, task: Task, *replies: str) -> Rollout:
-    return attempt(task, tokenizer_of(tmp_path), list(replies), max_reply_tokens=4000)
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ import pytest
 
 from strop.environments.mlgym import MlgymSpec, list_tasks
 from strop.errors import ConfigError, DataError
-from strop.rollout import FailureOwner, Rollout, Split
+from strop.rollout import FailureOwner, Split
 from strop.tasks import Task, build_task
-from tests.environments.test_worlds import attempt, call, tokenizer_of
+from tests.environments.test_worlds import call
+from tests.environments.test_worlds import play_here as play
 from tests.fixtures.judging import failed
 from tests.fixtures.mlgym_checkout import FILES, write_checkout
 from tests.fixtures.sandboxes import needs_bubblewrap
@@ -28,10 +29,6 @@ def make(folder: Path, task: str = "nearTen", **settings: Any) -> Task:
     return build_task(
         MlgymSpec(name="mlgym", root=str(root), tasks=(task,), num_train=1, num_held_out=1, **given)
     )
-
-
-def play(tmp_path: Path, task: Task, *replies: str) -> Rollout:
-    return attempt(task, tokenizer_of(tmp_path), list(replies), max_reply_tokens=4000)
 
 
 def write(text: str, path: str = "target.py") -> str:

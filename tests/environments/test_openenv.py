@@ -14,11 +14,11 @@ import pytest
 from pydantic import ValidationError
 
 from strop.environments.openenv import OpenenvSpec
-from strop.rollout import FailureOwner, Rollout, Split
+from strop.rollout import FailureOwner, Split
 from strop.tasks import Task, build_task
 from strop.tasks.traits import world_of
 from tests.conftest import require_system_part
-from tests.environments.test_worlds import attempt, tokenizer_of
+from tests.environments.test_worlds import play_here as play
 from tests.fixtures.judging import failed
 from tests.fixtures.real_agents import OPENENV
 
@@ -28,10 +28,6 @@ ONE = '{"number": 1}'
 
 def make(url: str, **settings: Any) -> Task:
     return build_task(OpenenvSpec(name="openenv", url=url, num_train=1, num_held_out=1, **settings))
-
-
-def play(tmp_path: Path, task: Task, *replies: str) -> Rollout:
-    return attempt(task, tokenizer_of(tmp_path), list(replies))
 
 
 def failure_of(tmp_path: Path, task: Task, reply: str = ONE) -> tuple[FailureOwner, str]:

@@ -22,9 +22,10 @@ from strop.environments.repair import RepoRepair, RepoRepairSpec
 from strop.environments.repair_rows import Hidden, read_passed
 from strop.errors import DataError
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
-from strop.rollout import Example, FailureOwner, Rollout, Split
+from strop.rollout import Example, FailureOwner, Split
 from strop.tasks import Task, build_task, self_test
-from tests.environments.test_worlds import attempt, call, plan_of, tokenizer_of
+from tests.environments.test_worlds import call, plan_of, tokenizer_of
+from tests.environments.test_worlds import play_here as play
 from tests.fixtures.dummy_engine import DummyEngine
 from tests.fixtures.judging import failed
 from tests.fixtures.runtime_processes import service_of
@@ -98,10 +99,6 @@ def make(folder: Path, place: Path, settings: dict[str, Any] | None = None, **co
         (folder / f"{name}.jsonl").write_text(text + "\n")
     given = {**PROCESS, "memory_gib": 0.25, "disk_gib": 0.0625, **(settings or {})}
     return build_task(RepoRepairSpec(name="repo-repair", source=str(folder), **given))
-
-
-def play(tmp_path: Path, task: Task, *replies: str) -> Rollout:
-    return attempt(task, tokenizer_of(tmp_path), list(replies), max_reply_tokens=4000)
 
 
 @pytest.mark.parametrize(

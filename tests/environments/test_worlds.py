@@ -124,6 +124,11 @@ def attempt(task: Task, tokenizer: Tokenizer, replies: list[str], **planned: Any
     return asyncio.run(run_rollout(environment, engine, tokenizer, plan_of(task, **planned)))
 
 
+def play_here(tmp_path: Path, task: Task, *replies: str) -> Rollout:
+    """Attempt the first training example with scripted replies and a tokenizer without a tool template."""
+    return attempt(task, tokenizer_of(tmp_path), list(replies), max_reply_tokens=4000)
+
+
 def play(task: Task, example: Example, *replies: str) -> tuple[list[str], Outcome]:
     """Attempt an example without a model; return what the world says, reply by reply, and the outcome."""
 

@@ -128,31 +128,16 @@ def test_shots_of_a_single_file_are_refused(tmp_path: Path) -> None:
         task.examples(Split.HELD_OUT)
 
 
-QUESTION = (Message(role="user", content="Hi"),)
-
-
-@pytest.fixture
-def chat_tokenizer(tmp_path: Path) -> Tokenizer:
-    return Tokenizer.load(tiny_tokenizer(tmp_path / "chat"))
-
-
-@pytest.fixture
-def base_tokenizer(tmp_path: Path) -> Tokenizer:
-    return Tokenizer.load(tiny_tokenizer(tmp_path / "base", with_chat_template=False))
-
-
-def test_auto_follows_the_model(chat_tokenizer: Tokenizer, base_tokenizer: Tokenizer) -> None:
-    assert resolve_prompt_format(chat_tokenizer, "auto") is PromptFormat.CHAT
-    assert resolve_prompt_format(base_tokenizer, "auto") is PromptFormat.BASE
-
-
-def test_unknown_format_is_refused(chat_tokenizer: Tokenizer) -> None:
-    with pytest.raises(ConfigError, match=r"model\.prompt_format=chatml\. Allowed: auto, chat, base"):
-        resolve_prompt_format(chat_tokenizer, "chatml")
+def test_auto_follows_the_model_and_another_word_is_refused(tmp_path: Path) -> None:
+    for has_template, form in ((True, PromptFormat.CHAT), (False, PromptFormat.BASE)):
+        tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path / form, with_chat_template=has_template))
+        assert resolve_prompt_format(tokenizer, "auto") is form
+        with pytest.raises(ConfigError, match=r"model\.prompt_format=chatml"):
+            resolve_prompt_format(tokenizer, "chatml")
 
 
 def test_prompt_without_a_token_is_refused(tmp_path: Path) -> None:
     model_dir = tiny_tokenizer(tmp_path)
     (model_dir / "chat_template.jinja").write_text("{# says nothing #}")
     with pytest.raises(DataError, match="a prompt of 1 messages has no token"):
-        render_prompt(Tokenizer.load(model_dir), QUESTION, "chat")
+        render_prompt(Tokenizer.load(model_dir), [Message(role="user", content="Hi")], "chat")

@@ -87,12 +87,8 @@ def test_rows_of_other_sources_and_without_gold_are_counted(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
-        (
-            TRAIN,
-            {"subset": "c"},
-            r"task.subset='c' has 0 training and 0 held-out.*6 of source none.*8 of other",
-        ),
-        ([{"prompt": "a", "completion": "b"}], {}, r"has 0 training and 2 held-out .*1 without gold"),
+        (TRAIN, {"subset": "c"}, "task.subset='c' has 0 .* 0 .*6 of source none.*8"),
+        ([{"prompt": "a", "completion": "b"}], {}, "has 0 training and 2 held-out .*1 without gold"),
     ],
 )
 def test_nothing_left_is_refused_with_what_was_seen(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import DataError
-from strop.tasks.instructions.checkers import Checkers, Constraint, has_substance
+from strop.tasks.instructions.checkers import Checkers, Constraint
 from strop.tasks.instructions.google import GOOGLE
 from strop.tasks.instructions.multi import MULTI
 from strop.tasks.instructions.replies import write_replies
@@ -119,11 +119,3 @@ def test_zero_is_an_argument() -> None:
     constraint = GOOGLE.bind("detectable_format:number_bullet_lists", {"num_bullets": 0}, place="a test")
     assert constraint.is_met("No list here at all")
     assert not constraint.is_met("* one of them here")
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [("Yes we can", True), ("家族のために毎朝市場へ行って新しいパンを買います", True), ("ok ok", False)],
-)
-def test_substance_is_three_words_or_twenty_letters(text: str, expected: bool) -> None:
-    assert has_substance(text) is expected

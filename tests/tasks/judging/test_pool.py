@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -130,12 +129,6 @@ def wait_until_dead(pid: int) -> bool:
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)
     return not is_alive(pid)
-
-
-def test_results_come_back_to_their_calls_in_order() -> None:
-    payloads = [{"number": number, "sleep": 0.02 * (number % 3)} for number in range(30)]
-    replies = with_pool(partial(call_all, payloads))
-    assert [reply["echo"]["number"] for reply in replies] == list(range(30))
 
 
 def test_a_worker_serves_many_calls_and_is_then_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
