@@ -42,16 +42,9 @@ PIECES = (
     "-1.50",
     "'",
 )
-TOOL = json.dumps(
-    {
-        "type": "function",
-        "function": {
-            "name": "look",
-            "description": "Look.",
-            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
-        },
-    }
-)
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}}}
+LOOK = {"name": "look", "description": "Look.", "parameters": PLACE}
+TOOL = json.dumps({"type": "function", "function": LOOK})
 EXAMPLE = make_example("talk", {"a": 1}, None)
 
 

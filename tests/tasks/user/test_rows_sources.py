@@ -12,8 +12,9 @@ from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.user.rows import RowsSpec
-from tests.fixtures.object_store import BUCKET, ask_store, object_store, use_store
 from tests.fixtures.tiny_hub import tiny_hub
+from tests.store.contract_suite import write_files
+from tests.store.test_listed import sync
 
 
 def lines(numbers: Sequence[int]) -> bytes:
@@ -81,16 +82,12 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
     )
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("away_from_home")
-def test_all_below_a_prefix_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with object_store(tmp_path / "moto.log") as address:
-        use_store(monkeypatch, address)
-        ask_store(address, "PUT", f"/{BUCKET}")
-        for name, numbers in (("train.jsonl", [1, 2, 3]), ("test.jsonl", [4, 5])):
-            ask_store(address, "PUT", f"/{BUCKET}/mine/{name}", lines(numbers))
-        assert answers(task_of(f"s3://{BUCKET}/mine/")) == HELD_OUT_APART
-        ask_store(address, "PUT", f"/{BUCKET}/mine/train.jsonl", lines([1, 2, 3, 6]))
-        assert answers(task_of(f"s3://{BUCKET}/mine/"))[Split.TRAIN] == ["1", "2", "3", "6"]
-        ask_store(address, "PUT", f"/{BUCKET}/one.jsonl", lines(range(20)))
-        assert len(answers(task_of(f"s3://{BUCKET}/one.jsonl"))[Split.TRAIN]) == 18
+def test_all_below_a_prefix_is_fetched(s3_root: str, tmp_path: Path) -> None:
+    mine = write_files(tmp_path / "mine", {"train.jsonl": lines([1, 2, 3]), "test.jsonl": lines([4, 5])})
+    sync(mine, f"{s3_root}/mine")
+    assert answers(task_of(f"{s3_root}/mine/")) == HELD_OUT_APART
+    sync(write_files(mine, {"train.jsonl": lines([1, 2, 3, 6])}), f"{s3_root}/mine")
+    assert answers(task_of(f"{s3_root}/mine/"))[Split.TRAIN] == ["1", "2", "3", "6"]
+    sync(write_files(tmp_path / "one", {"one.jsonl": lines(range(20))}), s3_root)
+    assert len(answers(task_of(f"{s3_root}/one.jsonl"))[Split.TRAIN]) == 18
