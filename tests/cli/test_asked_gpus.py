@@ -51,64 +51,41 @@ def planned(run: Run, file: str, *words: str) -> dict[str, int]:
     return {role["role"]: role["count"] for role in json.loads(ended.out)["roles"]}
 
 
+ON_SLURM, ON_CLUSTER = "submit run.toml --on slurm", "submit run.toml --on cluster"
+REPAIR = "environment.name=repo-repair environment.source=rows.jsonl"
+
+
 @pytest.mark.parametrize(
     ("words", "gpus", "said"),
     [
         # One of four trained, because the placement was inline.
-        (("submit", "sft.toml", "--on", "slurm", "job.gpus=4"), {"train": 4}, "ray: 4 learners, 1 engine"),
+        ("submit sft.toml --on slurm job.gpus=4", {"train": 4}, "ray: 4 learners, 1 engine"),
         (
-            ("submit", "run.toml", "--on", "slurm", "job.train_gpus=2", "job.infer_gpus=2"),
-            {"infer": 2, "train": 2},
-            "ray: 2 learners, 2 engines",
+            f"{ON_SLURM} job.train_gpus=2 job.infer_gpus=2",
+            *({"infer": 2, "train": 2}, "ray: 2 learners, 2 engines"),
         ),
         # With Ray one engine had both, of which vLLM used one.
         (
-            (
-                "submit",
-                "run.toml",
-                "--on",
-                "slurm",
-                "job.infer_gpus=2",
-                "placement.kind=ray",
-                "engine.kind=vllm",
-            ),
-            {"infer": 2, "train": 1},
-            "ray: 1 learner, 2 engines",
+            f"{ON_SLURM} job.infer_gpus=2 placement.kind=ray engine.kind=vllm",
+            *({"infer": 2, "train": 1}, "ray: 1 learner, 2 engines"),
         ),
         (
-            (
-                "submit",
-                "run.toml",
-                "--on",
-                "cluster",
-                "job.train_gpus=5",
-                "job.infer_gpus=1",
-                "job.env_gpus=1",
-                "environment.name=guess-number",
-            ),
-            {"infer": 1, "train": 5, "env": 1},
-            "ray: 5 learners, 1 engine, 1 worker",
+            f"{ON_CLUSTER} job.train_gpus=5 job.infer_gpus=1 job.env_gpus=1 environment.name=guess-number",
+            *({"infer": 1, "train": 5, "env": 1}, "ray: 5 learners, 1 engine, 1 worker"),
         ),
         (
-            (
-                *("submit", "run.toml", "--on", "cluster", "environment.name=repo-repair"),
-                "environment.source=rows.jsonl",
-                *("job.train_gpus=4", "job.infer_gpus=2", "job.env_gpus=2"),
-            ),
-            {"infer": 2, "train": 4, "env": 2},
-            "ray: 4 learners, 2 engines, 2 workers",
+            f"{ON_CLUSTER} {REPAIR} job.train_gpus=4 job.infer_gpus=2 job.env_gpus=2",
+            *({"infer": 2, "train": 4, "env": 2}, "ray: 4 learners, 2 engines, 2 workers"),
         ),
         # It had none of its eight.
-        (("submit", "run.toml", "--on", "cloud"), {"train": 8}, "ray: 8 learners, 8 engines"),
+        ("submit run.toml --on cloud", {"train": 8}, "ray: 8 learners, 8 engines"),
     ],
 )
-def test_what_is_asked_for_is_given_to_roles(
-    run: Run, words: tuple[str, ...], gpus: dict[str, int], said: str
-) -> None:
-    plan = dry_run(run, *words)
+def test_what_is_asked_for_is_given_to_roles(run: Run, words: str, gpus: dict[str, int], said: str) -> None:
+    plan = dry_run(run, *words.split())
     assert plan["roles"][0]["gpus"] == gpus
     assert plan["resources"]["gpus_per_node"] == sum(gpus.values())
-    ended = run(*words, "--dry-run")
+    ended = run(*words.split(), "--dry-run")
     assert f"placement {said}" in ended.out + ended.err
 
 

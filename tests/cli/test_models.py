@@ -145,11 +145,3 @@ def test_runs_are_listed_viewed_and_compared(finished_run: Path, folder: Path, r
     compared = json.loads(run("compare", finished_run, listed[0]["path"], "--json").out)
     assert compared["settings"] == [{"key": "optimizer.lr", "values": [1e-05, 1e-4]}]
     assert "optimizer.lr" in run("compare", finished_run, listed[0]["path"]).out
-
-
-def test_a_damaged_run_does_not_hide_the_others(finished_run: Path, folder: Path, run: Run) -> None:
-    broken = folder / "runs" / "broken-1"
-    broken.mkdir()
-    (broken / "run.json").write_text("{")
-    listed = json.loads(run("ls", "--json").out)
-    assert [entry["phase"] for entry in listed] == ["finished", "damaged"]

@@ -193,15 +193,6 @@ assert not {"pydantic", "numpy"} & set(sys.modules)
     assert run_fresh(code=code).returncode == 0
 
 
-def test_standard_output_of_json_is_json_alone(run: Run, folder: Path) -> None:
-    for words in (("plan", "run.toml", "--json"), ("plan", "run.toml", "model.uri=org/absent", "--json")):
-        ended = run(*words)
-        assert ended.code == 0
-        json.loads(ended.out)
-    # What could not be known is said to the person, beside the JSON.
-    assert "unknown: prompt, memory, disk and time: model org/absent is not on this machine" in ended.err
-
-
 def commands(command: Any, words: str) -> Iterator[tuple[str, int]]:
     """Yield each command and the number of its parameters, without --help."""
     params = command.get_params(typer.Context(command))
@@ -233,17 +224,6 @@ def test_a_backend_of_the_table_has_its_options_everywhere(here: World, run: Run
     assert run("submit", "run.toml", "--on", "lanes", "site.bid=3").code == 0
     ended = run("status", "run", "--json")
     assert json.loads(ended.out)[0]["state"] == "queued"
-
-
-def test_wrong_options_of_a_backend_are_refused_in_three_parts(here: World, run: Run) -> None:
-    for words, pieces in {
-        "site.bid=0": ("site.bid=0 is not allowed", "Allowed: Bid for a place", "Next: correct site.bid"),
-        "site.partition=x": ("site.partition is no setting of backend fake", "site.bid"),
-    }.items():
-        ended = run("submit", "run.toml", "--on", "lanes", words)
-        assert (ended.code, ended.out) == (2, "")
-        for piece in pieces:
-            assert piece in ended.err
 
 
 def test_an_option_of_one_job_is_no_key_of_a_profile(here: World, run: Run) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from strop.record import RunDir
-from tests.fixtures.attempts import start_command, wait_for_end, wait_until
 from tests.fixtures.commands import Run
 
 
@@ -167,35 +165,3 @@ def test_an_interrupted_run_ends_with_75_and_nothing_else_is_printed(folder: Pat
     assert [line["type"] for line in lines if line["type"] != "event"][-1] == lines[-1]["type"] == "end"
     assert (lines[-1]["cause"], lines[-1]["exit_code"]) == ("Interrupted", 75)
     assert "give the same command again" in lines[-1]["message"]
-
-
-FIRST_STEP = re.compile(r"^step .*/2000", re.MULTILINE)
-
-WORDS = (
-    *("train", "run.toml", "train.steps=2000", "train.checkpoint_every=1000", "output.dir=here"),
-    *("eval.num_examples=1", "eval.num_samples=none"),
-)
-
-
-def stop_at_first_step(log_path: Path) -> tuple[int, list[str]]:
-    """Train until the first step is told, send SIGTERM, and return the exit code and what was told."""
-    process = start_command(WORDS, log_path)
-    assert process.pid is not None
-    wait_until(lambda: FIRST_STEP.search(log_path.read_text()) is not None, process, log_path)
-    os.kill(process.pid, signal.SIGTERM)
-    return wait_for_end(process), log_path.read_text().splitlines()
-
-
-@pytest.mark.slow
-def test_sigterm_checkpoints_says_75_and_the_same_command_continues(folder: Path) -> None:
-    code, told = stop_at_first_step(folder / "first.log")
-    assert code == 75, told
-    assert "give the same command again" in told[-1]
-    assert (folder / "here" / "latest" / "train.log").read_text().splitlines()[-1] == told[-1]
-    stopped_at = RunDir.open(folder / "here").checkpoint_steps()[-1]
-    assert 1 <= stopped_at < 2000
-    code, told = stop_at_first_step(folder / "second.log")
-    assert code == 75
-    assert any(f"continues after step {stopped_at} of 2000" in line for line in told)
-    attempt = json.loads((folder / "here" / "attempts" / "2" / "attempt.json").read_text())
-    assert (attempt["cause"], attempt["exit_code"]) == ("Interrupted", 75)

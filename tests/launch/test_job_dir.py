@@ -10,18 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import CheckRefused, ConfigError, StoreError
+from strop.errors import ConfigError, StoreError
 from strop.launch.build_request import make_plan
 from strop.launch.contract import JobPlan, JobRef, JobRequest
 from strop.launch.index import find_job_dir, index_path, list_job_dirs, note_job
 from strop.launch.job_dir import (
-    find_job_dirs_of,
     job_path_of,
     name_job_dir,
     plan_to_json,
     read_plan,
     write_job_dir,
-    write_preview,
     write_ref,
 )
 from strop.spec import load_spec
@@ -112,21 +110,6 @@ def test_a_secret_that_has_gone_since_the_plan_is_named(world: World) -> None:
     with pytest.raises(ConfigError, match="MY_TOKEN") as caught:
         write_job_dir(make_plan(request, world.backend), request, world.environ)
     assert CANARY not in str(caught.value)
-
-
-def test_a_preview_makes_no_directory_and_changes_none(world: World) -> None:
-    request = world.request(f"output.dir={world.runs / 'mine'}")
-    plan = make_plan(request, world.backend)
-    write_preview(plan, request)
-    job_path = job_path_of(plan.home)
-    assert {path.name for path in job_path.iterdir()} == {"spec.toml", "resolved.json", "job.sh"}
-    assert find_job_dirs_of(world.runs, "run") == []
-    write_job_dir(plan, request, world.environ)
-    before = (job_path / "spec.toml").read_bytes()
-    changed = world.request(f"output.dir={world.runs / 'mine'}", "train.steps=9")
-    with pytest.raises(CheckRefused):
-        write_preview(make_plan(changed, world.backend), changed)
-    assert (job_path / "spec.toml").read_bytes() == before
 
 
 def test_directories_are_named_by_run_and_time_and_never_twice(tmp_path: Path) -> None:

@@ -297,15 +297,6 @@ def test_the_jobs_before_the_present_one_and_all_trials_are_no_orphans(world: Wo
     assert find_orphans([world.runs], world.environ) == []
 
 
-def test_a_status_for_programs_has_its_attempt(world: World) -> None:
-    ref = world.submit()
-    world.backend.end_attempt(world.backend.begin_attempt(ref, 2), 75)
-    world.backend.answer(ref, SchedulerStatus(state=JobState.QUEUED, raw="PENDING", num_restarts=3))
-    (told,) = (status_to_json(one) for one in list_statuses([world.runs], world.environ))
-    assert told["attempt"] == {"name": "fake-1-2", "number": 2, "exit_code": 75}
-    assert (told["state"], told["home"], told["job_id"]) == ("preempted", str(Path(ref.home)), "fake-1")
-
-
 def test_schedulers_are_not_asked_for_jobs_that_were_seen_to_end(world: World) -> None:
     ended, living = world.submit(), world.submit("name=second")
     world.backend.answer(ended, SchedulerStatus(state=JobState.CANCELLED, raw="CANCELLED"))

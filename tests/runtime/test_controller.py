@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
+import os
 import re
+import signal
+import socket
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from strop.errors import CheckRefused, StoreError
 from strop.runtime.contract import FailureKind, Slot
+from strop.runtime.keys import KeyRing
 from strop.runtime.sessions import Policy
 from tests.fixtures.runtime_service import POLICY, service, start_body, until
-from tests.fixtures.scripted_node import Script
+from tests.fixtures.scripted_node import Script, ScriptedNode, slots
 
 GIB = 1 << 30
 
@@ -99,32 +109,24 @@ BAD_STARTS: dict[str, tuple[Any, int]] = {
     "not JSON": (b"{", 400),
     "no object": (b"[]", 422),
     "null id": ({"session_id": None}, 422),
-    "number as id": ({"session_id": 7}, 422),
     "empty id": ({"session_id": ""}, 400),
     "id with slash": ({"session_id": "a/b"}, 400),
-    "id with question mark": ({"session_id": "a?b"}, 400),
-    "id with fragment": ({"session_id": "a#b"}, 400),
     "id with NUL": ({"session_id": "a\0b"}, 400),
     "id that climbs": ({"session_id": ".."}, 400),
     "id of a route": ({"session_id": "batch"}, 400),
-    "id with an escape": ({"session_id": "a%2fb"}, 400),
     "long id": ({"session_id": "a" * 257}, 400),
     "no image": ({"image": ""}, 422),
-    "null image": ({"image": None}, 422),
     "no command": ({"command": ""}, 422),
-    "null command": ({"command": None}, 422),
     "open quote": ({"command": "sh -c 'a"}, 422),
     "list of numbers": ({"command": [1]}, 422),
     "command with NUL": ({"command": ["a\0"]}, 422),
     "user below 0": ({"run_as_user": -1}, 422),
     "user that is none": ({"run_as_user": (1 << 32) - 1}, 422),
-    "group text": ({"run_as_group": "staff"}, 422),
     "factor zero": ({"resource_factor": 0}, 422),
     "factor NaN": (b'{"session_id":"a","image":"i","command":"c","resource_factor":NaN}', 422),
     "factor huge": ({"resource_factor": 1e9}, 422),
     "lifetime below nothing": ({"lifetime_s": -1}, 422),
     "lifetime endless": (b'{"session_id":"a","image":"i","command":"c","lifetime_s":Infinity}', 422),
-    "factor text": ({"resource_factor": "many"}, 422),
     "policy unknown": ({"image_pull_policy": "Sometimes"}, 422),
     "relative directory": ({"working_dir": "work"}, 422),
     "environment list": ({"environment": ["A=b"]}, 422),
@@ -231,6 +233,14 @@ async def test_unknown_routes_methods_and_ids_are_errors_with_a_detail(tmp_path:
             assert (await it.post(path, "unknown")).status_code == 404
             assert (await it.client.post(path, json={})).status_code == 422
             assert (await it.client.post(path, content=b"x")).status_code == 400
+        for content in (
+            b"",
+            b"{}",
+            b'{"lease_s": 0}',
+            b'{"lease_s": 1e99}',
+            b'{"lease_s": 5, "runtime_ids": "a"}',
+        ):
+            assert (await it.client.post("/leases", content=content)).status_code == 422, content
 
 
 async def test_a_failed_resume_is_told_and_the_next_start_replaces_the_sandbox(tmp_path: Path) -> None:
@@ -307,17 +317,6 @@ async def test_a_slow_node_delays_no_answer_and_what_it_made_twice_is_stopped(tm
         assert slow.stop_orders == []
 
 
-async def test_what_a_node_does_not_have_any_more_is_lost(tmp_path: Path) -> None:
-    async with service(tmp_path) as it:
-        node = await it.add_node(script=Script(heartbeat_s=0.05))
-        record = await it.start("S1")
-        await it.session("S1")
-        scripted = node.sandboxes[record["runtime_id"]]
-        node.forget(record["runtime_id"])
-        await it.until_session("S1", failure_kind="infra_lost")
-        await scripted.relay.close()
-
-
 async def test_a_sandbox_that_fails_later_says_so_and_frees_its_slot(tmp_path: Path) -> None:
     async with service(tmp_path) as it:
         node = await it.add_node(num_slots=1)
@@ -378,3 +377,109 @@ async def test_metrics_are_prometheus_text_with_those_of_the_nodes(tmp_path: Pat
         assert f'scripted_up{{node="{node.node_id}"}} 1' in lines
         sample = re.compile(r'^[a-z_]+(\{([a-z]+="[^"]*",?)+\})? [0-9.e+-]+$')
         assert [one for one in lines if not one.startswith("# ") and not sample.match(one)] == []
+
+
+@contextmanager
+def controller(state_dir: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[str, Any]]]:
+    """A controller in a process of its own."""
+    words = [sys.executable, "-m", "strop.runtime.controller", "--state-dir", str(state_dir)]
+    policy = ["--policy", json.dumps({"cpu_factor": 1.0, "hold_s": 0.2})]
+    with subprocess.Popen(words + policy, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        try:
+            assert process.stdout is not None
+            yield process, json.loads(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+async def test_killed_and_started_again_it_has_its_port_and_sandboxes_their_addresses(tmp_path: Path) -> None:
+    with controller(tmp_path) as (process, serving):
+        key = KeyRing(Path(serving["keys_file"])).newest
+        node_key = KeyRing(Path(serving["node_keys_file"])).newest
+        node = ScriptedNode(controller=serving["url"], key=node_key, capacity=slots(3))
+        client = httpx.AsyncClient(
+            base_url=serving["url"], headers={"X-API-Key": key}, trust_env=False, verify=False
+        )
+        plain = httpx.AsyncClient(trust_env=False, verify=False)
+
+        async def start(name: str) -> dict[str, Any]:
+            return dict((await client.post("/start", json=start_body("a", session_id=name))).json())
+
+        async def look(name: str) -> dict[str, Any]:
+            return dict((await client.get(f"/sessions/{name}")).json())
+
+        async def is_ready(name: str = "direct") -> bool:
+            return bool((await look(name))["pod_status"] == "ready")
+
+        async with client, plain:
+            # One waits at first, and is relayed for ever; one has its node's own address; one waits on.
+            relayed = await start("relayed")
+            async with node.open():
+                await until(lambda: is_ready("relayed"))
+                direct = await start("direct")
+                await until(is_ready)
+                paused = await start("paused")
+                await until(lambda: is_ready("paused"))
+                await client.post("/pause", json={"runtime_id": paused["runtime_id"]})
+                waiting = await start("waiting")
+                stopped = waiting["runtime_id"]
+                os.kill(process.pid, signal.SIGKILL)
+                process.wait()
+                with controller(tmp_path) as (_, again):
+                    begun = time.monotonic()
+                    assert again["url"] == serving["url"]
+                    for before in (relayed, direct, paused, waiting):
+                        record = await look(before["session_id"])
+                        for name in ("url", "session_api_key", "runtime_id"):
+                            assert record[name] == before[name]
+                    assert (await plain.get(relayed["url"] + "/health")).status_code == 200
+                    assert (await plain.get(direct["url"] + "/health")).status_code == 200
+                    assert (await plain.get(paused["url"] + "/health")).status_code == 503
+                    await until(is_ready)
+                    assert time.monotonic() - begun < 5.0
+                    assert (await look("paused"))["status"] == "paused"
+                    assert (await start("direct"))["runtime_id"] == direct["runtime_id"]
+                    resumed = await client.post("/resume", json={"runtime_id": paused["runtime_id"]})
+                    assert resumed.json().get("status") == "running", resumed.text
+                    # Later, one that is stopped may be in a report before its node hears of it.
+                    assert node.stop_orders == []
+                    assert (await client.post("/stop", json={"runtime_id": stopped})).status_code == 200
+                    done = await client.post("/stop", json={"runtime_id": direct["runtime_id"]})
+                    assert done.json()["status"] == "stopped"
+                    assert f"DELETE /sandboxes/{direct['runtime_id']}" in node.calls
+
+
+async def test_stopped_ones_are_known_after_a_restart_and_a_taken_port_fails_one(tmp_path: Path) -> None:
+    async with service(tmp_path) as it:
+        first, second, third = [await it.start(name) for name in ("S1", "S2", "S3")]
+        await it.post("/stop", first["runtime_id"])
+    port = int(second["url"].rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", port)):
+        async with service(tmp_path) as it:
+            known = await it.post("/stop", first["runtime_id"])
+            assert (known.status_code, known.json()["status"]) == (200, "stopped")
+            failed = await it.session("S2")
+            assert (failed["status"], failed["failure_kind"]) == ("error", "infra_lost")
+            assert f"{port} cannot be listened on" in failed["cause"]
+            assert (await it.start("S3"))["url"] == third["url"]
+
+
+async def test_a_taken_port_and_a_held_directory_are_refused(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(CheckRefused, match="cannot be listened on"):
+            async with service(tmp_path, port=port):
+                pass
+    async with service(tmp_path):
+        with pytest.raises(StoreError, match="is held by"):
+            async with service(tmp_path):
+                pass
+
+
+def test_options_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    from strop.runtime.controller import main
+
+    for policy in ("{", '{"unknown": 1}', '{"hold_s": "long"}'):
+        assert main(["--state-dir", str(tmp_path / "s"), "--policy", policy]) == 2
+    assert main(["--state-dir", str(tmp_path / "s"), "--disable-auth", "--host", "192.0.2.1"]) == 2
+    assert not (tmp_path / "s").exists()

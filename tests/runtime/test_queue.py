@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import pytest
 
-from strop.runtime.contract import Slot, StartRequest
+from strop.runtime.contract import FailureKind, Slot, StartRequest, State
 from strop.runtime.queue import PATIENCE_S, Admission
-from strop.runtime.session import Session
+from strop.runtime.session import BEGINNING, Session
+from strop.runtime.wire import WORDS, make_record, words_of
 
 GIB = 1 << 30
 
@@ -151,3 +152,55 @@ def test_a_node_that_ends_too_soon_takes_only_what_fits_nowhere_else() -> None:
     # What a node says next counts.
     admission.set_room("soon", node_of(2, 8), is_open=True)
     assert names_taken(admission) == [("none", "soon")]
+
+
+# What the protocol says of each state of a server, and which states and failures here mean it.
+TABLE: dict[tuple[str, str], list[tuple[State, FailureKind | None]]] = {
+    ("starting", "pending"): [(State.QUEUED, None), (State.IMAGE, None)],
+    ("starting", "running"): [(State.STARTING, None), (State.RESUMING, None)],
+    ("running", "ready"): [(State.READY, None)],
+    ("paused", "not found"): [(State.PAUSED, None)],
+    ("error", "crashloopbackoff"): [(State.FAILED, FailureKind.TASK_OOM)],
+    ("error", "failed"): [
+        (State.FAILED, FailureKind.IMAGE_ERROR),
+        (State.FAILED, FailureKind.AGENT_ERROR),
+        (State.FAILED, FailureKind.CAPACITY),
+    ],
+    ("error", "unknown"): [(State.FAILED, FailureKind.INFRA_LOST)],
+    ("stopped", "not found"): [(State.STOPPED, kind) for kind in (None, *FailureKind)],
+}
+
+
+def session_in(state: State, kind: FailureKind | None = None) -> Session:
+    session = Session(
+        runtime_id="r",
+        session_id="s",
+        owner="ada",
+        key="k",
+        request=StartRequest(image="img", command=("a",), session_id="s"),
+        slot=Slot(cpus=1, memory_bytes=1, disk_bytes=1, processes=1),
+        failure_kind=kind,
+        cause="the cause" if kind else "",
+        log_tail="the log",
+        url="http://127.0.0.1:7",
+    )
+    session.enter(state)
+    return session
+
+
+@pytest.mark.parametrize("words", TABLE)
+def test_each_state_and_failure_has_one_pair_of_words_and_no_null(words: tuple[str, str]) -> None:
+    for state, kind in TABLE[words]:
+        record = make_record(session_in(state, kind), place=None, expires_in_s=None)
+        assert (record["status"], record["pod_status"]) == words == words_of(state, kind)
+        # A client would fail on it.
+        assert all(isinstance(record[name], str) for name in ("runtime_id", "url", "session_api_key"))
+        assert record["restart_count"] == 0
+        if state is State.FAILED and kind is not None:
+            assert (record["failure_kind"], record["pod_logs"]) == (kind, f"[{kind}] the cause\nthe log")
+
+
+def test_no_state_and_no_failure_is_without_words() -> None:
+    pairs = {pair for states in TABLE.values() for pair in states}
+    assert set(WORDS) == {pair for pair in pairs if pair[0] is not State.STOPPED}
+    assert {state for state in State if words_of(state, FailureKind.CAPACITY)[0] == "starting"} == BEGINNING

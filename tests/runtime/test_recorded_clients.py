@@ -16,8 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
-from strop.runtime.sessions import Policy
-from tests.fixtures.runtime_service import EXCHANGES, Service, service, start_body, until
+from tests.fixtures.runtime_service import EXCHANGES, Service, service, until
 
 URL = re.compile(r"^https?://[^/]+:[0-9]+$")
 WORD = re.compile(r"(?:SESSION_KEY|SESSION|RUNTIME|URL)-\d+|KEY|IMAGE")
@@ -107,19 +106,6 @@ async def test_a_recorded_client_is_answered_as_it_was(tmp_path: Path, name: str
             if following is None or request != [following["method"], following["url"]]:
                 await replay.expect(exchange)
         assert (await it.client.get("/list")).json() == {"runtimes": []}
-
-
-async def test_every_address_is_an_origin_and_fields_are_as_clients_read_them(tmp_path: Path) -> None:
-    async with service(tmp_path, policy=Policy(cpu_factor=1.0, hold_s=0.1)) as it:
-        for num_slots, dialect in itertools.product((0, 6), "abc"):
-            if num_slots and dialect == "a":
-                await it.add_node(num_slots)
-            body = start_body(dialect, session_id=f"{dialect}-of-{num_slots}")
-            record = (await it.client.post("/start", json=body)).json()
-            assert URL.match(record["url"])
-            assert len(record["session_api_key"]) >= 43
-            assert isinstance(record["restart_count"], int)
-            assert record["pod_status"] is not None
 
 
 async def test_b_asks_for_images_and_builds_none(tmp_path: Path) -> None:

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import os
+import re
+import socket
+import struct
 import subprocess
 import sys
 from contextlib import suppress
@@ -12,14 +17,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.errors import SandboxRefused
+from strop.errors import CorruptRecord, SandboxRefused
 from strop.sandbox import Limits, linux
 from strop.sandbox.capture import Capture
 from strop.sandbox.cgroup import Controller, find_controllers, make_cgroup
+from strop.sandbox.channel import Channel
+from strop.sandbox.client import Client
 from strop.sandbox.daemon_handle import DaemonHandle, close_daemons
-from strop.sandbox.frames import pack, unpack
+from strop.sandbox.frames import LENGTHS, MAX_HEADER_BYTES, pack, unpack
 from strop.sandbox.linux import can_reach
 from strop.sandbox.runner import measure_tree
+from strop.sandbox.seccomp import CALLS, CLONE, CLONE3, SOCKET, SOCKETPAIR, make_filter
 from strop.sandbox.spawning import run_program
 from tests.fixtures.sandboxes import in_sandbox
 
@@ -191,3 +199,113 @@ def test_groups_that_nobody_looks_after_any_more_are_removed() -> None:
     close_daemons()
     in_sandbox("process", lambda sandbox: sandbox.exec(["/bin/true"], wall_limit_s=60))
     assert [path for path in made if path.exists()] == []
+
+
+def test_a_header_that_is_too_large_is_neither_sent_nor_awaited() -> None:
+    # {"text":"..."} has eleven bytes beside its text.
+    longest = MAX_HEADER_BYTES - len('{"text":""}')
+    assert len(pack({"text": "a" * longest})) == LENGTHS.size + MAX_HEADER_BYTES
+    with pytest.raises(CorruptRecord, match=str(MAX_HEADER_BYTES)):
+        pack({"text": "a" * (longest + 1)})
+    no_frames = (
+        b"Traceback (most recent call last):",
+        LENGTHS.pack(2, 0) + b"[]",
+        LENGTHS.pack(3, 0) + b"abc",
+    )
+    for data in no_frames:
+        with pytest.raises(CorruptRecord):
+            list(unpack(bytearray(data)))
+
+
+async def test_who_is_cancelled_leaves_no_connection_open() -> None:
+    """A supervisor that ends slowly, and an answer that comes in the moment of the cancellation."""
+    here, there = socket.socketpair()
+    client, supervisor = Client(here, "process"), Channel(there)
+    asked = asyncio.ensure_future(client.ask({"op": "connect", "address": 1}))
+    await asyncio.sleep(0)
+    handed, kept = socket.socketpair()
+    kept.settimeout(60)
+    supervisor.send({"id": 0, "has_descriptor": True}, descriptor=handed.detach())
+    client._on_readable()
+    asked.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asked
+    assert kept.recv(1) == b"", "the handed connection is closed"
+    kept.close()
+    ending = asyncio.ensure_future(client.end(60.0))
+    await asyncio.sleep(0)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    assert here.fileno() == -1
+    supervisor.close()
+
+
+HEADERS = (
+    Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
+    Path("/usr/aarch64-linux-gnu/include/asm-generic/unistd.h"),
+)
+ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+ALLOWED, REFUSED, UNKNOWN = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+NO_FAMILY, NO_PROTOCOL = 0x50000 | errno.EAFNOSUPPORT, 0x50000 | errno.EPROTONOSUPPORT
+
+
+@pytest.mark.parametrize("column", [0, 1], ids=["x86_64", "aarch64"])
+def test_the_numbers_are_those_of_the_kernels_headers(column: int) -> None:
+    if not HEADERS[column].exists():
+        pytest.skip(f"{HEADERS[column]} is not here")
+    found = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", HEADERS[column].read_text()))
+    # Headers may be older than a call; what they have must be the same.
+    known = {**CALLS, "clone": CLONE, "clone3": CLONE3, "socket": SOCKET, "socketpair": SOCKETPAIR}
+    wrong = {name for name, pair in known.items() if name in found and str(pair[column]) != found[name]}
+    assert wrong == set()
+    assert len(known.keys() & found.keys()) > 35
+
+
+def decide(program: bytes, architecture: int, number: int, argument: int = 0, third: int = 0) -> int:
+    """Interpret a filter as the kernel does."""
+    data = struct.pack("<IIQQQQ", number, architecture, 0, argument, 0, third)
+    lines = list(struct.iter_unpack("=HBBI", program))
+    at, value = 0, 0
+    while True:
+        code, yes, no, operand = lines[at]
+        at += 1
+        if code == 0x06:
+            return int(operand)
+        if code == 0x20:
+            value = struct.unpack_from("<I", data, operand)[0]
+            continue
+        holds = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[code]
+        at += yes if holds else no
+
+
+@pytest.mark.parametrize("machine", ARCHITECTURES)
+def test_it_refuses_what_it_names_and_nothing_else(machine: str) -> None:
+    program, column = make_filter(machine), list(ARCHITECTURES).index(machine)
+    own = ARCHITECTURES[machine]
+    named = {pair[column] for pair in CALLS.values()} - {None}
+    for number in range(500):
+        expected = REFUSED if number in named else UNKNOWN if number == CLONE3[column] else ALLOWED
+        if number in (SOCKET[column], SOCKETPAIR[column]):
+            expected = NO_FAMILY
+        assert decide(program, own, number) == expected, number
+    for family in range(64):
+        allowed = {0, 1, 6, 17, 58} if family in (2, 10) else {0} if family == 16 else set(range(300))
+        for protocol in range(300):
+            expected = ALLOWED if protocol in allowed else NO_PROTOCOL
+            expected = expected if family in (1, 2, 10, 16) else NO_FAMILY
+            assert decide(program, own, SOCKET[column], family, protocol) == expected, (family, protocol)
+        expected = ALLOWED if family == 1 else NO_FAMILY
+        assert decide(program, own, SOCKETPAIR[column], family) == expected, family
+    # A thread's flags, a fork's, and each flag that makes a namespace.
+    for flags, expected in (
+        (0x3D0F00, ALLOWED),
+        (17, ALLOWED),
+        *((1 << bit, REFUSED) for bit in range(26, 31)),
+    ):
+        assert decide(program, own, CLONE[column], flags) == expected, hex(flags)
+    assert decide(program, own, CLONE[column], 0x20000) == REFUSED
+    # Other numbers mean other calls there.
+    assert decide(program, 0x40000003, 1) == UNKNOWN
+    assert decide(program, own, 0x40000001) == UNKNOWN
+    assert make_filter("riscv64") == b""

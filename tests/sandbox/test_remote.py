@@ -27,7 +27,7 @@ from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from tests.fixtures.judging import judge_once
 from tests.fixtures.runtime_processes import Processes, kill, service_of
 from tests.fixtures.sandboxes import appearance_of, sandbox_of, spec_of, wait_until_gone
-from tests.sandbox import test_exec, test_jobs, test_pausing, test_shells, test_trees
+from tests.sandbox import test_exec, test_jobs, test_shells, test_trees
 
 BACKEND = "bubblewrap" if shutil.which("bwrap") else "process"
 OF_ALL_BACKENDS: tuple[Callable[..., object], ...] = (
@@ -49,8 +49,7 @@ OF_ALL_BACKENDS: tuple[Callable[..., object], ...] = (
     test_jobs.test_stop_ends_all_that_a_job_started,
     test_jobs.test_a_jobs_end_is_its_programs,
     test_jobs.test_servers_inside_are_reached_from_outside,
-    test_jobs.test_many_connections_at_once,
-    test_pausing.test_what_is_used_is_told,
+    test_jobs.test_what_is_used_is_told,
     test_shells.test_what_a_command_sets_stays,
     test_shells.test_what_ends_a_shell_is_told,
     test_shells.test_output_of_a_shell_is_bounded_like_a_programs,

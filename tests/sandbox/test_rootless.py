@@ -21,7 +21,7 @@ from strop.errors import SandboxRefused
 from strop.sandbox import rootless
 from strop.sandbox.daemon_handle import python_candidates
 from strop.sandbox.linux import can_reach
-from strop.sandbox.rootless import claim_id, count_ids, parse_map, ranges_of, require_ranges
+from strop.sandbox.rootless import claim_id, require_ranges
 from tests.fixtures.sandboxes import IS_ROOT
 
 needs_rootless_podman = pytest.mark.skipif(
@@ -242,17 +242,6 @@ def test_a_podman_that_fails_otherwise_is_told_in_its_own_words(
         require_ranges(str(program), os.environ)
     program.write_text("#!/bin/sh\necho '0 1000 1'; echo '1 100000 65536'\n")
     require_ranges(str(program), os.environ)
-
-
-def test_ranges_and_maps_are_read() -> None:
-    text = "root:1:2\nme:100:10\n1000:200:5\nbroken\nyou:3:4\n"
-    assert count_ids(ranges_of(text, {"me", "1000"})) == 15
-    assert ranges_of(text, {"nobody"}) == ""
-    assert parse_map("         0       1000          1\n         1     100000          2\n") == {
-        0: 1000,
-        1: 100000,
-        2: 100001,
-    }
 
 
 def test_no_two_sandboxes_have_the_same_id(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import subprocess
-import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
@@ -13,7 +11,7 @@ from strop.sandbox import ExecKind, ExecResult, Limits, SandboxSpec, make_backen
 from strop.sandbox.contract import MIB
 from strop.sandbox.daemon_handle import python_candidates
 from strop.sandbox.served import ServedSandbox
-from tests.fixtures.sandboxes import SOURCE_DIR, needs_bubblewrap, on_every_backend, processes_with, spec_of
+from tests.fixtures.sandboxes import needs_bubblewrap, on_every_backend, processes_with, spec_of
 
 T = TypeVar("T")
 
@@ -90,13 +88,6 @@ def test_a_fork_is_as_an_interpreter_that_was_started_inside(backend: str) -> No
         assert first == second
 
     with_source(backend, ABOUT_ITSELF, work, env={"ADDED": "yes"})
-
-
-@on_every_backend
-def test_a_main_that_raises_exits_as_python_does(backend: str) -> None:
-    result = run_main(backend, "def main():\n    print('begun')\n    raise ValueError('no')")
-    assert (result.kind, result.exit_code, result.stdout) == (ExecKind.EXITED, 1, b"begun\n")
-    assert result.stderr.rstrip().endswith(b"ValueError: no")
 
 
 @on_every_backend
@@ -177,16 +168,6 @@ def main():
 
 
 @on_every_backend
-def test_a_fork_that_hangs_is_ended(backend: str) -> None:
-    async def work(sandbox: ServedSandbox) -> None:
-        result = await sandbox.run_main(wall_limit_s=0.5)
-        assert result.kind is ExecKind.TIMED_OUT
-        assert (await sandbox.exec(["/bin/true"], wall_limit_s=60)).exit_code == 0
-
-    with_source(backend, "import time\ndef main():\n    while True: time.sleep(1)", work)
-
-
-@on_every_backend
 def test_a_command_in_progress_is_given_the_end_of_its_input(backend: str) -> None:
     """Incident: a command forked meanwhile held the other end of it."""
     data = bytes(300_000)
@@ -205,27 +186,3 @@ def test_a_command_in_progress_is_given_the_end_of_its_input(backend: str) -> No
         sleeper.cancel()
 
     with_source(backend, "", work)
-
-
-NO_ENTRY = """
-from types import SimpleNamespace
-from strop.sandbox.cgroup import Cgroup
-from strop.sandbox.runner import start_command
-def enter():
-    raise OSError("closed")
-place = SimpleNamespace(holder=None, cgroup=Cgroup(), has_own_pids=False, enter=enter)
-started = start_command(place)
-try:
-    started.read_facts()
-except OSError as error:
-    print(error)
-started.close()
-"""
-
-
-def test_a_place_that_cannot_be_entered_is_told() -> None:
-    env = {"PYTHONPATH": SOURCE_DIR}
-    ended = subprocess.run(
-        [sys.executable, "-c", NO_ENTRY], env=env, capture_output=True, text=True, check=True
-    )
-    assert ended.stdout == "it ended without a word\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +17,7 @@ from tests.fixtures.builders import spoken_turn
 
 NUM_STEPS = 40
 NUM_EXAMPLES = 200
+SIZE = records.RecordSize(num_steps=NUM_STEPS, num_rollouts=8, num_reply_tokens=10, num_metrics=0)
 STARTED_AT = 1_780_000_000.0
 SPEC_TEXT = """name = "arithmetic"
 seed = 7
@@ -43,40 +43,14 @@ def make_run(root: Path, *, num_steps: int = NUM_STEPS, eval_steps: Iterable[int
     run.begin_attempt()
     rng = random.Random(0)
     for step in range(1, num_steps + 1):
-        run.metrics.append(step, make_metrics(step, rng))
+        run.metrics.append(step, records.make_metrics(step, SIZE, rng))
     for step in eval_steps:
-        result = make_result(step, num_solved=round(NUM_EXAMPLES * learned(step)))
+        result = make_result(step, num_solved=round(NUM_EXAMPLES * records.learned(step, NUM_STEPS)))
         write_result(result, run.path / "eval" / result_name(result))
     if num_steps:
         write_rollouts(run.rollouts_path(1), make_rollouts(1, ["7", "9", "The answer is 12."]))
         write_rollouts(run.rollouts_path(num_steps), make_rollouts(num_steps, ["12", "12", "11"]))
     return run
-
-
-def learned(step: int) -> float:
-    """Return the true accuracy of the invented model: from 0.29 towards 0.8."""
-    return 0.29 + 0.51 / (1 + math.exp(-(step - 18) / 5))
-
-
-def make_metrics(step: int, rng: random.Random) -> dict[str, float]:
-    """Return the metrics of one step."""
-    accuracy = min(1.0, max(0.0, learned(step) + rng.gauss(0, 0.06)))
-    seconds = {"generate": 1.9, "verify": 0.02, "learn": 2.6, "sync": 0.15, "other": 0.08}
-    noisy = {f"seconds_{name}": mean * rng.uniform(0.9, 1.1) for name, mean in seconds.items()}
-    return noisy | {
-        "reward_mean": accuracy,
-        "accuracy": accuracy,
-        "zero_variance_frac": min(1.0, abs(0.25 + 0.5 * learned(step) - 0.2 + rng.gauss(0, 0.08))),
-        "truncated_frac": max(0.0, 0.12 - step * 0.004),
-        "entropy_nats": 0.62 * math.exp(-step / 30) + rng.gauss(0, 0.01),
-        "drift_mean_nats": 0.0021 + rng.gauss(0, 0.0002),
-        "reply_tokens_mean": 14 - step * 0.15 + rng.gauss(0, 0.4),
-        "grad_norm": 1.1 + rng.gauss(0, 0.2),
-        "seconds_step": sum(noisy.values()),
-        "num_scored_tokens": 700.0,
-        "scored_tokens_per_s": 700 / sum(noisy.values()),
-        "peak_memory_bytes": 3.1e9,
-    }
 
 
 def make_result(step: int, *, num_solved: int, validity: Validity = Validity.VALID) -> EvalResult:

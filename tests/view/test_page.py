@@ -29,7 +29,7 @@ from strop.view.answers import read_calls
 from strop.view.live import LiveRun, cut_text
 from strop.view.places import Runs, find_runs
 from strop.view.server import Address, build_app, follow
-from tests.view.rich_runs import HOSTILE, LAST, RichRuns, make_runs
+from tests.view.rich_runs import LAST, RichRuns, make_runs
 from tests.view.served import served
 from tests.view.synthetic_run import make_run
 
@@ -365,9 +365,6 @@ def test_a_run_that_is_gone_is_said(run: RunDir) -> None:
     assert os.fspath(run.path) in DirectoryRecord(run.path).describe("x")
 
 
-TOKEN = "let-me-in"
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> RichRuns:
     return make_runs(tmp_path_factory.mktemp("runs"))
@@ -432,25 +429,6 @@ def test_every_module_is_asked_for_at_once(address: str) -> None:
     assert [name for name in modules if f'="page/{name}"' not in page] == []
 
 
-def test_a_token_stays_out_of_addresses_and_scripts(runs: RichRuns) -> None:
-    with served(runs.root, token=TOKEN) as address:
-        first = Answer(address, f"/?token={TOKEN}")
-        assert TOKEN not in first.headers["location"]
-        cookie = first.headers["set-cookie"].lower()
-        assert "httponly" in cookie
-        assert "samesite=strict" in cookie
-        # Behind a tunnel the machine has another name.
-        assert Answer(address, "/api/runs", Cookie=cookie.partition(";")[0], Host="node7:80").status == 200
-        assert Answer(address, "/api/runs", Cookie="strop_view=\xfc").status == 401
-
-
-def test_a_text_is_found_wherever_it_stands(address: str, runs: RichRuns) -> None:
-    def count(text: str) -> int:
-        return len(ask_about(address, "search", runs.whole.path, text=text)["found"])
-
-    assert (count("17*23"), count("<SCRIPT>"), count("nobody wrote this")) == (2, 5, 0)
-
-
 def test_a_rollout_comes_token_by_token(address: str, runs: RichRuns) -> None:
     told = ask_about(address, "rollout", runs.whole.path, step=LAST, key=4)
     sampled = [turn for turn in told["turns"] if turn["role"] == "assistant"]
@@ -460,7 +438,3 @@ def test_a_rollout_comes_token_by_token(address: str, runs: RichRuns) -> None:
         assert len(turn["tokens"]) == len(turn["logprobs"]) == len(turn["advantages"])
         assert max(turn["logprobs"]) <= 0.0
         assert turn["advantages"] == [4.0] + [0.5] * (len(turn["tokens"]) - 1)
-
-
-def test_a_text_that_would_act_is_sent_as_it_was_written(address: str, runs: RichRuns) -> None:
-    assert ask_about(address, "rollout", runs.whole.path, step=LAST, key=7)["turns"][1]["text"] == HOSTILE

@@ -338,16 +338,6 @@ def test_columns_of_one_name_stay_apart_and_values_have_a_form_in_json(runs: Pat
     )
 
 
-def test_long_values_are_cut_for_a_table() -> None:
-    require_system_part("the package duckdb (make venv)", find_spec("duckdb") is not None)
-    from strop.view.query import shorten
-
-    assert shorten("x" * 1_000_000, 10) == "xxxxxxxxxx ... 1000000 characters"
-    assert shorten(list(range(1000)), 16) == "[0, 1, ... 1000 values]"
-    assert shorten(1.5, 10) == 1.5
-    assert shorten(None, 10) is None
-
-
 def no_job(name: str) -> tuple[str, RecordFiles]:
     raise AssertionError(name)
 

@@ -20,11 +20,8 @@ from strop.record.rollouts import write_rollouts
 from strop.record.run_dir import find_resumable
 from strop.spec import TrackersSpec, load_spec
 from strop.spec.output import TRACKERS
-from strop.train import measure
 from strop.train.observer import EvalSummary
 from strop.view.trackers import (
-    GROUPS,
-    KINDS,
     group_of,
     name_metric,
     require_trackers,
@@ -224,16 +221,6 @@ def test_without_trackers_nothing_is_started(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_every_metric_of_the_record_falls_into_one_group() -> None:
-    written = Path(measure.__file__).read_text("utf-8")
-    literal = re.findall(r'metrics\["(\w+)"\]|^\s+"(\w+)": ', written, re.MULTILINE)
-    names = {name for pair in literal for name in pair if name}
-    assert len(names) > 30
-    for name in names:
-        fitting = {group for group, pattern in GROUPS if re.fullmatch(pattern, name)}
-        assert len(fitting) == 1, (name, fitting)
-
-
 def test_metrics_are_named_as_users_of_trackers_expect() -> None:
     assert name_metric("reward_mean") == "train/reward_mean"
     assert name_metric("seconds_step") == "time/seconds_step"
@@ -265,13 +252,6 @@ def run_file(tmp_path: Path) -> Path:
 def test_bad_settings_are_refused(run_file: Path, word: str, why: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(why)):
         load_spec(run_file, [word])
-
-
-def test_every_tracker_has_an_adapter_and_is_an_extra() -> None:
-    assert tuple(KINDS) == TRACKERS
-    text = (Path(__file__).parents[2] / "pyproject.toml").read_text("utf-8")
-    for name in TRACKERS:
-        assert re.search(rf"^{name} = \[", text, re.MULTILINE), name
 
 
 def test_a_missing_package_is_refused_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:

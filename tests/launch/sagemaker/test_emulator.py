@@ -15,12 +15,23 @@ from typing import Any
 
 import pytest
 
+from strop.evaluate import EvalResult
 from strop.launch.contract import Need, RolePlan
+from strop.launch.evaluating import evaluating_role
 from strop.launch.sagemaker.local_mode import Emulator
 from strop.launch.sagemaker.local_platform import FolderObjects
-from strop.launch.sagemaker.rendezvous import SILENCE_LIMIT_S
 from strop.record.fence import GRACE_VARIABLE
+from strop.spec import load_spec
+from strop.spec.eval_file import read_eval_file
 from tests.fixtures import waiting
+from tests.fixtures.evaluation_jobs import (
+    NUM_SHARDS,
+    WHOLE_TABLE,
+    alone,
+    results,
+    table,
+    write_evaluation,
+)
 from tests.fixtures.tiny_disk import tiny_disk
 from tests.launch.sagemaker.building import PROGRAM
 from tests.launch.sagemaker.rehearsal import (
@@ -177,17 +188,6 @@ def test_an_end_during_an_upload_leaves_a_whole_state(tmp_path: Path, is_told: b
         go_on_to_the_end(rehearsal, request, step_of(max([seen, *rehearsal.states(request)])))
 
 
-def test_a_new_job_of_the_same_run_goes_on(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit(trainee={"STEPS": 3})
-    assert end_of(rehearsal.start(request)) == 0
-    key = request["HyperParameters"]["strop_run"]
-    later = rehearsal.submit(trainee={"STEPS": 5}, run_key=key, job_name="another-name")
-    emulator = rehearsal.start(later)
-    assert end_of(emulator) == 0
-    assert "begin at step 3" in emulator.log_of(HOST)
-    assert rehearsal.metrics(later, HOST) == expected_metrics(5)
-
-
 def test_a_crash_of_the_entry_itself_leaves_a_failure_file(rehearsal: Rehearsal) -> None:
     request = rehearsal.submit()
     # Where this host's states should be is a file: nothing that anybody foresaw.
@@ -329,19 +329,6 @@ def test_an_exception_on_host_2_ends_all_and_names_host_and_rank(rehearsal: Rehe
     assert emulator.check_end() == []
 
 
-def test_a_host_that_is_lost_later_ends_the_others(rehearsal: Rehearsal) -> None:
-    request = rehearsal.submit(instance_count=2, roles=roles_on_all(), trainee={"STEPS": ENDLESS})
-    emulator = rehearsal.start(request)
-    wait_until(lambda: "train| begin" in emulator.log_of("127.0.1.2"), "it did not start")
-    started_at = time.monotonic()
-    emulator._hosts["127.0.1.2"].send(signal.SIGKILL)
-    assert emulator.wait(LIMIT_S) == 1
-    # By the end of its connection: its silence would be noticed later.
-    assert time.monotonic() - started_at < SILENCE_LIMIT_S
-    assert "host 127.0.1.2 was lost" in emulator.failure()
-    wait_for_nobody(emulator)
-
-
 def test_a_host_that_the_run_can_do_without_may_be_silent_and_may_be_lost(rehearsal: Rehearsal) -> None:
     """Its disk has no sign of the run's progress, and its loss is the run's to judge."""
     lends = RolePlan(
@@ -373,3 +360,42 @@ def test_a_host_that_the_run_can_do_without_may_be_silent_and_may_be_lost(rehear
     assert "host 127.0.1.2 was lost" in emulator.log_of(HOST)
     assert "the run decides what follows" in emulator.log_of(HOST)
     wait_for_nobody(emulator)
+
+
+__all__ = ["alone"]
+
+
+def run_path(emulator: Emulator, host: str) -> Path:
+    """Return the run's directory on a host's own disk, once it is there."""
+    folder = emulator.root / host / "scratch/runs"
+    wait_until(lambda: any(folder.glob("*")), "it did not start")
+    return next(folder.iterdir())
+
+
+def test_an_evaluation_goes_on_after_a_stop(
+    rehearsal: Rehearsal, tiny_model_dir: Path, alone: dict[str, EvalResult]
+) -> None:
+    path = write_evaluation(rehearsal.root, tiny_model_dir)
+    spec = load_spec(None, ["name=two", "task.name=arithmetic"]).spec
+    request = rehearsal.submit(
+        command="eval",
+        roles=(evaluating_role(spec, read_eval_file(path, is_job=True), sys.executable, may_run_code=False),),
+        evaluation=read_eval_file(path, is_job=True),
+        variables={"HF_HUB_OFFLINE": "1"},
+        local=True,
+    )
+    first = rehearsal.start(request)
+    kept = rehearsal.folder.path_of(request["CheckpointConfig"]["S3Uri"].rstrip("/")) / "eval"
+    met = run_path(first, HOST)
+    wait_until(
+        lambda: any(met.glob("eval/two.*/examples-*.parquet")) or first.poll() is not None, "none came"
+    )
+    assert first.stop() == 75, first.log_of(HOST)
+    assert 0 < len(list(kept.rglob("*.parquet"))) < NUM_SHARDS
+    second = rehearsal.start(request)
+    assert second.wait(LIMIT_S) == 0, second.log_of(HOST)
+    assert second.check_end() == []
+    assert "are kept from before" in second.log_of(HOST)
+    # As it comes home: what the platform has copied.
+    assert results(kept.parent / "record") == results(kept.parent / "eval") == alone
+    assert table(kept.parent / "record") == WHOLE_TABLE

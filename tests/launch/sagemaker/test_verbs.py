@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import pytest
 
 from strop.errors import CheckRefused, ConfigError
 from strop.launch.contract import JobRef, JobRequest, JobState, StatusSource
-from strop.launch.job_dir import job_path_of, read_plan, read_ref
+from strop.launch.job_dir import job_path_of, read_plan
 from strop.launch.launcher import Launcher, watch
 from strop.launch.logs import LogFilter
 from strop.launch.sagemaker.job_log import JobLog
 from strop.launch.snapshot import take_snapshot
-from tests.fixtures.sagemaker import JobScript, Stage, write_log_lines
+from tests.fixtures.sagemaker import write_log_lines
 from tests.launch.sagemaker.aws import Site, prepare_account
 from tests.launch.sagemaker.building import NOON, make_request
 
@@ -127,12 +126,6 @@ def test_resuming_is_a_new_job_of_the_same_run(site: Site, tmp_path: Path) -> No
 # The life cycle of a run over several training jobs: what its watcher submits, and what it does not.
 
 
-SAVED = JobScript(
-    stages=(Stage(secondary="Starting", duration_s=60.0), Stage(secondary="Training", duration_s=600.0)),
-    failure_reason="requeue: host algo-1 saved step 20",
-)
-
-
 def save(site: Site, ref: JobRef, step: int, *, is_whole: bool = True) -> None:
     """Leave a state where the platform would have copied it to."""
     root = f"{ref.details['jobs'][0]['state_uri']}/algo-1/step-{step:06d}"
@@ -141,59 +134,17 @@ def save(site: Site, ref: JobRef, step: int, *, is_whole: bool = True) -> None:
         site.objects.write(f"{root}/COMPLETE", b"{}")
 
 
-class Watcher:
-    """Watches with the fake's clock; a script says what happens at a pause, by the number of the pause."""
+def watch_to_its_end(site: Site, launcher: Launcher, ref: JobRef) -> None:
+    """Watch with the fake's clock."""
+    pauses = iter(range(30))
 
-    def __init__(
-        self, site: Site, launcher: Launcher, ref: JobRef, script: Mapping[int, Callable[[], Any]]
-    ) -> None:
-        self.site, self.launcher, self.home, self.script = site, launcher, Path(ref.home), script
-        self.said: list[str] = []
-        self.num_pauses = 0
-
-    def run(self) -> None:
-        watch(self.launcher, self.home, self.said.append, pause=self._pause, now=lambda: self.site.fake.now)
-
-    def _pause(self, duration_s: float) -> None:
+    def pause(duration_s: float) -> None:
         # AWS throttles who asks more often than every 15 s, and those who come all at once.
         assert 15.0 <= duration_s <= 20.0
-        self.num_pauses += 1
-        assert self.num_pauses < 30, self.said
-        self.script.get(self.num_pauses, lambda: None)()
-        self.site.fake.advance(400.0)
+        next(pauses)
+        site.fake.advance(400.0)
 
-    @property
-    def ref(self) -> JobRef:
-        return read_ref(job_path_of(self.home))
-
-
-def created(site: Site) -> list[dict[str, Any]]:
-    return site.fake.sent("create_training_job")
-
-
-def test_75_is_followed_by_a_job_with_a_new_name_and_the_same_run(site: Site, tmp_path: Path) -> None:
-    launcher = launcher_of(site, tmp_path)
-    site.fake.next_scripts = [SAVED]
-    first = launcher.submit(request_of(site)).ref
-    save(site, first, 20)
-    watcher = Watcher(site, launcher, first, {4: lambda: write_verdict(site, watcher.ref, 0)})
-    watcher.run()
-    one, two = created(site)
-    assert two["TrainingJobName"] != one["TrainingJobName"] == first.job_id
-    name = two["TrainingJobName"]
-    # The first job: 60 s + 600 s are over after the second pause of 400 s: 12:13:20 UTC.
-    assert name == "job-20261121-121320"
-    (channel,) = [each for each in two["InputDataConfig"] if each["ChannelName"] == "config"]
-    assert channel["DataSource"]["S3DataSource"]["S3Uri"].endswith(f"/config/{name}/")
-    assert f"config/{name}/plan.json" in site.list_keys()
-    assert not [key for key in site.list_keys() if "secret" in key or "cancelled" in key]
-    row = JobLog(site.project / "docs/job_log.md").read()[-1]
-    assert (row.job_name, row.facts["parent"]) == (name, first.job_id)
-    assert watcher.said[-1] == f"{name}: succeeded"
-    # What another job of this plan changed in the request: names and places alone.
-    assert {key for key in one.keys() | two.keys() if one.get(key) != two.get(key)} == {
-        *("TrainingJobName", "InputDataConfig")
-    }
+    watch(launcher, Path(ref.home), lambda line: None, pause=pause, now=lambda: site.fake.now)
 
 
 @pytest.mark.parametrize(
@@ -214,5 +165,5 @@ def test_a_wall_time_goes_on_from_a_whole_state_alone(
         site.objects.write(f"{ref.details['jobs'][0]['record_uri']}/small-try_step{step}/COMPLETE", b"{}")
     # Either way the end is none: the second job runs out of time too, without having come further.
     with pytest.raises(CheckRefused, match=f"timeout .*it began {began}"):
-        Watcher(site, launcher, ref, {}).run()
-    assert len(created(site)) == (2 if is_whole else 1)
+        watch_to_its_end(site, launcher, ref)
+    assert len(site.fake.sent("create_training_job")) == (2 if is_whole else 1)

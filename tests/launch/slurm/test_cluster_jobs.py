@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,11 +14,9 @@ from strop.launch.contract import JobEnvironment, JobState
 from strop.launch.job_dir import job_path_of
 from strop.launch.launcher import Launcher
 from strop.launch.slurm.options import SlurmSite
-from tests.conftest import require_system_part
-from tests.fixtures.jobs import wait_for
 from tests.launch.slurm.conftest import log_in
 from tests.launch.slurm.plans import ALL_ENDS, LoginNode, a_role, gpus, seen, slurm_log, verdict
-from tools.slurm_cluster import Cluster, is_installed
+from tools.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
 
@@ -106,22 +102,6 @@ def test_two_nodes_with_four_gpus_each_have_two_agents(login: LoginNode) -> None
         for node in (0, 1)
     ]
     assert sorted(agent["host"] for agent in agents) == ["n1", "n2"]
-
-
-def test_two_runs_on_one_node_share_nothing(login: LoginNode) -> None:
-    role = a_role("--held", gpus=2)
-    refs = [
-        login.submit(role, name=name, resources=gpus(2), options={"nodelist": "n1"}) for name in ("a", "b")
-    ]
-    for ref in refs:
-        login.wait_for_step(ref)
-    for ref in refs:
-        login.let_go(ref)
-        assert login.wait_for(ref, *ALL_ENDS).state is JobState.SUCCEEDED, slurm_log(ref)
-    found = [seen(ref, f"{ref.job_id}-0") for ref in refs]
-    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1", "2,3"]
-    for name in ("TMPDIR", "XDG_CACHE_HOME"):
-        assert found[0][name] != found[1][name]
 
 
 def test_a_whole_node_and_slices_give_roles_what_they_asked_for(login: LoginNode) -> None:
@@ -249,42 +229,3 @@ def test_the_words_of_the_site_stand_before_an_agent_and_the_verdict(
     agent, verdict = (tmp_path / "asked").read_text().splitlines()
     assert f"two words {login.python} -m strop.launch.node " in agent
     assert f"two words {login.python} -m strop.launch.slurm.verdict " in verdict
-
-
-# The script that brings a cluster up.
-
-
-def _run(verb: str, path: Path) -> str:
-    argv = [sys.executable, "-m", "tools.slurm_cluster", verb, str(path)]
-    return subprocess.run(argv, capture_output=True, text=True, check=True, timeout=240).stdout
-
-
-def _processes_below(path: Path) -> list[str]:
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if str(path) in words:
-            found.append(words)
-    return found
-
-
-def test_the_script_brings_a_cluster_up_and_down_with_everything_that_runs_on_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    require_system_part("slurm-wlm", is_installed())
-    home = tmp_path / "cluster"
-    said = _run("up", home)
-    assert said == f"export SLURM_CONF={home}/slurm.conf\n"
-    monkeypatch.setenv("SLURM_CONF", f"{home}/slurm.conf")
-    argv = ["sbatch", f"--output={tmp_path}/out", "--wrap", f"srun bash -c 'sleep 300; echo {tmp_path}'"]
-    try:
-        subprocess.run(argv, check=True, capture_output=True, timeout=60)
-        states = ["squeue", "-h", "-o", "%t"]
-        wait_for(lambda: b"R" in subprocess.run(states, capture_output=True, check=True, timeout=60).stdout)
-    finally:
-        _run("down", home)
-    # Who was killed may still be leaving.
-    wait_for(lambda: _processes_below(tmp_path) == [])

@@ -80,13 +80,6 @@ def test_a_sidecar_runs_on_a_cpu_node_as_long_as_the_run(login: LoginNode) -> No
     assert (agent["host"], agent["part"]) == ("c1", "cpu")
 
 
-def test_a_sidecar_that_ends_early_ends_the_run(login: LoginNode) -> None:
-    ref = _submit_with_sidecar(login, 3, "--steps", "5000")
-    status = login.wait_for(ref, *ALL_ENDS)
-    assert status.state is JobState.FAILED
-    assert "role sidecar ended while the run went on" in status.reason
-
-
 def test_both_parts_of_a_job_are_told_and_live_again(login: LoginNode, cluster: Cluster) -> None:
     ref = _submit_with_sidecar(login, 5000, "--held")
     login.wait_for_step(ref)

@@ -3,46 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from strop.errors import CheckRefused
 from strop.launch.contract import JobState
-from tests.fixtures.drill import preempt
 from tests.launch.slurm.plans import ALL_ENDS, LoginNode, a_role, gpus, seen, slurm_log, verdict
 from tools.slurm_cluster import Cluster
 
 pytestmark = pytest.mark.slow
-
-
-@contextmanager
-def starts_nothing(cluster: Cluster) -> Iterator[None]:
-    """Let jobs wait in the queue, however soon they could live again. What runs goes on."""
-    cluster.run("scontrol", "update", "PartitionName=low", "State=DOWN")
-    try:
-        yield
-    finally:
-        cluster.run("scontrol", "update", "PartitionName=low", "State=UP")
-
-
-def test_a_told_job_saves_and_goes_on_from_there(login: LoginNode, cluster: Cluster) -> None:
-    ref = login.submit(a_role("--steps", "5000,0"))
-    login.wait_for_step(ref)
-    with starts_nothing(cluster):
-        preempt(login.backend, ref)
-        assert login.wait_for(ref, JobState.PREEMPTED).reason
-    status = login.wait_for(ref, *ALL_ENDS, attempt=1)
-    assert status.state is JobState.SUCCEEDED, slurm_log(ref)
-    begin = seen(ref, f"{ref.job_id}-1")["begin"]
-    assert 0 < begin < 5000
-    first, second = (Path(ref.home) / f"attempts/{ref.job_id}-{number}/0/train.log" for number in (0, 1))
-    assert f"saved at step {begin}" in first.read_text()
-    assert f"begins at step {begin}" in second.read_text()
-    # One file for the batch shell of both lives.
-    assert slurm_log(ref).count("started train") == 2
 
 
 def test_a_failure_on_one_node_is_not_hidden_by_75_on_another(login: LoginNode) -> None:
