@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from strop.cluster import Roles
-from strop.cluster.contract import build_placement
 from strop.cluster.engine_process import EngineProcess, can_swap_adapters
-from strop.cluster.local import InlinePlacement, LocalLearner, ProcessPlacement
+from strop.cluster.local import LocalLearner, ProcessPlacement
 from strop.cluster.publishers import BroadcastPublisher, FilePublisher, clear_publications
 from strop.engine import WeightTransport
 from strop.engine.remote import RemoteEngine
@@ -140,13 +139,6 @@ async def test_a_publication_can_be_sent_and_leaves_no_file(tiny_model_dir: Path
 
 
 # ---------------------------------------------------------------- placement
-
-
-def test_the_word_in_the_spec_chooses_the_placement(tiny_model_dir: Path, tmp_path: Path) -> None:
-    source = ModelHandle(path=tiny_model_dir, digest="unused")
-    assert isinstance(build_placement(tiny_spec(), source, tmp_path / "w"), InlinePlacement)
-    assert isinstance(build_placement(process_spec(), source, tmp_path / "w"), ProcessPlacement)
-    assert not (tmp_path / "w").exists()
 
 
 def test_stop_before_start_does_nothing(tiny_model_dir: Path, tmp_path: Path) -> None:

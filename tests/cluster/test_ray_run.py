@@ -21,7 +21,7 @@ import pytest
 from safetensors.torch import load_file
 
 from strop.cluster import Roles
-from strop.cluster.contract import build_placement, with_frozen
+from strop.cluster.contract import with_frozen
 from strop.cluster.ray.learners import RayLearner
 from strop.cluster.ray.placement import RayPlacement
 from strop.engine.contract import WeightTransport
@@ -226,11 +226,6 @@ def test_prc_5_a_killed_engine_is_survived_and_the_last_one_ends_every_wait(scen
     assert message.startswith("role engine-1 on node 0"), message
     assert "signal 9" in message
     assert f"process {pids[1]}" in message
-
-
-def test_a_spec_names_the_placement(tmp_path: Path) -> None:
-    source = ModelHandle(path=tmp_path, digest="unused")
-    assert isinstance(build_placement(make_spec(kind="ray"), source, tmp_path), RayPlacement)
 
 
 def read_command(pid: int) -> bytes:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused, StoreError
-from strop.hardware import clear_leftovers, find_inherited, find_leases, identify, take_lease
+from strop.hardware import clear_leftovers, find_leases, identify, take_lease
 from strop.hardware.identity import identify_self
 from strop.hardware.leases import (
     FOLDER_VARIABLE,
@@ -31,7 +31,6 @@ from strop.hardware.leases import (
 from strop.hardware.leftovers import find_processes, find_strays
 from strop.io.leftovers import is_process_alive
 from strop.io.lock import FileLock
-from strop.io.variables import set_variables
 from tests.fixtures.jobs import wait_for
 
 # Takes a lease, makes its processes carry it, does something, says its id, and waits to be killed.
@@ -394,16 +393,6 @@ def test_who_clears_up_after_the_run_that_started_it_lives_on() -> None:
             [sys.executable, "-c", _CLEARING], env=environment, check=True, capture_output=True
         )
         assert done.stdout == b"[()]\n"
-
-
-def test_a_process_knows_the_run_that_it_was_started_under(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find_inherited() is None
-    with take_lease("run", "1") as held:
-        with set_variables(held.variables):
-            assert find_inherited() == held.lease
-        assert LEASE_VARIABLE not in os.environ
-        monkeypatch.setenv(LEASE_VARIABLE, "outer")
-        assert find_inherited() is None
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root to start another user's process")

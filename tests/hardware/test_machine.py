@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import shutil
@@ -21,7 +20,6 @@ from strop.hardware import (
     describe_machine,
     free_disk_bytes,
     peak_rss_bytes,
-    read_calibration,
     require_writable,
     rss_bytes,
 )
@@ -82,22 +80,6 @@ def test_the_peak_is_no_less_than_what_was_held() -> None:
 def test_free_space_is_that_of_the_disk_below_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with tiny_disk(tmp_path / "disk") as disk:
         assert free_disk_bytes(disk / "not" / "yet") == 1 << 20
-
-
-@pytest.mark.slow
-def test_a_measurement_is_kept_for_this_cpu(tmp_path: Path) -> None:
-    assert read_calibration(tmp_path) is None
-    # Small, so that the test is short; the speeds are then those of the caches.
-    measured = calibrate_machine(cache_dir=tmp_path, gemm_size=128, copy_bytes=1 << 20, time_limit_s=0.01)
-    assert read_calibration(tmp_path) == measured
-    assert min(measured.gemm_fp32_gflops, measured.gemm_bf16_gflops, measured.copy_gb_per_s) > 0
-    path = tmp_path / "hardware.json"
-    content = json.loads(path.read_bytes())
-    path.write_text(json.dumps({**content, "cpu_name": "another"}))
-    assert read_calibration(tmp_path) is None
-    for damaged in ("", "[]", "{}"):
-        path.write_text(damaged)
-        assert read_calibration(tmp_path) is None
 
 
 class SlowProduct:

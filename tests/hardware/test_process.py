@@ -247,16 +247,6 @@ def write_autogroups(proc: Path, own: str, pid: int) -> Path:
     return proc / str(pid) / "autogroup"
 
 
-@pytest.mark.skipif(not Path("/proc/self/autogroup").exists(), reason="sessions are not told apart here")
-def test_the_session_steps_back_with_its_process(leader: int) -> None:
-    text = Path(f"/proc/{leader}/autogroup").read_text()
-    if not text:
-        pytest.skip("this session is in no group of its own")
-    own = int((Path("/proc/self/autogroup").read_text().split() or ["0"])[-1])
-    assert step_back(leader, by=7)
-    assert Path(f"/proc/{leader}/autogroup").read_text().split()[-1] == str(min(own + 7, 19))
-
-
 def test_a_member_of_a_session_does_not_pull_the_others_down() -> None:
     with subprocess.Popen(["sleep", "60"], process_group=0) as process:
         autogroup = Path(f"/proc/{process.pid}/autogroup")

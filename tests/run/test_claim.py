@@ -23,7 +23,7 @@ from strop.spec import RunSpec
 from strop.store import get_model
 from strop.tasks import build_task
 from tests.fixtures.commands import Run, folder, run
-from tests.fixtures.devices import GIB, divided, whole
+from tests.fixtures.devices import GIB, whole
 from tests.fixtures.dying_runs import prolific_run
 from tests.fixtures.nvidia_smi import install_fake_nvidia_smi
 
@@ -102,32 +102,6 @@ def test_a_named_gpu_is_shared_knowingly_and_an_unnamed_one_is_not(
         assert os.environ[VISIBLE] == "0,1"
         assert stranger.poll() is None
         stranger.kill()
-
-
-def test_a_gpu_without_room_is_refused_with_both_numbers(
-    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install_fake_nvidia_smi(machine, [whole(0, 13)])
-    said = r"GPU-0 \(Test, index 0\): 13\.00 GiB free of 80\.00 GiB, 20\.00 GiB needed"
-    for inherited in (None, "0"):
-        if inherited is not None:
-            monkeypatch.setenv(VISIBLE, inherited)
-        with (
-            pytest.raises(CheckRefused, match=said),
-            claim_machine(tmp_path / "run", "1", need_bytes=20 * GIB),
-        ):
-            pass
-        assert find_leases() == []
-
-
-def test_a_slice_is_claimed_by_its_uuid(
-    machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    install_fake_nvidia_smi(machine, [divided(0, "MIG-a", "MIG-b")])
-    monkeypatch.setenv(VISIBLE, "MIG-b")
-    with claim_machine(tmp_path / "run", "1", need_bytes=GIB):
-        assert seen_by_children()[0] == "MIG-b"
-        assert find_leases()[0].gpus == ("MIG-b",)
 
 
 @pytest.mark.parametrize("value", ["", "-1", "NoDevFiles"])

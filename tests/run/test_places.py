@@ -44,11 +44,6 @@ def make_run(root: Path, steps: tuple[int, ...] = (1, 2)) -> RunDir:
     return run
 
 
-def test_a_directory_is_a_model_where_it_stands(tmp_path: Path) -> None:
-    assert find_model(str(tmp_path), tmp_path / "cache") == tmp_path
-    assert not (tmp_path / "cache").exists()
-
-
 def test_a_package_is_found_once_it_is_converted(tmp_path: Path) -> None:
     uri = SUBSTITUTES[DEFAULT_URI]
     assert find_model(uri, tmp_path) is None

@@ -28,7 +28,7 @@ from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.rollout import Example, Message, Outcome, Sampling, Split
 from strop.run.held_out import Evaluation, TrainOutcome
 from strop.run.inference import open_model, read_trained_ids
-from strop.run.training import set_threads, train_here
+from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.store import ModelHandle, get_model
 from strop.tasks import build_task, problem_of
@@ -356,17 +356,6 @@ def test_a_run_does_not_call_examples_held_out_that_it_trains_on(
     here.train(f"{accepted}; overlap: to see what the evaluation says")
     assert not list((here.told[0].path / "eval").iterdir())
     assert list((here.told[1].path / "eval").iterdir())
-
-
-def test_threads_are_fixed_and_counted() -> None:
-    import torch
-
-    before = torch.get_num_threads()
-    try:
-        assert set_threads(1) == torch.get_num_threads() == 1
-        assert set_threads(None) == torch.get_num_threads() >= 1
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_what_another_tool_put_into_the_bucket_is_told_at_the_start(

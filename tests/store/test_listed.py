@@ -195,19 +195,6 @@ def test_a_directory_that_has_it_under_its_name_alone(tmp_path: Path) -> None:
             get_model("org/big")
 
 
-@pytest.mark.parametrize("order", ["store-first", "hub-first"])
-def test_a_missing_store_key_is_named_beside_the_hub(s3_root: str, order: str) -> None:
-    with follow_store(follow(s3_root, order)):
-        with pytest.raises(HubUnreachable) as caught:
-            get_model("org/absent")
-        for key in (f"{s3_root}/models/org/absent", f"{s3_root}/models/absent", "is unreachable"):
-            assert key in str(caught.value)
-        with pytest.raises((HubUnreachable, RemoteMissing)) as told:
-            fetch_data_file("org/absent", "main/train.jsonl", ["absent_train"])
-        for key in (f"{s3_root}/datasets/org/absent", f"{s3_root}/datasets/absent_train", "unreachable"):
-            assert key in str(told.value)
-
-
 # Data
 
 

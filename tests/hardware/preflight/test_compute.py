@@ -83,11 +83,6 @@ def test_a_gpu_that_torch_does_not_see_is_named(tmp_path: Path, monkeypatch: pyt
     assert "sees no GPU" in finding.given
 
 
-def test_a_run_without_gpus_computes_nothing(tmp_path: Path) -> None:
-    assert run_preflight(PreflightRequest(run_path=tmp_path, levels=tuple(Level))) == []
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_a_probe_that_breaks_is_quoted(tool: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install_fake_nvidia_smi(tool, [whole(0, 70)])
     wanted = request(tmp_path, "0", learner=1)
