@@ -234,17 +234,6 @@ def test_a_description_cannot_break_the_table(tmp_path: Path) -> None:
     )
 
 
-def test_a_table_that_was_kept_by_hand_is_taken_over(tmp_path: Path) -> None:
-    log = JobLog(tmp_path / "log.md")
-    log.path.write_text(
-        "# Old\n| Job Name | Config | Description | Submitted |\n|---|---|---|---|\n"
-        "| old-1 | a.yaml | x \\| y | 2025-01-01 00:00 |\n"
-    )
-    log.append(row())
-    assert [found.job_name for found in log.read()] == ["old-1", "job-1"]
-    assert "| old-1 | a.yaml | x \\| y | 2025-01-01 00:00 |  |" in log.path.read_text()
-
-
 def test_the_table_is_made_anew_from_the_twin(tmp_path: Path) -> None:
     log = JobLog(tmp_path / "log.md")
     log.append(row("job-1"))
