@@ -188,7 +188,7 @@ def test_weights_by_file_are_refused_where_an_engine_does_not_see_them(tmp_path:
         source=source,
         facts=RoleFacts(pid=1, host="algo-2", sees_run=False),
     )
-    for transport in ("auto", "broadcast", "store", "file"):
+    for transport in ("auto", "broadcast", "file"):
         spec = tiny_spec(placement={"kind": "ray", "engines": 2}, engine={"transport": transport})
         placement = RayPlacement(spec, source, tmp_path / "roles")
         placement._roles = [role]
