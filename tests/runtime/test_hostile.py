@@ -34,8 +34,13 @@ async def send_raw(it: Service, head: bytes, parts: Send) -> bytes:
     writer.write(head + b"\r\nhost: x\r\nx-api-key: " + key + b"\r\n\r\n")
     sending = asyncio.ensure_future(parts(writer))
     try:
+        answered = b""
+        # The answer comes first; what is still sent to a closed connection may reset it.
         async with asyncio.timeout(10):
-            return await reader.read()
+            with suppress(ConnectionResetError):
+                while data := await reader.read(1 << 16):
+                    answered += data
+        return answered
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)

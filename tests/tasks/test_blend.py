@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,11 +186,13 @@ def test_blends_that_cannot_be_meant_are_refused(settings: dict[str, Any], named
         BlendSpec(name="blend", **settings)
 
 
-def test_a_judge_in_a_blend_is_not_the_policy() -> None:
-    parts = {"sums": SUMS, "judge": {**JUDGE, "judge_model": "org/small"}}
-    words = ["name=x", "model.uri=org/small", "task.name=blend", f"task.parts={json.dumps(parts)}"]
+def test_a_judge_in_a_blend_is_not_the_policy(tmp_path: Path) -> None:
+    lines = ['name = "x"', "[model]", 'uri = "org/small"', "[task]", 'name = "blend"']
+    for label, part in (("sums", SUMS), ("judge", {**JUDGE, "judge_model": "org/small"})):
+        lines += [f"[task.parts.{label}]", *(f"{key} = {json.dumps(part[key])}" for key in part)]
+    (tmp_path / "run.toml").write_text("\n".join(lines))
     with pytest.raises(ConfigError, match="itself"):
-        load_spec(None, words)
+        load_spec(tmp_path / "run.toml")
 
 
 def test_a_warm_blend_wants_what_its_judge_wants(monkeypatch: pytest.MonkeyPatch) -> None:

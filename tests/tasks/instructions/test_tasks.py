@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from strop.errors import ConfigError, DataError
+from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.instructions import segments
@@ -93,7 +93,7 @@ def test_without_langdetect_the_task_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"strop\[tasks\]"):
+    with pytest.raises(DataError, match=r"strop\[tasks\]"):
         task_of("if-multi", tmp_path, ALL_ROWS["if-multi"]).examples(Split.TRAIN)
 
 
