@@ -16,7 +16,6 @@ from strop.store.policy import SourcePolicy, follow_store, is_offline, read_poli
 __all__ = [
     "CachedModel",
     "ModelHandle",
-    "RecordStore",
     "SourcePolicy",
     "StoredObject",
     "Transfer",
