@@ -18,7 +18,7 @@ from strop.errors import EngineError, Interrupted
 from strop.launch.backends import BACKENDS
 from tests.fixtures.commands import Run
 from tests.fixtures.scripted_backend import FakeSite
-from tests.fixtures.scripted_jobs import World, make_world
+from tests.fixtures.scripted_jobs import World, enter_world
 
 PROGRAM = "import sys; from strop.cli import main; sys.exit(main())"
 
@@ -204,10 +204,7 @@ def commands(command: Any, words: str) -> Iterator[tuple[str, int]]:
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """A project with a site of a backend that only the table of backends knows."""
-    world = make_world(tmp_path)
-    for name, value in world.environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(world.project)
+    world = enter_world(tmp_path, monkeypatch)
     monkeypatch.setitem(BACKENDS, "fake", FakeSite)
     world.sites(f'[sites.lanes]\nbackend = "fake"\nfolder = "{tmp_path / "scheduler"}"\nlane = "slow"\n')
     return world

@@ -15,7 +15,7 @@ from strop.launch.contract import JobPlan, JobRef, JobState, SchedulerStatus
 from strop.launch.job_dir import job_path_of, read_plan, read_ref
 from strop.launch.options import Site
 from tests.fixtures.commands import Run
-from tests.fixtures.scripted_jobs import World, make_world
+from tests.fixtures.scripted_jobs import World, enter_world
 
 ODD = 'it\'s $HOME `id` "two" $(touch canary); x\\'
 """A folder's name that no shell may ever see unquoted."""
@@ -24,10 +24,7 @@ ODD = 'it\'s $HOME `id` "two" $(touch canary); x\\'
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
     """A project as the current folder; every site has the scripted scheduler."""
-    world = make_world(tmp_path)
-    for name, value in world.environ.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.chdir(world.project)
+    world = enter_world(tmp_path, monkeypatch)
 
     def open_fake(site: Site) -> object:
         return world.backend
