@@ -135,8 +135,7 @@ def test_the_agent_of_a_node_needs_little(tmp_path: Path) -> None:
     assert {name for name in foreign if not name.startswith("_")} <= known
 
 
-def test_a_room_has_every_name_that_it_promises() -> None:
-    rooms = [importlib.import_module(f"strop.{room.name}") for room in pkgutil.iter_modules(strop.__path__)]
-    promised = [(room, name) for room in rooms for name in getattr(room, "__all__", ())]
-    assert len(promised) > 100
-    assert [(room.__name__, name) for room, name in promised if not hasattr(room, name)] == []
+@pytest.mark.parametrize("name", [room.name for room in pkgutil.iter_modules(strop.__path__)])
+def test_a_room_has_every_name_that_it_promises(name: str) -> None:
+    room = importlib.import_module(f"strop.{name}")
+    assert [one for one in getattr(room, "__all__", ()) if not hasattr(room, one)] == []

@@ -21,8 +21,10 @@ from strop.run.training import train_here
 from strop.spec import OptimizerSpec, all_keys, load_spec
 from strop.spec.schema import find_settings
 from strop.tasks import build_task
-from tests.fixtures.scripted_jobs import World, make_world
+from tests.fixtures.scripted_jobs import World, world
 from tests.fixtures.tiny_run import Notes
+
+__all__ = ["world"]
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "src" / "strop"
@@ -284,11 +286,6 @@ def test_cfg_4_no_launcher_starts_a_program_that_is_gone() -> None:
 
 
 SECRET = "canary-9d1e-secret-value"
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> World:
-    return make_world(tmp_path)
 
 
 def git(folder: Path, *words: str) -> None:

@@ -1,8 +1,8 @@
 """Variables and secrets of a job: their sources, the roles that get them, and their files.
 
 Layers, each overriding the ones before: the site profile's `env`, the project's `.env`, variables that the
-submitter names, `--env-file`, the launcher's own. A variable
-that the launcher owns is refused if the user set it for jobs, and reported if it merely stands in a file.
+submitter names, `--env-file`, the launcher's own. A variable that the launcher owns is refused if the user
+set it for jobs, and reported if it merely stands in a file.
 
 The plan has only the name of a secret. Its value is read when the job directory is written, and is in no
 argument, script, plan or log. Variables from any source that look like credentials are treated as secrets.
