@@ -128,10 +128,11 @@ class RayHead:
             await asyncio.sleep(_POLL_S)
         import ray
         from ray._private import ray_constants
-        from ray._raylet import AuthenticationTokenLoader  # type: ignore[attr-defined]
+        from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-        # Ray reads it from the environment once, and may have been imported before.
+        # Ray reads these from the environment once, and may have been imported before: by a task, say.
         ray_constants.ENABLE_RAY_CLUSTER = self._settings.host != LOOPBACK
+        Config.initialize(json.dumps({"AUTH_MODE": variables["RAY_AUTH_MODE"]}))
         # Each run has its own token, and this process may have been part of another one.
         AuthenticationTokenLoader.instance().reset_cache()
         handler, hook = signal.getsignal(signal.SIGTERM), sys.excepthook
@@ -179,6 +180,8 @@ class RayHead:
 
             self._is_connected = False
             await asyncio.to_thread(ray.shutdown)
+            mode = self._variables.get("RAY_AUTH_MODE") or "disabled"
+            ray._raylet.Config.initialize(json.dumps({"AUTH_MODE": mode}))  # type: ignore[attr-defined]
         for name, value in self._variables.items():
             if value is None:
                 os.environ.pop(name, None)
