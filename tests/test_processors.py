@@ -148,26 +148,6 @@ def test_a_run_is_the_same_on_an_emulated_processor(tmp_path: Path, on_this_one:
     require_same(found, on_this_one)
 
 
-@pytest.mark.slow
-def test_the_numerical_tests_pass_without_a_compiler(tmp_path: Path) -> None:
-    """Tests of what has kernels: comparisons with PyTorch say that they are left out; all others hold."""
-    environment = {**os.environ, "CC": "no-such-compiler", "STROP_CACHE": str(tmp_path)}
-    environment.pop("STROP_CI", None)
-    policy = ("fused_trunk", "head", "kv_cache", "language_model", "layers", "footprint")
-    chosen = [*(f"tests/policy/test_{name}.py" for name in policy), "tests/engine/test_sampler.py"]
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider", *chosen],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert "compiled kernels (FileNotFoundError" in done.stdout
-
-
 def show_kernels(folder: Path, command: tuple[str, ...], runner: tuple[str, ...] = ()) -> dict[str, float]:
     """Compile the kernels with a program that runs each of them; return the numbers that it prints."""
     program = folder / "every_kernel"

@@ -92,7 +92,7 @@ class Whole:
     """Processor time from its lock to its end."""
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module")
 def dtype(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
@@ -119,6 +119,7 @@ def new_bench(dtype: str, tmp_path: Path, tiny_model_dir: Path) -> Callable[[str
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16"], indirect=True)
 def test_ckp_3_kills_at_random_moments_do_not_change_the_curve(
     new_bench: Callable[[str], Bench], whole: Whole
 ) -> None:
@@ -140,6 +141,7 @@ def test_ckp_3_kills_at_random_moments_do_not_change_the_curve(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32"], indirect=True)
 def test_ckp_4_kills_between_two_writes_do_not_change_the_curve(
     new_bench: Callable[[str], Bench], whole: Whole
 ) -> None:

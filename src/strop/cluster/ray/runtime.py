@@ -181,7 +181,7 @@ class RayHead:
             self._is_connected = False
             await asyncio.to_thread(ray.shutdown)
             mode = self._variables.get("RAY_AUTH_MODE") or "disabled"
-            ray._raylet.Config.initialize(json.dumps({"AUTH_MODE": mode}))  # type: ignore[attr-defined]
+            ray._raylet.Config.initialize(json.dumps({"AUTH_MODE": mode}))
         for name, value in self._variables.items():
             if value is None:
                 os.environ.pop(name, None)
