@@ -1,6 +1,13 @@
-"""Tests of finding code in replies. F stands for a fence in the comments of the reference's vectors."""
+"""Finding programs in replies: the forms of `forms/extraction.jsonl`, and what no text may do."""
 
 from __future__ import annotations
+
+import contextlib
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,100 +17,94 @@ from strop.tasks.code.extraction import (
     MAX_CODE_CHARS,
     compiles,
     defines,
-    extract_body,
+    extract_completion,
     extract_python,
 )
+from tests.tasks.code.test_humaneval import SQUARES
 
 F = "```"
+FORMS = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "forms/extraction.jsonl").read_text("utf-8").splitlines()
+]
+TESTS = {
+    "double": "assert (double(1), double(0), double(-3)) == (2, 0, -6)",
+    "swap": "f = swap if 'swap' in globals() else Solution().swap\nassert list(f(1, 2)) == [2, 1]",
+    "squares": "assert squares(3) == [0, 1, 4]",
+}
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        ("def f(x):\n  return x\n[DONE]\ngarbage", "def f(x):\n  return x"),
-        (f"Sure!\n{F}python\ndef f(x): return x\n{F}\nExplanation", "def f(x): return x"),
-        (f"def f(x): return x\n{F}\nThis code..", "def f(x): return x"),
-        (f"{F}python\ndef f(x): return x", "def f(x): return x"),
-        ("[BEGIN]\ndef f(x): return x\n[DONE]\n[BEGIN]\ndef g..", "def f(x): return x"),
-        (f"{F}python\nhelper\n{F} text {F}python\ndef f..\n{F}", "helper\n\ndef f.."),
-        ("", None),
-        ("I think that the sum is four.", None),
-    ],
-)
-def test_vectors_of_the_reference(text: str, code: str | None) -> None:
-    assert extract_python(text, entry_point="f") == code
+def find_program(reply: str, name: str) -> str | None:
+    """Return the program that the tasks would judge."""
+    code = extract_python(reply, (name,) if name else ())
+    if code is not None and (defines(code, name) if name else compiles(code)):
+        return f"{SQUARES['prompt']}\n{code}" if name == "squares" else code
+    return extract_completion(reply, SQUARES["prompt"], name) if name == "squares" else None
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [
-        # Rule 1: what was thought is not what was answered.
-        (
-            f"<think>{F}python\ndef f(): return 1\n{F}</think>\n{F}py\ndef f(): return 2\n{F}",
-            "def f(): return 2",
-        ),
-        (f"<think>no end\n{F}python\ndef f(): return 1\n{F}", None),
-        ("<think>a</think><think>\ndef f(): return 1", None),
-        # Rule 2: the first [DONE], then the last [BEGIN] before it.
-        ("[BEGIN]\nold\n[BEGIN]\ndef f(): return 1\n[DONE]", "def f(): return 1"),
-        # Rule 3: a tag of Python wins over none, other tags are no code.
-        (f"{F}\ndef f(): return 1\n{F}\n{F}Python3\ndef f(): return 2\n{F}", "def f(): return 2"),
-        (f"{F}\ndef f(): return 1\n{F}", "def f(): return 1"),
-        (f"{F}json\n[1]\n{F}\nno code", None),
-        # Rule 3: a join that does not compile gives way to the last block that defines the name.
-        (
-            f"{F}python\ndef f(): return 1\n{F}\n{F}python\ndef f(): return 2\n{F}\n{F}python\n>>> f()\n{F}",
-            "def f(): return 2",
-        ),
-        (f"{F}python\nn = 1\n{F}\n{F}python\ndef f(): return n\n{F}", "n = 1\n\ndef f(): return n"),
-        # Rule 4, beside a closed block that is no answer.
-        (f"{F}\n$ run it\n{F}\n{F}python\ndef f(): return 1", "def f(): return 1"),
-        # Rule 5: the first fence closes what the prompt opened, whatever follows.
-        (f"def f(): return 1\n{F}\nUse:\n{F}python\nf()\n{F}", "def f(): return 1"),
-        # Rule 6: prose in front goes line by line.
-        ("Here you are:\nit is short.\n\ndef f(): return 1", "def f(): return 1"),
-        ("no!\n" * 20 + "def f(): return 1", "def f(): return 1"),
-        ("no!\n" * 21 + "def f(): return 1", None),
-        # Rule 7.
-        ("def f():\r\n\treturn 1\r\n", "def f():\n    return 1"),
-        (f"def f(): return 1\n{F}", "def f(): return 1"),
-        # A fence in a list has its indentation in common with the code.
-        (f"1. So:\n   {F}python\n   def f():\n     return 1\n   {F}", "def f():\n  return 1"),
-        # Inline code is no fence.
-        (f"Call {F}f(){F} here\n{F}python\ndef f(): return 1\n{F}", "def f(): return 1"),
-        # A fence inside of a string is the string's.
-        (
-            f'def f():\n    """\n    {F}\n    x\n    {F}\n    """\n    return 1',
-            f'def f():\n    """\n    {F}\n    x\n    {F}\n    """\n    return 1',
-        ),
-        # Longer than any reply.
-        ("def f(): return 1\n" + "#" * MAX_CODE_CHARS, None),
-    ],
-)
-def test_rules(text: str, code: str | None) -> None:
-    assert extract_python(text, entry_point="f") == code
+def run(program: str, name: str, stdin: str = "") -> str | None:
+    """Return what one of the forms, which are harmless, prints; None if it fails."""
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
+        patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
+        patch.setattr("builtins.open", lambda *_: io.StringIO(stdin))
+        try:
+            names: dict[str, Any] = {"__name__": name or "__main__"}
+            exec(f"{program}\n{TESTS.get(name, '')}", names)
+        except (Exception, SystemExit):
+            return None
+    return output.getvalue()
 
 
-@pytest.mark.parametrize("text", ["asdf", "0", "a", "{}", "123!!!", " \n", "'text'", "</s>"])
+@pytest.mark.filterwarnings("ignore:invalid escape")
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form['name']}: {form['why']}")
+def test_the_program_of_a_reply_has_the_right_verdict(form: dict[str, Any]) -> None:
+    name = form["name"]
+    program = find_program(form["reply"], name)
+    if name or program is None:
+        is_right = program is not None and run(program, name) is not None
+    else:
+        printed = [run(program, "", stdin) for stdin in ("1 2\n", "3 -3\n")]
+        is_right = [(text or "").split() for text in printed] == [["3"], ["0"]]
+    assert is_right is form["right"]
+
+
+@pytest.mark.parametrize("text", ["asdf", "0", "a", "{}", "123!!!", " \n", "'text'", "</s>", "x: int"])
 def test_a_word_is_no_code(text: str) -> None:
     assert extract_python(text) is None
 
 
+def test_comments_of_what_counts_stay_and_a_text_longer_than_any_reply_is_no_code() -> None:
+    code = "# Twice.\ndef f(x):\n    return 2 * x  # fast"
+    assert extract_python(f"{F}\n{code}\nprint(f(2))\n{F}", ("f",)) == code
+    assert extract_python(code + "\n" + "#" * MAX_CODE_CHARS, ("f",)) is None
+
+
 _PIECES = st.sampled_from(
     (
-        *(F, f"{F}python\n", f"\n{F}\n", "````\n", "[DONE]", "[BEGIN]", "<think>", "</think>"),
-        *("def f(x):\n", "  return x\n", "x = 1\n", "text ", "'''", '"', "\\\n", "#", "(", "\0"),
-        *("\t", "\r\n", "\r", "\n", "\x0c", "  "),
+        *(F, f"{F}python\n", f"\n{F}\n", "````\n", "~~~\n", "[DONE]", "[BEGIN]", "<think>", "</think>"),
+        *("def f(x):\n", "  return x\n", "x = 1\n", "f(x)\n", "text ", "'''", '"', "\\\n", "#", "(", "\0"),
+        *("\t", "\r\n", "\r", "\n", "\x0c", "  ", "<answer>", ">>> ", "+", "@", "`"),
     )
 )
 
 
 @given(st.one_of(st.text(), st.lists(_PIECES, max_size=12).map("".join)))
 def test_extraction_never_raises_and_is_done_once(text: str) -> None:
-    for name in (None, "f"):
-        code = extract_python(text, entry_point=name)
+    for names in ((), ("f",)):
+        code = extract_python(text, names)
         if code is not None and compiles(code):
-            assert extract_python(code, entry_point=name) == code
+            assert extract_python(code, names) == code
+    extract_completion(text, SQUARES["prompt"], "squares")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "unit", [f"{F}\n", f"{F}python\n(\n", "x = (\n", "<answer>", "It's (so\n", "> `", "@x("]
+)
+def test_hostile_replies_take_no_minutes(unit: str) -> None:
+    started = time.process_time()
+    extract_python((unit * MAX_CODE_CHARS)[:MAX_CODE_CHARS], ("f",))
+    assert time.process_time() - started < 10.0
 
 
 @pytest.mark.parametrize(
@@ -130,24 +131,3 @@ def test_hostile_source_does_not_compile_or_does(code: str) -> None:
 )
 def test_defines(code: str, is_defined: bool) -> None:
     assert defines(code, "f") is is_defined
-
-
-HEAD = 'def f(x):\n    """Add one."""\n'
-
-
-@pytest.mark.parametrize(
-    ("text", "body"),
-    [
-        ("    return x + 1\n", "    return x + 1"),
-        ("return x + 1", "    return x + 1"),
-        (f"{F}python\n    return x + 1\n{F}", "    return x + 1"),
-        (f"    return x + 1\n{F}\nIt adds.", "    return x + 1"),
-        ("\n\treturn x", "\n    return x"),
-        ("", None),
-        ("    ", None),
-        ("asdf", None),
-        ("It adds one.", None),
-    ],
-)
-def test_a_body_is_found_with_its_indentation(text: str, body: str | None) -> None:
-    assert extract_body(text, HEAD, "f") == body

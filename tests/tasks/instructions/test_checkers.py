@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +14,9 @@ from hypothesis import strategies as st
 
 from strop.errors import DataError
 from strop.tasks.instructions.checkers import Checkers, Constraint
+from strop.tasks.instructions.gold import improve, write_replies
 from strop.tasks.instructions.google import GOOGLE
 from strop.tasks.instructions.multi import MULTI
-from strop.tasks.instructions.replies import write_replies
 from strop.tasks.instructions.rlvr import FUNCTIONS, RLVR, as_instruction
 from tests.tasks.instructions.instruction_cases import (
     GOOGLE_ARGUMENTS,
@@ -32,6 +34,10 @@ FAMILIES: Mapping[str, tuple[Checkers, Mapping[str, Arguments]]] = {
     "multi": (MULTI, MULTI_ARGUMENTS),
 }
 ALL = [(family, id_) for family, (_, cases) in FAMILIES.items() for id_ in cases]
+FORMS = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "forms/ifeval.jsonl").read_text("utf-8").splitlines()
+]
 NONSENSE = ["", " \n", "\t", "a", "asdf", "0", "1", "{}", "123!!!", "yes!", "\u200b\u202e", "..."]
 
 
@@ -43,6 +49,12 @@ def test_replies_that_follow_are_told_from_those_that_do_not(vector: Mapping[str
     constraint = FAMILIES[vector["family"]][0].bind(instruction, arguments, place="a vector")
     assert [text for text in vector["good"] if not constraint.is_met(text)] == []
     assert [text for text in [*vector["bad"], "[" * 99_999] if constraint.is_met(text)] == []
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form['id']}: {form['why']}")
+def test_a_real_form_has_the_verdict_of_its_plain_meaning(form: Mapping[str, Any]) -> None:
+    constraint = GOOGLE.bind(form["id"], form["arguments"], place="a form")
+    assert constraint.is_met(form["reply"]) is form["right"]
 
 
 def test_all_instructions_have_a_case() -> None:
@@ -69,7 +81,7 @@ def test_no_text_makes_a_checker_or_an_edit_raise(family: str, text: str) -> Non
     for instruction_id, arguments in cases.items():
         constraint = checkers.bind(instruction_id, arguments, place="a test")
         assert constraint.is_met(text) is constraint.is_met(text)
-        assert isinstance(constraint.improve(text), str)
+        assert isinstance(improve(constraint, text), str)
 
 
 def seconds_of(constraint: Constraint, text: str) -> float:
@@ -113,9 +125,3 @@ def test_rew_6_what_cannot_be_judged_is_refused(
 ) -> None:
     with pytest.raises(DataError, match=f"^file, row 7 .*{fault}.*Next: .*remove the row"):
         GOOGLE.bind(instruction_id, arguments, place="file, row 7")
-
-
-def test_zero_is_an_argument() -> None:
-    constraint = GOOGLE.bind("detectable_format:number_bullet_lists", {"num_bullets": 0}, place="a test")
-    assert constraint.is_met("No list here at all")
-    assert not constraint.is_met("* one of them here")

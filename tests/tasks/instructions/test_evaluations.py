@@ -47,6 +47,7 @@ OWN_DISAGREEMENTS = {
     "language:response_language": 3,  # '...' and '"' are in no language; the harness counts them as English
     "length_constraints:number_sentences": 3,  # a blank line and a mark before the quote end a sentence
     "length_constraints:number_words": 3,  # two words or none are no answer of less than 30 words
+    "startend:end_checker": 1,  # the phrase stands in a fence, which closes behind it
     "change_case:capital_word_frequency": 2,  # '{}' and '"' say nothing
     "punctuation:no_comma": 2,  # 'asdf' and '"' say nothing
 }

@@ -14,8 +14,7 @@ from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.instructions import segments
-from strop.tasks.instructions.replies import is_echo
-from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
+from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec, is_echo
 from tests.fixtures.judging import run_self_test
 from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.instruction_cases import MULTI_ARGUMENTS, RLVR_ARGUMENTS, Arguments
@@ -93,7 +92,7 @@ def test_without_langdetect_the_task_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(segments, "find_spec", lambda _: None)
-    with pytest.raises(DataError, match=r"strop\[tasks\]"):
+    with pytest.raises(ValueError, match=r"strop\[tasks\]"):
         task_of("if-multi", tmp_path, ALL_ROWS["if-multi"]).examples(Split.TRAIN)
 
 

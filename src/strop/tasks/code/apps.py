@@ -53,7 +53,7 @@ _FUNCTION = "Write a function `{name}`; it is called with the arguments, and ret
 _BASE_OPENING = "\n\n```python\n"
 _BASE_STOP_STRINGS = ("\n```",)
 """In plain text the prompt opens the fence, and the closing fence ends the reply."""
-_VERIFIER = "python-io-2"
+_VERIFIER = "python-io-3"
 
 
 class AppsSpec(CodeTaskSection, TrainingRows):
@@ -125,7 +125,7 @@ class Apps(RowTask):
         """
         fields = example.fields
         name = fields["fn_name"]
-        code = extract_python(text, entry_point=name)
+        code = extract_python(text, (name,) if name else ())
         if code is None or not (defines(code, name) if name else compiles(code)):
             return no_code_outcome(code)
         job = JudgeJob(

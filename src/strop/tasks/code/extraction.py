@@ -1,61 +1,100 @@
-"""Find the Python code in a reply, and the names that it defines. Nothing here runs it.
+"""Find the Python program in a reply. Nothing here runs it.
 
-A reply is text around code: reasoning, fences that may be truncated or opened by the prompt, markers of the
-few-shot form, prose. The rules are tried in order; the first candidate that compiles and defines the tested
-name is taken, else the first that compiles, else the fenced text as it is.
+A reply is text around code: reasoning, tags, fences that may be truncated or opened by the prompt, sessions,
+diffs, prose. It is cut into blocks of code that compile. The last block that defines the tested name whole
+decides; of other blocks only those statements count that it needs, so a later example of use does not. Where
+no name is tested, the last whole program decides: one that reads, prints, and needs no other block.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-import warnings
-from collections.abc import Iterator
-from dataclasses import dataclass
+import textwrap
+from collections.abc import Iterator, Sequence
+from itertools import islice
 
 from strop.rollout import Outcome
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.code.python_judge import JudgeVerdict
+from strop.tasks.code.statements import (
+    Statement,
+    does_something,
+    find_needed,
+    methods,
+    parse,
+    read_statements,
+)
 
 MAX_CODE_CHARS = 100_000
 """Longer texts count as without code: no reply within a task's budget is as long, and parsing is slow."""
-_MAX_PROSE_LINES = 20
-_PYTHON_TAGS = frozenset({"python", "py", "python3"})
+_MAX_BLOCKS, _MAX_CUTS, _MAX_CHUNKS = 100, 6, 40
+_MAX_PARSED_CHARS = 5 * MAX_CODE_CHARS
+"""Of the attempts to find code in prose, so that no reply takes seconds."""
+_BEGIN, _DONE = "[BEGIN]", "[DONE]"
 # A fence opens on a separate line; behind other text only with a tag for Python.
 _OPENING = re.compile(
-    r"^(?P<indent>[ \t]*)(?P<fence>`{3,})[ \t]*(?P<tag>[^\s`]*)[^\n`]*(?:\n|\Z)"
-    r"|(?P<late_fence>`{3,})[ \t]*(?P<late_tag>(?i:python3?|py))[ \t]*(?:\n|\Z)",
-    re.MULTILINE,
+    r"^(?P<quote>[ \t>]*)(?:(?:[-*+]|\d{1,3}[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})(?P<info>[^\n]*)(?:\n|\Z)"
+    r"|(?P<late>`{3,})[ \t]*(?:python3?|py)[ \t]*(?:\n|\Z)",
+    re.MULTILINE | re.IGNORECASE,
 )
-_BEGIN, _DONE = "[BEGIN]", "[DONE]"
+_TAG_WORD = re.compile(r"\W*([\w+#.-]*)")
+_OTHER_TAGS = frozenset({"", "ipython", "ipython3", "sage", "tool_code", "code", "text", "txt", "plaintext"})
+"""Beside those that begin with `py` or end in `.py`."""
+_CODE_IN_INFO = re.compile(r"(?:async |def |class |from |import |@)")
+_INLINE = re.compile(r"(?<!`)(`{1,3})(?:(?:python3?|py)\s)?([^`]+)\1(?!`)")
+_ANSWERS = re.compile(r"<(answer|final_answer|solution)>(.*?)(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
+_TAG = r"(?:</?(?:answer|final_answer|solution|code|python|pre)>|\[/?(?:PYTHON|ANSWER|SOLUTION|CODE|TESTS)\])"
+_TAGS = re.compile(rf"^[ \t]*{_TAG}|{_TAG}[ \t]*$", re.MULTILINE | re.IGNORECASE)
+_SESSION = re.compile(r"^[ \t]*(?:>>>|In \[\d+\]:)", re.MULTILINE)
+_SESSION_LINE = re.compile(r"^[ \t]*(?:>>>|\.\.\.:?|In \[\d+\]:)(?: (.*)|)$", re.MULTILINE)
+_SHELL_LINE = re.compile(r"^[!%].*\n?", re.MULTILINE)
+_DIFF_HEAD = re.compile(r"^(?:---|\+\+\+|@@|diff |index |new file).*\n?", re.MULTILINE)
+_INNER_LINE = re.compile(r"[ \t)\]}#]|(?:else|elif|except|finally)\b|\"\"\"|'''|\Z")
+_UNFINISHED = ("was never closed", "unterminated triple-quoted")
+_READS, _PRINTS = re.compile(r"\b(?:input|stdin|fileinput)\b|open\(0"), re.compile(r"\b(?:print|stdout)\b")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Block:
-    code: str
-    tag: str
-    is_closed: bool
-    starts_at: int
-    """Offset of its opening fence in the text."""
+def extract_python(text: str, names: Sequence[str] = ()) -> str | None:
+    """Return the program of a reply, which need not compile; None if there is none.
 
-
-def extract_python(text: str, *, entry_point: str | None = None) -> str | None:
-    """Return the code of a reply, which need not compile; None if there is none.
-
-    `entry_point` is the tested name, which decides between several candidates.
+    `names` are the tested names, the entry point first; none: the program runs as a whole.
     """
     answer = _answer(text)
-    if answer is None:
-        return None
-    best, best_rank = None, -1
-    for candidate in _candidates(answer, entry_point):
-        code = _clean(candidate)
-        rank = _rank(code, entry_point)
-        if rank > best_rank:
-            best, best_rank = code, rank
-        if rank == _DEFINES:
-            break
-    return best if best and best.strip() else None
+    best, best_rank, enough = None, -3, 2 if names else 1
+    for part in _parts(answer or ""):
+        blocks, outside = _split(part)
+        inline = [match[2] for match in _INLINE.finditer(outside) if parse(match[2])]
+        for codes in (blocks, [*blocks, *inline, find_code(outside)]):
+            code, rank = _assemble(codes, names)
+            if rank > best_rank:
+                best, best_rank = code, rank
+            if rank >= enough:
+                return best
+    return best
+
+
+def extract_completion(text: str, head: str, name: str) -> str | None:
+    """Return `head`, which ends in a function's signature and docstring, with a reply as its body.
+
+    A body that lost its indentation, or that of its first line, is indented. None if it is no such code.
+    """
+    for part in _parts(_answer(text) or ""):
+        blocks, outside = _split(part, is_raw=True)
+        for piece in (*blocks, outside):
+            body = _clean(piece)
+            bodies = [body] if body.startswith(" ") else [textwrap.indent(body, "    "), f"    {body}"]
+            programs = [head + body for body in bodies]
+            for program in (*programs, find_code(programs[-1])):
+                if _has_body(program, name):
+                    return program
+    return None
+
+
+def _has_body(program: str, name: str) -> bool:
+    tree = parse(program)
+    functions = [one for one in tree.body if isinstance(one, ast.FunctionDef)] if tree else []
+    return any(one.name == name and any(map(does_something, one.body)) for one in functions)
 
 
 def _answer(text: str) -> str | None:
@@ -63,129 +102,106 @@ def _answer(text: str) -> str | None:
     answer = text_after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
     if answer is None or len(answer) > MAX_CODE_CHARS:
         return None
-    return answer.partition(_DONE)[0].rpartition(_BEGIN)[2]
+    return answer.partition(_DONE)[0].rpartition(_BEGIN)[2].lstrip("\ufeff")
 
 
-def compiles(code: str) -> bool:
-    """Whether some text is Python."""
-    return _parse(code) is not None
+def _parts(answer: str) -> Iterator[str]:
+    """Yield what may hold the program, the best first: what stands in tags of an answer, and all."""
+    if not _is_code(answer):
+        yield from reversed([match[2] for match in islice(_ANSWERS.finditer(answer), _MAX_BLOCKS)])
+    yield answer
 
 
-def defines(code: str, name: str) -> bool:
-    """Whether code compiles and binds a name at its top level, or as a method of a class Solution."""
-    tree = _parse(code)
-    return tree is not None and name in top_level_names(tree)
+def _is_code(code: str) -> bool:
+    tree = parse(code)
+    return tree is not None and any(map(does_something, tree.body))
 
 
-def top_level_names(tree: ast.Module) -> set[str]:
-    """Return the names that a module binds by definition, assignment or import, and Solution's methods."""
-    names: set[str] = set()
-    for node in tree.body:
-        names |= _bound_names(node)
-        if isinstance(node, ast.ClassDef) and node.name == "Solution":
-            names |= {inner.name for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return names
+def _split(text: str, *, is_raw: bool = False) -> tuple[list[str], str]:
+    """Return the blocks of code in a text, those that compile in their repaired form, and the other text.
 
-
-def _bound_names(node: ast.stmt) -> set[str]:
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        return {node.name}
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        return {(alias.asname or alias.name).partition(".")[0] for alias in node.names}
-    # Definitions below `if` or `try` count too; names inside functions do not.
-    stores = {
-        inner.id
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
-    }
-    nested = [inner for inner in ast.iter_child_nodes(node) if isinstance(inner, ast.stmt)]
-    return stores.union(*(_bound_names(inner) for inner in nested))
-
-
-_NO_CODE, _BROKEN, _COMPILES, _DEFINES = range(-1, 3)
-
-
-def _rank(code: str, entry_point: str | None) -> int:
-    if not code.strip():
-        return _NO_CODE
-    tree = _parse(code)
-    if tree is None:
-        return _BROKEN
-    if not any(_does_something(node) for node in tree.body):
-        return _NO_CODE
-    return _DEFINES if entry_point is None or entry_point in top_level_names(tree) else _COMPILES
-
-
-def _does_something(node: ast.stmt) -> bool:
-    """Whether a statement is more than a bare name or number, which are valid Python."""
-    return not isinstance(node, ast.Expr) or any(isinstance(part, ast.Call) for part in ast.walk(node))
-
-
-def _parse(code: str) -> ast.Module | None:
-    try:
-        with warnings.catch_warnings():
-            # About invalid escapes in the reply's string literals.
-            warnings.simplefilter("ignore")
-            tree = ast.parse(code)
-            compile(tree, "<reply>", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError):
-        return None
-    return tree
-
-
-def _candidates(answer: str, entry_point: str | None) -> Iterator[str]:
-    """Yield texts that may be the code, in the order of the rules; those without a fence must compile."""
-    blocks = list(_blocks(answer))
-    # If the whole text is Python, its fences, if any, are in strings and comments.
-    if _rank(answer, None) >= _COMPILES:
-        yield answer
-        return
-    if not blocks:
-        # Drop first lines as prose until the rest is Python.
-        lines = answer.split("\n")
-        for num_dropped in range(min(_MAX_PROSE_LINES, len(lines) - 1) + 1):
-            rest = "\n".join(lines[num_dropped:])
-            if _rank(_clean(rest), entry_point) >= _COMPILES:
-                yield rest
-        return
-    closed = [block for block in blocks if block.is_closed]
-    for tags in (_PYTHON_TAGS, {""}):
-        codes = [block.code for block in closed if block.tag.lower() in tags]
-        if codes:
-            yield "\n".join(codes)
-            yield from reversed(codes)
-            break
-    before = answer[: blocks[0].starts_at]
-    opened = [block for block in blocks if not block.is_closed and block.tag.lower() in {*_PYTHON_TAGS, ""}]
-    # An untagged fence behind code closes the one that the prompt opened.
-    if _rank(_clean(before), entry_point) == _DEFINES and not blocks[0].tag:
-        yield before
-    yield from (block.code for block in opened)
-    if _rank(_clean(before), None) >= _COMPILES:
-        yield before
-
-
-def _blocks(text: str) -> Iterator[_Block]:
+    Raw blocks are not repaired.
+    """
+    if _is_code(_clean(text)) and not text.lstrip().startswith("~~~"):
+        # Its fences, if any, are in strings and comments; `~~~python` is Python, too.
+        return [_clean(text)], ""
+    blocks: list[str] = []
+    outside: list[str] = []
     position = 0
     while opening := _OPENING.search(text, position):
-        fence = opening["fence"] or opening["late_fence"]
-        closing = re.compile(rf"^[ \t]*`{{{len(fence)},}}(?![\w`])", re.MULTILINE).search(text, opening.end())
-        end = closing.start() if closing else len(text)
-        code = text[opening.end() : end]
-        indent = opening["indent"] or ""
-        yield _Block(
-            code="\n".join(line.removeprefix(indent) for line in code.split("\n")) if indent else code,
-            tag=opening["tag"] or opening["late_tag"] or "",
-            is_closed=closing is not None,
-            starts_at=opening.start(),
+        before, info = text[position : opening.start()], (opening["info"] or "").strip()
+        position = opening.end()
+        if not (info or opening["late"] or blocks) and _is_code(_clean(before)):
+            # The prompt opened the fence that this one closes.
+            blocks.append(_clean(before))
+            continue
+        outside.append(before)
+        if "`" in info and not info.endswith("```"):
+            outside.append(opening[0])
+            continue
+        tag = "py" if opening["late"] else (_TAG_WORD.match(info) or "")[1].lower()
+        first = info if _CODE_IN_INFO.match(info) else ""
+        if info.endswith("```"):
+            code = (first or info.partition(" ")[2]).rstrip("`")
+            blocks.append(_repair(code) or code)
+            continue
+        fence = opening["late"] or opening["fence"]
+        is_diff, is_page = tag in ("diff", "patch"), tag in ("markdown", "md")
+        is_ours = bool(first) or tag in _OTHER_TAGS or tag.startswith("py") or tag.endswith(".py") or is_diff
+        code, position = _read_block(
+            text, position, fence, first, is_sought=is_ours and not is_diff and len(blocks) < _MAX_BLOCKS
         )
-        position = closing.end() if closing else len(text)
+        if ">" in (opening["quote"] or ""):
+            code = re.sub(r"^[ \t]*> ?", "", code, flags=re.MULTILINE)
+        if is_page:
+            blocks += _split(code, is_raw=is_raw)[0]
+        elif is_raw and is_ours:
+            blocks.append(code)
+        elif is_ours:
+            blocks.append(_patch(blocks, code) if is_diff else _repair(code) or code)
+    return blocks[-_MAX_BLOCKS:], "".join([*outside, text[position:]])
+
+
+def _read_block(text: str, start: int, fence: str, first: str, *, is_sought: bool) -> tuple[str, int]:
+    """Return the code behind an opening fence, and where the text goes on.
+
+    The code ends at the first fence before which it compiles, because a fence may stand in a docstring; else
+    at the first one, or at the end of the text, where the code may go over into prose.
+    """
+    mark = f"{fence[0]}{{{len(fence)},}}"
+    first = f"{first}\n" if first else ""
+    closing = re.compile(rf"^[ \t>]*{mark}([^\n]*)$", re.MULTILINE)
+    cuts = [*islice(closing.finditer(text, start), _MAX_CUTS)]
+    for cut in cuts if is_sought else ():
+        code = first + text[start : cut.start()]
+        if _repair(code) is not None:
+            # Another fence with a tag opens the next block: this one was not closed.
+            return code, cut.start() if cut[1].strip() else cut.end()
+    end = cuts[0].start() if cuts else len(text)
+    for late in islice(re.finditer(rf"{mark}[ \t]*$", text[start:end], re.MULTILINE), _MAX_CUTS):
+        code = first + text[start : start + late.start()]
+        if is_sought and _repair(code) is not None:
+            return code, start + late.end()
+    for cut in cuts:
+        if not cut[1].strip():
+            return first + text[start : cut.start()], cut.end()
+    rest = first + text[start:]
+    return rest if _repair(rest) is not None else find_code(rest) or rest, len(text)
+
+
+def _repair(code: str) -> str | None:
+    """Return code that compiles: as it is, dedented, without lines for a shell, or a session's input."""
+    session = _SESSION_LINE.findall(code) if _SESSION.search(code) else []
+    for form in (code, textwrap.dedent(code), _SHELL_LINE.sub("", code), "\n".join(session)):
+        if parse(cleaned := _clean(form)) and (cleaned or not code.strip()):
+            return cleaned
+    return None
 
 
 def _clean(code: str) -> str:
     """Expand tabs in front of lines; strip blank lines around the code, and a fence behind it."""
     lines = [_expand_indent(line) for line in code.split("\n")]
-    while lines and (not lines[-1].strip() or re.fullmatch(r"\s*`{3,}\s*", lines[-1])):
+    while lines and (not lines[-1].strip() or re.fullmatch(r"\s*(?:`{3,}|~{3,})\s*", lines[-1])):
         lines.pop()
     first = next((index for index, line in enumerate(lines) if line.strip()), len(lines))
     return "\n".join(lines[first:]).rstrip()
@@ -196,51 +212,127 @@ def _expand_indent(line: str) -> str:
     return line[: len(line) - len(body)].expandtabs(4) + body
 
 
-def extract_body(text: str, head: str, entry_point: str) -> str | None:
-    """Return a reply's code as the body of a function that begins with `head`; None if it is no such code.
+def _patch(blocks: Sequence[str], diff: str) -> str:
+    """Return the last block with a diff applied; the diff's new side if it is not about that block."""
+    lines = _DIFF_HEAD.sub("", diff).strip("\n").split("\n")
+    old, new = ("\n".join(line[1:] for line in lines if line[:1] in (sign, " ")) for sign in "-+")
+    before = blocks[-1] if blocks else ""
+    return before.replace(old, new) if old.strip() and before.count(old) == 1 else new
 
-    `head` ends in the function's signature and docstring. A body that lost its indentation is indented.
+
+def find_code(text: str) -> str:
+    """Return the statements that stand among prose."""
+    lines = _TAGS.sub("\n", text).split("\n")
+    starts = [
+        index
+        for index, line in enumerate(lines)
+        if not (_INNER_LINE.match(line) or (index and lines[index - 1].startswith("@")))
+    ]
+    kept: list[str] = []
+    num_parsed, index = 0, 0
+    while index < len(starts) and num_parsed < _MAX_PARSED_CHARS:
+        chunk, index_after = "", index + 1
+        for end in [*starts[index + 1 : index + _MAX_CHUNKS], len(lines)][:_MAX_CHUNKS]:
+            chunk = "\n".join(lines[starts[index] : end]).rstrip()
+            num_parsed += len(chunk)
+            try:
+                ast.parse(chunk)
+            except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+                if not any(reason in str(error) for reason in _UNFINISHED):
+                    break
+            else:
+                index_after = next((n for n, start in enumerate(starts) if start >= end), len(starts))
+                break
+        # Markdown indents code behind a line of prose.
+        for form in (chunk, textwrap.dedent(chunk.partition("\n")[2])):
+            if _is_code(_clean(form)):
+                kept.append(_clean(form))
+                break
+        index = index_after
+    return "\n".join(kept)
+
+
+def _assemble(codes: Sequence[str], names: Sequence[str]) -> tuple[str | None, int]:
+    """Return the program of some blocks, and how good it is: for tested names as `Statement.defines`.
+
+    A whole program is 3 if it needs no other block, 2 if it does, 1 if it reads nothing, 0 if it is no such
+    program. -2 is code that does not compile.
     """
-    answer = _answer(text)
-    if answer is None:
-        return None
-    blocks = [*_blocks(answer)]
-    pieces = [block.code for block in blocks if block.is_closed or block.tag]
-    pieces.append(answer[: blocks[0].starts_at] if blocks else answer)
-    for piece in pieces:
-        lines = [_expand_indent(line) for line in piece.split("\n")]
-        for body in ("\n".join(lines), "\n".join(f"    {line}" if line else line for line in lines)):
-            if body.lstrip("\n").startswith(" ") and _has_body(head + body, entry_point):
-                return body.rstrip()
-    return None
+    trees = {block: parse(code) for block, code in enumerate(codes) if _is_code(code)}
+    statements = [one for block, tree in trees.items() if tree for one in read_statements(tree, block)]
+    best, best_rank = next((code for code in reversed(codes) if code.strip() and not parse(code)), None), -2
+    if best is None:
+        best_rank = -3
+    for block in reversed(trees):
+        own = [one for one in statements if one.block == block]
+        if names:
+            rank = max(one.defines(names[0]) for one in own)
+            if rank > best_rank:
+                needed = find_needed(statements, block, names) if rank >= 0 else own
+                best_rank, best = rank, _render(codes, statements, needed)
+            continue
+        needed = find_needed(statements, block, ())
+        code = _render(codes, statements, needed)
+        does_print = any(one.acts for one in own) and _PRINTS.search(code)
+        rank = 3 - any(one.block != block for one in needed) if _READS.search(code) else 1
+        if (rank := rank if does_print else 0) > best_rank:
+            best, best_rank = code, rank
+    return best, best_rank
 
 
-def _has_body(program: str, entry_point: str) -> bool:
-    tree = _parse(program)
-    for node in tree.body if tree else []:
-        if isinstance(node, ast.FunctionDef) and node.name == entry_point:
-            return any(_does_something(inner) for inner in node.body)
-    return False
+def _render(codes: Sequence[str], statements: Sequence[Statement], kept: Sequence[Statement]) -> str:
+    """Return the kept statements as text, each block with its comments."""
+    texts = []
+    for block in dict.fromkeys(one.block for one in kept):
+        lines = codes[block].split("\n")
+        nodes = [one.node for one in kept if one.block == block]
+        others = {id(one.node): one.node for one in statements if one.block == block}
+        used = {number for node in nodes for number in _lines_of(others.pop(id(node)))}
+        dropped = {number for node in others.values() for number in _lines_of(node)}
+        if used & dropped:
+            texts.append("\n".join(map(ast.unparse, nodes)))
+        else:
+            texts.append("\n".join(line for n, line in enumerate(lines, 1) if n not in dropped).strip("\n"))
+    return "\n\n".join(texts).rstrip()
+
+
+def _lines_of(node: ast.stmt) -> range:
+    first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+    return range(first, (node.end_lineno or first) + 1)
+
+
+def compiles(code: str) -> bool:
+    """Whether some text is Python."""
+    return parse(code) is not None
+
+
+def defines(code: str, name: str) -> bool:
+    """Whether code compiles and binds a name at its top level, or as a method of a class Solution."""
+    return name in bound_names(code)
+
+
+def bound_names(code: str) -> frozenset[str]:
+    """Return the names that some code binds at its top level, and Solution's methods."""
+    tree = parse(code)
+    if tree is None:
+        return frozenset()
+    classes = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "Solution"]
+    inner = [frozenset(method.name for method in methods(one)) for one in classes]
+    return frozenset().union(*(one.binds for one in read_statements(tree, 0)), *inner)
 
 
 def import_lines(code: str) -> tuple[str, ...]:
     """Return the import statements at the top level of some code; none if it is no Python."""
-    tree = _parse(code)
+    tree = parse(code)
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)] if tree else []
     return tuple(ast.unparse(node) for node in imports)
 
 
 def used_names(code: str) -> tuple[str, ...]:
     """Return the distinct names in some code, outermost first; none if it is no Python."""
-    tree = _parse(code)
+    tree = parse(code)
     names = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)] if tree else []
     return tuple(dict.fromkeys(names))
-
-
-def module_names(code: str) -> frozenset[str]:
-    """Return the names that some code defines at its top level; none if it is no Python."""
-    tree = _parse(code)
-    return frozenset(top_level_names(tree)) if tree else frozenset()
 
 
 WALL_S = 5.0

@@ -20,7 +20,7 @@ from strop.tasks.code.extraction import (
     WALL_S,
     compiles,
     defines,
-    extract_body,
+    extract_completion,
     extract_python,
     fence,
     judged_outcome,
@@ -43,7 +43,7 @@ _PROMPT = (
 )
 _BASE_STOP_STRINGS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 """Those of lm-eval 0.4.13's humaneval, whose prompt is only the signature with its docstring."""
-_VERIFIER = "python-statements-3"
+_VERIFIER = "python-statements-4"
 
 
 class HumanEvalSpec(CodeTaskSection, EvaluationRows):
@@ -101,15 +101,15 @@ class HumanEval(RowTask):
         """
         fields = example.fields
         prompt, entry_point = fields["prompt"], fields["entry_point"]
-        code = extract_python(text, entry_point=entry_point)
+        code = extract_python(text, (entry_point,))
         if code is not None and defines(code, entry_point):
             # The prompt alone defines a function without a result; the code's definition replaces it.
             program = f"{prompt}\n{code}"
         else:
-            body = extract_body(text, prompt, entry_point)
-            if body is None:
+            completed = extract_completion(text, prompt, entry_point)
+            if completed is None:
                 return no_code_outcome(code)
-            code, program = body, prompt + body
+            code = program = completed
         job = JudgeJob(
             source=program,
             mode=JudgeMode.STATEMENTS,

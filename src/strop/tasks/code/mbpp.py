@@ -16,13 +16,13 @@ from strop.tasks.answers import cut_at_first
 from strop.tasks.code.extraction import (
     SPARE_VERIFY_S,
     WALL_S,
+    bound_names,
     compiles,
     defines,
     extract_python,
     fence,
     import_lines,
     judged_outcome,
-    module_names,
     no_code_outcome,
     used_names,
 )
@@ -56,7 +56,7 @@ _FIRST_SHOT_ID = 2
 """lm-eval shows the problems 2, 3 and 4 of the prompt split."""
 _PARITY_WALL_S = 3.0
 _PARITY_REPLY_TOKENS = 512
-_VERIFIER = "python-statements-3"
+_VERIFIER = "python-statements-4"
 _PARITY_VERIFIER = "lm-eval-program-4"
 
 
@@ -126,7 +126,7 @@ class Mbpp(RowTask):
             program = cut_at_first(text, _STOP_STRINGS)
             code = program if compiles(program) else None
         else:
-            code = extract_python(text, entry_point=entry_point)
+            code = extract_python(text, fields["names"])
         # lm-eval only runs the program: its tests show whether the name is defined.
         if code is None or not (self._is_parity or defines(code, entry_point)):
             return no_code_outcome(code)
@@ -199,7 +199,7 @@ def _to_example(row: Row) -> Example:
     tests, hidden = _texts(row, "test_list"), _texts(row, "challenge_test_list")
     setup = optional_text(row, "test_setup_code")
     code = answer.replace("\r\n", "\n")
-    defined = module_names(code) - module_names("\n".join(import_lines(code)))
+    defined = bound_names(code) - bound_names("\n".join(import_lines(code)))
     in_tests = used_names("\n".join(tests))
     used = dict.fromkeys((*in_tests, *used_names("\n".join([setup, *hidden]))))
     names = [name for name in used if name in defined]

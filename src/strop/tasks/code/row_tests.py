@@ -19,41 +19,21 @@ from typing import Any
 from strop.tasks.code.extraction import import_lines
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode
 
-_STAR_MODULES = (
-    "math",
-    "typing",
-    "collections",
-    "itertools",
-    "functools",
-    "string",
-    "heapq",
-    "bisect",
-    "random",
-)
+_STAR_MODULES = str.split("math typing collections itertools functools string heapq bisect random")
 _OUTSIDE = frozenset(
-    {
-        *(
-            "asyncio",
-            "concurrent",
-            "contextlib",
-            "ctypes",
-            "doctest",
-            "gc",
-            "importlib",
-            "inspect",
-            "multiprocessing",
-        ),
-        *("pdb", "signal", "subprocess", "threading", "traceback", "unittest.mock"),
-    }
+    str.split(
+        "asyncio concurrent contextlib ctypes doctest gc importlib inspect multiprocessing pdb signal"
+        " subprocess threading traceback unittest.mock"
+    )
 )
 """Modules of the standard library whose use in a test concerns the process of the tests."""
 _SYS = frozenset({"stdin", "stdout", "stderr", "exit", "modules", "path_hooks", "settrace"})
+# The judge does not pass on the exceptions among these.
 _NAMES = frozenset(
-    {
-        *("__import__", "compile", "eval", "exec", "exit", "globals", "input", "locals", "quit", "vars"),
-        # The judge does not pass them on.
-        *("BaseException", "GeneratorExit", "KeyboardInterrupt", "SystemExit"),
-    }
+    str.split(
+        "__import__ compile eval exec exit globals input locals quit vars"
+        " BaseException GeneratorExit KeyboardInterrupt SystemExit"
+    )
 )
 _PYTEST_HOOKS = ("setup_", "teardown_")
 _FREE_ASSERTS = ("assertTrue", "assertFalse", "assertIsNone", "assertIsNotNone", "assertRaises")

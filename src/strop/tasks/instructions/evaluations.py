@@ -22,8 +22,7 @@ from strop.rollout import Example, Message, Outcome, make_example
 from strop.spec.base import Unhashed, expert
 from strop.spec.task import EvaluationRows
 from strop.tasks.contract import TaskLimits
-from strop.tasks.instructions.replies import judged_text
-from strop.tasks.instructions.tasks import SOURCE_HELP, pair_calls
+from strop.tasks.instructions.tasks import SOURCE_HELP, judged_text, pair_calls
 from strop.tasks.prompt import pose
 from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row

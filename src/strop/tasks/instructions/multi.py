@@ -12,18 +12,8 @@ import re
 from collections import Counter
 from itertools import pairwise
 
-from strop.tasks.instructions.checkers import (
-    Checkers,
-    Count,
-    Position,
-    Quantifier,
-    Relation,
-    Stage,
-    Text,
-    holds,
-)
-from strop.tasks.instructions.google import GOOGLE, contains_word, remove_text
-from strop.tasks.instructions.replies import BASE_DRAFT, FILLER, deal, fill_sentences, repeat_words
+from strop.tasks.instructions.checkers import Checkers, Count, Position, Quantifier, Relation, Text, holds
+from strop.tasks.instructions.google import GOOGLE, find_word
 from strop.tasks.instructions.segments import (
     bare_words,
     find_words,
@@ -33,23 +23,17 @@ from strop.tasks.instructions.segments import (
     strip_marks,
 )
 
-MULTI = Checkers("multi-constraint sets", on=GOOGLE)
+MULTI = Checkers("multi-constraint sets", GOOGLE)
 
 _SIX_STARS = re.compile(r"\*{6}")
 _SPACED_STARS = re.compile(r"\*[^\S\n]*+\*[^\S\n]*+\*(?!\*)")
 _BIGRAM = re.compile(r"<<\s*([^<>]*?)\s*>>")
-_END_MARKS = ".!?…。！？"
 _MIN_PALINDROME_LETTERS = 3
 
 
 def folded_words(text: str) -> list[str]:
     """Return the words between white space without marks at their edges, in small letters."""
     return [word.lower() for word in bare_words(text)]
-
-
-def count_word(text: str, word: str) -> int:
-    """Count the occurrences of a word or phrase as a whole word, in any case."""
-    return len(re.findall(rf"(?<!\w){re.escape(word.strip())}(?!\w)", text, flags=re.IGNORECASE))
 
 
 def is_same_text(text: str, other: str) -> bool:
@@ -62,23 +46,6 @@ def find_word_at(text: str, sentence_number: int, word_number: int) -> str | Non
     parts = sentences(text)
     words = folded_words(parts[sentence_number - 1]) if sentence_number <= len(parts) else []
     return words[word_number - 1] if word_number <= len(words) else None
-
-
-def place_word(draft: str, keyword: str, sentence_number: int, word_number: int) -> str:
-    """Replace the m-th word of the n-th sentence of a draft."""
-    missing = sentence_number - len(sentences(draft))
-    if missing > 0:
-        draft = " ".join([draft, *fill_sentences(draft, missing)])
-    parts = sentences(draft)
-    if sentence_number > len(parts):  # The draft does not end in a mark.
-        return draft
-    replaced = parts[sentence_number - 1]
-    words = replaced.rstrip(_END_MARKS).split()
-    words += ["indeed"] * (word_number - len(words))
-    words[word_number - 1] = keyword
-    # In place, so that line breaks between sentences stay.
-    before, _, after = draft.partition(replaced)
-    return f"{before}{' '.join(words)}.{after}"
 
 
 @MULTI.check("copy:repeat_phrase")
@@ -99,24 +66,10 @@ def repeats_phrase(text: str, *, phrase: Text, small_n: Count) -> bool:
     return len(near) == small_n
 
 
-@MULTI.edit("copy:repeat_phrase", stage=Stage.WHOLE)
-def _repeat_phrase(draft: str, *, phrase: str, small_n: int) -> str:
-    del draft
-    words = phrase.split()
-    changed = [[*words[:1], FILLER[0].split()[n % 5], *words[2:]] for n in range(small_n)]
-    return "\n".join(" ".join(line) for line in changed)
-
-
 @MULTI.check("copy:copy", "copy:copying_simple")
 def copies_prompt(text: str, *, prompt_to_repeat: Text) -> bool:
     """The reply is the request and nothing else, in any case."""
     return is_same_text(text, prompt_to_repeat)
-
-
-@MULTI.edit("copy:copy", "copy:copying_simple", stage=Stage.WHOLE)
-def _copy_prompt(draft: str, *, prompt_to_repeat: str) -> str:
-    del draft
-    return prompt_to_repeat
 
 
 @MULTI.check("copy:copying_multiple")
@@ -126,23 +79,11 @@ def copies_prompt_often(text: str, *, prompt_to_repeat: Text, N: Position) -> bo
     return len(parts) == N and all(is_same_text(part, prompt_to_repeat) for part in parts)
 
 
-@MULTI.edit("copy:copying_multiple", stage=Stage.WHOLE)
-def _copy_prompt_often(draft: str, *, prompt_to_repeat: str, N: int) -> str:
-    del draft
-    return "\n******\n".join([prompt_to_repeat] * N)
-
-
 @MULTI.check("new:copy_span_idx")
 def copies_span(text: str, *, prompt_to_repeat: Text, n_start: Count, n_end: Count) -> bool:
     """The reply is the request from character n_start to n_end, with or without the last one."""
     spans = (prompt_to_repeat[n_start:n_end], prompt_to_repeat[n_start : n_end + 1])
     return any(span.strip() and is_same_text(text, span) for span in spans)
-
-
-@MULTI.edit("new:copy_span_idx", stage=Stage.WHOLE)
-def _copy_span(draft: str, *, prompt_to_repeat: str, n_start: int, n_end: int) -> str:
-    del draft
-    return prompt_to_repeat[n_start : n_end + 1]
 
 
 @MULTI.check("detectable_format:sentence_hyphens")
@@ -153,12 +94,6 @@ def joins_sentences(text: str) -> bool:
     return bool(joints) and len(sentences(body)) == 1
 
 
-@MULTI.edit("detectable_format:sentence_hyphens", stage=Stage.EDGES)
-def _join_sentences(draft: str) -> str:
-    parts = sentences(draft)
-    return "-".join(parts if len(parts) > 1 else fill_sentences(draft, 2))
-
-
 @MULTI.check("keywords:no_adjacent_consecutive", needs_substance=True)
 def avoids_consecutive_letters(text: str) -> bool:
     """No word starts with the letter of the alphabet after the initial of the word before."""
@@ -166,22 +101,11 @@ def avoids_consecutive_letters(text: str) -> bool:
     return all(ord(second) - ord(first) != 1 for first, second in pairwise(initials))
 
 
-@MULTI.edit("keywords:no_adjacent_consecutive", stage=Stage.WHOLE)
-def _avoid_consecutive_letters(draft: str) -> str:
-    del draft
-    return "We walk to the market every morning."
-
-
 @MULTI.check("detectable_format:square_brackets", needs_substance=True)
 def brackets_words(text: str) -> bool:
     """Every single word is in square brackets."""
     tokens = re.sub(r"\]\s*\[", "] [", text.strip()).split()
     return bool(tokens) and all(re.fullmatch(r"[^\w\[]*\[[^\[\]]+\][^\w\]]*", token) for token in tokens)
-
-
-@MULTI.edit("detectable_format:square_brackets", stage=Stage.WRAPPING)
-def _bracket_words(draft: str) -> str:
-    return " ".join(f"[{word}]" for word in draft.split())
 
 
 @MULTI.check("detectable_format:bigram_wrapping")
@@ -193,48 +117,22 @@ def wraps_bigrams(text: str) -> bool:
     return has_pairs and not any(character.isalnum() for character in outside) and max(pairs) == 2
 
 
-@MULTI.edit("detectable_format:bigram_wrapping", stage=Stage.WRAPPING)
-def _wrap_bigrams(draft: str) -> str:
-    words = draft.split()
-    return " ".join(f"<<{' '.join(words[n : n + 2])}>>" for n in range(0, len(words), 2))
-
-
 @MULTI.check("keywords:word_once")
 def includes_word(text: str, *, keyword: Text) -> bool:
     """The keyword occurs as a whole word, in any case."""
-    return contains_word(text, keyword)
-
-
-@MULTI.edit("keywords:word_once", stage=Stage.CONTENT)
-def _add_word(draft: str, *, keyword: str) -> str:
-    return draft if contains_word(draft, keyword) else f"{draft} {keyword.strip()}"
+    return bool(find_word(text, keyword))
 
 
 @MULTI.check("keywords:word_count_different_numbers", needs_substance=True)
 def repeats_word(text: str, *, keyword: Text, frequency: Count, relation: Quantifier = "exactly") -> bool:
     """The keyword occurs as a whole word as often as required; the default relation is 'exactly'."""
-    return holds(count_word(text, keyword), relation, frequency)
-
-
-@MULTI.edit("keywords:word_count_different_numbers", stage=Stage.CONTENT)
-def _repeat_word(draft: str, *, keyword: str, frequency: int, relation: str = "exactly") -> str:
-    target = frequency + (relation == "more than") - (relation == "less than")
-    count = count_word(draft, keyword)
-    if count > target and relation not in ("at least", "more than"):
-        draft, count = remove_text(draft, keyword.strip()), 0
-    missing = 0 if relation in ("less than", "at most") else target - count
-    return f"{draft} {repeat_words([keyword.strip()], missing)}".strip()
+    return holds(len(find_word(text, keyword)), relation, frequency)
 
 
 @MULTI.check("keywords:exclude_word_harder", needs_substance=True)
 def avoids_word(text: str, *, keyword: Text) -> bool:
     """The keyword does not occur as a whole word, in any case."""
-    return not contains_word(text, keyword)
-
-
-@MULTI.edit("keywords:exclude_word_harder", stage=Stage.OMISSION)
-def _remove_word(draft: str, *, keyword: str) -> str:
-    return remove_text(draft, keyword.strip())
+    return not (find_word(text, keyword))
 
 
 @MULTI.check("keywords:palindrome")
@@ -250,20 +148,10 @@ def is_palindrome(word: str, min_letters: int = _MIN_PALINDROME_LETTERS) -> bool
     return is_long and folded == folded[::-1] and len(set(folded)) > 1
 
 
-@MULTI.edit("keywords:palindrome", stage=Stage.CONTENT)
-def _add_palindrome(draft: str) -> str:
-    return f"{draft} level"
-
-
 @MULTI.check("keywords:keyword_specific_position")
 def places_word(text: str, *, keyword: Text, n: Position, m: Position) -> bool:
     """The keyword is the m-th word of the n-th sentence."""
     return find_word_at(text, n, m) == strip_marks(keyword.strip()).lower()
-
-
-@MULTI.edit("keywords:keyword_specific_position", stage=Stage.CONTENT)
-def _place_word(draft: str, *, keyword: str, n: int, m: int) -> str:
-    return place_word(draft, keyword.strip(), n, m)
 
 
 @MULTI.check("keywords:start_end")
@@ -275,11 +163,6 @@ def starts_and_ends_with(text: str, *, keyword: Text) -> bool:
     return opens and words[-1] == strip_marks(word)
 
 
-@MULTI.edit("keywords:start_end", stage=Stage.EDGES)
-def _start_and_end_with(draft: str, *, keyword: str) -> str:
-    return f"{keyword.strip()} {draft} {keyword.strip()}"
-
-
 @MULTI.check("paragraphs:paragraphs")
 def has_parts(text: str, *, num_parts: Count = 2) -> bool:
     """Spaced asterisks separate two parts, or another number of parts; none is blank."""
@@ -287,20 +170,10 @@ def has_parts(text: str, *, num_parts: Count = 2) -> bool:
     return len(parts) == num_parts and all(parts)
 
 
-@MULTI.edit("paragraphs:paragraphs", stage=Stage.STRUCTURE)
-def _write_parts(draft: str, *, num_parts: int = 2) -> str:
-    return "\n* * *\n".join(deal(draft, num_parts))
-
-
 @MULTI.check("paragraphs:paragraphs2")
 def has_two_paragraphs(text: str) -> bool:
     """A blank line separates two paragraphs."""
     return len(paragraphs(text)) == 2
-
-
-@MULTI.edit("paragraphs:paragraphs2", stage=Stage.STRUCTURE)
-def _write_two_paragraphs(draft: str) -> str:
-    return "\n\n".join(deal(draft, 2))
 
 
 @MULTI.check("first_word:first_word_sent")
@@ -320,26 +193,10 @@ def _all_sentences_have(text: str, index: int, word: str) -> bool:
     return bool(parts) and all(words[index] == strip_marks(word).lower() for words in parts)
 
 
-@MULTI.edit("first_word:first_word_sent", stage=Stage.EDGES)
-def _open_sentences_with(draft: str, *, first_word: str) -> str:
-    return " ".join(f"{first_word.strip()} {sentence}" for sentence in sentences(draft))
-
-
-@MULTI.edit("last_word:last_word_sent", stage=Stage.EDGES)
-def _end_sentences_with(draft: str, *, last_word: str) -> str:
-    stems = [sentence.rstrip(_END_MARKS) for sentence in sentences(draft)]
-    return " ".join(f"{stem} {last_word.strip()}." for stem in stems)
-
-
 @MULTI.check("first_word:first_word_answer")
 def opens_with(text: str, *, first_word: Text) -> bool:
     """The first word of the reply is the word."""
     return folded_words(text)[:1] == [strip_marks(first_word).lower()]
-
-
-@MULTI.edit("first_word:first_word_answer", stage=Stage.EDGES)
-def _open_with(draft: str, *, first_word: str) -> str:
-    return f"{first_word.strip()} {draft}"
 
 
 @MULTI.check("last_word:last_word_answer")
@@ -348,20 +205,10 @@ def closes_with(text: str, *, last_word: Text) -> bool:
     return folded_words(text)[-1:] == [strip_marks(last_word).lower()]
 
 
-@MULTI.edit("last_word:last_word_answer", stage=Stage.EDGES)
-def _close_with(draft: str, *, last_word: str) -> str:
-    return f"{draft} {last_word.strip()}"
-
-
 @MULTI.check("punctuation:punctuation_dot", needs_substance=True)
 def avoids_dots(text: str) -> bool:
     """The reply has no dot."""
     return "." not in text
-
-
-@MULTI.edit("punctuation:punctuation_dot", stage=Stage.OMISSION)
-def _replace_dots(draft: str) -> str:
-    return draft.replace(".", "?")
 
 
 @MULTI.check("punctuation:punctuation_exclamation", needs_substance=True)
@@ -370,21 +217,10 @@ def avoids_exclamations(text: str) -> bool:
     return "!" not in text
 
 
-@MULTI.edit("punctuation:punctuation_exclamation", stage=Stage.OMISSION)
-def _replace_exclamations(draft: str) -> str:
-    return draft.replace("!", "?")
-
-
 @MULTI.check("count:lowercase_counting", needs_substance=True)
 def limits_lowercase(text: str, *, N: Count) -> bool:
     """At most N words have small letters only."""
     return sum(1 for word in find_words(text) if word.islower()) <= N
-
-
-@MULTI.edit("count:lowercase_counting", stage=Stage.CASE)
-def _limit_lowercase(draft: str, *, N: int) -> str:
-    del N
-    return draft.upper()
 
 
 @MULTI.check("letters:letter_counting", needs_substance=True)
@@ -393,15 +229,7 @@ def counts_letters(text: str, *, N: Count, relation: Relation) -> bool:
     return holds(sum(character.isalpha() for character in text), relation, N)
 
 
-@MULTI.edit("letters:letter_counting", stage=Stage.LENGTH)
-def _fit_letters(draft: str, *, N: int, relation: str) -> str:
-    if relation == "at least":
-        missing = N - sum(character.isalpha() for character in draft)
-        return f"{draft} {repeat_words(['yes'], -(-missing // 3))}".strip()
-    return draft[: N - 1]
-
-
-MULTI.share(GOOGLE, "keywords:letter_frequency", as_id="letters:letter_counting2")
+MULTI["letters:letter_counting2"] = GOOGLE["keywords:letter_frequency"]
 
 
 @MULTI.check("count:counting_composition")
@@ -412,34 +240,13 @@ def composes_paragraphs(text: str, *, n_sent: Count, n_words: Count) -> bool:
     return has_form and all(len(bare_words(sentence)) == n_words for part in parts for sentence in part)
 
 
-@MULTI.edit("count:counting_composition", stage=Stage.WHOLE)
-def _compose_paragraphs(draft: str, *, n_sent: int, n_words: int) -> str:
-    del draft
-    words = " ".join(FILLER).replace(".", "").lower().split()
-    sentence = " ".join(words[index % len(words)] for index in range(n_words)) + "."
-    return "\n* * *\n".join([" ".join([sentence] * n_sent)] * 3)
-
-
 @MULTI.check("count:count_unique", needs_substance=True)
 def has_unique_words(text: str) -> bool:
     """No word occurs twice."""
     return max(Counter(folded_words(text)).values(), default=2) == 1
 
 
-@MULTI.edit("count:count_unique", stage=Stage.CASE)
-def _keep_unique_words(draft: str) -> str:
-    by_word = {strip_marks(token).lower(): token for token in reversed(draft.split())}
-    return " ".join(reversed(by_word.values()))
-
-
 @MULTI.check("count:count_increment_word")
 def increments_words(text: str, *, keyword1: Text, keyword2: Text) -> bool:
     """The first keyword occurs once and the second twice, as whole words."""
-    return count_word(text, keyword1) == 1 and count_word(text, keyword2) == 2
-
-
-@MULTI.edit("count:count_increment_word", stage=Stage.CONTENT)
-def _increment_words(draft: str, *, keyword1: str, keyword2: str) -> str:
-    for keyword in (keyword1, keyword2):
-        draft = remove_text(draft, keyword.strip())
-    return f"{draft or BASE_DRAFT} {keyword1.strip()} {keyword2.strip()} {keyword2.strip()}"
+    return len(find_word(text, keyword1)) == 1 and len(find_word(text, keyword2)) == 2

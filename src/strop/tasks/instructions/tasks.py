@@ -17,10 +17,11 @@ from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import Unhashed, expert
 from strop.spec.task import TaskSection
+from strop.tasks.answers import text_after_thinking
 from strop.tasks.contract import TaskLimits
-from strop.tasks.instructions.checkers import Checkers, Constraint
+from strop.tasks.instructions.checkers import Checkers, Constraint, has_substance
+from strop.tasks.instructions.gold import write_replies
 from strop.tasks.instructions.multi import MULTI
-from strop.tasks.instructions.replies import is_echo, judged_text, without_answer_tags, write_replies
 from strop.tasks.instructions.rlvr import FUNCTIONS, RLVR, as_instruction
 from strop.tasks.instructions.segments import require_language_detection
 from strop.tasks.prompt import pose
@@ -131,8 +132,21 @@ def _refuse(row: Row, content: str, allowed: str) -> DataError:
     return bad_row(f"{row.place} has {content}", allowed=allowed)
 
 
+def judged_text(reply: str) -> str | None:
+    """Return the text behind the reasoning, or None if the reasoning has no end."""
+    text = text_after_thinking(reply)
+    # White space behind the reasoning is not part of the reply.
+    return text if text is None or text == reply else text.lstrip()
+
+
+def is_echo(text: str, prompt: str) -> bool:
+    """Whether a reply repeats the whole prompt and adds almost nothing."""
+    reply, question = " ".join(text.split()), " ".join(prompt.split())
+    return reply.startswith(question) and not has_substance(reply[len(question) :])
+
+
 _PROMPT = "{prompt}"
-_VERIFIER = "instructions-3"
+_VERIFIER = "instructions-4"
 _MAX_REPLY_TOKENS = 2048
 _MAX_GOLDLESS_FRAC = 0.5
 """Edits do not find a gold reply for every combination of instructions."""
@@ -241,7 +255,8 @@ class InstructionTask(RowTask):
         """
         constraints, judged = self._bind(example), judged_text(text)
         if judged is not None and self._is_multi:
-            judged = without_answer_tags(judged)
+            # Some prompts ask for these tags.
+            judged = judged.replace("<answer>", "").replace("</answer>", "").strip()
         is_reply = judged is not None and bool(judged.strip())
         is_judged = is_reply and not is_echo(judged or "", example.fields["prompt"])
         followed = [is_judged and constraint.is_met(judged or "") for constraint in constraints]

@@ -52,7 +52,7 @@ from strop.user_code import CodeRef, is_code
 _MAX_REPLY_TOKENS = 1024
 _VERIFIER = "rows-2"
 _SANDBOXED = "python-tests"
-_VERSIONS = {_SANDBOXED: "python-tests-2"}
+_VERSIONS = {_SANDBOXED: "python-tests-3"}
 """Names of built-in rewards in a task's version, if they have changed."""
 BUILT_IN_REWARDS = (*BUILT_IN, _SANDBOXED)
 _ROLES = ("system", "user", "assistant")
@@ -301,7 +301,7 @@ class Rows(RowTask):
 
     def _run_tests(self, example: Example, text: str) -> Outcome:
         tests = read_tests(example.fields["answer"])
-        code = extract_python(text, entry_point=next(iter(tests.names), None))
+        code = extract_python(text, tests.names)
         if code is None:
             return no_code_outcome(None)
         job = replace(tests, source=code, wall_s=WALL_S)

@@ -14,7 +14,7 @@ import secrets
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from functools import cache, partial
 from importlib.util import find_spec
@@ -198,20 +198,7 @@ def _find_imports(source: str) -> set[str]:
 
 def pack_job(job: JudgeJob, nonce: str) -> bytes:
     """Return a job as bytes for the runner. The nonce marks the runner's own output."""
-    return json.dumps(
-        {
-            "nonce": nonce,
-            "mode": job.mode,
-            "source": job.source,
-            "names": job.names,
-            "imports": job.imports,
-            "definitions": job.definitions,
-            "setup": job.setup,
-            "tests": job.tests,
-            "input_output": job.input_output,
-            "limits": job.limits(),
-        }
-    ).encode()
+    return json.dumps({**asdict(job), "nonce": nonce, "limits": job.limits()}).encode()
 
 
 def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) -> JudgeVerdict:

@@ -13,7 +13,6 @@ import signal
 import socket
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -39,19 +38,6 @@ class LoadFailed(Exception):
 
 class JudgeFault(BaseException):
     """Raised if the judge itself fails, or cannot judge the tests; there is no verdict then."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """The program that the candidate's process loads."""
-
-    text: str
-    imports: Sequence[str]
-    """Import statements of the tests; the candidate's code may rely on them."""
-    names: Sequence[str]
-    """Tested names, the entry point first; empty for a program."""
-    in_class: bool
-    """Whether a name may be a method of a class Solution."""
 
 
 class Alarm:
@@ -204,13 +190,10 @@ class Remote:
 class Session:
     """One candidate under one time limit, in a process that is replaced if it ends or hangs."""
 
-    def __init__(
-        self, fork_server: socket.socket, source: Source, limits: Mapping[str, Any], *, is_program: bool
-    ) -> None:
+    def __init__(self, fork_server: socket.socket, job: Mapping[str, Any]) -> None:
         self._fork_server = fork_server
-        self._source = source
-        self._limits = limits
-        self._order = PROGRAMS if is_program else CALLS
+        self._job = job
+        self._order = PROGRAMS if job["mode"] == "programs" else CALLS
         self._link: Link | None = None
         self._load_error: LoadFailed | None = None
         self._has_run = False
@@ -218,7 +201,7 @@ class Session:
         """Whether the candidate ended the fork server; nothing else ends it before this process."""
         self.objects: dict[str, Any] = {}
         """The candidate's values of the tested names, while it is loaded."""
-        self.until = time.monotonic() + float(limits["wall_s"])
+        self.until = time.monotonic() + float(job["limits"]["wall_s"])
 
     def load(self, until: float) -> Link:
         """Return a link to a process that has loaded the source, with the deadline `until`.
@@ -272,7 +255,7 @@ class Session:
         try:
             with theirs:
                 self._order_fork_server(self._order, theirs.fileno())
-            link.ask({"limits": dict(self._limits)})
+            link.ask({"limits": self._job["limits"]})
         except (OSError, CandidateEnded) as error:
             if not self._has_run:
                 raise JudgeFault(f"no process for the candidate ({error})") from error
@@ -280,22 +263,14 @@ class Session:
         return link
 
     def _load(self, link: Link) -> None:
-        source = self._source
-        reply = link.ask(
-            {
-                "op": "load",
-                "source": source.text,
-                "imports": list(source.imports),
-                "names": list(source.names),
-                "in_class": source.in_class,
-            }
-        )
-        if not source.names:
-            return
+        names = self._job["names"]
+        # Of the job only what no test needs to hide. A name may be a method of a class Solution in calls.
+        known = {key: self._job[key] for key in ("source", "imports", "names")}
+        reply = link.ask({"op": "load", "in_class": self._job["mode"] == "calls", **known})
         forms = reply if isinstance(reply, dict) else {}
-        self.objects = {name: link.decode(forms[name]) for name in source.names if name in forms}
-        if source.names[0] not in self.objects:
-            raise CandidateEnded(f"{source.names[0]} is not defined")
+        self.objects = {name: link.decode(forms[name]) for name in names if name in forms}
+        if names and names[0] not in self.objects:
+            raise CandidateEnded(f"{names[0]} is not defined")
 
     def _order_fork_server(self, order: bytes, *descriptors: int) -> None:
         self._fork_server.settimeout(_FORK_SERVER_LIMIT_S)

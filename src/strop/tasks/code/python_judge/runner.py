@@ -32,7 +32,6 @@ from strop.tasks.code.python_judge.remote import (
     JudgeFault,
     Remote,
     Session,
-    Source,
     TimeUp,
 )
 
@@ -65,10 +64,7 @@ def set_process_option(option: int, value: int) -> None:
 
 def judge(fork_server: Any, job: dict[str, Any]) -> dict[str, Any]:
     """Run all tests of a job and count their results."""
-    source = Source(
-        text=job["source"], imports=job["imports"], names=job["names"], in_class=job["mode"] == "calls"
-    )
-    session = Session(fork_server, source, job["limits"], is_program=job["mode"] == "programs")
+    session = Session(fork_server, job)
     run_tests = {"statements": run_statements, "calls": run_calls, "programs": run_programs}[job["mode"]]
     results = run_tests(session, job)
     session.drop()
