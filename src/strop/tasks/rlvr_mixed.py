@@ -37,7 +37,7 @@ from strop.tasks.version import fit_limits
 _MAX_REPLY_TOKENS = 2048
 _PROMPT = "{prompt}"
 _REWRITTEN = ("So the answer is ", "The answer is ")
-_VERIFIER = "rlvr-mixed-2"
+_VERIFIER = "rlvr-mixed-3"
 _KINDS = ("gsm8k", "math", "ifeval")
 _VERIFY_LIMIT_S = 2.0
 
@@ -76,6 +76,7 @@ class RlvrMixed(RowTask):
             kind: TaskLimits(
                 max_reply_tokens=_MAX_REPLY_TOKENS,
                 base_stop_strings=judge.limits.base_stop_strings,
+                max_goldless_frac=judge.limits.max_goldless_frac,
                 verify_limit_s=_VERIFY_LIMIT_S if spec.strictness == "symbolic" else None,
             )
             for kind, judge in self._judges.items()

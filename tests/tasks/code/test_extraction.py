@@ -47,6 +47,7 @@ def run(program: str, name: str, stdin: str = "") -> str | None:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as output:
         patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         patch.setattr("builtins.open", lambda *_: io.StringIO(stdin))
+        patch.setattr("sys.setrecursionlimit", lambda _: None)
         try:
             names: dict[str, Any] = {"__name__": name or "__main__"}
             exec(f"{program}\n{TESTS.get(name, '')}", names)

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from strop.errors import DataError
 from strop.tasks.instructions.checkers import Checkers, Constraint
-from strop.tasks.instructions.gold import improve, write_replies
 from strop.tasks.instructions.google import GOOGLE
 from strop.tasks.instructions.multi import MULTI
 from strop.tasks.instructions.rlvr import FUNCTIONS, RLVR, as_instruction
@@ -65,23 +64,20 @@ def test_all_instructions_have_a_case() -> None:
 
 
 @pytest.mark.parametrize(("family", "instruction_id"), ALL)
-def test_a_reply_that_follows_is_known_and_nonsense_does_not_follow(family: str, instruction_id: str) -> None:
+def test_nonsense_does_not_follow(family: str, instruction_id: str) -> None:
     checkers, cases = FAMILIES[family]
     constraint = checkers.bind(instruction_id, cases[instruction_id], place="a test")
-    (reply,) = write_replies([constraint])
-    assert constraint.is_met(reply)
     assert [text for text in NONSENSE if constraint.is_met(text)] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @settings(max_examples=60, deadline=None)
 @given(text=st.text(max_size=300) | st.text(alphabet=" \n*-.[]<>\"',?!#`{}()aA1é漢", max_size=300))
-def test_no_text_makes_a_checker_or_an_edit_raise(family: str, text: str) -> None:
+def test_no_text_makes_a_checker_raise(family: str, text: str) -> None:
     checkers, cases = FAMILIES[family]
     for instruction_id, arguments in cases.items():
         constraint = checkers.bind(instruction_id, arguments, place="a test")
         assert constraint.is_met(text) is constraint.is_met(text)
-        assert isinstance(improve(constraint, text), str)
 
 
 def seconds_of(constraint: Constraint, text: str) -> float:

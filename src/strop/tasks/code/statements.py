@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import builtins
 import dis
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,10 @@ _DYNAMIC = frozenset({"eval", "exec", "globals", "locals", "vars", "__import__"}
 """Code that uses these may need a name that it does not spell."""
 _SETTINGS = frozenset({"setrecursionlimit", "set_int_max_str_digits", "stack_size", "seed", "prec"})
 """Attributes of the standard library that set something for the whole process."""
+_OUTER = frozenset(
+    {"input", "print", "exit", "quit", "unittest", "doctest", "timeit", "stdin", "_exit", "argv"}
+)
+"""Names and attributes that a function to be tested does not need when it is loaded."""
 
 
 @lru_cache(maxsize=256)
@@ -41,6 +47,8 @@ class Statement:
     binds: frozenset[str]
     reads: frozenset[str]
     """Names of the module that it uses, in the bodies of its functions too."""
+    runs: frozenset[str]
+    """Those of them that it uses at once."""
     changes: frozenset[str]
     """Names whose objects it changes, or binds by `global`."""
 
@@ -56,6 +64,14 @@ class Statement:
             return self.node.module == "__future__" or self.node.names[0].name == "*"
         attributes = {inner.attr for inner in ast.walk(self.node) if isinstance(inner, ast.Attribute)}
         return not self.is_definition and bool(attributes & _SETTINGS)
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether it imports something that is not of the standard library."""
+        modules = [alias.name for alias in self.node.names] if isinstance(self.node, ast.Import) else []
+        if isinstance(self.node, ast.ImportFrom):
+            modules = [self.node.module or "."]
+        return any(name.partition(".")[0] not in sys.stdlib_module_names for name in modules)
 
     @property
     def acts(self) -> bool:
@@ -109,29 +125,38 @@ def read_statements(tree: ast.Module, block: int) -> list[Statement]:
 
 
 def _read(node: ast.stmt, block: int) -> Statement:
-    binds, reads, changes = set(), set(), set()
-    if isinstance(node, ast.ImportFrom) and node.module == "__future__":
-        return Statement(block=block, node=node, binds=frozenset(), reads=frozenset(), changes=frozenset())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        outer = compile(ast.Module([node], []), "<statement>", "exec", dont_inherit=True)
-    for code in _walk(outer):
-        for instruction in dis.get_instructions(code):
-            action, _, scope = instruction.opname.partition("_")
-            if action == "LOAD" and scope.endswith(("NAME", "GLOBAL", "GLOBALS")):
-                reads.add(instruction.argval)
-            elif action in ("STORE", "DELETE") and scope in ("NAME", "GLOBAL"):
-                if code is outer:
-                    binds.add(instruction.argval)
-                elif scope == "GLOBAL":
-                    changes.add(instruction.argval)
+    binds, reads, runs, changes = set(), set(), set(), set()
+    is_class = isinstance(node, ast.ClassDef)
+    is_later = isinstance(node, _Definition) and not is_class
+    if not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outer = compile(ast.Module([node], []), "<statement>", "exec", dont_inherit=True)
+        for code in _walk(outer):
+            for instruction in dis.get_instructions(code):
+                action, _, scope = instruction.opname.partition("_")
+                if action == "LOAD" and scope.endswith(("NAME", "GLOBAL", "GLOBALS")):
+                    reads.add(instruction.argval)
+                    # The body of a class runs at once, that of its methods later.
+                    if code is outer or not (is_later or (is_class and scope != "NAME")):
+                        runs.add(instruction.argval)
+                elif action in ("STORE", "DELETE") and scope in ("NAME", "GLOBAL"):
+                    if code is outer:
+                        binds.add(instruction.argval)
+                    elif scope == "GLOBAL":
+                        changes.add(instruction.argval)
     for inner in ast.walk(node):
         if isinstance(inner, ast.Attribute | ast.Subscript) and not isinstance(inner.ctx, ast.Load):
             changes |= {_root(inner)} & reads
         elif isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
             changes |= {_root(inner.func)} & reads
     return Statement(
-        block=block, node=node, binds=frozenset(binds), reads=frozenset(reads), changes=frozenset(changes)
+        block=block,
+        node=node,
+        binds=frozenset(binds),
+        reads=frozenset(reads),
+        runs=frozenset(runs),
+        changes=frozenset(changes),
     )
 
 
@@ -148,43 +173,16 @@ def _root(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def _effects(statements: list[Statement], names: frozenset[str]) -> list[frozenset[str]]:
-    """Return the names that each statement affects when it runs, through the functions that it calls too.
-
-    A call that reaches one of `names` is a use of the program, which affects nothing that it needs.
-    """
-    functions = {one.node.name: one for one in statements if isinstance(one.node, _Definition)}
-
-    def reach(statement: Statement) -> set[str]:
-        found: set[str] = set()
-        ahead = [*statement.reads & functions.keys()]
-        while ahead:
-            name = ahead.pop()
-            if name not in found:
-                found.add(name)
-                ahead += functions[name].reads & functions.keys()
-        return found
-
-    effects = []
-    for statement in statements:
-        affected = statement.binds
-        if not (statement.is_definition or isinstance(statement.node, ast.Assert)):
-            affected |= statement.changes
-            called = reach(statement)
-            if not called & names:
-                affected = affected.union(*(functions[name].changes for name in called))
-        effects.append(affected)
-    return effects
-
-
 def find_needed(statements: list[Statement], main: int, names: Sequence[str]) -> list[Statement]:
     """Return the statements that the names need, in the order in which they must run.
 
     A name has the value that the block `main` gives it; else that of the last block that defines it, else of
-    the last block before. A later block of nothing but definitions of names in `main` corrects these. Without
-    names all of `main` is needed.
+    the last block before. A later block of nothing but definitions of names in `main` corrects these. What
+    else stands in `main` is kept, too, unless it uses the program: it calls one of the names, asserts, reads
+    the input, prints, or needs a package that nothing else needs. Without names all of `main` is needed.
     """
-    effects = _effects(statements, frozenset(names))
+    functions = {one.node.name: one for one in statements if isinstance(one.node, _Definition)}
+    bound = frozenset(dir(builtins)).union(*(one.binds for one in statements))
     own = frozenset().union(*(one.binds for one in statements if one.block == main))
     corrections = {
         block
@@ -195,6 +193,22 @@ def find_needed(statements: list[Statement], main: int, names: Sequence[str]) ->
             if one.block == block
         )
     }
+
+    def reach(statement: Statement) -> set[str]:
+        """Return the names that a statement uses when it runs, in the functions that it calls too."""
+        found, ahead = set(), set(statement.runs)
+        while ahead:
+            found |= ahead
+            ahead = set().union(*(functions[name].reads for name in ahead & functions.keys())) - found
+        return found
+
+    def affect(statement: Statement) -> frozenset[str]:
+        """Return the names that a statement binds or changes; a use of the program changes nothing for it."""
+        called = reached[id(statement)] & functions.keys()
+        if isinstance(statement.node, ast.Assert) or called.intersection(names):
+            return statement.binds
+        changed = statement.binds if statement.is_definition else statement.binds | statement.changes
+        return changed.union(*(functions[name].changes for name in called))
 
     def place(name: str) -> int:
         binding = [one for one in statements if name in one.binds]
@@ -208,14 +222,41 @@ def find_needed(statements: list[Statement], main: int, names: Sequence[str]) ->
         is_main = one.block == main and (not names or one.defines(names[0]) >= 0)
         return is_main or (one.block <= main and one.sets_process)
 
+    def is_use(one: Statement) -> bool:
+        of_functions = [functions[name].node for name in reached[id(one)] & functions.keys()]
+        attributes = {
+            inner.attr
+            for node in (one.node, *of_functions)
+            for inner in (() if node is one.node and one.is_definition else ast.walk(node))
+            if isinstance(inner, ast.Attribute)
+        }
+        outer = _OUTER.union(names, *(other.binds for other in statements if other.is_foreign))
+        is_other = isinstance(one.node, ast.Assert | ast.Raise | ast.Import | ast.ImportFrom)
+        return is_other or bool((attributes | reached[id(one)]) & outer) or not one.runs <= bound
+
+    def close() -> None:
+        while (
+            ahead := set(names)
+            .union(*(statements[i].reads for i in kept))
+            .union(*(statements[i].runs for i in beside))
+            - places.keys()
+        ):
+            places.update({name: place(name) for name in ahead})
+            for index, one in enumerate(statements):
+                is_needed = any(places.get(name) == one.block for name in affected[index])
+                if is_needed or (one.block == main and ahead & _DYNAMIC):
+                    kept.add(index)
+
+    reached = {id(one): reach(one) for one in statements}
+    affected = [affect(one) for one in statements]
     kept = {index for index, one in enumerate(statements) if is_kept_anyway(one)}
     places: dict[str, int] = {}
-    while ahead := set(names).union(*(statements[index].reads for index in kept)) - places.keys():
-        places |= {name: place(name) for name in ahead}
-        for index, one in enumerate(statements):
-            is_needed = any(places.get(name) == one.block for name in effects[index])
-            if is_needed or (one.block == main and ahead & _DYNAMIC):
-                kept.add(index)
+    beside: set[int] = set()
+    close()
+    beside |= {
+        i for i, one in enumerate(statements) if one.block == main and i not in kept and not is_use(one)
+    }
+    close()
     # What other blocks define stands before `main`, which may need it at once; corrections stand behind.
-    found = [statements[index] for index in sorted(kept)]
+    found = [statements[index] for index in sorted(kept | beside)]
     return sorted(found, key=lambda one: 2 if one.block in corrections else int(one.block == main))

@@ -142,12 +142,3 @@ def holds(count: int, quantifier: str, bound: int, *, slack: int = 0) -> bool:
         "exactly": count == bound,
         "around": abs(count - bound) <= slack,
     }[quantifier]
-
-
-def nearest(count: int, quantifier: str, bound: int) -> int:
-    """Return the count that is allowed and nearest to a count."""
-    low = bound + 1 if quantifier == "more than" else bound
-    high = bound - 1 if quantifier == "less than" else bound
-    if quantifier in ("at least", "more than"):
-        return max(count, low)
-    return min(count, high) if quantifier in ("at most", "less than") else bound

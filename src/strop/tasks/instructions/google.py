@@ -26,7 +26,6 @@ from strop.tasks.instructions.checkers import (
     Text,
     Texts,
     holds,
-    nearest,
 )
 from strop.tasks.instructions.segments import (
     bare_words,
@@ -129,8 +128,10 @@ def counts_words(text: str, *, num_words: Count, relation: Quantifier) -> bool:
     'around' allows a tenth more or less.
     """
     count = len(find_words(text))
-    floor = min(MIN_WORDS, nearest(MIN_WORDS, relation, num_words))
-    return count >= max(floor, 1) and holds(count, relation, num_words, slack=a_tenth(num_words))
+    most = MIN_WORDS if relation in ("at least", "more than") else num_words - (relation == "less than")
+    return count >= max(min(MIN_WORDS, most), 1) and holds(
+        count, relation, num_words, slack=a_tenth(num_words)
+    )
 
 
 def a_tenth(bound: int) -> int:

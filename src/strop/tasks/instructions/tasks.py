@@ -19,8 +19,7 @@ from strop.spec.base import Unhashed, expert
 from strop.spec.task import TaskSection
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.contract import TaskLimits
-from strop.tasks.instructions.checkers import Checkers, Constraint, has_substance
-from strop.tasks.instructions.gold import write_replies
+from strop.tasks.instructions.checkers import Checkers, has_substance
 from strop.tasks.instructions.multi import MULTI
 from strop.tasks.instructions.rlvr import FUNCTIONS, RLVR, as_instruction
 from strop.tasks.instructions.segments import require_language_detection
@@ -148,8 +147,6 @@ def is_echo(text: str, prompt: str) -> bool:
 _PROMPT = "{prompt}"
 _VERIFIER = "instructions-4"
 _MAX_REPLY_TOKENS = 2048
-_MAX_GOLDLESS_FRAC = 0.5
-"""Edits do not find a gold reply for every combination of instructions."""
 _LANGUAGE_IDS = frozenset(
     {
         "language:response_language",
@@ -240,7 +237,7 @@ class InstructionTask(RowTask):
             # All rows with the same prompt must be in the same split.
             split_key=lambda row: " ".join(read_messages(row).split()),
         )
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, max_goldless_frac=_MAX_GOLDLESS_FRAC)
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, max_goldless_frac=1.0)
         super().__init__(spec, reading, limits, source=spec.source, prompt=_PROMPT, verifier=_VERIFIER)
 
     def render(self, example: Example) -> tuple[Message, ...]:
@@ -253,7 +250,12 @@ class InstructionTask(RowTask):
 
         Raises: DataError if an instruction of the example cannot be judged.
         """
-        constraints, judged = self._bind(example), judged_text(text)
+        place = f"example {example.example_id} of task {example.task}"
+        constraints = [
+            self.checkers.bind(item["id"], item["arguments"], place=place)
+            for item in example.fields["constraints"]
+        ]
+        judged = judged_text(text)
         if judged is not None and self._is_multi:
             # Some prompts ask for these tags.
             judged = judged.replace("<answer>", "").replace("</answer>", "").strip()
@@ -270,16 +272,8 @@ class InstructionTask(RowTask):
         return Outcome(parts=parts, is_correct=all(followed), format_ok=is_reply, metrics=metrics)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return a reply that follows all instructions and answers nothing; none if the edits find none."""
-        replies = write_replies(self._bind(example))
-        return tuple(reply for reply in replies if self.verify(example, reply).is_correct)
-
-    def _bind(self, example: Example) -> list[Constraint]:
-        place = f"example {example.example_id} of task {example.task}"
-        return [
-            self.checkers.bind(item["id"], item["arguments"], place=place)
-            for item in example.fields["constraints"]
-        ]
+        """Return none: no right reply is known."""
+        return ()
 
     def _read_splits(self) -> SplitExamples:
         splits = super()._read_splits()
