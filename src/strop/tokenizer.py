@@ -1,12 +1,15 @@
 """Text to token ids and back, and messages to the exact prompt a model was trained on.
 
 Reads a Hugging Face model directory without transformers, so planning and checking a run stay
-fast. Left out on purpose: slow tokenizers without a tokenizer.json, images in
-templates, and every default that would add tokens nobody asked for (no start token is added, nothing is cut
-or padded).
+fast. Left out on purpose: slow tokenizers without a tokenizer.json, and images in templates. Nothing is cut
+or padded.
 
-Which ids end a reply is read from the model, never guessed: the tokenizer's end-of-text token and
-all ids of generation_config.json (of config.json where that file names none).
+Which ids end a reply is read from the model, never guessed: the tokenizer's end-of-text token, all ids of
+generation_config.json (of config.json where that file names none), and what the chat template itself writes
+behind an assistant's message.
+
+What users, tools and guests say has no control tokens: where such a text spells one, `GUARD` is written into
+it before a template sees it, and `encode` gives it the ids of its letters.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -30,9 +34,11 @@ from tokenizers import Tokenizer as FastTokenizer
 
 from strop.errors import ConfigError, StoreError
 from strop.rollout import REASONING, IntArray, Message
-from strop.tool_calls import CallFormat, find_format
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+GUARD = "\ufdd0"
+"""Stands in the spelling of a control token that is none. No text holds it: Unicode keeps it free."""
+_STAND_IN = "strop-said"
 _REASONING_NAMES = (REASONING, "reasoning", "thinking")
 """Keys under which chat templates read what an assistant thought."""
 
@@ -57,9 +63,7 @@ class Tokenizer:
         self._environment = _template_environment(now)
         self._template: Template | None = None
         self.eos_id: int = eos_ids[0]
-        """The terminator that a trained reply ends with."""
-        self.stop_token_ids: frozenset[int] = frozenset(eos_ids)
-        """Every id that ends a reply when it is sampled."""
+        """The terminator of a text; that of a message in a chat is `turn_end_id`."""
         self._eos_ids = tuple(eos_ids)
 
     @classmethod
@@ -93,16 +97,25 @@ class Tokenizer:
             now=now or _local_now,
         )
 
+    @property
+    def vocab(self) -> dict[str, int]:
+        """Every token's id, by how the tokenizer spells it."""
+        return self._fast.get_vocab(with_added_tokens=True)
+
+    def token_id(self, text: str) -> int | None:
+        """Return the id of a token by its spelling, or None."""
+        return self._fast.token_to_id(text)
+
     # These two walk the whole vocabulary: a plan, which asks for neither, has no time for them.
     @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id; a model's logits may be wider."""
-        return max(self._fast.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocab.values()) + 1
 
     @cached_property
     def num_ids(self) -> int:
         """Ids that mean something; between them there may be holes."""
-        return len(set(self._fast.get_vocab(with_added_tokens=True).values()))
+        return len(set(self.vocab.values()))
 
     @cached_property
     def special_ids(self) -> frozenset[int]:
@@ -112,11 +125,49 @@ class Tokenizer:
             token_id for token_id in named if token_id is not None
         )
 
-    @property
+    @cached_property
     def start_ids(self) -> IntArray:
         """Ids that the tokenizer itself puts before a text, as those that its model was trained on began."""
         plain, whole = (self._fast.encode("a", add_special_tokens=is_added).ids for is_added in (False, True))
         return np.asarray(whole[: whole.index(plain[0])], dtype=np.int32)
+
+    @cached_property
+    def stop_token_ids(self) -> frozenset[int]:
+        """Every id that ends a reply when it is sampled."""
+        ids = set(self._eos_ids)
+        if self._chat_template is not None:
+            # A template that is refused is named where a chat is asked for; plain text needs none.
+            with suppress(ConfigError):
+                ids.add(self.turn_end_id)
+        return frozenset(ids)
+
+    @cached_property
+    def turn_end_id(self) -> int:
+        """The id that the chat template writes behind an assistant's message: how a reply in a chat ends.
+
+        Where it writes nothing, `eos_id`.
+        Raises: ConfigError if the template does not write the message, or ends it with what is no token.
+        """
+        asked, said = Message(role="user", content="a"), Message(role="assistant", content=_STAND_IN)
+        before, found, behind = self.render([asked, said], is_reply_next=False).rpartition(_STAND_IN)
+        if not found:
+            raise self._unfit("does not write what an assistant said", before)
+        ids = self.encode(behind.lstrip())
+        if not len(ids):
+            return self.eos_id
+        if int(ids[0]) in self.special_ids:
+            return int(ids[0])
+        named = self._special_texts.get("eos_token", "")
+        if _CONTROL.match(behind.lstrip()) or (named and behind.lstrip().startswith(named)):
+            raise self._unfit("ends a message with what is no token of its tokenizer", behind)
+        return self.eos_id
+
+    def _unfit(self, fault: str, shown: str) -> ConfigError:
+        return ConfigError(
+            f"the chat template of model {self._source} {fault}: {shown!r:.80}",
+            allowed="a chat template made for this tokenizer, which ends each message with one of its tokens",
+            next_step="use the model's own chat_template and tokenizer.json, or set model.prompt_format=base",
+        )
 
     @cached_property
     def digest(self) -> str:
@@ -142,11 +193,6 @@ class Tokenizer:
             )
         return self._chat_template
 
-    @cached_property
-    def call_format(self) -> CallFormat:
-        """How the model writes that it calls a tool, by its chat template."""
-        return find_format(self._chat_template)
-
     def render(
         self,
         messages: Sequence[Message],
@@ -159,7 +205,7 @@ class Tokenizer:
 
         `is_thinking` is told to the template as `enable_thinking`; None leaves it to the template. `tools`
         are functions in the form of OpenAI's chat API, as JSON. Without `is_reply_next` it ends behind the
-        last message.
+        last message. Control tokens that others spell are guarded (`GUARD`): the text is for `encode`.
 
         Raises: ConfigError if the model has no chat template, or its template refuses the messages, cannot be
             told whether to think, or leaves out a system message, a tool, its reply, a call or reasoning.
@@ -179,7 +225,7 @@ class Tokenizer:
                 self._template = self._environment.from_string(source)
             text = self._template.render(
                 messages=chat,
-                tools=[json.loads(tool) for tool in tools] or None,
+                tools=[self._guard_value(json.loads(tool)) for tool in tools] or None,
                 documents=None,
                 add_generation_prompt=is_reply_next,
                 **choice,
@@ -196,18 +242,32 @@ class Tokenizer:
                 allowed="messages in the roles and order that this template accepts",
                 next_step=f"{remedy}, or set model.prompt_format=base",
             ) from error
-        _require_shown(text, messages)
+        shown = text.replace(GUARD, "")
+        _require_shown(shown, messages)
         for tool in tools:
-            if (name := json.loads(tool)["function"]["name"]) not in text:
+            if (name := json.loads(tool)["function"]["name"]) not in shown:
                 raise _left_out(f"the tool {name}")
         return text
+
+    def _guard_value(self, value: Any) -> Any:
+        """Guard the texts in a JSON value."""
+        if isinstance(value, str):
+            return self.guard(value)
+        if isinstance(value, list):
+            return [self._guard_value(one) for one in value]
+        if isinstance(value, dict):
+            return {self.guard(key): self._guard_value(one) for key, one in value.items()}
+        return value
 
     def _to_template(self, message: Message, source: str) -> dict[str, Any]:
         """Return a message in the form that chat templates read, which is that of transformers.
 
         It differs from OpenAI's in the arguments of a tool call: they are an object.
         """
-        found: dict[str, Any] = {"role": message.role, "content": message.text}
+        # The model's own words may hold marks of thoughts and calls.
+        is_own = message.role == "assistant"
+        content = message.text if is_own else self.guard(message.text)
+        found: dict[str, Any] = {"role": message.role, "content": content}
         if message.tool_calls:
             found["tool_calls"] = [
                 {
@@ -220,7 +280,7 @@ class Tokenizer:
         if message.tool_call_id is not None:
             found["tool_call_id"] = message.tool_call_id
         if message.name is not None:
-            found["name"] = message.name
+            found["name"] = self.guard(message.name)
         if message.reasoning is not None:
             names = [name for name in _REASONING_NAMES if re.search(rf"\b{name}\b", source)]
             if not names:
@@ -240,18 +300,53 @@ class Tokenizer:
         """
         return "\n\n".join(message.text for message in messages) + "\n"
 
-    def encode(self, text: str) -> IntArray:
-        """Return the ids of a text; special tokens written in it become their ids, none is added."""
-        return np.asarray(self._fast.encode(text, add_special_tokens=False).ids, dtype=np.int32)
+    def guard(self, text: str) -> str:
+        """Return a text of others whose spelled control tokens `encode` takes for letters."""
+        firsts, lengths = self._control_shapes
+        pieces, place = [], 0
+        for match in firsts.finditer(text) if lengths else ():
+            start = match.start()
+            if any(text[start : start + length] in self._controls for length in lengths):
+                pieces.append(text[place : start + 1])
+                place = start + 1
+        return GUARD.join([*pieces, text[place:]])
 
-    def decode(self, token_ids: Sequence[int] | IntArray, *, with_special: bool = False) -> str:
-        """Return the text of ids, without special tokens. Incomplete characters become U+FFFD."""
-        ids = [int(token_id) for token_id in token_ids]
-        return self._fast.decode(ids, skip_special_tokens=not with_special)
+    @cached_property
+    def _controls(self) -> frozenset[str]:
+        """Texts of added tokens that mark something; others stand for runs of spaces, say."""
+        added = self._fast.get_added_tokens_decoder().values()
+        return frozenset(one.content for one in added if one.special or _CONTROL.fullmatch(one.content))
+
+    @cached_property
+    def _control_shapes(self) -> tuple[re.Pattern[str], list[int]]:
+        firsts = "".join(sorted({text[0] for text in self._controls if text}))
+        return re.compile(f"[{re.escape(firsts)}]" if firsts else "(?!)"), sorted(
+            {len(text) for text in self._controls if text}
+        )
+
+    def encode(self, text: str) -> IntArray:
+        """Return the ids of a text; control tokens written in it become their ids, but for guarded ones.
+
+        None is added.
+        """
+        found = self._fast.encode(text, add_special_tokens=False)
+        ids = found.ids
+        if GUARD in text:
+            places = zip(ids, found.offsets, strict=True)
+            ids = [token_id for token_id, (start, end) in places if text[start:end].strip(GUARD)]
+        return np.asarray(ids, dtype=np.int32)
+
+    def decode(self, token_ids: Sequence[int] | IntArray) -> str:
+        """Return the text of ids, special tokens spelled out. Incomplete characters become U+FFFD."""
+        return self._fast.decode([int(token_id) for token_id in token_ids], skip_special_tokens=False)
 
     def token_text(self, token_id: int) -> str:
-        """Return what one id reads as, special tokens spelled out; for people, not for joining."""
-        return self._fast.decode([int(token_id)], skip_special_tokens=False)
+        """Return what one id reads as; for people, not for joining."""
+        return self.decode([token_id])
+
+
+_CONTROL = re.compile(r"<[^<>\s]{1,64}>|\[/?[A-Z][A-Z_]{1,30}\]|\u25c1[^\s\u25b7]{1,30}\u25b7")
+"""How tokens that mark something are spelled."""
 
 
 class _GenerationTag(Extension):

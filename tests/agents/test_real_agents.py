@@ -74,7 +74,7 @@ def test_an_agent_of_openhands_is_trained_and_its_condensations_are_segments(tmp
 
     def script(request: GenerationRequest) -> str:
         nonlocal asked
-        if '"name": "terminal"' not in tokenizer.decode(request.prompt_ids, with_special=True):
+        if '"name": "terminal"' not in tokenizer.decode(request.prompt_ids):
             return "It looked."
         asked += 1
         arguments = {"security_risk": "LOW", "summary": "look"}

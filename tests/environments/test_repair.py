@@ -156,7 +156,7 @@ def test_an_attempt_whose_sandbox_dies_is_made_again_and_never_a_wrong_one(
     killed: list[int] = []
 
     def script(request: GenerationRequest) -> str:
-        if "sed" not in tokenizer.decode(request.prompt_ids, with_special=True):
+        if "sed" not in tokenizer.decode(request.prompt_ids):
             return FIX
         if not killed:
             killed.append(made[0].sandbox.supervisor_pid)

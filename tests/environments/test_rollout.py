@@ -168,7 +168,7 @@ def test_turns_of_a_base_model(base_tokenizer: Tokenizer) -> None:
     "template",
     [
         # Drops earlier replies, as some templates drop earlier reasoning.
-        "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}:",
+        "{% for m in messages if m.role == 'user' or loop.last %}{{ m.content }}{% endfor %}:",
         # Ends a turn with something else than the terminator.
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}[assistant]",
     ],
@@ -186,6 +186,30 @@ def test_template_that_cannot_be_extended_begins_a_new_sample(tmp_path: Path, te
     assert [len(turns) for turns in rollout.samples] == [2, 2]
     for request, turns in zip(engine.requests, rollout.samples, strict=True):
         assert request.prompt_ids.tolist() == turns[0].token_ids.tolist()
+
+
+@pytest.mark.parametrize(
+    ("reply", "reward"), [("3 + 4 = 7", None), ("3 + 4 = 7</think>8", 0.0), ("8</think>7", 1.0)]
+)
+def test_a_thought_that_the_prompt_opens_is_no_answer(
+    tmp_path: Path, reply: str, reward: float | None
+) -> None:
+    """Incident: a thought that was cut was judged, and earned full marks."""
+    path = tiny_tokenizer(tmp_path) / "chat_template.jinja"
+    path.write_text(path.read_text() + "{% if add_generation_prompt %}<think>\n{% endif %}")
+    tokenizer = Tokenizer.load(tmp_path)
+    max_tokens = 32 if reward is not None else len(tokenizer.encode(reply))
+    engine = DummyEngine(tokenizer, [reply])
+    rollout = attempt(SingleTurn(TASK), engine, tokenizer, max_reply_tokens=max_tokens)
+    assert rollout.outcome.reward == (reward or 0.0)
+    assert rollout.outcome.truncated == (reward is None)
+
+
+def test_a_control_token_inside_a_reply_is_seen(tokenizer: Tokenizer) -> None:
+    """Incident: what was sampled as 4, a control token, 2 was judged as 42."""
+    (reply,) = attempt(asking("a?"), DummyEngine(tokenizer, ["4<|start|>2"]), tokenizer).turns[1:]
+    assert reply.text == "4<|start|>2"
+    assert tokenizer.token_id("<|start|>") in reply.token_ids
 
 
 def test_a_reply_of_a_tool_extends_the_ids(tmp_path: Path) -> None:

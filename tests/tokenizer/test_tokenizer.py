@@ -19,7 +19,7 @@ CHATS = [
     (Message(role="user", content="What is 7 + 5?"),),
     (
         Message(role="system", content="Be brief."),
-        Message(role="user", content="caf\u00e9 \U0001f642 <|im_end|>\n"),
+        Message(role="user", content="caf\u00e9 \U0001f642 <|im_en\n"),
     ),
     (
         Message(role="user", content="a"),
@@ -41,7 +41,7 @@ def assert_equals_transformers(model_dir: Path) -> None:
         ids = ours.encode(prompt).tolist()
         theirs = reference.apply_chat_template(plain, tokenize=True, add_generation_prompt=True)
         assert ids == list(theirs["input_ids"])
-        assert ours.decode(ids) == reference.decode(ids, skip_special_tokens=True)
+        assert ours.decode(ids) == reference.decode(ids)
     assert ours.eos_id == reference.eos_token_id
 
 
@@ -62,7 +62,7 @@ def test_encode_by_hand(tmp_path: Path) -> None:
     # Merges of the fixture: 256 = "as", 257 = " +", 258 = "th", 259 = "the"; 260 ends, 261 starts.
     tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path))
     assert tokenizer.encode(f"the +{EOS_TEXT}").tolist() == [259, 257, 260]
-    assert tokenizer.decode([259, 257, 260]) == "the +"
+    assert tokenizer.decode([259, 257, 260]) == f"the +{EOS_TEXT}"
     assert (tokenizer.encode("").tolist(), tokenizer.decode([])) == ([], "")
     assert tokenizer.token_text(260) == EOS_TEXT
     assert tokenizer.vocab_size == 262
@@ -95,7 +95,7 @@ def test_several_terminators_are_all_stops(tmp_path: Path) -> None:
 def test_terminator_from_config_json_when_nothing_else_names_it(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    tiny_tokenizer(tmp_path)
+    tiny_tokenizer(tmp_path, with_chat_template=False)
     (tmp_path / "generation_config.json").unlink()
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.tool_calls import CallFormat, describe_tools, find_format, name_calls, read_reply
-from tests.fixtures.tool_templates import HERMES, ONE_CALL
+from strop.tasks.thoughts import split_thought
+from strop.tasks.tool_calls import CallFormat, describe_tools, name_calls, read_reply
+
+FOLDER = Path(__file__).parent / "forms"
 
 SCHEMAS: dict[str, dict[str, Any]] = {
     "look": {
         "properties": {"place": {"type": "string"}, "depth": {"type": "integer"}, "all": {"type": "boolean"}}
     },
     "go": {"properties": {}},
+    "typed": {
+        "properties": {
+            "text": {"type": "string"},
+            "text_or_none": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+            "nested": {"$ref": "#/$defs/Point"},
+            "number_or_none": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "flag": {"type": "boolean"},
+            "items": {"type": "array", "items": {"type": "string"}},
+            "choice": {"enum": [1, 2, 3]},
+            "word": {"enum": ["3", "4"]},
+            "union": {"anyOf": [{"type": "integer"}, {"type": "string"}]},
+            "listed": {"type": ["integer", "null"]},
+            "anything": {},
+        },
+        "$defs": {"Point": {"type": "object", "properties": {"x": {"type": "integer"}}}},
+    },
 }
 ODD = '{"place" : "a\\"b </tool_call> ```", "depth": 1.0}'
 """Arguments that read as other things, to the letter."""
@@ -49,101 +68,31 @@ def test_prose_and_thinking_stand_apart(form: CallFormat) -> None:
     assert [call.name for call in found.calls] == ["look"]
 
 
-@pytest.mark.parametrize("form", CallFormat)
-def test_a_reply_without_a_call_is_prose(form: CallFormat) -> None:
-    text = 'The answer is {"depth": 3} [1, 2] <b>x</b> ```json\n{"a": 1}\n```'
-    assert read_reply(text, form, SCHEMAS).content == text
-    assert read_reply("", form, SCHEMAS).content == ""
-    for found in (read_reply(text, form, SCHEMAS), read_reply("", form, SCHEMAS)):
-        assert (found.calls, found.mistakes, found.reasoning) == ((), (), None)
+ROWS = [json.loads(line) for line in (FOLDER / "tool_calls.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("form", CallFormat)
-def test_thinking_without_an_end_is_all_of_it(form: CallFormat) -> None:
-    call = FORMS.get(form, ("<tool_call><function=go></function></tool_call>",))[0]
-    found = read_reply(f"<think>Perhaps {call}", form, SCHEMAS)
-    assert (found.content, found.calls, found.mistakes) == ("", (), ())
-    assert found.reasoning == f"Perhaps {call}"
+@pytest.mark.parametrize("row", ROWS, ids=[f"{row['form']}: {row['why']}" for row in ROWS])
+def test_a_reply_is_read_as_it_is_meant(row: dict[str, Any]) -> None:
+    found = read_reply(row["text"], CallFormat(row["form"]), SCHEMAS)
+    assert [[call.name, json.loads(call.arguments)] for call in found.calls] == row.get("calls", [])
+    assert len(found.mistakes) == row.get("mistake", False)
+    assert found.reasoning == row.get("reasoning")
+    assert found.content == row.get("content", found.content)
+    assert read_reply(row["text"], CallFormat(row["form"]), {}).calls == ()
 
 
-@pytest.mark.parametrize(
-    ("form", "text"),
-    [
-        (CallFormat.HERMES, '<tool_call>\n{"name": "look", "arguments": {"place": "a'),
-        (CallFormat.HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
-        (CallFormat.HERMES, '<tool_call>{"name": "look", "arguments": [1]}</tool_call>'),
-        (CallFormat.HERMES, "<tool_call>look(place)</tool_call>"),
-        (CallFormat.HERMES, "<tool_call>" + "[" * 100_000),
-        (CallFormat.QWEN_XML, "<tool_call>\n<function=look>\n<parameter=place>\na"),
-        (CallFormat.QWEN_XML, '<tool_call>{"name": "look"}</tool_call>'),
-        (CallFormat.LLAMA, '{"name": "look", "parameters": {"place": '),
-        (CallFormat.LLAMA, '<|python_tag|>{"name": 3}'),
-        (CallFormat.MISTRAL, '[TOOL_CALLS][{"name": "look", "arg'),
-        (CallFormat.MISTRAL, '[TOOL_CALLS]look[ARGS]{"place": '),
-        (CallFormat.MISTRAL, "[TOOL_CALLS]"),
-        (CallFormat.FENCE, '```tool\n{"name": "look", "arguments"'),
-        (CallFormat.FENCE, "```tool_call\nlook\n```"),
-    ],
-)
-def test_half_a_call_is_a_mistake_and_no_call(form: CallFormat, text: str) -> None:
-    found = read_reply(text, form, SCHEMAS)
-    assert found.calls == ()
-    assert len(found.mistakes) == 1
-    assert found.mistakes[0].startswith("a tool call that cannot be read: ")
-    assert len(found.mistakes[0]) < 400
+THOUGHTS = [json.loads(line) for line in (FOLDER / "thoughts.jsonl").read_text().splitlines()]
 
 
-def test_what_is_whole_counts_beside_what_is_not() -> None:
-    good, bad = '<tool_call>{"name": "go", "arguments": {}}</tool_call>', "<tool_call>go</tool_call>"
-    found = read_reply(
-        f"{bad} and {good} and\n{good.removesuffix('</tool_call>')}", CallFormat.HERMES, SCHEMAS
-    )
-    assert [call.name for call in found.calls] == ["go", "go"]
-    assert len(found.mistakes) == 1
+@pytest.mark.parametrize("row", THOUGHTS, ids=[row["why"] for row in THOUGHTS])
+def test_a_thought_stands_apart_from_what_is_said(row: dict[str, Any]) -> None:
+    assert split_thought(row["text"]) == (row["thought"], row["said"])
 
 
-def test_parameters_of_xml_have_the_types_of_the_schema() -> None:
-    text = (
-        "<tool_call>\n<function=look>\n<parameter=place>\n12\n</parameter>\n<parameter=depth>\n3\n</parameter>\n"
-        "<parameter=all>\nTrue\n</parameter>\n<parameter=other>\n1\n</parameter>\n</function>\n</tool_call>"
-    )
-    (call,) = read_reply(text, CallFormat.QWEN_XML, SCHEMAS).calls
-    assert json.loads(call.arguments) == {"place": "12", "depth": 3, "all": True, "other": "1"}
-    place = "<parameter=place>\na</parameter>b\nc\n</parameter>"
-    inside = f"<tool_call><function=look>{place}\n</function></tool_call>"
-    (call,) = read_reply(inside, CallFormat.QWEN_XML, SCHEMAS).calls
-    assert json.loads(call.arguments) == {"place": "a</parameter>b\nc"}
-
-
-def test_older_lists_of_mistral_and_arguments_as_a_text() -> None:
-    text = (
-        'Wait.[TOOL_CALLS] [{"name": "look", "arguments": {"depth": 2}}, {"name": "go", "arguments": "{}"}]'
-    )
-    found = read_reply(text, CallFormat.MISTRAL, SCHEMAS)
-    assert [(one.name, one.arguments) for one in found.calls] == [("look", '{"depth": 2}'), ("go", "{}")]
-    assert found.content == "Wait."
-
-
-def test_llama_may_put_a_tag_before_the_call() -> None:
-    found = read_reply('<|python_tag|>{"name": "go", "parameters": {}}', CallFormat.LLAMA, SCHEMAS)
-    assert [call.name for call in found.calls] == ["go"]
-
-
-@pytest.mark.parametrize(
-    ("template", "form"),
-    [
-        (None, CallFormat.FENCE),
-        ("{{ messages }}", CallFormat.FENCE),
-        ("{% for tool in tools %}{% endfor %}<tool_call>", CallFormat.HERMES),
-        ("{{ tools }}<tool_call>\n<function=example>", CallFormat.QWEN_XML),
-        ('{{ tools }}{"name": x, "parameters": y}', CallFormat.LLAMA),
-        ("{{ tools }}[TOOL_CALLS]", CallFormat.MISTRAL),
-        (HERMES, CallFormat.HERMES),
-        (ONE_CALL, CallFormat.LLAMA),
-    ],
-)
-def test_the_form_follows_from_the_chat_template(template: str | None, form: CallFormat) -> None:
-    assert find_format(template) is form
+@pytest.mark.parametrize("form", [one for one in CallFormat if one is not CallFormat.RENDERER])
+@pytest.mark.parametrize("text", ["{", "[", "<tool_call>", "<function=", "<function=go>", "```json\n{", "f{"])
+def test_a_hostile_reply_calls_nothing(form: CallFormat, text: str) -> None:
+    assert read_reply(text * 10_000, form, SCHEMAS).calls == ()
 
 
 def test_calls_get_ids_that_equal_rollouts_share() -> None:

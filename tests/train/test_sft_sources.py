@@ -72,6 +72,17 @@ def test_tok_4_a_completion_is_ended_exactly_once(model_dir: Path, tmp_path: Pat
     assert (member.weight, len(member.prompt_id)) == (1.0, 16)
 
 
+def test_a_chat_ends_as_its_template_ends_it_and_not_as_a_text_does(model_dir: Path, tmp_path: Path) -> None:
+    """Incident: a base model's end of text was taught behind replies to chats, and ended none."""
+    path = model_dir / "tokenizer_config.json"
+    path.write_text(path.read_text().replace('"eos_token": "<|end|>"', '"eos_token": "the"'))
+    member = read_one(model_dir, tmp_path, {"prompt": "6 * 7?", "completion": "42"})
+    tokenizer = make_framing(model_dir).tokenizer
+    assert tokenizer.token_text(tokenizer.eos_id) == "the"
+    assert spell(tokenizer, member)[1] == "{42<|end|>}"
+    assert tokenizer.token_id("<|end|>") in tokenizer.stop_token_ids
+
+
 def test_a_base_model_is_asked_in_plain_text(tmp_path: Path) -> None:
     model_dir = tiny_tokenizer(tmp_path / "base", with_chat_template=False)
     member = read_one(model_dir, tmp_path, {"prompt": "6 * 7?", "completion": "42"})
@@ -161,7 +172,9 @@ def test_a_bad_row_is_refused_with_its_place(model_dir: Path, tmp_path: Path, ro
 
 
 def test_messages_that_the_template_refuses_name_the_row(model_dir: Path, tmp_path: Path) -> None:
-    (model_dir / "chat_template.jinja").write_text("{{ raise_exception('no system here') }}")
+    (model_dir / "chat_template.jinja").write_text(
+        "{{ raise_exception('no system here') if messages | length == 1 }}{{ messages[-1].content }}"
+    )
     path = write_rows(tmp_path / "rows.jsonl", [ASKED])
     with pytest.raises(DataError, match=r"row 1 cannot be rendered: .*no system here"):
         read(path, make_framing(model_dir))

@@ -146,7 +146,7 @@ def list_logprobs(tokenizer: Tokenizer, call: Call) -> list[dict[str, Any]]:
     """Return the log-probability and the text of each sampled token."""
     assert call.reply.logprobs is not None
     ids = call.reply.token_ids.tolist()
-    texts = [tokenizer.decode([token_id], with_special=True) for token_id in ids]
+    texts = [tokenizer.decode([token_id]) for token_id in ids]
     return [
         {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
         for text, value in zip(texts, call.reply.logprobs.tolist(), strict=True)

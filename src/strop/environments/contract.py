@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from strop.rollout import Example, FinishReason, Message, Outcome, Split
-from strop.tool_calls import Spoken
+from strop.tasks.tool_calls import Spoken
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

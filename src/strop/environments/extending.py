@@ -19,12 +19,15 @@ from strop.tasks.prompt import (
     PromptFormat,
     call_format_of,
     chat_form,
+    find_call_format,
     render_prompt,
     resolve_prompt_format,
     spell_tools,
+    thinking_of,
 )
-from strop.tokenizer import Tokenizer
-from strop.tool_calls import CallFormat, Spoken, name_calls, read_reply
+from strop.tasks.thoughts import begun_thought
+from strop.tasks.tool_calls import CallFormat, Spoken, name_calls, read_reply
+from strop.tokenizer import GUARD, Tokenizer
 
 _STAND_IN = "reply"
 
@@ -75,12 +78,12 @@ def encode_next_messages(
     if prompt_format is PromptFormat.BASE:
         spelled = spell_tools((*history, *new_messages))[len(history) :]
         text = "\n\n" + tokenizer.render_base(spelled)
-        return text, tokenizer.encode(text)
+        return text, tokenizer.encode(tokenizer.guard(text))
     stand_in = Message(role="assistant", content=_STAND_IN, tool_calls=calls)
     whole, tools = chat_form(tokenizer, (*history, stand_in, *new_messages))
     before = tokenizer.render(whole[: len(history)], tools=tools)
-    full, _ = render_prompt(tokenizer, (*history, stand_in, *new_messages), prompt_format)
-    terminator = tokenizer.token_text(tokenizer.eos_id)
+    full = tokenizer.render(whole, is_thinking=thinking_of(history), tools=tools)
+    terminator = tokenizer.token_text(tokenizer.turn_end_id)
     if calls:
         # Between the stand-in and its terminator the template writes the calls in its own syntax.
         spoken = tokenizer.render(whole[: len(history) + 1], tools=tools, is_reply_next=False)
@@ -96,7 +99,7 @@ def encode_next_messages(
         if not text.startswith(terminator):
             return None
         text = text[len(terminator) :]
-    return text, tokenizer.encode(text)
+    return text.replace(GUARD, ""), tokenizer.encode(text)
 
 
 def spoken_turn(completion: Completion) -> Turn:
@@ -112,16 +115,20 @@ def spoken_turn(completion: Completion) -> Turn:
     )
 
 
-def take_apart(prompts: PromptCache, completion: Completion, tools: tuple[str, ...], turn: int) -> Spoken:
-    """Parse thinking, prose and calls of a reply, whose marks may be special tokens.
+def take_apart(
+    prompts: PromptCache, completion: Completion, tools: tuple[str, ...], turn: int, prompt: str
+) -> Spoken:
+    """Parse thinking, prose and calls of a reply to a prompt, whose end may open the thinking.
 
     `tools` are functions in the form of OpenAI's chat API, as JSON; the ids of calls contain `turn`.
     """
-    text, ids = completion.text, completion.token_ids
-    if tools and completion.finish_reason is not FinishReason.STOP_STRING:
-        is_ended = completion.finish_reason is FinishReason.EOS
-        text = prompts.tokenizer.decode(ids[:-1] if is_ended else ids, with_special=True)
-    functions = [json.loads(tool)["function"] for tool in tools]
-    schemas = {function["name"]: function.get("parameters") or {} for function in functions}
-    spoken = read_reply(text, prompts.call_format, schemas)
+    form = prompts.call_format
+    if tools and form is CallFormat.RENDERER:
+        _, family = find_call_format(prompts.tokenizer)
+        assert family is not None
+        spoken = family.read(completion.token_ids, tools)
+    else:
+        functions = [json.loads(tool)["function"] for tool in tools]
+        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+        spoken = read_reply(begun_thought(prompt) + completion.text, form, schemas)
     return replace(spoken, calls=name_calls(spoken.calls, turn))

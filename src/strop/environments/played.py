@@ -13,8 +13,8 @@ from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, ToolCall
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import within_bounds
+from strop.tasks.tool_calls import CallFormat, read_reply
 from strop.tasks.user.own_task import require_whole
-from strop.tool_calls import CallFormat, read_reply
 
 if TYPE_CHECKING:
     from strop.environments.worlds import WorldTask

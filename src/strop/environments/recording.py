@@ -23,8 +23,8 @@ from strop.environments.extending import PromptCache, encode_next_messages, read
 from strop.errors import ConfigError
 from strop.rollout import CONVERSATION, RESTART, FinishReason, IntArray, Message, ToolCall, Turn
 from strop.tasks.prompt import pose_messages
+from strop.tasks.tool_calls import CallFormat, Spoken
 from strop.tokenizer import Tokenizer
-from strop.tool_calls import CallFormat, Spoken
 
 _SEED_BITS = 31
 
@@ -127,7 +127,7 @@ class Recorder:
         posed = _pose(messages, tools)
         parent, prompt, prompt_ids = self._continue(posed, tools)
         completion = await self._complete(prompt_ids, max_tokens, stop)
-        spoken = take_apart(self._prompts, completion, tools, self._num_asked)
+        spoken = take_apart(self._prompts, completion, tools, self._num_asked, prompt.text)
         is_cut = completion.finish_reason is FinishReason.LENGTH
         if is_cut or (spoken.mistakes and not spoken.calls):
             # A reply that was cut has no calls: one that looks complete may have gone on. The program gets
@@ -163,7 +163,7 @@ class Recorder:
         ]
         parent, length = max(parents, key=lambda pair: pair[1], default=(None, 0))
         new_ids = prompt_ids[length:]
-        text = self._prompts.tokenizer.decode(new_ids, with_special=True)
+        text = self._prompts.tokenizer.decode(new_ids)
         completion = await self._complete(prompt_ids, max_tokens, stop)
         return self._keep(
             Call(
@@ -216,7 +216,7 @@ class Recorder:
                 prompt = call.prompt
                 if call is first and call.parent is not None:
                     # A branch: the shared prefix is context here.
-                    text = self._prompts.tokenizer.decode(call.prompt_ids, with_special=True)
+                    text = self._prompts.tokenizer.decode(call.prompt_ids)
                     prompt = Turn(role=CONVERSATION, text=text, token_ids=call.prompt_ids)
                 if not turns:
                     prompt = replace(prompt, role="prompt")

@@ -36,8 +36,9 @@ from strop.rollout import (
 )
 from strop.tasks.failures import catch_failure
 from strop.tasks.prompt import PromptFormat, tools_of
+from strop.tasks.thoughts import begun_thought
+from strop.tasks.tool_calls import CallFormat
 from strop.tokenizer import Tokenizer
-from strop.tool_calls import CallFormat
 
 _CLOSE_LIMIT_S = 10.0
 _WORLD_TURN = -1
@@ -152,9 +153,12 @@ class Attempt:
                 return Stop.TIME
             if completion.finish_reason is FinishReason.ABORT:
                 return Outcome.lost(FailureOwner.ENGINE, "abort", "the engine gave up on the reply")
-            spoken = take_apart(self.prompts, completion, tools, turn_index) if tools else None
+            asked = self.turns[-2].text
+            spoken = take_apart(self.prompts, completion, tools, turn_index, asked) if tools else None
+            # What a thought is must show, also where the prompt opened it.
+            said = begun_thought(asked) + completion.text
             result = await environment.step(
-                Action(text=completion.text, finish_reason=completion.finish_reason, spoken=spoken)
+                Action(text=said, finish_reason=completion.finish_reason, spoken=spoken)
             )
             if result.done or completion.finish_reason is FinishReason.LENGTH:
                 return Stop.DONE if result.done else Stop.TOKENS

@@ -47,8 +47,8 @@ from strop.sandbox.served import ServedSandbox
 from strop.spec.sandboxing import RoomSettings, SandboxSettings
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
+from strop.tasks.tool_calls import write_call
 from strop.tasks.user.rewards import as_outcome
-from strop.tool_calls import write_call
 
 T = TypeVar("T")
 P = ParamSpec("P")

@@ -46,8 +46,8 @@ from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.llm_judge import JudgeReport, check_calibration
 from strop.tasks.prompt import tools_of
 from strop.tasks.registry import BUILT_IN_TASKS
+from strop.tasks.tool_calls import write_call
 from strop.tasks.traits import describe_counts
-from strop.tool_calls import write_call
 
 _GYM_SIZES = ("num_train=64", "num_held_out=8")
 """Few examples, because some data sets take a second for each."""

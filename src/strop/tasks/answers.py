@@ -17,6 +17,8 @@ import re
 from collections.abc import Sequence
 from decimal import Decimal
 
+from strop.tasks.thoughts import first_mark, split_thought
+
 # Every quantifier is over one character class and the alternatives start differently, so the time
 # is linear in the text, whatever the policy writes.
 NUMBER_PATTERN = (
@@ -78,22 +80,9 @@ def _to_decimal(text: str) -> Decimal:
     return Decimal(text.replace(",", "").replace("$", "").replace("\u2212", "-"))
 
 
-# One tag at a time, so the time is linear in the text.
-_TAG = re.compile(r"<(/?)(?:think|thinking|thought|reasoning)>", re.IGNORECASE)
-
-
 def text_after_thinking(text: str) -> str | None:
-    """Return the text behind the last closed thinking block; all of it if there is no block.
-
-    None if a block was opened and not closed: the reply ended before its answer. A closing tag
-    without an opening one counts, because chat templates may open the block themselves.
-    """
-    start, is_open = 0, False
-    for tag in _TAG.finditer(text):
-        is_open = not tag.group(1)
-        if not is_open:
-            start = tag.end()
-    return None if is_open else text[start:]
+    """Return what a reply says behind its thinking; None if the thinking has no end."""
+    return split_thought(text)[1]
 
 
 def judged_text(reply: str, markers: Sequence[str] = ()) -> str | None:
@@ -103,8 +92,8 @@ def judged_text(reply: str, markers: Sequence[str] = ()) -> str | None:
     ignored, because the reply had gone on to invent another problem.
     """
     head = cut_at_first(reply, tuple(markers))
-    first_tag = _TAG.search(reply)
-    if first_tag is None or (not first_tag.group(1) and first_tag.start() >= len(head)):
+    place, is_opening = first_mark(reply)
+    if place < 0 or (is_opening and place >= len(head)):
         return head
     answer = text_after_thinking(reply)
     return None if answer is None else cut_at_first(answer, tuple(markers))

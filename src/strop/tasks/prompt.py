@@ -7,14 +7,20 @@ evaluation and sampling (TOK-3).
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from strop.errors import ConfigError, DataError
-from strop.rollout import IntArray, Message
-from strop.tool_calls import CallFormat, describe_tools, write_call
+from strop.rollout import IntArray, Message, ToolCall
+from strop.tasks.families import Family, find_family
+from strop.tasks.tool_calls import CallFormat, describe_tools, find_format, write_call
+from strop.tokenizer import GUARD
 
 if TYPE_CHECKING:
     from strop.tokenizer import Tokenizer
@@ -77,9 +83,62 @@ def tools_of(messages: Sequence[Message]) -> tuple[str, ...]:
     return posed[-1] if posed else ()
 
 
+def thinking_of(messages: Sequence[Message]) -> bool | None:
+    """Return whether the model is asked to think, by the last message that was posed; None: as it does."""
+    posed = [message.thinking for message in messages if isinstance(message, PosedMessage)]
+    asked = posed[-1] if posed else Thinking.MODEL_DEFAULT
+    return None if asked is Thinking.MODEL_DEFAULT else asked is Thinking.ON
+
+
 def call_format_of(tokenizer: Tokenizer, prompt_format: PromptFormat) -> CallFormat:
     """Return the format of tool calls in a prompt of a resolved format: in plain text, fenced blocks."""
-    return tokenizer.call_format if prompt_format is PromptFormat.CHAT else CallFormat.FENCE
+    return find_call_format(tokenizer)[0] if prompt_format is PromptFormat.CHAT else CallFormat.FENCE
+
+
+@lru_cache(maxsize=16)
+def find_call_format(tokenizer: Tokenizer) -> tuple[CallFormat, Family | None]:
+    """Return in which form the model's chat template writes a call so that it reads as that call.
+
+    The family is that of the form `RENDERER`. A template that writes no call, or one that nobody here reads,
+    is told of tools in words: `FENCE`.
+    """
+    if not tokenizer.has_chat_template:
+        return CallFormat.FENCE, None
+    asked = Message(role="user", content="a")
+    said = Message(role="assistant", tool_calls=(_PROBE_CALL,))
+    try:
+        prompt = tokenizer.render([asked], tools=[_PROBE_TOOL])
+        written = tokenizer.render([asked, said], tools=[_PROBE_TOOL], is_reply_next=False)
+        bare = tokenizer.render([asked], tools=[_PROBE_TOOL], is_reply_next=False)
+    except ConfigError:
+        return CallFormat.FENCE, None
+    # Some templates open a thought in the prompt that no earlier turn has.
+    before = next((one for one in (prompt, bare) if written.startswith(one)), "")
+    schemas = {_PROBE_CALL.name: json.loads(_PROBE_TOOL)["function"]["parameters"]}
+    if (form := find_format(written[len(before) :], _PROBE_CALL, schemas)) is not None:
+        return form, None
+    family = find_family(tokenizer, written[len(before) :], _PROBE_CALL, [_PROBE_TOOL])
+    return (CallFormat.FENCE, None) if family is None else (CallFormat.RENDERER, family)
+
+
+_PROBE_CALL = ToolCall(name="get_weather", arguments='{"city": "Paris", "days": 3}', call_id="000000000")
+_PROBE_TOOL = json.dumps(
+    {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "Return the weather of a city.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "city": {"type": "string", "description": "The city."},
+                    "days": {"type": "integer", "description": "Days ahead."},
+                },
+                "required": ["city"],
+            },
+        },
+    }
+)
 
 
 def join_shots(shots: Sequence[tuple[str, str]]) -> str:
@@ -90,7 +149,7 @@ def join_shots(shots: Sequence[tuple[str, str]]) -> str:
 def resolve_prompt_format(tokenizer: Tokenizer, prompt_format: PromptFormat | str) -> PromptFormat:
     """Decide between chat and base.
 
-    Raises: ConfigError for chat with a model that has no chat template, or an unknown name.
+    Raises: ConfigError for chat with a model that has no chat template or an unfit one, or an unknown name.
     """
     if prompt_format not in {format_.value for format_ in PromptFormat}:
         raise ConfigError(
@@ -100,16 +159,25 @@ def resolve_prompt_format(tokenizer: Tokenizer, prompt_format: PromptFormat | st
         )
     chosen = PromptFormat(prompt_format)
     if chosen is PromptFormat.AUTO:
-        return PromptFormat.CHAT if tokenizer.has_chat_template else PromptFormat.BASE
+        chosen = PromptFormat.CHAT if tokenizer.has_chat_template else PromptFormat.BASE
     if chosen is PromptFormat.CHAT:
         tokenizer.require_chat_template()
+        end_id_of(tokenizer, chosen)
     return chosen
+
+
+def end_id_of(tokenizer: Tokenizer, prompt_format: PromptFormat) -> int:
+    """Return the id with which a reply to a prompt of a resolved format ends.
+
+    Raises: ConfigError if it is a chat whose template does not end a message.
+    """
+    return tokenizer.turn_end_id if prompt_format is PromptFormat.CHAT else tokenizer.eos_id
 
 
 def render_prompt(
     tokenizer: Tokenizer, messages: Sequence[Message], prompt_format: PromptFormat | str
 ) -> tuple[str, IntArray]:
-    """Return the prompt as text and as ids.
+    """Return the prompt as text and as ids; of plain text, the ids begin with the tokenizer's start ids.
 
     If the chat template takes no tools, or the prompt is plain text, the message that poses the problem
     describes the tools, and their replies come from the user.
@@ -119,29 +187,27 @@ def render_prompt(
         token.
     """
     resolved = resolve_prompt_format(tokenizer, prompt_format)
-    # The last posed message decides.
-    posed = [message.thinking for message in messages if isinstance(message, PosedMessage)]
-    thinking = posed[-1] if posed else Thinking.MODEL_DEFAULT
     if resolved is PromptFormat.CHAT:
-        is_thinking = None if thinking is Thinking.MODEL_DEFAULT else thinking is Thinking.ON
         shown, tools = chat_form(tokenizer, messages)
-        text = tokenizer.render(shown, is_thinking=is_thinking, tools=tools)
+        text = tokenizer.render(shown, is_thinking=thinking_of(messages), tools=tools)
+        prompt_ids = tokenizer.encode(text)
     else:
-        text = _base_text(tokenizer, spell_tools(messages), thinking)
-    prompt_ids = tokenizer.encode(text)
+        text = tokenizer.guard(_base_text(tokenizer, spell_tools(messages)))
+        # As the texts began that the model was trained on, and as lm-eval begins its prompts.
+        prompt_ids = np.concatenate([tokenizer.start_ids, tokenizer.encode(text)])
     if not len(prompt_ids):
         raise DataError(
             f"a prompt of {len(messages)} messages has no token",
             allowed="prompts with at least one token",
             next_step="make the task's render() return a message with content",
         )
-    return text, prompt_ids
+    return text.replace(GUARD, ""), prompt_ids
 
 
 def chat_form(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[str, ...]]:
     """Return a conversation and its tools in the form of the model's chat template: see `render_prompt`."""
     tools = tools_of(messages)
-    if tools and tokenizer.call_format is CallFormat.FENCE:
+    if tools and find_call_format(tokenizer)[0] is CallFormat.FENCE:
         return spell_tools(messages), ()
     return messages, tools
 
@@ -174,12 +240,12 @@ def _spell(message: Message, tools: tuple[str, ...]) -> Message:
     return message
 
 
-def _base_text(tokenizer: Tokenizer, messages: Sequence[Message], thinking: Thinking) -> str:
+def _base_text(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     """Return plain text: the base form of a problem verbatim, or all contents with their line breaks.
 
     Raises: ConfigError for thinking, tool calls or reasoning: plain text has no form for them.
     """
-    if thinking is Thinking.ON:
+    if thinking_of(messages):
         raise ConfigError(
             "task.thinking=on with a prompt in base format",
             allowed="thinking=on where the prompt is a chat",

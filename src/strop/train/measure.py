@@ -28,6 +28,7 @@ from strop.rollout import CONVERSATION, RESTART, Group, Rollout
 from strop.tasks import Task, part_of
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.llm_judge import correlation
+from strop.tasks.thoughts import begun_thought
 from strop.train.batch import TrainBatch
 from strop.train.data.offline import Demonstration
 from strop.train.generation import Batch, measure_discarded, measure_staleness
@@ -397,7 +398,7 @@ def _find_common(replied: Sequence[Rollout]) -> list[Rollout]:
 
 def _runs_on(rollout: Rollout) -> bool:
     assert rollout.reply is not None
-    text = text_after_thinking(rollout.reply.text)
+    text = text_after_thinking(begun_thought(rollout.heard[-1].text) + rollout.reply.text)
     return text is not None and runs_on(rollout.turns[0].text, text, rollout.example.answer)
 
 

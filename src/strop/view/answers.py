@@ -14,7 +14,7 @@ from strop.errors import StropError
 from strop.record import EventKind
 from strop.record.prediction import compare_prediction
 from strop.rollout import ToolCall
-from strop.tool_calls import guess_format, read_reply
+from strop.tasks.tool_calls import guess_format, read_reply
 from strop.view.live import EVALUATION, NOTES, TRAINING, LiveRun
 from strop.view.terminal import describe_duration, describe_usd
 

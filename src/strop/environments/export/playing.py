@@ -27,8 +27,8 @@ from strop.tasks import build_task, task_builder
 from strop.tasks.failures import catch_failure
 from strop.tasks.judging import open_judge
 from strop.tasks.prompt import tools_of
+from strop.tasks.tool_calls import CallFormat, Spoken, guess_format, read_reply
 from strop.tasks.user.posing import OPENING_SEED
-from strop.tool_calls import CallFormat, Spoken, guess_format, read_reply
 
 P = ParamSpec("P")
 

@@ -16,7 +16,7 @@ from strop.record.files import list_shards
 from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
 from strop.spec.offline import SftSpec
 from strop.tasks import problem_of
-from strop.tasks.prompt import render_prompt
+from strop.tasks.prompt import end_id_of, render_prompt
 from strop.tasks.rows.demonstrations import SPEAKER, SftRow, malformed, read_sft_row, refuse_double_names
 from strop.tasks.rows.layout import read_rows
 from strop.tasks.traits import list_names
@@ -98,7 +98,7 @@ def _walk(row: SftRow, framing: Framing) -> Iterator[_Piece]:
     places = [index for index, message in enumerate(messages) if message.role == SPEAKER]
     piece = _Piece(prompt_ids=render_prompt(tokenizer, messages[: places[0]], chosen)[1])
     for index, place in enumerate(places):
-        text, reply_ids = _encode_reply(tokenizer, row, messages[place].text)
+        text, reply_ids = _encode_reply(framing, row, messages[place].text)
         piece.ids.append(reply_ids)
         piece.texts.append(text)
         if index + 1 == len(places):
@@ -115,8 +115,9 @@ def _walk(row: SftRow, framing: Framing) -> Iterator[_Piece]:
     yield piece
 
 
-def _encode_reply(tokenizer: Tokenizer, row: SftRow, text: str) -> tuple[str, IntArray]:
+def _encode_reply(framing: Framing, row: SftRow, text: str) -> tuple[str, IntArray]:
     """Return a reply's text without terminators, and its ids with exactly one at the end."""
+    tokenizer = framing.tokenizer
     ends = [tokenizer.token_text(token_id) for token_id in tokenizer.stop_token_ids]
     while end := next((end for end in ends if text.rstrip().endswith(end)), None):
         text = text.rstrip().removesuffix(end)
@@ -125,7 +126,7 @@ def _encode_reply(tokenizer: Tokenizer, row: SftRow, text: str) -> tuple[str, In
         raise malformed(
             row, "has a reply that is only a terminator, or goes on behind one", "one terminator, at the end"
         )
-    return text, np.append(token_ids, np.int32(tokenizer.eos_id))
+    return text, np.append(token_ids, np.int32(end_id_of(tokenizer, framing.prompt_format)))
 
 
 def _row_to_candidate(piece: _Piece, row: SftRow) -> Candidate:
@@ -285,7 +286,7 @@ def refuse_held_out(setting: str, source: str, chosen: Sequence[Rollout], framin
 def require_same_asking(setting: str, rollout: Rollout, framing: Framing) -> None:
     """Raises: DataError if this run would render, encode or decode the rollout differently."""
     tokenizer, task, opening = framing.tokenizer, framing.task, rollout.turns[0]
-    is_same = np.array_equal(tokenizer.encode(opening.text), opening.token_ids)
+    is_same = tokenizer.decode(opening.token_ids).endswith(opening.text)
     is_same = is_same and all(reads_as(tokenizer, turn) for turn in rollout.turns if turn.is_sampled)
     if is_same and rollout.example.task == task.name:
         messages = task.render(rollout.example)
@@ -313,7 +314,7 @@ def _turns_to_candidate(rollout: Rollout, turns: tuple[Turn, ...], framing: Fram
         parts.append(ids)
         marks.append(np.full(len(ids), turn.is_sampled))
     if turns[last].finish_reason is FinishReason.STOP_STRING:
-        parts.append(np.array([tokenizer.eos_id], dtype=np.int32))
+        parts.append(np.array([end_id_of(tokenizer, framing.prompt_format)], dtype=np.int32))
         marks.append(np.ones(1, dtype=np.bool_))
     return Candidate(
         demonstration=Demonstration(
