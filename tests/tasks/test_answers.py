@@ -90,24 +90,20 @@ def test_the_last_number_is_that_of_all_numbers_however_far_it_is_from_the_end(
     assert (match and match.group()) == (found[-1] if found else None)
 
 
-MARKERS = ("Q:", "\n\n\n")
-
-
 @pytest.mark.parametrize(
     ("reply", "judged"),
     [
-        ("so 5", "so 5"),
-        ("so 5\nQ: more 7", "so 5\n"),
-        ("<think>5? Q: what\n\n\n</think>so 7", "so 7"),  # a marker among thoughts ends nothing
-        ("5? Q: what</think>so 7 Q: 8", "so 7 "),  # the template opened the block
+        ("so 5\nQ: more 7", "so 5"),
+        ("<think>5. Q: what</think>so 7", "so 7"),  # a problem among thoughts ends nothing
+        ("5. Q: what</think>so 7. Q: 8", "so 7."),  # the template opened the block
         ("<think>5? so 7", None),
         ("<think>5</think>6<think>7", None),
-        ("so 5 Q: <think>and 7", "so 5 "),  # the reply had gone on to another problem
+        ("so 5. Q: <think>and 7", "so 5."),  # the reply had gone on to another problem
         ("", ""),
     ],
 )
 def test_judged_text(reply: str, judged: str | None) -> None:
-    assert judged_text(reply, MARKERS) == judged
+    assert judged_text(reply, lambda text: False) == judged
 
 
 @pytest.mark.parametrize("spec", [ArithmeticSpec(), ReverseTextSpec(name="reverse-text")])

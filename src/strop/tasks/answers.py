@@ -14,7 +14,7 @@ Numbers are compared as exact decimals, so '7.0' equals '7' and '0.1' does not d
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from decimal import Decimal
 
 from strop.tasks.thoughts import first_mark, split_thought
@@ -85,15 +85,64 @@ def text_after_thinking(text: str) -> str | None:
     return split_thought(text)[1]
 
 
-def judged_text(reply: str, markers: Sequence[str] = ()) -> str | None:
-    """Return the judged part of a reply: behind its thinking, and before the first marker there.
+_POSES = re.compile(
+    r"[\n ](?:(?:(?<=\n)[\s>#*_\[-]{0,8}|(?<=[.!?)}\]$*] ))(?:(?:next|new|another|practice) )?"
+    r"(?:(?:question|problem|exercise)(?: ?#?([0-9]{1,3}))?[*_ ]{0,4}[:.\]\n]|q([0-9]{0,3})[*_ ]{0,4}:"
+    r"|(?:human|user)[*_ ]{0,4}:)"
+    # Without a name: numbers and what is asked of them, in a paragraph that does not go on with the solution.
+    r"|(?<=\n)[ \t]{0,4}\n\s{0,4}(?![*#>0-9-]|(?:wait|hmm|but|actually|no|let|now|next|so|then|therefore"
+    r"|thus|hence|also|first|second|finally|step|check|would|do|is)\b)(?=[^\n]{0,300}[0-9])"
+    r"(?P<unnamed>(?:find|compute|determine|evaluate|calculate|solve|simplify)\b"
+    r"|(?=[^\n?]{0,300}\b(?:how|what|which)\b)[^\n?]{0,300}\?))",
+    re.IGNORECASE,
+)
+"""Where a reply poses a problem: its own one again, a part of it, or the next one."""
+_MAX_POSED_CHARS = 300
+_MIN_SHARED_FRAC = 0.6
 
-    None if its thinking did not end. Thoughts may contain a marker; a block that begins behind a marker is
-    ignored, because the reply had gone on to invent another problem.
+
+def own_part(text: str, is_marked: Callable[[str], bool], question: str = "") -> str:
+    """Return a reply without its run-on: the problems that it poses itself behind its answer.
+
+    A problem that repeats the question is no run-on, nor is one before which nothing was answered. Of parts
+    that are numbered one after the other, the last is returned. `is_marked`: whether a text marks an answer,
+    as a box does; an unmarked one is a number in a line that neither asks nor announces.
     """
-    head = cut_at_first(reply, tuple(markers))
-    place, is_opening = first_mark(reply)
-    if place < 0 or (is_opening and place >= len(head)):
+    start, first, numbers = 0, 0, set[int]()
+    for posed in _POSES.finditer("\n" + text):
+        # Positions are those behind the added line.
+        end, behind = max(posed.start() - 1, 0), posed.end() - 1
+        number = int(posed[1] or posed[2] or 0)
+        line = text[max(start, end - _MAX_POSED_CHARS) : end].rstrip("\n\t *_").rpartition("\n")[2]
+        if number > 1 and number - 1 in numbers:
+            first = end
+        elif (
+            (posed["unnamed"] is None and line[-1:] not in "?:" and any(map(line.__contains__, _DIGITS)))
+            or is_marked(text[start:end])
+        ) and not _repeats(text[behind : behind + _MAX_POSED_CHARS], question):
+            return text[first:end]
+        numbers.add(number)
+        start = behind
+    return text[first:]
+
+
+def _repeats(posed: str, question: str) -> bool:
+    """Whether a posed problem is the question: most of its words are there, and all of its numbers."""
+    known = set(re.findall(r"\w+", question.lower()))
+    words = re.findall(r"\w+", posed.partition("\n\n")[0].lower())
+    others = [word for word in words if word not in known]
+    return len(others) < (1 - _MIN_SHARED_FRAC) * len(words) and not any(map(str.isdigit, others))
+
+
+def judged_text(reply: str, is_marked: Callable[[str], bool] | None = None, question: str = "") -> str | None:
+    """Return the judged part of a reply: behind its thinking and, with `is_marked`, `own_part` of that.
+
+    None if its thinking did not end. A block of thoughts that begins in a run-on is ignored.
+    """
+    text = text_after_thinking(reply)
+    if is_marked is None:
+        return text
+    place, is_opening = (-1, False) if text == reply else first_mark(reply)
+    if is_opening and reply.startswith(head := own_part(reply, is_marked, question)) and place >= len(head):
         return head
-    answer = text_after_thinking(reply)
-    return None if answer is None else cut_at_first(answer, tuple(markers))
+    return None if text is None else own_part(text, is_marked, question)

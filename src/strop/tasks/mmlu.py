@@ -8,10 +8,11 @@ subject.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Literal
+from unicodedata import normalize
 
 from pydantic import Field
 
@@ -20,6 +21,7 @@ from strop.spec.base import Unhashed, expert
 from strop.spec.task import SOURCE_HELP, FewShot, TrainingRows
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
+from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import join_shots, pose
 from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
@@ -33,9 +35,35 @@ _PROMPT = (
 _BASE_HEADER = "The following are multiple choice questions (with answers) about {subject}.\n\n"
 _BASE_PROMPT = "{question}\nA. {a}\nB. {b}\nC. {c}\nD. {d}\nAnswer:"
 """The form of lm-eval 0.4.13's mmlu, also of its generative variant."""
-# 'A' may be an article: 'A cell is ...' names no choice.
-_LETTER = re.compile(r"(?<![\w'])(?:[B-D]|A(?! [a-z]))(?![\w'])")
-_LETTER_ALONE = re.compile(r"\(?[A-D]\)?[.:]?")
+_END = r"(?![A-Za-z0-9_'])"
+_LETTER_ALONE = re.compile(r"[\W_]*(?:\\boxed\{(?:\\text\{)?)?([A-D])[\W_]*")
+_STARTS = re.compile(r"[*_(\[`$\"\s]*([A-D])[*_`$\"]*[.):\],\u3002\uff1a]")
+_PHRASE = re.compile(
+    r"(?:\b(?:answer|(?:right|correct|best) (?:choice|option))\b"
+    r"(?:[^\w.;?!\n]+(?:is|be|must|should|would|to|the|this|question|therefore|thus|clearly|option|choice|letter)\b)*"
+    rf"[^\w.;?!]*|\\boxed\{{[^\w]*(?:text\{{[^\w]*)?)"
+    # A small letter may be an article, unless it is the last word.
+    rf"((?-i:[A-D]){_END}|[a-d](?=[)\].*_$}}]*\s*\Z))",
+    re.IGNORECASE,
+)
+_CLAIM = re.compile(
+    rf"(?<![A-Za-z0-9_'])([A-D]){_END}[^\w.;]*(?:is|must be) (?:the )?(?:most |best )?"
+    r"(?:correct|right|best|true|answer)\b"
+)
+# At the start of a sentence 'A' may be an article, and 'B cells' are no choice.
+_LETTER = re.compile(
+    rf"(?:(?:^|(?<=[.!?\n] ))[*(]*([A-D]){_END}"
+    r"(?! (?!because|since|as|is|was|must|for|due|best|and|or|but)[a-z])"
+    rf"|(?<![A-Za-z0-9_'.!?\n])(?<![.!?] )(?!^)([A-D]){_END})"
+)
+_RULED_OUT = re.compile(r"[^\w.;]*(?:is|are|was)(?:n't| not|\s+(?:in|un)\w+| wrong| false| too)\b")
+_RULES_OUT = re.compile(
+    r"\b(?:not|nor|never|except|without|vitamin|type|group|hepatitis)[^\w.;]+$", re.IGNORECASE
+)
+_SEVERAL = re.compile(
+    rf"[^\w.;]{{0,8}}(?:,|/|&|\bor\b|\band\b)[^\w.;]{{0,8}}[A-D]{_END}(?! (?!(?:are|and|or)\b)[a-z])"
+)
+_MAX_CHOICE_CHARS = 2000
 
 
 class MmluSpec(FewShot, TrainingRows):
@@ -57,9 +85,9 @@ class MmluSpec(FewShot, TrainingRows):
 
 @built_in("mmlu", MmluSpec, "Multiple choice of 57 subjects; the model writes the letter.", rank=100)
 class Mmlu(RowTask):
-    """Right if the first letter A to D that stands alone in the reply's first line is the right one.
+    """Right if the reply chooses the right letter, as `find_letter` says.
 
-    `format_ok`: the line is that letter, maybe in brackets or with a period.
+    `format_ok`: the first line is that letter, maybe in brackets or with a period.
     """
 
     def __init__(self, spec: MmluSpec) -> None:
@@ -87,7 +115,7 @@ class Mmlu(RowTask):
             source=spec.source,
             prompt=_PROMPT,
             base_prompt=_BASE_HEADER + _BASE_PROMPT,
-            verifier="first-letter-2",
+            verifier="chosen-letter-1",
         )
         self._num_few_shot = spec.num_few_shot
 
@@ -127,15 +155,17 @@ class Mmlu(RowTask):
         return replace(splits, shots=self.shots) if self._num_few_shot else splits
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Compare the first letter of the first line with the right one."""
+        """Compare the letter that the reply chooses with the right one."""
         gold = gold_of(example)
-        line = (judged_text(text) or "").strip().partition("\n")[0].strip()
-        letter = _LETTER.search(line)
-        is_correct = letter is not None and letter.group() == gold
+        judged = judged_text(
+            text, lambda part: _PHRASE.search(part) is not None, example.fields.get("question", "")
+        )
+        judged = normalize("NFKC", judged or "").strip()
+        letter = find_letter(judged, example.fields.get("choices", ()))
         return right_or_wrong(
-            is_correct,
-            format_ok=_LETTER_ALONE.fullmatch(line) is not None,
-            extracted=None if letter is None else letter.group(),
+            letter == gold,
+            format_ok=_LETTER_ALONE.fullmatch(judged.partition("\n")[0]) is not None,
+            extracted=letter,
         )
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
@@ -143,6 +173,32 @@ class Mmlu(RowTask):
         letter = example.answer or "A"
         choice = example.fields["choices"][_LETTERS.index(letter)]
         return letter, f"{letter}. {choice}", f" ({letter})", f"The answer is {letter}."
+
+
+def find_letter(text: str, choices: Sequence[str]) -> str | None:
+    """Return the letter that a reply chooses: one that stands alone, or is claimed, or opens the first line.
+
+    A choice in words is its letter. None if there is none, or the first line names several.
+    """
+    line = text.partition("\n")[0]
+    alone = _LETTER_ALONE.fullmatch(line) or _STARTS.match(line)
+    if alone and not _SEVERAL.match(line, alone.end(1)):
+        return alone[1]
+    said = normal_text(line[:_MAX_CHOICE_CHARS])
+    for letter, choice in zip(_LETTERS, choices, strict=False):
+        if said and said in (normal_text(choice), normal_text(f"{letter} {choice}")):
+            return letter
+    claims = [*_PHRASE.finditer(text)][-1:] or [*_CLAIM.finditer(text)][-1:]
+    letters = claims or [
+        m for m in _LETTER.finditer(line) if not _RULES_OUT.search(line[max(0, m.start() - 20) : m.start()])
+    ]
+    for match in letters:
+        group = match.lastindex or 0
+        if _SEVERAL.match(match.string, match.end(group)):
+            return None
+        if not _RULED_OUT.match(match.string, match.end(group)):
+            return match[group].upper()
+    return None
 
 
 def _subject(example: Example) -> str:

@@ -30,7 +30,7 @@ from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
 
 AnswerKind = Literal["number", "formula", "text"]
 _MAX_REPLY_TOKENS = 2048
-_VERIFIER = "sft-jsonl-2"
+_VERIFIER = "sft-jsonl-3"
 _MAX_SHOWN = 5
 
 

@@ -66,7 +66,9 @@ def test_verify_and_self_test() -> None:
     task = rg("chain_sum")
     example = task.examples(Split.TRAIN)[0]
     assert run_self_test(task, task.examples(Split.TRAIN)) == []
-    right = task.verify(example, f"So it is\n<answer> {example.answer} </answer> and on <answer>1</answer>")
+    right = task.verify(
+        example, f"In <answer></answer>: <answer>1</answer> no,\n<answer> {example.answer} </answer> it is"
+    )
     assert (right.reward, right.is_correct, right.format_ok) == (1.0, True, True)
     untagged = task.verify(example, f"I think\n{example.answer}")
     assert (untagged.is_correct, untagged.format_ok) == (True, False)

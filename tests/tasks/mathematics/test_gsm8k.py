@@ -71,32 +71,6 @@ def test_one_file_is_split_by_content(tmp_path: Path) -> None:
     assert len(gsm8k(tmp_path / "all.jsonl", num_held_out=7).examples(Split.HELD_OUT)) == 7
 
 
-@pytest.mark.parametrize(
-    ("text", "is_correct", "format_ok"),
-    [
-        ("It is 6 x 3.\n#### 18", True, True),
-        ("#### $18.00", True, True),
-        ("####18 apples, and 3 left", True, True),
-        ("The answer is 18.\nThat took 3 steps", True, False),
-        ("\\boxed{18} in 3 steps", True, False),
-        ("The answer is 3.\n#### 18", False, True),
-        ("\\boxed{3} but 18", False, False),
-        ("#### 17\n#### 18", False, True),
-        ("The answer is 18.", True, False),
-        ("18", True, False),
-        ("#### eighteen, so 18", True, False),
-        ("-18", False, False),
-        ("180", False, False),
-        ("", False, False),
-    ],
-)
-def test_verify(text: str, is_correct: bool, format_ok: bool) -> None:
-    example = make_example("gsm8k", {"question": "?", "solution": "#### 18"}, "18")
-    outcome = gsm8k("unused.jsonl").verify(example, text)
-    assert (outcome.is_correct, outcome.reward) == (is_correct, float(is_correct))
-    assert outcome.format_ok is format_ok
-
-
 GOLD_IN = {"72": "72", "1234": "1,234", "5": "5", "18": "18"}
 
 

@@ -202,33 +202,6 @@ def test_aime_reads_the_published_schemas(tmp_path: Path, rows: list[Row]) -> No
         task.examples(Split.TRAIN)
 
 
-@pytest.mark.parametrize(
-    ("text", "is_correct", "format_ok", "extracted"),
-    [
-        (r"\boxed{25}", True, True, "25"),
-        (r"\boxed{025}", True, True, "025"),
-        (r"\boxed{n = 25}", True, True, "n = 25"),
-        ("so $25$.", True, True, "25"),
-        ("so it is 25.", True, True, "25"),
-        (r"\boxed{26}, not 25", False, True, "26"),
-        (r"\boxed{-25}", False, False, "-25"),
-        (r"\boxed{1025}", False, False, "1025"),
-        (r"\boxed{25.5}", False, False, "25.5"),
-        (r"\boxed{} 25", False, False, None),
-        ("<think>25", False, False, None),
-        ("<think>7</think>25", True, True, "25"),
-        ("25\nQuestion: 2+2? 4", True, True, "25"),
-        ("none", False, False, None),
-        ("9" * 5000, False, False, None),
-    ],
-)
-def test_aime_compares_whole_numbers(
-    text: str, is_correct: bool, format_ok: bool, extracted: str | None
-) -> None:
-    outcome = judge(aime("unused.jsonl"), "25", text)
-    assert (outcome.is_correct, outcome.format_ok, outcome.extracted) == (is_correct, format_ok, extracted)
-
-
 MMLU_ROWS = [
     {"question": "Which is odd?", "subject": "number_theory", "choices": ["2", "4", "5", "6"], "answer": 2},
     {"question": "Which is odd?", "subject": "number_theory", "choices": ["7", "4", "8", "6"], "answer": 0},
@@ -253,30 +226,6 @@ def test_mmlu_reads_the_hubs_files(mmlu_folder: Path) -> None:
     assert task.left_out == {"held out too": 1}
     one = build_task(MmluSpec(name="mmlu", source=str(mmlu_folder), subject="art"))
     assert answers(one, Split.HELD_OUT) == ["B"]
-
-
-@pytest.mark.parametrize(
-    ("text", "letter", "format_ok"),
-    [
-        (" C", "C", True),
-        ("(C).", "C", True),
-        ("C. 5", "C", False),
-        ("The answer is C", "C", False),
-        ("C\nA", "C", True),
-        ("A cell has B", "B", False),
-        ("A", "A", True),
-        ("c", None, False),
-        ("Cat", None, False),
-        ("I'd say D'oh", None, False),
-        ("", None, False),
-    ],
-)
-def test_mmlu_takes_the_first_letter_of_the_first_line(
-    text: str, letter: str | None, format_ok: bool
-) -> None:
-    outcome = judge(build_task(MmluSpec(name="mmlu", source="unused.jsonl")), "C", text)
-    assert (outcome.extracted, outcome.format_ok) == (letter, format_ok)
-    assert outcome.is_correct is (letter == "C")
 
 
 ROW = {"level": "Level 1", "answer": 0, "choices": list("abcd")}

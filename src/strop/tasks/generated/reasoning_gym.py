@@ -52,9 +52,9 @@ from strop.tasks.version import fit_limits, hash_version
 _MAX_REPLY_TOKENS = 2048
 _PROMPT = "{question}\n\nWrite your final answer between <answer> and </answer>."
 _BASE_STOP_STRINGS = ("</answer>",)
-_VERIFIER = "answer-tag-2"
-# An opening tag is enough: the closing one may be the stop string, which is not in the text.
-_TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL)
+_VERIFIER = "answer-tag-3"
+_TAG = re.compile(r"<( ?/ ?)?answer ?>", re.IGNORECASE)
+_BOX = re.compile(r"\$?\\boxed\{([^{}]*)\}\$?")
 _SPLITS = "by-problem-1"
 _DRAWN_ONCE = "/hash-seed-0"
 """Added to the version of data sets whose problems once differed between processes."""
@@ -117,7 +117,7 @@ class ReasoningGymSpec(TaskSection):
 class ReasoningGym:
     """Answer in a tag. Reward: the data set's score in [0, 1]; right means full marks.
 
-    The first `<answer>` of the reply is judged, so text behind it is ignored; without a tag, the last line.
+    The last `<answer>` of the reply that is closed and not empty is judged; without a tag, the last line.
     `format_ok`: the tag is there.
     """
 
@@ -183,14 +183,11 @@ class ReasoningGym:
             raise DataError(
                 f"example {example.example_id} is not one of data set {self._spec.dataset} as configured"
             )
-        judged = judged_text(text) or ""
-        tag = _TAG.search(judged)
-        lines = judged.strip().splitlines()
-        answer = tag.group(1).strip() if tag else (lines[-1].strip() if lines else "")
+        answer, is_tagged = answer_of(text)
         _, entry = self._problems[example.example_id]
         with private_random_state(example.example_id):
             score = float(self._dataset.score_answer(answer, entry))
-        return Outcome(parts={"score": score}, is_correct=score >= 1.0 - _SLACK, format_ok=tag is not None)
+        return Outcome(parts={"score": score}, is_correct=score >= 1.0 - _SLACK, format_ok=is_tagged)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the stored answer in its tag, if the data set stores one."""
@@ -243,6 +240,26 @@ class ReasoningGym:
             allowed=f"about {len(problems)} in all with these settings",
             next_step="lower task.num_train, or widen the data set with task.config",
         )
+
+
+def answer_of(reply: str) -> tuple[str, bool]:
+    """Return the answer of a reply, and whether it stands in a tag."""
+    before, *pieces = _TAG.split(judged_text(reply) or "")
+    slashes, texts = pieces[::2], [text.strip() for text in pieces[1::2]]
+    if all(slashes):
+        # The template may have opened the tag.
+        lines = (before + "".join(texts)).strip().splitlines()
+        return (lines[-1].strip() if lines else ""), False
+    # '<answer> and </answer>' is the prompt's wording. A last closing tag may be the stop string.
+    opened = [
+        (text, end)
+        for slash, text, end in zip(slashes, texts, [*slashes[1:], None], strict=True)
+        if not slash
+    ]
+    closed = [text for text, end in opened if end and text not in ("", "and")]
+    answer = next(reversed(closed or [text for text, _ in opened if text]), "")
+    box = _BOX.fullmatch(answer)
+    return (box[1].strip() if box else answer), True
 
 
 def list_datasets() -> list[str]:

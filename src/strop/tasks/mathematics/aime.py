@@ -16,11 +16,9 @@ from pydantic import Field
 from strop.rollout import Example, Outcome, make_example
 from strop.spec.base import Unhashed, expert
 from strop.spec.task import SOURCE_HELP, EvaluationRows
-from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
-from strop.tasks.mathematics.answers import AnswerForm, find_answer, last_formula
-from strop.tasks.mathematics.boxed_math import problem_text
-from strop.tasks.mathematics.normal_form import normal_form, without_name
+from strop.tasks.mathematics.boxed_math import find_own, problem_text
+from strop.tasks.mathematics.equivalence import answer_forms, parse_exact
 from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, gold_of, require_texts
@@ -31,12 +29,11 @@ _PROMPT = (
 )
 _BASE_PROMPT = "Question: {problem}\nAnswer:"
 """The form of lm-eval 0.4.13's aime24 and aime25."""
-_VERIFIER = "integer-2"
+_VERIFIER = "integer-3"
 _MAX_REPLY_TOKENS = 32768
-_MARKERS = ("Question:",)
-_STOP_STRINGS = (*_MARKERS, "</s>", "<|im_end|>", "<|eot_id|>")
+_STOP_STRINGS = ("Question:", "</s>", "<|im_end|>", "<|eot_id|>")
 _MAX_ANSWER = 999
-_INTEGER = re.compile(r"(?<![\w.,])-?[0-9]{1,30}(?![\w]|[.,][0-9])")
+_MAX_CHARS = 100
 _DATA: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "2024": ("Maxwell-Jia/AIME_2024", "aime_2024_problems.parquet"),
@@ -67,8 +64,8 @@ class AimeSpec(EvaluationRows):
 class Aime(RowTask):
     """Right if the reply's whole number is the answer.
 
-    The number is in the last box, else in the last formula, else the last whole number. `format_ok`: it is
-    in [0, 999]. With 30 problems one is worth 3.3 points: sample many times.
+    The answer is found as in task math, and may be written as any number. `format_ok`: it is whole and in
+    [0, 999]. With 30 problems one is worth 3.3 points: sample many times.
     """
 
     def __init__(self, spec: AimeSpec) -> None:
@@ -91,43 +88,20 @@ class Aime(RowTask):
 
     def verify(self, example: Example, text: str) -> Outcome:
         """Compare whole numbers."""
-        gold = gold_of(example)
-        judged = judged_text(text, _MARKERS)
-        extracted = None if judged is None else _find(judged)
-        value = None if extracted is None else _to_integer(extracted)
-        is_correct = value is not None and str(value) == gold
+        gold, answer = gold_of(example), find_own(example, text)
+        is_short = answer is not None and len(answer.text) <= _MAX_CHARS
+        number = parse_exact(answer_forms(gold, answer.text)[1]) if answer and is_short else None
+        value = None if number is None else number.value
         return right_or_wrong(
-            is_correct,
-            format_ok=value is not None and 0 <= value <= _MAX_ANSWER,
-            extracted=extracted,
+            value == int(gold),
+            format_ok=value is not None and value.denominator == 1 and 0 <= value <= _MAX_ANSWER,
+            extracted=None if answer is None else answer.text,
         )
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the answer in a box, with three digits, in a formula, and alone."""
         answer = example.answer or ""
         return f"\\boxed{{{answer}}}", f"\\boxed{{{answer:0>3}}}", f"It is ${answer}$.", f"So it is {answer}."
-
-
-def _find(text: str) -> str | None:
-    answer = find_answer(text)
-    if answer is not None and answer.form is AnswerForm.BOX:
-        return answer.text
-    if "\\boxed" in text:
-        # An empty or unfinished box: nothing else is meant as the answer.
-        return None
-    formula = last_formula(text)
-    if formula is not None and _to_integer(formula) is not None:
-        return formula
-    integers: list[str] = _INTEGER.findall(text)
-    return integers[-1] if integers else None
-
-
-def _to_integer(answer: str) -> int | None:
-    if len(answer) > 100:
-        return None
-    form = normal_form(answer)
-    form = without_name(form) or form
-    return int(form) if re.fullmatch(r"-?[0-9]{1,30}", form) else None
 
 
 def _to_example(row: Row) -> Example:

@@ -1,10 +1,10 @@
 r"""Find the final answer in a worked solution. `equivalence` compares it.
 
 The first form that occurs counts, in this order:
-1. the last balanced `\boxed{...}` or `\fbox{...}`, also `\boxed 5`. An empty one is no answer, and
-   ends the search: `\boxed{}` is the prompt's own wording;
-2. the last sentence such as 'The final answer is X.' or 'Answer: X', up to its end;
-3. the last formula between `$..$`, `$$..$$`, `\(..\)` or `\[..\]`;
+1. the last balanced `\boxed{...}` or `\fbox{...}`, also `\boxed 5`. `\boxed{}`, `\boxed{...}` and
+   `\boxed{answer}` are the prompt's wording: no answers; if there is no other box, they end the search;
+2. the last sentence such as 'The final answer is X.' or 'Answer: X', up to its end, or an `<answer>` tag;
+3. the last formula between `$..$`, `$$..$$`, `\(..\)`, `\[..\]` or of an environment, of its lines the last;
 4. an expression that ends the last line: the whole line, or what follows its last '=', ':', 'is' or 'are'.
 
 Callers pass the text after the last closed thinking block, before any marker of a follow-up problem. All
@@ -40,14 +40,20 @@ class FoundAnswer:
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)(?![a-zA-Z{])|\\.|[{}]", re.DOTALL)
 _BARE_BOX = re.compile(r"\s*([-+]?[0-9][0-9/,]*(?:\.[0-9]+)?|[A-Za-z](?![A-Za-z]))")
 _SENTENCE = re.compile(
-    r"\banswer(?:[*_]*\s*[:=]|\s+is\b)[\s:*_=]*"
+    r"\b(?:(?<!/)answer>|answer(?:[*_]*\s*[:=]|\s+is\b))[\s:*_=]*"
     # 'Final Answer: The final answer is' is one sentence.
     r"(?:(?:the\s+)?(?:final\s+|correct\s+)?answer(?:\s+is\b|\s*:)[\s:*_=]*)?",
     re.IGNORECASE,
 )
-_SENTENCE_END = re.compile(r"\n|[.?;](?=\s|$)|,?[ \t](?:I hope|because|since|so)\b", re.IGNORECASE)
-_DELIMITER = re.compile(r"\\\\|\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
+_SENTENCE_END = re.compile(
+    r"\n|</|[.?;](?=\s|$)|,?[ \t](?:I hope|because|since|so|where|as)\b", re.IGNORECASE
+)
+_ENVIRONMENT = re.compile(r"\\(?:begin|end)\{(?:align|gather|equation|split)[a-z]*\*?\}")
+_DELIMITER = re.compile(rf"{_ENVIRONMENT.pattern}|\\\\|\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
 _CLOSES = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}
+_PLACEHOLDER = re.compile(
+    r"[\s.\u2026]*|(?:\\[cl]?dots|(?:your |the )?(?:final )?answer)(?: here)?", re.IGNORECASE
+)
 _ANCHOR = re.compile(r"[=:\u2248]|\b(?:is|are|equals|get|have)\b")
 _WORDS = re.compile(r"\\[a-zA-Z]+|[^\W\d_]{2,}")
 _TEXT = re.compile(r"\\(?:text|mathrm|mbox)\s*\{[^{}]*\}")
@@ -63,7 +69,8 @@ def find_answer(text: str) -> FoundAnswer | None:
     """Return the final answer of a text, or None."""
     boxes = find_boxes(text)
     if boxes:
-        return _found(boxes[-1], AnswerForm.BOX, len(boxes))
+        filled = [box for box in boxes if not _PLACEHOLDER.fullmatch(box.strip())]
+        return _found(filled[-1], AnswerForm.BOX, len(filled)) if filled else None
     sentences = list(_SENTENCE.finditer(text))
     for sentence in reversed(sentences):
         if answer := _sentence_answer(text, sentence.end()):
@@ -72,6 +79,12 @@ def find_answer(text: str) -> FoundAnswer | None:
     if formula is not None:
         return _found(formula, AnswerForm.FORMULA, 0)
     return _found(_last_expression(text), AnswerForm.EXPRESSION, 0)
+
+
+def is_marked(text: str) -> bool:
+    """Whether a text marks an answer, by a box or a sentence."""
+    found = find_answer(text)
+    return found is not None and found.form in (AnswerForm.BOX, AnswerForm.SENTENCE)
 
 
 def find_boxes(text: str) -> list[str]:
@@ -104,10 +117,13 @@ def last_formula(text: str) -> str | None:
     for delimiter in _DELIMITER.finditer(text):
         token = delimiter.group()
         if opened is None:
-            opened = delimiter if token in _CLOSES else None
-        elif token == _CLOSES[opened.group()]:
-            content = text[opened.end() : delimiter.start()].strip()
-            last, opened = content or last, None
+            opened = delimiter if token in _CLOSES or token.startswith("\\begin") else None
+        elif token == _CLOSES.get(opened.group(), opened.group().replace("begin", "end")):
+            content = text[opened.start() : delimiter.end()].removeprefix(opened.group()).removesuffix(token)
+            if token.startswith("\\end") or _ENVIRONMENT.search(content):
+                lines = [line.strip(" \n&") for line in _ENVIRONMENT.sub("", content).split("\\\\")]
+                content = next((line.replace("&", "") for line in reversed(lines) if line), "")
+            last, opened = content.strip() or last, None
     return last
 
 

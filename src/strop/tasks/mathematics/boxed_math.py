@@ -17,7 +17,7 @@ from strop.spec.task import SOURCE_HELP, EvaluationRows, FewShot, TrainingRows
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics import symbolic
-from strop.tasks.mathematics.answers import AnswerForm, FoundAnswer, find_answer, find_boxes
+from strop.tasks.mathematics.answers import AnswerForm, FoundAnswer, find_answer, find_boxes, is_marked
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.registry import built_in
@@ -27,7 +27,7 @@ from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_o
 _PROMPT = "{problem}\n\nReason step by step, and give the final answer in \\boxed{{}}."
 _BASE_PROMPT = "Problem:\n{problem}\n\nSolution:"
 """The form of lm-eval 0.4.13's minerva_math."""
-_VERIFIER = "math-equivalence-3"
+_VERIFIER = "math-equivalence-4"
 _STOP_STRINGS = ("Problem:", "\n\n\n")
 _VERIFY_LIMIT_S = 2.0
 _LEVEL = re.compile(r"Level ([1-5?])")
@@ -72,7 +72,7 @@ class BoxedMath(RowTask):
         Raises: ConfigError if math-verify is needed and not installed; any exception of math-verify about
             the gold answer.
         """
-        gold, answer = gold_of(example), _find(text)
+        gold, answer = gold_of(example), find_own(example, text)
         is_correct = self._may_count(answer) and answers_equal(gold, answer.text, self._strictness)
         return _outcome(answer, is_correct=is_correct)
 
@@ -97,8 +97,9 @@ class BoxedMath(RowTask):
         return is_boxed_once or self._strictness is not Strictness.STRICT
 
 
-def _find(text: str) -> FoundAnswer | None:
-    judged = judged_text(text, _STOP_STRINGS)
+def find_own(example: Example, text: str) -> FoundAnswer | None:
+    """Return the final answer of a reply to an example's problem, or None."""
+    judged = judged_text(text, is_marked, str(example.fields.get("problem", "")))
     return None if judged is None else find_answer(judged)
 
 

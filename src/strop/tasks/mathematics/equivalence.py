@@ -20,6 +20,8 @@ _MAX_CHARS = 2000
 _RELATION = re.compile(r"=|\\in(?![a-zA-Z])")
 _INEQUALITY = re.compile(r"(<|>|\\[lg]e(?![a-zA-Z]))")
 _UPWARD = ("<", r"\le")
+_CHOICE = re.compile(r"(\()?([A-Z])(?(1)\))")
+"""The letter of a choice, which may stand with its text: '(C)', 'C', '(C)18'."""
 _NAME = re.compile(r"\\?(?!pi|infty)[a-zA-Z]+")
 
 
@@ -42,7 +44,7 @@ def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
     """
     if len(reply) > _MAX_CHARS:
         return False
-    ours, theirs = _forms(gold, reply)
+    ours, theirs = answer_forms(gold, reply)
     if not ours or not theirs:
         return False
     if ours == theirs:
@@ -60,7 +62,7 @@ def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
 _gold_form = lru_cache(maxsize=1024)(normal_form)
 
 
-def _forms(gold: str, reply: str) -> tuple[str, str]:
+def answer_forms(gold: str, reply: str) -> tuple[str, str]:
     r"""Return both normal forms, each without what only it has: a name, braces of a set, inequality signs.
 
     'x=2' and 'y=2' stay different. '1,2' is '\{1,2\}', and '0\le x<1' is '[0,1)'.
@@ -69,7 +71,15 @@ def _forms(gold: str, reply: str) -> tuple[str, str]:
     if not _RELATION.search(theirs):
         ours = without_name(ours) or ours
     elif not _RELATION.search(ours):
-        theirs = without_name(theirs) or theirs
+        # 'm+n=20+5=25' says what 25 is.
+        has_one = "=" in theirs and "," not in theirs
+        theirs = theirs.rpartition("=")[2] if has_one else without_name(theirs) or theirs
+    if (
+        _CHOICE.fullmatch(ours)
+        and (choice := _CHOICE.match(theirs))
+        and (choice[1] or choice.end() == len(theirs))
+    ):
+        ours, theirs = ours.strip("()"), choice[2]
     our_items, their_items = _set_items(ours), _set_items(theirs)
     if (our_items is None) is not (their_items is None):
         ours, theirs = our_items or ours, their_items or theirs

@@ -29,8 +29,8 @@ _PROMPT = (
 _BASE_PROMPT = "Q: {question}\nA:"
 _BASE_PROMPT_HASH = "Question: {question}\nAnswer:"
 """The forms of lm-eval 0.4.13's gsm8k_cot and gsm8k. Shots use the second, whose answers are in the data."""
-_VERIFIER = "gsm8k-number-4"
-# Base models write these when they go on to invent another problem.
+_VERIFIER = "gsm8k-number-5"
+# Base models write these when they go on to invent another problem: generation ends there.
 _MARKERS = ("Question:", "[Question]", "Q:", "\n\n\n")
 _HARNESS_STOP_STRINGS = ("</s>", "<|im_end|>")
 """Stop strings of lm-eval's tasks, besides the first word of their prompts."""
@@ -91,8 +91,9 @@ class Gsm8k(RowTask):
             gold = harness_gold(mode, example.fields["solution"])
             is_correct = answer is not None and harness_clean(answer) == gold
             return right_or_wrong(is_correct, format_ok=answer is not None, extracted=answer)
-        judged = judged_text(text, _MARKERS) or ""
-        number, gold_number = find_number(judged), read_number(gold_of(example))
+        question = str(example.fields.get("question", ""))
+        judged = judged_text(text, _is_marked, question) or ""
+        number, gold_number = find_number(judged, question), read_number(gold_of(example))
         extracted, value = number or (None, None)
         is_correct = gold_number is not None and value is not None and value == gold_number.value
         format_ok = any(marked.value is not None for marked in _marked_numbers(judged))
@@ -148,17 +149,33 @@ _PHRASE = re.compile(
     rf"\bThe answer is:?\s*[*_]*({NUMBER_PATTERN})[*_]*(?=[ \t]*(?:\n|$)|[.!](?:\s|$))", re.IGNORECASE
 )
 _GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!]|\\!,|,\\!)(?=[0-9]{3}(?![0-9]))")
-_LEAD = re.compile(r"(?:[ \t*_`~$(\[\u2248]|\\[(\[])*")
+_LABEL = re.compile(r"\banswer(?:[*_]*[ \t]*:|[ \t]+is\b:?)[ \t*_]*", re.IGNORECASE)
+_HEADING = re.compile(r"(?:step|part)\b|([0-9]{1,2})[.):][ \t]+[A-Za-z]", re.IGNORECASE)
+_RETRACTS = re.compile(
+    r"\b(?:wait|actually|correction|mistake|oops|sorry|let me (?:re|correct|fix|double)|i was wrong)",
+    re.IGNORECASE,
+)
+_BOLD = re.compile(r"\*\*((?:[ \t$(]|\\[(])*(?![0-9]{1,2}[.):]\*)[-\u2212]?[$0-9.][^*\n]{0,60})\*\*")
+_ASIDE = re.compile(
+    r"\b(?:for|in|over|after|per|every|each|within|during|from|at|of|with|by|across)[ \t]+"
+    r"(?:(?:the|all|these|those|just|only|next|last|first|about) )?[$]?$",
+    re.IGNORECASE,
+)
+"""What stands before a number that describes another one: '18 dollars a day for 7 days'."""
+_LEAD = re.compile(r"(?:[ \t*_`~$(\[\u2248]|\\[(\[]|\\(?:text|mathbf|mathrm|textbf)[ \t]*\{)*")
 _TRAIL = " \t*_`$\\)]"
 _SIGN = r"\*\*|[-+*/^\u00d7\u00f7\u00b7\u2013]|\\(?:times|cdot|div)(?![a-zA-Z])|x(?=[ \t]*[0-9$])"
 _OPERATOR = rf"(?:[ \t]*(?:{_SIGN})[ \t]*|:(?=[0-9]))"
 _NUMBER = re.compile(NUMBER_PATTERN)
 # A number that goes on so, or stands behind an operator, is a part of a calculation, a range or a list.
 _GOES_ON = re.compile(
-    rf"(?:{_OPERATOR}|(?:,|[ \t]or|[ \t]and|[ \t]to)[ \t]+)[({{$]*\.?[0-9]"
+    rf"(?:{_OPERATOR}|(?:,|[ \t]*(?:\\text\{{)?[ \t](?:or|and|to)[ \t]*\}}?)[ \t]+)[({{$]*\.?[0-9]"
     r"|[ \t]*[\u00b2\u00b3\u00b9\u2070\u2074-\u2079]"
 )
-_IS_OPERAND = re.compile(rf"[0-9)\]}}%]{_OPERATOR}[({{$]*0$")
+_IS_OPERAND = re.compile(
+    rf"(?:[0-9)\]}}%]{_OPERATOR}|[0-9][ \t]+or[ \t]+|between[ \t]+[$0-9.,]+[ \t]+and[ \t]+)[({{$]*0$"
+)
+_FRACTION = re.compile("/|frac|[\u00bc-\u00be\u00f7\u2153\u2154]")
 _SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SCALE = re.compile(rf"[ \t]*(?:\\text\{{[ \t]*)?({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
 _HARNESS = {
@@ -176,17 +193,54 @@ class Number(NamedTuple):
     value: Fraction | None
 
 
-def find_number(text: str) -> Number | None:
+def find_number(text: str, question: str = "") -> Number | None:
     """Return the number that is the answer by the rules of `auto`; None if there is none."""
     text = _GROUPED.sub(",", text.replace("\\$", "$"))
-    if phrase := _PHRASE.search(text):
-        return read_number(phrase.group(1))
-    boxed = (number for box in find_boxes(text)[-1:] if (number := read_number(box[:_MAX_CHARS])))
-    if number := next(chain(_marked_numbers(text), boxed), None):
-        return number
+    parts = _RETRACTS.split(text) if "#" in text or _PHRASE.search(text) else [text]
+    # What was marked first counts, unless the reply takes it back and marks another.
+    marked = (number for part in reversed(parts) if (number := _first_marked(part)))
+    boxed = (number for box in reversed(find_boxes(text)) if (number := read_number(box[:_MAX_CHARS])))
+    labels = [*_LABEL.finditer(text)][::-1]
+    labelled = (
+        number
+        for label in labels
+        if (number := read_number(text[label.end() : label.end() + _MAX_CHARS].partition("\n")[0]))
+    )
+    return next(chain(marked, boxed, labelled), None) or _last_stated(text, question)
+
+
+def _first_marked(text: str) -> Number | None:
+    phrase = _PHRASE.search(text)
+    return read_number(phrase.group(1)) if phrase else next(_marked_numbers(text), None)
+
+
+def _is_marked(text: str) -> bool:
+    return (
+        _PHRASE.search(text) is not None
+        or _LABEL.search(text) is not None
+        or any(find_boxes(text))
+        or next(_marked_numbers(text), None) is not None
+    )
+
+
+def _last_stated(text: str, question: str) -> Number | None:
+    """Return the last number, or one before it in its line that the last one only describes."""
     last = last_number_match(text)
     if last is None:
         return None
+    start = text.rfind("\n", 0, last.start()) + 1
+    line = text[max(start, last.start() - _MAX_CHARS) : last.start()]
+    bold = [*_BOLD.finditer(text, max(start, last.start() - _MAX_CHARS))]
+    if bold and "=" not in text[bold[-1].end() : last.start()]:
+        return read_number(bold[-1].group(1))
+    if _ASIDE.search(line) and "=" not in line:
+        stated = [match for match in _NUMBER.finditer(line) if not _ASIDE.search(line, 0, match.start())]
+        given = {parse_number(match.group()) for match in _NUMBER.finditer(question)}
+        is_money = "$" in last.group() or text[last.end() :][:8].lstrip().startswith("dollar")
+        begins = [match for match in stated[:1] if not is_money and not _LEAD.sub("", line[: match.start()])]
+        news = [match for match in stated if parse_number(match.group()) not in given]
+        if begins or (news and parse_number(last.group()) in given):
+            return _read_from(line, (begins or news)[-1])
     is_operand = _IS_OPERAND.search(text[max(0, last.start() - 20) : last.start()] + "0") is not None
     return Number(last.group(), None) if is_operand else _read_from(text, last)
 
@@ -199,8 +253,16 @@ def read_number(text: str) -> Number | None:
 
 
 def _marked_numbers(text: str) -> Iterator[Number]:
-    lines = (match.group(1) for match in _MARKED.finditer(text))
-    return (number for line in lines if (number := read_number(line)))
+    lines = (mark for mark in _MARKED.finditer(text) if not _is_heading(text, mark))
+    return (number for line in lines if (number := read_number(_LABEL.split(line.group(1))[-1])))
+
+
+def _is_heading(text: str, mark: re.Match[str]) -> bool:
+    """Whether '#### 1. Find the eggs' or '#### Step 1' stands over the work, rather than the answer."""
+    heading = _HEADING.match(mark.group(1))
+    return heading is not None and (
+        heading[1] is None or any(c.isdigit() for c in text[mark.end() :][:_MAX_CHARS])
+    )
 
 
 def _read_side(side: str) -> Number | None:
@@ -222,6 +284,8 @@ def _read_from(text: str, match: re.Match[str]) -> Number:
 
 def _read_fraction(text: str) -> Fraction | None:
     """Read a fraction or mixed number that is not whole: '72/3' is a calculation."""
+    if not _FRACTION.search(text):
+        return None
     form = normal_form(text.rstrip(_TRAIL))
     number = parse_exact(form) if "frac" in form or "/" in form else None
     return None if number is None or number.value.denominator == 1 else number.value

@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
+from unicodedata import normalize
 
 from strop.errors import ConfigError
 from strop.rollout import Outcome
@@ -136,10 +137,27 @@ def score_built_in(name: str, reply: str, answer: Any) -> float:
     return float(BUILT_IN[name](text, answer))
 
 
+# Letters of scripts that put no space between words, or glue endings to them.
+_UNSPACED = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
+_IN_WORD = rf"[^\W{_UNSPACED}]"
+
+
 def _contains(text: str, answer: Any) -> bool:
     gold = _plain(show_answer(answer))
-    # As whole words: 4 is not in 42.
-    return bool(gold) and re.search(rf"(?<!\w){re.escape(gold)}(?!\w)", _plain(text)) is not None
+    if not gold:
+        return False
+    # As whole words and numbers: 4 is not in 42, -4, 4.5, 1/4, 4:30 or 4,500, and C is not in C++.
+    before = rf"(?<!{_IN_WORD})" if re.match(_IN_WORD, gold) else ""
+    behind = rf"(?!{_IN_WORD})" if re.match(_IN_WORD, gold[-1]) else ""
+    if re.match(r"[-$.]*[0-9]", gold):
+        before += r"(?<![0-9.])(?<![0-9][,/:])" + (
+            r"(?<![\w)\]])" if gold[0] == "-" else r"(?<!(?<![\w)\]])-)"
+        )
+    if gold[-1].isdigit():
+        behind += r"(?![.,/:]?[0-9])"
+    elif behind:
+        behind += r"(?![+#]{1,2}(?!\w))"
+    return re.search(before + re.escape(gold) + behind, _plain(text)) is not None
 
 
 def _is_equal_math(text: str, answer: Any) -> bool:
@@ -188,7 +206,7 @@ BUILT_IN: Mapping[str, Callable[[str, Any], bool]] = {
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.split())
+    return " ".join(normalize("NFC", text).replace("\u2212", "-").split())
 
 
 def show_answer(answer: Any) -> str:

@@ -1,0 +1,72 @@
+"""Real forms of replies, each with the value that a careful reader takes: `forms/*.jsonl`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.rollout import Example
+from strop.tasks import build_task
+from strop.tasks.generated.reasoning_gym import answer_of
+from strop.tasks.mathematics.aime import AimeSpec
+from strop.tasks.mathematics.boxed_math import MathSpec
+from strop.tasks.mathematics.gsm8k import Gsm8kSpec
+from strop.tasks.mmlu import MmluSpec
+from strop.tasks.user.rewards import score_built_in
+
+Form = Mapping[str, Any]
+TASKS = {
+    "gsm8k": build_task(Gsm8kSpec(name="gsm8k", source="unused.jsonl")),
+    "math": build_task(MathSpec(name="math", source="unused.jsonl")),
+    "aime": build_task(AimeSpec(name="aime", source="unused.jsonl")),
+    "mmlu": build_task(MmluSpec(name="mmlu", source="unused.jsonl")),
+}
+
+
+def forms(reader: str) -> list[Any]:
+    lines = (Path(__file__).parent / "forms" / f"{reader}.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) >= 50
+    return [
+        pytest.param(form, id=f"{number} {form['why']}")
+        for number, form in enumerate(map(json.loads, lines), 1)
+    ]
+
+
+def verdict(task: str, gold: str, form: Form) -> bool | None:
+    fields = {"question": form.get("question", "?"), "problem": "?", "solution": ""}
+    example = Example(task=task, example_id="0", fields=fields, answer=gold)
+    outcome = TASKS[task].verify(example, form["input"])
+    assert form.get("format") in (None, outcome.format_ok)
+    return outcome.is_correct
+
+
+@pytest.mark.parametrize("form", forms("gsm8k"))
+def test_gsm8k(form: Form) -> None:
+    right = form["right"]
+    golds = {right or "18", "18", "17", "19", "7", "3", "1", "9"}
+    assert {gold for gold in golds if verdict("gsm8k", gold, form)} == ({right} if right else set())
+
+
+@pytest.mark.parametrize("form", forms("boxed"))
+def test_boxed_mathematics(form: Form) -> None:
+    pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
+    assert verdict(form["task"], form["gold"], form) is form["right"]
+
+
+@pytest.mark.parametrize("form", forms("mmlu"))
+def test_mmlu(form: Form) -> None:
+    assert [gold for gold in "ABCD" if verdict("mmlu", gold, form)] == list(form["right"] or "")
+
+
+@pytest.mark.parametrize("form", forms("reasoning_gym"))
+def test_reasoning_gym(form: Form) -> None:
+    assert answer_of(form["input"])[0] == (form["right"] or "")
+
+
+@pytest.mark.parametrize("form", forms("rows"))
+def test_rewards_of_rows(form: Form) -> None:
+    assert score_built_in(form["reward"], form["input"], form["gold"]) == form["right"]
