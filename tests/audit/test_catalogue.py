@@ -12,8 +12,7 @@ from strop.audit import AuditReport, AuditSettings, ProbeStatus, run_audit
 from strop.spec import TaskSpec
 from strop.tasks import build_task
 from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
-from strop.tasks.mathematics.aime import AimeSpec
-from strop.tasks.mathematics.boxed_math import DeepscalerSpec, Math500Spec, MathSpec
+from strop.tasks.mathematics.boxed_math import AimeSpec, DeepscalerSpec, Math500Spec, MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.mmlu import MmluSpec
 from strop.tasks.rlvr_mixed import RlvrMixedSpec

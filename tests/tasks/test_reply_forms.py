@@ -12,8 +12,7 @@ import pytest
 from strop.rollout import Example
 from strop.tasks import build_task
 from strop.tasks.generated.reasoning_gym import answer_of
-from strop.tasks.mathematics.aime import AimeSpec
-from strop.tasks.mathematics.boxed_math import MathSpec
+from strop.tasks.mathematics.boxed_math import AimeSpec, MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.mmlu import MmluSpec
 from strop.tasks.user.rewards import score_built_in

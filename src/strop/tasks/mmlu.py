@@ -37,7 +37,6 @@ _BASE_PROMPT = "{question}\nA. {a}\nB. {b}\nC. {c}\nD. {d}\nAnswer:"
 """The form of lm-eval 0.4.13's mmlu, also of its generative variant."""
 _END = r"(?![A-Za-z0-9_'])"
 _LETTER_ALONE = re.compile(r"[\W_]*(?:\\boxed\{(?:\\text\{)?)?([A-D])[\W_]*")
-_STARTS = re.compile(r"[*_(\[`$\"\s]*([A-D])[*_`$\"]*[.):\],\u3002\uff1a]")
 _PHRASE = re.compile(
     r"(?:\b(?:answer|(?:right|correct|best) (?:choice|option))\b"
     r"(?:[^\w.;?!\n]+(?:is|be|must|should|would|to|the|this|question|therefore|thus|clearly|option|choice|letter)\b)*"
@@ -46,20 +45,13 @@ _PHRASE = re.compile(
     rf"((?-i:[A-D]){_END}|[a-d](?=[)\].*_$}}]*\s*\Z))",
     re.IGNORECASE,
 )
-_CLAIM = re.compile(
-    rf"(?<![A-Za-z0-9_'])([A-D]){_END}[^\w.;]*(?:is|must be) (?:the )?(?:most |best )?"
-    r"(?:correct|right|best|true|answer)\b"
-)
 # At the start of a sentence 'A' may be an article, and 'B cells' are no choice.
 _LETTER = re.compile(
-    rf"(?:(?:^|(?<=[.!?\n] ))[*(]*([A-D]){_END}"
-    r"(?! (?!because|since|as|is|was|must|for|due|best|and|or|but)[a-z])"
-    rf"|(?<![A-Za-z0-9_'.!?\n])(?<![.!?] )(?!^)([A-D]){_END})"
+    rf"(?:(?:^|(?<=[.!?] ))[*(]*[A-D]{_END}(?! (?!because|since|as|is|was|must|for|due|best|and|or|but)[a-z])"
+    rf"|(?<![A-Za-z0-9_'.!?])(?<![.!?] )(?!^)[A-D]{_END})"
 )
 _RULED_OUT = re.compile(r"[^\w.;]*(?:is|are|was)(?:n't| not|\s+(?:in|un)\w+| wrong| false| too)\b")
-_RULES_OUT = re.compile(
-    r"\b(?:not|nor|never|except|without|vitamin|type|group|hepatitis)[^\w.;]+$", re.IGNORECASE
-)
+_RULES_OUT = re.compile(r"\b(?:not|nor|never|except|without)[^\w.;]+$", re.IGNORECASE)
 _SEVERAL = re.compile(
     rf"[^\w.;]{{0,8}}(?:,|/|&|\bor\b|\band\b)[^\w.;]{{0,8}}[A-D]{_END}(?! (?!(?:are|and|or)\b)[a-z])"
 )
@@ -124,21 +116,20 @@ class Mmlu(RowTask):
         subject = _subject(example)
         content = _PROMPT.format(about=f" about {subject}" if subject else "", **_choices(example))
         header = _BASE_HEADER.format(subject=subject) if subject else ""
-        shots = self._shots_by_subject.get(example.fields["subject"], ())[: self._num_few_shot]
-        solved = join_shots([(_BASE_PROMPT.format(**_choices(shot)), f" {shot.answer}") for shot in shots])
+        shots = [shot for shot in self.shots if _subject(shot) == subject] if self._num_few_shot else []
+        shots = shots[: self._num_few_shot]
+        solved = join_shots(
+            [
+                (_BASE_PROMPT.format(**_choices(shot)), f" {shot.answer}")
+                for shot in shots[: self._num_few_shot]
+            ]
+        )
         base = header + solved + _BASE_PROMPT.format(**_choices(example))
         return pose(content, base=base, thinking=self._spec.thinking)
 
     def prompt_fields(self, example: Example) -> Mapping[str, str]:
         """Return the question, the subject in words, and the choices `a` to `d`."""
         return {"subject": _subject(example), **_choices(example)}
-
-    @cached_property
-    def _shots_by_subject(self) -> dict[str, list[Example]]:
-        by_subject: dict[str, list[Example]] = {}
-        for shot in self.shots if self._num_few_shot else ():
-            by_subject.setdefault(shot.fields["subject"], []).append(shot)
-        return by_subject
 
     @cached_property
     def shots(self) -> tuple[Example, ...]:
@@ -181,23 +172,20 @@ def find_letter(text: str, choices: Sequence[str]) -> str | None:
     A choice in words is its letter. None if there is none, or the first line names several.
     """
     line = text.partition("\n")[0]
-    alone = _LETTER_ALONE.fullmatch(line) or _STARTS.match(line)
-    if alone and not _SEVERAL.match(line, alone.end(1)):
+    if alone := _LETTER_ALONE.fullmatch(line):
         return alone[1]
     said = normal_text(line[:_MAX_CHOICE_CHARS])
     for letter, choice in zip(_LETTERS, choices, strict=False):
         if said and said in (normal_text(choice), normal_text(f"{letter} {choice}")):
             return letter
-    claims = [*_PHRASE.finditer(text)][-1:] or [*_CLAIM.finditer(text)][-1:]
-    letters = claims or [
+    letters = [*_PHRASE.finditer(text)][-1:] or [
         m for m in _LETTER.finditer(line) if not _RULES_OUT.search(line[max(0, m.start() - 20) : m.start()])
     ]
     for match in letters:
-        group = match.lastindex or 0
-        if _SEVERAL.match(match.string, match.end(group)):
+        if _SEVERAL.match(match.string, match.end()):
             return None
-        if not _RULED_OUT.match(match.string, match.end(group)):
-            return match[group].upper()
+        if not _RULED_OUT.match(match.string, match.end()):
+            return match.group()[-1].upper()
     return None
 
 

@@ -26,7 +26,7 @@ from strop.tasks.instructions.tasks import (
     read_function,
     read_messages,
 )
-from strop.tasks.mathematics.boxed_math import HendrycksMath, MathAnswer, MathSpec, require_readable
+from strop.tasks.mathematics.boxed_math import BoxedMath, MathAnswer, MathSpec, require_readable
 from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
 from strop.tasks.prompt import pose
 from strop.tasks.registry import built_in
@@ -65,7 +65,7 @@ class RlvrMixed(RowTask):
     def __init__(self, spec: RlvrMixedSpec) -> None:
         # The data of these tasks is never read: they only judge.
         instructions = InstructionTask(RlvrIfevalSpec(name="rlvr-ifeval"))
-        self._math = HendrycksMath(MathSpec(name="math", strictness=spec.strictness))
+        self._math = BoxedMath(MathSpec(name="math", strictness=spec.strictness))
         self._judges: Mapping[str, Task] = {
             "gsm8k": Gsm8k(Gsm8kSpec(name="gsm8k")),
             "math": self._math,

@@ -16,8 +16,7 @@ import pytest
 
 from strop.rollout import Example, Outcome
 from strop.tasks import Task, build_task
-from strop.tasks.mathematics.aime import AimeSpec
-from strop.tasks.mathematics.boxed_math import MathSpec
+from strop.tasks.mathematics.boxed_math import AimeSpec, MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 
 Record = Mapping[str, Any]

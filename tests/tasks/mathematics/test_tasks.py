@@ -11,8 +11,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split
 from strop.tasks import Task, build_task
-from strop.tasks.mathematics.aime import AimeSpec
-from strop.tasks.mathematics.boxed_math import DeepscalerSpec, Math500Spec, MathSpec
+from strop.tasks.mathematics.boxed_math import AimeSpec, DeepscalerSpec, Math500Spec, MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.mmlu import MmluSpec
 from strop.tasks.rows.row_task import RowTask

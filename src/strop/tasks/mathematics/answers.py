@@ -14,27 +14,16 @@ scans are linear in the text, whatever the policy writes.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from enum import StrEnum
+from typing import NamedTuple
 
 
-class AnswerForm(StrEnum):
-    """How an answer was marked."""
-
-    BOX = "box"
-    SENTENCE = "sentence"
-    FORMULA = "formula"
-    EXPRESSION = "expression"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoundAnswer:
+class FoundAnswer(NamedTuple):
     """A final answer, as it was written."""
 
     text: str
-    form: AnswerForm
-    is_marked_once: bool
-    """Whether the text has exactly one box, or, without boxes, exactly one answer sentence."""
+    is_boxed: bool
+    num_marks: int
+    """How many boxes, or else answer sentences, the text has; 0: nothing marks the answer."""
 
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)(?![a-zA-Z{])|\\.|[{}]", re.DOTALL)
@@ -67,24 +56,27 @@ _MAX_LAST_LINE_CHARS = 4000
 
 def find_answer(text: str) -> FoundAnswer | None:
     """Return the final answer of a text, or None."""
-    boxes = find_boxes(text)
-    if boxes:
-        filled = [box for box in boxes if not _PLACEHOLDER.fullmatch(box.strip())]
-        return _found(filled[-1], AnswerForm.BOX, len(filled)) if filled else None
+    found = marked_answer(text)
+    if found is None:
+        found = FoundAnswer(last_formula(text) or _last_expression(text) or "", is_boxed=False, num_marks=0)
+    return found if found.text else None
+
+
+def marked_answer(text: str) -> FoundAnswer | None:
+    """Return the answer in the last box or sentence, or None; without text if all boxes are placeholders."""
+    if boxes := find_boxes(text):
+        filled = [box for part in boxes if not _PLACEHOLDER.fullmatch(box := part.strip())]
+        return FoundAnswer(filled[-1] if filled else "", is_boxed=True, num_marks=len(filled))
     sentences = list(_SENTENCE.finditer(text))
-    for sentence in reversed(sentences):
-        if answer := _sentence_answer(text, sentence.end()):
-            return _found(answer, AnswerForm.SENTENCE, len(sentences))
-    formula = last_formula(text)
-    if formula is not None:
-        return _found(formula, AnswerForm.FORMULA, 0)
-    return _found(_last_expression(text), AnswerForm.EXPRESSION, 0)
+    answers = (answer for match in reversed(sentences) if (answer := _sentence_answer(text, match.end())))
+    answer = next(answers, None)
+    return None if answer is None else FoundAnswer(answer, is_boxed=False, num_marks=len(sentences))
 
 
 def is_marked(text: str) -> bool:
     """Whether a text marks an answer, by a box or a sentence."""
-    found = find_answer(text)
-    return found is not None and found.form in (AnswerForm.BOX, AnswerForm.SENTENCE)
+    found = marked_answer(text)
+    return found is not None and found.text != ""
 
 
 def find_boxes(text: str) -> list[str]:
@@ -127,12 +119,6 @@ def last_formula(text: str) -> str | None:
     return last
 
 
-def _found(answer: str | None, form: AnswerForm, num_marks: int) -> FoundAnswer | None:
-    if answer is None or not answer.strip():
-        return None
-    return FoundAnswer(text=answer.strip(), form=form, is_marked_once=num_marks == 1)
-
-
 def _sentence_answer(text: str, start: int) -> str | None:
     """Return the answer that begins at `start`: a formula as a whole, else the rest of the sentence."""
     opening = _DELIMITER.match(text, start)
@@ -141,7 +127,7 @@ def _sentence_answer(text: str, start: int) -> str | None:
         rest = _DELIMITER.finditer(text, opening.end(), start + _MAX_EXPRESSION_CHARS)
         end = next((delimiter.start() for delimiter in rest if delimiter.group() == closing), -1)
         if end >= 0 and "\n\n" not in text[start:end]:
-            return text[opening.end() : end]
+            return text[opening.end() : end].strip() or None
     sentence = text[start : start + _MAX_SENTENCE_CHARS]
     end_match = _SENTENCE_END.search(sentence)
     return _trim(sentence[: None if end_match is None else end_match.start()]) or None

@@ -20,7 +20,7 @@ _MAX_CHARS = 2000
 _RELATION = re.compile(r"=|\\in(?![a-zA-Z])")
 _INEQUALITY = re.compile(r"(<|>|\\[lg]e(?![a-zA-Z]))")
 _UPWARD = ("<", r"\le")
-_CHOICE = re.compile(r"(\()?([A-Z])(?(1)\))")
+_CHOICE = re.compile(r"\([A-Z]\)(?![-+*/^=<>A-Z])[^(,]*|[A-Z]")
 """The letter of a choice, which may stand with its text: '(C)', 'C', '(C)18'."""
 _NAME = re.compile(r"\\?(?!pi|infty)[a-zA-Z]+")
 
@@ -74,12 +74,9 @@ def answer_forms(gold: str, reply: str) -> tuple[str, str]:
         # 'm+n=20+5=25' says what 25 is.
         has_one = "=" in theirs and "," not in theirs
         theirs = theirs.rpartition("=")[2] if has_one else without_name(theirs) or theirs
-    if (
-        _CHOICE.fullmatch(ours)
-        and (choice := _CHOICE.match(theirs))
-        and (choice[1] or choice.end() == len(theirs))
-    ):
-        ours, theirs = ours.strip("()"), choice[2]
+    letter = ours.strip("()")
+    if len(letter) == 1 and letter.isupper() and _CHOICE.fullmatch(theirs):
+        ours, theirs = letter, theirs.lstrip("(")[0]
     our_items, their_items = _set_items(ours), _set_items(theirs)
     if (our_items is None) is not (their_items is None):
         ours, theirs = our_items or ours, their_items or theirs

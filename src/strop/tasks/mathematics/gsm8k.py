@@ -5,17 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from fractions import Fraction
-from itertools import chain
 from typing import Literal, NamedTuple
 
 from pydantic import Field
 
 from strop.rollout import Example, Outcome, make_example
 from strop.spec.base import Unhashed, expert
-from strop.spec.task import FewShot, TrainingRows
+from strop.spec.task import SOURCE_HELP, FewShot, TrainingRows
 from strop.tasks.answers import NUMBER_PATTERN, judged_text, last_number_match, parse_number
 from strop.tasks.contract import TaskLimits, right_or_wrong
-from strop.tasks.mathematics.answers import find_boxes
+from strop.tasks.mathematics.answers import is_marked, marked_answer
 from strop.tasks.mathematics.equivalence import parse_exact
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.registry import built_in
@@ -41,12 +40,7 @@ class Gsm8kSpec(FewShot, TrainingRows):
 
     name: Literal["gsm8k"]
     source: Unhashed[str] = Field(
-        default="openai/gsm8k",
-        min_length=1,
-        description="Source of the problems: a hub id such as openai/gsm8k, a folder or file of Parquet or"
-        " JSONL, or such a one in a store, as s3://bucket/path. A text that starts with '/', '~' or '.',"
-        " or ends in .parquet, .jsonl or .json, is a path; a relative one is relative to the file that"
-        " names it.",
+        default="openai/gsm8k", min_length=1, description=SOURCE_HELP.format("openai/gsm8k")
     )
     mode: Literal["auto", "strict", "hash", "flex"] = Field(
         default="auto",
@@ -131,16 +125,15 @@ _READING = RowReading(
     to_example=_to_example,
     question=lambda example: str(example.fields["question"]),
 )
-# `auto` searches the text before any marker of a follow-up problem for the first sentence 'The answer is N.',
-# then the first '#### N', then the last box, then the last number. It reads numbers as `answers` does, and
-# also fractions and '72 million'. Of '24+48=72' the result counts; '72/3', '72^2', '72 or 73' and '5:72' are
+# `auto` searches the reply without its run-on for the first sentence 'The answer is N.' or else the first
+# '#### N' that is not taken back, then the last box or answer sentence, then the last number. It reads
+# fractions and '72 million' too. Of '24+48=72' the result counts; '72/3', '72^2', '72 or 73' and '5:72' are
 # no number, and so no answer. Values are compared exactly.
 #
-# `strict`, `hash` and `flex` are lm-eval 0.4.13's filters bit for bit, for scores that are compared with
-# published ones: 'strict-match' of its task gsm8k_cot, 'strict-match' of gsm8k, and 'flexible-extract' of
-# both. Their flaws are kept: strict loses the last digit if no period follows, flex takes '..' for a
-# number and a minus for a sign, nothing is cut at a follow-up problem, and '18.00' is not '18', because
-# texts are compared. Source of the patterns: lm_eval/tasks/gsm8k/{gsm8k,gsm8k-cot}.yaml (MIT).
+# `strict`, `hash` and `flex` are lm-eval 0.4.13's filters bit for bit: 'strict-match' of its task gsm8k_cot,
+# 'strict-match' of gsm8k, and 'flexible-extract' of both. Their flaws are kept: strict loses the last digit
+# if no period follows, flex takes '..' for a number and a minus for a sign, nothing is cut at a follow-up
+# problem, and texts are compared. Source of the patterns: lm_eval/tasks/gsm8k/{gsm8k,gsm8k-cot}.yaml (MIT).
 
 HarnessMode = Literal["strict", "hash", "flex"]
 _MAX_CHARS = 200
@@ -149,8 +142,10 @@ _PHRASE = re.compile(
     rf"\bThe answer is:?\s*[*_]*({NUMBER_PATTERN})[*_]*(?=[ \t]*(?:\n|$)|[.!](?:\s|$))", re.IGNORECASE
 )
 _GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!]|\\!,|,\\!)(?=[0-9]{3}(?![0-9]))")
-_LABEL = re.compile(r"\banswer(?:[*_]*[ \t]*:|[ \t]+is\b:?)[ \t*_]*", re.IGNORECASE)
-_HEADING = re.compile(r"(?:step|part)\b|([0-9]{1,2})[.):][ \t]+[A-Za-z]", re.IGNORECASE)
+# '#### Step 1', and '#### 1. Find the eggs' over numbers, are headings.
+_HEADING = re.compile(
+    rf"(?:step|part)\b|[0-9]{{1,2}}[.):][ \t]+[A-Za-z][^\n]*\n[^0-9]{{,{_MAX_CHARS}}}[0-9]", re.IGNORECASE
+)
 _RETRACTS = re.compile(
     r"\b(?:wait|actually|correction|mistake|oops|sorry|let me (?:re|correct|fix|double)|i was wrong)",
     re.IGNORECASE,
@@ -196,17 +191,13 @@ class Number(NamedTuple):
 def find_number(text: str, question: str = "") -> Number | None:
     """Return the number that is the answer by the rules of `auto`; None if there is none."""
     text = _GROUPED.sub(",", text.replace("\\$", "$"))
-    parts = _RETRACTS.split(text) if "#" in text or _PHRASE.search(text) else [text]
     # What was marked first counts, unless the reply takes it back and marks another.
+    parts = _RETRACTS.split(text) if "####" in text or _PHRASE.search(text) else []
     marked = (number for part in reversed(parts) if (number := _first_marked(part)))
-    boxed = (number for box in reversed(find_boxes(text)) if (number := read_number(box[:_MAX_CHARS])))
-    labels = [*_LABEL.finditer(text)][::-1]
-    labelled = (
-        number
-        for label in labels
-        if (number := read_number(text[label.end() : label.end() + _MAX_CHARS].partition("\n")[0]))
+    found = marked_answer(text)
+    return (
+        next(marked, None) or (found and read_number(found.text[:_MAX_CHARS])) or _last_stated(text, question)
     )
-    return next(chain(marked, boxed, labelled), None) or _last_stated(text, question)
 
 
 def _first_marked(text: str) -> Number | None:
@@ -215,12 +206,7 @@ def _first_marked(text: str) -> Number | None:
 
 
 def _is_marked(text: str) -> bool:
-    return (
-        _PHRASE.search(text) is not None
-        or _LABEL.search(text) is not None
-        or any(find_boxes(text))
-        or next(_marked_numbers(text), None) is not None
-    )
+    return _first_marked(text) is not None or is_marked(text)
 
 
 def _last_stated(text: str, question: str) -> Number | None:
@@ -253,16 +239,9 @@ def read_number(text: str) -> Number | None:
 
 
 def _marked_numbers(text: str) -> Iterator[Number]:
-    lines = (mark for mark in _MARKED.finditer(text) if not _is_heading(text, mark))
-    return (number for line in lines if (number := read_number(_LABEL.split(line.group(1))[-1])))
-
-
-def _is_heading(text: str, mark: re.Match[str]) -> bool:
-    """Whether '#### 1. Find the eggs' or '#### Step 1' stands over the work, rather than the answer."""
-    heading = _HEADING.match(mark.group(1))
-    return heading is not None and (
-        heading[1] is None or any(c.isdigit() for c in text[mark.end() :][:_MAX_CHARS])
-    )
+    lines = (mark.group(1) for mark in _MARKED.finditer(text) if not _HEADING.match(text, mark.start(1)))
+    answers = (found.text if (found := marked_answer(line)) else line for line in lines)
+    return (number for answer in answers if (number := read_number(answer)))
 
 
 def _read_side(side: str) -> Number | None:

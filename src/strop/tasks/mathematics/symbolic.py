@@ -21,10 +21,10 @@ from __future__ import annotations
 import cmath
 import re
 import zlib
-from dataclasses import dataclass
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from strop.errors import ConfigError
 
@@ -55,8 +55,7 @@ _WARM_UP = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class _Formula:
+class _Formula(NamedTuple):
     parsed: tuple[Any, ...]
     """The result of math-verify's parser; empty if it failed."""
     value: complex | None
@@ -194,21 +193,11 @@ def require_math_verify() -> Any:
 
 def _is_shallow(form: str) -> bool:
     """Whether brackets are nested at most a few levels, and no exponent contains a power."""
-    depth, deepest, towers = 0, 0, 0
-    previous = ""
-    exponent_depths: list[int] = []
-    for character in form:
-        if character in "{([":
-            if character == "{" and previous == "^":
-                exponent_depths.append(depth)
-            depth += 1
-            deepest = max(deepest, depth)
-        elif character in "})]":
-            depth -= 1
-            if exponent_depths and depth <= exponent_depths[-1]:
-                exponent_depths.pop()
-        elif character == "^" and exponent_depths:
-            towers += 1
-        previous = character
-    has_chain = re.search(r"\^[^{}()+*/=,-]{0,8}\^", form) is not None
-    return deepest <= _MAX_DEPTH and not towers and not has_chain
+    depths = list(accumulate((char in "{([") - (char in "})]") for char in form))
+    for exponent in form.split("^{")[1:]:
+        braces = accumulate((char == "{") - (char == "}") for char in exponent)
+        end = next((index for index, depth in enumerate(braces) if depth < 0), None)
+        # One that is open behind the next '^{' contains it.
+        if end is None or "^" in exponent[:end]:
+            return False
+    return max(depths) <= _MAX_DEPTH and re.search(r"\^[^{}()+*/=,-]{0,8}\^", form) is None
