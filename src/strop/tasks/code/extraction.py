@@ -44,8 +44,11 @@ _OTHER_TAGS = frozenset({"", "ipython", "ipython3", "sage", "tool_code", "code",
 _CODE_IN_INFO = re.compile(r"(?:async |def |class |from |import |@)")
 _INLINE = re.compile(r"(?<!`)(`{1,3})(?:(?:python3?|py)\s)?([^`]+)\1(?!`)")
 _ANSWERS = re.compile(r"<(answer|final_answer|solution)>(.*?)(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE)
-_TAG = r"(?:</?(?:answer|final_answer|solution|code|python|pre)>|\[/?(?:PYTHON|ANSWER|SOLUTION|CODE|TESTS)\])"
-_TAGS = re.compile(rf"^[ \t]*{_TAG}|{_TAG}[ \t]*$", re.MULTILINE | re.IGNORECASE)
+_TAG = (
+    r"(?:</?(?:answer|final_answer|solution|code|python|pre)(?: [^<>\n]*)?>|<\|python_tag\|>"
+    r"|\[/?(?:PYTHON|ANSWER|SOLUTION|CODE|TESTS)\])"
+)
+_TAGS = re.compile(rf"^[ \t]*{_TAG}+|{_TAG}+[ \t]*$", re.MULTILINE | re.IGNORECASE)
 _SESSION = re.compile(r"^[ \t]*(?:>>>|In \[\d+\]:)", re.MULTILINE)
 _SESSION_LINE = re.compile(r"^[ \t]*(?:>>>|\.\.\.:?|In \[\d+\]:)(?: (.*)|)$", re.MULTILINE)
 _SHELL_LINE = re.compile(r"^[!%].*\n?", re.MULTILINE)
@@ -102,14 +105,18 @@ def _answer(text: str) -> str | None:
     answer = text_after_thinking(text.replace("\r\n", "\n").replace("\r", "\n"))
     if answer is None or len(answer) > MAX_CODE_CHARS:
         return None
-    return answer.partition(_DONE)[0].rpartition(_BEGIN)[2].lstrip("\ufeff")
+    return answer.partition(_DONE)[0].lstrip("\ufeff")
 
 
 def _parts(answer: str) -> Iterator[str]:
-    """Yield what may hold the program, the best first: what stands in tags of an answer, and all."""
-    if not _is_code(answer):
-        yield from reversed([match[2] for match in islice(_ANSWERS.finditer(answer), _MAX_BLOCKS)])
-    yield answer
+    """Yield what may hold the program, the best first: what stands in tags of an answer, and all.
+
+    Behind the last [BEGIN] stands the code; or a base model went on to invent another problem.
+    """
+    for part in dict.fromkeys((answer.rpartition(_BEGIN)[2], answer.partition(_BEGIN)[0])):
+        if not _is_code(part):
+            yield from reversed([match[2] for match in islice(_ANSWERS.finditer(part), _MAX_BLOCKS)])
+        yield part
 
 
 def _is_code(code: str) -> bool:

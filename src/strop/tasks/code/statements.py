@@ -188,7 +188,7 @@ def find_needed(statements: list[Statement], main: int, names: Sequence[str]) ->
         block
         for block in {one.block for one in statements if one.block > main}
         if all(
-            one.is_definition and one.binds <= own.difference(names)
+            one.is_definition and one.binds <= own.difference(names[:1])
             for one in statements
             if one.block == block
         )

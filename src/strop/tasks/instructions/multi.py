@@ -28,7 +28,6 @@ MULTI = Checkers("multi-constraint sets", GOOGLE)
 _SIX_STARS = re.compile(r"\*{6}")
 _SPACED_STARS = re.compile(r"\*[^\S\n]*+\*[^\S\n]*+\*(?!\*)")
 _BIGRAM = re.compile(r"<<\s*([^<>]*?)\s*>>")
-_MIN_PALINDROME_LETTERS = 3
 
 
 def folded_words(text: str) -> list[str]:
@@ -41,29 +40,15 @@ def is_same_text(text: str, other: str) -> bool:
     return text.strip().lower() == other.strip().lower()
 
 
-def find_word_at(text: str, sentence_number: int, word_number: int) -> str | None:
-    """Return the m-th word of the n-th sentence in small letters, or None if there is none."""
-    parts = sentences(text)
-    words = folded_words(parts[sentence_number - 1]) if sentence_number <= len(parts) else []
-    return words[word_number - 1] if word_number <= len(words) else None
-
-
 @MULTI.check("copy:repeat_phrase")
 def repeats_phrase(text: str, *, phrase: Text, small_n: Count) -> bool:
     """The phrase occurs n times, each time with exactly one inner word replaced."""
-    target = folded_words(phrase)
-    words = folded_words(text)
+    target, words = folded_words(phrase), folded_words(text)
     if len(target) < 3:
         return False
     windows = [words[start : start + len(target)] for start in range(len(words) - len(target) + 1)]
-    near = [
-        window
-        for window in windows
-        if window[0] == target[0]
-        and window[-1] == target[-1]
-        and sum(a != b for a, b in zip(window, target, strict=True)) == 1
-    ]
-    return len(near) == small_n
+    changed = [[n for n, word in enumerate(window) if word != target[n]] for window in windows]
+    return sum(len(one) == 1 and 0 < one[0] < len(target) - 1 for one in changed) == small_n
 
 
 @MULTI.check("copy:copy", "copy:copying_simple")
@@ -132,26 +117,21 @@ def repeats_word(text: str, *, keyword: Text, frequency: Count, relation: Quanti
 @MULTI.check("keywords:exclude_word_harder", needs_substance=True)
 def avoids_word(text: str, *, keyword: Text) -> bool:
     """The keyword does not occur as a whole word, in any case."""
-    return not (find_word(text, keyword))
+    return not find_word(text, keyword)
 
 
 @MULTI.check("keywords:palindrome")
 def has_palindrome(text: str) -> bool:
-    """A word of three or more letters reads the same backwards."""
-    return any(is_palindrome(word) for word in find_words(text))
-
-
-def is_palindrome(word: str, min_letters: int = _MIN_PALINDROME_LETTERS) -> bool:
-    """Whether a word of that many letters reads the same backwards and has two different letters."""
-    folded = word.lower()
-    is_long = len(folded) >= min_letters and folded.isalpha()
-    return is_long and folded == folded[::-1] and len(set(folded)) > 1
+    """A word of three or more letters, two of them different, reads the same backwards."""
+    words = [word.lower() for word in find_words(text) if word.isalpha() and len(word) >= 3]
+    return any(word == word[::-1] and len(set(word)) > 1 for word in words)
 
 
 @MULTI.check("keywords:keyword_specific_position")
 def places_word(text: str, *, keyword: Text, n: Position, m: Position) -> bool:
     """The keyword is the m-th word of the n-th sentence."""
-    return find_word_at(text, n, m) == strip_marks(keyword.strip()).lower()
+    words = [folded_words(sentence) for sentence in sentences(text)[n - 1 : n]]
+    return any(one[m - 1 : m] == [strip_marks(keyword.strip()).lower()] for one in words)
 
 
 @MULTI.check("keywords:start_end")

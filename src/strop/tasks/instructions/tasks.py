@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal
 
 from pydantic import Field
@@ -88,8 +89,9 @@ def make_instruction_example(
 def pair_calls(row: Row, columns: str, ids: object, arguments: object) -> list[Call]:
     """Return instructions from two lists of a row. Raises: DataError naming the row for lists that differ."""
     if not isinstance(ids, list) or not isinstance(arguments, list) or len(ids) != len(arguments):
-        lengths = f"{_length(ids)} ids and {_length(arguments)} argument tables"
-        raise _refuse(row, f"{columns}: {lengths}", "two lists of equal length")
+        sizes = [len(one) if isinstance(one, list) else type(one).__name__ for one in (ids, arguments)]
+        content = f"{columns}: {sizes[0]} ids and {sizes[1]} argument tables"
+        raise _refuse(row, content, "two lists of equal length")
     if not ids:
         raise _refuse(row, "no instruction", "at least one instruction")
     # None stands for an empty table.
@@ -97,10 +99,6 @@ def pair_calls(row: Row, columns: str, ids: object, arguments: object) -> list[C
     if not all(isinstance(table, Mapping) for table in tables):
         raise _refuse(row, f"{columns}: arguments {str(arguments)[:120]!r}", "tables, or null for none")
     return list(zip(ids, tables, strict=True))
-
-
-def _length(value: object) -> str:
-    return str(len(value)) if isinstance(value, list) else f"a {type(value).__name__} for"
 
 
 def _read_ground_truth(row: Row) -> dict[str, Any]:
@@ -117,14 +115,10 @@ def _read_ground_truth(row: Row) -> dict[str, Any]:
 
 
 def _parse_literal(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        pass
-    try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, RecursionError, MemoryError):
-        return None
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text)
+    return None
 
 
 def _refuse(row: Row, content: str, allowed: str) -> DataError:
