@@ -9,7 +9,6 @@ a new training sample begins there.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -19,14 +18,14 @@ from strop.tasks.prompt import (
     PromptFormat,
     call_format_of,
     chat_form,
-    find_call_format,
+    read_with_tools,
     render_prompt,
     resolve_prompt_format,
     spell_tools,
     thinking_of,
 )
 from strop.tasks.thoughts import begun_thought
-from strop.tasks.tool_calls import CallFormat, Spoken, name_calls, read_reply
+from strop.tasks.tool_calls import CallFormat, Spoken, name_calls
 from strop.tokenizer import GUARD, Tokenizer
 
 _STAND_IN = "reply"
@@ -122,13 +121,6 @@ def take_apart(
 
     `tools` are functions in the form of OpenAI's chat API, as JSON; the ids of calls contain `turn`.
     """
-    form = prompts.call_format
-    if tools and form is CallFormat.RENDERER:
-        _, family = find_call_format(prompts.tokenizer)
-        assert family is not None
-        spoken = family.read(completion.token_ids, tools)
-    else:
-        functions = [json.loads(tool)["function"] for tool in tools]
-        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
-        spoken = read_reply(begun_thought(prompt) + completion.text, form, schemas)
+    said, ids = begun_thought(prompt) + completion.text, completion.token_ids
+    spoken = read_with_tools(prompts.tokenizer, prompts.prompt_format, said, ids, tools)
     return replace(spoken, calls=name_calls(spoken.calls, turn))

@@ -19,7 +19,7 @@ import numpy as np
 from strop.errors import ConfigError, DataError
 from strop.rollout import IntArray, Message, ToolCall
 from strop.tasks.families import Family, find_family
-from strop.tasks.tool_calls import CallFormat, describe_tools, find_format, write_call
+from strop.tasks.tool_calls import CallFormat, Spoken, describe_tools, find_format, read_reply, write_call
 from strop.tokenizer import GUARD
 
 if TYPE_CHECKING:
@@ -119,6 +119,20 @@ def find_call_format(tokenizer: Tokenizer) -> tuple[CallFormat, Family | None]:
         return form, None
     family = find_family(tokenizer, written[len(before) :], _PROBE_CALL, [_PROBE_TOOL])
     return (CallFormat.FENCE, None) if family is None else (CallFormat.RENDERER, family)
+
+
+def read_with_tools(
+    tokenizer: Tokenizer, prompt_format: PromptFormat, text: str, reply_ids: IntArray, tools: Sequence[str]
+) -> Spoken:
+    """Take a reply apart, given as text and as ids. `tools`: functions in OpenAI's form, as JSON."""
+    form, family = CallFormat.FENCE, None
+    if prompt_format is PromptFormat.CHAT:
+        form, family = find_call_format(tokenizer)
+    if tools and family is not None:
+        return family.read(reply_ids, tools)
+    functions = [json.loads(tool)["function"] for tool in tools]
+    schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+    return read_reply(text, CallFormat.FENCE if family is not None else form, schemas)
 
 
 _PROBE_CALL = ToolCall(name="get_weather", arguments='{"city": "Paris", "days": 3}', call_id="000000000")
