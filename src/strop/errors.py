@@ -69,8 +69,8 @@ def describe_error(error: BaseException) -> str:
     """Say an error in one line, with its place: 'RuntimeError: no such operator (prepacked.py:64)'.
 
     The place is the innermost line that is neither Python's nor an installed package's, of the first error
-    where one led to the other; of an error from another process, the place that its message ends with. A
-    long message loses its middle: what was given stands at its begin, a log's last words at its end.
+    with one where one led to the other; of an error from another process, the place that its message ends
+    with. A long message loses its middle: what was given stands at its begin, a log's last words at its end.
     """
     said = " ".join(str(error).split())
     if len(said) > _MAX_SAID_CHARS:
@@ -87,12 +87,12 @@ def find_place(line: str) -> str | None:
 
 
 def _place_of(error: BaseException) -> str | None:
-    first = error
-    while first.__cause__ is not None and first.__cause__.__traceback__ is not None:
-        first = first.__cause__
-    frames = traceback.extract_tb(first.__traceback__)
-    own = [frame for frame in frames if _is_own(frame.filename)]
-    last = next(iter(own[-1:] or frames[-1:]), None)
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None and cause.__traceback__ is not None:
+        chain.append(cause)
+    traces = [list(reversed(traceback.extract_tb(one.__traceback__))) for one in reversed(chain)]
+    own = (frame for trace in traces for frame in trace if _is_own(frame.filename))
+    last = next(own, next(iter(traces[0]), None))
     return None if last is None else f"{os.path.basename(last.filename)}:{last.lineno}"
 
 
@@ -122,9 +122,24 @@ class ConfigError(StropError, ValueError):
 
 
 class DataError(StropError, ValueError):
-    """Raised where a stored example or record lacks its promised form; the user mends the data."""
+    """Raised where a stored example or record lacks its promised form; the user mends the data.
+
+    Of a data file, `kind` is the cause in one word (`tasks.rows.files`), `line` its place.
+    """
 
     exit_code = EXIT_USAGE
+
+    def __init__(
+        self,
+        given: str,
+        *,
+        allowed: str | None = None,
+        next_step: str = "",
+        kind: str = "",
+        line: int | None = None,
+    ) -> None:
+        super().__init__(given, allowed=allowed, next_step=next_step)
+        self.kind, self.line = kind, line
 
 
 class UnfitRecord(DataError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ TRAIN: Sequence[dict[str, Any]] = [
 ]
 TEST: Sequence[dict[str, Any]] = [
     {"prompt": "What is 50 + 50?", "completion": "It is 100.", "gold": "100", "source": "b"},
-    {"prompt": "What is 60 + 60?", "completion": "It is 120.", "gold": "120", "source": "a"},
+    {"prompt": "What is 60 + 60?", "completion": "It is 120.", "gold": 120, "source": "a"},
 ]
 
 
@@ -103,7 +104,10 @@ def test_nothing_left_is_refused_with_what_was_seen(
     [
         ({"completion": "4", "gold": "4"}, "prompt"),
         ({"prompt": "a", "gold": "4"}, "completion"),
-        *(({"prompt": "a", "completion": "4", "gold": gold}, f"gold='{gold}'") for gold in (4, "four")),
+        *(
+            ({"prompt": "a", "completion": "4", "gold": gold}, re.escape(f"gold={str(gold)!r}"))
+            for gold in ([4], "four")
+        ),
         *(
             (TRAIN[0] | {"prompt": "a", **more}, next(iter(more)))
             for more in ({"weight": 0}, {"answer": "4"})

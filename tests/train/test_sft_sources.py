@@ -112,7 +112,7 @@ def test_what_of_a_conversation_is_trained(
 
 
 def test_a_completion_answers_messages_without_one(model_dir: Path, tmp_path: Path) -> None:
-    row = {"messages": TALK[:2], "completion": "B"}
+    row = {"messages": [{**said, "tool_calls": None} for said in TALK[:2]], "completion": "B"}
     assert spell(make_framing(model_dir).tokenizer, read_one(model_dir, tmp_path, row)) == (
         OPENING,
         "{B<|end|>}",
@@ -157,10 +157,9 @@ ASKED = {"prompt": "A?", "completion": "B"}
         (ASKED | {"prompt_id": 7}, "prompt_id='7'"),
         (ASKED | {"train_on": "none"}, "train_on='none'. Allowed: assistant, last, all"),
         (ASKED | {"weight": 0}, "weight=0"),
-        (ASKED | {"weight": float("nan")}, "weight=nan"),
         ({"prompt": "A?", "completion": "<|end|>"}, "only a terminator"),
         ({"prompt": "A?", "completion": "B<|end|>C"}, "goes on behind one"),
-        (["A?", "B"], "line 2 is a list"),
+        (["A?", "B"], "line 2: a list"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_place(model_dir: Path, tmp_path: Path, row: Any, words: str) -> None:

@@ -108,12 +108,13 @@ class DpoSpec(Section):
     )
 
 
-_DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
+_TEXTS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+DATA_SUFFIXES = (".parquet", *_TEXTS, *(f"{suffix}.gz" for suffix in _TEXTS))
 
 
 def is_data_file(text: str) -> bool:
     """Whether a text ends like a data file."""
-    return text.lower().endswith(_DATA_SUFFIXES)
+    return text.lower().endswith(DATA_SUFFIXES)
 
 
 def is_data_path(text: str, folder: str = "") -> bool:

@@ -13,9 +13,11 @@ Numbers are compared as exact decimals, so '7.0' equals '7' and '0.1' does not d
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from decimal import Decimal
+from typing import Any
 
 from strop.tasks.thoughts import first_mark, split_thought
 
@@ -27,11 +29,22 @@ NUMBER_PATTERN = (
     r"(?<=[0-9])(?:[eE][+-]?[0-9]{1,2}(?![0-9]))?"
 )
 _NUMBER = re.compile(NUMBER_PATTERN)
+_MAX_WHOLE = 2**53
+"""Above it not every whole number is a float."""
 _DIGITS = "0123456789"
 _FIRST_CHARS = 256
 """Characters of a reply's end that are searched first: most answers are there."""
 _CLOSING = re.compile(r"[\s.!)\]}*$_`'\"]*")
 """Characters that may follow an answer at the end of the reply."""
+
+
+def show_answer(answer: Any) -> str:
+    """Return an answer as a text: a whole number without a point, None as nothing, a text as it is."""
+    if isinstance(answer, float) and answer.is_integer() and abs(answer) < _MAX_WHOLE:
+        answer = int(answer)
+    if answer is None or isinstance(answer, str):
+        return answer or ""
+    return json.dumps(answer, ensure_ascii=False, default=str)
 
 
 def parse_number(text: str) -> Decimal | None:

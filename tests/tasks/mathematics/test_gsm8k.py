@@ -25,7 +25,6 @@ TRAIN: Rows = [
     {"question": "A shed costs $1,200. Two cost?", "answer": "2 x 1200 = 2400\n#### 2,400"},
     {"question": "It was 2 degrees and fell by 7. Now?", "answer": "2 - 7 = -5\n#### -5"},
 ]
-TRAIN_LINE = json.dumps(TRAIN[0]).encode() + b"\n"
 TEST: Rows = [{"question": "Half of 9 liters?", "answer": "9 / 2 = 4.5\n#### 4.5"}]
 
 
@@ -131,32 +130,15 @@ def test_overlapping_splits_are_refused(tmp_path: Path) -> None:
         gsm8k(tmp_path).examples(Split.TRAIN)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        *(("all.jsonl", TRAIN_LINE + line, "line 2") for line in (b"{", b"[1]", b"\x00")),
-        ("all.jsonl", b'{"question": "caf\xe9"}', "UTF-8"),
-        ("all.parquet", b"PAR1 and no more", r"all\.parquet"),
-        ("missing.jsonl", None, r"missing\.jsonl"),
-        ("", None, r"train\*\.parquet"),
-    ],
-)
-def test_files_that_cannot_be_read_are_refused(
-    tmp_path: Path, name: str, content: bytes | None, said: str
-) -> None:
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
+@pytest.mark.parametrize(("name", "said"), [("missing.jsonl", r"missing\.jsonl"), ("", r"train\*\.parquet")])
+def test_files_that_are_not_there_are_refused(tmp_path: Path, name: str, said: str) -> None:
     with pytest.raises(DataError, match=said):
         gsm8k(tmp_path / name).examples(Split.TRAIN)
 
 
 @pytest.mark.parametrize("empty", ["train", "test"])
-def test_an_empty_split_and_a_cut_file_are_refused(tmp_path: Path, empty: str) -> None:
+def test_an_empty_split_is_refused(tmp_path: Path, empty: str) -> None:
     for name, rows in (("train", TRAIN), ("test", TEST)):
         write_rows(tmp_path / f"{name}.jsonl", [] if name == empty else rows)
     with pytest.raises(DataError, match="interrupted download"):
         gsm8k(tmp_path).examples(Split.TRAIN)
-    path = write_parquet(tmp_path / "cut.parquet", TRAIN)
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(DataError, match=r"cut\.parquet"):
-        gsm8k(path).examples(Split.TRAIN)

@@ -221,6 +221,9 @@ TESTS = ["assert double(2) == 4", "assert double(-1) == -2"]
             ["two words", " two words\n", "<think>no</think>two words"],
             ["two", "<think>two words"],
         ),
+        ("exact", True, ["True", "true"], ["False", "1"]),
+        ("contains", "TRUE", ["It is true."], ["It is untrue."]),
+        ("exact", 18.0, ["18"], ["180"]),
         ("contains", "4", ["It is 4.", "4"], ["42", "14", "four"]),
         ("math", "1/2", ["\\boxed{0.5}", "It is $\\frac{1}{2}$"], ["\\boxed{2}", ""]),
         ("math", 0.5, ["\\boxed{1/2}"], ["\\boxed{5}"]),
@@ -281,8 +284,9 @@ def test_a_template_names_columns_alone(tmp_path: Path, template: str) -> None:
 
 
 def test_a_row_without_an_answer_is_left_out_only_where_one_is_compared(tmp_path: Path) -> None:
-    rows = [*ROWS, {"question": "Who knows?", "answer": None}]
-    assert describe_counts(task_of(tmp_path, rows, reward="exact")) == "rows left out, without an answer: 1"
+    unknown = [{"question": "Who knows?", "answer": None}, {"question": "Who?", "answer": float("nan")}]
+    rows = [*ROWS, *unknown]
+    assert describe_counts(task_of(tmp_path, rows, reward="exact")) == "rows left out, without an answer: 2"
     task = task_of(tmp_path, rows)
     assert describe_counts(task) == ""
     assert any(example.answer is None for split in Split for example in task.examples(split))
@@ -313,12 +317,6 @@ def test_a_built_in_reward_without_answers_is_refused(tmp_path: Path) -> None:
         task_of(tmp_path, rows, reward="exact").examples(Split.TRAIN)
 
 
-def test_a_malformed_csv_is_refused_by_line(tmp_path: Path) -> None:
-    (tmp_path / "q.csv").write_text("question,answer\na,1\nb,2,3\n")
-    with pytest.raises(DataError, match="line 3 has not the 2 columns"):
-        task_of(tmp_path, source=str(tmp_path / "q.csv")).examples(Split.TRAIN)
-
-
 def test_the_version_covers_code_data_and_settings(tmp_path: Path) -> None:
     seen = {task_of(tmp_path).version}
     changed = [
@@ -338,7 +336,7 @@ def test_what_json_cannot_hold_is_kept_from_functions(tmp_path: Path) -> None:
 
     path = tmp_path / "q.parquet"
     rows = [
-        {"question": f"{n}?", "answer": str(n), "day": dt.date(2026, 1, 1), "raw": b"x"} for n in range(4)
+        {"question": f"{n}?", "answer": str(n), "day": dt.date(2026, 1, 1), "raw": [b"x"]} for n in range(4)
     ]
     pq.write_table(pa.Table.from_pylist(rows), path)
     columns = task_of(tmp_path, source=str(path)).examples(Split.TRAIN)[0].fields["columns"]

@@ -9,12 +9,13 @@ because the order of the rows would be wrong.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from strop.errors import DataError
 from strop.store.listed import ARROW_END
+from strop.tasks.rows.files import Table, plain_row
 
 STATE_NAME = "state.json"
 SPLITS_NAME = "dataset_dict.json"
@@ -44,8 +45,8 @@ def find_saved_split(folder: Path, stems: Sequence[str]) -> list[Path]:
     )
 
 
-def read_saved(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
-    """Yield the rows of one split in order, each with its place for messages.
+def read_saved(path: Path) -> list[Table]:
+    """Return the rows of one split in order.
 
     Raises: DataError if a file is missing or truncated, or a file of indices selects the rows.
     """
@@ -62,7 +63,7 @@ def read_saved(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
         str(entry.get("filename")) for entry in state.get("_data_files") or () if isinstance(entry, dict)
     ]
     columns = state.get("_format_columns")
-    number = 0
+    rows: list[Table] = []
     for name in names:
         try:
             with (path / name).open("rb") as file:
@@ -76,9 +77,8 @@ def read_saved(path: Path) -> Iterator[tuple[dict[str, Any], str]]:
                 table = table.select(columns)
         except (OSError, KeyError, pa.ArrowException) as error:
             raise _unreadable(path / name, str(error), _AGAIN) from error
-        for values in table.to_pylist():
-            number += 1
-            yield values, f"{path}, row {number}"
+        rows += map(plain_row, table.to_pylist())
+    return rows
 
 
 _AGAIN = "save or fetch it again; an interrupted copy looks like this"

@@ -22,6 +22,7 @@ from typing import Any
 
 from strop.errors import DataError
 from strop.rollout import Message
+from strop.tasks.answers import show_answer
 from strop.tasks.rows.layout import Row, bad_row
 
 KEYS = ("prompt", "messages", "completion", "prompt_id", "problem", "gold", "source", "weight", "train_on")
@@ -101,8 +102,10 @@ def _read_messages(row: Row, values: Mapping[str, Any]) -> tuple[Message, ...]:
 
 
 def _read_message(row: Row, value: Any) -> Message:
-    is_table = isinstance(value, dict) and value.keys() == {"role", "content"}
-    if not is_table or not all(isinstance(part, str) and part.strip() for part in value.values()):
+    # Parquet has the keys of all messages in every one.
+    parts = {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else {}
+    is_whole = all(isinstance(part, str) and part.strip() for part in parts.values())
+    if parts.keys() != {"role", "content"} or not is_whole:
         allowed = "tables of role and content, texts that are not empty, and nothing else"
         raise malformed(row, f"has the message {str(value)[:80]}", allowed)
     return Message(role=value["role"], content=value["content"])
@@ -110,6 +113,8 @@ def _read_message(row: Row, value: Any) -> Message:
 
 def _read_text(row: Row, values: Mapping[str, Any], key: str) -> str | None:
     value = values.get(key)
+    if key == "gold" and isinstance(value, bool | int | float):
+        return show_answer(value)
     if value is None or (isinstance(value, str) and value.strip()):
         return value
     raise malformed(row, f"has {key}={str(value)[:80]!r}", f"{key} as a text that is not empty")

@@ -11,7 +11,6 @@ one file per split.
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from strop.errors import DataError, HubUnreachable, RemoteMissing, split_error
-from strop.spec.offline import is_data_path
+from strop.spec.offline import DATA_SUFFIXES, is_data_path
 from strop.store.data_files import (
     DataFile,
     fetch_data_file,
@@ -32,9 +31,8 @@ from strop.store.data_files import (
 )
 from strop.store.uris import is_remote
 from strop.tasks.rows.arrow import SPLITS_NAME, find_saved_split, is_saved, read_saved
+from strop.tasks.rows.files import mend_columns, read_file
 
-_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
-_OTHER_FORMATS = (".xlsx", ".xls", ".ods", ".tsv", ".gz", ".zip", ".xz", ".zst", ".pkl", ".npy")
 _FOLDERS = ("", "main", "data")
 _TRAIN_STEMS = ("train",)
 _SHOT_STEMS = ("dev", "prompt")
@@ -176,7 +174,7 @@ def _find_by_id(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
         if (train_path := fetch_saved_split(source, saved[_TRAIN_STEMS])) is not None:
             held_out_path = fetch_saved_split(source, saved[_HELD_OUT_STEMS])
             return [train_path], [held_out_path] if held_out_path is not None else []
-        names = [name for name in list_data_files(source) if name.endswith(_SUFFIXES)]
+        names = [name for name in list_data_files(source) if name.endswith(DATA_SUFFIXES)]
     train, held_out = (_choose_files(names, stems) for stems in (_TRAIN_STEMS, _HELD_OUT_STEMS))
     if not train and len(names) == 1:
         return [_fetch(source, names[0])], []
@@ -184,7 +182,7 @@ def _find_by_id(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
         raise DataError(
             f"task.source={source} has no file named {_TRAIN_STEMS[0]}*; its data files are"
             f" {', '.join(names[:5]) or 'none'}",
-            allowed=f"one file of {', '.join(_SUFFIXES)}, or files named train* and test* or validation*",
+            allowed=f"one file of {', '.join(DATA_SUFFIXES)}, or files named train* and test* or validation*",
             next_step="download the data set, and name the file that you mean in task.source",
         )
     return [_fetch(source, name) for name in train], [_fetch(source, name) for name in held_out]
@@ -256,10 +254,10 @@ def _split_files(folder: Path, files: Sequence[str], stems: Sequence[str]) -> li
         return mirrored
     for place in (folder / name for name in _FOLDERS):
         for stem in stems:
-            shards = sorted(path for suffix in _SUFFIXES for path in place.glob(f"{stem}*{suffix}"))
+            shards = sorted(path for suffix in DATA_SUFFIXES for path in place.glob(f"{stem}*{suffix}"))
             if shards:
                 return shards
-    patterns = " or ".join(f"{stem}*{suffix}" for stem in stems for suffix in _SUFFIXES)
+    patterns = " or ".join(f"{stem}*{suffix}" for stem in stems for suffix in DATA_SUFFIXES)
     raise DataError(
         f"folder {folder} has no file named {patterns}",
         allowed=f"such a file in the folder itself, in {' or in '.join(_FOLDERS[1:])}",
@@ -287,90 +285,11 @@ def _split_by_content(
 def read_rows(path: Path, *, first_index: int = 0) -> list[Row]:
     """Read all rows of one file of Parquet, CSV, JSON or JSONL, in order, or of a folder of Arrow files.
 
-    Values of CSV are texts. `first_index`: the index of the first row, after those of other files.
+    `first_index`: the index of the first row, after those of other files.
     Raises: DataError if it cannot be read.
     """
-    if path.is_dir():
-        return [
-            Row(values=values, place=place, index=index)
-            for index, (values, place) in enumerate(read_saved(path), start=first_index)
-        ]
-    if path.suffix in _OTHER_FORMATS:
-        raise DataError(
-            f"data file {path} is of a format that is not read",
-            allowed=f"a file of {', '.join(_SUFFIXES)}",
-            next_step="export it, for example as CSV in UTF-8, and name that file",
-        )
-    read = {".parquet": _read_parquet, ".csv": _read_csv}.get(path.suffix, _read_json)
-    values = list(read(path))
+    tables = mend_columns(read_saved(path)) if path.is_dir() else read_file(path)
     return [
-        Row(values=value, place=f"{path}, row {number}", index=first_index + number - 1)
-        for number, value in enumerate(values, start=1)
+        Row(values=values, place=f"{path}, row {number}", index=first_index + number - 1)
+        for number, values in enumerate(tables, start=1)
     ]
-
-
-def _read_parquet(path: Path) -> list[dict[str, Any]]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        rows: list[dict[str, Any]] = pq.read_table(path).to_pylist()
-    except (OSError, pa.ArrowException) as error:
-        raise _unreadable(path, str(error), "Parquet") from error
-    return rows
-
-
-def _read_csv(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the rows below a header; all must have its columns."""
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            reader = csv.DictReader(file, strict=True)
-            for row in reader:
-                if None in row or None in row.values():
-                    width = len(reader.fieldnames or ())
-                    cause = f"line {reader.line_num} has not the {width} columns of the header"
-                    raise _unreadable(path, cause, "CSV with a header, and its columns in every row")
-                yield row
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise _unreadable(path, str(error), "CSV in UTF-8 with a header") from error
-
-
-def _read_json(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the tables of a JSONL file, or of a `.json` file that holds one list of them."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _unreadable(path, str(error), "JSONL in UTF-8") from error
-    if path.suffix == ".json" and text.lstrip().startswith("["):
-        allowed = "one JSON list of tables"
-        try:
-            values = json.loads(text)
-        except ValueError as error:
-            raise _unreadable(path, str(error), allowed) from error
-        items: Iterator[tuple[str, Any]] = (
-            (f"item {number}", value) for number, value in enumerate(values, start=1)
-        )
-    else:
-        allowed = "one JSON table a line"
-        items = _read_lines(path, text, allowed)
-    for place, value in items:
-        if not isinstance(value, dict):
-            raise _unreadable(path, f"{place} is a {type(value).__name__}", allowed)
-        yield value
-
-
-def _read_lines(path: Path, text: str, allowed: str) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                yield f"line {number}", json.loads(line)
-            except ValueError as error:
-                raise _unreadable(path, f"line {number}: {error}", allowed) from error
-
-
-def _unreadable(path: Path, cause: str, allowed: str) -> DataError:
-    return DataError(
-        f"data file {path} cannot be read ({cause})",
-        allowed=allowed,
-        next_step="fetch or write the file again; an interrupted download looks like this",
-    )

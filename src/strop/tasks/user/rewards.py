@@ -18,7 +18,7 @@ from unicodedata import normalize
 
 from strop.errors import ConfigError
 from strop.rollout import Outcome
-from strop.tasks.answers import text_after_thinking
+from strop.tasks.answers import show_answer, text_after_thinking
 from strop.tasks.mathematics.answers import find_answer
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.user_code import CodeRef, InspectedFunction, hash_sources, inspect_function, load_code
@@ -143,7 +143,7 @@ _IN_WORD = rf"[^\W{_UNSPACED}]"
 
 
 def _contains(text: str, answer: Any) -> bool:
-    gold = _plain(show_answer(answer))
+    gold = _plain(show_answer(answer), answer)
     if not gold:
         return False
     # As whole words and numbers: 4 is not in 42, -4, 4.5, 1/4, 4:30 or 4,500, and C is not in C++.
@@ -157,7 +157,7 @@ def _contains(text: str, answer: Any) -> bool:
         behind += r"(?![.,/:]?[0-9])"
     elif behind:
         behind += r"(?![+#]{1,2}(?!\w))"
-    return re.search(before + re.escape(gold) + behind, _plain(text)) is not None
+    return re.search(before + re.escape(gold) + behind, _plain(text, answer)) is not None
 
 
 def _is_equal_math(text: str, answer: Any) -> bool:
@@ -198,17 +198,14 @@ def read_schema(answer: Any) -> Any:
 
 _FENCED = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
 BUILT_IN: Mapping[str, Callable[[str, Any], bool]] = {
-    "exact": lambda text, answer: _plain(text) == _plain(show_answer(answer)),
+    "exact": lambda text, answer: _plain(text, answer) == _plain(show_answer(answer), answer),
     "contains": _contains,
     "math": _is_equal_math,
     "json-schema": _fits_schema,
 }
 
 
-def _plain(text: str) -> str:
-    return " ".join(normalize("NFC", text).replace("\u2212", "-").split())
-
-
-def show_answer(answer: Any) -> str:
-    """Return an answer as a text: a text as it is, any other value as JSON."""
-    return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+def _plain(text: str, answer: Any) -> str:
+    plain = " ".join(normalize("NFC", text).replace("\u2212", "-").split())
+    # A truth value is true in JSON, True in Python and TRUE in a table.
+    return plain.casefold() if show_answer(answer).casefold() in ("true", "false") else plain

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
@@ -21,6 +20,7 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.task import SOURCE_HELP, CodeTaskSection, JudgedByUser, TrainingRows
 from strop.spec.template import fill, list_names, refuse_malformed
+from strop.tasks.answers import show_answer
 from strop.tasks.code.extraction import (
     SPARE_VERIFY_S,
     WALL_S,
@@ -45,7 +45,6 @@ from strop.tasks.user.rewards import (
     UserReward,
     read_schema,
     score_built_in,
-    show_answer,
 )
 from strop.user_code import CodeRef, is_code
 
@@ -403,20 +402,17 @@ def _is_message(value: Any) -> bool:
 
 
 def _to_json(value: Any) -> Any:
-    """Return a column's value as a JSON value; `...` for bytes and the like, which no function gets.
-
-    NaN, by which pandas and Parquet write a missing value, is None.
-    """
+    """Return a column's value as a JSON value; `...` for what is or holds bytes, which no function gets."""
     if isinstance(value, dt.date | dt.time):
         return value.isoformat()
     if isinstance(value, Decimal):
-        return float(value)
+        return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, dict):
-        return {str(key): _to_json(item) for key, item in value.items()}
+        table = {str(key): _to_json(item) for key, item in value.items()}
+        return ... if ... in table.values() else table
     if isinstance(value, list):
-        return [_to_json(item) for item in value]
-    if isinstance(value, float) and math.isnan(value):
-        return None
+        items = [_to_json(item) for item in value]
+        return ... if ... in items else items
     return value if value is None or isinstance(value, str | bool | int | float) else ...
 
 
