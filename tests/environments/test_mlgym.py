@@ -54,9 +54,28 @@ def test_what_is_better_than_the_baseline_earns_its_gain(tmp_path: Path, setting
     assert (tmp_path / "checkout/data/nearTen/target.py").read_text() == FILES["data/nearTen/target.py"]
 
 
+WALKS = """
+import os, sys
+frame = sys._getframe()
+while frame is not None and "nonce" not in frame.f_globals:
+    frame = frame.f_back
+print('{"Score": 10}', frame and frame.f_globals["nonce"], flush=True)
+os._exit(0)
+"""
+RENAMES = """
+import os, sys
+if "runpy" in sys.modules:
+    print('{"Score": 10}', sys.modules["__main__"].nonce, flush=True)
+    os._exit(0)
+os.rename(__file__, "colorsys.py")
+def act(): return 1
+"""
+
+
 @pytest.mark.parametrize(
     ("reply", "reward"),
     [
+        (write(WALKS), -1.0),
         ("I am done.", 0.0),
         (call("bash", command="echo 'def act(): return 7' > partner.py; touch evaluate.py json.py"), 0.0),
         (write("def act(): return -3"), -1.0),
@@ -74,6 +93,23 @@ def test_hacks_earn_nothing(tmp_path: Path, reply: str, reward: float) -> None:
     assert outcome.failure is None, outcome
     assert outcome.reward is not None
     assert outcome.reward <= reward
+
+
+@pytest.mark.parametrize(
+    ("grader", "reply", "reward"),
+    [
+        # One that loads the artefact by its path would share its process with it: it cannot.
+        ("import runpy\ntarget = runpy.run_path('target.py')\n", write(WALKS), None),
+        # What the artefact put into the folder is not imported by it.
+        ("import target\ntarget.act()\nimport colorsys\n", write(RENAMES), 0.0),
+    ],
+)
+def test_no_grader_shares_a_process_with_the_artefact(
+    tmp_path: Path, grader: str, reply: str, reward: float | None
+) -> None:
+    task = make(tmp_path)
+    (tmp_path / "checkout/data/nearTen/evaluate.py").write_text(grader + "print('{\"Score\": 4}')\n")
+    assert play(tmp_path, task, reply, SUBMIT).outcome.reward == reward
 
 
 def test_a_table_is_graded_by_answers_that_the_model_does_not_have(tmp_path: Path) -> None:

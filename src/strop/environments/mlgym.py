@@ -4,8 +4,8 @@ The checkout is read by its configuration files; nothing in it is imported or wr
 
 The model does not get the grader's script, files that are declared secret, or files named like answers. The
 grader takes only the artefact, so changes of the task's files do not reach it. Its process never imports the
-artefact: that runs in a child, which answers calls over a pipe with plain data. A script that the child's
-answers end, or that prints more than one result, has no result.
+artefact, and finds no file of it: that runs in a child, which answers calls over a pipe with plain data. A
+script that the child's answers end, or that prints more than one result, has no result.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Mlgym(Workspace):
     """
 
     name = "mlgym"
-    version = "mlgym-2"
+    version = "mlgym-3"
     max_turns = 50
     floor = -1.0
     limits = TaskLimits(max_reply_tokens=4096, max_reward=1.0, min_reward=-1.0, max_goldless_frac=1.0)

@@ -8,7 +8,7 @@ calls, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
 for number in (0, 1):
     os.dup2(os.open(os.devnull, os.O_RDWR), number)
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-sys.path.insert(0, ".")
+sys.path[:0] = [sys.argv[2], "."]
 artefact = importlib.import_module(sys.argv[1])
 
 def plain(value):
@@ -21,7 +21,7 @@ for line in calls:
 """
 """Imports the artefact and answers calls of its functions; it can write no file."""
 DRIVER = f"""
-import ast, ctypes, runpy, subprocess, sys, traceback, types
+import ast, ctypes, os, runpy, subprocess, sys, tempfile, traceback, types
 nonce, script, artefact = sys.stdin.readline().strip(), sys.argv[1], sys.argv[2]
 sys.argv = [script, *sys.argv[3:]]
 sys.path.insert(0, ".")
@@ -39,7 +39,9 @@ class Artefact(types.ModuleType):
     def _call(self, call):
         # Started late: the script has imported and read its own files by then.
         if self.child is None:
-            argv = [sys.executable, "-c", {_CHILD!r}, self.__name__]
+            # It cannot write, but rename: what is imported from here on is not from its folder.
+            sys.path[:] = [folder for folder in sys.path if folder not in ("", ".")]
+            argv = [sys.executable, "-c", {_CHILD!r}, self.__name__, apart]
             pipe = subprocess.PIPE
             self.child = subprocess.Popen(argv, stdin=pipe, stdout=pipe, text=True)
         self.child.stdin.write(f"{{call!r}}\\n")
@@ -47,6 +49,9 @@ class Artefact(types.ModuleType):
         return ast.literal_eval(self.child.stdout.readline(1 << 20))
 
 if artefact.endswith(".py"):
+    # A script that loads it by its path finds nothing there.
+    apart = tempfile.mkdtemp(dir=".")
+    os.rename(artefact, os.path.join(apart, artefact))
     sys.modules[artefact[:-3]] = Artefact(artefact[:-3])
 try:
     runpy.run_path(script, run_name="__main__")
