@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -33,8 +34,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from strop.errors import ConfigError, StoreError
+from strop.io.variables import set_variables
 from strop.rollout import REASONING, IntArray, Message
 
+DATE_VARIABLE = "STROP_DATE"
+"""The date that templates print, such as 2026-11-29; the machine's own where it is not set."""
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 GUARD = "\ufdd0"
 """Stands in the spelling of a control token that is none. No text holds it: Unicode keeps it free."""
@@ -60,6 +64,7 @@ class Tokenizer:
         self._special_texts = dict(special_texts)
         self._source = source
         self._chat_template = chat_template
+        self._now = now
         self._environment = _template_environment(now)
         self._template: Template | None = None
         self.eos_id: int = eos_ids[0]
@@ -70,7 +75,7 @@ class Tokenizer:
     def load(cls, model_dir: Path, *, now: Callable[[], datetime] | None = None) -> Tokenizer:
         """Read the tokenizer of a Hugging Face model directory.
 
-        `now` answers templates that print today's date (default: the machine's clock).
+        `now` answers templates that print today's date (default: `DATE_VARIABLE`, else the machine's clock).
         Raises: ConfigError if the directory, tokenizer.json or every terminator is missing;
             StoreError if a file cannot be read.
         """
@@ -174,6 +179,11 @@ class Tokenizer:
         """Hash over everything that changes ids, prompts or stops."""
         parts = [self._fast.to_str(), list(self._eos_ids), self._special_texts, self._chat_template]
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def printed_date(self) -> str | None:
+        """The date that the chat template prints, such as 2026-11-29; None where it prints none."""
+        return self._now().date().isoformat() if "strftime_now" in (self._chat_template or "") else None
 
     @property
     def has_chat_template(self) -> bool:
@@ -393,8 +403,14 @@ def _left_out(what: str) -> ConfigError:
     )
 
 
+def dated(date: str | None) -> AbstractContextManager[None]:
+    """Have templates print this date in this process and its children; None changes nothing."""
+    return set_variables({} if date is None else {DATE_VARIABLE: date})
+
+
 def _local_now() -> datetime:
-    return datetime.now().astimezone()
+    date = os.environ.get(DATE_VARIABLE)
+    return datetime.now().astimezone() if date is None else datetime.fromisoformat(date)
 
 
 def _template_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:

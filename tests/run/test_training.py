@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -26,8 +27,10 @@ from strop.policy.weights import weights_digest
 from strop.record import EventKind, RunDir, list_runs
 from strop.record.rollouts import read_rollouts, write_rollouts
 from strop.rollout import Example, Message, Outcome, Sampling, Split
+from strop.run.evaluation import EvalRequest, evaluate_here
 from strop.run.held_out import Evaluation, TrainOutcome
-from strop.run.inference import open_model, read_trained_ids
+from strop.run.inference import open_model, read_setup, read_trained_ids
+from strop.run.resuming import DATE_FACT
 from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.store import ModelHandle, get_model
@@ -35,6 +38,7 @@ from strop.tasks import build_task, problem_of
 from strop.tasks.generated.reverse_text import ReverseText
 from strop.tasks.judging import InlineJudge
 from strop.train import EvalSummary
+from strop.train.batch import schedule_examples
 from tests.evaluate.stored_results import make_result
 from tests.fixtures.saved_data import save_split
 from tests.fixtures.spell import SpellTask
@@ -152,6 +156,39 @@ def test_a_run_file_becomes_a_trained_run(here: Here, tiny_model_dir: Path) -> N
     del manifest["facts"]["weights_digest"]
     (checkpoint / "COMPLETE").write_text(json.dumps(manifest))
     assert open_model(str(checkpoint)).digest == get_model(str(checkpoint / "model")).digest
+
+
+def test_a_run_goes_on_behind_an_epoch_with_the_rows_and_the_date_that_it_began_with(
+    here: Here, tmp_path: Path
+) -> None:
+    model = shutil.copytree(here.model, tmp_path / "dated")
+    template = model / "chat_template.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }} " + template.read_text())
+    words = [f"model.uri={model}", "task.num_train=4", "train.steps=4"]
+    # Two of two steps of an epoch are done.
+    here.break_off(2, *words)
+    (run,) = list_runs(here.folder / "runs")
+    (record := run.path / "run.json").write_text(
+        record.read_text().replace(str(run.state.facts[DATE_FACT]), "2001-02-03")
+    )
+    here.train(*words)
+    rollouts = [read_rollouts(run.rollouts_path(step)) for step in range(1, 5)]
+    spec = load_spec(run.spec_path).spec
+    schedule = schedule_examples(spec, task := build_task(spec.task))
+    assert schedule is not None
+    drawn = [list(dict.fromkeys(one.example.example_id for one in step)) for step in rollouts]
+    assert drawn == [[one.example_id for one in schedule.examples(step)] for step in range(4)]
+    dates = [step[0].turns[0].text.partition(" <")[0] for step in rollouts]
+    assert dates[:2] != dates[2:] == ["03 Feb 2001"] * 2
+    # As does the evaluation of its checkpoints, whose own date holds for its life.
+    setup = read_setup(task.name, ["num_train=4", "num_held_out=3", "max_words=1"], Split.HELD_OUT)
+    request = EvalRequest(num_examples=1, out_dir=tmp_path / "evals")
+    for date in ("2001-02-03", "2002-02-03"):
+        record.write_text(record.read_text().replace("2001-02-03", date))
+        opened = open_model(str(run.path))
+        (stored,) = evaluate_here([setup], opened, request, say=lambda text: None)
+        assert stored.result.date == "2001-02-03"
+        assert (stored.result.first_prompt or "").startswith("03 Feb 2001")
 
 
 def test_missing_kernels_are_said_and_written_down(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,6 +143,7 @@ def plan_evaluation(
         sampling=settings.sampling,
         num_samples=settings.num_samples,
         pass_threshold=settings.pass_threshold,
+        date=tokenizer.printed_date if prompt_format is PromptFormat.CHAT else None,
     )
     samples = [(0, GREEDY)]
     samples += [(sample_index, settings.sampling) for sample_index in range(settings.num_samples or 0)]

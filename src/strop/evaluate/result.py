@@ -207,6 +207,8 @@ class EvalPlan(Record):
     """Sampled rollouts per example; None: greedy only."""
     pass_threshold: float | None
     """A rollout with at least this reward counts as solved; None: the task's `is_correct` decides."""
+    date: str | None = None
+    """The date that prompts print, such as 2026-11-29; None where they print none."""
 
     @property
     def identity(self) -> EvalPlan:
@@ -225,8 +227,8 @@ class EvalPlan(Record):
 
     @property
     def digest(self) -> str:
-        """Hash over all fields of the plan."""
-        return self._hash(EvalPlan.model_fields.keys() - {"dtype_reason"})
+        """Hash over the fields of the plan, but for the date and the prompt, which may print it."""
+        return self._hash(EvalPlan.model_fields.keys() - {"dtype_reason", "date", "first_prompt"})
 
     def _hash(self, names: Collection[str]) -> str:
         values = self.model_dump(mode="json", include=set(names))

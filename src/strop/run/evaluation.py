@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from strop.engine import Engine
@@ -47,12 +48,13 @@ from strop.run.inference import (
     read_trained_ids,
     serve_model,
 )
+from strop.run.resuming import DATE_FACT
 from strop.spec import RunSpec, load_spec
 from strop.spec.display import dotted, format_value, walk_values
 from strop.spec.eval_file import EvalFile
 from strop.spec.sources import parse_override
 from strop.tasks import build_task
-from strop.tokenizer import Tokenizer
+from strop.tokenizer import Tokenizer, dated
 
 TELL_EVERY_S = 10.0
 EVALS_ROOT = Path("evals")
@@ -128,13 +130,14 @@ def _prepare_canary(path: Path, setups: Sequence[SamplingSetup], model: OpenedMo
     else:
         same = [setup for setup in setups if setup.spec.task.name == baseline.task]
         setup = (same or list(setups))[0]
-    planned = plan_canary(
-        baseline,
-        task=build_task(setup.spec.task),
-        tokenizer=Tokenizer.load(model.path),
-        model_digest=model.digest,
-        max_positions=read_model_size(model.path).max_positions,
-    )
+    with dated(baseline.date):
+        planned = plan_canary(
+            baseline,
+            task=build_task(setup.spec.task),
+            tokenizer=Tokenizer.load(model.path),
+            model_digest=model.digest,
+            max_positions=read_model_size(model.path).max_positions,
+        )
     return _Canary(setup=setup, planned=planned)
 
 
@@ -144,10 +147,13 @@ def _prepare(
     tokenizer = Tokenizer.load(model.path)
     max_positions = read_model_size(model.path).max_positions
     trained_ids = read_trained_ids(model.run_path)
+    facts = {} if model.run_path is None else RunDir.open(model.run_path).state.facts
+    run_date = facts.get(DATE_FACT)
     prepared = []
     for setup in setups:
         spec = setup.spec
-        planned = plan_evaluation(
+        plan = partial(
+            plan_evaluation,
             task=build_task(spec.task),
             tokenizer=tokenizer,
             settings=EvalSettings(
@@ -167,6 +173,8 @@ def _prepare(
             trained_ids=trained_ids,
             max_positions=max_positions,
         )
+        with dated(run_date):
+            planned = plan()
         name = result_name(planned.plan)
         if request.name is not None:
             name = f"{request.name}.{name}"
@@ -175,6 +183,10 @@ def _prepare(
         else:
             # The digest tells plans apart in the folder that all evaluations share.
             result_path = EVALS_ROOT / f"{name.removesuffix('.json')}-{planned.plan.digest[:8]}.json"
+        # One date for the life of an evaluation.
+        if (date := _find_date(result_path)) not in (None, planned.plan.date):
+            with dated(date):
+                planned = plan()
         if result_path.exists():
             refuse_other_plan(result_path, read_result(result_path), planned.plan)
         # Beside the result and named like it, without '.json'.
@@ -183,6 +195,14 @@ def _prepare(
         held.enter_context(folder)
         prepared.append(_Prepared(setup=setup, planned=planned, folder=folder, result_path=result_path))
     return prepared
+
+
+def _find_date(result_path: Path) -> str | None:
+    """Return the date that the prompts of a begun evaluation print, if they print one."""
+    if result_path.exists():
+        return read_result(result_path).date
+    shards = list_shards(result_path.with_suffix(""))
+    return read_plan(shards[0]).date if shards else None
 
 
 def read_file_setup(file: EvalFile, run: RunSpec | None, task: str = "") -> SamplingSetup:
@@ -234,8 +254,10 @@ async def _evaluate(
         elif canary is not None and engine is not None:
             # An engine that does not reproduce the baseline evaluates nothing.
             task, expected = canary.planned.planned.task, canary.planned.baseline.greedy
+            date = canary.planned.baseline.date
             async with hold_judge(canary.setup.spec.task, task) as judge:
-                measured = await require_baseline(canary.planned, engine, tokenizer, judge=judge)
+                with dated(date):
+                    measured = await require_baseline(canary.planned, engine, tokenizer, judge=judge)
             say(
                 f"the canary came out: greedy accuracy of {task.name} is {measured.estimate:.1%}, within"
                 f" {expected.low:.1%} to {expected.high:.1%}"
@@ -266,14 +288,15 @@ async def _attempt(
         )
     tell = tell_progress(plan.full_name, plan.num_examples - num_kept, say)
     async with hold_judge(prepared.setup.spec.task, planned.task) as judge:
-        if part == (0, 1):
-            return await run_evaluation(
-                planned, engine, tokenizer, judge=judge, folder=folder, on_example=tell
+        with dated(plan.date):
+            if part == (0, 1):
+                return await run_evaluation(
+                    planned, engine, tokenizer, judge=judge, folder=folder, on_example=tell
+                )
+            assert engine is not None
+            await attempt_share(
+                planned, engine, tokenizer, judge=judge, folder=folder, part=part, on_example=tell
             )
-        assert engine is not None
-        await attempt_share(
-            planned, engine, tokenizer, judge=judge, folder=folder, part=part, on_example=tell
-        )
     return None
 
 

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import datetime as dt
 from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 from strop.errors import CheckRefused, CorruptRecord
 from strop.evaluate import read_result
-from strop.record import RunDir, find_resumable
+from strop.record import RunDir, find_resumable, list_runs
 from strop.record.files import list_shards
 from strop.record.parts import PARTS_FACT, require_same_parts
 from strop.record.rollouts import verify_rollouts
 from strop.record.run_dir import DISCARDED, STATE_NAME, step_of
-from strop.spec import ResolvedSpec, spec_digest, write_spec
+from strop.spec import ResolvedSpec, RunSpec, spec_digest, write_spec
 from strop.spec.description import list_spec_differences
 
+DATE_FACT = "date"
 _SAMPLED = "prompt_too_long_frac"
 """A metric of every step that sampled rollouts."""
 
@@ -39,6 +41,18 @@ def open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) 
             return _open_run(resolved, facts, is_new=True)
         raise
     return run_dir
+
+
+def find_date(spec: RunSpec, *, is_new: bool) -> str:
+    """Return the date that templates print in a run: that of the run which would go on, or today's."""
+    if spec.output.dir is not None:
+        path = Path(spec.output.dir)
+        runs = [RunDir.open(path)] if (path / STATE_NAME).exists() else []
+    else:
+        runs = [] if is_new else list_runs(Path(spec.output.root), spec.name)
+    digest, today = spec_digest(spec), dt.datetime.now().astimezone().date().isoformat()
+    wanted = (run.state for run in runs if not run.is_finished and run.state.spec_digest == digest)
+    return next((str(state.facts.get(DATE_FACT, today)) for state in wanted), today)
 
 
 def _open_run(resolved: ResolvedSpec, facts: dict[str, object], *, is_new: bool) -> RunDir:

@@ -59,7 +59,7 @@ from strop.record.run_dir import TOKENIZER_NAME
 from strop.rollout import Split
 from strop.run.held_out import Evaluation, TrainOutcome, read_outcome
 from strop.run.mirroring import Mirroring, probe_mirror
-from strop.run.resuming import check_record, open_run
+from strop.run.resuming import DATE_FACT, check_record, find_date, open_run
 from strop.spec import ResolvedSpec, RunSpec
 from strop.spec.judge import judge_sections, role_judges
 from strop.spec.layout import ENV, settle_layout
@@ -68,6 +68,7 @@ from strop.store.data_files import locate_named
 from strop.store.model_files import digest_parts
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import open_judge
+from strop.tokenizer import dated
 from strop.train.data.offline import (
     find_offline_source,
     read_demonstrations,
@@ -116,8 +117,11 @@ def train_here(
         # The nodes of a running Ray cluster are not those of this job.
         is_attached = spec.ray.address is not None
         laid_out = settle_layout(spec, None if is_attached else count_nodes(os.environ))
+        date = find_date(spec, is_new=is_new)
+        stack.enter_context(dated(date))
         parts = _read_parts(laid_out)
-        run_dir = stack.enter_context(open_run(resolved, parts.facts(num_threads), is_new=is_new))
+        facts = {**parts.facts(num_threads), DATE_FACT: date}
+        run_dir = stack.enter_context(open_run(resolved, facts, is_new=is_new))
         on_run(run_dir)
         # Before a GPU is asked for: a damaged record would end the run later, or be gone on with.
         lost = check_record(run_dir, parts.task.name, spec.eval.every)

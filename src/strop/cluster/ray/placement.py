@@ -47,7 +47,7 @@ from strop.spec.run import RunSpec
 from strop.store import ModelHandle
 from strop.store.policy import ORDER_VARIABLE, URI_VARIABLE
 from strop.tasks import Task, task_builder
-from strop.tokenizer import Tokenizer
+from strop.tokenizer import DATE_VARIABLE, Tokenizer
 
 JOIN_LIMIT_S = 300.0
 """Longest wait until all nodes of a job have joined."""
@@ -318,8 +318,9 @@ class RayPlacement:
         self._group = group = placement_group(list(seats.bundles), strategy="PACK")
         await self._guard(group.ready(), START_LIMIT_S)
         salt = secrets.token_hex(16)
-        # The run file's store section changes these variables in this process, so roles get them.
-        store = {name: os.environ[name] for name in (URI_VARIABLE, ORDER_VARIABLE) if name in os.environ}
+        # The run changes these variables in this process, so roles get them.
+        changed = (URI_VARIABLE, ORDER_VARIABLE, DATE_VARIABLE)
+        store = {name: os.environ[name] for name in changed if name in os.environ}
         listed = os.environ.get(NAMES_VARIABLE, "").split(",")
         names = [name for name in listed if name and name not in store]
         proofs = prove_environment(names, salt, os.environ)
