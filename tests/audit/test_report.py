@@ -31,6 +31,7 @@ from strop.audit.report import SCHEMA
 from strop.errors import CorruptRecord
 from strop.rollout import Example, FailureOwner, Outcome
 from strop.tasks.contract import Task
+from strop.tasks.judging import InlineJudge
 from tests.audit.test_audit import (
     MATCHES_EITHER_WAY,
     PAYS_FOR_A_LETTER,
@@ -171,22 +172,19 @@ def test_a_slow_grader_costs_examples_and_not_the_result(monkeypatch: pytest.Mon
     assert shown == [("garbage", "fail", 4), ("constant", "pass", 4), ("determinism", "pass", 2)]
 
 
-class SometimesLate:
+class SometimesLate(InlineJudge):
     """A judge whose verifier is ended at its limit once in so many judgements."""
 
     def __init__(self, task: Task, every: int) -> None:
-        self.task = task
+        super().__init__(task)
         self.every = every
         self.num = 0
 
-    async def judge(self, example: Example, text: str) -> Outcome:
+    async def judge(self, example: Example, text: str, *, is_member: bool = False) -> Outcome:
         self.num += 1
         if self.num % self.every == 0:
             return Outcome.lost(FailureOwner.TASK, "verifier_timeout", "no verdict after 20 s")
-        return self.task.verify(example, text)
-
-    async def close(self) -> None:
-        pass
+        return await super().judge(example, text)
 
 
 @pytest.mark.parametrize(("every", "status"), [(10**6, "pass"), (40, "warn"), (10, "fail")])

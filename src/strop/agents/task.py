@@ -33,6 +33,7 @@ from strop.agents.face import Face, lease_face
 from strop.environments.contract import Action, StepResult
 from strop.environments.objects import to_messages
 from strop.environments.recording import Recorder
+from strop.environments.single_turn import Answered
 from strop.environments.workspace import Guest, Workspace
 from strop.environments.worlds import WorldTask
 from strop.errors import ConfigError, DataError
@@ -43,9 +44,9 @@ from strop.spec.task import EnvironmentSection, TaskSection
 from strop.tasks import Task
 from strop.tasks.contract import TaskLimits, within_bounds
 from strop.tasks.failures import AttemptFailed
-from strop.tasks.judging import InlineJudge, Judge
+from strop.tasks.judging import Judge
 from strop.tasks.prompt import without_tools
-from strop.tasks.traits import TaskWrapper, limits_of, world_of
+from strop.tasks.traits import TaskWrapper, world_of
 from strop.user_code import CodeRef, hash_sources, inspect_function, is_code
 
 _MAX_ANSWER_BYTES = 16 << 20
@@ -156,20 +157,19 @@ class Conducted:
         """Do nothing."""
 
 
-class AgentEnvironment(Conducted):
+class AgentEnvironment(Answered, Conducted):
     """One attempt of a program."""
 
+    _task: AgentTask
+
     def __init__(self, task: AgentTask, judge: Judge | None) -> None:
-        self._task = task
-        self._judge = judge
-        self._example: Example | None = None
+        super().__init__(task, judge)
         self._messages: tuple[Message, ...] = ()
-        self._answer = ""
         self.max_attempt_tokens = task.max_tokens
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Pose the example; the program does not use the seed."""
-        self._example, self._answer = example, ""
+        self._example, self.answer = example, ""
         self._messages = self._task.render(example)
         return self._messages
 
@@ -192,15 +192,7 @@ class AgentEnvironment(Conducted):
         if answer is None:
             recorder.is_late = True
         else:
-            self._answer = answer
-
-    async def score(self) -> Outcome:
-        """Judge the answer. Raises: DataError before `reset`."""
-        if self._example is None:
-            raise DataError(f"{self._task.name}: score before reset")
-        judge = self._judge or InlineJudge(self._task)
-        outcome = await judge.judge(self._example, self._answer)
-        return within_bounds(outcome, limits_of(self._task, self._example))
+            self.answer = answer
 
 
 class WorkspaceAttempt(Conducted):

@@ -18,7 +18,7 @@ from strop.rollout import Example, FailureOwner, Outcome
 from strop.sandbox.contract import IsolationLevel
 from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, describe_failure
-from strop.tasks.judging import InlineJudge, Judge
+from strop.tasks.judging import InlineJudge, Judge, judge_as_attempted
 from strop.tasks.traits import ProgramForm, program_form_of
 
 _T = TypeVar("_T")
@@ -241,7 +241,7 @@ class AuditContext:
         # In this process a judgement runs without interruption: the thread computes nothing else meanwhile.
         began_s = time.thread_time() if isinstance(self.judge, InlineJudge) else None
         with catch_failure(FailureOwner.TASK) as caught:
-            outcome = await self.judge.judge(example, text)
+            outcome = await judge_as_attempted(self.judge, self.task, example, text)
         cpu_s = None if began_s is None else time.thread_time() - began_s
         if caught.failure is not None:
             outcome = Outcome(parts={}, failure=caught.failure)

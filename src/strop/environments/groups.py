@@ -16,8 +16,10 @@ from strop.engine import Engine
 from strop.environments.contract import Environment
 from strop.environments.extending import PromptCache
 from strop.environments.rollout import Attempt, RolloutPlan
+from strop.environments.single_turn import Answered
 from strop.errors import DataError
-from strop.rollout import FailureOwner, Group, Rollout
+from strop.rollout import FailureOwner, Group, Outcome, Rollout
+from strop.tasks.failures import catch_failure
 from strop.tokenizer import Tokenizer
 
 MAX_REFILLS = 2
@@ -48,13 +50,47 @@ async def run_group(
             f"a group of {len(plans)} plans for {num_examples} different examples or prompt formats"
         )
     prompts = PromptCache(tokenizer, plans[0].prompt_format)
+    answered: dict[int, Answered] = {}
 
-    async def attempt(plan: RolloutPlan) -> Rollout:
-        made = Attempt(environment=make_environment(), engine=engine, plan=plan, prompts=prompts)
+    async def attempt(place: int) -> Rollout:
+        environment = make_environment()
+        if isinstance(environment, Answered):
+            environment.is_member, answered[place] = True, environment
+        made = Attempt(environment=environment, engine=engine, plan=plans[place], prompts=prompts)
         return await made.run()
 
-    rollouts = await _run_all([_refill(partial(attempt, plan)) for plan in plans])
+    rollouts = await _run_all([_refill(partial(attempt, place)) for place in range(len(plans))])
+    if answered:
+        judge = next(iter(answered.values()))
+        answers = [answered[place].answer for place in range(len(plans))]
+        rollouts = await score_beside(judge, rollouts, answers)
     return Group(example=plans[0].example, rollouts=tuple(rollouts))
+
+
+async def score_beside(judge: Answered, rollouts: Sequence[Rollout], answers: Sequence[str]) -> list[Rollout]:
+    """Complete the outcomes of attempts at one example, where its task compares their answers.
+
+    Those of one `Sampling` are compared: an evaluation's greedy attempt with none. One that failed is absent.
+    """
+    completed = list(rollouts)
+    for sampling in {rollout.sampling for rollout in rollouts}:
+        places = [
+            place
+            for place, rollout in enumerate(rollouts)
+            if rollout.sampling == sampling and rollout.outcome.failure is None
+        ]
+        if not places:
+            continue
+        outcomes: Sequence[Outcome] = [rollouts[place].outcome for place in places]
+        with catch_failure(FailureOwner.TASK) as caught:
+            outcomes = await judge.score_group(
+                rollouts[0].example, [answers[place] for place in places], outcomes
+            )
+        if caught.failure is not None:
+            outcomes = [replace(outcome, failure=caught.failure) for outcome in outcomes]
+        for place, outcome in zip(places, outcomes, strict=True):
+            completed[place] = replace(rollouts[place], outcome=outcome)
+    return completed
 
 
 async def run_groups(

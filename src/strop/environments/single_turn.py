@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from strop.environments.contract import Action, Environment, StepResult
@@ -11,44 +11,70 @@ from strop.rollout import Example, Message, Outcome
 from strop.tasks import Task, limits_of
 from strop.tasks.contract import within_bounds
 from strop.tasks.judging import InlineJudge, Judge
-from strop.tasks.traits import world_of
+from strop.tasks.traits import group_verifier_of, world_of
 
 
-class SingleTurn:
-    """One question, one reply. A missing reply is judged as an empty one."""
+class Answered:
+    """An attempt that ends in one text, its answer, which the task judges: alone, or beside its group's."""
 
-    max_turns = 1
+    is_member = False
+    """Set by who judges the group behind its last attempt: `score` leaves to `score_group` what compares."""
 
     def __init__(self, task: Task, judge: Judge | None = None) -> None:
         self._task = task
         self._judge = judge or InlineJudge(task)
         self._example: Example | None = None
-        self._reply: Action | None = None
+        self.answer = ""
+
+    async def score(self) -> Outcome:
+        """Judge the answer; a score outside the task's limits is the task's failure."""
+        if self._example is None:
+            raise DataError(f"{self._task.name}: score called before reset")
+        return await self.judge_answer(self._example, self.answer)
+
+    async def judge_answer(self, example: Example, answer: str) -> Outcome:
+        """Judge an answer to an example."""
+        if self.is_member and group_verifier_of(self._task, example) is not None:
+            return await self._judge.judge(example, answer, is_member=True)
+        return within_bounds(await self._judge.judge(example, answer), limits_of(self._task, example))
+
+    async def score_group(
+        self, example: Example, answers: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        """Complete members' outcomes beside each other; where a task compares nothing they are whole."""
+        if group_verifier_of(self._task, example) is not None:
+            limits = limits_of(self._task, example)
+            found = await self._judge.judge_group(example, answers, outcomes)
+            outcomes = [within_bounds(outcome, limits) for outcome in found]
+        return outcomes
+
+
+class SingleTurn(Answered):
+    """One question, one reply. A missing reply is judged as an empty one."""
+
+    max_turns = 1
+
+    def __init__(self, task: Task, judge: Judge | None = None) -> None:
+        super().__init__(task, judge)
+        self._is_over = False
         self.stop_strings = task.limits.stop_strings
         self.base_stop_strings = task.limits.base_stop_strings
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Pose the example; the seed has no effect here."""
         self._example = example
-        self._reply = None
+        self._is_over, self.answer = False, ""
         limits = limits_of(self._task, example)
         self.stop_strings, self.base_stop_strings = limits.stop_strings, limits.base_stop_strings
         return self._task.render(example)
 
     async def step(self, action: Action) -> StepResult:
         """Keep the reply, and end the attempt."""
-        if self._example is None or self._reply is not None:
+        if self._example is None or self._is_over:
             when = "before reset" if self._example is None else "after its end"
             raise DataError(f"{self._task.name}: step called {when}")
-        self._reply = action
+        self._is_over, self.answer = True, action.text
         return StepResult(messages=(), done=True)
-
-    async def score(self) -> Outcome:
-        """Judge the reply; a score outside the task's limits is the task's failure."""
-        if self._example is None:
-            raise DataError(f"{self._task.name}: score called before reset")
-        outcome = await self._judge.judge(self._example, "" if self._reply is None else self._reply.text)
-        return within_bounds(outcome, limits_of(self._task, self._example))
 
     async def close(self) -> None:
         """Do nothing: there is nothing to release."""

@@ -28,6 +28,7 @@ from strop.evaluate.comparison import Interval, describe_difference, list_plan_d
 from strop.evaluate.result import EvalPlan, EvalResult, digest_examples, refuse_invalid
 from strop.evaluate.scoring import ExampleVerdicts, build_result, check_pass_at, give_verdicts
 from strop.evaluate.shards import ShardFolder, cut_shards
+from strop.io.notices import tell
 from strop.record.files import Shard
 from strop.rollout import Example, Sampling, Split
 from strop.tasks import (
@@ -41,6 +42,7 @@ from strop.tasks import (
     variant_of,
 )
 from strop.tasks.judging import Judge
+from strop.tasks.traits import group_verifier_of
 from strop.tokenizer import Tokenizer
 
 PLAIN = Sampling()
@@ -120,6 +122,10 @@ def plan_evaluation(
     refuse_trained(task, settings.split, examples, trained_ids)
     prompt_format = resolve_prompt_format(tokenizer, settings.prompt_format)
     budgets = [min(budget, limits_of(task, example).max_reply_tokens) for example in examples]
+    compares = any(group_verifier_of(task, example) is not None for example in examples)
+    if compares:
+        drawn = f"{settings.num_samples or 'no'} sampled replies to an example"
+        tell(f"task {task.name} compares replies: {drawn} beside each other, and the greedy one by itself")
     first_prompt, _ = render_prompt(tokenizer, task.render(examples[0]), prompt_format)
     plan = EvalPlan(
         task=task.name,
@@ -143,6 +149,7 @@ def plan_evaluation(
         sampling=settings.sampling,
         num_samples=settings.num_samples,
         pass_threshold=settings.pass_threshold,
+        compares=compares,
         date=tokenizer.printed_date if prompt_format is PromptFormat.CHAT else None,
     )
     samples = [(0, GREEDY)]

@@ -209,6 +209,8 @@ class EvalPlan(Record):
     """A rollout with at least this reward counts as solved; None: the task's `is_correct` decides."""
     date: str | None = None
     """The date that prompts print, such as 2026-11-29; None where they print none."""
+    compares: bool = False
+    """Whether the sampled replies to an example were judged beside each other; the greedy one is alone."""
 
     @property
     def identity(self) -> EvalPlan:

@@ -25,6 +25,8 @@ from typing import Any, Self
 from pydantic import ValidationError
 
 from strop.environments import RolloutPlan
+from strop.environments.groups import score_beside
+from strop.environments.single_turn import Answered
 from strop.errors import CheckRefused, CorruptRecord, StoreError
 from strop.evaluate.comparison import describe_difference, list_plan_differences
 from strop.evaluate.result import EvalPlan, EvalResult
@@ -34,10 +36,9 @@ from strop.io.atomic import explain_write_failure
 from strop.io.leftovers import remove_leftovers
 from strop.record.files import Shard, list_shards
 from strop.rollout import FailureOwner, FinishReason, Outcome, Rollout
-from strop.tasks import Task, limits_of
-from strop.tasks.contract import within_bounds
+from strop.tasks import Task
 from strop.tasks.failures import catch_failure, describe_failure
-from strop.tasks.judging import InlineJudge, Judge
+from strop.tasks.judging import Judge
 
 EXAMPLES_PER_SHARD = 32
 LOCK_NAME = "lock"
@@ -293,7 +294,8 @@ async def rescore(
             next_step="give the settings that the evaluation was made with",
         )
     places = asyncio.Semaphore(MAX_AT_ONCE)
-    chosen = judge or InlineJudge(task)
+    answered = Answered(task, judge)
+    answered.is_member = True
 
     async def judge_again(rollout: Rollout) -> Rollout:
         async with places:
@@ -303,15 +305,20 @@ async def rescore(
             if reply is None or rollout.outcome.is_too_long or is_lost:
                 return rollout
             with catch_failure(FailureOwner.TASK) as caught:
-                outcome = within_bounds(await chosen.judge(example, reply.text), limits_of(task, example))
+                outcome = await answered.judge_answer(example, reply.text)
             if caught.failure is not None:
                 outcome = Outcome(parts={}, failure=caught.failure)
             is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in rollout.turns)
             return replace(rollout, outcome=replace(outcome, truncated=outcome.truncated or is_cut))
 
-    judged = await asyncio.gather(*(judge_again(rollout) for rollout in rollouts))
-    new_plan = plan.model_copy(update={"task_version": task.version})
+    alone = await asyncio.gather(*(judge_again(rollout) for rollout in rollouts))
     per_example = 1 + (plan.num_samples or 0)
+    judged: list[Rollout] = []
+    for start in range(0, len(alone), per_example):
+        group = alone[start : start + per_example]
+        answers = ["" if rollout.reply is None else rollout.reply.text for rollout in group]
+        judged += await score_beside(answered, group, answers)
+    new_plan = plan.model_copy(update={"task_version": task.version})
     verdicts_P = [
         give_verdicts(judged[start : start + per_example], task, plan)
         for start in range(0, len(judged), per_example)

@@ -88,6 +88,12 @@ class LlmJudgeSpec(TrainingRows):
         " judgements do not count.",
         json_schema_extra=expert("calls of a served judge cost money"),
     )
+    compares: bool = Field(
+        default=False,
+        description="Whether the judge grades all replies to a prompt at once, beside each other, instead of"
+        " one by one. Equal replies get equal scores.",
+        json_schema_extra=expert("judges tell better from worse more surely than they grade"),
+    )
     pass_score: float = Field(
         default=0.5,
         gt=0.0,

@@ -30,6 +30,7 @@ from strop.tasks.registry import built_in
 from strop.tasks.traits import (
     ProgramForm,
     counts_of,
+    group_verifier_of,
     judge_digests_of,
     limits_of,
     problem_of,
@@ -284,6 +285,14 @@ class Blend:
         A verifier with a time limit is not tried here; the gate's self-test does that.
         Raises: DataError naming the example and the part.
         """
+        if any(
+            group_verifier_of(part.task, self._part_example(part, one)) is not None for one in examples[:1]
+        ):
+            raise DataError(
+                f"part {part.label} of the blend compares the replies of a group",
+                allowed="parts that judge each reply alone",
+                next_step="name all rewards in task.reward of one task rows, which may compare replies",
+            )
         if part is self._data:
             return
         for example in examples:

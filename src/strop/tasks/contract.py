@@ -107,6 +107,23 @@ class Task(Protocol):
         ...
 
 
+class GroupVerifier(Protocol):
+    """Judges replies to one example beside each other. `verify` of its task judges a group of one."""
+
+    def verify_member(self, example: Example, text: str) -> Outcome:
+        """Judge what of a reply depends on no other one; without a reward where something does."""
+        ...
+
+    def verify_group(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        """Complete the outcomes of `verify_member`, in their order.
+
+        Raises: any exception of the verifier; then no reply of the group has a score.
+        """
+        ...
+
+
 # Impossible scores: above the task's full marks, below its lowest marks, or not finite. Such a grader is
 # broken, so the rollout has no score, the task owns the failure, and the record keeps the score.
 

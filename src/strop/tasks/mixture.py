@@ -21,12 +21,13 @@ from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.base import SpecConflict, expert
 from strop.spec.parts import PartedSection, TaskPart, read_part, refuse_same_names
-from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.contract import GroupVerifier, Task, TaskLimits
 from strop.tasks.registry import built_in
 from strop.tasks.traits import (
     ProgramForm,
     counts_of,
     epoch_order_of,
+    group_verifier_of,
     judge_digests_of,
     limits_of,
     problem_of,
@@ -183,6 +184,10 @@ class Mixture:
     def verify(self, example: Example, text: str) -> Outcome:
         """Judge as the example's part does."""
         return self._owner(example).verify(example, text)
+
+    def group_verifier(self, example: Example) -> GroupVerifier | None:
+        """Return what judges replies beside each other in the example's part."""
+        return group_verifier_of(self._owner(example), example)
 
     def program_form(self, example: Example) -> ProgramForm | None:
         """Return how the part uses the program of a reply."""

@@ -164,11 +164,13 @@ def _probe_texts(task: Task, examples: Sequence[Example], index: int) -> Iterato
 async def _judge(
     judge: Judge, task: Task, example: Example, probe: str, text: str, expectation: str
 ) -> _Judged:
+    from strop.tasks.judging import judge_as_attempted
+
     limits = limits_of(task, example)
     reward: float | None = None
     is_correct: bool | None = None
     with catch_failure(FailureOwner.TASK) as caught:
-        outcome = within_bounds(await judge.judge(example, text), limits)
+        outcome = within_bounds(await judge_as_attempted(judge, task, example, text), limits)
         reward, is_correct, caught.failure = outcome.reward, outcome.is_correct, outcome.failure
     detail = expectation if caught.failure is None else describe_failure(caught.failure)
     full = reward is not None and reward >= limits.max_reward

@@ -13,7 +13,7 @@ from typing import Any
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split
-from strop.tasks.contract import Task, TaskLimits
+from strop.tasks.contract import GroupVerifier, Task, TaskLimits
 
 OPTIONAL: Mapping[str, str] = MappingProxyType(
     {
@@ -23,6 +23,7 @@ OPTIONAL: Mapping[str, str] = MappingProxyType(
         "prompt_fields": "(example) -> what a prompt template may name of it, if not the example's fields.",
         "limits_of": "(example) -> the limits of one example.",
         "program_form": "(example) -> how the Python program of a reply is used; None if it asks for none.",
+        "group_verifier": "(example) -> what judges replies to it beside each other; None: each alone.",
         "judge_digests": "Hashes of all that identifies each model that judges replies; () without one.",
         "part_of": "(example) -> the label of the part that it belongs to, in a task made of several.",
         "problem_of": "(example) -> a name for its problem, the same for examples that pose one problem, as"
@@ -93,6 +94,13 @@ def program_form_of(task: Task, example: Example) -> ProgramForm | None:
     find = _member(task, "program_form")
     form: ProgramForm | None = None if find is None else find(example)
     return form
+
+
+def group_verifier_of(task: Task, example: Example) -> GroupVerifier | None:
+    """Return what judges replies to an example beside each other; None if each is judged alone."""
+    find = _member(task, "group_verifier")
+    verifier: GroupVerifier | None = None if find is None else find(example)
+    return verifier
 
 
 def judge_digests_of(*tasks: Task) -> list[str]:
@@ -223,6 +231,10 @@ class TaskWrapper:
     def verify(self, example: Example, text: str) -> Outcome:
         """Judge as the task does."""
         return self._task.verify(example, text)
+
+    def group_verifier(self, example: Example) -> GroupVerifier | None:
+        """Return what judges replies to the example beside each other."""
+        return group_verifier_of(self._task, example)
 
     def program_form(self, example: Example) -> ProgramForm | None:
         """Return how the program of a reply is run."""

@@ -100,7 +100,7 @@ def test_overlapping_judgements_count_once() -> None:
     ticks = iter(range(100))
 
     class Slow(InlineJudge):
-        async def judge(self, example: Example, text: str) -> Outcome:
+        async def judge(self, example: Example, text: str, *, is_member: bool = False) -> Outcome:
             await asyncio.sleep(0.01)
             return await super().judge(example, text)
 

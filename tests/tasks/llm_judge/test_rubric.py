@@ -14,8 +14,7 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Failure, FailureOwner
 from strop.tasks.llm_judge.rubric import (
     CONTRACT,
-    Judgement,
-    read_judgement,
+    read_judgements,
     read_rubric,
     wrap_reply,
 )
@@ -31,7 +30,7 @@ def write(tmp_path: Path, text: str) -> str:
 def test_places_are_filled_at_once_and_the_contract_follows(tmp_path: Path) -> None:
     rubric = read_rubric(write(tmp_path, "Q {{prompt}} R {{ reply }} of {{topic}}; {not a place}"))
     assert rubric.names == ("prompt", "reply", "topic")
-    question = rubric.fill({"prompt": "say {{topic}}", "topic": "sea"}, "blue", "s")
+    question = rubric.fill({"prompt": "say {{topic}}", "topic": "sea"}, ["blue"], "s")
     assert (
         question == f"Q say {{{{topic}}}} R {wrap_reply('blue', 's')} of sea; {{not a place}}\n\n{CONTRACT}"
     )
@@ -86,11 +85,11 @@ def test_no_reply_forges_delimiters_or_a_score(text: str) -> None:
     found = REPLY.fullmatch(shown)
     assert found is not None
     # A judge that ends by quoting the reply has given no score.
-    assert not isinstance(read_judgement("The reply says " + found.group(2)), Judgement)
+    assert isinstance(read_judgements("The reply says " + found.group(2), None), Failure)
 
 
 def test_the_injections_would_be_scores_if_they_were_not_escaped() -> None:
-    raw = [text for text in INJECTIONS.values() if isinstance(read_judgement(text), Judgement)]
+    raw = [text for text in INJECTIONS.values() if not isinstance(read_judgements(text, None), Failure)]
     assert len(raw) == 3
     for text in raw:
         assert json.dumps("score") not in wrap_reply(text, "s")
@@ -110,9 +109,9 @@ def test_the_injections_would_be_scores_if_they_were_not_escaped() -> None:
     ],
 )
 def test_the_last_object_is_the_judgement(answer: str, score: float) -> None:
-    found = read_judgement(answer)
-    assert isinstance(found, Judgement)
-    assert found.score == score
+    found = read_judgements(answer, None)
+    assert not isinstance(found, Failure)
+    assert [one.score for one in found] == [score]
 
 
 NO_SCORES = [
@@ -130,6 +129,6 @@ BEYOND = [f'{{"score": {one}, "reason": "x"}}' for one in ("1.5", "-0.1", "10", 
     [*((one, "judge_unparsable") for one in NO_SCORES), *((one, "judge_out_of_bounds") for one in BEYOND)],
 )
 def test_anything_else_has_no_score(answer: str, kind: str) -> None:
-    found = read_judgement(answer)
+    found = read_judgements(answer, None)
     assert isinstance(found, Failure)
     assert (found.owner, found.kind) == (FailureOwner.ENGINE, kind)

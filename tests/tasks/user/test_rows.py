@@ -14,14 +14,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from strop.errors import CheckRefused, ConfigError, DataError
-from strop.rollout import Split
+from strop.errors import CheckRefused, ConfigError, DataError, find_place
+from strop.rollout import FailureOwner, Split
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import open_judge
 from strop.tasks.traits import describe_counts
 from strop.tasks.user.rows import RowsSpec
+from tests.fixtures.judging import failed, run_self_test
 from tests.fixtures.judging import judge_replies as judge
-from tests.fixtures.judging import run_self_test
 from tests.fixtures.row_files import write_rows
 
 ROWS: Sequence[dict[str, Any]] = [
@@ -165,6 +165,44 @@ def score(reply, answer):
     kinds = [None if one.failure is None else one.failure.kind for one in found]
     assert kinds == [None, "verifier_timeout", None, None]
     assert [one.reward for one in found] == [1.0, None, 1.0, 1.0]
+
+
+VERIFIES = """
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from math_verify import parse, verify
+
+def judge(reply, answer):
+    return verify(parse(answer), parse(reply))
+
+def plain(reply, answer):
+    return judge(reply, answer)
+
+def trl(completions, answer, **columns):
+    return [judge(reply, right) for reply, right in zip(completions, answer)]
+
+def thread(reply, answer):
+    with ThreadPoolExecutor() as pool:
+        return pool.submit(judge, reply, answer).result()
+
+async def to_thread(reply, answer):
+    return await asyncio.to_thread(judge, reply, answer)
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "trl", "thread", "to_thread"])
+def test_math_verify_gives_its_value_or_none_with_file_and_line(tmp_path: Path, name: str) -> None:
+    """Its alarm needs the main thread; elsewhere it must not become a 0."""
+    right, wrong = judge(
+        spec_of(tmp_path, code=VERIFIES, reward=f"{tmp_path / 'reward.py'}:{name}"), "$4$", "5"
+    )
+    if name in ("plain", "trl"):
+        assert (right.reward, wrong.reward) == (1.0, 0.0)
+        return
+    for lost in (right, wrong):
+        assert (lost.reward, *failed(lost)) == (None, FailureOwner.TASK, "verifier_ValueError")
+        assert lost.failure is not None
+        assert find_place(lost.failure.detail) == "reward.py:7"
 
 
 def test_an_async_function_is_awaited(tmp_path: Path) -> None:

@@ -6,7 +6,14 @@ starting one takes milliseconds.
 Not here: the verifiers (`tasks`), and running code that the model wrote (`sandbox`).
 """
 
-from strop.tasks.judging.judge import InlineJudge, Judge, TimedJudge, WorkerJudge, open_judge
+from strop.tasks.judging.judge import (
+    InlineJudge,
+    Judge,
+    TimedJudge,
+    WorkerJudge,
+    judge_as_attempted,
+    open_judge,
+)
 from strop.tasks.judging.pool import CallFailure, WorkerPool
 
 __all__ = [
@@ -16,5 +23,6 @@ __all__ = [
     "TimedJudge",
     "WorkerJudge",
     "WorkerPool",
+    "judge_as_attempted",
     "open_judge",
 ]

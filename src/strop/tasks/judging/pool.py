@@ -90,21 +90,23 @@ class WorkerPool:
         self.counts: Counter[str] = Counter()
         """Counts of 'call', 'start' (of a worker), 'timeout', 'crash', 'error', 'retry'."""
 
-    async def call(self, payload: Any) -> Any:
+    async def call(self, payload: Any, *, num_limits: int = 1) -> Any:
         """Return the handler's result for a JSON value, or a `CallFailure`.
 
-        A failed call is retried once in a fresh worker; after a time-out with four times the limit.
+        It may take `num_limits` times the limit. A failed call is retried once in a fresh worker; after a
+        time-out with four times that.
         Raises: CheckRefused if the handler cannot be built.
         """
         self.counts["call"] += 1
         self._num_under_way += 1
         try:
-            reply = await self._try(payload, self._limit_s)
+            limit_s = self._limit_s * num_limits
+            reply = await self._try(payload, limit_s)
             if not isinstance(reply, CallFailure):
                 return reply
             self.counts["retry"] += 1
             factor = _RETRY_FACTOR if reply.kind == "timeout" else 1.0
-            return await self._try(payload, self._limit_s * factor, is_retry=True)
+            return await self._try(payload, limit_s * factor, is_retry=True)
         except _PoolClosed:
             return CallFailure(kind=CLOSED, detail="the pool was closed before there was a result")
         finally:

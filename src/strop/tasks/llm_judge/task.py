@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from hashlib import sha256
 from typing import Any
 
 from strop.errors import ConfigError
 from strop.rollout import Example, Failure, Message, Outcome, Split, make_example
 from strop.spec.judge import MAX_ANSWER_TOKENS, LlmJudgeSpec
 from strop.tasks.answers import text_after_thinking
-from strop.tasks.contract import TaskLimits
+from strop.tasks.contract import GroupVerifier, TaskLimits
 from strop.tasks.llm_judge.client import (
     CALL_LIMIT_S,
     SEED,
@@ -22,12 +23,13 @@ from strop.tasks.llm_judge.client import (
 )
 from strop.tasks.llm_judge.rubric import (
     CONTRACT,
+    GROUP_CONTRACT,
     Judgement,
     Rubric,
     find_judgement,
     judgement_path,
     keep_judgement,
-    read_judgement,
+    read_judgements,
     read_rubric,
 )
 from strop.tasks.prompt import pose
@@ -37,7 +39,7 @@ from strop.tasks.rows.row_task import RowReading, SplitExamples, read_examples, 
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
-_VERIFIER = "llm-judge-1"
+_VERIFIER = "llm-judge-2"
 _SPARE_S = 5.0
 
 
@@ -59,6 +61,7 @@ class LlmJudge:
 
     def __init__(self, spec: LlmJudgeSpec) -> None:
         self._spec = spec
+        self._contract = GROUP_CONTRACT if spec.compares else CONTRACT
         limits = TaskLimits(
             max_reply_tokens=_MAX_REPLY_TOKENS,
             # If only quality is judged, no reply is known to be right.
@@ -82,9 +85,9 @@ class LlmJudge:
     def judge_digest(self) -> str:
         """Hash over everything that identifies the judge; reads the rubric."""
         spec = self._spec
-        parts = [_VERIFIER, spec.judge_model, spec.judge_revision, self._rubric.text, CONTRACT]
+        parts = [_VERIFIER, spec.judge_model, spec.judge_revision, self._rubric.text, self._contract]
         text = json.dumps([*parts, SEED, MAX_ANSWER_TOKENS])
-        return hashlib.sha256(text.encode()).hexdigest()
+        return sha256(text.encode()).hexdigest()
 
     @property
     def judge_digests(self) -> Sequence[str]:
@@ -114,21 +117,51 @@ class LlmJudge:
         Raises: DataError if the example has no text for a placeholder of the rubric; ConfigError if the judge
             cannot be called from this process; StoreError if a judgement cannot be stored.
         """
+        return self.verify_group(example, [text], [self.verify_member(example, text)])[0]
+
+    def group_verifier(self, example: Example) -> GroupVerifier | None:
+        """Return this task if the judge compares replies."""
+        return self if self._spec.compares else None
+
+    def verify_member(self, example: Example, text: str) -> Outcome:
+        """Judge nothing: the judge sees the whole group."""
+        return Outcome(parts={})
+
+    def verify_group(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> list[Outcome]:
+        """Ask the judge once for the scores of distinct texts, in an order that only they decide.
+
+        Raises: as `verify`.
+        """
         self.require_judgeable(example)
-        judged = text_after_thinking(text) or ""
-        if not judged.strip():
-            return Outcome(parts={"judge": 0.0}, is_correct=False, format_ok=False)
-        question = self._question(example, judged)
-        path = judgement_path(self.judge_digest, question)
-        result: Judgement | Failure | None = find_judgement(path)
-        metrics = {"judge_cached": float(result is not None), "reply_chars": float(len(judged))}
+        judged = [text_after_thinking(text) or "" for text in texts]
+        shown = sorted({one for one in judged if one.strip()}, key=_digest)
+        question = self._question(example, shown)
+        paths = [judgement_path(self.judge_digest, f"{question}{place or ''}") for place in range(len(shown))]
+        kept = [judgement for path in paths if (judgement := find_judgement(path)) is not None]
+        is_cached = len(kept) == len(shown)
+        found = kept if is_cached else self._ask(question, len(shown))
+        if isinstance(found, Failure):
+            results: dict[str, Judgement | Failure] = dict.fromkeys(shown, found)
+        else:
+            results = dict(zip(shown, found, strict=True))
+            for path, judgement in zip(paths, () if is_cached else found, strict=not is_cached):
+                keep_judgement(path, judgement)
+        pairs = zip(judged, outcomes, strict=True)
+        return [self._complete(one, results.get(one), outcome, is_cached) for one, outcome in pairs]
+
+    def _complete(
+        self, text: str, result: Judgement | Failure | None, outcome: Outcome, is_cached: bool
+    ) -> Outcome:
         if result is None:
-            result = self._ask(question)
-            if isinstance(result, Judgement):
-                keep_judgement(path, result)
+            return replace(outcome, parts={"judge": 0.0}, is_correct=False, format_ok=False)
+        metrics = {**outcome.metrics, "judge_cached": float(is_cached), "reply_chars": float(len(text))}
         if isinstance(result, Failure):
-            return Outcome(parts={"judge": None}, metrics={**metrics, result.kind: 1.0}, failure=result)
-        return Outcome(
+            metrics[result.kind] = 1.0
+            return replace(outcome, parts={"judge": None}, metrics=metrics, failure=result)
+        return replace(
+            outcome,
             parts={"judge": result.score},
             is_correct=result.score >= self._spec.pass_score,
             metrics={**metrics, "judge_score": result.score},
@@ -150,9 +183,9 @@ class LlmJudge:
 
         Raises: like `verify`.
         """
-        question = self._question(example, text)
-        answers = (self._ask(question) for _ in range(2))
-        first, second = (answer.score if isinstance(answer, Judgement) else None for answer in answers)
+        question = self._question(example, [text])
+        answers = (self._ask(question, 1) for _ in range(2))
+        first, second = (None if isinstance(answer, Failure) else answer[0].score for answer in answers)
         return first, second
 
     def as_question(self, prompt: str, gold: str | None, fields: Mapping[str, Any]) -> Example:
@@ -167,12 +200,14 @@ class LlmJudge:
         _ = self._rubric  # Read now: every call would fail on it.
         self.client.open()
 
-    def _question(self, example: Example, text: str) -> str:
-        return self._rubric.fill(_values(example), text, f"{self.judge_digest}\0{example.example_id}")
+    def _question(self, example: Example, texts: Sequence[str]) -> str:
+        secret = f"{self.judge_digest}\0{example.example_id}"
+        return self._rubric.fill(_values(example), texts, secret, self._contract)
 
-    def _ask(self, question: str) -> Judgement | Failure:
+    def _ask(self, question: str, num_replies: int) -> list[Judgement] | Failure:
         answer = self.client.ask(question)
-        return answer if isinstance(answer, Failure) else read_judgement(answer)
+        num = num_replies if self._spec.compares else None
+        return answer if isinstance(answer, Failure) else read_judgements(answer, num)
 
     @cached_property
     def _rubric(self) -> Rubric:
@@ -219,6 +254,10 @@ def row_example(row: Row, rubric: Rubric | None = None) -> Example:
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields that a rubric can use: texts and numbers."""
     return {key: value for key, value in fields.items() if isinstance(value, str | int | float)}
+
+
+def _digest(text: str) -> bytes:
+    return sha256(text.encode(errors="surrogatepass")).digest()
 
 
 def _values(example: Example) -> dict[str, str]:

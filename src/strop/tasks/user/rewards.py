@@ -11,14 +11,15 @@ import inspect
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unicodedata import normalize
 
 from strop.errors import ConfigError
-from strop.rollout import Outcome
+from strop.rollout import Failure, FailureOwner, Outcome
 from strop.tasks.answers import show_answer, text_after_thinking
+from strop.tasks.failures import catch_failure
 from strop.tasks.mathematics.answers import find_answer
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.user_code import CodeRef, InspectedFunction, hash_sources, inspect_function, load_code
@@ -61,30 +62,51 @@ class UserReward:
         function: Callable[..., Any] = load_code(self.ref, self.digest)
         return function
 
+    @property
+    def takes_group(self) -> bool:
+        """Whether it has TRL's form, which gets all replies to an example at once and may compare them."""
+        return REPLIES in self.signature.parameters
+
+    @property
+    def where(self) -> str:
+        """The function and its line, for messages."""
+        return f"{self.ref} (line {self.signature.line})"
+
     def score(self, values: Mapping[str, Any]) -> Parts:
-        """Call the function with the values that it takes; TRL's form gets a batch of one reply.
+        """Call a function of strop's form with the values that it takes, the reply among them.
 
         Raises: TypeError or ValueError if its return value is not allowed; any exception of the function.
         """
-        where = f"{self.ref} (line {self.signature.line})"
-        parameters, takes_others = self.signature.parameters, self.signature.takes_others
-        arguments = {key: value for key, value in values.items() if takes_others or key in parameters}
-        if REPLIES not in parameters:
-            return to_parts(await_if_needed(self.load()(**arguments)), self.name, where)
+        return to_parts(self._call(values), self.name, self.where)
+
+    def score_group(self, values: Mapping[str, Any], replies: Sequence[str]) -> list[Parts | Failure]:
+        """Call a function of TRL's form with the replies to one example, and lists as long as these.
+
+        A score that is not allowed is the failure of its reply alone.
+        Raises: TypeError if it returns no list, or one of another length; any exception of the function.
+        """
         is_chat = not isinstance(values["prompt"], str)
-        reply = values[REPLY]
-        arguments = {
-            key: [value] for key, value in arguments.items() if key not in RESERVED or key == "answer"
-        }
-        arguments[REPLIES] = [[{"role": "assistant", "content": reply}] if is_chat else reply]
-        if takes_others or "prompts" in parameters:
-            arguments["prompts"] = [values["prompt"]]
-        returned = await_if_needed(self.load()(**arguments))
+        lists = {key: value for key, value in values.items() if key not in RESERVED or key == "answer"}
+        lists["prompts"] = values["prompt"]
+        given: dict[str, Any] = {key: [value] * len(replies) for key, value in lists.items()}
+        given[REPLIES] = [[{"role": "assistant", "content": one}] if is_chat else one for one in replies]
+        returned = self._call(given)
         scores = returned.tolist() if hasattr(returned, "tolist") else returned
-        if not isinstance(scores, list | tuple) or len(scores) != 1:
+        if not isinstance(scores, list | tuple) or len(scores) != len(replies):
             kind = f"{len(scores)} scores" if isinstance(scores, list | tuple) else type(scores).__name__
-            raise TypeError(f"{where} returned {kind} for 1 completion; allowed: a list of as many")
-        return to_parts(scores[0], self.name, where)
+            raise TypeError(
+                f"{self.where} returned {kind} for {len(replies)} completions; allowed: a list of as many"
+            )
+        found: list[Parts | Failure] = []
+        for score in scores:
+            with catch_failure(FailureOwner.TASK) as caught:
+                found.append(to_parts(score, self.name, self.where))
+            found += [] if caught.failure is None else [caught.failure]
+        return found
+
+    def _call(self, values: Mapping[str, Any]) -> Any:
+        names = values if self.signature.takes_others else self.signature.parameters
+        return await_if_needed(self.load()(**{key: values[key] for key in names if key in values}))
 
 
 def await_if_needed(returned: Any) -> Any:

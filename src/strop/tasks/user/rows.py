@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal, Self
@@ -16,7 +16,7 @@ from typing import Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from strop.errors import DataError
-from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.rollout import Example, Failure, Message, Outcome, Split, make_example
 from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.task import SOURCE_HELP, CodeTaskSection, JudgedByUser, TrainingRows
 from strop.spec.template import fill, list_names, refuse_malformed
@@ -30,7 +30,7 @@ from strop.tasks.code.extraction import (
 )
 from strop.tasks.code.python_judge import judge_for
 from strop.tasks.code.row_tests import read_tests
-from strop.tasks.contract import TaskLimits
+from strop.tasks.contract import GroupVerifier, TaskLimits
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose, pose_messages
 from strop.tasks.registry import built_in
@@ -82,9 +82,8 @@ class RowsSpec(CodeTaskSection, TrainingRows, JudgedByUser):
         strict=False,
         min_length=1,
         description="How a reply is judged: a function such as 'reward.py:score', called with reply, answer"
-        " and the row's columns by name, or one written for TRL, or a built-in one: "
-        + ", ".join(BUILT_IN_REWARDS)
-        + ". A list of several is added up.",
+        " and the row's columns by name, or one written for TRL, which gets all replies to a prompt, or a"
+        " built-in one: " + ", ".join(BUILT_IN_REWARDS) + ". A list of several is added up.",
     )
     reward_weights: tuple[float, ...] = Field(
         default=(),
@@ -241,33 +240,60 @@ class Rows(RowTask):
         return pose_messages(messages, self._spec.thinking)
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Add the rewards up.
+        """Add the rewards up; those of TRL's form judge a group of one.
 
         Raises: any exception of a user's function; TypeError or ValueError if its return value is not
             allowed; SandboxError like `judge_python`.
         """
-        values = {
-            **example.fields["columns"],
-            "reply": text,
-            "prompt": example.fields["prompt"],
-        }
-        # Without `task.answer` a column of that name stays what it is.
-        if self._spec.answer is not None or "answer" not in values:
-            values["answer"] = example.fields["answer"]
+        return self.verify_group(example, [text], [self.verify_member(example, text)])[0]
+
+    def group_verifier(self, example: Example) -> GroupVerifier | None:
+        """Return this task if one of its rewards has TRL's form."""
+        return self if any(function.takes_group for function in self._functions.values()) else None
+
+    def verify_member(self, example: Example, text: str) -> Outcome:
+        """Add up the rewards that judge each reply alone. Raises: as `verify`."""
         parts: Parts = {}
         outcome = Outcome(parts={})
         for name, weight in self._weights.items():
-            if name in self._functions:
-                scores = self._functions[name].score(values)
+            function = self._functions.get(name)
+            if function is not None and function.takes_group:
+                continue
+            if function is not None:
+                scores = function.score({**self._values_of(example), "reply": text})
             elif name == _SANDBOXED:
                 outcome = self._run_tests(example, text)
                 scores = {name: outcome.parts["correct"]}
             else:
                 scores = {name: score_built_in(name, text, example.fields["answer"])}
-            parts |= {key: None if value is None else weight * value for key, value in scores.items()}
-        judged = replace(outcome, parts=parts)
-        reward = judged.reward
-        return replace(judged, is_correct=None if reward is None else reward >= self._full_marks)
+            parts |= _weigh(scores, weight)
+        return replace(outcome, parts=parts)
+
+    def verify_group(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> list[Outcome]:
+        """Add the rewards of TRL's form, each of which gets all replies. Raises: as `verify`."""
+        judged = list(outcomes)
+        for name, function in self._functions.items():
+            found = function.score_group(self._values_of(example), texts) if function.takes_group else ()
+            for place, scores in enumerate(found):
+                if isinstance(scores, Failure):
+                    judged[place] = replace(judged[place], failure=judged[place].failure or scores)
+                    continue
+                parts = {**judged[place].parts, **_weigh(scores, self._weights[name])}
+                judged[place] = replace(judged[place], parts=parts)
+        return [
+            replace(one, is_correct=None if one.reward is None else one.reward >= self._full_marks)
+            for one in judged
+        ]
+
+    def _values_of(self, example: Example) -> dict[str, Any]:
+        """Return what functions may take, but for the replies."""
+        values = {**example.fields["columns"], "prompt": example.fields["prompt"]}
+        # Without `task.answer` a column of that name stays what it is.
+        if self._spec.answer is not None or "answer" not in values:
+            values["answer"] = example.fields["answer"]
+        return values
 
     def program_form(self, example: Example) -> ProgramForm | None:
         """Return how a reply's program is used, if its tests alone decide."""
@@ -385,6 +411,10 @@ class Rows(RowTask):
         """Return a row's answer as a JSON value; None if it has none."""
         answer = None if self._spec.answer is None else _to_json(row.values[self._spec.answer])
         return None if answer in ("", ...) else answer
+
+
+def _weigh(scores: Parts, weight: float) -> Parts:
+    return {key: None if value is None else weight * value for key, value in scores.items()}
 
 
 _ANSWER_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
