@@ -67,7 +67,7 @@ def extract_python(text: str, names: Sequence[str] = ()) -> str | None:
     best, best_rank, enough = None, -3, 2 if names else 1
     for part in _parts(answer or ""):
         blocks, outside = _split(part)
-        inline = [match[2] for match in _INLINE.finditer(outside) if parse(match[2])]
+        inline = [one for match in _INLINE.finditer(outside) if parse(one := _clean(match[2]))]
         for codes in (blocks, [*blocks, *inline, find_code(outside)]):
             code, rank = _assemble(codes, names)
             if rank > best_rank:
@@ -291,15 +291,18 @@ def _render(codes: Sequence[str], statements: Sequence[Statement], kept: Sequenc
     """Return the kept statements as text, each block with its comments."""
     texts = []
     for block in dict.fromkeys(one.block for one in kept):
-        lines = codes[block].split("\n")
-        nodes = [one.node for one in kept if one.block == block]
         others = {id(one.node): one.node for one in statements if one.block == block}
-        used = {number for node in nodes for number in _lines_of(others.pop(id(node)))}
+        nodes = [others.pop(id(one.node)) for one in kept if one.block == block]
         dropped = {number for node in others.values() for number in _lines_of(node)}
-        if used & dropped:
-            texts.append("\n".join(map(ast.unparse, nodes)))
-        else:
-            texts.append("\n".join(line for n, line in enumerate(lines, 1) if n not in dropped).strip("\n"))
+        lines = codes[block].split("\n")
+        if any(not dropped.isdisjoint(_lines_of(node)) for node in nodes):
+            # They share a line with what is dropped.
+            for node in nodes:
+                whole = "\n".join(lines[number - 1] for number in _lines_of(node))
+                is_decorated = bool(getattr(node, "decorator_list", ()))
+                texts.append(whole if is_decorated else ast.get_source_segment(codes[block], node) or whole)
+            continue
+        texts.append("\n".join(line for n, line in enumerate(lines, 1) if n not in dropped).strip("\n"))
     return "\n\n".join(texts).rstrip()
 
 

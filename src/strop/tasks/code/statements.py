@@ -7,7 +7,7 @@ import builtins
 import dis
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from types import CodeType
@@ -181,82 +181,89 @@ def find_needed(statements: list[Statement], main: int, names: Sequence[str]) ->
     else stands in `main` is kept, too, unless it uses the program: it calls one of the names, asserts, reads
     the input, prints, or needs a package that nothing else needs. Without names all of `main` is needed.
     """
-    functions = {one.node.name: one for one in statements if isinstance(one.node, _Definition)}
-    bound = frozenset(dir(builtins)).union(*(one.binds for one in statements))
-    own = frozenset().union(*(one.binds for one in statements if one.block == main))
-    corrections = {
-        block
-        for block in {one.block for one in statements if one.block > main}
-        if all(
-            one.is_definition and one.binds <= own.difference(names[:1])
-            for one in statements
-            if one.block == block
-        )
-    }
+    return _Program(statements, main, names).find()
 
-    def reach(statement: Statement) -> set[str]:
-        """Return the names that a statement uses when it runs, in the functions that it calls too."""
-        found, ahead = set(), set(statement.runs)
-        while ahead:
-            found |= ahead
-            ahead = set().union(*(functions[name].reads for name in ahead & functions.keys())) - found
-        return found
 
-    def affect(statement: Statement) -> frozenset[str]:
-        """Return the names that a statement binds or changes; a use of the program changes nothing for it."""
-        called = reached[id(statement)] & functions.keys()
-        if isinstance(statement.node, ast.Assert) or called.intersection(names):
-            return statement.binds
-        changed = statement.binds if statement.is_definition else statement.binds | statement.changes
-        return changed.union(*(functions[name].changes for name in called))
+class _Program:
+    def __init__(self, statements: list[Statement], main: int, names: Sequence[str]) -> None:
+        self._statements, self._main, self._names = statements, main, names
+        self._functions = {one.node.name: one for one in statements if isinstance(one.node, _Definition)}
+        self._own = _union(one.binds for one in statements if one.block == main)
+        self._known = _union(one.binds for one in statements) | set(dir(builtins))
+        self._outer = _union(one.binds for one in statements if one.is_foreign) | _OUTER | set(names)
+        corrected = self._own - set(names[:1])
+        others = {one.block for one in statements if not (one.is_definition and one.binds <= corrected)}
+        self._corrections = {one.block for one in statements if one.block > main} - others
+        self._reached = [self._reach(one) for one in statements]
+        self._affected = [self._affect(*pair) for pair in zip(statements, self._reached, strict=True)]
+        self._places: dict[str, int] = {}
 
-    def place(name: str) -> int:
-        binding = [one for one in statements if name in one.binds]
-        defining = [one.block for one in binding if one.is_definition]
-        if name in own:
-            return max([main, *(block for block in defining if block in corrections)])
-        before = [one.block for one in binding if one.block < main]
-        return max(defining or before or [one.block for one in binding], default=main)
-
-    def is_kept_anyway(one: Statement) -> bool:
-        is_main = one.block == main and (not names or one.defines(names[0]) >= 0)
-        return is_main or (one.block <= main and one.sets_process)
-
-    def is_use(one: Statement) -> bool:
-        of_functions = [functions[name].node for name in reached[id(one)] & functions.keys()]
-        attributes = {
-            inner.attr
-            for node in (one.node, *of_functions)
-            for inner in (() if node is one.node and one.is_definition else ast.walk(node))
-            if isinstance(inner, ast.Attribute)
+    def find(self) -> list[Statement]:
+        """Return the needed statements."""
+        names, main = self._names, self._main
+        kept = {
+            index
+            for index, one in enumerate(self._statements)
+            if (one.block == main and (not names or one.defines(names[0]) >= 0))
+            or (one.block <= main and one.sets_process)
         }
-        outer = _OUTER.union(names, *(other.binds for other in statements if other.is_foreign))
-        is_other = isinstance(one.node, ast.Assert | ast.Raise | ast.Import | ast.ImportFrom)
-        return is_other or bool((attributes | reached[id(one)]) & outer) or not one.runs <= bound
+        self._close(kept, set())
+        beside = {
+            index
+            for index, one in enumerate(self._statements)
+            if one.block == main and index not in kept and not self._is_use(one, self._reached[index])
+        }
+        self._close(kept, beside)
+        # What other blocks define stands before `main`, which may need it at once; corrections stand behind.
+        found = [self._statements[index] for index in sorted(kept | beside)]
+        return sorted(found, key=lambda one: 2 if one.block in self._corrections else int(one.block == main))
 
-    def close() -> None:
-        while (
-            ahead := set(names)
-            .union(*(statements[i].reads for i in kept))
-            .union(*(statements[i].runs for i in beside))
-            - places.keys()
-        ):
-            places.update({name: place(name) for name in ahead})
-            for index, one in enumerate(statements):
-                is_needed = any(places.get(name) == one.block for name in affected[index])
-                if is_needed or (one.block == main and ahead & _DYNAMIC):
+    def _close(self, kept: set[int], beside: set[int]) -> None:
+        """Add to `kept` what it needs, and what those `beside` need when they are loaded."""
+        while True:
+            needed = _union(self._statements[index].reads for index in kept) | set(self._names)
+            needed |= _union(self._statements[index].runs for index in beside)
+            if not (ahead := needed - self._places.keys()):
+                return
+            self._places |= {name: self._place(name) for name in ahead}
+            is_dynamic = bool(ahead & _DYNAMIC)
+            for index, one in enumerate(self._statements):
+                is_needed = any(self._places.get(name) == one.block for name in self._affected[index])
+                if is_needed or (is_dynamic and one.block == self._main):
                     kept.add(index)
 
-    reached = {id(one): reach(one) for one in statements}
-    affected = [affect(one) for one in statements]
-    kept = {index for index, one in enumerate(statements) if is_kept_anyway(one)}
-    places: dict[str, int] = {}
-    beside: set[int] = set()
-    close()
-    beside |= {
-        i for i, one in enumerate(statements) if one.block == main and i not in kept and not is_use(one)
-    }
-    close()
-    # What other blocks define stands before `main`, which may need it at once; corrections stand behind.
-    found = [statements[index] for index in sorted(kept | beside)]
-    return sorted(found, key=lambda one: 2 if one.block in corrections else int(one.block == main))
+    def _reach(self, statement: Statement) -> set[str]:
+        """Return the names that a statement uses when it runs, in the functions that it calls too."""
+        found: set[str] = set()
+        ahead = set(statement.runs)
+        while ahead:
+            found |= ahead
+            ahead = _union(self._functions[name].reads for name in ahead & self._functions.keys()) - found
+        return found
+
+    def _affect(self, statement: Statement, reached: set[str]) -> set[str]:
+        """Return the names that a statement binds or changes; a use of the program changes nothing for it."""
+        if isinstance(statement.node, ast.Assert) or reached.intersection(self._functions, self._names):
+            return set(statement.binds)
+        changed = statement.binds if statement.is_definition else statement.binds | statement.changes
+        return _union(self._functions[name].changes for name in reached & self._functions.keys()) | changed
+
+    def _is_use(self, statement: Statement, reached: set[str]) -> bool:
+        called = [self._functions[name].node for name in reached & self._functions.keys()]
+        nodes = called if statement.is_definition else [statement.node, *called]
+        attributes = {n.attr for node in nodes for n in ast.walk(node) if isinstance(n, ast.Attribute)}
+        is_other = isinstance(statement.node, ast.Assert | ast.Raise | ast.Import | ast.ImportFrom)
+        return is_other or bool((attributes | reached) & self._outer) or not statement.runs <= self._known
+
+    def _place(self, name: str) -> int:
+        """Return the block that gives a name its value."""
+        binding = [one for one in self._statements if name in one.binds]
+        defining = [one.block for one in binding if one.is_definition]
+        if name in self._own:
+            return max([self._main, *(block for block in defining if block in self._corrections)])
+        before = [one.block for one in binding if one.block < self._main]
+        return max(defining or before or [one.block for one in binding], default=self._main)
+
+
+def _union(sets: Iterable[frozenset[str]]) -> set[str]:
+    return set().union(*sets)

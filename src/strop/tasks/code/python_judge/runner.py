@@ -345,16 +345,10 @@ def _is_same_number(got: bytes, expected: bytes) -> bool:
     if not (_NUMBER.fullmatch(got) and _NUMBER.fullmatch(expected)):
         return False
     if _INTEGER.fullmatch(expected):
-        # '3.0' is 3 and '03' is 3; a float is too short to compare long integers.
-        whole, _, rest = got.partition(b".")
-        return bool(_INTEGER.fullmatch(whole)) and not rest.strip(b"0") and _strip(whole) == _strip(expected)
+        # '3.0' is 3 and '03' is 3, but '3e0' is not; a float is too short to compare long integers.
+        number = importlib.import_module("decimal").Decimal
+        return b"e" not in got.lower() and bool(number(got.decode()) == number(expected.decode()))
     return math.isclose(float(got), float(expected), rel_tol=_REL_TOLERANCE)
-
-
-def _strip(number: bytes) -> bytes:
-    sign = b"-" if number.startswith(b"-") else b""
-    digits = number.lstrip(b"+-").lstrip(b"0")
-    return sign + digits if digits else b"0"
 
 
 def is_same_value(got: Any, expected: Any) -> bool:
