@@ -31,7 +31,6 @@ from strop.tasks.contract import TURN, TaskLimits, within_bounds
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose_messages
-from strop.tasks.registry import built_in
 from strop.tasks.user.own_task import require_whole
 from strop.tasks.version import fit_limits, hash_version
 from strop.user_code import hash_sources
@@ -129,12 +128,6 @@ _MOST_TASKS = 1000
 """Training tasks that are read if the run file sets no task.num_train."""
 
 
-@built_in(
-    "verifiers",
-    VerifiersSpec,
-    "Any environment of the package verifiers, which is installed in a separate environment.",
-    rank=38,
-)
 class VerifiersTask:
     """The tasks of a taskset. Reward: the weighted sum of its rewards, averaged over several agents."""
 

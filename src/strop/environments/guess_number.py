@@ -14,7 +14,6 @@ from strop.rollout import Example, Message, Split
 from strop.spec.base import expert
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import TaskLimits
-from strop.tasks.registry import built_in
 
 _MAX_DIGITS = 9
 _NUMBER = re.compile(r"[0-9]+")
@@ -37,12 +36,6 @@ class GuessNumberSpec(EnvironmentSection):
     num_held_out: int = Field(default=100, ge=1, le=10**6, description="Games that are held out.")
 
 
-@built_in(
-    "guess-number",
-    GuessNumberSpec,
-    "Guess a number in a few turns, told each time whether it is higher or lower; needs no data.",
-    rank=35,
-)
 class GuessNumber:
     """One game. The seed decides the secret number; every answer repeats the remaining bounds.
 

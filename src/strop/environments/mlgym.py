@@ -37,7 +37,6 @@ from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import CEILING, TaskLimits
 from strop.tasks.failures import AttemptFailed
-from strop.tasks.registry import built_in
 
 _OPENING = (
     "{description}\n\nThe files are in the current directory. What counts is {artefact}; it is graded when"
@@ -78,7 +77,6 @@ class MlgymSpec(RoomSettings, EnvironmentSection):
     num_held_out: int = Field(default=100, ge=1, le=10**6, description="Attempts that are held out.")
 
 
-@built_in("mlgym", MlgymSpec, "Machine-learning research: the tasks of a checkout of MLGym.", rank=146)
 class Mlgym(Workspace):
     """The reward is the share of the way from the task's baseline to its ceiling, from -1 to 1.
 

@@ -24,7 +24,6 @@ from strop.spec.base import FreeTable, expert
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
-from strop.tasks.registry import built_in
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
@@ -87,9 +86,6 @@ class OpenenvSpec(EnvironmentSection):
     num_held_out: int = Field(default=100, ge=1, le=10**6, description="Attempts that are held out.")
 
 
-@built_in(
-    "openenv", OpenenvSpec, "An environment of an OpenEnv server, of which each attempt has one.", rank=148
-)
 class Openenv:
     """One session. Its seed is the example's; the reward is the sum of the rewards of its steps."""
 

@@ -33,7 +33,6 @@ from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import SOURCE_HELP, EnvironmentSection, TrainingRows
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
-from strop.tasks.registry import built_in
 from strop.tasks.rows.row_task import SplitExamples, read_examples
 
 _FOLDER = "/testbed"
@@ -151,12 +150,6 @@ class RepoRepairSpec(RoomSettings, EnvironmentSection, TrainingRows):
     )
 
 
-@built_in(
-    "repo-repair",
-    RepoRepairSpec,
-    "Issues of repositories, solved with a shell and an editor; hidden tests decide in a fresh sandbox.",
-    rank=145,
-)
 class RepoRepair(Workspace):
     """Solved if all tests of FAIL_TO_PASS and PASS_TO_PASS pass, and tests that must fail do.
 

@@ -35,6 +35,7 @@ from strop.rollout import Failure, FailureOwner, FinishReason, Message, Outcome,
 from strop.run.inference import hold_judge, read_setup, take_num
 from strop.sandbox.remote import find_service
 from strop.spec import RunSpec, load_spec
+from strop.spec.built_in import built_in_tasks
 from strop.spec.judge import judge_sections
 from strop.spec.parts import needs_service
 from strop.spec.task import TaskSection, TaskSpec
@@ -45,7 +46,6 @@ from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import InlineJudge, Judge
 from strop.tasks.llm_judge import JudgeReport, check_calibration
 from strop.tasks.prompt import tools_of
-from strop.tasks.registry import BUILT_IN_TASKS
 from strop.tasks.tool_calls import write_call
 from strop.tasks.traits import describe_counts
 
@@ -115,7 +115,7 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
                 sized = (f"dataset={dataset}", *_GYM_SIZES, *own)
                 yield f"{name}/{dataset}", read_task(name, sized)
         else:
-            fields = BUILT_IN_TASKS.section(name).model_fields
+            fields = built_in_tasks().section(name).model_fields
             needed = tuple(
                 key
                 for key, field in fields.items()

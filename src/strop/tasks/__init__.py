@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from strop.tasks.registry import (
         build_task,
         build_warm_task,
-        built_in,
         environment_names,
         task_builder,
         task_summaries,
@@ -40,7 +39,7 @@ else:
             "strop.tasks.contract": "Task TaskLimits",
             "strop.tasks.prompt": "PromptFormat render_prompt resolve_prompt_format",
             "strop.tasks.registry": (
-                "build_task build_warm_task built_in environment_names task_builder task_summaries"
+                "build_task build_warm_task environment_names task_builder task_summaries"
             ),
             "strop.tasks.selftest": "SelfTestFinding describe_findings self_test",
             "strop.tasks.traits": ("describe_counts epoch_order_of limits_of part_of problem_of variant_of"),
@@ -54,7 +53,6 @@ __all__ = [
     "TaskLimits",
     "build_task",
     "build_warm_task",
-    "built_in",
     "describe_counts",
     "describe_findings",
     "environment_names",

@@ -26,7 +26,6 @@ from strop.spec.task import PROMPTING
 from strop.tasks.contract import Task, TaskLimits, within_bounds
 from strop.tasks.failures import catch_failure
 from strop.tasks.llm_judge.task import LlmJudge
-from strop.tasks.registry import built_in
 from strop.tasks.traits import (
     ProgramForm,
     counts_of,
@@ -124,9 +123,6 @@ class BlendSpec(PartedSection):
         return {self.data_label: self.read_parts()[self.data_label]}
 
 
-@built_in(
-    "blend", BlendSpec, "One task judged by several verifiers, whose weighted scores are added up.", rank=240
-)
 class Blend:
     """One task with the data, and the verifiers that judge its replies."""
 

@@ -22,7 +22,6 @@ from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.base import SpecConflict, expert
 from strop.spec.parts import PartedSection, TaskPart, read_part, refuse_same_names
 from strop.tasks.contract import GroupVerifier, Task, TaskLimits
-from strop.tasks.registry import built_in
 from strop.tasks.traits import (
     ProgramForm,
     counts_of,
@@ -98,9 +97,6 @@ class MixtureSpec(PartedSection):
         return {label: read_part(MixturePart, label, table) for label, table in self.parts.items()}
 
 
-@built_in(
-    "mixture", MixtureSpec, "Several tasks trained as one, by weight, by size or in sequence.", rank=230
-)
 class Mixture:
     """The parts of a mixture as one task."""
 

@@ -23,7 +23,6 @@ from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import join_shots, pose
-from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
 
@@ -75,7 +74,6 @@ class MmluSpec(FewShot, TrainingRows):
     )
 
 
-@built_in("mmlu", MmluSpec, "Multiple choice of 57 subjects; the model writes the letter.", rank=100)
 class Mmlu(RowTask):
     """Right if the reply chooses the right letter, as `find_letter` says.
 

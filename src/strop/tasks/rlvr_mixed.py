@@ -29,7 +29,6 @@ from strop.tasks.instructions.tasks import (
 from strop.tasks.mathematics.boxed_math import BoxedMath, MathAnswer, MathSpec, require_readable
 from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
 from strop.tasks.prompt import pose
-from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, require_texts
 from strop.tasks.version import fit_limits
@@ -53,12 +52,6 @@ class RlvrMixedSpec(MathAnswer, TrainingRows):
     )
 
 
-@built_in(
-    "rlvr-mixed",
-    RlvrMixedSpec,
-    "GSM, MATH and instruction rows in one data set, for training (extra: tasks).",
-    rank=210,
-)
 class RlvrMixed(RowTask):
     """Each row is judged by the task of its kind, `format_ok` and metrics included."""
 

@@ -23,7 +23,6 @@ from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.tasks.mathematics.gsm8k import find_number, read_number
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.prompt import pose_messages
-from strop.tasks.registry import built_in
 from strop.tasks.rows.demonstrations import SftRow, malformed, read_sft_row, refuse_double_names
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
@@ -75,12 +74,6 @@ class SftJsonlSpec(TrainingRows):
         return self
 
 
-@built_in(
-    "sft-jsonl",
-    SftJsonlSpec,
-    "Demonstrations with gold answers, in the rows that sft.source takes.",
-    rank=200,
-)
 class SftJsonl(RowTask):
     """Right if the answer of a reply is the row's gold; `task.answer` says how both are read.
 

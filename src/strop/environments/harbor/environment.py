@@ -42,7 +42,6 @@ from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import EnvironmentSection
 from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
-from strop.tasks.registry import built_in
 
 _LOGS = "/logs/verifier"
 _ARTIFACTS = "/logs/artifacts"
@@ -88,9 +87,6 @@ class HarborSpec(RoomSettings, EnvironmentSection):
         return None
 
 
-@built_in(
-    "harbor", HarborSpec, "Task directories of Harbor, in their containers, graded by their tests.", rank=147
-)
 class Harbor(Workspace):
     """The tests write the reward: `reward` of /logs/verifier/reward.json, or reward.txt.
 

@@ -25,7 +25,6 @@ from strop.tasks.code.extraction import (
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
-from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import (
     RowReading,
@@ -72,7 +71,6 @@ class AppsSpec(CodeTaskSection, TrainingRows):
     )
 
 
-@built_in("apps", AppsSpec, "Programming contests: programs and functions, run in a sandbox.", rank=140)
 class Apps(RowTask):
     """Right if every test passes; `tests_passed_frac` is the share that did.
 

@@ -29,7 +29,6 @@ from strop.tasks.code.extraction import (
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
-from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, require_texts
 from strop.tasks.traits import ProgramForm
@@ -58,12 +57,6 @@ class HumanEvalSpec(CodeTaskSection, EvaluationRows):
     )
 
 
-@built_in(
-    "humaneval",
-    HumanEvalSpec,
-    "Python functions to complete, run in a sandbox; for evaluation only.",
-    rank=130,
-)
 class HumanEval(RowTask):
     """Right if the function passes its check. There are no training problems, so no test problem can leak.
 

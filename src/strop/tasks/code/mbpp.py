@@ -28,7 +28,6 @@ from strop.tasks.code.extraction import (
 )
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
 from strop.tasks.contract import TaskLimits
-from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
 from strop.tasks.rows.row_task import (
     RowReading,
@@ -85,7 +84,6 @@ class MbppSpec(FewShot, CodeTaskSection, TrainingRows):
     )
 
 
-@built_in("mbpp", MbppSpec, "Short Python functions with tests, run in a sandbox.", rank=120)
 class Mbpp(RowTask):
     """Right if every test passes; the challenge tests of held-out problems may count and are not shown.
 

@@ -23,7 +23,6 @@ from strop.spec.task import TaskSection
 from strop.tasks.answers import ends_with_number, judged_text, last_number
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.prompt import pose
-from strop.tasks.registry import built_in
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 32
@@ -109,12 +108,6 @@ class ArithmeticSpec(TaskSection):
         return self
 
 
-@built_in(
-    "arithmetic",
-    ArithmeticSpec,
-    "What is a + b, a - b or a * b? Ranges are settings; needs no data.",
-    rank=10,
-)
 class Arithmetic:
     """What is a + b, a - b, or a * b? Right if the last number of the reply is the result.
 

@@ -14,7 +14,6 @@ from strop.spec.task import TaskSection
 from strop.tasks.answers import ends_with_number, judged_text, last_number
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.prompt import pose
-from strop.tasks.registry import built_in
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 64
@@ -35,9 +34,6 @@ class DummySpec(TaskSection):
     num_held_out: int = Field(default=4, ge=1, le=10**7, description="Copies to evaluate on.")
 
 
-@built_in(
-    "dummy", DummySpec, "One fixed question, over and over, to see that a run learns; needs no data.", rank=20
-)
 class Dummy:
     """Right if the last number of the reply is 1. Examples differ only in their number.
 

@@ -41,7 +41,6 @@ from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose
-from strop.tasks.registry import built_in
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
@@ -107,9 +106,6 @@ class ReasoningGymSpec(TaskSection):
         return True
 
 
-@built_in(
-    "reasoning-gym", ReasoningGymSpec, "Any data set of the reasoning-gym package (extra: tasks).", rank=40
-)
 class ReasoningGym:
     """Answer in a tag. Reward: the data set's score in [0, 1]; right means full marks.
 

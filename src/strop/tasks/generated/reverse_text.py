@@ -17,7 +17,6 @@ from strop.spec.task import TaskSection
 from strop.tasks.answers import judged_text
 from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
-from strop.tasks.registry import built_in
 from strop.tasks.version import fit_limits, hash_version
 
 _PROMPT = "Write this text backwards, letter by letter: {text}"
@@ -88,12 +87,6 @@ class ReverseTextSpec(TaskSection):
         return self
 
 
-@built_in(
-    "reverse-text",
-    ReverseTextSpec,
-    "Write a short text backwards; graded by similarity; needs no data.",
-    rank=30,
-)
 class ReverseText:
     """Reward: number of leading letters that are right, over the length of the longer of reply and answer.
 

@@ -24,7 +24,6 @@ from strop.spec.task import EvaluationRows
 from strop.tasks.contract import TaskLimits
 from strop.tasks.instructions.tasks import SOURCE_HELP, judged_text, pair_calls
 from strop.tasks.prompt import pose
-from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, require_texts
 
@@ -80,18 +79,6 @@ class IfBenchSpec(EvaluationRows):
     )
 
 
-@built_in(
-    "ifeval",
-    IfEvalSpec,
-    "IFEval: prompts with checkable instructions; evaluation only (extra: ifeval).",
-    rank=150,
-)
-@built_in(
-    "ifbench",
-    IfBenchSpec,
-    "IFBench: harder checkable instructions; evaluation only (extra: ifeval).",
-    rank=160,
-)
 class PublishedInstructions(RowTask):
     """Follow every instruction of the prompt. Reward: 1 if all are followed, else 0.
 

@@ -25,7 +25,6 @@ from strop.tasks.instructions.multi import MULTI
 from strop.tasks.instructions.rlvr import FUNCTIONS, RLVR, as_instruction
 from strop.tasks.instructions.segments import require_language_detection
 from strop.tasks.prompt import pose
-from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
 
@@ -199,18 +198,6 @@ class IfMultiSpec(_UnsplitRows):
     )
 
 
-@built_in(
-    "rlvr-ifeval",
-    RlvrIfevalSpec,
-    "RLVR-IFeval: one checkable instruction a prompt, for training (extra: tasks).",
-    rank=170,
-)
-@built_in(
-    "if-multi",
-    IfMultiSpec,
-    "Up to five checkable instructions a prompt, for training (extra: tasks).",
-    rank=180,
-)
 class InstructionTask(RowTask):
     """Follow every instruction of the prompt.
 

@@ -33,7 +33,6 @@ from strop.tasks.llm_judge.rubric import (
     read_rubric,
 )
 from strop.tasks.prompt import pose
-from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, SplitExamples, read_examples, require_texts
 from strop.tasks.version import fit_limits, hash_version
@@ -43,12 +42,6 @@ _VERIFIER = "llm-judge-2"
 _SPARE_S = 5.0
 
 
-@built_in(
-    "llm-judge",
-    LlmJudgeSpec,
-    "Open questions; another model grades the replies over HTTP (extra: tasks).",
-    rank=190,
-)
 class LlmJudge:
     """The reward is the judge's score; a reply with `task.pass_score` or more is correct.
 

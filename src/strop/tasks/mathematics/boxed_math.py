@@ -23,7 +23,6 @@ from strop.tasks.mathematics import symbolic
 from strop.tasks.mathematics.answers import FoundAnswer, find_answer, find_boxes, is_marked, marked_answer
 from strop.tasks.mathematics.equivalence import Strictness, answer_forms, answers_equal, parse_exact
 from strop.tasks.mathematics.normal_form import normal_form
-from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
 
@@ -134,15 +133,6 @@ class AimeSpec(EvaluationRows):
     )
 
 
-@built_in(
-    "math",
-    MathSpec,
-    "Competition problems of MATH by level; formulas compared by sympy (extra: tasks).",
-    rank=60,
-)
-@built_in("math500", Math500Spec, "500 test problems of MATH, for evaluation (extra: tasks).", rank=70)
-@built_in("deepscaler", DeepscalerSpec, "40,000 competition problems to train on (extra: tasks).", rank=80)
-@built_in("aime", AimeSpec, "AIME of 2024, 2025, or 2022 to 2024, for evaluation; whole numbers.", rank=90)
 class BoxedMath(RowTask):
     """Right if the reply's final answer equals the gold answer, as strictly as `task.strictness` says.
 

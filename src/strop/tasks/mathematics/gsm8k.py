@@ -17,7 +17,6 @@ from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import is_marked, marked_answer
 from strop.tasks.mathematics.equivalence import parse_exact
 from strop.tasks.mathematics.normal_form import normal_form
-from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
 
@@ -51,7 +50,6 @@ class Gsm8kSpec(FewShot, TrainingRows):
     )
 
 
-@built_in("gsm8k", Gsm8kSpec, "Grade-school word problems from a hub, Parquet or JSONL.", rank=50)
 class Gsm8k(RowTask):
     """Right if the reply's number equals the gold number; `task.mode` chooses the number.
 

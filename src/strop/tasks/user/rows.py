@@ -33,7 +33,6 @@ from strop.tasks.code.row_tests import read_tests
 from strop.tasks.contract import GroupVerifier, TaskLimits
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose, pose_messages
-from strop.tasks.registry import built_in
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
 from strop.tasks.traits import ProgramForm
@@ -177,7 +176,6 @@ class RowsSpec(CodeTaskSection, TrainingRows, JudgedByUser):
         return self
 
 
-@built_in("rows", RowsSpec, "Your own rows, judged by your own function or a built-in one.", rank=220)
 class Rows(RowTask):
     """Right if the rewards add up to `task.max_reward`.
 
