@@ -12,7 +12,7 @@ from pydantic import Field
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import Unhashed, expert
-from strop.spec.task import CodeTaskSection, TrainingRows
+from strop.spec.task import SOURCE_HELP, CodeTaskSection, TrainingRows
 from strop.tasks.code.extraction import (
     SPARE_VERIFY_S,
     compiles,
@@ -62,7 +62,7 @@ class AppsSpec(CodeTaskSection, TrainingRows):
     source: Unhashed[str] = Field(
         default="codeparrot/apps",
         min_length=1,
-        description="Source of the problems: a hub id such as codeparrot/apps, or a path, as for gsm8k.",
+        description=SOURCE_HELP.format("codeparrot/apps"),
     )
     difficulty: Literal["introductory", "interview", "competition"] | None = Field(
         default=None,

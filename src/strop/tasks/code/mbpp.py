@@ -11,7 +11,7 @@ from pydantic import Field
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, make_example
 from strop.spec.base import Unhashed, expert
-from strop.spec.task import CodeTaskSection, FewShot, TrainingRows
+from strop.spec.task import SOURCE_HELP, CodeTaskSection, FewShot, TrainingRows
 from strop.tasks.answers import cut_at_first
 from strop.tasks.code.extraction import (
     SPARE_VERIFY_S,
@@ -66,8 +66,7 @@ class MbppSpec(FewShot, CodeTaskSection, TrainingRows):
     source: Unhashed[str] = Field(
         default="google-research-datasets/mbpp",
         min_length=1,
-        description="Source of the problems: a hub id such as google-research-datasets/mbpp, or a path, as"
-        " for gsm8k.",
+        description=SOURCE_HELP.format("google-research-datasets/mbpp"),
     )
     rules: Literal["own", "lm-eval"] = Field(
         default="own",

@@ -12,7 +12,6 @@ import importlib
 import random
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
-from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import Field
@@ -20,23 +19,19 @@ from pydantic import Field
 from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome, make_example
 from strop.spec.base import Unhashed, expert
-from strop.spec.task import EvaluationRows
+from strop.spec.task import SOURCE_HELP, EvaluationRows
 from strop.tasks.contract import TaskLimits
-from strop.tasks.instructions.tasks import SOURCE_HELP, judged_text, pair_calls
+from strop.tasks.instructions.tasks import judged_text, pair_calls
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, require_texts
 
 PACKAGE, RELEASE = "if-verifiable", "0.1.2"
-NLTK_DATA: Mapping[str, Sequence[str]] = MappingProxyType(
-    {
-        "ifeval": ("tokenizers/punkt_tab",),
-        "ifbench": (
-            *("tokenizers/punkt", "tokenizers/punkt_tab", "taggers/averaged_perceptron_tagger_eng"),
-            "corpora/stopwords",
-        ),
-    }
-)
+_TOKENIZERS = ("tokenizers/punkt_tab", "tokenizers/punkt")
+NLTK_DATA: Mapping[str, Sequence[str]] = {
+    "ifeval": _TOKENIZERS[:1],
+    "ifbench": (*_TOKENIZERS, "taggers/averaged_perceptron_tagger_eng", "corpora/stopwords"),
+}
 """What nltk needs for each; the package would fetch what it misses from the network."""
 _LAYOUTS = {
     "ifeval": DataLayout(train=(), held_out=("ifeval_input_data.jsonl",)),
@@ -53,7 +48,7 @@ class IfEvalSpec(EvaluationRows):
 
     name: Literal["ifeval"]
     source: Unhashed[str] = Field(
-        default="google/IFEval", min_length=1, description=SOURCE_HELP.format(hub_id="google/IFEval")
+        default="google/IFEval", min_length=1, description=SOURCE_HELP.format("google/IFEval")
     )
     strictness: Literal["strict", "loose"] = Field(
         default="strict",
@@ -70,7 +65,7 @@ class IfBenchSpec(EvaluationRows):
     source: Unhashed[str] = Field(
         default="allenai/IFBench_test",
         min_length=1,
-        description=SOURCE_HELP.format(hub_id="allenai/IFBench_test"),
+        description=SOURCE_HELP.format("allenai/IFBench_test"),
     )
     strictness: Literal["strict", "loose"] = Field(
         default="loose",
@@ -203,7 +198,12 @@ def load_checkers(benchmark: str) -> Mapping[str, Any]:
     import langdetect
     import nltk
 
-    missing = [place for place in NLTK_DATA[benchmark] if not _has_data(nltk, place)]
+    missing: list[str] = []
+    for place in NLTK_DATA[benchmark]:
+        try:
+            nltk.data.find(place)
+        except LookupError:
+            missing.append(place)
     if missing:
         names = " ".join(place.partition("/")[2] for place in missing)
         raise ConfigError(
@@ -215,11 +215,3 @@ def load_checkers(benchmark: str) -> Mapping[str, Any]:
     registry = importlib.import_module(f"if_verifiable.{benchmark}.instructions_registry")
     checkers: Mapping[str, Any] = registry.INSTRUCTION_DICT
     return checkers
-
-
-def _has_data(nltk: Any, place: str) -> bool:
-    try:
-        nltk.data.find(place)
-    except LookupError:
-        return False
-    return True

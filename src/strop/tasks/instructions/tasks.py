@@ -17,7 +17,7 @@ from pydantic import Field
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import Unhashed, expert
-from strop.spec.task import TaskSection
+from strop.spec.task import SOURCE_HELP, TaskSection
 from strop.tasks.answers import text_after_thinking
 from strop.tasks.contract import TaskLimits
 from strop.tasks.instructions.checkers import Checkers, has_substance
@@ -141,20 +141,9 @@ _PROMPT = "{prompt}"
 _VERIFIER = "instructions-4"
 _MAX_REPLY_TOKENS = 2048
 _LANGUAGE_IDS = frozenset(
-    {
-        "language:response_language",
-        "change_case:english_capital",
-        "change_case:english_lowercase",
-    }
+    {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}
 )
-
-
 _LAYOUT = DataLayout(train=("data/train-00000-of-00001.parquet",), held_out=())
-SOURCE_HELP = (
-    "Source of the rows, in the columns of {hub_id}: a hub id, or a folder or file of Parquet or JSONL. A"
-    " text that starts with '/', '~' or '.', or ends in .parquet, .jsonl or .json, is a path; a relative one"
-    " is relative to the file that names it."
-)
 
 
 class _UnsplitRows(TaskSection):
@@ -178,7 +167,7 @@ class RlvrIfevalSpec(_UnsplitRows):
     source: Unhashed[str] = Field(
         default="allenai/RLVR-IFeval",
         min_length=1,
-        description=SOURCE_HELP.format(hub_id="allenai/RLVR-IFeval"),
+        description=SOURCE_HELP.format("allenai/RLVR-IFeval"),
     )
 
 
@@ -189,7 +178,7 @@ class IfMultiSpec(_UnsplitRows):
     source: Unhashed[str] = Field(
         default="allenai/IF_multi_constraints_upto5",
         min_length=1,
-        description=SOURCE_HELP.format(hub_id="allenai/IF_multi_constraints_upto5"),
+        description=SOURCE_HELP.format("allenai/IF_multi_constraints_upto5"),
     )
     all_or_nothing: bool = Field(
         default=False,
@@ -243,13 +232,11 @@ class InstructionTask(RowTask):
         is_reply = judged is not None and bool(judged.strip())
         is_judged = is_reply and not is_echo(judged or "", example.fields["prompt"])
         followed = [is_judged and constraint.is_met(judged or "") for constraint in constraints]
-        metrics = {
-            "instructions_total": float(len(followed)),
-            "instructions_satisfied": float(sum(followed)),
-        }
+        num_followed = float(sum(followed))
+        metrics = {"instructions_total": float(len(followed)), "instructions_satisfied": num_followed}
         parts: dict[str, float | None] = {"correct": float(all(followed))}
         if self._pays_shares:
-            parts = {"satisfied_frac": sum(followed) / len(followed)}
+            parts = {"satisfied_frac": num_followed / len(followed)}
         return Outcome(parts=parts, is_correct=all(followed), format_ok=is_reply, metrics=metrics)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:

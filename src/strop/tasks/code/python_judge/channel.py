@@ -11,7 +11,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -122,11 +122,6 @@ _PLAIN_TYPES: dict[str, type] = {
         type(None),
     )
 }
-_ITERATED: dict[str, Callable[[Any], Iterator[Any]]] = {
-    "tuple": tuple.__iter__,
-    "set": set.__iter__,
-    "frozenset": frozenset.__iter__,
-}
 
 
 class MalformedValue(ValueError):
@@ -157,9 +152,10 @@ def _encode_container(value: Any, refer: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         pairs = [[encode(key, refer), encode(item, refer)] for key, item in dict.items(value)]
         return {"t": "dict", "v": pairs}
-    for name, iterate in _ITERATED.items():
-        if isinstance(value, _PLAIN_TYPES[name]):
-            return {"t": name, "v": [encode(item, refer) for item in iterate(value)]}
+    plain: Any
+    for plain in (tuple, set, frozenset):
+        if isinstance(value, plain):
+            return {"t": plain.__name__, "v": [encode(item, refer) for item in plain.__iter__(value)]}
     return _encode_rare(value, refer)
 
 
