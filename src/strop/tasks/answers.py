@@ -32,7 +32,7 @@ _NUMBER = re.compile(NUMBER_PATTERN)
 _MAX_WHOLE = 2**53
 """Above it not every whole number is a float."""
 _DIGITS = "0123456789"
-_FIRST_CHARS = 256
+_FIRST_CHARS = 64
 """Characters of a reply's end that are searched first: most answers are there."""
 _CLOSING = re.compile(r"[\s.!)\]}*$_`'\"]*")
 """Characters that may follow an answer at the end of the reply."""

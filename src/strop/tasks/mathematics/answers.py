@@ -37,6 +37,7 @@ _SENTENCE = re.compile(
 _SENTENCE_END = re.compile(
     r"\n|</|[.?;](?=\s|$)|,?[ \t](?:I hope|because|since|so|where|as)\b", re.IGNORECASE
 )
+_REASON = re.compile(r",[ \t](?:I hope|because|since|so|where|as)\b", re.IGNORECASE)
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\{(?:align|gather|equation|split)[a-z]*\*?\}")
 _DELIMITER = re.compile(rf"{_ENVIRONMENT.pattern}|\\\\|\\\$|\$\$|\$|\\\(|\\\)|\\\[|\\\]")
 _CLOSES = {"$": "$", "$$": "$$", "\\(": "\\)", "\\[": "\\]"}
@@ -135,6 +136,7 @@ def _sentence_answer(text: str, start: int) -> str | None:
 
 def _last_expression(text: str) -> str | None:
     line = next((line for line in reversed(text[-_MAX_LAST_LINE_CHARS:].splitlines()) if line.strip()), "")
+    line = _REASON.split(line, maxsplit=1)[0]
     if _is_expression(line):
         return _trim(line)
     anchors = list(_ANCHOR.finditer(line))

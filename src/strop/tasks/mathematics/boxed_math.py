@@ -31,7 +31,7 @@ _BASE_PROMPT = "Problem:\n{problem}\n\nSolution:"
 _AIME_PROMPT = _PROMPT.replace("answer", "answer, a whole number from 0 to 999,")
 _AIME_BASE_PROMPT = "Question: {problem}\nAnswer:"
 """The forms of lm-eval 0.4.13's minerva_math, and of its aime24 and aime25."""
-_VERIFIER = "math-equivalence-4"
+_VERIFIER = "math-equivalence-5"
 _STOP_STRINGS = ("Problem:", "\n\n\n")
 _AIME_STOP_STRINGS = ("Question:", "</s>", "<|im_end|>", "<|eot_id|>")
 _VERIFY_LIMIT_S = 2.0
@@ -180,7 +180,9 @@ class BoxedMath(RowTask):
             (answer.is_boxed and is_formed) or self._strictness is not Strictness.STRICT
         )
         if self._is_aime and judged is not None:
-            number = _whole_number(gold, answer)
+            is_short = answer is not None and len(answer.text) <= _MAX_AIME_CHARS
+            read = parse_exact(answer_forms(gold, answer.text)[1]) if answer and is_short else None
+            number = None if read is None or read.value.denominator != 1 else int(read.value)
             if number is None and marked_answer(judged) is None and (last := _INTEGER.findall(judged)):
                 answer = FoundAnswer(last[-1], is_boxed=False, num_marks=0)
                 number = int(last[-1])
@@ -208,34 +210,14 @@ class BoxedMath(RowTask):
         return super()._read_splits().with_shots(self._num_few_shot)
 
 
-def _whole_number(gold: str, answer: FoundAnswer | None) -> int | None:
-    if answer is None or len(answer.text) > _MAX_AIME_CHARS:
-        return None
-    number = parse_exact(answer_forms(gold, answer.text)[1])
-    return int(number.value) if number is not None and number.value.denominator == 1 else None
-
-
-def boxed_answer(row: Row, solution: str) -> str:
-    """Return the content of the last box of a worked solution.
-
-    Raises: DataError naming the row, if there is no box or it is empty.
-    """
-    boxes = find_boxes(solution)
-    if not boxes or not normal_form(boxes[-1]):
-        raise bad_row(
-            f"the solution in {row.place} ends in {solution[-40:]!r}",
-            allowed="a solution with its answer in \\boxed{...}",
-        )
-    return boxes[-1].strip()
-
-
 def require_readable(row: Row, answer: str) -> str:
     """Return the gold answer of a column, stripped.
 
     Raises: DataError naming the row, if its normal form is empty.
     """
     if not normal_form(answer):
-        raise bad_row(f"the answer in {row.place} is {answer!r}", allowed="a number, a formula or a word")
+        allowed = "a number, a formula or a word; of a worked solution, in \\boxed{...}"
+        raise bad_row(f"the answer in {row.place} is {answer!r}", allowed=allowed)
     return answer.strip()
 
 
@@ -289,7 +271,7 @@ def _why_left_out(spec: MathSpec, row: Row, split: Split) -> str | None:
 def _read_math(row: Row) -> Example:
     problem, level, subject, solution = require_texts(row, "problem", "level", "type", "solution")
     fields = {"problem": problem, "level": level, "subject": subject, "solution": solution}
-    return make_example("math", fields, boxed_answer(row, solution))
+    return make_example("math", fields, require_readable(row, "".join(find_boxes(solution)[-1:])))
 
 
 def _read_answered(name: str, row: Row) -> Example:

@@ -28,12 +28,9 @@ _NAME = re.compile(r"\\?(?!pi|infty)[a-zA-Z]+")
 class Strictness(StrEnum):
     """Which stages may find an answer right; the values of `task.strictness`."""
 
-    STRICT = "strict"
-    """Spelling only, and the answer must stand in one box."""
+    STRICT = "strict"  # Spelling only, and the answer must stand in one box.
     STANDARD = "standard"
-    """Spelling and numbers."""
     SYMBOLIC = "symbolic"
-    """Spelling, numbers and symbols."""
 
 
 def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
@@ -52,6 +49,10 @@ def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
     if strictness is Strictness.STRICT:
         return False
     verdict = compare_numbers(ours, theirs)
+    if not verdict and ("%" in gold) is not ("%" in reply):
+        # '50\%' is 50, and one half.
+        share = (rf"{ours}/100", theirs) if "%" in gold else (ours, rf"{theirs}/100")
+        verdict = compare_numbers(*share) or verdict
     if verdict is not None or strictness is Strictness.STANDARD:
         return bool(verdict)
     # math-verify ignores case: 'X' is 'x' to it.
@@ -77,6 +78,8 @@ def answer_forms(gold: str, reply: str) -> tuple[str, str]:
     letter = ours.strip("()")
     if len(letter) == 1 and letter.isupper() and _CHOICE.fullmatch(theirs):
         ours, theirs = letter, theirs.lstrip("(")[0]
+    if "(" not in ours and re.fullmatch(r"\([^(),]*\)", theirs):
+        theirs = theirs[1:-1]
     our_items, their_items = _set_items(ours), _set_items(theirs)
     if (our_items is None) is not (their_items is None):
         ours, theirs = our_items or ours, their_items or theirs
@@ -121,8 +124,12 @@ _REL_TOLERANCE = Fraction(1, 10**6)
 _MAX_DIGITS = 1000
 _MAX_EXPONENT = 300
 _MAX_ITEMS = 64
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _SIGN = r"([-+]*)"
-_PLAIN = re.compile(_SIGN + r"([0-9]+(?:\.[0-9]+)?)(?:(?:\\times|\\cdot|\*)10\^\{?(-?[0-9]{1,3})\}?)?")
+_PLAIN = re.compile(
+    _SIGN + r"([0-9]+(?:\.[0-9]+)?)(?:(?:\\times|\\cdot|\*)10\^\{?(-?[0-9]{1,3})\}?|"
+    f"({'|'.join(SCALES)}))?"
+)
 _RATIO = re.compile(_SIGN + r"([0-9]*)\\frac\{([-+]?[0-9]+(?:\.[0-9]+)?)\}\{([-+]?[0-9]+(?:\.[0-9]+)?)\}")
 _SLASH = re.compile(_SIGN + r"()([0-9]+(?:\.[0-9]+)?)/(-?[0-9]+(?:\.[0-9]+)?)")
 _POWER_FORM = re.compile(_SIGN + r"([0-9]{1,6})\^\{?(-?[0-9]{1,3})\}?")
@@ -159,8 +166,8 @@ def parse_exact(form: str) -> Number | None:
         return None
     unit = None
     if match := _PLAIN.fullmatch(form):
-        sign, digits, exponent = match.groups()
-        scale = Fraction(10) ** int(exponent or 0)
+        sign, digits, exponent, word = match.groups()
+        scale = Fraction(10) ** (SCALES.get(word, 0) if word else int(exponent or 0))
         value = Fraction(digits) * scale
         unit = scale / 10 ** len(digits.partition(".")[2]) if "." in digits else None
     elif match := _RATIO.fullmatch(form) or _SLASH.fullmatch(form):

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from fractions import Fraction
 from typing import Literal, NamedTuple
+from unicodedata import normalize
 
 from pydantic import Field
 
@@ -15,7 +16,7 @@ from strop.spec.task import SOURCE_HELP, FewShot, TrainingRows
 from strop.tasks.answers import NUMBER_PATTERN, judged_text, last_number_match, parse_number
 from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import is_marked, marked_answer
-from strop.tasks.mathematics.equivalence import parse_exact
+from strop.tasks.mathematics.equivalence import SCALES, parse_exact
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
@@ -27,7 +28,7 @@ _PROMPT = (
 _BASE_PROMPT = "Q: {question}\nA:"
 _BASE_PROMPT_HASH = "Question: {question}\nAnswer:"
 """The forms of lm-eval 0.4.13's gsm8k_cot and gsm8k. Shots use the second, whose answers are in the data."""
-_VERIFIER = "gsm8k-number-5"
+_VERIFIER = "gsm8k-number-6"
 # Base models write these when they go on to invent another problem: generation ends there.
 _MARKERS = ("Question:", "[Question]", "Q:", "\n\n\n")
 _HARNESS_STOP_STRINGS = ("</s>", "<|im_end|>")
@@ -79,10 +80,7 @@ class Gsm8k(RowTask):
         """Compare the number that answers with the gold number."""
         mode = self._spec.mode
         if mode != "auto":
-            answer = harness_answer(mode, text)
-            gold = harness_gold(mode, example.fields["solution"])
-            is_correct = answer is not None and harness_clean(answer) == gold
-            return right_or_wrong(is_correct, format_ok=answer is not None, extracted=answer)
+            return _judge_as_harness(mode, example.fields["solution"], text)
         question = str(example.fields.get("question", ""))
         judged = judged_text(text, _is_marked, question) or ""
         number, gold_number = find_number(judged, question), read_number(gold_of(example))
@@ -133,7 +131,6 @@ _READING = RowReading(
 # if no period follows, flex takes '..' for a number and a minus for a sign, nothing is cut at a follow-up
 # problem, and texts are compared. Source of the patterns: lm_eval/tasks/gsm8k/{gsm8k,gsm8k-cot}.yaml (MIT).
 
-HarnessMode = Literal["strict", "hash", "flex"]
 _MAX_CHARS = 200
 _MARKED = re.compile(rf"#{{4,}}\s*(\S[^\n]{{,{_MAX_CHARS}}})")
 _PHRASE = re.compile(
@@ -145,16 +142,19 @@ _HEADING = re.compile(
     rf"(?:step|part)\b|[0-9]{{1,2}}[.):][ \t]+[A-Za-z][^\n]*\n[^0-9]{{,{_MAX_CHARS}}}[0-9]", re.IGNORECASE
 )
 _RETRACTS = re.compile(
-    r"\b(?:wait|actually|correction|mistake|oops|sorry|let me (?:re|correct|fix|double)|i was wrong)",
+    r"\b(?:wait\b|actually|correction|mistake|oops|sorry|let me (?:re|correct|fix|double)|i was wrong)",
     re.IGNORECASE,
 )
 _BOLD = re.compile(r"\*\*((?:[ \t$(]|\\[(])*(?![0-9]{1,2}[.):]\*)[-\u2212]?[$0-9.][^*\n]{0,60})\*\*")
 _ASIDE = re.compile(
-    r"\b(?:for|in|over|after|per|every|each|within|during|from|at|of|with|by|across)[ \t]+"
+    r"\b(?:for|in|over|after|per|every|each|within|during|(from|at)|of|with|by|across)[ \t]+"
     r"(?:(?:the|all|these|those|just|only|next|last|first|about) )?[$]?$",
     re.IGNORECASE,
 )
 """What stands before a number that describes another one: '18 dollars a day for 7 days'."""
+_SENTENCE = re.compile(r"[.!?][ \t]+")
+_CLAUSE = re.compile(r"(?<=[0-9a-z*] )\((?!.*\))|, (?:which|where|as)\b(?!.*,)|,? (?:because|since)\b(?!.*,)")
+"""What only explains: '18 (9 eggs at 2)', '18, which is 9 eggs at 2'."""
 _LEAD = re.compile(r"(?:[ \t*_`~$(\[\u2248]|\\[(\[]|\\(?:text|mathbf|mathrm|textbf)[ \t]*\{)*")
 _TRAIL = " \t*_`$\\)]"
 _SIGN = r"\*\*|[-+*/^\u00d7\u00f7\u00b7\u2013]|\\(?:times|cdot|div)(?![a-zA-Z])|x(?=[ \t]*[0-9$])"
@@ -168,9 +168,10 @@ _GOES_ON = re.compile(
 _IS_OPERAND = re.compile(
     rf"(?:[0-9)\]}}%]{_OPERATOR}|[0-9][ \t]+or[ \t]+|between[ \t]+[$0-9.,]+[ \t]+and[ \t]+)[({{$]*0$"
 )
+_SLASHED = re.compile(r"(?<![0-9])(?:[0-9]{1,9}[ \t]{1,3})?[0-9]{1,9}/[0-9]{1,9}(?![0-9]|[.,/][0-9])")
+_VULGAR = {ord(one): f" {normalize('NFKC', one)}".replace("\u2044", "/") for one in "¼½¾⅓⅔"}
 _FRACTION = re.compile("/|frac|[\u00bc-\u00be\u00f7\u2153\u2154]")
-_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SCALE = re.compile(rf"[ \t]*(?:\\text\{{[ \t]*)?({'|'.join(_SCALES)})s?\b", re.IGNORECASE)
+_SCALE = re.compile(rf"[ \t]*(?:\\text\{{[ \t]*)?({'|'.join(SCALES)})s?\b", re.IGNORECASE)
 _HARNESS = {
     "strict": re.compile(r"The answer is (\-?[0-9\.\,]+)."),
     "hash": re.compile(r"#### (\-?[0-9\.\,]+)"),
@@ -191,11 +192,10 @@ def find_number(text: str, question: str = "") -> Number | None:
     text = _GROUPED.sub(",", text.replace("\\$", "$"))
     # What was marked first counts, unless the reply takes it back and marks another.
     parts = _RETRACTS.split(text) if "####" in text or _PHRASE.search(text) else []
-    marked = (number for part in reversed(parts) if (number := _first_marked(part)))
+    if number := next((number for part in reversed(parts) if (number := _first_marked(part))), None):
+        return number
     found = marked_answer(text)
-    return (
-        next(marked, None) or (found and read_number(found.text[:_MAX_CHARS])) or _last_stated(text, question)
-    )
+    return (found and read_number(found.text[:_MAX_CHARS])) or _last_stated(text, question)
 
 
 def _first_marked(text: str) -> Number | None:
@@ -209,21 +209,29 @@ def _is_marked(text: str) -> bool:
 
 def _last_stated(text: str, question: str) -> Number | None:
     """Return the last number, or one before it in its line that the last one only describes."""
-    last = last_number_match(text)
+    last = last_number_match(text if text.isascii() else (text := text.translate(_VULGAR)))
     if last is None:
         return None
     start = text.rfind("\n", 0, last.start()) + 1
     line = text[max(start, last.start() - _MAX_CHARS) : last.start()]
+    line = _SENTENCE.split(line)[-1]
     bold = [*_BOLD.finditer(text, max(start, last.start() - _MAX_CHARS))]
     if bold and "=" not in text[bold[-1].end() : last.start()]:
         return read_number(bold[-1].group(1))
-    if _ASIDE.search(line) and "=" not in line:
+    slashed = _SLASHED.findall(line + last.group()) if line.endswith("/") else []
+    if slashed and (number := _read_fraction(slashed[-1])):
+        return Number(slashed[-1], number)
+    if "=" in line:
+        pass
+    elif _CLAUSE.search(line) and (stated := list(_NUMBER.finditer(_CLAUSE.split(line)[0]))):
+        return _read_from(line, stated[-1])
+    elif aside := _ASIDE.search(line):
         stated = [match for match in _NUMBER.finditer(line) if not _ASIDE.search(line, 0, match.start())]
         given = {parse_number(match.group()) for match in _NUMBER.finditer(question)}
         is_money = "$" in last.group() or text[last.end() :][:8].lstrip().startswith("dollar")
         begins = [match for match in stated[:1] if not is_money and not _LEAD.sub("", line[: match.start()])]
         news = [match for match in stated if parse_number(match.group()) not in given]
-        if begins or (news and parse_number(last.group()) in given):
+        if begins or (news and (aside[1] or parse_number(last.group()) in given)):
             return _read_from(line, (begins or news)[-1])
     is_operand = _IS_OPERAND.search(text[max(0, last.start() - 20) : last.start()] + "0") is not None
     return Number(last.group(), None) if is_operand else _read_from(text, last)
@@ -254,7 +262,7 @@ def _read_from(text: str, match: re.Match[str]) -> Number:
     if _GOES_ON.match(text, match.end()):
         return Number(text, None)
     scale = _SCALE.match(text, match.end())
-    power = 0 if scale is None else _SCALES[scale.group(1).lower()]
+    power = 0 if scale is None else SCALES[scale.group(1).lower()]
     value = parse_number(match.group())
     return Number(match.group(), None if value is None else Fraction(value) * 10**power)
 
@@ -263,28 +271,21 @@ def _read_fraction(text: str) -> Fraction | None:
     """Read a fraction or mixed number that is not whole: '72/3' is a calculation."""
     if not _FRACTION.search(text):
         return None
-    form = normal_form(text.rstrip(_TRAIL))
+    begun = _SLASHED.match(text)
+    # What follows a fraction is its unit: '3/4 of an hour'.
+    is_whole = begun is None or _GOES_ON.match(text, begun.end())
+    form = normal_form(text.rstrip(_TRAIL) if begun is None or is_whole else begun.group())
     number = parse_exact(form) if "frac" in form or "/" in form else None
     return None if number is None or number.value.denominator == 1 else number.value
 
 
-def harness_answer(mode: HarnessMode, text: str) -> str | None:
-    """Return the match of lm-eval's filter in a reply, not yet cleaned; None for its '[invalid]'."""
+def _judge_as_harness(mode: str, solution: str, text: str) -> Outcome:
+    """Judge as lm-eval's filter and its metric `exact_match` do; 'hash' compares all of the gold."""
     matches = _HARNESS[mode].findall(text)
-    if not matches:
-        return None
-    match = matches[-1 if mode == "flex" else 0]
-    parts = [part for part in match if part] if isinstance(match, tuple) else [match]
-    return parts[0].strip() if parts else None
-
-
-def harness_clean(text: str) -> str:
-    """Clean a text as lm-eval's metric `exact_match` does with the settings of its gsm8k tasks."""
+    match = matches[-1 if mode == "flex" else 0] if matches else ""
+    answer = next(filter(None, (match,) if isinstance(match, str) else match), "").strip()
+    cleaned = [answer, solution if mode == "hash" else solution.rpartition("####")[2].strip()]
     for pattern in _HARNESS_IGNORED:
-        text = pattern.sub("", text)
-    return text.lower()
-
-
-def harness_gold(mode: HarnessMode, solution: str) -> str:
-    """Return the cleaned gold answer of a worked solution: all of it in gsm8k, its end in gsm8k_cot."""
-    return harness_clean(solution if mode == "hash" else solution.rpartition("####")[2].strip())
+        cleaned = [pattern.sub("", one) for one in cleaned]
+    is_correct = bool(matches) and cleaned[0].lower() == cleaned[1].lower()
+    return right_or_wrong(is_correct, format_ok=bool(matches), extracted=answer if matches else None)

@@ -22,6 +22,7 @@ Zeros, fractions and roots are neither reduced nor evaluated; `equivalence` and 
 from __future__ import annotations
 
 import re
+from functools import partial
 from unicodedata import normalize
 
 _UNICODE = str.maketrans(
@@ -39,6 +40,7 @@ _UNICODE = str.maketrans(
         "\u00b0": r"^\circ ",
         "\u222a": r"\cup ",
         "\u00b1": r"\pm ",
+        "\u2248": r"\approx ",
         "\u00bc": r"\frac{1}{4}",
         "\u00bd": r"\frac{1}{2}",
         "\u00be": r"\frac{3}{4}",
@@ -94,7 +96,9 @@ _PLAIN_UNIT = re.compile(
     rf"(?<=[0-9}}])(?:\s+{_NO_UNIT}{_UNIT}(?:(?:\s+|/){_UNIT}|/[a-zA-Z])*|(?:mm|cm|km|kg|mph)){_POWER}$"
 )
 _TEXT_COMMAND = r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit|operatorname|mathit|textsf|bold|bf|rm)"
-_TEXT_UNIT = re.compile(rf"(?<=[0-9}})])\s*{_TEXT_COMMAND}\s*\{{{_NO_UNIT}[a-zA-Z./ ]*\}}{_POWER}$")
+_TEXT_UNIT = re.compile(
+    rf"(?:(?<=[0-9}})])|(?<=\\pi))\s*{_TEXT_COMMAND}\s*\{{{_NO_UNIT}[a-zA-Z./ ()]*\}}{_POWER}$"
+)
 _TEXT = re.compile(_TEXT_COMMAND + r"\s*\{([^{}]*)\}")
 _THOUSANDS = re.compile(r"(?<![0-9.,])[0-9]{1,3}(?:[, ][0-9]{3})+(?![0-9]|,[0-9])")
 _WHITE = re.compile(r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])|(?<=[0-9])(\s)\s*(?=[0-9])|\s+")
@@ -103,7 +107,7 @@ _TIDY = (
     (re.compile(r"(?<![0-9a-zA-Z./})])([0-9]+)/([0-9]+)(?![0-9a-zA-Z./^])"), r"\\frac{\1}{\2}"),
     (re.compile(r"(?<![0-9.])\.(?=[0-9])"), "0."),
     (re.compile(r"(?<=[0-9])\.(?![0-9])"), ""),
-    (re.compile(r"^\+"), ""),
+    (re.compile(r"^(?:\+|\\approx(?![a-zA-Z]))"), ""),
 )
 
 
@@ -118,7 +122,7 @@ def normal_form(answer: str) -> str:
     text = _PLAIN_UNIT.sub("", text.rstrip(_CLOSING))
     text = _TEXT.sub(r" \1 ", text).strip().rstrip(_CLOSING)
     text = _join_thousands(text)
-    text = _WHITE.sub(_keep_boundary, text)
+    text = _WHITE.sub(lambda white: f"{white[1]} " if white[1] else " " * bool(white[2]), text)
     for pattern, replacement in _TIDY:
         text = pattern.sub(replacement, text)
     if text[:1] == "{" and text.find("}") == len(text) - 1:
@@ -151,6 +155,9 @@ def _strip_wrappers(text: str) -> str:
         text = stripped
 
 
+_joined = partial(_THOUSANDS.sub, lambda digits: digits[0].replace(",", "").replace(" ", ""))
+
+
 def _join_thousands(text: str) -> str:
     """Join grouped digits outside of all brackets."""
     if not ("," in text or " " in text):
@@ -159,7 +166,7 @@ def _join_thousands(text: str) -> str:
     for index, character in enumerate(text):
         if character in "([{":
             if depth == 0:
-                parts.append(_THOUSANDS.sub(_join_digits, text[start:index]))
+                parts.append(_joined(text[start:index]))
                 start = index
             depth += 1
         elif character in ")]}" and depth:
@@ -168,14 +175,5 @@ def _join_thousands(text: str) -> str:
                 parts.append(text[start : index + 1])
                 start = index + 1
     tail = text[start:]
-    parts.append(tail if depth else _THOUSANDS.sub(_join_digits, tail))
+    parts.append(tail if depth else _joined(tail))
     return "".join(parts)
-
-
-def _keep_boundary(white: re.Match[str]) -> str:
-    command, digit_gap = white.groups()
-    return f"{command} " if command else " " * bool(digit_gap)
-
-
-def _join_digits(match: re.Match[str]) -> str:
-    return match.group().replace(",", "").replace(" ", "")
