@@ -210,30 +210,16 @@ def test_an_async_function_is_awaited(tmp_path: Path) -> None:
     assert judge(spec_of(tmp_path, code=code), "x")[0].reward == 0.5
 
 
-TRL = """
-def score(completions, answer, **kwargs):
-    assert kwargs["prompts"] and isinstance(kwargs["question"], list)
-    return [1.0 if text == right else 0.0 for text, right in zip(completions, answer)]
-"""
-TRL_CHAT = """
+CHAT = """
 def score(prompts, completions, **kwargs):
     return [float(len(one[0]["content"])) + 10 * len(prompts[0]) for one in completions]
 """
 
 
-def test_a_function_written_for_trl_is_taken_as_it_is(tmp_path: Path) -> None:
-    spec = spec_of(tmp_path, code=TRL)
-    right = build_task(spec).examples(Split.TRAIN)[0].answer or ""
-    assert [one.reward for one in judge(spec, right, "no")] == [1.0, 0.0]
+def test_a_function_written_for_trl_gets_messages_of_a_chat(tmp_path: Path) -> None:
     chats = [{"chat": [{"role": "user", "content": text}]} for text in ("a", "b")]
-    spec = spec_of(tmp_path, chats, TRL_CHAT, prompt="chat", answer=None)
+    spec = spec_of(tmp_path, chats, CHAT, prompt="chat", answer=None, max_reward=14.0)
     assert judge(spec, "four")[0].reward == 14.0
-
-
-def test_a_function_for_trl_must_score_each_completion(tmp_path: Path) -> None:
-    (found,) = judge(spec_of(tmp_path, code="def score(completions): return [1.0, 0.0]\n"), "x")
-    assert found.failure is not None
-    assert "returned 2 scores for 1 completion" in found.failure.detail
 
 
 def test_several_rewards_are_weighted_and_added(tmp_path: Path) -> None:

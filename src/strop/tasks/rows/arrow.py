@@ -15,7 +15,7 @@ from typing import Any
 
 from strop.errors import DataError
 from strop.store.listed import ARROW_END
-from strop.tasks.rows.files import Table, plain_row
+from strop.tasks.rows.files import Table, plain_row, refuse
 
 STATE_NAME = "state.json"
 SPLITS_NAME = "dataset_dict.json"
@@ -54,10 +54,8 @@ def read_saved(path: Path) -> list[Table]:
 
     state = _read_json(path / STATE_NAME)
     if state.get("_indices_data_files") or state.get("_indices_files"):
-        raise _unreadable(
-            path,
-            "its rows are a choice, in an order of its own, as old versions of the library saved it",
-            "load it once with that library, and save it with `flatten_indices().save_to_disk(...)`",
+        raise refuse(
+            path, "choice", "its rows are a choice, in an order of its own, as old versions saved it"
         )
     names = [
         str(entry.get("filename")) for entry in state.get("_data_files") or () if isinstance(entry, dict)
@@ -76,27 +74,16 @@ def read_saved(path: Path) -> list[Table]:
             if columns is not None and not state.get("_output_all_columns"):
                 table = table.select(columns)
         except (OSError, KeyError, pa.ArrowException) as error:
-            raise _unreadable(path / name, str(error), _AGAIN) from error
+            raise refuse(path / name, "truncated", str(error)) from error
         rows += map(plain_row, table.to_pylist())
     return rows
-
-
-_AGAIN = "save or fetch it again; an interrupted copy looks like this"
 
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise _unreadable(path, str(error), _AGAIN) from error
+        raise refuse(path, "truncated", str(error)) from error
     if not isinstance(content, dict):
-        raise _unreadable(path, f"it holds a {type(content).__name__}", _AGAIN)
+        raise refuse(path, "truncated", f"it holds a {type(content).__name__}")
     return content
-
-
-def _unreadable(path: Path, cause: str, next_step: str) -> DataError:
-    return DataError(
-        f"{path} cannot be read ({cause})",
-        allowed="a folder as `save_to_disk` of the datasets library writes it",
-        next_step=next_step,
-    )

@@ -14,6 +14,7 @@ import json
 import math
 import re
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -65,6 +66,10 @@ _REMEDIES: Mapping[str, tuple[str, str]] = MappingProxyType(
             "fetch the file itself, or write it as one of these",
         ),
         "truncated": ("a whole file", "fetch or write it again; an interrupted download looks like this"),
+        "choice": (
+            "a folder of its rows in their order",
+            "load it once with the library, and save it with `flatten_indices().save_to_disk(...)`",
+        ),
         "encoding": (
             "text in UTF-8, or in UTF-16 with its byte order mark",
             "convert it, for example: iconv -f latin1 -t utf-8",
@@ -78,7 +83,8 @@ _REMEDIES: Mapping[str, tuple[str, str]] = MappingProxyType(
 """What is allowed, and the next step, by the kind of the error."""
 
 
-def _refuse(path: Path, kind: str, cause: str, line: int | None = None) -> DataError:
+def refuse(path: Path, kind: str, cause: str, line: int | None = None) -> DataError:
+    """Return the error for a file that cannot be read, of one of the kinds of `_REMEDIES`."""
     allowed, next_step = _REMEDIES[kind]
     place = "" if line is None else f"line {line}: "
     given = f"data file {path} cannot be read ({place}{cause})"
@@ -97,9 +103,9 @@ def read_file(path: Path) -> list[Table]:
     begin = data[:64].lstrip().lower()
     for magic, what in _FOREIGN.items():
         if data.startswith(magic) or begin.startswith(magic):
-            raise _refuse(path, "format", f"it is {what}")
+            raise refuse(path, "format", f"it is {what}")
     if data and name.endswith(".parquet"):
-        raise _refuse(path, "format", "it is no Parquet")
+        raise refuse(path, "format", "it is no Parquet")
     text = _decode(path, data)
     if name.endswith((".csv", ".tsv")):
         return mend_columns(
@@ -113,9 +119,9 @@ def _read_bytes(path: Path) -> bytes:
         data = path.read_bytes()
         return gzip.decompress(data) if data.startswith(_GZIP) else data
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise _refuse(path, "truncated", str(error)) from error
+        raise refuse(path, "truncated", str(error)) from error
     except OSError as error:
-        raise _refuse(path, "missing", str(error)) from error
+        raise refuse(path, "missing", str(error)) from error
 
 
 def _read_parquet(path: Path, data: bytes) -> list[Table]:
@@ -123,12 +129,12 @@ def _read_parquet(path: Path, data: bytes) -> list[Table]:
     import pyarrow.parquet as pq
 
     if not data.endswith(_PARQUET):
-        raise _refuse(path, "truncated", "it ends before its last row")
+        raise refuse(path, "truncated", "it ends before its last row")
     try:
         # A list of times in nanoseconds that Python cannot hold is a ValueError.
         return [plain_row(row) for row in pq.read_table(pa.BufferReader(data)).to_pylist()]
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise _refuse(path, "format", str(error)) from error
+        raise refuse(path, "format", str(error)) from error
 
 
 def plain_row(row: Mapping[str, Any]) -> Table:
@@ -150,11 +156,12 @@ def _plain(value: Any) -> Any:
 
 def mend_columns(rows: list[Table], *, is_text: bool = False) -> list[Table]:
     """Write whole numbers as such in columns that have holes and nothing else; return the rows."""
-    for name in dict.fromkeys(name for row in rows for name in row):
-        filled = [row for row in rows if row.get(name) is not None]
-        if len(filled) < len(rows) and all(_is_whole(row[name], is_text) for row in filled):
-            for row in filled:
-                row[name] = row[name][:-2] if is_text else int(row[name])
+    filled = [(row, name, value) for row in rows for name, value in row.items() if value is not None]
+    counts = Counter(name for _, name, _ in filled)
+    others = {name for _, name, value in filled if not _is_whole(value, is_text)}
+    for row, name, value in filled:
+        if name not in others and counts[name] < len(rows):
+            row[name] = value[:-2] if is_text else int(value)
     return rows
 
 
@@ -172,10 +179,10 @@ def _decode(path: Path, data: bytes) -> str:
         line = data.count(b"\n", 0, error.start) + 1
         cause = f"byte 0x{data[error.start]:02x} is no {encoding.upper()[:6].rstrip('-')}"
         is_cut = error.reason in ("unexpected end of data", "truncated data")
-        raise _refuse(path, "truncated" if is_cut else "encoding", cause, line) from error
+        raise refuse(path, "truncated" if is_cut else "encoding", cause, line) from error
     if (place := text.find("\0")) >= 0:
         line = text.count("\n", 0, place) + 1
-        raise _refuse(path, "encoding", "a NUL, as UTF-16 without its mark has", line)
+        raise refuse(path, "encoding", "a NUL, as UTF-16 without its mark has", line)
     return text
 
 
@@ -209,17 +216,17 @@ def _cut_rows(path: Path, text: str, delimiter: str, *, num_skipped: int) -> Ite
                 header = [name.strip() for name in cells]
                 names = [name for name in header if not _INDEX.fullmatch(name)]
                 if len(set(names)) < len(names):
-                    raise _refuse(path, "duplicate", "a column's name stands twice", reader.line_num)
+                    raise refuse(path, "duplicate", "a column's name stands twice", reader.line_num)
             elif header and any(cells):
                 if len(cells) != len(header):
                     cause = f"{len(cells)} cells below a header of {len(header)}"
-                    raise _refuse(path, "columns", cause, reader.line_num)
+                    raise refuse(path, "columns", cause, reader.line_num)
                 row = zip(header, cells, strict=True)
                 yield {k: None if v in _HOLES else v for k, v in row if not _INDEX.fullmatch(k)}
             line = reader.line_num
     except csv.Error as error:
         # Where the row begins: a quote that is not closed takes in the rest of the file.
-        raise _refuse(path, "columns", f"its quotes: {error}", line + 1) from error
+        raise refuse(path, "columns", f"its quotes: {error}", line + 1) from error
 
 
 def _read_json(path: Path, text: str) -> Iterator[Table]:
@@ -229,10 +236,10 @@ def _read_json(path: Path, text: str) -> Iterator[Table]:
     is_list = text.startswith("[", at)
     at = _skip(text, at + 1) if is_list else at
 
-    def refuse(kind: str, cause: str, place: int) -> DataError:
+    def fault(kind: str, cause: str, place: int) -> DataError:
         is_last = "\n" not in text[place:].rstrip() and not text.rstrip().endswith("]" if is_list else "}")
         line = text.count("\n", 0, place) + 1
-        return _refuse(path, "truncated" if is_last and kind == "json" else kind, cause, line)
+        return refuse(path, "truncated" if is_last and kind == "json" else kind, cause, line)
 
     while at < len(text) and not (is_list and text[at] == "]"):
         try:
@@ -240,20 +247,20 @@ def _read_json(path: Path, text: str) -> Iterator[Table]:
             if _LONE.search(text, at, end):
                 json.dumps(value, ensure_ascii=False).encode()
         except json.JSONDecodeError as error:
-            raise refuse("json", error.msg, error.pos) from error
+            raise fault("json", error.msg, error.pos) from error
         except KeyError as error:
-            raise refuse("duplicate", f"the key {error} stands twice", at) from error
+            raise fault("duplicate", f"the key {error} stands twice", at) from error
         except (ValueError, RecursionError) as error:
-            raise refuse("json", str(error), at) from error
+            raise fault("json", str(error), at) from error
         if not isinstance(value, dict):
-            raise refuse("table", f"a {type(value).__name__} instead of a table", at)
+            raise fault("table", f"a {type(value).__name__} instead of a table", at)
         yield value
         gap = (_BETWEEN if is_list else _BLANK).match(text, end)
         if gap is None:
-            raise refuse("json", "no , and no ] behind a table", end)
+            raise fault("json", "no , and no ] behind a table", end)
         at = gap.end()
     if is_list and (at >= len(text) or _skip(text, at + 1) < len(text)):
-        raise refuse("json", "the list does not end the text", at)
+        raise fault("json", "the list does not end the text", at)
 
 
 def _skip(text: str, at: int) -> int:
@@ -265,8 +272,8 @@ def _skip(text: str, at: int) -> int:
 def _to_table(pairs: list[tuple[str, Any]]) -> Table:
     table = dict(pairs)
     if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise KeyError(next(name for name in names if names.count(name) > 1))
+        ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise KeyError(name)
     return table
 
 
