@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from strop.agents.face import lease_face
 from strop.agents.verifiers import VerifiersSpec, environment_of, to_outcome
-from strop.engine import Completion
 from strop.environments import choose_environment, run_rollout
-from strop.environments.extending import PromptCache
 from strop.environments.guests import guest as guests
-from strop.environments.recording import Recorder
 from strop.errors import ConfigError
 from strop.rollout import CONVERSATION, RESTART, Rollout, Split
 from strop.tasks import Task, build_task
@@ -183,20 +176,6 @@ def test_calls_beyond_the_budget_leave_an_episode_without_a_score(folder: Path, 
 
 
 @pytest.mark.slow
-def test_ids_that_the_package_renders_are_recorded(
-    folder: Path, tmp_path: Path, tokenizer: Tokenizer
-) -> None:
-    """By the package's own client of training: it renders, and asks `/inference/v1/generate`."""
-    model = tiny_tokenizer(tmp_path / "model")
-    task = taskset(folder, "again", renderer=str(model))
-    rollout = attempt(task, tokenizer, "3", "4")
-    assert rollout.outcome.reward == 1.0, rollout.outcome
-    assert [turn.text for turn in rollout.turns if turn.is_sampled] == ["3", "4"]
-    opening = np.asarray(tokenizer.encode(rollout.turns[0].text))
-    assert np.array_equal(rollout.turns[0].token_ids, opening)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "error"),
     [
@@ -216,36 +195,3 @@ def test_an_error_of_an_agent_leaves_an_episode_unscored() -> None:
     trace = {"rewards": {}, "metrics": {}, "errors": [error], "is_truncated": False}
     assert failed(to_outcome({"traces": [trace], "errors": []}, 1.0)) == ("infra", "SandboxError")
     assert to_outcome({"traces": [], "errors": []}, 1.0).reward is None
-
-
-@pytest.mark.parametrize(
-    ("body", "error"),
-    [
-        ({"token_ids": []}, "token_ids are not ids"),
-        ({"token_ids": [5, "6"]}, "token_ids are not ids"),
-        ({"token_ids": [5], "sampling_params": {"stop_token_ids": [5]}}, "stop_token_ids [5]"),
-        ({"token_ids": [5], "sampling_params": {"max_tokens": 0}}, "no number of 1 or more"),
-        ({"token_ids": [5] * 40}, "maximum context length"),
-    ],
-)
-def test_a_request_of_ids_that_cannot_be_answered_is_refused(
-    body: dict[str, Any], error: str, tokenizer: Tokenizer
-) -> None:
-    async def sample(prompt_ids: Any, num_tokens: int, stream: int, stop: tuple[str, ...]) -> Completion:
-        raise AssertionError("nothing is to be sampled")
-
-    def post(url: str, key: str) -> dict[str, Any]:
-        request = urllib.request.Request(url, json.dumps(body).encode(), {"authorization": f"Bearer {key}"})
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(request)
-        assert refused.value.code == 400
-        found: dict[str, Any] = json.loads(refused.value.read())
-        return found
-
-    async def ask() -> dict[str, Any]:
-        recorder = Recorder(PromptCache(tokenizer, "base"), sample, max_reply_tokens=8, max_positions=40)
-        async with lease_face() as face, face.open(recorder) as (base_url, key):
-            url = f"{base_url.removesuffix('/v1')}/inference/v1/generate"
-            return await asyncio.to_thread(post, url, key)
-
-    assert error in asyncio.run(ask())["error"]["message"]

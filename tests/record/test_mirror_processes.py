@@ -12,17 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from strop.errors import RemoteUnreachable
-from strop.io import verify_directory
 from strop.record.mirror.__main__ import main
 from strop.record.mirror.claim import read_latest
 from strop.record.mirror.layout import MirrorOrder, flush_path, mirror_uri
-from strop.record.mirror.restore import fetch_run, find_remote_run, restore_run
+from strop.record.mirror.restore import find_remote_run, restore_run
 from strop.record.mirror.uploader import EXIT_FENCED
 from strop.store.record_store import RecordStore
 from tests.fixtures.attempts import fork
 from tests.fixtures.mirrored import PlayedRun
-from tests.fixtures.object_store import SETTINGS, Exchange, SpoilingProxy, make_objects
+from tests.fixtures.object_store import Exchange, SpoilingProxy, make_objects
 from tests.record.test_mirror_restore import require_sound
 
 NUM_KILLS = 12
@@ -188,24 +186,3 @@ def test_signals_for_the_trainer_do_not_end_the_uploader(played: PlayedRun, s3_r
     found = find_remote_run(mirror_uri(s3_root, played.run.path.name))
     assert found is not None
     assert found.step == 2
-
-
-def test_a_copy_from_s3_that_breaks_off_goes_on_where_it_stopped(
-    played: PlayedRun, proxy: SpoilingProxy, s3_root: str, tmp_path: Path
-) -> None:
-    played.train(1, 2)
-    assert played.uploader(s3_root, make_objects()).look(is_flush=True)
-    uri, target = mirror_uri(s3_root, played.run.path.name), tmp_path / "copy"
-
-    def spoil(exchange: Exchange) -> str | None:
-        return "dropped" if exchange.path.endswith("optimizer.safetensors") else None
-
-    proxy.spoil = spoil
-    with pytest.raises(RemoteUnreachable, match=r"optimizer\.safetensors could not be"):
-        fetch_run(uri, target, settings=SETTINGS)
-    assert not target.exists()
-    proxy.spoil = lambda exchange: None
-    moved = {path.relative_to(target).as_posix() for path in fetch_run(uri, target, settings=SETTINGS)}
-    assert "tiny_step2/state/optimizer.safetensors" in moved
-    assert not [name for name in moved if name.startswith("traces/")]
-    verify_directory(target / "tiny_step2")

@@ -9,16 +9,16 @@ from typing import cast
 
 import pytest
 
-from strop.errors import CheckRefused, ConfigError, CorruptRecord, RemoteMissing, StoreError
+from strop.errors import CheckRefused, CorruptRecord, RemoteMissing
 from strop.io import FileLock, verify_directory
 from strop.record import RunDir
 from strop.record.mirror.claim import RunIdentity, claim_mirror
 from strop.record.mirror.layout import flush_path, mirror_uri
-from strop.record.mirror.restore import fetch_run, find_remote_run, restore_run
+from strop.record.mirror.restore import find_remote_run, restore_run
 from strop.store.contract import Objects
 from strop.store.local_objects import LocalObjects
 from strop.store.record_store import RecordStore
-from tests.fixtures.mirrored import CHANGES, PlayedRun, WatchedObjects, list_files, model_bytes
+from tests.fixtures.mirrored import CHANGES, PlayedRun, WatchedObjects, model_bytes
 
 
 def mirror_of(played: PlayedRun, root: str) -> str:
@@ -237,70 +237,3 @@ def test_clocks_play_no_part(
     found = find_remote_run(mirror_of(played, root))
     assert found is not None
     assert (found.latest.owner, found.step) == ("other", 4)
-
-
-def test_a_copy_for_reading_comes_in_parts_and_is_brought_up_to_date(
-    tmp_path: Path, played: PlayedRun, root: str
-) -> None:
-    played.train(1, 2)
-    uploader = played.uploader(root)
-    uploader.look(is_flush=True)
-    uri, target = mirror_of(played, root), tmp_path / "copy"
-    moved = fetch_run(uri, target)
-    assert target / "traces" / "metrics.jsonl" in moved
-    assert (target / "tiny_step2" / "model" / "model.safetensors").read_bytes() == model_bytes(2)
-    verify_directory(target / "tiny_step2")
-    assert (target / "traces" / "metrics.jsonl").read_bytes() == (
-        played.run.path / "metrics.jsonl"
-    ).read_bytes()
-    assert fetch_run(uri, target) == ()
-    played.train(3, 4)
-    played.run.mark_finished()
-    uploader.look(is_flush=True)
-    moved = fetch_run(uri, target)
-    assert target / "tiny_final" / "model.safetensors" in moved
-    assert target / "tiny_step4" / "model" / "model.safetensors" in moved
-    assert target / "traces" / "rollouts" / "step-000001.parquet" not in moved
-    assert sorted(entry.name for entry in target.iterdir()) == [
-        *(".fetched", "tiny_final", "tiny_step2", "tiny_step4", "traces")
-    ]
-    assert [entry.name for entry in tmp_path.iterdir() if entry.name.startswith("copy")] == ["copy"]
-    # Nothing is removed where it came from.
-    assert (Path(uri) / "tiny_step2" / "COMPLETE").exists()
-
-
-def test_parts_of_a_copy_are_chosen_by_name(tmp_path: Path, played: PlayedRun, root: str) -> None:
-    uploader = played.uploader(root)
-    for step in (2, 4):
-        played.train(step - 1, step)
-        uploader.look(is_flush=True)
-    uri = mirror_of(played, root)
-    fetch_run(uri, tmp_path / "one", only=["step-2"])
-    assert {entry.name for entry in (tmp_path / "one").iterdir()} == {".fetched", "tiny_step2"}
-    fetch_run(uri, tmp_path / "traces", only=["traces"])
-    assert {entry.name for entry in (tmp_path / "traces").iterdir()} == {".fetched", "traces"}
-    with pytest.raises(RemoteMissing, match=r"has no complete checkpoint of step 3. Allowed: .*: 4, 2"):
-        fetch_run(uri, tmp_path / "none", only=["step-3"])
-    with pytest.raises(ConfigError, match=r"'models' is no part of a mirrored run. Allowed: traces, latest"):
-        fetch_run(uri, tmp_path / "none", only=["models"])
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_copy_never_takes_a_place_that_something_else_has(
-    tmp_path: Path, played: PlayedRun, root: str
-) -> None:
-    played.train(1, 2).uploader(root).look(is_flush=False)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "thesis.txt").write_text("precious")
-    with pytest.raises(StoreError, match="mine is there, and is no copy of this run"):
-        fetch_run(mirror_of(played, root), tmp_path / "mine")
-    assert list(list_files(tmp_path / "mine")) == ["thesis.txt"]
-    fetch_run(mirror_of(played, root), tmp_path / "copy", only=["traces"])
-    other = PlayedRun.create(tmp_path / "runs", now=1_900_000_000.0).train(1, 2)
-    other.uploader(root).look(is_flush=False)
-    with pytest.raises(StoreError, match="is there, and is no copy of this run"):
-        fetch_run(mirror_of(other, root), tmp_path / "copy", only=["traces"])
-    assert (tmp_path / "copy" / "traces" / "run.json").exists()
-    shutil.copytree(tmp_path / "copy", tmp_path / "copy.incoming")
-    with pytest.raises(StoreError, match=r"copy\.incoming is there, and is no copy of this run"):
-        fetch_run(mirror_of(played, root), tmp_path / "copy", only=["traces"])

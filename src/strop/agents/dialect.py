@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from strop.environments.recording import Call
-from strop.rollout import IntArray, Message
+from strop.rollout import Message
 from strop.tasks.user.rewards import read_schema
 from strop.tokenizer import Tokenizer
 
@@ -33,8 +33,6 @@ class ModelRequest:
     """Functions in the form of OpenAI's chat API, as JSON; none if the reply may call none."""
     max_tokens: int | None
     num_choices: int = 1
-    token_ids: IntArray | None = None
-    """The whole prompt, if the program renders it; there are no messages then."""
     stop: tuple[str, ...] = ()
     """Texts that end a reply."""
     schema: Mapping[str, Any] | bool | None = None

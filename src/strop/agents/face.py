@@ -1,9 +1,9 @@
 """The OpenAI-compatible face of the model: for each rollout an address `/r/ID/v1`, and a key.
 
 `POST chat/completions` (`chat`) and `POST responses` (`responses`), plain and as a stream (the reply is
-sampled whole, then sent), with tools and log-probabilities; `POST /r/ID/inference/v1/generate` (`generate`)
-for ids; `GET models`. The run's sampling is used whatever a program asks for: other tokens would not be the
-policy's. Requests that would change the support of the distribution are refused.
+sampled whole, then sent), with tools and log-probabilities; `GET models`. The run's sampling is used whatever
+a program asks for: other tokens would not be the policy's. Requests that would change the support of the
+distribution are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 
 from strop.agents.chat import Chat
 from strop.agents.dialect import Dialect, ModelRequest, Refused
-from strop.agents.generate import Generate
 from strop.agents.responses import Responses
 from strop.engine.server import LOOPBACK, listen
 from strop.engine.wire import require_server_part
@@ -98,7 +97,6 @@ class Face:
         dialects: dict[str, Dialect] = {
             "chat/completions": Chat(tokenizer),
             "responses": Responses(tokenizer),
-            "generate": Generate(tokenizer.stop_token_ids),
         }
         self._open[name] = _Open(key=key, recorder=recorder, dialects=dialects)
         try:
@@ -114,7 +112,6 @@ class Face:
         rollout: _Open | None = None
         try:
             rollout = self._authorize(scope)
-            # vLLM's `/inference/v1/generate` is beside `/v1`, not below it.
             path = scope["path"].split("/v1/", 1)[-1]
             if scope["method"] == "GET" and path == "models":
                 model = {**_MODEL, "max_model_len": rollout.recorder.max_positions}
@@ -226,8 +223,6 @@ async def _ask(rollout: _Open, request: ModelRequest) -> list[Call]:
     limit, stop = request.max_tokens, request.stop
     choices = [
         recorder.ask(request.messages, request.tools, limit, is_one_call=request.is_one_call, stop=stop)
-        if request.token_ids is None
-        else recorder.ask_ids(request.token_ids, limit, stop)
         for _ in range(request.num_choices)
     ]
     try:

@@ -97,13 +97,6 @@ class VerifiersSpec(TaskSection):
         description="Further settings of verifiers' environment, passed on unchanged.",
         json_schema_extra=expert("each environment has other settings"),
     )
-    renderer: str | None = Field(
-        default=None,
-        min_length=1,
-        description="The name or folder of a model whose prompts verifiers renders itself and sends as token"
-        " ids. none = strop renders them.",
-        json_schema_extra=expert("a model may have been trained with verifiers' renderer"),
-    )
     max_reward: float = Field(
         default=1.0,
         gt=0.0,
@@ -275,7 +268,6 @@ class VerifiersEnvironment(Conducted):
                         data=self._example.fields["task"],
                         base_url=base_url,
                         key=key,
-                        renderer=task.spec.renderer,
                     )
             except TimeoutError as error:
                 detail = f"the episode was not over after {limit_s:g} s"

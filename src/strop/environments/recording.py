@@ -147,36 +147,6 @@ class Recorder:
         self._by_history[tools, *map(_key, (*call.messages, call.said))] = call
         return self._keep(call)
 
-    async def ask_ids(
-        self, prompt_ids: IntArray, max_tokens: int | None = None, stop: tuple[str, ...] = ()
-    ) -> Call:
-        """Sample a reply to a prompt that the program rendered.
-
-        A prompt that begins with an earlier prompt and its reply continues that call.
-        Raises: as `ask`.
-        """
-        wholes = [(call, np.concatenate([call.prompt_ids, call.reply.token_ids])) for call in self._calls]
-        parents = [
-            (call, len(whole))
-            for call, whole in wholes
-            if len(whole) < len(prompt_ids) and np.array_equal(whole, prompt_ids[: len(whole)])
-        ]
-        parent, length = max(parents, key=lambda pair: pair[1], default=(None, 0))
-        new_ids = prompt_ids[length:]
-        text = self._prompts.tokenizer.decode(new_ids)
-        completion = await self._complete(prompt_ids, max_tokens, stop)
-        return self._keep(
-            Call(
-                messages=(),
-                said=Message(role="assistant", content=completion.text),
-                spoken=Spoken(content=completion.text),
-                prompt=Turn(role=CONVERSATION if parent is None else "prompt", text=text, token_ids=new_ids),
-                prompt_ids=prompt_ids,
-                reply=spoken_turn(completion),
-                parent=parent,
-            )
-        )
-
     async def _complete(
         self, prompt_ids: IntArray, max_tokens: int | None, stop: tuple[str, ...]
     ) -> Completion:

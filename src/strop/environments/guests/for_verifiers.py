@@ -78,16 +78,11 @@ class Guest:
         """Return the data of the first `number` tasks, or of all if there are fewer."""
         return [task.data.model_dump(mode="json") for task in itertools.islice(self._env.taskset, number)]
 
-    async def run(
-        self, data: dict[str, Any], base_url: str, key: str, renderer: str | None
-    ) -> dict[str, Any]:
+    async def run(self, data: dict[str, Any], base_url: str, key: str) -> dict[str, Any]:
         """Play an episode; return its rewards and errors."""
         variable = f"STROP_KEY_{next(self._numbers)}"
         os.environ[variable] = key
-        access = {"base_url": base_url, "api_key_var": variable}
-        client: Any = vf.EvalClientConfig(**access)
-        if renderer is not None:
-            client = vf.TrainClientConfig(**access, renderer_model_name=renderer)
+        client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
         context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
         task_type = type(self._env.taskset).task_type()
         task = task_type(task_type.data_type().model_validate(data), self._env.config.taskset.task)
@@ -104,7 +99,7 @@ class Guest:
     async def play(self, data: dict[str, Any], replies: list[str]) -> dict[str, Any]:
         """Play an episode with fixed replies, repeating the last one."""
         async with sys.modules["__main__"].serve_replies(replies) as base_url:
-            return await self.run(data, base_url, "none", None)
+            return await self.run(data, base_url, "none")
 
 
 def _describe(trace: Any) -> dict[str, Any]:

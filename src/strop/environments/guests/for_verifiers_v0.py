@@ -38,17 +38,13 @@ class Guest:
         plain: list[dict[str, Any]] = json.loads(json.dumps(rows))
         return plain
 
-    async def run(
-        self, data: dict[str, Any], base_url: str, key: str, renderer: str | None
-    ) -> dict[str, Any]:
+    async def run(self, data: dict[str, Any], base_url: str, key: str) -> dict[str, Any]:
         """Play a rollout; return its rewards and errors."""
         variable = f"STROP_KEY_{next(self._numbers)}"
         os.environ[variable] = key
         client = ClientConfig(
             api_key_var=variable, api_base_url=base_url, timeout=self._limit_s, max_retries=0
         )
-        if renderer is not None:
-            client = client.model_copy(update={"client_type": "renderer", "renderer_model_name": renderer})
         try:
             output = await self._env.run_rollout(data, client, "policy", {})
         finally:
@@ -67,7 +63,7 @@ class Guest:
     async def play(self, data: dict[str, Any], replies: list[str]) -> dict[str, Any]:
         """Play a rollout with fixed replies, repeating the last one."""
         async with sys.modules["__main__"].serve_replies(replies) as base_url:
-            return await self.run(data, base_url, "none", None)
+            return await self.run(data, base_url, "none")
 
 
 def _describe_error(error: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Restore a run directory from its mirror, on any machine, or copy a mirror for reading.
+"""Restore a run directory from its mirror, on any machine.
 
 The mirror is only read. An unfinished copy is called `NAME.incoming`; the same call resumes it.
 """
@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from strop.errors import CheckRefused, ConfigError, CorruptRecord, RemoteMissing, StoreError
+from strop.errors import CheckRefused, CorruptRecord, RemoteMissing, StoreError
 from strop.io.atomic import (
     explain_write_failure,
     is_inner_name,
@@ -32,10 +32,7 @@ from strop.store.uris import join_uri, normalize_uri
 
 NUM_OBJECT_ATTEMPTS = 3
 """Attempts to fetch an object that its writer replaces meanwhile."""
-_FETCHED_NAME = ".fetched"
-"""File that marks a copy by `fetch_run`, with its source."""
 _CURVE_FILES = frozenset({"metrics.jsonl", "events.jsonl", TIMELINE_NAME, STATE_NAME, "spec.toml", "env.txt"})
-FETCH_PARTS = ("traces", "latest", "final")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,51 +92,6 @@ def restore_run(uri: str, root: Path, *, name: str | None = None, settings: S3Se
     return target
 
 
-def fetch_run(
-    uri: str, target: Path, *, only: Sequence[str] = FETCH_PARTS, settings: S3Settings | None = None
-) -> tuple[Path, ...]:
-    """Copy a run's mirror, or parts of it, to a directory for reading; return the fetched files.
-
-    `only`: 'traces', 'latest' (the newest checkpoint), 'final' (the model), or 'step-N'. A second call
-    fetches what has changed.
-    Raises: ConfigError for another part; RemoteMissing for a step that does not exist; StoreError if the
-        target exists and is no such copy.
-    """
-    uri = normalize_uri(uri)
-    store = open_store(uri, settings)
-    found = _require_run(store, uri, needs_checkpoint=False)
-    records = [_name_record(found, part) for part in only if part != TRACES]
-    incoming = target.with_name(target.name + INCOMING_SUFFIX)
-    moved: list[Path] = []
-    try:
-        # An interrupted copy is resumed; a complete one is updated.
-        for path in filter(Path.exists, (target, incoming)):
-            marker = path / _FETCHED_NAME
-            if not (marker.is_file() and marker.read_text() == uri):
-                raise _taken(path)
-        if target.exists():
-            if incoming.exists():
-                raise _taken(incoming)
-            target.rename(incoming)
-        with _working_in(incoming):
-            write_bytes_atomically(incoming / _FETCHED_NAME, uri.encode())
-            if TRACES in only:
-                names = _fetch_objects(store, _list_traces(store, uri), incoming / TRACES)
-                moved += [target / TRACES / name for name in names]
-            for record_uri in filter(None, dict.fromkeys(records)):
-                name = record_uri.rpartition("/")[2]
-                if store.find_manifest(record_uri) is None and record_uri.endswith("_final"):
-                    continue  # Training has not finished yet.
-                transfer = store.get(record_uri, incoming / name, replace=True)
-                moved += [target / name / file for file in transfer.moved]
-            for lock_path in (incoming / LOCK_NAME, *incoming.glob("*.lock")):
-                lock_path.unlink(missing_ok=True)
-            incoming.rename(target)
-    except OSError as error:
-        raise explain_write_failure(error, target) from error
-    return tuple(moved)
-
-
 def _find_run(store: RecordStore, uri: str) -> RemoteRun | None:
     found = read_latest(store, uri)
     if found is None:
@@ -157,9 +109,9 @@ def _find_run(store: RecordStore, uri: str) -> RemoteRun | None:
     return RemoteRun(uri=uri, latest=latest, records=tuple(whole))
 
 
-def _require_run(store: RecordStore, uri: str, *, needs_checkpoint: bool = True) -> RemoteRun:
+def _require_run(store: RecordStore, uri: str) -> RemoteRun:
     found = _find_run(store, uri)
-    if found is None or (needs_checkpoint and not found.records):
+    if found is None or not found.records:
         what = f"no {LATEST_NAME}" if found is None else "no complete checkpoint"
         raise RemoteMissing(
             f"{uri} has {what}",
@@ -264,32 +216,6 @@ def _list_traces(store: RecordStore, uri: str) -> dict[str, str]:
     return found
 
 
-def _name_record(found: RemoteRun, part: str) -> str | None:
-    """Return the URI of a part's record; None: there is none yet."""
-    if part == "final":
-        return join_uri(found.uri, f"{found.latest.run.name}_final")
-    if part == "latest":
-        return found.record_uri(found.records[0]) if found.records else None
-    step = step_of(Path(part)) if part.startswith("step-") else None
-    if step is None and part.startswith("step-") and part[5:].isdecimal():
-        step = int(part[5:])
-    if step is None:
-        raise ConfigError(
-            f"{part!r} is no part of a mirrored run",
-            allowed=f"{', '.join(FETCH_PARTS)}, step-N",
-            next_step="correct it",
-        )
-    for name in found.records:
-        if name.step == step:
-            return found.record_uri(name)
-    steps = ", ".join(str(name.step) for name in found.records) or "none"
-    raise RemoteMissing(
-        f"{found.uri} has no complete checkpoint of step {step}",
-        allowed=f"the steps that are there: {steps}",
-        next_step="name one of them, or 'latest'",
-    )
-
-
 @contextmanager
 def _working_in(incoming: Path) -> Iterator[None]:
     """Lock a directory that is being filled.
@@ -308,11 +234,3 @@ def _working_in(incoming: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _taken(path: Path) -> StoreError:
-    return StoreError(
-        f"{path} is there, and is no copy of this run",
-        allowed="a name that is free, or an earlier copy of the same run",
-        next_step="choose another name",
-    )
