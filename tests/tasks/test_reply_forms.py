@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from strop.tasks import build_task
 from strop.tasks.generated.reasoning_gym import answer_of
 from strop.tasks.mathematics.boxed_math import AimeSpec, MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
-from strop.tasks.mmlu import MmluSpec
+from strop.tasks.mmlu import MmluSpec, find_letter
 from strop.tasks.user.rewards import score_built_in
 
 Form = Mapping[str, Any]
@@ -36,7 +37,7 @@ def forms(reader: str) -> list[Any]:
 
 
 def verdict(task: str, gold: str, form: Form) -> bool | None:
-    fields = {"question": form.get("question", "?"), "problem": "?", "solution": ""}
+    fields = {"question": form.get("question", "?"), "problem": "?", "solution": ""} | form.get("fields", {})
     example = Example(task=task, example_id="0", fields=fields, answer=gold)
     outcome = TASKS[task].verify(example, form["input"])
     assert form.get("format") in (None, outcome.format_ok)
@@ -59,6 +60,15 @@ def test_boxed_mathematics(form: Form) -> None:
 @pytest.mark.parametrize("form", forms("mmlu"))
 def test_mmlu(form: Form) -> None:
     assert [gold for gold in "ABCD" if verdict("mmlu", gold, form)] == list(form["right"] or "")
+
+
+def test_no_letter_is_read_more_readily_than_another() -> None:
+    """Incident: A was taken for an article where B was a choice, which training amplified."""
+    letter = re.compile(r"(?<![A-Za-z0-9_])[A-D](?![A-Za-z0-9_])")
+    texts = [form.values[0]["input"].strip() for form in forms("mmlu")]
+    for text in (text for text in texts if len(set(letter.findall(text))) == 1):
+        found = [find_letter(letter.sub(other, text), []) for other in "ABCD"]
+        assert found in (list("ABCD"), [None] * 4), text
 
 
 @pytest.mark.parametrize("form", forms("reasoning_gym"))

@@ -34,7 +34,7 @@ _PROMPT = (
 _BASE_HEADER = "The following are multiple choice questions (with answers) about {subject}.\n\n"
 _BASE_PROMPT = "{question}\nA. {a}\nB. {b}\nC. {c}\nD. {d}\nAnswer:"
 """The form of lm-eval 0.4.13's mmlu, also of its generative variant."""
-_END = r"(?![A-Za-z0-9_'])"
+_END = r"(?!'?[A-Za-z0-9_])"
 _LETTER_ALONE = re.compile(r"[\W_]*(?:\\boxed\{(?:\\text\{)?)?([A-D])[\W_]*")
 _PHRASE = re.compile(
     r"(?:\b(?:answer|(?:right|correct|best) (?:choice|option))\b"
@@ -44,13 +44,19 @@ _PHRASE = re.compile(
     rf"((?-i:[A-D]){_END}|[a-d](?=[)\].*_$}}]*\s*\Z))",
     re.IGNORECASE,
 )
+_CLAIM = re.compile(
+    r"(?<![A-Za-z0-9_'])[A-D](?=\W{1,3}(?:is|must be) (?:the )?(?:most |best )?"
+    r"(?:correct|right|better|best|true|answer)\b)"
+)
 # At the start of a sentence 'A' may be an article, and 'B cells' are no choice.
 _LETTER = re.compile(
     rf"(?:(?:^|(?<=[.!?] ))[*(]*[A-D]{_END}(?! (?!because|since|as|is|was|must|for|due|best|and|or|but)[a-z])"
     rf"|(?<![A-Za-z0-9_'.!?])(?<![.!?] )(?!^)[A-D]{_END})"
 )
 _RULED_OUT = re.compile(r"[^\w.;]*(?:is|are|was)(?:n't| not|\s+(?:in|un)\w+| wrong| false| too)\b")
-_RULES_OUT = re.compile(r"\b(?:not|nor|never|except|without)[^\w.;]+$", re.IGNORECASE)
+_RULES_OUT = re.compile(
+    r"(?:\b(?:not|nor|never|except|without|cannot)|n't)(?: be)?(?: option| choice)?[^\w.;]+$", re.IGNORECASE
+)
 _SEVERAL = re.compile(
     rf"[^\w.;]{{0,8}}(?:,|/|&|\bor\b|\band\b)[^\w.;]{{0,8}}[A-D]{_END}(?! (?!(?:are|and|or)\b)[a-z])"
 )
@@ -105,7 +111,7 @@ class Mmlu(RowTask):
             source=spec.source,
             prompt=_PROMPT,
             base_prompt=_BASE_HEADER + _BASE_PROMPT,
-            verifier="chosen-letter-1",
+            verifier="chosen-letter-2",
         )
         self._num_few_shot = spec.num_few_shot
 
@@ -173,10 +179,11 @@ def find_letter(text: str, choices: Sequence[str]) -> str | None:
     if alone := _LETTER_ALONE.fullmatch(line):
         return alone[1]
     said = normal_text(line[:_MAX_CHOICE_CHARS])
-    for letter, choice in zip(_LETTERS, choices, strict=False):
-        if said and said in (normal_text(choice), normal_text(f"{letter} {choice}")):
+    for letter, choice in zip(_LETTERS, map(normal_text, choices), strict=False):
+        if choice and said in (choice, f"{letter.lower()} {choice}"):
             return letter
-    letters = [*_PHRASE.finditer(text)][-1:] or [
+    claims = [*_PHRASE.finditer(text)][-1:] or [*_CLAIM.finditer(text)][-1:]
+    letters = claims or [
         m for m in _LETTER.finditer(line) if not _RULES_OUT.search(line[max(0, m.start() - 20) : m.start()])
     ]
     for match in letters:

@@ -172,7 +172,7 @@ def _contains(text: str, answer: Any) -> bool:
     before = rf"(?<!{_IN_WORD})" if re.match(_IN_WORD, gold) else ""
     behind = rf"(?!{_IN_WORD})" if re.match(_IN_WORD, gold[-1]) else ""
     if re.match(r"[-$.]*[0-9]", gold):
-        before += r"(?<![0-9.])(?<![0-9][,/:])" + (
+        before += r"(?<![0-9])(?<!(?<![A-Za-z])\.)(?<![0-9][,/:])" + (
             r"(?<![\w)\]])" if gold[0] == "-" else r"(?<!(?<![\w)\]])-)"
         )
     if gold[-1].isdigit():

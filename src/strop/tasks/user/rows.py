@@ -48,7 +48,7 @@ from strop.tasks.user.rewards import (
 from strop.user_code import CodeRef, is_code
 
 _MAX_REPLY_TOKENS = 1024
-_VERIFIER = "rows-3"
+_VERIFIER = "rows-4"
 _SANDBOXED = "python-tests"
 _VERSIONS = {_SANDBOXED: "python-tests-3"}
 """Names of built-in rewards in a task's version, if they have changed."""
