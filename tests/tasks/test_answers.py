@@ -133,7 +133,7 @@ def chat_tokenizer(folder: Path, template: str) -> Tokenizer:
 
 def test_the_template_is_told_whether_to_think(tmp_path: Path) -> None:
     template = (
-        "{{ messages[0].content }}|{% if enable_thinking is defined %}{{ enable_thinking }}"
+        "{{ messages[-1].content }}|{% if enable_thinking is defined %}{{ enable_thinking }}"
         "{% else %}free{% endif %}"
     )
     tokenizer = chat_tokenizer(tmp_path, template)
@@ -148,7 +148,7 @@ def test_the_template_is_told_whether_to_think(tmp_path: Path) -> None:
 def test_a_model_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
     task = build_task(ArithmeticSpec(thinking="on"))
     messages = task.render(task.examples(Split.HELD_OUT)[0])
-    tokenizer = chat_tokenizer(tmp_path, "{{ messages[0].content }}")
+    tokenizer = chat_tokenizer(tmp_path, "{{ messages[-1].content }}")
     with pytest.raises(ConfigError, match=r"task\.thinking=on, but the chat template .* enable_thinking"):
         render_prompt(tokenizer, messages, "chat")
     with pytest.raises(ConfigError, match=r"task\.thinking=on with a prompt in base format"):

@@ -75,9 +75,10 @@ def marked_answer(text: str) -> FoundAnswer | None:
 
 
 def is_marked(text: str) -> bool:
-    """Whether a text marks an answer, by a box or a sentence."""
+    """Whether a text marks an answer: a box, or a sentence with a formula or at most two words."""
     found = marked_answer(text)
-    return found is not None and found.text != ""
+    is_said = found is not None and (len(found.text.split()) <= 2 or _is_expression(found.text))
+    return found is not None and found.text != "" and (found.is_boxed or is_said)
 
 
 def find_boxes(text: str) -> list[str]:
