@@ -159,7 +159,7 @@ ASKED = {"prompt": "A?", "completion": "B"}
         (ASKED | {"weight": 0}, "weight=0"),
         ({"prompt": "A?", "completion": "<|end|>"}, "only a terminator"),
         ({"prompt": "A?", "completion": "B<|end|>C"}, "goes on behind one"),
-        (["A?", "B"], "line 2: a list"),
+        (["A?", "B"], "line 2: list"),
     ],
 )
 def test_a_bad_row_is_refused_with_its_place(model_dir: Path, tmp_path: Path, row: Any, words: str) -> None:

@@ -253,7 +253,7 @@ def _read_json(path: Path, text: str) -> Iterator[Table]:
         except (ValueError, RecursionError) as error:
             raise fault("json", str(error), at) from error
         if not isinstance(value, dict):
-            raise fault("table", f"a {type(value).__name__} instead of a table", at)
+            raise fault("table", f"{type(value).__name__} instead of a table", at)
         yield value
         gap = (_BETWEEN if is_list else _BLANK).match(text, end)
         if gap is None:
