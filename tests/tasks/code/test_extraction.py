@@ -19,6 +19,7 @@ from strop.tasks.code.extraction import (
     defines,
     extract_completion,
     extract_python,
+    join_code,
 )
 from tests.tasks.code.test_humaneval import SQUARES
 
@@ -38,7 +39,7 @@ def find_program(reply: str, name: str) -> str | None:
     """Return the program that the tasks would judge."""
     code = extract_python(reply, (name,) if name else ())
     if code is not None and (defines(code, name) if name else compiles(code)):
-        return f"{SQUARES['prompt']}\n{code}" if name == "squares" else code
+        return join_code(SQUARES["prompt"], code) if name == "squares" else code
     return extract_completion(reply, SQUARES["prompt"], name) if name == "squares" else None
 
 
@@ -103,11 +104,23 @@ def test_extraction_never_raises_and_is_done_once(text: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "unit", [f"{F}\n", f"{F}python\n(\n", "x = (\n", "<answer>", "It's (so\n", "> `", "@x("]
+    "unit",
+    [
+        f"{F}\n",
+        f"{F}python\n(\n",
+        "x = (\n",
+        "<answer>",
+        "It's (so\n",
+        "> `",
+        "@x(",
+        "`",
+        "x = 1\n",
+        "~~~md\n",
+    ],
 )
 def test_hostile_replies_take_no_minutes(unit: str) -> None:
     started = time.process_time()
-    extract_python((unit * MAX_CODE_CHARS)[:MAX_CODE_CHARS], ("f",))
+    extract_python(("It is so:\n-" + unit * MAX_CODE_CHARS)[: MAX_CODE_CHARS - 1] + "x", ("f",))
     assert time.process_time() - started < 10.0
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -35,7 +36,7 @@ _BEGIN, _DONE = "[BEGIN]", "[DONE]"
 # A fence opens on a separate line; behind other text only with a tag for Python.
 _OPENING = re.compile(
     r"^(?P<quote>[ \t>]*)(?:(?:[-*+]|\d{1,3}[.)])[ \t]+)?(?P<fence>`{3,}|~{3,})(?P<info>[^\n]*)(?:\n|\Z)"
-    r"|(?P<late>`{3,})[ \t]*(?:python3?|py)[ \t]*(?:\n|\Z)",
+    r"|(?<!`)(?P<late>`{3,}+)[ \t]*(?:python3?|py)[ \t]*(?:\n|\Z)",
     re.MULTILINE | re.IGNORECASE,
 )
 _TAG_WORD = re.compile(r"\W*([\w+#.-]*)")
@@ -48,13 +49,14 @@ _TAG = (
     r"(?:</?(?:answer|final_answer|solution|code|python|pre)(?: [^<>\n]*)?>|<\|python_tag\|>"
     r"|\[/?(?:PYTHON|ANSWER|SOLUTION|CODE|TESTS)\])"
 )
-_TAGS = re.compile(rf"^[ \t]*{_TAG}+|{_TAG}+[ \t]*$", re.MULTILINE | re.IGNORECASE)
+_TAGS = re.compile(rf"^[ \t]*{_TAG}++|(?<![>\]]){_TAG}++[ \t]*$", re.MULTILINE | re.IGNORECASE)
 _SESSION = re.compile(r"^[ \t]*(?:>>>|In \[\d+\]:)", re.MULTILINE)
 _SESSION_LINE = re.compile(r"^[ \t]*(?:>>>|\.\.\.:?|In \[\d+\]:)(?: (.*)|)$", re.MULTILINE)
 _SHELL_LINE = re.compile(r"^[!%].*\n?", re.MULTILINE)
 _DIFF_HEAD = re.compile(r"^(?:---|\+\+\+|@@|diff |index |new file).*\n?", re.MULTILINE)
 _INNER_LINE = re.compile(r"[ \t)\]}#]|(?:else|elif|except|finally)\b|\"\"\"|'''|\Z")
 _UNFINISHED = ("was never closed", "unterminated triple-quoted")
+_FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _READS, _PRINTS = re.compile(r"\b(?:input|stdin|fileinput)\b|open\(0"), re.compile(r"\b(?:print|stdout)\b")
 
 
@@ -124,10 +126,10 @@ def _is_code(code: str) -> bool:
     return tree is not None and any(map(does_something, tree.body))
 
 
-def _split(text: str, *, is_raw: bool = False) -> tuple[list[str], str]:
+def _split(text: str, *, is_raw: bool = False, is_inner: bool = False) -> tuple[list[str], str]:
     """Return the blocks of code in a text, those that compile in their repaired form, and the other text.
 
-    Raw blocks are not repaired.
+    Raw blocks are not repaired. Fences are sought inside a page of Markdown, which is itself one.
     """
     if _is_code(_clean(text)) and not text.lstrip().startswith("~~~"):
         # Its fences, if any, are in strings and comments; `~~~python` is Python, too.
@@ -160,8 +162,8 @@ def _split(text: str, *, is_raw: bool = False) -> tuple[list[str], str]:
         )
         if ">" in (opening["quote"] or ""):
             code = re.sub(r"^[ \t]*> ?", "", code, flags=re.MULTILINE)
-        if is_page:
-            blocks += _split(code, is_raw=is_raw)[0]
+        if is_page and not is_inner:
+            blocks += _split(code, is_raw=is_raw, is_inner=True)[0]
         elif is_raw and is_ours:
             blocks.append(code)
         elif is_ours:
@@ -185,7 +187,9 @@ def _read_block(text: str, start: int, fence: str, first: str, *, is_sought: boo
             # Another fence with a tag opens the next block: this one was not closed.
             return code, cut.start() if cut[1].strip() else cut.end()
     end = cuts[0].start() if cuts else len(text)
-    for late in islice(re.finditer(rf"{mark}[ \t]*$", text[start:end], re.MULTILINE), _MAX_CUTS):
+    for late in islice(
+        re.finditer(rf"(?<!{fence[0]}){mark}+[ \t]*$", text[start:end], re.MULTILINE), _MAX_CUTS
+    ):
         code = first + text[start : start + late.start()]
         if is_sought and _repair(code) is not None:
             return code, start + late.end()
@@ -248,7 +252,7 @@ def find_code(text: str) -> str:
                 if not any(reason in str(error) for reason in _UNFINISHED):
                     break
             else:
-                index_after = next((n for n, start in enumerate(starts) if start >= end), len(starts))
+                index_after = bisect_left(starts, end)
                 break
         # Markdown indents code behind a line of prose.
         for form in (chunk, textwrap.dedent(chunk.partition("\n")[2])):
@@ -303,7 +307,14 @@ def _render(codes: Sequence[str], statements: Sequence[Statement], kept: Sequenc
                 texts.append(whole if is_decorated else ast.get_source_segment(codes[block], node) or whole)
             continue
         texts.append("\n".join(line for n, line in enumerate(lines, 1) if n not in dropped).strip("\n"))
-    return "\n\n".join(texts).rstrip()
+    return join_code(*texts).rstrip()
+
+
+def join_code(*texts: str) -> str:
+    """Return pieces of code as one; imports from `__future__` must stand in front."""
+    code = "\n\n".join(texts)
+    imports = _FUTURE.findall(code) if len(texts) > 1 else []
+    return "\n".join([*imports, _FUTURE.sub("", code)]) if imports else code
 
 
 def _lines_of(node: ast.stmt) -> range:

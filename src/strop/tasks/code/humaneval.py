@@ -23,6 +23,7 @@ from strop.tasks.code.extraction import (
     extract_completion,
     extract_python,
     fence,
+    join_code,
     judged_outcome,
     no_code_outcome,
 )
@@ -97,7 +98,7 @@ class HumanEval(RowTask):
         code = extract_python(text, (entry_point,))
         if code is not None and defines(code, entry_point):
             # The prompt alone defines a function without a result; the code's definition replaces it.
-            program = f"{prompt}\n{code}"
+            program = join_code(prompt, code)
         else:
             completed = extract_completion(text, prompt, entry_point)
             if completed is None:

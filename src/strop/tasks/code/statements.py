@@ -131,7 +131,10 @@ def _read(node: ast.stmt, block: int) -> Statement:
     if not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            outer = compile(ast.Module([node], []), "<statement>", "exec", dont_inherit=True)
+            try:
+                outer = compile(ast.Module([node], []), "<statement>", "exec", dont_inherit=True)
+            except RecursionError:  # It compiled a few frames higher: no statement of a real program.
+                outer = compile("", "<statement>", "exec")
         for code in _walk(outer):
             for instruction in dis.get_instructions(code):
                 action, _, scope = instruction.opname.partition("_")
