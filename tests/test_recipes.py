@@ -182,10 +182,8 @@ def test_reinforcement_learning_begins_at_the_checkpoint_of_imitation(
 @pytest.mark.slow
 def test_replies_are_graded_by_the_rubric(run: Run, folder: Path, roomy_model_dir: Path) -> None:
     path = NAMES["judge"]
-    labels = [json.loads(line) for line in (path.parent / "labels.jsonl").read_text().splitlines()]
-    assert sum(row["label"] for row in labels) * 2 == len(labels) >= 50
-    good = {(row["prompt"], row["reply"]) for row in labels if row["label"]}
-    good |= {(row["prompt"], row["gold"]) for row in labels}
+    rows = [json.loads(line) for line in (path.parent / "questions.jsonl").read_text().splitlines()]
+    good = {(row["prompt"], row["gold"]) for row in rows if "gold" in row}
 
     def grade(question: str) -> str:
         asked = question.partition("A child of ten asked:\n")[2].partition("\n")[0]
@@ -197,7 +195,6 @@ def test_replies_are_graded_by_the_rubric(run: Run, folder: Path, roomy_model_di
     assert ended.code == 0, ended.err
     (line,) = finished(folder / "run").metrics.read()
     assert (line["judge_unparsable_frac"], line["failed_frac"]) == (0.0, 0.0)
-    assert json.loads((folder / "run" / "judge-0.json").read_text())["kappa"] == 1.0
 
 
 HUB_FOLDERS = {"gsm8k": ("main",), "math": HENDRYCKS_SUBJECTS}

@@ -69,12 +69,6 @@ def check_task(
             help="The task; its settings; and num=32, how many examples are tested and attacked.",
         ),
     ],
-    judges: Annotated[
-        bool,
-        typer.Option(
-            "--judges", help="Instead compare the run file's judges with human labels and with themselves."
-        ),
-    ] = False,
     json: Json = False,
 ) -> None:
     """Show what a task asks, test its verifier and audit it. Exits with 76 if training would refuse it."""
@@ -84,9 +78,6 @@ def check_task(
     from strop.view import make_harmless
 
     output: Output = context.obj
-    if judges:
-        _check_judges(output, target[0], target[1:], is_json=json)
-        return
     settings, words = read_audit(target[1:])
     checked = check_task_here(context.with_resource(follow_task(target[0], words)), settings)
     faults = [finding.describe() for finding in checked.findings]
@@ -109,29 +100,6 @@ def check_task(
             f"task {checked.task} may not train a model: {'; '.join(faults[:3])}",
             allowed="a task that pays for right replies and for nothing else",
             next_step=f"mend it; `strop audit` shows each probe; {len(faults)} findings in all",
-        )
-
-
-def _check_judges(output: Output, run_file: str, words: Sequence[str], *, is_json: bool) -> None:
-    """Compare the judges of a run with human labels and with themselves."""
-    from dataclasses import asdict
-
-    from strop.errors import CheckRefused
-    from strop.run.tasks import check_judges_here
-    from strop.spec import load_spec
-
-    reports = check_judges_here(load_spec(run_file, words).spec)
-    if is_json:
-        output.give_json([asdict(report) for report in reports])
-    else:
-        for report in reports:
-            output.give(report.describe())
-    faults = [f"{report.judge}: {fault}" for report in reports for fault in report.faults]
-    if faults:
-        raise CheckRefused(
-            "; ".join(faults),
-            allowed="a judge that agrees with people and with itself",
-            next_step="make the rubric clearer, or name a stronger judge",
         )
 
 

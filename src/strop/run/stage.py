@@ -1,7 +1,7 @@
 """Send the models and data of a run to its store, so that the run finds them from any machine.
 
 The models are those of the policy, the reference, the teacher and the judges; the data are the files that the
-task reads (examples, order, rubrics, calibration) and the offline data. They are located as in training, but
+task reads (examples, order, rubrics) and the offline data. They are located as in training, but
 the hub is asked before the store, because staging fills the store. Files of a local path are sent under its
 name and digest, and the result says which URI names them on other machines. The user's cache notes that copy:
 a submission uses it where the path is not visible, and is refused if the files have changed since.
@@ -27,7 +27,7 @@ from strop.spec.eval_file import EvalFile
 from strop.spec.judge import judge_sections, role_judges
 from strop.spec.offline import is_data_path
 from strop.store import follow_store, get_model
-from strop.store.data_files import collect_data_files, locate_named
+from strop.store.data_files import collect_data_files
 from strop.store.model_files import MODEL_SUFFIXES
 from strop.store.models import HUB_PATTERN
 from strop.store.opening import open_store
@@ -198,8 +198,6 @@ def _stage_data(spec: RunSpec, sender: _Sender) -> Iterator[Staged]:
                 task.render(example)
         for judge in judge_sections(spec.task):
             read_rubric(judge.rubric)
-            if judge.calibration is not None:
-                locate_named(judge.calibration)
         offline = find_offline_source(spec)
         if offline is not None:
             find_source(offline.source, setting=offline.setting)

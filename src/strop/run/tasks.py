@@ -34,9 +34,8 @@ from strop.io.notices import tell
 from strop.rollout import Failure, FailureOwner, FinishReason, Message, Outcome, Split, ToolCall
 from strop.run.inference import hold_judge, read_setup, take_num
 from strop.sandbox.remote import find_service
-from strop.spec import RunSpec, load_spec
+from strop.spec import load_spec
 from strop.spec.built_in import built_in_tasks
-from strop.spec.judge import judge_sections
 from strop.spec.parts import needs_service
 from strop.spec.task import TaskSection, TaskSpec
 from strop.store import follow_store
@@ -44,7 +43,6 @@ from strop.tasks import SelfTestFinding, Task, build_task, self_test, task_summa
 from strop.tasks.failures import catch_failure
 from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import InlineJudge, Judge
-from strop.tasks.llm_judge import JudgeReport, check_calibration
 from strop.tasks.prompt import tools_of
 from strop.tasks.tool_calls import write_call
 from strop.tasks.traits import describe_counts
@@ -240,23 +238,6 @@ async def _fit_to_pace(task: Task, judge: Judge, settings: AuditSettings) -> Aud
     if num < settings.num_examples:
         tell(f"a verdict takes {each_s:.2g} s: {num} of {settings.num_examples} examples are tested")
     return replace(settings, num_examples=num)
-
-
-def check_judges_here(spec: RunSpec) -> list[JudgeReport]:
-    """Check every judge of a run against its calibration file.
-
-    Raises: ConfigError if the run has no judge with such a file; DataError for a malformed file.
-    """
-    labelled = [
-        (judge, judge.calibration) for judge in judge_sections(spec.task) if judge.calibration is not None
-    ]
-    if not labelled:
-        raise ConfigError(
-            f"a check of the judges of task {spec.task.name}, which names no labelled replies",
-            allowed="a task llm-judge, or a part that is one, with task.calibration",
-            next_step="name a file of labelled replies in task.calibration",
-        )
-    return [asyncio.run(check_calibration(judge, file)) for judge, file in labelled]
 
 
 # A new task: rows, a reward function, its test, and a run file that trains without a change.

@@ -61,10 +61,9 @@ from strop.run.held_out import Evaluation, TrainOutcome, read_outcome
 from strop.run.mirroring import Mirroring, probe_mirror
 from strop.run.resuming import DATE_FACT, check_record, find_date, open_run
 from strop.spec import ResolvedSpec, RunSpec
-from strop.spec.judge import judge_sections, role_judges
+from strop.spec.judge import role_judges
 from strop.spec.layout import ENV, settle_layout
 from strop.store import ModelHandle, follow_store, get_model
-from strop.store.data_files import locate_named
 from strop.store.model_files import digest_parts
 from strop.tasks import Task, build_task, task_builder
 from strop.tasks.judging import open_judge
@@ -384,11 +383,6 @@ def list_parts(
         digests |= {f"{role} ({part})": digest for part, digest in parts.items()}
     if is_code(spec.algorithm.name):
         digests["algorithm"] = hash_sources(CodeRef.parse(spec.algorithm.name).path)
-    for judge in judge_sections(spec.task):
-        path = None if judge.calibration is None else locate_named(judge.calibration)
-        # A missing file is refused where it is read.
-        if path is not None and path.is_file():
-            digests[f"calibration of {judge.judge_model}"] = hashlib.sha256(path.read_bytes()).hexdigest()
     return digests
 
 

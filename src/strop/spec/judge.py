@@ -101,14 +101,6 @@ class LlmJudgeSpec(TrainingRows):
         description="Lowest score of a reply that counts as solved.",
         json_schema_extra=expert("the threshold for a right answer is a judgement"),
     )
-    calibration: Unhashed[str | None] = Field(
-        default=None,
-        min_length=1,
-        description="File of at least 50 replies that people judged, with the columns prompt, reply, label"
-        " (true or false) and, if known, gold. The gate refuses a judge whose Cohen's kappa with them is"
-        " below 0.6. none = the judge is not calibrated.",
-        json_schema_extra=expert("a judge must be compared with people before it is trusted"),
-    )
     can_judge_itself: Unhashed[bool] = Field(
         default=False,
         description="Whether the judge may be the trained or evaluated model itself.",

@@ -416,7 +416,6 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[..., bool]] = {
     ("task", "order_file"): _is_no_address,
     ("task", "salt_file"): _is_any_text,
     ("task", "rubric"): _is_rubric_path,
-    ("task", "calibration"): is_data_path,
     ("sft", "source"): _is_no_address,
     ("dpo", "source"): _is_no_address,
     ("output", "root"): _is_any_text,

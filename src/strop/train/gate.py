@@ -29,7 +29,6 @@ from strop.environments import choose_environment, run_groups
 from strop.errors import CheckRefused
 from strop.policy.packing import PackedBatch, PackedGroup
 from strop.rollout import FinishReason, Group, IntArray, Rollout, Split
-from strop.spec.judge import judge_sections
 from strop.spec.train import read_accepted
 from strop.tasks import (
     PromptFormat,
@@ -41,7 +40,6 @@ from strop.tasks import (
     self_test,
 )
 from strop.tasks.failures import find_causes, find_failures
-from strop.tasks.llm_judge import check_calibration, write_judge_report
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
 from strop.train.data.offline import Demonstration
@@ -75,8 +73,6 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     accepted = read_accepted(gate.spec.train.accept)
     checks = [check_prompt(gate), check_tokenizer(gate), await check_tensors(gate), await check_weights(gate)]
     checks += [await check_verifier(gate), await check_audit(gate, accepted)]
-    if judge_sections(gate.spec.task):
-        checks.append(await check_judges(gate))
     # In a thread: it takes seconds for large data, and the event loop must not block.
     checks += [check_schedule(gate), await asyncio.to_thread(check_overlap, gate), check_room(gate)]
     if gate.demonstrations is not None:
@@ -178,21 +174,6 @@ async def check_audit(gate: GateInput, accepted: Mapping[str, str]) -> GateCheck
     if report.verdict is not Verdict.GREEN:
         notice = f"the audit of task {report.task} is {report.verdict}; audit.json shows why"
     return GateCheck(name=_AUDIT, is_passed=is_passed, detail=detail, notice=notice)
-
-
-async def check_judges(gate: GateInput) -> GateCheck:
-    """Refuse a judge model that disagrees with human labels or with itself."""
-    details, is_passed = [], True
-    for index, section in enumerate(judge_sections(gate.spec.task)):
-        if section.calibration is None:
-            details.append(f"{section.judge_model} was not compared with human labels: task.calibration=none")
-            continue
-        report = await check_calibration(section, section.calibration)
-        write_judge_report(report, gate.run_path / f"judge-{index}.json")
-        gate.on_causes(report.causes)
-        is_passed = is_passed and not report.faults
-        details += [report.describe(), *report.faults]
-    return GateCheck(name="judges", is_passed=is_passed, detail="; ".join(details) or "no model judges")
 
 
 def check_schedule(gate: GateInput) -> GateCheck:

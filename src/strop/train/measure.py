@@ -13,7 +13,7 @@ import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import correlation, fmean
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,6 @@ from strop.record.events import Event
 from strop.rollout import CONVERSATION, RESTART, Group, Rollout
 from strop.tasks import Task, part_of
 from strop.tasks.answers import text_after_thinking
-from strop.tasks.llm_judge import correlation
 from strop.tasks.thoughts import begun_thought
 from strop.train.batch import TrainBatch
 from strop.train.data.offline import Demonstration
@@ -258,8 +257,11 @@ def _measure_judgements(rollouts: Sequence[Rollout]) -> dict[str, float]:
         "judge_cached_frac": fmean(outcome.metrics["judge_cached"] for outcome in outcomes),
     }
     scored = [outcome.metrics for outcome in outcomes if "judge_score" in outcome.metrics]
-    slope = correlation([(values["judge_score"], values["reply_chars"]) for values in scored])
-    return metrics if slope is None else {**metrics, "judge_length_correlation": slope}
+    scores, lengths = ([values[name] for values in scored] for name in ("judge_score", "reply_chars"))
+    if len(set(scores)) < 2 or len(set(lengths)) < 2:
+        # Without a spread there is none.
+        return metrics
+    return {**metrics, "judge_length_correlation": correlation(scores, lengths)}
 
 
 def _add_mean(metrics: dict[str, float], name: str, values: Sequence[bool | None]) -> None:

@@ -258,11 +258,10 @@ def write_run(tmp_path: Path, **settings: str) -> Path:
 
 def test_a_run_file_names_a_judge(tmp_path: Path) -> None:
     write_rows(tmp_path / "rows.jsonl", ROWS)
-    path = write_run(tmp_path, source='"rows.jsonl"', rubric='"grade.md"', calibration='"labels.jsonl"')
+    path = write_run(tmp_path, source='"rows.jsonl"', rubric='"grade.md"')
     task = load_spec(path).spec.task
     assert isinstance(task, LlmJudgeSpec)
     assert (task.source, task.rubric) == (str(tmp_path / "rows.jsonl"), str(tmp_path / "grade.md"))
-    assert task.calibration == str(tmp_path / "labels.jsonl")
     assert "llm-judge" in task_summaries()
 
 

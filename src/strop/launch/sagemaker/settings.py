@@ -24,7 +24,7 @@ from strop.store.uris import parse_s3
 _WAIT_FACTOR = 2
 _MODEL_KEYS = ("uri",)
 _FROZEN_KEYS = (("reference", "model"), ("teacher", "model"))
-_DATA_KEYS = ("source", "dataset", "order_file", "data", "calibration")
+_DATA_KEYS = ("source", "dataset", "order_file", "data")
 _LOCAL_STARTS = ("/", "~", "./", "../")
 
 

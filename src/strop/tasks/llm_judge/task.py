@@ -171,16 +171,6 @@ class LlmJudge:
         """
         self._rubric.require_values(_values(example), f"example {example.example_id}")
 
-    def score_twice(self, example: Example, text: str) -> tuple[float | None, float | None]:
-        """Ask the judge twice about one reply, without the cache; None: it gave no score.
-
-        Raises: like `verify`.
-        """
-        question = self._question(example, [text])
-        answers = (self._ask(question, 1) for _ in range(2))
-        first, second = (None if isinstance(answer, Failure) else answer[0].score for answer in answers)
-        return first, second
-
     def as_question(self, prompt: str, gold: str | None, fields: Mapping[str, Any]) -> Example:
         """Return an example of this task for the question of another task."""
         return make_example(self.name, {**_plain(fields), "prompt": prompt}, gold)
