@@ -312,27 +312,25 @@ class Tokenizer:
 
     def guard(self, text: str) -> str:
         """Return a text of others whose spelled control tokens `encode` takes for letters."""
-        firsts, lengths = self._control_shapes
+        controls, first, lengths = self._controls
         pieces, place = [], 0
-        for match in firsts.finditer(text) if lengths else ():
-            start = match.start()
-            if any(text[start : start + length] in self._controls for length in lengths):
+        for start in (match.start() for match in first.finditer(text)):
+            if any(text[start : start + length] in controls for length in lengths):
                 pieces.append(text[place : start + 1])
                 place = start + 1
         return GUARD.join([*pieces, text[place:]])
 
     @cached_property
-    def _controls(self) -> frozenset[str]:
-        """Texts of added tokens that mark something; others stand for runs of spaces, say."""
-        added = self._fast.get_added_tokens_decoder().values()
-        return frozenset(one.content for one in added if one.special or _CONTROL.fullmatch(one.content))
+    def _controls(self) -> tuple[frozenset[str], re.Pattern[str], list[int]]:
+        """Texts of added tokens that mark something, their first letters and lengths.
 
-    @cached_property
-    def _control_shapes(self) -> tuple[re.Pattern[str], list[int]]:
-        firsts = "".join(sorted({text[0] for text in self._controls if text}))
-        return re.compile(f"[{re.escape(firsts)}]" if firsts else "(?!)"), sorted(
-            {len(text) for text in self._controls if text}
-        )
+        Other added tokens stand for runs of spaces, say.
+        """
+        added = self._fast.get_added_tokens_decoder().values()
+        texts = {one.content for one in added if one.special or _CONTROL.fullmatch(one.content)} - {""}
+        firsts = "".join(sorted({text[0] for text in texts}))
+        first = re.compile(f"[{re.escape(firsts)}]" if firsts else "(?!)")
+        return frozenset(texts), first, sorted({len(text) for text in texts})
 
     def encode(self, text: str) -> IntArray:
         """Return the ids of a text; control tokens written in it become their ids, but for guarded ones.

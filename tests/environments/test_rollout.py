@@ -168,7 +168,7 @@ def test_turns_of_a_base_model(base_tokenizer: Tokenizer) -> None:
     "template",
     [
         # Drops earlier replies, as some templates drop earlier reasoning.
-        "{% for m in messages if m.role == 'user' or loop.last %}{{ m.content }}{% endfor %}:",
+        "{% for m in messages %}{{ m.content if m.role == 'user' or loop.last }}{% endfor %}:",
         # Ends a turn with something else than the terminator.
         "{% for m in messages %}[{{ m.role }}]{{ m.content }}[/]{% endfor %}[assistant]",
     ],

@@ -126,7 +126,21 @@ class Recorder:
         """
         posed = _pose(messages, tools)
         parent, prompt, prompt_ids = self._continue(posed, tools)
-        completion = await self._complete(prompt_ids, max_tokens, stop)
+        num_tokens = await self._reserve(len(prompt_ids), max_tokens)
+        self._num_asked += 1
+        digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest()
+        stream = hashlib.blake2b(
+            digest + self._times_asked[digest].to_bytes(8, "little"), digest_size=8
+        ).digest()
+        self._times_asked[digest] += 1
+        try:
+            seed = int.from_bytes(stream, "little") % 2**_SEED_BITS
+            completion = await self._sample(prompt_ids, num_tokens, seed, stop)
+            self._num_sampled += len(completion.token_ids)
+        finally:
+            async with self._released:
+                self._num_reserved -= num_tokens
+                self._released.notify_all()
         spoken = take_apart(self._prompts, completion, tools, self._num_asked, prompt.text)
         is_cut = completion.finish_reason is FinishReason.LENGTH
         if is_cut or (spoken.mistakes and not spoken.calls):
@@ -145,33 +159,9 @@ class Recorder:
             parent=parent,
         )
         self._by_history[tools, *map(_key, (*call.messages, call.said))] = call
-        return self._keep(call)
-
-    async def _complete(
-        self, prompt_ids: IntArray, max_tokens: int | None, stop: tuple[str, ...]
-    ) -> Completion:
-        """Sample a reply. Raises: as `ask`."""
-        num_tokens = await self._reserve(len(prompt_ids), max_tokens)
-        self._num_asked += 1
-        digest = hashlib.blake2b(prompt_ids.tobytes(), digest_size=8).digest()
-        stream = hashlib.blake2b(
-            digest + self._times_asked[digest].to_bytes(8, "little"), digest_size=8
-        ).digest()
-        self._times_asked[digest] += 1
-        try:
-            seed = int.from_bytes(stream, "little") % 2**_SEED_BITS
-            completion = await self._sample(prompt_ids, num_tokens, seed, stop)
-            self._num_sampled += len(completion.token_ids)
-        finally:
-            async with self._released:
-                self._num_reserved -= num_tokens
-                self._released.notify_all()
-        return completion
-
-    def _keep(self, call: Call) -> Call:
         self._calls.append(call)
-        if call.parent is not None:
-            call.parent.children.append(call)
+        if parent is not None:
+            parent.children.append(call)
         return call
 
     def turns(self) -> tuple[Turn, ...]:

@@ -12,6 +12,7 @@ import ast
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -275,7 +276,13 @@ def type_values(texts: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str
         elif "string" in types:
             values[key] = text
         elif text.strip():
-            values[key] = _read_literal(text)
+            values[key] = text
+            for read in (json.loads, ast.literal_eval):
+                with suppress(ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
+                    value = read(text.strip())
+                    json.dumps(value)
+                    values[key] = value
+                    break
     return values
 
 
@@ -296,18 +303,6 @@ def list_types(schema: Any, root: Mapping[str, Any], depth: int = 8) -> frozense
     values = schema.get("enum", [schema["const"]] if "const" in schema else [""])
     named = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
     return frozenset(named.get(type(value), "object") for value in values)
-
-
-def _read_literal(text: str) -> Any:
-    """Return the value of JSON, or of a literal of Python; the text if it is neither."""
-    for read in (json.loads, ast.literal_eval):
-        try:
-            value = read(text.strip())
-            json.dumps(value)
-        except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
-            continue
-        return value
-    return text
 
 
 def _read_llama(text: str, schemas: Schemas) -> Spoken:
@@ -368,16 +363,17 @@ def _python_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
         listed = [one for node in nodes for one in (node.elts if isinstance(node, ast.List) else [node])]
         if len(nodes) < len(tree.body) or not listed:
             raise ValueError("it is no list of calls")
-        return [_python_call(node) for node in listed], end.end()
+        calls = []
+        for node in listed:
+            if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+                raise ValueError("it is no call with named arguments")
+            values = {str(one.arg): ast.literal_eval(_Named().visit(one.value)) for one in node.keywords}
+            calls.append(
+                _to_call(ast.unparse(node.func), json.dumps(values, ensure_ascii=False, default=str))
+            )
+        return calls, end.end()
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError("it is no call in Python's form") from error
-
-
-def _python_call(node: ast.expr) -> ToolCall:
-    if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
-        raise ValueError("it is no call with named arguments")
-    values = {str(one.arg): ast.literal_eval(_Named().visit(one.value)) for one in node.keywords}
-    return _to_call(ast.unparse(node.func), json.dumps(values, ensure_ascii=False, default=str))
 
 
 class _Named(ast.NodeTransformer):

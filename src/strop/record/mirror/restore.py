@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -81,7 +81,13 @@ def restore_run(uri: str, root: Path, *, name: str | None = None, settings: S3Se
     incoming = target.with_name(target.name + INCOMING_SUFFIX)
     try:
         with _working_in(incoming):
-            found = _require_run(store, uri)
+            found = _find_run(store, uri)
+            if found is None or not found.records:
+                raise RemoteMissing(
+                    f"{uri} has {f'no {LATEST_NAME}' if found is None else 'no complete checkpoint'}",
+                    allowed="where a run with store.mirror is mirrored to, once it has sent a checkpoint",
+                    next_step="check the URI: it ends in checkpoints/ and the name of the run's directory",
+                )
             run_path = _restore_record(store, found, incoming)
             _restore_traces(store, uri, run_path)
             run_path.rename(target)
@@ -107,18 +113,6 @@ def _find_run(store: RecordStore, uri: str) -> RemoteRun | None:
     # The record that latest.json names comes first: another attempt may have left a later step.
     whole.sort(key=lambda name: (remote.record_uri(name) == latest.uri, name), reverse=True)
     return RemoteRun(uri=uri, latest=latest, records=tuple(whole))
-
-
-def _require_run(store: RecordStore, uri: str) -> RemoteRun:
-    found = _find_run(store, uri)
-    if found is None or not found.records:
-        what = f"no {LATEST_NAME}" if found is None else "no complete checkpoint"
-        raise RemoteMissing(
-            f"{uri} has {what}",
-            allowed="where a run with store.mirror is mirrored to, once it has sent a checkpoint",
-            next_step="check the URI: it ends in checkpoints/ and the name of the run's directory",
-        )
-    return found
 
 
 def _restore_record(store: RecordStore, found: RemoteRun, incoming: Path) -> Path:
@@ -180,15 +174,8 @@ def _restore_traces(store: RecordStore, uri: str, run_path: Path) -> None:
         steps = [step_of(Path(part)) or 0 for part in Path(name).parts]
         return name not in _CURVE_FILES and max(steps, default=0) <= step
 
-    uris = {name: place for name, place in _list_traces(store, uri).items() if is_wanted(name)}
-    _fetch_objects(store, uris, run_path)
-
-
-def _fetch_objects(store: RecordStore, uris: Mapping[str, str], folder: Path) -> list[str]:
-    """Fetch the objects whose local copies are missing or differ; return their names."""
-
     def fetch(name: str) -> bool:
-        path = folder / name
+        path = run_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         for num_left in reversed(range(NUM_OBJECT_ATTEMPTS)):
             try:
@@ -200,20 +187,11 @@ def _fetch_objects(store: RecordStore, uris: Mapping[str, str], folder: Path) ->
                     raise
         raise AssertionError("the last attempt returns or raises")
 
-    are_moved = side_by_side(fetch, uris)
-    return [name for name, is_moved in zip(uris, are_moved, strict=True) if is_moved]
-
-
-def _list_traces(store: RecordStore, uri: str) -> dict[str, str]:
-    """Return the URIs of all traces by their names in the run directory."""
-    found = {}
     root = normalize_uri(join_uri(uri, TRACES))
-    for stored in store.list(root):
-        name = stored.uri.removeprefix(f"{root}/")
-        # Others may write to the store: leave out names that lead out of the directory.
-        if is_inner_name(name):
-            found[name] = stored.uri
-    return found
+    listed = {stored.uri.removeprefix(f"{root}/"): stored.uri for stored in store.list(root)}
+    # Others may write to the store: leave out names that lead out of the directory.
+    uris = {name: place for name, place in listed.items() if is_inner_name(name) and is_wanted(name)}
+    side_by_side(fetch, uris)
 
 
 @contextmanager
