@@ -72,24 +72,6 @@ def test_two_rows_with_one_prompt_are_all_held_out(tmp_path: Path) -> None:
     assert "2 rows" in cause_of(task_of(write(tmp_path, lines(1) * 2)))
 
 
-@pytest.mark.parametrize("source", ["rows.jsonl", "rows.json"])
-def test_a_byte_order_mark_is_no_fault(tmp_path: Path, source: str) -> None:
-    text = lines(30) if source == "rows.jsonl" else json.dumps([*map(json.loads, lines(30).splitlines())])
-    task = task_of(write(tmp_path, f"\ufeff{text}", source))
-    assert len(task.examples(Split.TRAIN)) == 27
-
-
-def test_a_missing_number_is_a_missing_answer(tmp_path: Path) -> None:
-    rows = "".join(f'{{"q": "{n}?", "a": {"NaN" if n in (3, 20) else n}}}\n' for n in range(30))
-    task = task_of(write(tmp_path, rows))
-    assert sum(len(task.examples(split)) for split in Split) == 28
-
-
-def test_a_format_that_is_not_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "rows.xlsx").write_bytes(b"PK\x03\x04")
-    assert "rows.xlsx" in cause_of(task_of(write(tmp_path, "", "rows.xlsx")))
-
-
 @pytest.mark.parametrize("name", ["re", "json", "strop", "numpy", "class"])
 def test_a_new_task_hides_no_module(tmp_path: Path, name: str) -> None:
     with pytest.raises(ConfigError):
