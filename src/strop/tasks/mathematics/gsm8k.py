@@ -139,7 +139,9 @@ _PHRASE = re.compile(
 _GROUPED = re.compile(r"(?<=[0-9])(?:\{,\}|\\[,!]|\\!,|,\\!)(?=[0-9]{3}(?![0-9]))")
 # '#### Step 1', and '#### 1. Find the eggs' over numbers, are headings.
 _HEADING = re.compile(
-    rf"(?:step|part)\b|[0-9]{{1,2}}[.):][ \t]+[A-Za-z][^\n]*\n[^0-9]{{,{_MAX_CHARS}}}[0-9]", re.IGNORECASE
+    rf"(?:step|part)\b|[0-9]{{1,2}}[.):][ \t]+[A-Za-z][^\n]{{,{_MAX_CHARS}}}"
+    rf"(?:\*\*\$?[0-9]|[=#]|\\boxed|\n[^0-9]{{,{_MAX_CHARS}}}[0-9])",
+    re.IGNORECASE,
 )
 _RETRACTS = re.compile(
     r"\b(?:wait\b|actually|correction|mistake|oops|sorry|let me (?:re|correct|fix|double)|i was wrong)",
