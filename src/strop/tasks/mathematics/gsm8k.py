@@ -193,7 +193,7 @@ def find_number(text: str, question: str = "") -> Number | None:
     """Return the number that is the answer by the rules of `auto`; None if there is none."""
     text = _GROUPED.sub(",", text.replace("\\$", "$"))
     # What was marked first counts, unless the reply takes it back and marks another.
-    parts = _RETRACTS.split(text) if "####" in text or _PHRASE.search(text) else []
+    parts = _RETRACTS.split(text) if text.count("####") > 1 or _PHRASE.search(text) else [text]
     if number := next((number for part in reversed(parts) if (number := _first_marked(part))), None):
         return number
     found = marked_answer(text)
