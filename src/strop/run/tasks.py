@@ -35,7 +35,7 @@ from strop.rollout import Failure, FailureOwner, FinishReason, Message, Outcome,
 from strop.run.inference import hold_judge, read_setup, take_num
 from strop.sandbox.remote import find_service
 from strop.spec import load_spec
-from strop.spec.built_in import built_in_tasks
+from strop.spec.built_in import import_section
 from strop.spec.parts import needs_service
 from strop.spec.task import TaskSection, TaskSpec
 from strop.store import follow_store
@@ -113,7 +113,7 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
                 sized = (f"dataset={dataset}", *_GYM_SIZES, *own)
                 yield f"{name}/{dataset}", read_task(name, sized)
         else:
-            fields = built_in_tasks().section(name).model_fields
+            fields = import_section(name).model_fields
             needed = tuple(
                 key
                 for key, field in fields.items()

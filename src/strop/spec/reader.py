@@ -234,7 +234,7 @@ def _advice(path: KeyPath, value: Any, task: str | None) -> str:
     if not isinstance(value, str) and found and found[0].type_text.startswith(("text", "choice")):
         return f"write {key} as a text, in quotes"
     if path == ("task", "name") and isinstance(value, str):
-        near = get_close_matches(value, built_in_tasks().names(), n=2)
+        near = get_close_matches(value, built_in_tasks(), n=2)
         if near:
             return f"did you mean {' or '.join(near)}?"
     if found and found[0].default_text != "required":

@@ -19,7 +19,7 @@ from pydantic_core import PydanticUndefined
 
 from strop.spec.algorithm import ALGORITHM_NAMES
 from strop.spec.base import Section
-from strop.spec.built_in import built_in_tasks
+from strop.spec.built_in import built_in_tasks, import_section
 from strop.spec.display import NULL_WORD, KeyPath, dotted, format_value
 from strop.spec.run import RunSpec
 from strop.spec.task import (
@@ -171,7 +171,7 @@ def settings() -> tuple[Setting, ...]:
     found: list[Setting] = []
     for name in RunSpec.model_fields:
         if name == "task":
-            variants = (*built_in_tasks().names(), *USER_SECTIONS)
+            variants = (*built_in_tasks(), *USER_SECTIONS)
             found += [_name_of_task(), *(one for variant in variants for one in _settings_of_task(variant))]
         else:
             found += _plain_settings(name)
@@ -205,10 +205,9 @@ def _plain_settings(name: str) -> tuple[Setting, ...]:
 
 
 def _name_of_task() -> Setting:
-    known = built_in_tasks()
-    names = (*known.names(), USER_TASK)
+    names = (*built_in_tasks(), USER_TASK)
     # Each section allows its own name only; a user chooses among all.
-    meaning = " ".join(f"'{name}': {known.summary(name)}" for name in known.names())
+    meaning = " ".join(f"'{name}': {listed['summary']}" for name, listed in built_in_tasks().items())
     meaning += f" '{USER_TASK}': {UserCodeSection.__doc__}"
     info = FieldInfo(annotation=Literal[names], description=meaning)  # type: ignore[arg-type]
     return Setting(path=("task", "name"), variant=None, info=info)
@@ -217,7 +216,7 @@ def _name_of_task() -> Setting:
 @cache
 def _settings_of_task(variant: str) -> tuple[Setting, ...]:
     """Return the settings of one task; imports only its module."""
-    section = USER_SECTIONS.get(variant) or built_in_tasks().section(variant)
+    section = USER_SECTIONS.get(variant) or import_section(variant)
     return tuple(
         Setting(path=("task", name), variant=variant, info=info)
         for name, info in section.model_fields.items()

@@ -22,7 +22,7 @@ from pydantic import (
 from pydantic_core import PydanticKnownError
 
 from strop.spec.base import Section, SpecConflict, Unhashed, check_free_table, expert
-from strop.spec.built_in import built_in_tasks
+from strop.spec.built_in import built_in_tasks, import_section
 from strop.spec.display import NULL_WORD
 from strop.spec.sandboxing import SandboxSettings
 from strop.spec.template import list_names, refuse_malformed
@@ -468,8 +468,7 @@ def find_section(name: str) -> type[TaskSection] | None:
         # Where the class is not, its settings stand as they are, whatever it is.
         is_environment = ref.is_here and inspect_task(ref, {}).is_environment
         return UserEnvironmentSpec if is_environment else UserTaskSpec
-    known = built_in_tasks()
-    return known.section(name) if name in known.names() else None
+    return import_section(name) if name in built_in_tasks() else None
 
 
 def _read(value: Any) -> Any:
@@ -481,7 +480,7 @@ def _read(value: Any) -> Any:
     name = value["name"]
     kind = find_section(name) if isinstance(name, str) else None
     if kind is None:
-        expected = ", ".join(map(repr, built_in_tasks().names()))
+        expected = ", ".join(map(repr, built_in_tasks()))
         raise PydanticKnownError(
             "union_tag_invalid", {"discriminator": "'name'", "tag": str(name), "expected_tags": expected}
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from strop.errors import ConfigError
 from strop.rollout import Split
-from strop.spec.built_in import built_in_tasks
+from strop.spec.built_in import built_in_tasks, import_kind
 from strop.spec.parts import PartedSection, plain_sections
 from strop.spec.task import EnvironmentSection, TaskSection, UserCodeSection, UserEnvironmentSpec
 from strop.tasks.contract import Task
@@ -22,14 +22,13 @@ _AGENTS = "strop.agents"
 
 def task_summaries() -> Mapping[str, str]:
     """Return the summary of each built-in task, by name."""
-    listed = built_in_tasks()
-    return {name: listed.summary(name) for name in listed.names()}
+    return {name: listed["summary"] for name, listed in built_in_tasks().items()}
 
 
 def environment_names() -> Sequence[str]:
     """Return the names of the built-in multi-turn tasks. Imports no task."""
-    listed = built_in_tasks()
-    return [name for name in listed.names() if listed.is_above(name, (_ENVIRONMENTS, _AGENTS))]
+    rooms = (_ENVIRONMENTS, _AGENTS)
+    return [name for name, listed in built_in_tasks().items() if listed["kind"].startswith(rooms)]
 
 
 def build_task(spec: TaskSection) -> Task:
@@ -38,7 +37,7 @@ def build_task(spec: TaskSection) -> Task:
     Raises: ConfigError if a setting cannot work with this task.
     """
     task: Task = _build(spec)
-    if isinstance(spec, UserCodeSection) and task.name in built_in_tasks().names():
+    if isinstance(spec, UserCodeSection) and task.name in built_in_tasks():
         raise ConfigError(
             f"task.name={spec.name}: two tasks are called {task.name}, and one of them is strop's own",
             allowed="a name that no built-in task has",
@@ -64,7 +63,7 @@ def _build(spec: TaskSection) -> Any:
         from strop.tasks.user.own_task import OwnTask
 
         return OwnTask(spec)
-    kind = built_in_tasks().kind(spec.name)
+    kind = import_kind(spec.name)
     if isinstance(spec, EnvironmentSection):
         return _worlds().BuiltInWorld(spec, kind)
     if isinstance(spec, PartedSection):
