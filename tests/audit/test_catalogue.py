@@ -15,12 +15,10 @@ from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
 from strop.tasks.mathematics.boxed_math import AimeSpec, DeepscalerSpec, Math500Spec, MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.mmlu import MmluSpec
-from strop.tasks.rlvr_mixed import RlvrMixedSpec
 from strop.tasks.sft_jsonl import SftJsonlSpec
 from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.test_tasks import ALL_ROWS
 from tests.tasks.mathematics.test_tasks import math_row
-from tests.tasks.test_rlvr_mixed import row as mixed_row
 
 pytest.importorskip("langdetect", reason="the extra 'tasks' is not installed")
 
@@ -61,7 +59,6 @@ TASKS: dict[str, tuple[type[Any], list[Row]]] = {
     ),
     "rlvr-ifeval": (RlvrIfevalSpec, ALL_ROWS["rlvr-ifeval"]),
     "if-multi": (IfMultiSpec, ALL_ROWS["if-multi"]),
-    "rlvr-mixed": (RlvrMixedSpec, [mixed_row("gsm8k", n, str(answer(n))) for n in NUMBERS]),
     "sft-jsonl": (
         SftJsonlSpec,
         [
@@ -74,7 +71,7 @@ TASKS: dict[str, tuple[type[Any], list[Row]]] = {
 
 def audit(name: str, tmp_path: Path) -> AuditReport:
     make, rows = TASKS[name]
-    settings = {"strictness": "standard"} if name in {"math", "math500", "deepscaler", "rlvr-mixed"} else {}
+    settings = {"strictness": "standard"} if name in {"math", "math500", "deepscaler"} else {}
     spec: TaskSpec = make(name=name, source=str(write_rows(tmp_path / "rows.jsonl", rows)), **settings)
     return asyncio.run(run_audit(build_task(spec), AuditSettings()))
 

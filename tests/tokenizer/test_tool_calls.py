@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from strop.tasks.thoughts import split_thought
 from strop.tasks.tool_calls import CallFormat, describe_tools, name_calls, read_reply
+from strop.thoughts import split_thought
 
 FOLDER = Path(__file__).parent / "forms"
 

@@ -24,8 +24,8 @@ from strop.tasks.prompt import (
     spell_tools,
     thinking_of,
 )
-from strop.tasks.thoughts import begun_thought
 from strop.tasks.tool_calls import CallFormat, Spoken, name_calls
+from strop.thoughts import begun_thought
 from strop.tokenizer import GUARD, Tokenizer
 
 _STAND_IN = "reply"

@@ -36,8 +36,8 @@ from strop.rollout import (
 )
 from strop.tasks.failures import catch_failure
 from strop.tasks.prompt import PromptFormat, tools_of
-from strop.tasks.thoughts import begun_thought
 from strop.tasks.tool_calls import CallFormat
+from strop.thoughts import begun_thought
 from strop.tokenizer import Tokenizer
 
 _CLOSE_LIMIT_S = 10.0

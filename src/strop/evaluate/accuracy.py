@@ -127,6 +127,9 @@ def plan_evaluation(
         drawn = f"{settings.num_samples or 'no'} sampled replies to an example"
         tell(f"task {task.name} compares replies: {drawn} beside each other, and the greedy one by itself")
     first_prompt, _ = render_prompt(tokenizer, task.render(examples[0]), prompt_format)
+    by_part = {part_of(task, example): budget for example, budget in zip(examples, budgets, strict=True)}
+    is_base = prompt_format is PromptFormat.BASE
+    stops = [text for example in examples for text in limits_of(task, example).stops(is_base=is_base)]
     plan = EvalPlan(
         task=task.name,
         variant=variant_of(task),
@@ -143,8 +146,10 @@ def plan_evaluation(
         examples_digest=digest_examples([example.example_id for example in examples]),
         run_seed=settings.run_seed,
         max_reply_tokens=max(budgets),
-        part_reply_tokens=_budgets_of_parts(task, examples, budgets),
-        stop_strings=_list_stops(task, examples, prompt_format),
+        part_reply_tokens={label: budget for label, budget in by_part.items() if label is not None},
+        stop_strings=list(
+            dict.fromkeys(s for e in examples for s in limits_of(task, e).stops(is_base=is_base))
+        ),
         first_prompt=first_prompt[:MAX_PROMPT_CHARS],
         sampling=settings.sampling,
         num_samples=settings.num_samples,
@@ -307,17 +312,6 @@ def _interleave_parts(task: Task, examples: Sequence[Example]) -> Sequence[Examp
         return examples
     rounds = zip_longest(*by_part.values())
     return [example for one_round in rounds for example in one_round if example is not None]
-
-
-def _list_stops(task: Task, examples: Sequence[Example], prompt_format: PromptFormat) -> list[str]:
-    """Return the texts that end a reply to any of the examples."""
-    is_base = prompt_format is PromptFormat.BASE
-    return list(dict.fromkeys(s for e in examples for s in limits_of(task, e).stops(is_base=is_base)))
-
-
-def _budgets_of_parts(task: Task, examples: Sequence[Example], budgets: Sequence[int]) -> dict[str, int]:
-    by_part = {part_of(task, example): budget for example, budget in zip(examples, budgets, strict=True)}
-    return {label: budget for label, budget in by_part.items() if label is not None}
 
 
 def _check_threshold(task: Task, threshold: float | None) -> None:

@@ -142,7 +142,15 @@ def build_result(
         **{name: getattr(plan, name) for name in EvalPlan.model_fields},
         policy_version=_single_version(verdicts_P),
         causes=list(_find_causes(verdicts_P)),
-        **_score_kinds(plan, verdicts_P, pass_at, _score),
+        **_score_kinds(
+            plan,
+            verdicts_P,
+            pass_at,
+            lambda kind_P: Score(
+                **_summarize(kind_P).model_dump(),
+                by_example={kind.example.example_id: _score_example(kind) for kind in kind_P},
+            ),
+        ),
         parts={
             label: PartScores(
                 task=mine_P[0].task,
@@ -221,14 +229,6 @@ def _pass_at_k(kind_P: Sequence[_Kind], k: int) -> PassAtK:
         high=interval.high,
         num_examples=num_examples,
         num_left_out=len(solved_P_G) - num_examples,
-    )
-
-
-def _score(kind_P: Sequence[_Kind]) -> Score:
-    """Summarise the rollouts of one kind, in all and by example."""
-    return Score(
-        **_summarize(kind_P).model_dump(),
-        by_example={kind.example.example_id: _score_example(kind) for kind in kind_P},
     )
 
 

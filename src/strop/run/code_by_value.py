@@ -72,10 +72,12 @@ def _write(name: str, space: Mapping[str, Any], seen: set[str], texts: dict[str,
     seen.add(name)
     value = space[name]
     home = sys.modules.get(getattr(value, "__module__", None) or "")
+    own = getattr(value, "__name__", None)
+    is_named = isinstance(own, str) and getattr(home, own, None) is value
     if isinstance(value, ModuleType):
         _require_installed(value, name)
         texts[name] = f"import {value.__name__} as {name}"
-    elif home is not None and home.__name__ != "__main__" and _is_named(value, home):
+    elif home is not None and home.__name__ != "__main__" and is_named:
         _require_installed(home, name)
         texts[name] = f"from {home.__name__} import {value.__name__} as {name}"
     elif isinstance(value, FunctionType | type):
@@ -94,11 +96,6 @@ def _write(name: str, space: Mapping[str, Any], seen: set[str], texts: dict[str,
         if not is_plain:
             raise _Unwritable(name)
         texts[name] = f"{name} = {value!r}"
-
-
-def _is_named(value: Any, home: ModuleType) -> bool:
-    own = getattr(value, "__name__", None)
-    return isinstance(own, str) and getattr(home, own, None) is value
 
 
 def _require_installed(module: ModuleType, name: str) -> None:

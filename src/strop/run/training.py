@@ -26,7 +26,7 @@ from strop.hardware import (
     tune_process,
 )
 from strop.hardware.allocation import DEVICE_ORDER, PCI_BUS_ID, GpuRequest, lease_gpus
-from strop.hardware.findings import Finding, Severity, require_none
+from strop.hardware.findings import Severity, require_none
 from strop.hardware.gpus import read_gpus, read_torch_build
 from strop.hardware.number_format import (
     AUTO,
@@ -429,7 +429,14 @@ def claim_machine(
             )
             findings = run_preflight(preflight)
             if inherited is not None:
-                findings = [_allow_sharing(finding) for finding in findings]
+                # The user has named GPUs that others use.
+                step = f"nothing, if that is meant: {VISIBLE_DEVICES} names this GPU"
+                findings = [
+                    replace(finding, next_step=step, severity=Severity.WARNING)
+                    if finding.code == "foreign_process"
+                    else finding
+                    for finding in findings
+                ]
             warnings = [str(finding) for finding in require_none(findings)]
             visible = {part: devices.visible for part, devices in allocation.roles.items()}
             variables = {**part_variables(visible), DEVICE_ORDER: PCI_BUS_ID}
@@ -445,11 +452,3 @@ def _uses_gpu(inherited: str | None) -> bool:
         return False
     build = read_torch_build()
     return build is not None and (build.cuda or build.hip) is not None
-
-
-def _allow_sharing(finding: Finding) -> Finding:
-    """Turn the refusal of a GPU that others use into a warning: the user has named this GPU."""
-    if finding.code != "foreign_process":
-        return finding
-    next_step = f"nothing, if that is meant: {VISIBLE_DEVICES} names this GPU"
-    return replace(finding, next_step=next_step, severity=Severity.WARNING)

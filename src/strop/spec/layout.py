@@ -6,7 +6,7 @@ that no role would use is refused, and so is a node without a role.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Literal
@@ -365,7 +365,12 @@ def _require_none_idle(spec: RunSpec, layout: Layout) -> None:
         if slot.devices is not None
         for place in range(slot.devices.count)
     }
-    idle = [text for node in layout.nodes for text in _describe_idle(node, used)]
+    idle = [
+        f"{num_left} of the {number} for job.{part}_gpus on node {node.index}"
+        for node in layout.nodes
+        for part, number in node.gpus.items()
+        if (num_left := sum((node.index, part, place) not in used for place in range(number)))
+    ]
     # A scheduler gives every node of the main part as many.
     most = max(node.num_gpus for node in layout.nodes)
     idle += [
@@ -390,13 +395,6 @@ def _require_none_idle(spec: RunSpec, layout: Layout) -> None:
             allowed="nodes with a learner, an engine or a rollout worker each",
             next_step="lower job.nodes, or leave placement.engines out",
         )
-
-
-def _describe_idle(node: LayoutNode, used: set[tuple[int, str, int]]) -> Iterator[str]:
-    for part, number in node.gpus.items():
-        left = [place for place in range(number) if (node.index, part, place) not in used]
-        if left:
-            yield f"{len(left)} of the {number} for job.{part}_gpus on node {node.index}"
 
 
 def _gpus_asked(spec: RunSpec) -> dict[str, Any]:

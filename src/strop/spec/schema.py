@@ -320,7 +320,8 @@ _JSON_LIMITS: Mapping[str, Any] = {
 
 def to_field(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> FieldInfo:
     """Convert a JSON Schema into a field as strop's sections have it: type, limits, default, description."""
-    choices = [_resolve(one, definitions) for one in schema.get("anyOf", [schema])]
+    listed = schema.get("anyOf", [schema])
+    choices = [definitions.get(str(one.get("$ref", "")).rpartition("/")[2], one) for one in listed]
     kinds = [one for one in choices if one.get("type") != "null"]
     kind = kinds[0] if kinds else {}
     annotation = _to_type(kind)
@@ -333,12 +334,6 @@ def to_field(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Field
     )
     info.metadata = [limit(kind[name]) for name, limit in _JSON_LIMITS.items() if name in kind]
     return info
-
-
-def _resolve(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> Mapping[str, Any]:
-    name = str(schema.get("$ref", "")).rpartition("/")[2]
-    found: Mapping[str, Any] = definitions.get(name, schema)
-    return found
 
 
 def _to_type(kind: Mapping[str, Any]) -> Any:

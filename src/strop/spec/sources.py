@@ -389,10 +389,6 @@ def _is_model_path(text: str) -> bool:
     return _is_marked_path(text) or ("://" not in text and os.path.isdir(text))
 
 
-def _is_rubric_path(text: str) -> bool:
-    return _is_marked_path(text) or (text.lower().endswith((".txt", ".md")) and "://" not in text)
-
-
 def _is_any_text(text: str) -> bool:
     return True
 
@@ -415,7 +411,9 @@ PATH_SETTINGS: Mapping[KeyPath, Callable[..., bool]] = {
     ("task", "judge_model"): _is_model_path,
     ("task", "order_file"): _is_no_address,
     ("task", "salt_file"): _is_any_text,
-    ("task", "rubric"): _is_rubric_path,
+    ("task", "rubric"): lambda text: (
+        _is_marked_path(text) or (text.lower().endswith((".txt", ".md")) and "://" not in text)
+    ),
     ("sft", "source"): _is_no_address,
     ("dpo", "source"): _is_no_address,
     ("output", "root"): _is_any_text,

@@ -222,9 +222,12 @@ class _Scanner:
         while self._peek() != closing:
             assert self.position < len(self.text), "the standard library accepted an open bracket"
             if closing == "}":
-                inside = self._member_key(path)
+                noted = dict(self.lines)
+                inside = self._key(path or ())
+                if path is None:
+                    self.lines = noted
                 self.position += 1  # the '='
-                self._value(inside)
+                self._value(None if path is None else inside)
             else:
                 self._value(None)
             self._skip(_BLANK)
@@ -237,23 +240,15 @@ class _Scanner:
                 self._skip(_BLANK)
         self.position += 1
 
-    def _member_key(self, path: KeyPath | None) -> KeyPath | None:
-        if path is not None:
-            return self._key(path)
-        noted = dict(self.lines)
-        self._key(())
-        self.lines = noted
-        return None
-
 
 def _unquote(part: str) -> str:
     if part[0] == "'":
         return part[1:-1]
     if part[0] != '"':
         return part
-    return _ESCAPE.sub(_unescape, part[1:-1])
 
+    def unescape(match: re.Match[str]) -> str:
+        code = match.group(1)
+        return chr(int(code[1:], 16)) if code[0] in "uU" else _ESCAPES[code]
 
-def _unescape(match: re.Match[str]) -> str:
-    code = match.group(1)
-    return chr(int(code[1:], 16)) if code[0] in "uU" else _ESCAPES[code]
+    return _ESCAPE.sub(unescape, part[1:-1])

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
-from strop.tasks.thoughts import first_mark, split_thought
+from strop.thoughts import first_mark, split_thought
 
 # Every quantifier is over one character class and the alternatives start differently, so the time
 # is linear in the text, whatever the policy writes.

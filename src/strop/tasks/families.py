@@ -12,8 +12,8 @@ import numpy as np
 
 from strop.errors import DataError
 from strop.rollout import ToolCall
-from strop.tasks.thoughts import split_thought
 from strop.tasks.tool_calls import Spoken, is_one, list_types
+from strop.thoughts import split_thought
 
 if TYPE_CHECKING:
     from strop.rollout import IntArray

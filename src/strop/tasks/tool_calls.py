@@ -20,7 +20,7 @@ from typing import Any
 
 from strop.errors import DataError
 from strop.rollout import ToolCall
-from strop.tasks.thoughts import first_thought
+from strop.thoughts import first_thought
 
 Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON Schema of each tool's arguments, by its name."""

@@ -8,34 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split
 from strop.tasks.contract import GroupVerifier, Task, TaskLimits
 
-OPTIONAL: Mapping[str, str] = MappingProxyType(
-    {
-        "epoch_order": "(seed, epoch) -> positions in the training examples, in the task's own order; equal"
-        " for equal seed and epoch. A position may be left out or repeated.",
-        "counts": "Rows by what they are or why they are left out, for people; reads the data.",
-        "prompt_fields": "(example) -> what a prompt template may name of it, if not the example's fields.",
-        "limits_of": "(example) -> the limits of one example.",
-        "program_form": "(example) -> how the Python program of a reply is used; None if it asks for none.",
-        "group_verifier": "(example) -> what judges replies to it beside each other; None: each alone.",
-        "judge_digests": "Hashes of all that identifies each model that judges replies; () without one.",
-        "part_of": "(example) -> the label of the part that it belongs to, in a task made of several.",
-        "problem_of": "(example) -> a name for its problem, the same for examples that pose one problem, as"
-        " 3 + 5 and 5 + 3 do; None where unknown. They belong in one split, and count once in an error bar.",
-        "row_keys": "() -> id of the training example that each row became, by the row's number from 0"
-        " (None) or by its value in a column; None where the row is no training example.",
-        "world": "Where its examples are attempted in turns: `make_environment(judge)`, `play(example, text)`"
-        " for given replies, `attempt_tokens(limits)` in all turns; None where one reply is judged.",
-        "variant": "Which of the tasks that share its name a task is, in a word.",
-    }
+OPTIONAL = (
+    *("epoch_order", "counts", "prompt_fields", "limits_of", "program_form", "group_verifier"),
+    *("judge_digests", "part_of", "problem_of", "row_keys", "world", "variant"),
 )
-"""Optional methods and properties of a task, by name."""
+"""Names of the optional methods and properties of a task; what reads each says what it is."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from strop.record.events import Event
 from strop.rollout import CONVERSATION, RESTART, Group, Rollout
 from strop.tasks import Task, part_of
 from strop.tasks.answers import text_after_thinking
-from strop.tasks.thoughts import begun_thought
+from strop.thoughts import begun_thought
 from strop.train.batch import TrainBatch
 from strop.train.data.offline import Demonstration
 from strop.train.generation import Batch, measure_discarded, measure_staleness

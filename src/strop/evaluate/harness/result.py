@@ -127,14 +127,21 @@ def read_output(
             raise ValueError(f"it showed {sorted(shots)} examples, and {num_few_shot} were asked for")
         if wrong := [name for name, part in parts.items() if part.num_examples != len(rows[name])]:
             raise ValueError(f"{wrong[0]} has {len(rows[wrong[0]])} logged examples")
-        budgets = {name: _budget_of(config) for name, config in configs.items()}
+        # None of a task that generates nothing.
+        budgets = {
+            name: int((config.get("generation_kwargs") or {}).get("max_gen_toks", DEFAULT_REPLY_TOKENS))
+            if config.get("output_type") == _GENERATION
+            else None
+            for name, config in configs.items()
+        }
+        hashes = [sorted(str(row.get("doc_hash")) for row in of_task.values()) for of_task in rows.values()]
         budget = max((value for value in budgets.values() if value is not None), default=None)
         whole, is_group = content["results"].get(task, {}), len(configs) > 1
         result = HarnessResult(
             **facts,
             task_version=", ".join(sorted({str(content["versions"][name]) for name in configs})),
             num_examples=sum(map(len, rows.values())),
-            data_digest=_digest_rows(rows),
+            data_digest=hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16],
             num_fewshot=max(shots),
             max_reply_tokens=budget,
             stops=tuple((next(iter(configs.values())).get("generation_kwargs") or {}).get("until", ())),
@@ -190,18 +197,6 @@ def _read_metrics(numbers: Mapping[str, Any]) -> dict[str, HarnessMetric]:
             value=value, stderr=float(stderr) if isinstance(stderr, int | float) else None
         )
     return metrics
-
-
-def _budget_of(config: Mapping[str, Any]) -> int | None:
-    """Return the reply budget of a task; None if it generates nothing."""
-    if config.get("output_type") != _GENERATION:
-        return None
-    return int((config.get("generation_kwargs") or {}).get("max_gen_toks", DEFAULT_REPLY_TOKENS))
-
-
-def _digest_rows(rows: Mapping[str, Mapping[Any, Mapping[str, Any]]]) -> str:
-    hashes = [sorted(str(row.get("doc_hash")) for row in of_task.values()) for of_task in rows.values()]
-    return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16]
 
 
 def _find_one(out_dir: Path, pattern: str) -> Path:

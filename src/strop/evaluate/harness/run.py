@@ -324,7 +324,9 @@ def _vllm_words(job: HarnessJob) -> list[str]:
     words += ["--generation-config", "vllm", "--max-model-len", str(job.max_positions)]
     if gpus:
         words += ["--tensor-parallel-size", str(settings.tensor_parallel)]
-        words += ["--data-parallel-size", str(max(1, _count_visible(len(gpus)) // settings.tensor_parallel))]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        num_gpus = len(gpus) if visible is None else len([name for name in visible.split(",") if name])
+        words += ["--data-parallel-size", str(max(1, num_gpus // settings.tensor_parallel))]
     else:
         # vLLM's own default on a CPU is nine tenths of the machine's memory.
         words += ["--kv-cache-memory-bytes", str(CPU_KV_CACHE_BYTES), "--enforce-eager"]
@@ -333,11 +335,6 @@ def _vllm_words(job: HarnessJob) -> list[str]:
     for name, value in _further_arguments(job).items():
         words += [f"--{name.replace('_', '-')}", *([] if value.lower() == "true" else [value])]
     return words
-
-
-def _count_visible(num_gpus: int) -> int:
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return num_gpus if visible is None else len([name for name in visible.split(",") if name])
 
 
 @contextmanager

@@ -6,23 +6,20 @@ rubiks_cube, rush_hour), some reward garbage or an echo of the question, and the
 raises on words. The self-test finds the first two; if a scorer raises, there is no score, never a 0.
 
 An example depends only on data set, settings and seed, in every process. Generators that iterate over Python
-sets (`HASH_SEEDED`) depend on Python's hash seed, which differs between processes: a process with hash seed 0
-draws these once, and the user's cache keeps them by request. Others (pool_matrix, list_functions) draw from
-the process-wide generators, which are seeded for each problem and restored afterwards.
+sets (`HASH_SEEDED`) depend on Python's hash seed, which differs between processes: they need
+PYTHONHASHSEED=0. Others (pool_matrix, list_functions) draw from the process-wide generators, which are seeded
+for each problem and restored afterwards.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import random
 import re
-import subprocess
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cached_property
@@ -32,8 +29,7 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from strop.errors import ConfigError, DataError, StoreError
-from strop.io import user_cache_dir, write_bytes_atomically
+from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import FreeTable, expert
 from strop.spec.task import TaskSection
@@ -62,14 +58,8 @@ HASH_SEEDED = frozenset(
     {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
 """Data sets of reasoning-gym 0.1.25 whose problems depend on Python's hash seed, found by drawing all data
-sets under two seeds. Their entries are JSON values except for tuples, which their scorers accept as lists."""
+sets under two seeds."""
 _DRAWS_PER_EXAMPLE = 8
-_DRAW_LIMIT_S = 3600.0
-"""A problem of knight_swap takes a second."""
-_PROGRAM = f"from {__name__} import draw_for_parent; draw_for_parent()"
-_DRAWN_BY = {"name", "dataset", "config", "data_seed", "num_train", "num_held_out"}
-_FORM = 3
-"""Version of the cached file; another number invalidates old files."""
 
 
 class ReasoningGymSpec(TaskSection):
@@ -245,12 +235,13 @@ def answer_of(reply: str) -> tuple[str, bool]:
 
 
 def list_datasets() -> list[str]:
-    """Return the names of all data sets of the installed package, except the one that mixes others.
+    """Return the names of the installed package's data sets that this process can draw, but for the mixing one.
 
     Raises: ConfigError if the package is not installed.
     """
     package = _import_package(None)
-    return sorted(name for name in package.factory.DATASETS if name != "composite")
+    unfit = {"composite"} | (HASH_SEEDED if sys.flags.hash_randomization else set())
+    return sorted(name for name in package.factory.DATASETS if name not in unfit)
 
 
 def _import_package(dataset: str | None) -> Any:
@@ -289,26 +280,15 @@ def create_dataset(spec: ReasoningGymSpec) -> Any:
 def draw_entries(dataset: Any, spec: ReasoningGymSpec) -> list[Entry]:
     """Return the first problems with distinct questions; fewer if the data set has no more.
 
-    None poses a problem of the first `num_held_out` again (`problem_key`). Errors of the cache are ignored.
-    Raises: DataError if the process that draws them fails.
+    None poses a problem of the first `num_held_out` again (`problem_key`).
+    Raises: ConfigError for a data set of `HASH_SEEDED` in a process whose hash seed is random.
     """
-    if spec.dataset not in HASH_SEEDED or not sys.flags.hash_randomization:
-        return _draw_here(dataset, spec)
-    request = spec.model_dump_json(include=_DRAWN_BY)
-    facts = [_FORM, package_version("reasoning-gym"), sys.version_info[:2], request]
-    key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
-    path = user_cache_dir() / "reasoning-gym" / f"{spec.dataset}-{key}.json"
-    with suppress(OSError, ValueError, LookupError, TypeError):
-        entries: list[Entry] = json.loads(path.read_bytes())["entries"]
-        return entries
-    entries = _draw_in_process(request, spec)
-    with suppress(OSError, StoreError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomically(path, json.dumps({"request": request, "entries": entries}).encode())
-    return entries
-
-
-def _draw_here(dataset: Any, spec: ReasoningGymSpec) -> list[Entry]:
+    if spec.dataset in HASH_SEEDED and sys.flags.hash_randomization:
+        raise ConfigError(
+            f"task.dataset={spec.dataset}: reasoning-gym draws other problems of it in each process",
+            allowed="this data set where PYTHONHASHSEED=0 is set",
+            next_step="set PYTHONHASHSEED=0 in the environment of the command, or choose another data set",
+        )
     entries: dict[str, Entry] = {}
     held_out: set[str] = set()
     for index in range(len(dataset)):
@@ -340,32 +320,6 @@ def problem_key(question: str, answer: str | None) -> str:
     return " ".join(words) if answer is None else " ".join([*sorted(words), "\n", answer])
 
 
-def _draw_in_process(request: str, spec: ReasoningGymSpec) -> list[Entry]:
-    """Draw in a separate process with hash seed 0, whose sets have the same order everywhere.
-
-    Raises: DataError if that process fails or takes too long.
-    """
-    try:
-        process = subprocess.run(
-            [sys.executable, "-c", _PROGRAM],
-            input=request.encode(),
-            env={**os.environ, "PYTHONHASHSEED": "0"},
-            capture_output=True,
-            timeout=_DRAW_LIMIT_S,
-            check=True,
-        )
-        entries: list[Entry] = json.loads(process.stdout)
-    except (subprocess.SubprocessError, ValueError) as error:
-        errors = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines()
-        raise DataError(
-            f"the problems of reasoning-gym data set {spec.dataset} could not be drawn"
-            f" ({type(error).__name__}; {errors[-1] if errors else 'no error text'})",
-            allowed=f"settings with which all problems are drawn in {_DRAW_LIMIT_S:g} s",
-            next_step="ask for fewer examples, or set PYTHONHASHSEED=0 to draw them in this process",
-        ) from error
-    return entries
-
-
 @contextmanager
 def private_random_state(stream_name: str) -> Iterator[None]:
     """Seed the process-wide generators for a block, and restore their state afterwards.
@@ -384,9 +338,3 @@ def private_random_state(stream_name: str) -> Iterator[None]:
     finally:
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-
-
-def draw_for_parent() -> None:
-    """Answer one request: from JSON on standard input to entries as JSON on standard output."""
-    spec = ReasoningGymSpec.model_validate_json(sys.stdin.read())
-    sys.stdout.write(json.dumps(_draw_here(create_dataset(spec), spec)))
