@@ -29,7 +29,7 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "blend": ("task.parts.a.name=gsm8k", "task.parts.a.weight=1.0"),
     "mixture": ("task.parts.a.name=mbpp", "task.parts.b.name=gsm8k", "task.parts.c.name=arithmetic"),
 }
-WITHOUT_DATA = frozenset({"arithmetic", "dummy", "reverse-text", "reasoning-gym", "guess-number"})
+WITHOUT_DATA = frozenset({"arithmetic", "reverse-text", "reasoning-gym", "guess-number"})
 PACKAGES = frozenset({"verifiers", "openenv"})
 """What is asked there is made by a package in an environment of its own."""
 PlanIt = Callable[..., Plan]

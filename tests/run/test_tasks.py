@@ -19,7 +19,6 @@ def test_tasks_without_files_are_listed_and_not_audited() -> None:
     assert plain == set(task_summaries()) - {"reasoning-gym"}
     assert {label for label in plain if found[label] is not None} == {
         "arithmetic",
-        "dummy",
         "reverse-text",
         "guess-number",
         "humaneval",

@@ -16,7 +16,6 @@ from strop.engine import Completion
 from strop.environments.extending import PromptCache, encode_next_messages, take_apart
 from strop.errors import ConfigError
 from strop.rollout import FinishReason, Message, ToolCall
-from strop.tasks.families import _Adapter
 from strop.tasks.prompt import (
     PromptFormat,
     find_call_format,
@@ -24,7 +23,7 @@ from strop.tasks.prompt import (
     render_prompt,
     resolve_prompt_format,
 )
-from strop.tasks.tool_calls import CallFormat
+from strop.tasks.tool_calls import CallFormat, _Adapter
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 

@@ -84,12 +84,7 @@ class JudgeRoles:
         Raises: EngineError with its last log lines if one does not come up; StoreError if the directory of
         the run cannot be written; CheckRefused if other nodes could not reach this one.
         """
-        host = LOOPBACK
-        if self._sections and self._spec.placement.rollout_workers:
-            # Imported here: a run without Ray does not need it.
-            from strop.cluster.ray.node import find_own_address
-
-            host = find_own_address(os.environ, len(self._spec.layout.nodes))
+        host = _find_host(self._spec) if self._sections else LOOPBACK
         slots = self._spec.layout.of(RoleKind.JUDGE)
         for index, (name, section) in enumerate(self._sections.items()):
             process = self._make_process(
@@ -201,6 +196,16 @@ class RuntimeRole:
             next_step="mend the cause and start the run again; it goes on from its last checkpoint",
             kind="infra",
         )
+
+
+def _find_host(spec: RunSpec) -> str:
+    """Return the address of this machine at which judging processes reach a judge."""
+    if not spec.placement.rollout_workers:
+        return LOOPBACK
+    # Imported here: a run without Ray does not need it.
+    from strop.cluster.ray.node import find_own_address
+
+    return find_own_address(os.environ, len(spec.layout.nodes))
 
 
 async def guard(work: Coroutine[Any, Any, T], *find_failures: Callable[[], Exception | None]) -> T:

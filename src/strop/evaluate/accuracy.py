@@ -147,9 +147,7 @@ def plan_evaluation(
         run_seed=settings.run_seed,
         max_reply_tokens=max(budgets),
         part_reply_tokens={label: budget for label, budget in by_part.items() if label is not None},
-        stop_strings=list(
-            dict.fromkeys(s for e in examples for s in limits_of(task, e).stops(is_base=is_base))
-        ),
+        stop_strings=list(dict.fromkeys(stops)),
         first_prompt=first_prompt[:MAX_PROMPT_CHARS],
         sampling=settings.sampling,
         num_samples=settings.num_samples,
@@ -300,18 +298,14 @@ def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
             allowed="1 or more, or none for greedy rollouts only",
             next_step="leave the number out, or raise it",
         )
-    return _interleave_parts(task, available)[:num_examples]
-
-
-def _interleave_parts(task: Task, examples: Sequence[Example]) -> Sequence[Example]:
-    """Let the parts of a mixture take turns, so that the first examples come from all parts."""
     by_part: dict[str | None, list[Example]] = {}
-    for example in examples:
+    for example in available:
         by_part.setdefault(part_of(task, example), []).append(example)
     if len(by_part) < 2:
-        return examples
+        return available[:num_examples]
+    # The parts of a mixture take turns, so that the first examples come from all of them.
     rounds = zip_longest(*by_part.values())
-    return [example for one_round in rounds for example in one_round if example is not None]
+    return [example for one_round in rounds for example in one_round if example is not None][:num_examples]
 
 
 def _check_threshold(task: Task, threshold: float | None) -> None:

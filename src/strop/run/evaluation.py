@@ -183,8 +183,11 @@ def _prepare(
         else:
             # The digest tells plans apart in the folder that all evaluations share.
             result_path = EVALS_ROOT / f"{name.removesuffix('.json')}-{planned.plan.digest[:8]}.json"
-        # One date for the life of an evaluation.
-        if (date := _find_date(result_path)) not in (None, planned.plan.date):
+        # One date for the life of an evaluation: that of what was begun.
+        shards = list_shards(result_path.with_suffix(""))
+        begun = read_plan(shards[0]) if shards else planned.plan
+        date = (read_result(result_path) if result_path.exists() else begun).date
+        if date not in (None, planned.plan.date):
             with dated(date):
                 planned = plan()
         if result_path.exists():
@@ -195,14 +198,6 @@ def _prepare(
         held.enter_context(folder)
         prepared.append(_Prepared(setup=setup, planned=planned, folder=folder, result_path=result_path))
     return prepared
-
-
-def _find_date(result_path: Path) -> str | None:
-    """Return the date that the prompts of a begun evaluation print, if they print one."""
-    if result_path.exists():
-        return read_result(result_path).date
-    shards = list_shards(result_path.with_suffix(""))
-    return read_plan(shards[0]).date if shards else None
 
 
 def read_file_setup(file: EvalFile, run: RunSpec | None, task: str = "") -> SamplingSetup:

@@ -196,11 +196,19 @@ def compare_arms(arms: Sequence[Arm], *, declared: Sequence[str] | None = None) 
             next_step="declare these too with --vary, or repeat one run with the other's values",
         )
     changes = [_compare_arms(first, arm) for arm in rest]
+    arms, notes = [first, *rest], []
+    steps = {arm.name: sorted({result.step for result in arm.results}) for arm in arms}
+    if len({step for of_arm in steps.values() for step in of_arm}) > 1:
+        shown = ", ".join(f"{name} {' and '.join(map(str, of_arm))}" for name, of_arm in steps.items())
+        notes.append(f"the last evaluations are of different steps: {shown}")
+    if any(len(arm.paths) > 1 for arm in arms):
+        shown = ", ".join(f"{arm.name} {' '.join(map(str, arm.seeds))}" for arm in arms)
+        notes.append(f"runs that differ in their seed alone are one arm, by their means; seeds: {shown}")
     return ManyComparison(
         baseline=first,
         others=tuple(_correct(rest, changes, first)),
         settings=settings,
-        notes=tuple(_list_notes([first, *rest])),
+        notes=tuple(notes),
     )
 
 
@@ -324,13 +332,3 @@ def _over_seeds(before: Arm, after: Arm) -> dict[str, Interval]:
         if interval is not None:
             intervals[kind] = interval
     return intervals
-
-
-def _list_notes(arms: Sequence[Arm]) -> Iterator[str]:
-    steps = {arm.name: sorted({result.step for result in arm.results}) for arm in arms}
-    if len({step for of_arm in steps.values() for step in of_arm}) > 1:
-        shown = ", ".join(f"{name} {' and '.join(map(str, of_arm))}" for name, of_arm in steps.items())
-        yield f"the last evaluations are of different steps: {shown}"
-    if any(len(arm.paths) > 1 for arm in arms):
-        shown = ", ".join(f"{arm.name} {' '.join(map(str, arm.seeds))}" for arm in arms)
-        yield f"runs that differ in their seed alone are one arm, by their means; seeds: {shown}"

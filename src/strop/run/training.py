@@ -413,7 +413,10 @@ def claim_machine(
     cleared = [f"a dead run had left something: {leftover}" for leftover in clear_leftovers()]
     inherited = os.environ.get(VISIBLE_DEVICES)
     # "train": learner and engine together.
-    shares = dict(wanted or {"train": 1 if _uses_gpu(inherited) else 0})
+    has_gpu = parse_visible_devices(inherited).form is not DeviceForm.NONE and bool(read_gpus())
+    build = read_torch_build() if has_gpu else None
+    is_used = build is not None and (build.cuda or build.hip) is not None
+    shares = dict(wanted or {"train": 1 if is_used else 0})
     needs = {part: 0 if part == ENV else need_bytes for part in shares}
     request = GpuRequest(wanted=shares, inherited=inherited, need_bytes=needs)
     held, allocation = lease_gpus(run_path.name, attempt, request)
@@ -444,11 +447,3 @@ def claim_machine(
         with set_variables(variables):
             notices = (*cleared, *allocation.notices, *warnings)
             yield Claim(notices=notices, devices=allocation.record())
-
-
-def _uses_gpu(inherited: str | None) -> bool:
-    """Whether torch would compute on a GPU here."""
-    if parse_visible_devices(inherited).form is DeviceForm.NONE or not read_gpus():
-        return False
-    build = read_torch_build()
-    return build is not None and (build.cuda or build.hip) is not None

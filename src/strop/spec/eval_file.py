@@ -95,21 +95,17 @@ class EvalFile:
             values |= {("task", place[3]): value for place, value in own.items() if place[2] == label}
             values.pop(("task", "name"), None)
         if run is not None:
-            self._refuse_other_model(run)
+            if self.model_uri is not None and last_name(self.model_uri) != last_name(run.model.uri):
+                raise ConfigError(
+                    f"model.uri={show_value(self.model_uri)} ({self.origin}), and the run whose checkpoints"
+                    f" are evaluated trains {show_value(run.model.uri)}",
+                    allowed="the run's model, or no model.uri: what is evaluated is the run's checkpoints",
+                    next_step="remove model.uri from the evaluation's file, or name another file",
+                )
             for name in type(run.model).model_fields:
                 if ("model", name) != _MODEL_URI:
                     values.setdefault(("model", name), getattr(run.model, name))
         return [f"{dotted(path)}={format_value(value)}" for path, value in values.items()]
-
-    def _refuse_other_model(self, run: RunSpec) -> None:
-        if self.model_uri is None or last_name(self.model_uri) == last_name(run.model.uri):
-            return
-        raise ConfigError(
-            f"model.uri={show_value(self.model_uri)} ({self.origin}), and the run whose checkpoints are"
-            f" evaluated trains {show_value(run.model.uri)}",
-            allowed="the run's model, or no model.uri: what is evaluated is the run's checkpoints",
-            next_step="remove model.uri from the evaluation's file, or name another file",
-        )
 
 
 def read_eval_file(

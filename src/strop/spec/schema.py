@@ -111,20 +111,15 @@ class Setting:
         article = "an" if words[0] in _VOWELS else "a"
         # Beside the choices: code of the user's.
         further = ["FILE.py:NAME"] if str in _kinds(self.info.annotation)[1:] else []
-        text = (
-            ", ".join([*map(repr, self.choices), *further])
-            if self.choices
-            else f"{article} {words}{self._limits_text()}"
-        )
-        return f'{text}; or "{NULL_WORD}"' if self.is_nullable else text
-
-    def _limits_text(self) -> str:
         limits = {type(limit): limit for limit in self.info.metadata}
         low, high = limits.get(at.Ge), limits.get(at.Le)
+        parts = [part for limit in self.info.metadata if (part := _limit_text(limit))]
+        bounds = " " * bool(parts) + ", ".join(parts)
         if low is not None and high is not None:
-            return f" from {_bound(low.ge)} to {_bound(high.le)}"
-        parts = [text for limit in self.info.metadata if (text := _limit_text(limit))]
-        return (" " if parts else "") + ", ".join(parts)
+            bounds = f" from {_bound(low.ge)} to {_bound(high.le)}"
+        choices = ", ".join([*map(repr, self.choices), *further])
+        text = choices if self.choices else f"{article} {words}{bounds}"
+        return f'{text}; or "{NULL_WORD}"' if self.is_nullable else text
 
     @property
     def default_text(self) -> str:

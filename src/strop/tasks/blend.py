@@ -165,17 +165,17 @@ class Blend:
     @cached_property
     def version(self) -> str:
         """Hash over the weights, the version of the part with the data, and the other parts' verifiers."""
-        parts = [[part.label, part.weight, self._identity(part)] for part in self._parts]
+        parts = []
+        for part in self._parts:
+            # The data of parts that only judge is not read.
+            identity = f"strop {__version__} {part.settings}"
+            if part is self._data:
+                identity = part.task.version
+            elif isinstance(part.task, LlmJudge):
+                identity = part.task.judge_digest
+            parts.append([part.label, part.weight, identity])
         text = json.dumps([_VERIFIER, parts, hashed_limits(self.limits)], sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    def _identity(self, part: _Part) -> str:
-        """Return what determines a part's score. The data of parts that only judge is not read."""
-        if part is self._data:
-            return part.task.version
-        if isinstance(part.task, LlmJudge):
-            return part.task.judge_digest
-        return f"strop {__version__} {part.settings}"
 
     @property
     def judge_digests(self) -> Sequence[str]:

@@ -18,8 +18,16 @@ import numpy as np
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import IntArray, Message, ToolCall
-from strop.tasks.families import Family, find_family
-from strop.tasks.tool_calls import CallFormat, Spoken, describe_tools, find_format, read_reply, write_call
+from strop.tasks.tool_calls import (
+    CallFormat,
+    Family,
+    Spoken,
+    describe_tools,
+    find_family,
+    find_format,
+    read_reply,
+    write_call,
+)
 from strop.tokenizer import GUARD
 
 if TYPE_CHECKING:

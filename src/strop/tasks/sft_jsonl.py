@@ -134,7 +134,9 @@ class SftJsonl(RowTask):
         """Convert a row; the same prompt must have the same gold answer."""
         parsed = read_sft_row(row, self._spec.train_on)
         assert parsed.gold is not None
-        if not _is_readable(self._spec.answer, parsed.gold):
+        kind = self._spec.answer
+        is_number = parse_number(parsed.gold) is not None
+        if not (is_number if kind == "number" else kind == "text" or normal_form(parsed.gold)):
             raise malformed(parsed, f"has gold={parsed.gold[:80]!r}", f"gold that is a {self._spec.answer}")
         messages = [[message.role, message.text] for message in parsed.messages[:-1]]
         first = self._gold_by_prompt.setdefault(json.dumps(messages), parsed)
@@ -183,12 +185,6 @@ def _is_equal(kind: AnswerKind, gold: str, answer: str) -> bool:
     if kind == "formula":
         return answers_equal(gold, answer, Strictness.STANDARD)
     return _plain(answer) == _plain(gold)
-
-
-def _is_readable(kind: AnswerKind, gold: str) -> bool:
-    if kind == "number":
-        return parse_number(gold) is not None
-    return kind == "text" or bool(normal_form(gold))
 
 
 def _plain(text: str) -> str:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split
 from strop.tasks.contract import GroupVerifier, Task, TaskLimits
 
+T = TypeVar("T")
 OPTIONAL = (
     *("epoch_order", "counts", "prompt_fields", "limits_of", "program_form", "group_verifier"),
     *("judge_digests", "part_of", "problem_of", "row_keys", "world", "variant"),
@@ -34,20 +35,23 @@ def has(task: Task, name: str) -> bool:
     return hasattr(type(task), name) or name in getattr(task, "__dict__", ())
 
 
-def _member(task: Task, name: str) -> Any:
-    return getattr(task, name) if has(task, name) else None
+def _member(task: Task, name: str, default: T) -> T:
+    value: T = getattr(task, name) if has(task, name) else default
+    return value
+
+
+def _nothing(_: Example) -> Any:
+    return None
 
 
 def epoch_order_of(task: Task) -> Callable[[int, int], Sequence[int]] | None:
     """Return a task's own order of training examples, by seed and epoch; None: they are shuffled."""
-    order: Callable[[int, int], Sequence[int]] | None = _member(task, "epoch_order")
-    return order
+    return _member(task, "epoch_order", None)
 
 
 def counts_of(task: Task) -> Mapping[str, int]:
     """Return the counts of rows in a task's data; empty if it counts none."""
-    counts: Mapping[str, int] | None = _member(task, "counts")
-    return {} if counts is None else counts
+    return _member(task, "counts", {})
 
 
 def describe_counts(task: Task) -> str:
@@ -60,49 +64,43 @@ def describe_counts(task: Task) -> str:
 
 def prompt_fields_of(task: Task, example: Example) -> Mapping[str, Any]:
     """Return the values that a prompt template may use; the example's fields without `prompt_fields`."""
-    find = _member(task, "prompt_fields")
-    fields: Mapping[str, Any] = example.fields if find is None else find(example)
-    return fields
+    find: Callable[[Example], Mapping[str, Any]] = _member(task, "prompt_fields", lambda one: one.fields)
+    return find(example)
 
 
 def limits_of(task: Task, example: Example) -> TaskLimits:
     """Return the limits of an example: its own, or those of the whole task."""
-    find = _member(task, "limits_of")
-    limits: TaskLimits = task.limits if find is None else find(example)
-    return limits
+    return _member(task, "limits_of", lambda _: task.limits)(example)
 
 
 def program_form_of(task: Task, example: Example) -> ProgramForm | None:
     """Return how the program of a reply is run; None if replies are not programs."""
-    find = _member(task, "program_form")
-    form: ProgramForm | None = None if find is None else find(example)
-    return form
+    find: Callable[[Example], ProgramForm | None] = _member(task, "program_form", _nothing)
+    return find(example)
 
 
 def group_verifier_of(task: Task, example: Example) -> GroupVerifier | None:
     """Return what judges replies to an example beside each other; None if each is judged alone."""
-    find = _member(task, "group_verifier")
-    verifier: GroupVerifier | None = None if find is None else find(example)
-    return verifier
+    find: Callable[[Example], GroupVerifier | None] = _member(task, "group_verifier", _nothing)
+    return find(example)
 
 
 def judge_digests_of(*tasks: Task) -> list[str]:
     """Return the hashes of all models that judge replies of these tasks."""
-    return [digest for task in tasks for digest in _member(task, "judge_digests") or ()]
+    none: Sequence[str] = ()
+    return [digest for task in tasks for digest in _member(task, "judge_digests", none)]
 
 
 def part_of(task: Task, example: Example) -> str | None:
     """Return the label of an example's part, or None if the task has no parts."""
-    find = _member(task, "part_of")
-    label: str | None = None if find is None else find(example)
-    return label
+    find: Callable[[Example], str | None] = _member(task, "part_of", _nothing)
+    return find(example)
 
 
 def problem_of(task: Task, example: Example) -> str | None:
     """Return the name shared by examples that pose one problem; None if unknown."""
-    find = _member(task, "problem_of")
-    name: str | None = None if find is None else find(example)
-    return name
+    find: Callable[[Example], str | None] = _member(task, "problem_of", _nothing)
+    return find(example)
 
 
 def list_names(task: Task, examples: Iterable[Example]) -> frozenset[str]:
@@ -113,13 +111,12 @@ def list_names(task: Task, examples: Iterable[Example]) -> frozenset[str]:
 
 def variant_of(task: Task) -> str | None:
     """Return a task's variant, or None if its name has only one."""
-    variant: str | None = _member(task, "variant")
-    return variant
+    return _member(task, "variant", None)
 
 
 def world_of(task: Task) -> Any:
     """Return the world of a multi-turn task; None if a single reply is judged."""
-    return _member(task, "world")
+    return _member(task, "world", None)
 
 
 def attempt_tokens_of(task: Task, limits: TaskLimits) -> int:
@@ -134,7 +131,7 @@ def row_keys_of(task: Task) -> Mapping[str, str | None]:
 
     Raises: DataError if the task has no rows, or as the task does.
     """
-    find = _member(task, "row_keys")
+    find: Any = _member(task, "row_keys", None)
     if find is None:
         raise DataError(
             f"task {task.name} has no rows of data that could be numbered",

@@ -38,7 +38,7 @@ name = "{name}"
 [model]
 uri = "example/model"
 [task]
-name = "dummy"
+name = "arithmetic"
 [train]
 steps = 1
 [job]

@@ -15,7 +15,6 @@ from strop.errors import ConfigError
 from strop.rollout import Example, Split, make_example
 from strop.tasks import build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.generated.dummy import DummySpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec, share_of_beginning, subsequence_ratio
 from strop.tasks.traits import problem_of
 from tests.fixtures.judging import run_self_test
@@ -227,15 +226,3 @@ def test_too_few_different_texts_are_refused() -> None:
     task = build_task(ReverseTextSpec(name="reverse-text", max_words=1))
     with pytest.raises(ConfigError, match=r"600 different texts of 1 to 1 words.*Next: raise task"):
         task.examples(Split.TRAIN)
-
-
-def test_one_question_many_times() -> None:
-    task = build_task(DummySpec(name="dummy", num_train=3, num_held_out=2))
-    examples = [*task.examples(Split.TRAIN), *task.examples(Split.HELD_OUT)]
-    assert len({example.example_id for example in examples}) == 5
-    assert len({task.render(example) for example in examples}) == 1
-    # (21/36 + 10/36) / (31/36) = 1
-    assert {example.answer for example in examples} == {"1"}
-    assert task.verify(examples[0], "31/36 over 31/36 is 1.").is_correct
-    assert not task.verify(examples[0], "31/36").is_correct
-    assert run_self_test(task, examples) == []

@@ -93,7 +93,8 @@ class DeathWatch:
         from ray.exceptions import RayError, RayTaskError
 
         assert self._death is not None, "start comes first"
-        task = asyncio.create_task(_wait(call))
+        # Within a coroutine: cancelling gathered calls directly would log errors.
+        task = asyncio.create_task(asyncio.wait_for(call, None))
         both: set[asyncio.Future[Any]] = {task, self._death}
         await asyncio.wait(both, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -195,11 +196,6 @@ class DeathWatch:
 def read_log(path: Path, host: str) -> str:
     """Return the last lines of a role's log, or where they are if that is another machine's disk."""
     return tail(path) if path.exists() else f"(they are on {host})"
-
-
-async def _wait(call: Awaitable[T]) -> T:
-    # A coroutine for the task: cancelling gathered calls directly would log errors.
-    return await call
 
 
 def _explain(event: str, cause: str) -> str:

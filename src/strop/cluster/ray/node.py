@@ -75,11 +75,12 @@ class Order:
         # No signal at the owner's death (1 is PR_SET_PDEATHSIG): it would kill this process before cleanup.
         ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)
         become_subreaper()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
 
-    def _note(self, number: int, _frame: object) -> None:
-        self.signal_name = signal.Signals(number).name
+        def note(number: int, _frame: object) -> None:
+            self.signal_name = signal.Signals(number).name
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, note)
 
     def find(self) -> str | None:
         """Return why the node must end; None while it must not."""

@@ -169,7 +169,13 @@ class RayPlacement:
         sources = await self._guard(asyncio.gather(*calls), FETCH_LIMIT_S)
         for role, source in zip(self._roles, sources, strict=True):
             role.source = source
-        facts, addresses = await asyncio.gather(self._load_learners(host), self._load_engines())
+        own_dir = self._find_own_dir()
+        loads = [
+            role.actor.load.remote(self._spec, role.source, own_dir / role.slot.name, self._num_nodes)
+            for role in self._of(RoleKind.ENGINE)
+        ]
+        load = self._guard(asyncio.gather(*loads), LOAD_LIMIT_S)
+        facts, addresses = await asyncio.gather(self._load_learners(host), load)
         return await self._connect(facts, addresses, host)
 
     def _make_head(self, host: str) -> RayHead:
@@ -407,14 +413,6 @@ class RayPlacement:
         ]
         facts: list[LearnerFacts] = await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S)
         return facts[0]
-
-    async def _load_engines(self) -> list[EngineAddress]:
-        own_dir = self._find_own_dir()
-        calls = [
-            role.actor.load.remote(self._spec, role.source, own_dir / role.slot.name, self._num_nodes)
-            for role in self._of(RoleKind.ENGINE)
-        ]
-        return list(await self._guard(asyncio.gather(*calls), LOAD_LIMIT_S))
 
     async def _guard(self, call: Any, limit_s: float) -> Any:
         assert self._watch is not None

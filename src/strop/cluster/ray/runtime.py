@@ -130,7 +130,7 @@ class RayHead:
         from ray._private import ray_constants
         from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-        # Ray reads these from the environment once, and may have been imported before: by a task, say.
+        # Ray reads these from the environment once, and may have been imported before.
         ray_constants.ENABLE_RAY_CLUSTER = self._settings.host != LOOPBACK
         Config.initialize(json.dumps({"AUTH_MODE": variables["RAY_AUTH_MODE"]}))
         # Each run has its own token, and this process may have been part of another one.
@@ -180,8 +180,7 @@ class RayHead:
 
             self._is_connected = False
             await asyncio.to_thread(ray.shutdown)
-            mode = self._variables.get("RAY_AUTH_MODE") or "disabled"
-            ray._raylet.Config.initialize(json.dumps({"AUTH_MODE": mode}))
+            ray._raylet.Config.initialize('{"AUTH_MODE": "disabled"}')
         for name, value in self._variables.items():
             if value is None:
                 os.environ.pop(name, None)

@@ -235,7 +235,7 @@ def answer_of(reply: str) -> tuple[str, bool]:
 
 
 def list_datasets() -> list[str]:
-    """Return the names of the installed package's data sets that this process can draw, but for the mixing one.
+    """Return the names of all data sets that this process can draw, except the one that mixes others.
 
     Raises: ConfigError if the package is not installed.
     """

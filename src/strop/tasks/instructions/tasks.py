@@ -103,21 +103,18 @@ def pair_calls(row: Row, columns: str, ids: object, arguments: object) -> list[C
 def _read_ground_truth(row: Row) -> dict[str, Any]:
     """Read a table, or a list with one, as a value, as JSON or as a Python literal."""
     value = column = row.values.get("ground_truth")
-    if isinstance(value, str):
-        value = _parse_literal(value)
+    if isinstance(text := value, str):
+        value = None
+        for read in (json.loads, ast.literal_eval):
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                value = read(text)
+                break
     if isinstance(value, list | tuple) and len(value) == 1:
         value = value[0]
     if not isinstance(value, dict):
         allowed = "a table, or a list with one, as JSON or a Python literal"
         raise _refuse(row, f"ground_truth {str(column)[:120]!r}", allowed)
     return value
-
-
-def _parse_literal(text: str) -> Any:
-    for read in (json.loads, ast.literal_eval):
-        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            return read(text)
-    return None
 
 
 def _refuse(row: Row, content: str, allowed: str) -> DataError:

@@ -14,7 +14,7 @@ import tempfile
 import time
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -216,9 +216,16 @@ class CallLimiter:
     @contextmanager
     def slot(self, wait_limit_s: float) -> Iterator[bool]:
         """Hold a slot while the block runs. False: none was free in time."""
-        deadline = time.monotonic() + wait_limit_s
-        while (held := self._try_slots()) is None and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        deadline, held = time.monotonic() + wait_limit_s, None
+        while held is None:
+            for slot in range(_FIRST_SLOT, _FIRST_SLOT + self._num_at_once):
+                with suppress(OSError):
+                    fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
+                    held = slot
+                    break
+            if held is None and time.monotonic() >= deadline:
+                break
+            time.sleep(_POLL_S if held is None else 0.0)
         try:
             yield held is not None
         finally:
@@ -233,15 +240,6 @@ class CallLimiter:
                 return False
             os.pwrite(self._file, _STATE.pack(num_calls + 1), 0)
         return True
-
-    def _try_slots(self) -> int | None:
-        for slot in range(_FIRST_SLOT, _FIRST_SLOT + self._num_at_once):
-            try:
-                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, slot)
-            except OSError:
-                continue
-            return slot
-        return None
 
     def _read(self) -> int:
         (num_calls,) = _STATE.unpack(os.pread(self._file, _STATE.size, 0))

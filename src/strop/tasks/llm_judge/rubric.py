@@ -170,7 +170,8 @@ def read_judgements(answer: str, num: int | None) -> list[Judgement] | Failure:
     text = text_after_thinking(answer)
     values = (None if text is None else _last_object(text)) or {}
     given = [values.get("score")] if num is None else values.get("scores")
-    scores = [score for score in given if _is_number(score)] if isinstance(given, list) else []
+    listed = given if isinstance(given, list) else []
+    scores = [one for one in listed if isinstance(one, int | float) and not isinstance(one, bool)]
     if not isinstance(given, list) or not len(scores) == len(given) == (num or 1):
         shown = answer.strip()[-_MAX_SHOWN:]
         return Failure(owner=FailureOwner.ENGINE, kind=UNPARSABLE, detail=f"the judge ended with {shown!r}")
@@ -178,10 +179,6 @@ def read_judgements(answer: str, num: int | None) -> list[Judgement] | Failure:
         detail = f"the judge gave {scores}, and scores are from 0 to 1"
         return Failure(owner=FailureOwner.ENGINE, kind=OUT_OF_BOUNDS, detail=detail)
     return [Judgement(score=float(score), reason=str(values.get("reason", ""))) for score in scores]
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _last_object(text: str) -> dict[str, Any] | None:

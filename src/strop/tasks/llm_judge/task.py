@@ -130,11 +130,16 @@ class LlmJudge:
         self.require_judgeable(example)
         judged = [text_after_thinking(text) or "" for text in texts]
         shown = sorted({one for one in judged if one.strip()}, key=_digest)
-        question = self._question(example, shown)
+        secret = f"{self.judge_digest}\0{example.example_id}"
+        question = self._rubric.fill(_values(example), shown, secret, self._contract)
         paths = [judgement_path(self.judge_digest, f"{question}{place or ''}") for place in range(len(shown))]
         kept = [judgement for path in paths if (judgement := find_judgement(path)) is not None]
         is_cached = len(kept) == len(shown)
-        found = kept if is_cached else self._ask(question, len(shown))
+        found: list[Judgement] | Failure = kept
+        if not is_cached:
+            answer = self.client.ask(question)
+            num = len(shown) if self._spec.compares else None
+            found = answer if isinstance(answer, Failure) else read_judgements(answer, num)
         if isinstance(found, Failure):
             results: dict[str, Judgement | Failure] = dict.fromkeys(shown, found)
         else:
@@ -182,15 +187,6 @@ class LlmJudge:
         """
         _ = self._rubric  # Read now: every call would fail on it.
         self.client.open()
-
-    def _question(self, example: Example, texts: Sequence[str]) -> str:
-        secret = f"{self.judge_digest}\0{example.example_id}"
-        return self._rubric.fill(_values(example), texts, secret, self._contract)
-
-    def _ask(self, question: str, num_replies: int) -> list[Judgement] | Failure:
-        answer = self.client.ask(question)
-        num = num_replies if self._spec.compares else None
-        return answer if isinstance(answer, Failure) else read_judgements(answer, num)
 
     @cached_property
     def _rubric(self) -> Rubric:

@@ -24,7 +24,7 @@ from strop.tasks.mathematics.answers import FoundAnswer, find_answer, find_boxes
 from strop.tasks.mathematics.equivalence import Strictness, answer_forms, answers_equal, parse_exact
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
+from strop.tasks.rows.row_task import RowReading, RowTask, gold_of, require_texts
 
 _PROMPT = "{problem}\n\nReason step by step, and give the final answer in \\boxed{{}}."
 _BASE_PROMPT = "Problem:\n{problem}\n\nSolution:"
@@ -205,9 +205,6 @@ class BoxedMath(RowTask):
         solution = example.fields.get("solution") or ""
         solved = (solution,) if find_boxes(solution)[-1:] == [answer] else ()
         return (*boxed, f"The final answer is ${answer}$.", *solved)
-
-    def _read_splits(self) -> SplitExamples:
-        return super()._read_splits().with_shots(self._num_few_shot)
 
 
 def require_readable(row: Row, answer: str) -> str:

@@ -19,7 +19,7 @@ from strop.tasks.mathematics.answers import is_marked, marked_answer
 from strop.tasks.mathematics.equivalence import SCALES, parse_exact
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
+from strop.tasks.rows.row_task import RowReading, RowTask, gold_of, require_texts
 
 _MAX_REPLY_TOKENS = 1024
 _PROMPT = (
@@ -82,7 +82,9 @@ class Gsm8k(RowTask):
         if mode != "auto":
             return _judge_as_harness(mode, example.fields["solution"], text)
         question = str(example.fields.get("question", ""))
-        judged = judged_text(text, _is_marked, question) or ""
+        judged = (
+            judged_text(text, lambda one: _first_marked(one) is not None or is_marked(one), question) or ""
+        )
         number, gold_number = find_number(judged, question), read_number(gold_of(example))
         extracted, value = number or (None, None)
         is_correct = gold_number is not None and value is not None and value == gold_number.value
@@ -96,9 +98,6 @@ class Gsm8k(RowTask):
             return (f"The answer is {answer}.",)
         marked = (example.fields["solution"], f"#### {answer}")
         return marked if self._spec.mode == "hash" else (*marked, f"The answer is {answer}.")
-
-    def _read_splits(self) -> SplitExamples:
-        return super()._read_splits().with_shots(self._num_few_shot)
 
 
 def _to_example(row: Row) -> Example:
@@ -203,10 +202,6 @@ def find_number(text: str, question: str = "") -> Number | None:
 def _first_marked(text: str) -> Number | None:
     phrase = _PHRASE.search(text)
     return read_number(phrase.group(1)) if phrase else next(_marked_numbers(text), None)
-
-
-def _is_marked(text: str) -> bool:
-    return _first_marked(text) is not None or is_marked(text)
 
 
 def _last_stated(text: str, question: str) -> Number | None:

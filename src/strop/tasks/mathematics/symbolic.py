@@ -59,7 +59,7 @@ class _Formula(NamedTuple):
     parsed: tuple[Any, ...]
     """The result of math-verify's parser; empty if it failed."""
     value: complex | None
-    """Value at the point defined by `_coordinate`; None if it cannot be computed."""
+    """Value at a point of unusual numbers; None if it cannot be computed."""
 
 
 def is_bounded(form: str) -> bool:
@@ -90,8 +90,12 @@ def equal_by_symbols(gold: str, reply: str) -> bool:
     if not ours.parsed:
         return False
     theirs = _read(reply, raise_on_error=False)
-    if not theirs.parsed or _differ_clearly(ours.value, theirs.value):
+    if not theirs.parsed:
         return False
+    if ours.value is not None and theirs.value is not None:
+        largest = max(1.0, abs(ours.value), abs(theirs.value))
+        if abs(ours.value - theirs.value) > _MIN_DIFFERENCE * largest:
+            return False
     if not verify(list(ours.parsed), list(theirs.parsed), timeout_seconds=None):
         return False
     if ours.value is None or theirs.value is None or "." not in gold + reply:
@@ -149,25 +153,14 @@ def _evaluate(formula: Any) -> complex | None:
         return None
     if formula.has(sympy.UnevaluatedExpr):  # A percentage, which is equal to two numbers.
         return None
-    point = {symbol: _coordinate(symbol.name) for symbol in formula.free_symbols}
+    # Unusual numbers from 1/3 to 10/3, the same for a symbol in every formula.
+    hashes = {symbol: zlib.crc32(symbol.name.encode()) for symbol in formula.free_symbols}
+    point = {symbol: sympy.Rational(1000 + one % 8999, 3001) for symbol, one in hashes.items()}
     try:
         value = complex(formula.evalf(subs=point, maxn=_MAX_PRECISION, strict=True))
     except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError):
         return None
     return value if cmath.isfinite(value) else None
-
-
-def _coordinate(name: str) -> Any:
-    """Return an unusual number from 1/3 to 10/3 for a symbol, the same in every formula."""
-    import sympy
-
-    return sympy.Rational(1000 + zlib.crc32(name.encode()) % 8999, 3001)
-
-
-def _differ_clearly(ours: complex | None, theirs: complex | None) -> bool:
-    if ours is None or theirs is None:
-        return False
-    return abs(ours - theirs) > _MIN_DIFFERENCE * max(1.0, abs(ours), abs(theirs))
 
 
 @lru_cache(maxsize=1)

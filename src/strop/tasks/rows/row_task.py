@@ -140,7 +140,8 @@ class RowTask(ABC):
 
     @cached_property
     def _splits(self) -> SplitExamples:
-        return self._read_splits()
+        splits = self._read_splits()
+        return splits if splits.shots else splits.with_shots(self._num_few_shot)
 
     def _read_splits(self) -> SplitExamples:
         """Read the data. Raises: DataError like `examples`."""

@@ -395,8 +395,15 @@ class Rows(RowTask):
             prompt = row.values[spec.prompt]
         if isinstance(prompt, str) and prompt.strip():
             return prompt
-        is_chat = isinstance(prompt, list) and prompt and all(map(_is_message, prompt))
-        if is_chat and prompt[-1]["role"] == "user":
+        messages = prompt if isinstance(prompt, list) else [None]
+        if (
+            messages
+            and all(
+                isinstance(one, dict) and one.get("role") in _ROLES and isinstance(one.get("content"), str)
+                for one in messages
+            )
+            and prompt[-1]["role"] == "user"
+        ):
             return [{"role": message["role"], "content": message["content"]} for message in prompt]
         raise _malformed(
             row,
@@ -423,10 +430,6 @@ _ANSWER_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
 }
 """For built-in rewards that need a special answer: its reader, and its form for messages."""
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and value.get("role") in _ROLES and isinstance(value.get("content"), str)
 
 
 def _to_json(value: Any) -> Any:
