@@ -1,9 +1,8 @@
 """Take replies apart: thoughts, prose, and calls of tools as each family of models writes them.
 
 What looks like a call and is none is a mistake of the model's: it is named, and never dropped. Arguments stay
-to the letter as they were written. Forms as vLLM 0.32's parsers take them; families with tokens of their own
-for calls are read by the package `renderers`, by ids. A model whose template writes no calls is told in words
-to write a fenced block.
+to the letter. Families with tokens of their own for calls are read by the package `renderers`, by ids. A
+model whose template writes no calls is told in words to write a fenced block.
 """
 
 from __future__ import annotations

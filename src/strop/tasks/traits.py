@@ -40,10 +40,6 @@ def _member(task: Task, name: str, default: T) -> T:
     return value
 
 
-def _nothing(_: Example) -> Any:
-    return None
-
-
 def epoch_order_of(task: Task) -> Callable[[int, int], Sequence[int]] | None:
     """Return a task's own order of training examples, by seed and epoch; None: they are shuffled."""
     return _member(task, "epoch_order", None)
@@ -75,13 +71,13 @@ def limits_of(task: Task, example: Example) -> TaskLimits:
 
 def program_form_of(task: Task, example: Example) -> ProgramForm | None:
     """Return how the program of a reply is run; None if replies are not programs."""
-    find: Callable[[Example], ProgramForm | None] = _member(task, "program_form", _nothing)
+    find: Callable[[Example], ProgramForm | None] = _member(task, "program_form", lambda _: None)
     return find(example)
 
 
 def group_verifier_of(task: Task, example: Example) -> GroupVerifier | None:
     """Return what judges replies to an example beside each other; None if each is judged alone."""
-    find: Callable[[Example], GroupVerifier | None] = _member(task, "group_verifier", _nothing)
+    find: Callable[[Example], GroupVerifier | None] = _member(task, "group_verifier", lambda _: None)
     return find(example)
 
 
@@ -93,13 +89,13 @@ def judge_digests_of(*tasks: Task) -> list[str]:
 
 def part_of(task: Task, example: Example) -> str | None:
     """Return the label of an example's part, or None if the task has no parts."""
-    find: Callable[[Example], str | None] = _member(task, "part_of", _nothing)
+    find: Callable[[Example], str | None] = _member(task, "part_of", lambda _: None)
     return find(example)
 
 
 def problem_of(task: Task, example: Example) -> str | None:
     """Return the name shared by examples that pose one problem; None if unknown."""
-    find: Callable[[Example], str | None] = _member(task, "problem_of", _nothing)
+    find: Callable[[Example], str | None] = _member(task, "problem_of", lambda _: None)
     return find(example)
 
 

@@ -90,15 +90,11 @@ def extract_completion(text: str, head: str, name: str) -> str | None:
             bodies = [body] if body.startswith(" ") else [textwrap.indent(body, "    "), f"    {body}"]
             programs = [head + body for body in bodies]
             for program in (*programs, find_code(programs[-1])):
-                if _has_body(program, name):
+                tree = parse(program)
+                functions = [one for one in tree.body if isinstance(one, ast.FunctionDef)] if tree else []
+                if any(one.name == name and any(map(does_something, one.body)) for one in functions):
                     return program
     return None
-
-
-def _has_body(program: str, name: str) -> bool:
-    tree = parse(program)
-    functions = [one for one in tree.body if isinstance(one, ast.FunctionDef)] if tree else []
-    return any(one.name == name and any(map(does_something, one.body)) for one in functions)
 
 
 def _answer(text: str) -> str | None:
