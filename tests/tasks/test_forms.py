@@ -138,6 +138,6 @@ def test_auto_follows_the_model_and_another_word_is_refused(tmp_path: Path) -> N
 
 def test_prompt_without_a_token_is_refused(tmp_path: Path) -> None:
     model_dir = tiny_tokenizer(tmp_path)
-    (model_dir / "chat_template.jinja").write_text("{# says nothing #}")
+    (model_dir / "chat_template.jinja").write_text("{{ messages[-1].content if messages | length > 1 }}")
     with pytest.raises(DataError, match="a prompt of 1 messages has no token"):
         render_prompt(Tokenizer.load(model_dir), [Message(role="user", content="Hi")], "chat")

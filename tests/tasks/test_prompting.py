@@ -119,11 +119,11 @@ def test_both_forms_of_a_prompt_to_the_letter(tmp_path: Path) -> None:
     ("template", "message"),
     [
         (
-            "{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x",
+            "{{ raise_exception('no system') if messages[0].role == 'system' }}{{ messages[-1].content }}",
             "refused",
         ),
         (
-            "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% endif %}{% endfor %}",
+            "{% for m in messages %}{{ m.content if m.role != 'system' }}{% endfor %}",
             "leaves out",
         ),
     ],

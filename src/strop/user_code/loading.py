@@ -118,7 +118,6 @@ def _import_file(ref: CodeRef, digest: str | None) -> ModuleType:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
-    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # Registered before it runs, because dataclasses and pickle look their module up.
     sys.modules[name] = module
@@ -126,7 +125,8 @@ def _import_file(ref: CodeRef, digest: str | None) -> ModuleType:
     token = _importing.set(True)
     try:
         with suppress(EndOfImport):
-            spec.loader.exec_module(module)
+            # Not by the loader: bytecode that it kept counts as new for a second after an edit.
+            exec(compile(path.read_bytes(), path, "exec", dont_inherit=True), module.__dict__)
         is_whole = True
     finally:
         _importing.reset(token)
