@@ -130,10 +130,9 @@ class RayHead:
         from ray._private import ray_constants
         from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-        # Ray reads these from the environment once, and may have been imported before.
+        # Ray reads these once, and may have been imported before; and each run has its own token.
         ray_constants.ENABLE_RAY_CLUSTER = self._settings.host != LOOPBACK
         Config.initialize(json.dumps({"AUTH_MODE": variables["RAY_AUTH_MODE"]}))
-        # Each run has its own token, and this process may have been part of another one.
         AuthenticationTokenLoader.instance().reset_cache()
         handler, hook = signal.getsignal(signal.SIGTERM), sys.excepthook
         while not self._is_connected:
@@ -180,7 +179,8 @@ class RayHead:
 
             self._is_connected = False
             await asyncio.to_thread(ray.shutdown)
-            ray._raylet.Config.initialize('{"AUTH_MODE": "disabled"}')
+            mode = self._variables["RAY_AUTH_MODE"] or "disabled"
+            ray._raylet.Config.initialize(json.dumps({"AUTH_MODE": mode}))
         for name, value in self._variables.items():
             if value is None:
                 os.environ.pop(name, None)
