@@ -129,11 +129,11 @@ def ray_variables(*, host: str, token_path: Path) -> dict[str, str]:
         # Prestarted workers cost a second of CPU each, and a run starts few.
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
-        # A silent node counts as dead after five failed checks, 5 to 20 s; Ray's own limit is longer.
-        "RAY_health_check_initial_delay_ms": "5000",
+        # Ray's own 15 puts learners and engines behind the programs that they share a node with.
+        "RAY_worker_niceness": "0",
+        # A silent node counts as dead after Ray's five failed checks, 5 to 20 s here.
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_timeout_ms": "3000",
-        "RAY_health_check_failure_threshold": "5",
         "RAY_enable_metrics_collection": "0",
     }
 
