@@ -179,6 +179,9 @@ def test_nodes_that_do_not_join_are_named(scene: Scene) -> None:
 
 
 def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None:
+    keeper = scene.head.keeper_pid
+    assert keeper is not None
+
     async def act() -> None:
         proofs = prove_environment(["JOB_SECRET"], "salt", os.environ)
         role = scene.start_role("echo", proofs=proofs, salt="salt")
@@ -186,6 +189,8 @@ def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None
         assert await role.read.remote("JOB_SECRET") == SECRET
         # Waiting threads spin for a bounded time.
         assert 0 < int(await role.read.remote("GOMP_SPINCOUNT")) < 300_000
+        niceness = os.getpriority(os.PRIO_PROCESS, 0)
+        assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in descendants(keeper)} == {niceness}
         lacking = scene.start_role("lacking", proofs=proofs | {"NOT_THERE": "x"}, salt="salt")
         watch = DeathWatch(read_nodes, scene.head.find_death)
         watch.start()
@@ -197,7 +202,7 @@ def test_lau_4_a_role_has_the_runs_environment_to_the_byte(scene: Scene) -> None
 
     scene.loop.run_until_complete(act())
     # Neither value nor name of a secret is in a command line.
-    for pid in descendants(scene.head.keeper_pid or 0):
+    for pid in descendants(keeper):
         # One may end meanwhile.
         with suppress(OSError):
             assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()
