@@ -107,10 +107,12 @@ def test_runs_are_searched_and_sorted_and_back_finds_its_place(address: str, bro
 
 
 REWARD = """
+import zlib
+
 def score(reply, answer, n):
-    # Of four replies one has no score, and the others differ.
-    score.calls = getattr(score, "calls", 0) + 1
-    return None if score.calls % 4 == 0 else float(score.calls % 4 == 1)
+    # Of four replies about one has no score, and the others differ.
+    place = zlib.crc32(reply.encode()) % 4
+    return None if place == 0 else float(place == 1)
 """
 
 
