@@ -124,7 +124,7 @@ def test_a_rollout_without_a_score_is_not_called_trained(run: Run, folder: Path)
     settings = '"rows"\nsource = "./rows.jsonl"\nprompt = "q"\nanswer = "a"\nreward = "own.py:score"'
     (folder / "run.toml").write_text(text.replace('"arithmetic"', settings))
     accepted = "train.accept=weights: random; verifier: random; audit: random"
-    ended = run("train", "run.toml", accepted, "train.group_size=4", "task.max_reply_tokens=16")
+    ended = run("train", "run.toml", accepted, "train.group_size=16", "task.max_reply_tokens=16")
     assert ended.code == 0, ended.err
     with served(folder / "runs") as address:
         (listed,) = json.load(urlopen(f"{address}/api/runs"))
