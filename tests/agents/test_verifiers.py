@@ -148,7 +148,7 @@ def test_turns_of_an_environment_extend_the_ids(folder: Path, tokenizer: Tokeniz
 @pytest.mark.slow
 def test_an_environment_of_the_older_form_is_played(folder: Path, tokenizer: Tokenizer) -> None:
     require_system_part("the environment of verifiers 0.3.1", environment_of((), "v0").is_ready())
-    task = taskset(folder, "older", form="v0", config={"number": 9}, renderer=None)
+    task = taskset(folder, "older", form="v0", config={"number": 9})
     assert [len(task.examples(split)) for split in (Split.HELD_OUT, Split.TRAIN)] == [4, 5]
     rollout = attempt(task, tokenizer, "3", "4")
     assert rollout.outcome.reward == 1.0, rollout.outcome

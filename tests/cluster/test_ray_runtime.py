@@ -113,8 +113,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
         patch.setenv("JOB_SECRET", SECRET)
         # As in the process of a node that joins a run.
         patch.delenv("GOMP_SPINCOUNT", raising=False)
-        # As where a task's own module uses Ray.
-        __import__("ray")
+        __import__("ray")  # As a task's own module may.
         settings = make_settings(work_dir)
         head = RayHead(settings, work_dir / "head.json")
         head.launch()

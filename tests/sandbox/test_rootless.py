@@ -216,7 +216,7 @@ def test_a_user_without_ids_is_told_what_is_missing(user: User) -> None:
     shelf = user.home / "shelf"
     shelf.mkdir()
     for name in ("podman", "cat", "sh", "env", "runc"):
-        (shelf / name).symlink_to(str(shutil.which(name)))
+        (shelf / name).symlink_to(str(shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")))
     kind, message = user.run(_REFUSED, num_ids=0, path=str(shelf))
     assert kind == "newuidmap"
     assert "newuidmap is not installed" in message

@@ -28,7 +28,6 @@ from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 WITHOUT_BRIDGE = ("glm-4.5", "minimax-m2")
-"""A reply ends with the next turn's own first token; a thought is opened for replies to come alone."""
 FOLDER = Path(__file__).parent / "families"
 FAMILIES: dict[str, dict[str, Any]] = json.loads((FOLDER / "families.json").read_text())
 TOOL = json.dumps(

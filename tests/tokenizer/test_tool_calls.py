@@ -36,7 +36,6 @@ SCHEMAS: dict[str, dict[str, Any]] = {
     },
 }
 ODD = '{"place" : "a\\"b </tool_call> ```", "depth": 1.0}'
-"""Arguments that read as other things, to the letter."""
 FORMS = {
     CallFormat.HERMES: (
         '<tool_call>\n{"name": "look", "arguments": ' + ODD + "}\n</tool_call>",
@@ -49,7 +48,6 @@ FORMS = {
         '\n```json\n{"name": "go", "arguments": {}}\n```',
     ),
 }
-"""Two calls in each form whose arguments stay as they are written."""
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -58,14 +56,6 @@ def test_arguments_stay_to_the_letter(form: CallFormat) -> None:
     found = read_reply(one + other, form, SCHEMAS)
     assert [(call.name, call.arguments) for call in found.calls] == [("look", ODD), ("go", "{}")]
     assert (found.content, found.mistakes) == ("", ())
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_prose_and_thinking_stand_apart(form: CallFormat) -> None:
-    one, _ = FORMS[form]
-    found = read_reply(f"I wonder. {one}</think>Let me look.\n{one}", form, SCHEMAS)
-    assert (found.reasoning, found.content) == (f"I wonder. {one}", "Let me look.")
-    assert [call.name for call in found.calls] == ["look"]
 
 
 ROWS = [json.loads(line) for line in (FOLDER / "tool_calls.jsonl").read_text().splitlines()]

@@ -150,15 +150,15 @@ class Mmlu(RowTask):
         return replace(splits, shots=self.shots) if self._num_few_shot else splits
 
     def verify(self, example: Example, text: str) -> Outcome:
-        """Compare the letter that the reply chooses with the right one."""
-        gold = gold_of(example)
-        judged = judged_text(
-            text, lambda part: _PHRASE.search(part) is not None, example.fields.get("question", "")
-        )
+        """Compare the letter that the reply chooses with the right one; a repeated question chooses none."""
+        question = str(example.fields.get("question", ""))
+        judged = judged_text(text, lambda part: _PHRASE.search(part) is not None, question)
         judged = normalize("NFKC", judged or "").strip()
-        letter = find_letter(judged, example.fields.get("choices", ()))
+        letter = (
+            None if judged.endswith("Answer:") else find_letter(judged, example.fields.get("choices", ()))
+        )
         return right_or_wrong(
-            letter == gold,
+            letter == gold_of(example),
             format_ok=_LETTER_ALONE.fullmatch(judged.partition("\n")[0]) is not None,
             extracted=letter,
         )
