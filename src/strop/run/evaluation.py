@@ -186,12 +186,12 @@ def _prepare(
         # One date for the life of an evaluation: that of what was begun.
         shards = list_shards(result_path.with_suffix(""))
         begun = read_plan(shards[0]) if shards else planned.plan
-        date = (read_result(result_path) if result_path.exists() else begun).date
-        if date not in (None, planned.plan.date):
+        old = read_result(result_path) if result_path.exists() else None
+        if (date := (old or begun).date) not in (None, planned.plan.date):
             with dated(date):
                 planned = plan()
-        if result_path.exists():
-            refuse_other_plan(result_path, read_result(result_path), planned.plan)
+        if old is not None:
+            refuse_other_plan(result_path, old, planned.plan)
         # Beside the result and named like it, without '.json'.
         settings = spec.task.model_dump(mode="json")
         folder = ShardFolder(result_path.with_suffix(""), planned.plan, settings, part=request.part)

@@ -25,6 +25,7 @@ from strop.tasks.tool_calls import (
     describe_tools,
     find_family,
     find_format,
+    list_schemas,
     read_reply,
     write_call,
 )
@@ -122,7 +123,7 @@ def find_call_format(tokenizer: Tokenizer) -> tuple[CallFormat, Family | None]:
         return CallFormat.FENCE, None
     # Some templates open a thought in the prompt that no earlier turn has.
     before = next((one for one in (prompt, bare) if written.startswith(one)), "")
-    schemas = {_PROBE_CALL.name: json.loads(_PROBE_TOOL)["function"]["parameters"]}
+    schemas = list_schemas([_PROBE_TOOL])
     if (form := find_format(written[len(before) :], _PROBE_CALL, schemas)) is not None:
         return form, None
     family = find_family(tokenizer, written[len(before) :], _PROBE_CALL, [_PROBE_TOOL])
@@ -138,9 +139,7 @@ def read_with_tools(
         form, family = find_call_format(tokenizer)
     if tools and family is not None:
         return family.read(reply_ids, tools)
-    functions = [json.loads(tool)["function"] for tool in tools]
-    schemas = {function["name"]: function.get("parameters") or {} for function in functions}
-    return read_reply(text, CallFormat.FENCE if family is not None else form, schemas)
+    return read_reply(text, form if family is None else CallFormat.FENCE, list_schemas(tools))
 
 
 _PROBE_CALL = ToolCall(name="get_weather", arguments='{"city": "Paris", "days": 3}', call_id="000000000")

@@ -32,6 +32,12 @@ Schemas = Mapping[str, Mapping[str, Any]]
 """The JSON Schema of each tool's arguments, by its name."""
 
 
+def list_schemas(tools: Sequence[str]) -> Schemas:
+    """Return the schemas of functions in the form of OpenAI's chat API, as JSON."""
+    functions = (json.loads(tool)["function"] for tool in tools)
+    return {one["name"]: one.get("parameters") or {} for one in functions}
+
+
 class CallFormat(StrEnum):
     """How a family of models writes a call."""
 
@@ -338,6 +344,7 @@ def _read_llama(text: str, schemas: Schemas) -> Spoken:
     return Spoken(content=prose, calls=tuple(calls), mistakes=mistakes)
 
 
+_MISTRAL_TAG = re.compile(r"\[TOOL_CALLS\]")
 _MISTRAL_CALL = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?(?=\s*\{)")
 
 
@@ -476,9 +483,7 @@ _READERS: Mapping[CallFormat, Callable[[str, Schemas], Spoken]] = {
         text, partial(_xml_calls, schemas=schemas), _XML_TAG
     ),
     CallFormat.HERMES: lambda text, schemas: _read_tagged(text, _read_calls),
-    CallFormat.MISTRAL: lambda text, schemas: _read_tagged(
-        text, _mistral_calls, re.compile(r"\[TOOL_CALLS\]")
-    ),
+    CallFormat.MISTRAL: lambda text, schemas: _read_tagged(text, _mistral_calls, _MISTRAL_TAG),
     CallFormat.PYTHON: _read_python,
     CallFormat.HARMONY: _read_harmony,
     CallFormat.LLAMA: _read_llama,
@@ -523,27 +528,26 @@ class Family:
 
     def read(self, reply_ids: IntArray | Sequence[int], tools: Sequence[str]) -> Spoken:
         """Take a reply apart, its terminator included. `tools`: functions in OpenAI's form, as JSON."""
-        functions = [json.loads(tool)["function"] for tool in tools]
-        schemas = {function["name"]: function.get("parameters") or {} for function in functions}
+        schemas = list_schemas(tools)
+        types = {
+            name: {key: list_types(value, schema) for key, value in (schema.get("properties") or {}).items()}
+            for name, schema in schemas.items()
+        }
         # What may be a text is told to be one: it stays as it is written.
-        told = [{**one, "parameters": {**schemas[one["name"]]}} for one in functions]
-        for one in told:
-            one["parameters"]["properties"] = {
-                key: {"type": "string"} if "string" in list_types(value, schemas[one["name"]]) else value
-                for key, value in _properties(schemas[one["name"]]).items()
-            }
+        told = []
+        for one in (json.loads(tool)["function"] for tool in tools):
+            schema = schemas[one["name"]]
+            texts = {key: {"type": "string"} for key, may in types[one["name"]].items() if "string" in may}
+            properties = {**(schema.get("properties") or {}), **texts}
+            told.append({**one, "parameters": {**schema, "properties": properties}})
         found = self.renderer.parse_response([int(one) for one in reply_ids], tools=told)
         if found.reasoning_complete is False:
             return Spoken(content="", reasoning=found.reasoning_content)
         calls, mistakes = [], []
         for one in found.tool_calls:
             arguments = one.arguments if isinstance(one.arguments, dict) else {}
-            allowed = {
-                key: list_types(schema, schemas.get(one.name, {}))
-                for key, schema in _properties(schemas.get(one.name, {})).items()
-            }
             for key, value in arguments.items():
-                if value in ("null", "None") and "null" in allowed.get(key, ()):
+                if value in ("null", "None") and "null" in types.get(one.name, {}).get(key, ()):
                     arguments[key] = None
             try:
                 # A call of a tool that is not there is answered as one.
@@ -561,10 +565,6 @@ class Family:
             mistakes=tuple(mistakes),
             source=(split_thought(text)[1] or "").strip(),
         )
-
-
-def _properties(schema: Any) -> dict[str, Any]:
-    return dict(schema.get("properties") or {})
 
 
 def find_family(tokenizer: Tokenizer, written: str, call: ToolCall, tools: Sequence[str]) -> Family | None:
