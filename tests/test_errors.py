@@ -32,10 +32,8 @@ def test_an_error_survives_pickling_with_text_and_attributes(error_class: type[S
 
 
 @pytest.mark.parametrize("error_class", list(all_classes()), ids=lambda c: c.__name__)
-def test_an_error_is_documented_and_stands_in_the_tree(error_class: type[StropError]) -> None:
+def test_an_error_is_documented(error_class: type[StropError]) -> None:
     assert error_class.__doc__
-    assert errors.__doc__
-    assert error_class.__name__ in errors.__doc__, "the tree in the docstring of errors.py lacks it"
 
 
 @pytest.mark.parametrize("error_class", list(all_classes())[1:], ids=lambda c: c.__name__)

@@ -20,7 +20,6 @@ from strop.rollout import (
     Outcome,
     Rollout,
     Sampling,
-    TextPart,
     ToolCall,
     Turn,
     make_example,
@@ -150,7 +149,6 @@ def test_only_top_p_and_top_k_cut_the_support(sampling: Sampling, is_truncated: 
 CALL = ToolCall(name="run", arguments='{"command": "ls", "limit": 2}', call_id="call-1")
 MESSAGES = [
     Message(role="user", content="What is there?"),
-    Message(role="user", content=(TextPart(text="What "), TextPart(text="is there?"))),
     Message(role="assistant", content="", tool_calls=(CALL, ToolCall(name="stop")), reasoning="Hm."),
     Message(role="tool", content="a file", tool_call_id="call-1", name="run"),
 ]
@@ -168,7 +166,8 @@ def test_messages_survive_json_and_pickle(message: Message) -> None:
 def test_a_message_of_text_alone_is_recorded_as_it_always_was() -> None:
     assert MESSAGES[0].to_json() == {"role": "user", "content": "What is there?"}
     assert Message.from_json({"role": "user", "content": "What is there?"}) == MESSAGES[0]
-    assert MESSAGES[1].text == MESSAGES[0].text == "What is there?"
+    parts = [{"type": "text", "text": text} for text in ("What ", "is there?")]
+    assert Message.from_json({"role": "user", "content": parts}) == MESSAGES[0]
 
 
 @pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])

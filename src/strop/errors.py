@@ -2,32 +2,6 @@
 
 What a program or a policy does (a wrong answer, a reply cut at its limit) is a value, an
 `Outcome`. What strop, its machines or its inputs do wrong is one of these exceptions.
-
-    StropError                        everything strop raises on purpose
-    |-- ConfigError     (ValueError)    the run as written cannot work; the user edits it
-    |-- DataError       (ValueError)    an example or a stored record lacks its promised form
-    |   `-- UnfitRecord                   what the run itself made is not as it must be
-    |       `-- LengthMismatch            two streams of one turn differ in length
-    |-- CheckRefused    (RuntimeError)  a check before the first step said no
-    |   `-- NodeRefused                   this node cannot run the job; another one may
-    |-- EngineError     (RuntimeError)  no reply was produced, or it is not usable
-    |   |-- EngineLost                    it died, or does not answer any more
-    |   `-- WeightMismatch                the engine does not serve the published weights
-    |-- LearnerError    (RuntimeError)  an update was refused, for example a non-finite loss
-    |-- SandboxError    (RuntimeError)  a sandbox failed, not the program in it
-    |   |-- SandboxRefused                the host would not create it, or not well enough isolated
-    |   `-- SandboxLost                   it stopped answering
-    |-- StoreError      (RuntimeError)  a record is missing, partial or unwritable
-    |   |-- CorruptRecord                 a record's bytes are not the ones its manifest promises
-    |   |-- HubUnreachable                a model hub gave no answer
-    |   |-- RemoteMissing                 a store answers that there is no such object
-    |   |-- RemoteDenied                  a store refuses us
-    |   |   `-- NoCredentials             or there are no credentials for it
-    |   |-- RemoteUnreachable             a store failed at every attempt
-    |   `-- MirrorFenced                  a newer attempt of the run has claimed its mirror
-    |-- RunStopped      (RuntimeError)  a tripwire ended the run
-    `-- Interrupted     (RuntimeError)  a signal ended the run; it can be resumed
-
 Every class can be built from its whole message alone, so it survives pickling to another process.
 """
 

@@ -57,7 +57,6 @@ class FinishReason(StrEnum):
     """A stop string was completed. Its tokens were sampled and end the turn's ids; the text ends before."""
     LENGTH = "length"
     """The token budget was used up; the text is cut."""
-    """Nothing was sampled: of some given replies it is the one that the policy finds most likely."""
     ABORT = "abort"
     """The engine gave up in between. Never a sample: discarded or run again, never scored."""
 
@@ -90,13 +89,6 @@ class Sampling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextPart:
-    """One part of a message's content."""
-
-    text: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCall:
     """A call of a tool that the assistant asks for.
 
@@ -105,7 +97,7 @@ class ToolCall:
 
     name: str
     arguments: str = "{}"
-    """A JSON object as text, to the letter as the model wrote it."""
+    """A JSON object as text."""
     call_id: str | None = None
     """Names the call in the tool's reply."""
 
@@ -128,7 +120,7 @@ class Message:
 
     role: str
     """'system', 'user', 'assistant' or 'tool', or another that the model's chat template knows."""
-    content: str | tuple[TextPart, ...] = ""
+    content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
     """Of an assistant's message."""
     tool_call_id: str | None = None
@@ -140,16 +132,12 @@ class Message:
 
     @property
     def text(self) -> str:
-        """The content as one text: its parts joined without a separator."""
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        """The content."""
+        return self.content
 
     def to_json(self) -> dict[str, Any]:
         """Return the message in the form of OpenAI's chat API; what is empty is left out, except content."""
         found: dict[str, Any] = {"role": self.role, "content": self.content}
-        if not isinstance(self.content, str):
-            found["content"] = [{"type": "text", "text": part.text} for part in self.content]
         if self.tool_calls:
             found["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
@@ -163,16 +151,13 @@ class Message:
     def from_json(cls, value: Any) -> Message:
         """Read a message that `to_json` or a client of OpenAI's chat API wrote.
 
-        Content may be null or absent, and arguments may be an object instead of its text.
+        Content may be null, absent or in parts, which are joined; arguments may be an object.
         Raises: DataError if the value is no message, or has parts or keys that a `Message` has no room for.
         """
         try:
-            content = value.get("content") or ""
             message = cls(
                 role=_text(value["role"]),
-                content=tuple(map(_read_part, content))
-                if isinstance(content, list)
-                else _text(content or ""),
+                content=_read_content(value.get("content") or ""),
                 tool_calls=tuple(map(_read_call, value.get("tool_calls") or ())),
                 tool_call_id=_optional_text(value, "tool_call_id"),
                 name=_optional_text(value, "name"),
@@ -201,10 +186,11 @@ def _optional_text(value: Mapping[str, Any], key: str) -> str | None:
     return None if value.get(key) is None else _text(value[key])
 
 
-def _read_part(value: Any) -> TextPart:
-    if value["type"] != "text":
-        raise ValueError(f"a part of type {value['type']!r}")
-    return TextPart(text=_text(value["text"]))
+def _read_content(value: Any) -> str:
+    parts = value if isinstance(value, list) else [{"type": "text", "text": value}]
+    if kinds := {part["type"] for part in parts} - {"text"}:
+        raise ValueError(f"parts of types {kinds}")
+    return "".join(_text(part["text"]) for part in parts)
 
 
 def _read_call(value: Any) -> ToolCall:

@@ -34,33 +34,38 @@ _WRAPPERS = re.compile(
 )
 
 
-def split_thought(text: str) -> tuple[str | None, str | None]:
+def split_thought(
+    text: str, is_argument: Callable[[str], bool] | None = None
+) -> tuple[str | None, str | None]:
     """Return what a reply thinks, and what it says behind that.
 
     The thought is None if there is none; what is said is None if a thought has no end. A mark that closes
     counts without one that opens, because chat templates may open the thought themselves; of several
     thoughts the last closed one counts.
+    `is_argument`: for a reply that may call tools. Only its first thought counts, because marks behind that
+    may stand in arguments. It says of a mark that does not begin the reply whether it stands in those of a
+    call.
     """
     for opening, closing in _BARE:
         if (begun := opening.match(text.lstrip())) is not None:
             thought, is_closed, said = text.lstrip()[begun.end() :].rpartition(closing)
             return (thought, said) if is_closed else (said, None)
-    start, end, opened, first = 0, 0, -1, None
-    for mark in _THOUGHT.finditer(text):
-        if mark.group().lower() in _CLOSING:
-            end, start, opened = mark.start(), mark.end(), -1
-        else:
-            opened = mark.end() if opened < 0 else opened
-        first = mark if first is None else first
-    if first is None:
+    marks = [(mark.start(), mark.end(), mark.group().lower() in _CLOSING) for mark in _THOUGHT.finditer(text)]
+    closed = [index for index, (_, _, is_closing) in enumerate(marks) if is_closing]
+    if marks and is_argument is not None:
+        start, end, is_closing = marks[0]
+        if (is_closing or text[:start].strip()) and is_argument(text[start:end]):
+            return None, text
+        closed = closed[:1]
+        marks = marks[: closed[0] + 1] if closed else marks
+    if not marks:
         return None, text
-    inner = first.end() if first.group().lower() not in _CLOSING else 0
-    if opened >= 0:
-        return text[opened:], None
-    said = text[start:]
-    if _WRAPPERS.match(said):
-        said = _WRAPPERS.sub("", said)
-    return text[inner:end], said
+    first_open = closed[-1] + 1 if closed else 0
+    if first_open < len(marks):
+        return text[marks[first_open][1] :], None
+    start, end, _ = marks[-1]
+    thought, said = text[0 if marks[0][2] else marks[0][1] : start], text[end:]
+    return thought, _WRAPPERS.sub("", said) if _WRAPPERS.match(said) else said
 
 
 def first_mark(text: str) -> tuple[int, bool]:
@@ -73,19 +78,3 @@ def begun_thought(prompt: str) -> str:
     """Return the mark of a thought with which a prompt ends: what a reply to it goes on with."""
     tail = prompt[-64:].rstrip()
     return next((opening for opening, _ in _THOUGHTS if tail.endswith(opening)), "")
-
-
-def first_thought(text: str, is_argument: Callable[[str], bool]) -> tuple[str | None, str | None]:
-    """Split a reply behind its first thought, as `split_thought` does; marks behind that stand in prose.
-
-    `is_argument` says of a mark that does not begin the reply whether it stands in the arguments of a call.
-    """
-    marks = list(_THOUGHT.finditer(text))
-    if not marks:
-        return split_thought(text)
-    opening = marks[0] if marks[0].group().lower() not in _CLOSING else None
-    closing = next((mark for mark in marks if mark.group().lower() in _CLOSING), None)
-    begin = 0 if opening is None else opening.end()
-    if (opening is None or text[: opening.start()].strip()) and is_argument(marks[0].group()):
-        return None, text
-    return (text[begin:], None) if closing is None else (text[begin : closing.start()], text[closing.end() :])

@@ -86,8 +86,11 @@ class Tokenizer:
                 allowed="a Hugging Face model directory with tokenizer.json",
                 next_step="check the path in model.source, or fetch the model with `strop model get`",
             )
-        with _Refusal(path):
+        try:
             fast = FastTokenizer.from_file(str(path))
+        except Exception as error:
+            # For any bad file the package raises Exception itself (0.23), no subclass.
+            raise _unreadable(path, str(error)) from error
         # A file may carry the cutting and padding of whoever saved it; a prompt must arrive whole.
         fast.no_truncation()
         fast.no_padding()
@@ -376,14 +379,7 @@ def _require_shown(text: str, messages: Sequence[Message]) -> None:
         content = message.text.strip()
         # Some templates write a tool's reply as JSON.
         is_shown = content in text or json.dumps(content, ensure_ascii=False)[1:-1] in text
-        if message.role == "system" and not is_shown:
-            raise ConfigError(
-                "the chat template of the model leaves out the system message (task.system_prompt, or the"
-                " data's own)",
-                allowed="a system message where the template writes it",
-                next_step="leave it out, and say the same in task.prompt_template",
-            )
-        if message.role not in ("system", "user", "assistant") and not is_shown:
+        if message.role not in ("user", "assistant") and not is_shown:
             raise _left_out(f"a message of the role {message.role}")
         for call in message.tool_calls:
             num_calls = sum(other.name == call.name for other in message.tool_calls)
@@ -396,8 +392,9 @@ def _require_shown(text: str, messages: Sequence[Message]) -> None:
 def _left_out(what: str) -> ConfigError:
     return ConfigError(
         f"the chat template of the model leaves out {what}",
-        allowed="tool calls and tool replies with a model whose chat template writes them",
-        next_step="use a model that was trained to call tools, or write them as texts of user and assistant",
+        allowed="system messages, tool calls and tool replies where the chat template writes them",
+        next_step="say it in task.prompt_template instead of task.system_prompt, or use a model that was"
+        " trained to call tools",
     )
 
 
@@ -428,29 +425,6 @@ def _template_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvi
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = lambda pattern: now().strftime(pattern)
     return environment
-
-
-class _Refusal:
-    """Turn the refusal of the tokenizers package into ours.
-
-    For any bad file it raises Exception itself (0.23), no subclass: an except clause for it would be one for
-    everything. The file is looked at only then, because that takes as long again.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        """Do nothing."""
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        """Raise StoreError in the place of a bare Exception."""
-        if kind is not Exception:
-            return
-        model = _read_json(self._path).get("model")
-        if not isinstance(model, Mapping) or "vocab" not in model:
-            raise _unreadable(self._path, "no model with a vocabulary in it") from error
-        raise _unreadable(self._path, str(error)) from error
 
 
 def _read_json(path: Path) -> dict[str, Any]:

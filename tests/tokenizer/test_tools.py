@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from strop.errors import ConfigError
-from strop.rollout import Message, TextPart, ToolCall
+from strop.rollout import Message, ToolCall
 from strop.tasks import render_prompt
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import CHAT_TEMPLATE, tiny_tokenizer
@@ -19,7 +19,7 @@ from tests.fixtures.tool_templates import HERMES, ONE_CALL
 CALL = ToolCall(name="run", arguments='{"command": "ls <b> \\u00e9", "limits": {"s": 2}}', call_id="call-1")
 CHAT = (
     Message(role="system", content="Use the tools."),
-    Message(role="user", content=(TextPart(text="What is "), TextPart(text="there?"))),
+    Message(role="user", content="What is there?"),
     Message(role="assistant", tool_calls=(CALL,)),
     Message(role="tool", content='{"files": ["a\\n"]}', tool_call_id="call-1", name="run"),
     Message(role="assistant", content="One file."),

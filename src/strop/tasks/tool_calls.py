@@ -1,8 +1,8 @@
 """Take replies apart: thoughts, prose, and calls of tools as each family of models writes them.
 
-What looks like a call and is none is a mistake of the model's: it is named, and never dropped. Arguments stay
-to the letter. Families with tokens of their own for calls are read by the package `renderers`, by ids. A
-model whose template writes no calls is told in words to write a fenced block.
+What looks like a call and is none is a mistake of the model's: it is named, and never dropped. Families with
+tokens of their own for calls are read by the package `renderers`, by ids. A model whose template writes no
+calls is told in words to write a fenced block.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -18,11 +18,9 @@ from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from strop.errors import DataError
 from strop.rollout import ToolCall
-from strop.thoughts import first_thought, split_thought
+from strop.thoughts import split_thought
 
 if TYPE_CHECKING:
     from strop.rollout import IntArray
@@ -73,22 +71,9 @@ class Spoken:
     """The text behind the thinking, calls included."""
 
 
-_MARKS = (
-    ("<function=", CallFormat.QWEN_XML),
-    ("<tool_call>", CallFormat.HERMES),
-    ("<|tool_call|>", CallFormat.HERMES),
-    ("[TOOL_CALLS]", CallFormat.MISTRAL),
-    ("<|python_tag|>", CallFormat.LLAMA),
-    ("<function_calls>", CallFormat.PYTHON),
-    ("<|tool_call_start|>", CallFormat.PYTHON),
-    ("to=functions.", CallFormat.HARMONY),
-    ("```tool", CallFormat.FENCE),
-)
-
-
 def guess_format(text: str) -> CallFormat | None:
     """Return the format of the calls in a reply of an unknown model; None if it has no call's mark."""
-    return next((form for mark, form in _MARKS if mark in text), None)
+    return next((form for form, marks in _MARKS.items() if any(mark in text for mark in marks)), None)
 
 
 def find_format(written: str, call: ToolCall, schemas: Schemas) -> CallFormat | None:
@@ -109,16 +94,17 @@ def read_reply(text: str, form: CallFormat, schemas: Schemas) -> Spoken:
     `text` has the tokenizer's special tokens in it, but for the terminator. Without tools there are no calls.
     Thinking that is not closed is all of the reply. Calls in another form than the model's are mistakes.
     """
-
-    def read(text: str) -> Spoken:
-        return _READERS[form](text, schemas) if schemas else Spoken(content=text)
-
-    if form is CallFormat.HARMONY and schemas:
+    read = _READERS[form]
+    if not schemas:
+        read = _read_prose
+    elif form is CallFormat.HARMONY:
         return _read_harmony(text, schemas)
-    reasoning, said = first_thought(text, lambda mark: any(mark in one.arguments for one in read(text).calls))
+    reasoning, said = split_thought(
+        text, lambda mark: any(mark in one.arguments for one in read(text, schemas).calls)
+    )
     if said is None:
         return Spoken(content="", reasoning=reasoning)
-    found = read(said)
+    found = read(said, schemas)
     if schemas and not found.calls and not found.mistakes and guess_format(said) not in (None, form):
         found = replace(found, mistakes=(_mistake(said, ValueError("calls are written in another form")),))
     return replace(found, content=found.content.strip(), reasoning=reasoning, source=said.strip())
@@ -130,7 +116,7 @@ def name_calls(calls: Sequence[ToolCall], turn: int) -> tuple[ToolCall, ...]:
 
 
 def write_call(call: ToolCall) -> str:
-    """Return a call as a fenced block, its arguments to the letter."""
+    """Return a call as a fenced block."""
     return f'```tool\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments}}}\n```'
 
 
@@ -144,82 +130,60 @@ def describe_tools(schemas: Sequence[str]) -> str:
     return f"You can call these tools:\n{listed}\n\nTo call one, write:\n{example}"
 
 
+def _read_prose(text: str, schemas: Schemas) -> Spoken:
+    return Spoken(content=text)
+
+
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
-
-
-def _skip(text: str, start: int) -> int:
-    match = _SPACE.match(text, start)
-    assert match is not None
-    return match.end()
+_NEXT_OBJECT = re.compile(r"\s*[,;]?\s*(?=\{)")
 
 
 def _read_value(text: str, start: int) -> tuple[Any, int]:
     """Return the JSON value at `start`, and where it ends. Raises: ValueError."""
+    space = _SPACE.match(text, start)
+    assert space is not None
     try:
-        return _DECODER.raw_decode(text, _skip(text, start))
+        return _DECODER.raw_decode(text, space.end())
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
-def _read_call(text: str, start: int) -> tuple[ToolCall, int]:
-    """Return the call at `start`, and where it ends. Raises: ValueError saying what it lacks."""
-    start = _skip(text, start)
+def _read_values(text: str, start: int) -> tuple[list[Any], int]:
+    """Return objects one behind the other, or those of a list, and where they end. Raises: ValueError."""
     value, end = _read_value(text, start)
-    source = text[start:end]
-    function = value.get("function") if isinstance(value, dict) else None
-    if isinstance(function, dict):
-        value, source = function, _source_of(source, "function")
-    name = value.get("name", value.get("function")) if isinstance(value, dict) else None
-    if not isinstance(name, str):
-        raise ValueError('it is no object with "name" and "arguments"')
-    key = next((key for key in ("arguments", "parameters") if key in value), None)
-    arguments = "{}" if key is None else _source_of(source, key)
-    if key is not None and isinstance(value[key], str):
-        # Some write the object as a text, as OpenAI's API has it.
-        arguments = value[key]
-    return _to_call(name, arguments), end
-
-
-def _to_call(name: str, arguments: str) -> ToolCall:
-    try:
-        return ToolCall(name=name, arguments=arguments)
-    except DataError as error:
-        raise ValueError("its arguments are no JSON object") from error
-
-
-def _source_of(source: str, wanted: str) -> str:
-    """Return the text of a key's value in the text of a JSON object that has it; of several, the last."""
-    found, place = "", source.index("{") + 1
-    while source[_skip(source, place)] != "}":
-        key, place = _read_value(source, place)
-        start = _skip(source, source.index(":", place) + 1)
-        _, end = _read_value(source, start)
-        found = source[start:end] if key == wanted else found
-        place = _skip(source, end)
-        place += source[place] == ","
-    return found
+    values = value if isinstance(value, list) else [value]
+    while values is not value and (more := _NEXT_OBJECT.match(text, end)) is not None:
+        another, end = _read_value(text, more.end())
+        values.append(another)
+    return values, end
 
 
 def _read_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
-    """Return the calls at `start`, objects one behind the other or a list of them, and where they end."""
-    calls: list[ToolCall] = []
-    place = _skip(text, start)
-    if is_list := text.startswith("[", place):
-        place = _skip(text, place + 1)
-    while text.startswith("{", place) or not (calls or is_list):
-        call, place = _read_call(text, place)
-        calls.append(call)
-        end, place = place, _skip(text, place)
-        if text[place : place + 1] in (",", ";") and (is_list or text[_skip(text, place + 1) :][:1] == "{"):
-            place = _skip(text, place + 1)
-        elif not is_list and not text.startswith("{", place):
-            place = end
-    if is_list:
-        if not text.startswith("]", place):
-            raise ValueError("its list has no end")
-        place += 1
-    return calls, place
+    """Return the calls at `start`, and where they end. Raises: ValueError saying what one lacks."""
+    values, end = _read_values(text, start)
+    return [_call_of(value) for value in values], end
+
+
+def _call_of(value: Any) -> ToolCall:
+    """Return what an object calls. Raises: ValueError."""
+    function = value.get("function") if isinstance(value, dict) else None
+    if isinstance(function, dict):
+        # OpenAI's object.
+        value, function = function, None
+    name = value.get("name", function) if isinstance(value, dict) else None
+    if not isinstance(name, str):
+        raise ValueError('it is no object with "name" and "arguments"')
+    return _to_call(name, value.get("arguments", value.get("parameters", {})))
+
+
+def _to_call(name: str, arguments: Any) -> ToolCall:
+    """Return a call; some write its arguments as a text, as OpenAI's API has them. Raises: ValueError."""
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False, default=str)
+    try:
+        return ToolCall(name=name, arguments=text)
+    except DataError as error:
+        raise ValueError("its arguments are no JSON object") from error
 
 
 _TAG = re.compile(r"<\|?tool_calls?\|?>|<TOOLCALL>|<\|tool_call_begin\|>")
@@ -270,7 +234,7 @@ def _xml_calls(text: str, start: int, schemas: Schemas) -> tuple[list[ToolCall],
         if end is None:
             raise ValueError("its parameters, or </function>, are not whole")
         place = end.end()
-        calls.append(_to_call(name, json.dumps(type_values(arguments, schemas.get(name, {})))))
+        calls.append(_to_call(name, type_values(arguments, schemas.get(name, {}))))
     return calls, place
 
 
@@ -323,25 +287,23 @@ def _read_llama(text: str, schemas: Schemas) -> Spoken:
     source = behind if is_tagged else text
     calls: list[ToolCall] = []
     place, first = 0, len(source)
-    mistakes: tuple[str, ...] = ()
     is_begun = bool(is_tagged) or re.match(r"\s*\[?\s*\{\s*\"(?:type|name|function)\"", source) is not None
     while (start := source.find("{", place)) >= 0:
         try:
-            call, place = _read_call(source, start)
+            value, place = _read_value(source, start)
+            call = _call_of(value)
         except ValueError as error:
             if is_begun and not calls:
-                mistakes = (_mistake(source[start:], error),)
-                break
+                return Spoken(content=prose if is_tagged else "", mistakes=(_mistake(source[start:], error),))
             place = start + 1
             continue
         # Prose may hold objects with a name, of people say.
-        has_arguments = re.search(r"\"(?:arguments|parameters)\"", source[start:place]) is not None
-        if call.name in schemas or (is_begun and has_arguments):
+        if call.name in schemas or (is_begun and not value.keys().isdisjoint(("arguments", "parameters"))):
             first = min(first, start)
             calls.append(call)
     if not is_tagged:
-        prose = "" if mistakes else source[:first].rstrip("[ \n") if calls else source
-    return Spoken(content=prose, calls=tuple(calls), mistakes=mistakes)
+        prose = source[:first].rstrip("[ \n") if calls else source
+    return Spoken(content=prose, calls=tuple(calls))
 
 
 _MISTRAL_TAG = re.compile(r"\[TOOL_CALLS\]")
@@ -352,14 +314,9 @@ def _mistral_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
     calls: list[ToolCall] = []
     place = start
     while (named := _MISTRAL_CALL.match(text, place)) is not None:
-        value = _skip(text, named.end())
-        _, place = _read_value(text, value)
-        calls.append(_to_call(named["name"], text[value:place]))
-    if calls:
-        return calls, place
-    if not text.startswith("[", _skip(text, start)):
-        raise ValueError("it is no list of calls")
-    return _read_calls(text, start)
+        value, place = _read_value(text, named.end())
+        calls.append(_to_call(named["name"], value))
+    return (calls, place) if calls else _read_calls(text, start)
 
 
 _PYTHON_TAG = re.compile(r"<function_calls>|<\|tool_call_start\|>")
@@ -381,9 +338,7 @@ def _python_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
             if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
                 raise ValueError("it is no call with named arguments")
             values = {str(one.arg): ast.literal_eval(_Named().visit(one.value)) for one in node.keywords}
-            calls.append(
-                _to_call(ast.unparse(node.func), json.dumps(values, ensure_ascii=False, default=str))
-            )
+            calls.append(_to_call(ast.unparse(node.func), values))
         return calls, end.end()
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError("it is no call in Python's form") from error
@@ -441,36 +396,29 @@ _FENCE = re.compile(r"```[ \t]*(?P<label>tool_call|tool|json)?[ \t]*(?:\r?\n|(?=
 
 def _read_fences(text: str, schemas: Schemas) -> Spoken:
     """Read fenced blocks that hold a call; one of JSON that does not call a known tool is prose."""
-    calls, mistakes, prose, place = [], [], [], 0
-    for fence, source, end in _fences(text):
-        is_meant = fence["label"] in ("tool", "tool_call")
-        try:
-            found, _ = _read_calls(source, 0)
-        except ValueError as error:
-            named = re.match(r"\s*\[?\s*\{\s*\"name\"\s*:\s*\"([^\"]*)\"", source)
-            if is_meant or (named is not None and named.group(1) in schemas):
-                mistakes.append(_mistake(source, error))
-            continue
-        if is_meant or all(call.name in schemas for call in found):
-            calls += found
-            prose.append(text[place : fence.start()])
-            place = end
-    prose.append(text[place:])
-    return Spoken(content="".join(prose), calls=tuple(calls), mistakes=tuple(mistakes))
-
-
-def _fences(text: str) -> Iterator[tuple[re.Match[str], str, int]]:
-    """Yield each fence with what stands in it, and where it ends; the last may have no end."""
-    place = 0
+    prose, calls, mistakes = [], [], []
+    place = kept = 0
     while (fence := _FENCE.search(text, place)) is not None:
+        is_meant = fence["label"] in ("tool", "tool_call")
+        found, inside, problem = [], fence.end(), None
         try:
             # A fence in an argument is none of ours.
-            _, inside = _read_value(text, fence.end())
-        except ValueError:
-            inside = fence.end()
+            values, inside = _read_values(text, inside)
+            found = [_call_of(value) for value in values]
+        except ValueError as error:
+            problem = error
         end = text.find("```", inside)
         place = len(text) if end < 0 else end + 3
-        yield fence, text[fence.end() : end if end >= 0 else None], place
+        if problem is not None:
+            source = text[fence.end() : end if end >= 0 else None]
+            named = re.match(r"\s*\[?\s*\{\s*\"name\"\s*:\s*\"([^\"]*)\"", source)
+            if is_meant or (named is not None and named.group(1) in schemas):
+                mistakes.append(_mistake(source, problem))
+        elif is_meant or all(call.name in schemas for call in found):
+            calls += found
+            prose.append(text[kept : fence.start()])
+            kept = place
+    return Spoken(content="".join(prose) + text[kept:], calls=tuple(calls), mistakes=tuple(mistakes))
 
 
 def _mistake(source: str, error: ValueError) -> str:
@@ -482,13 +430,23 @@ _READERS: Mapping[CallFormat, Callable[[str, Schemas], Spoken]] = {
     CallFormat.QWEN_XML: lambda text, schemas: _read_tagged(
         text, partial(_xml_calls, schemas=schemas), _XML_TAG
     ),
-    CallFormat.HERMES: lambda text, schemas: _read_tagged(text, _read_calls),
-    CallFormat.MISTRAL: lambda text, schemas: _read_tagged(text, _mistral_calls, _MISTRAL_TAG),
+    CallFormat.HERMES: lambda text, _: _read_tagged(text, _read_calls),
+    CallFormat.MISTRAL: lambda text, _: _read_tagged(text, _mistral_calls, _MISTRAL_TAG),
     CallFormat.PYTHON: _read_python,
     CallFormat.HARMONY: _read_harmony,
     CallFormat.LLAMA: _read_llama,
     CallFormat.FENCE: _read_fences,
 }
+_MARKS = {
+    CallFormat.QWEN_XML: ("<function=",),
+    CallFormat.HERMES: ("<tool_call>", "<|tool_call|>"),
+    CallFormat.MISTRAL: ("[TOOL_CALLS]",),
+    CallFormat.LLAMA: ("<|python_tag|>",),
+    CallFormat.PYTHON: ("<function_calls>", "<|tool_call_start|>"),
+    CallFormat.HARMONY: ("to=functions.",),
+    CallFormat.FENCE: ("```tool",),
+}
+"""What shows a call of a form. XML stands in the tag of Hermes."""
 
 _NAMES = (
     *("kimi-k2", "deepseek-v3", "deepseek-v4", "glm-4.5", "glm-5", "minimax-m2", "gemma4"),
@@ -525,45 +483,38 @@ class Family:
     """A renderer that reads the replies of a model."""
 
     renderer: Any
+    tokenizer: Tokenizer
 
-    def read(self, reply_ids: IntArray | Sequence[int], tools: Sequence[str]) -> Spoken:
+    def read(self, reply_ids: IntArray, tools: Sequence[str]) -> Spoken:
         """Take a reply apart, its terminator included. `tools`: functions in OpenAI's form, as JSON."""
         schemas = list_schemas(tools)
-        types = {
-            name: {key: list_types(value, schema) for key, value in (schema.get("properties") or {}).items()}
-            for name, schema in schemas.items()
-        }
-        # What may be a text is told to be one: it stays as it is written.
         told = []
         for one in (json.loads(tool)["function"] for tool in tools):
-            schema = schemas[one["name"]]
-            texts = {key: {"type": "string"} for key, may in types[one["name"]].items() if "string" in may}
-            properties = {**(schema.get("properties") or {}), **texts}
-            told.append({**one, "parameters": {**schema, "properties": properties}})
-        found = self.renderer.parse_response([int(one) for one in reply_ids], tools=told)
+            # Each value is told to be a text, and typed here as of all families: the package's types differ.
+            texts = {key: {"type": "string"} for key in schemas[one["name"]].get("properties") or ()}
+            told.append({**one, "parameters": {**schemas[one["name"]], "properties": texts}})
+        found = self.renderer.parse_response(reply_ids.tolist(), tools=told)
         if found.reasoning_complete is False:
             return Spoken(content="", reasoning=found.reasoning_content)
         calls, mistakes = [], []
         for one in found.tool_calls:
-            arguments = one.arguments if isinstance(one.arguments, dict) else {}
-            for key, value in arguments.items():
-                if value in ("null", "None") and "null" in types.get(one.name, {}).get(key, ()):
-                    arguments[key] = None
+            values = one.arguments if isinstance(one.arguments, dict) else {}
+            written = {key: value for key, value in values.items() if isinstance(value, str)}
+            typed = type_values(written, schemas.get(one.name, {}))
+            values = {key: value for key, value in values.items() if key not in written} | typed
             try:
                 # A call of a tool that is not there is answered as one.
                 if one.status not in ("ok", "unknown_tool"):
-                    raise DataError(str(one.status))
-                written = json.dumps(arguments, ensure_ascii=False)
-                calls.append(ToolCall(name=one.name or "", arguments=written))
-            except DataError:
-                mistakes.append(f"a tool call that cannot be read: {one.status}: {one.raw.strip():.200}")
-        text = self.renderer._tokenizer.decode(np.asarray(reply_ids))
+                    raise ValueError(str(one.status))
+                calls.append(_to_call(one.name or "", values))
+            except ValueError as error:
+                mistakes.append(_mistake(one.raw, error))
         return Spoken(
             content=found.content.strip(),
             reasoning=found.reasoning_content,
             calls=tuple(calls),
             mistakes=tuple(mistakes),
-            source=(split_thought(text)[1] or "").strip(),
+            source=(split_thought(self.tokenizer.decode(reply_ids))[1] or "").strip(),
         )
 
 
@@ -576,7 +527,7 @@ def find_family(tokenizer: Tokenizer, written: str, call: ToolCall, tools: Seque
     ids = tokenizer.encode(written)
     for name in _NAMES:
         try:
-            family = Family(create_renderer(_Adapter(tokenizer), config_from_name(name)))
+            family = Family(create_renderer(_Adapter(tokenizer), config_from_name(name)), tokenizer)
             found = family.read(ids, tools).calls
         except (AssertionError, AttributeError, KeyError, LookupError, TypeError, ValueError):
             # A tokenizer without the tokens of this family.
