@@ -17,7 +17,6 @@ from strop.audit.probes import INJECTIONS
 from strop.rollout import make_example
 from strop.spec.task import TaskSpec
 from strop.tasks import build_task, build_warm_task
-from strop.tasks.blend import BlendSpec
 from strop.tasks.code.mbpp import MbppSpec
 from strop.tasks.judging import open_judge
 from strop.tasks.mixture import MixtureSpec
@@ -225,7 +224,6 @@ def test_a_judge_is_attacked_inside_other_tasks_too(tmp_path: Path) -> None:
     (digest,) = judge_digests_of(judge_task(tmp_path, "http://127.0.0.1:1/v1", rubric="quality"))
     specs: list[tuple[list[str], TaskSpec]] = [
         ([digest], MixtureSpec(name="mixture", parts={"sums": sums, "judge": section})),
-        ([digest], BlendSpec(name="blend", parts={"sums": sums, "judge": section})),
         ([], MixtureSpec(name="mixture", parts={"sums": sums})),
     ]
     for judged, spec in specs:

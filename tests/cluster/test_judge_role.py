@@ -19,8 +19,8 @@ from strop.io.endpoints import ENDPOINTS_VARIABLE, find_endpoint
 from strop.rollout import Failure, Split
 from strop.spec.run import RunSpec
 from strop.store import ModelHandle
-from strop.tasks.llm_judge import LlmJudge
 from strop.tasks.llm_judge.client import endpoint_name
+from strop.tasks.llm_judge.task import LlmJudge
 from tests.fixtures.judged import judge_spec
 from tests.fixtures.tiny_run import tiny_spec
 

@@ -81,7 +81,7 @@ def data_of(name: str, place: Path) -> Iterator[dict[str, Any]]:
     if name == "verifiers":
         (place / "guess.py").write_text(TASKSET)
         table["folder"] = str(place)
-    if name not in ("mixture", "blend"):
+    if name != "mixture":
         table["max_reply_tokens"] = 8
     if name == "llm-judge":
         with judge_server(lambda question: scored(0.5)) as server:

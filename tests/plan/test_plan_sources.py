@@ -26,7 +26,6 @@ NEEDED: dict[str, tuple[str, ...]] = {
     "repo-repair": ("task.source=org/rows",),
     "rows": ("task.source=org/rows", "task.prompt=question", "task.reward=exact", "task.answer=answer"),
     "llm-judge": ("task.source=org/questions", *JUDGE),
-    "blend": ("task.parts.a.name=gsm8k", "task.parts.a.weight=1.0"),
     "mixture": ("task.parts.a.name=mbpp", "task.parts.b.name=gsm8k", "task.parts.c.name=arithmetic"),
 }
 WITHOUT_DATA = frozenset({"arithmetic", "reverse-text", "reasoning-gym", "guess-number"})

@@ -13,7 +13,6 @@ import pytest
 from strop.environments import Action, SingleTurn
 from strop.rollout import Example, Failure, FailureOwner, FinishReason, Message, Outcome, Split, make_example
 from strop.tasks import Task, TaskLimits, build_task
-from strop.tasks.blend import Blend, BlendSpec
 from strop.tasks.contract import is_within, within_bounds
 from strop.tasks.judging import Judge
 from strop.tasks.mixture import Mixture, MixtureSpec
@@ -121,20 +120,6 @@ def test_each_part_of_a_mixture_has_its_own_full_marks() -> None:
     assert [kind_of(outcome_of(mixture, "-0.3", one)) for one in (whole, half)] == ["impossible_value", None]
     # A right reply to either earns full marks, and the self-test holds each to its own.
     assert run_self_test(mixture, [whole, *parts["whole"].examples(Split.TRAIN)[1:], half]) == []
-
-
-def test_a_part_of_a_blend_hides_behind_no_small_weight() -> None:
-    """2.39 of 1, a tenth of the reward: the sum alone would be 0.239 of 1.1."""
-    tables: dict[str, Any] = {
-        "right": {"name": "arithmetic", "weight": 1.0},
-        "style": {"name": "arithmetic", "weight": 0.1},
-    }
-    blend = Blend(BlendSpec(name="blend", parts=tables), {"right": Pays(), "style": Pays()})
-    outcome = blend.verify(make_example("pays", {"n": "x"}, "1"), "2.39")
-    assert (kind_of(outcome), outcome.reward) == ("ceiling", None)
-    assert blend.verify(make_example("pays", {"n": "x"}, "1"), "0.5").reward == pytest.approx(0.55)
-    blend = Blend(BlendSpec(name="blend", parts=tables), {"right": Pays(HALF), "style": Pays()})
-    assert blend.limits.min_reward == pytest.approx(-1.0)
 
 
 def test_a_reward_function_of_the_users_is_held_to_what_the_run_file_says(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from tests.fixtures.row_files import write_rows
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 SYSTEM = "Be brief.\nNo jokes."
-PLAIN_CASES = [case for case in CASES if case not in {"mixture", "blend"}]
+PLAIN_CASES = [case for case in CASES if case != "mixture"]
 NOT_TAKEN = {
     *(("sft-jsonl", "prompt_template"), ("rows", "prompt_template")),
     # They open each attempt in their own words.
@@ -198,12 +198,11 @@ def test_settings_that_cannot_work_are_refused(settings: dict[str, Any]) -> None
         Gsm8kSpec(name="gsm8k", **settings)
 
 
-@pytest.mark.parametrize("name", ["mixture", "blend"])
 @pytest.mark.parametrize(
     "word", ["system_prompt=Be brief.", "prompt_template={a}", 'stop=["x"]', "thinking=on"]
 )
-def test_a_task_made_of_others_leaves_them_to_its_parts(name: str, word: str) -> None:
-    words = ["name=x", f"task.name={name}", "task.parts.a.name=arithmetic"]
+def test_a_task_made_of_others_leaves_them_to_its_parts(word: str) -> None:
+    words = ["name=x", "task.name=mixture", "task.parts.a.name=arithmetic"]
     setting = word.partition("=")[0]
     with pytest.raises(ConfigError, match=rf"task\.{setting}=.*\[task\.parts\.LABEL\]"):
         load_spec(None, [*words, f"task.{word}"])
@@ -214,14 +213,6 @@ def test_a_task_made_of_others_leaves_them_to_its_parts(name: str, word: str) ->
     asked, limits = task.render(example), limits_of(task, example)
     assert (asked != own.render(example)) == (setting != "stop")
     assert limits.stops(is_base=True) == {"stop": ("x",), "thinking": ()}.get(setting, ("\n",))
-
-
-def test_a_part_that_only_judges_asks_nothing() -> None:
-    words = ["name=x", "task.name=blend", "task.parts.a.name=arithmetic", "task.parts.b.name=arithmetic"]
-    with pytest.raises(ConfigError, match=r"task\.parts\.b\.system_prompt=.* this part only judges"):
-        load_spec(None, [*words, "task.parts.b.system_prompt=Be brief."])
-    task = load_spec(None, [*words, "task.parts.a.system_prompt=Be brief."]).spec.task
-    assert build_task(task).examples(Split.HELD_OUT)
 
 
 def test_a_row_with_a_system_message_of_its_own_is_refused(tmp_path: Path) -> None:

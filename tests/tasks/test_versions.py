@@ -12,7 +12,6 @@ import pytest
 
 from strop.rollout import Split
 from strop.tasks import Task, build_task, task_summaries
-from strop.tasks.blend import BlendSpec
 from strop.tasks.code.mbpp import MbppSpec
 from strop.tasks.mixture import MixtureSpec
 from strop.tasks.traits import OPTIONAL, describe_counts, has
@@ -53,23 +52,16 @@ def test_versions_and_prompts_are_as_they_were(tmp_path: Path, case: str) -> Non
 
 
 NOT_PASSED_ON = {
-    # A blend refuses parts that compare replies.
-    ("blend", "group_verifier"),
     # An environment is no part of another task.
     ("mixture", "world"),
-    ("blend", "world"),
     # A mixture is no single task of many, and says which part an example is of instead.
     ("mixture", "variant"),
     # Rows are numbered within the data of one part.
     ("mixture", "row_keys"),
     # The parts are asked in the run's own words, and a task that is made of them is not.
     ("mixture", "prompt_fields"),
-    ("blend", "prompt_fields"),
     # A plain task has no order to pass on; one that has is in tests/tasks/test_prompting.py.
     ("prompted", "epoch_order"),
-    # Its data has no parts, and an order of its own is the blend's.
-    ("blend", "part_of"),
-    ("blend", "epoch_order"),
 }
 
 
@@ -77,8 +69,6 @@ def wrap(kind: str, folder: Path) -> Task:
     part = table_of("mbpp", folder)
     if kind == "mixture":
         return build_task(MixtureSpec(name="mixture", parts={"code": part}))
-    if kind == "blend":
-        return build_task(BlendSpec(name="blend", parts={"code": part}))
     spec = MbppSpec(**part, system_prompt="Be brief." if kind == "prompted" else None)
     if kind == "prompted":
         return build_task(spec)
@@ -88,7 +78,7 @@ def wrap(kind: str, folder: Path) -> Task:
     return build_task(spec.model_copy(update={"order_file": str(folder / "order.jsonl")}))
 
 
-@pytest.mark.parametrize("kind", ["mixture", "blend", "curriculum", "prompted"])
+@pytest.mark.parametrize("kind", ["mixture", "curriculum", "prompted"])
 def test_nothing_that_a_task_has_beside_is_lost_in_another(kind: str, tmp_path: Path) -> None:
     task = wrap(kind, tmp_path)
     missing = {name for name in OPTIONAL if not has(task, name)}

@@ -170,7 +170,7 @@ def read_task_offline(section: TaskSection) -> tuple[Task, tuple[str, ...]]:
     task, missing = _read_offline(section)
     if missing and isinstance(section, PartedSection):
         # Reading stops at the first part with a missing file, so each part is read separately.
-        parts = [_read_offline(part.task)[1] for part in section.posed_parts().values()]
+        parts = [_read_offline(part.task)[1] for part in section.read_parts().values()]
         missing = tuple(dict.fromkeys(name for names in parts for name in names))
     return task, missing
 

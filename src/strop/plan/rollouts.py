@@ -156,18 +156,17 @@ class Judging:
 def list_shares(task: TaskSection) -> Iterator[tuple[TaskSection, float]]:
     """Yield every section with a judge, and the share of all replies that it judges.
 
-    A part of a mixture judges its own replies, a part of a blend all replies.
+    A part of a mixture judges its own replies.
     """
     if not isinstance(task, PartedSection):
         yield task, 1.0
         return
     parts = task.read_parts()
-    is_shared = len(task.posed_parts()) == len(parts)
     # Without weights a mixture samples by the sizes of its parts, which only the data would tell.
     weights = {label: float(getattr(part, "weight", 1.0)) for label, part in parts.items()}
     total = sum(weights.values())
     for label, part in parts.items():
-        yield part.task, weights[label] / total if is_shared and total else 1.0
+        yield part.task, weights[label] / total
 
 
 def judge_s(work: Work, speeds: Speeds, layout: RoleCounts, num_replies: float) -> float:

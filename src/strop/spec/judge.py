@@ -32,7 +32,7 @@ class LlmJudgeSpec(TrainingRows):
     source: Unhashed[str | None] = Field(
         default=None,
         min_length=1,
-        description=SOURCE_HELP.format("some/prompts") + " none = only as a part of a blend.",
+        description=SOURCE_HELP.format("some/prompts") + " none = no data.",
     )
     rubric: Unhashed[str] = Field(
         default="quality",

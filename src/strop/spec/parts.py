@@ -33,10 +33,6 @@ class PartedSection(TaskSection):
         """
         raise NotImplementedError
 
-    def posed_parts(self) -> Mapping[str, TaskPart]:
-        """Return the parts that pose problems."""
-        return self.read_parts()
-
     @field_validator("parts", mode="before", check_fields=False)
     @classmethod
     def _check_parts(cls, parts: Any) -> Any:

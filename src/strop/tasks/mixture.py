@@ -201,29 +201,28 @@ class Mixture:
         after the other.
         """
         orders = [self._part_order(index, seed, epoch) for index in range(len(self._parts))]
-        if self._spec.mode == "sequential":
-            return [position for order in orders for position in order]
-        weights = np.array([part.settings.weight for part in self._parts])
-        if self._spec.mode == "proportional":
-            weights = np.array([len(order) for order in orders], dtype=float)
-        return _draw(orders, weights, np.random.Generator(np.random.Philox(key=[seed, 2**32 + epoch])))
+        order = np.concatenate(orders)
+        if self._spec.mode != "sequential":
+            sizes = [len(one) for one in orders]
+            weights = [part.settings.weight for part in self._parts]
+            given = np.array(sizes if self._spec.mode == "proportional" else weights, dtype=float)
+            random = np.random.Generator(np.random.Philox(key=[seed, 2**32 + epoch]))
+            # The examples of each part stay in their order.
+            order[np.argsort(_draw(sizes, given, random), kind="stable")] = order.copy()
+        positions: list[int] = order.tolist()
+        return positions
 
-    def _part_order(self, index: int, seed: int, epoch: int) -> list[int]:
+    def _part_order(self, index: int, seed: int, epoch: int) -> NDArray[np.intp]:
         """Return the positions of one part, in its own order or shuffled."""
         part, size = self._parts[index], len(self._part_examples[index])
-        repeat = part.settings.repeat
-        first = sum(len(examples) for examples in self._part_examples[:index])
-        order: list[int] = []
-        for round_index in range(repeat):
-            own_order = epoch_order_of(part.task)
-            if own_order is not None:
-                chosen: Sequence[int] = [place for place in own_order(seed, epoch) if place < size]
-            else:
-                digest = hashlib.blake2b(f"{part.label}/{seed}".encode(), digest_size=8).digest()
-                key = [int.from_bytes(digest, "little"), epoch * repeat + round_index]
-                chosen = np.random.Generator(np.random.Philox(key=key)).permutation(size).tolist()
-            order += [first + position for position in chosen]
-        return order
+        first, repeat = sum(map(len, self._part_examples[:index])), part.settings.repeat
+        if (own_order := epoch_order_of(part.task)) is not None:
+            chosen = [place for place in own_order(seed, epoch) if place < size] * repeat
+            return first + np.array(chosen, dtype=np.intp)
+        digest = hashlib.blake2b(f"{part.label}/{seed}".encode(), digest_size=8).digest()
+        keys = ([int.from_bytes(digest, "little"), epoch * repeat + number] for number in range(repeat))
+        shuffled = [np.random.Generator(np.random.Philox(key=key)).permutation(size) for key in keys]
+        return first + np.concatenate(shuffled)
 
     def _owner(self, example: Example) -> Task:
         return self._owning_part(example).task
@@ -269,15 +268,21 @@ class Mixture:
 
 
 def _draw(
-    orders: Sequence[list[int]], weights: NDArray[np.float64], random: np.random.Generator
-) -> list[int]:
-    """Interleave orders by weighted draws; an exhausted part is no longer drawn."""
-    drawn: list[int] = []
-    used = [0] * len(orders)
-    while len(drawn) < sum(map(len, orders)):
-        left = np.array([used[index] < len(order) for index, order in enumerate(orders)])
-        chances = weights * left
-        index = int(random.choice(len(orders), p=chances / chances.sum()))
-        drawn.append(orders[index][used[index]])
-        used[index] += 1
-    return drawn
+    sizes: Sequence[int], weights: NDArray[np.float64], random: np.random.Generator
+) -> NDArray[np.intp]:
+    """Return the part of each place of an epoch; a part that is used up is no longer drawn."""
+    left, drawn = np.array(sizes), [np.zeros(0, dtype=np.intp)]
+    while left.any():
+        chances = weights * (left > 0)
+        block = random.choice(len(left), size=left.sum(), p=chances / chances.sum())
+        places = [np.flatnonzero(block == part) for part in np.flatnonzero(left)]
+        # It is valid up to the first place that uses a part up, and by its length one does.
+        ends = [
+            of_part[size - 1]
+            for of_part, size in zip(places, left[left > 0], strict=True)
+            if len(of_part) >= size
+        ]
+        block = block[: min(ends) + 1]
+        left -= np.bincount(block, minlength=len(left))
+        drawn.append(block)
+    return np.concatenate(drawn)

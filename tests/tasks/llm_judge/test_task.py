@@ -16,7 +16,8 @@ from strop.spec import load_spec
 from strop.spec.judge import LlmJudgeSpec
 from strop.tasks import build_task, build_warm_task
 from strop.tasks.judging import WorkerJudge, open_judge
-from strop.tasks.llm_judge import LlmJudge, client
+from strop.tasks.llm_judge import client
+from strop.tasks.llm_judge.task import LlmJudge
 from strop.tasks.registry import task_summaries
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import ROWS, judge_spec, judge_task

@@ -13,7 +13,6 @@ import pytest
 
 from strop.engine import GenerationRequest
 from strop.environments import choose_environment, run_group, run_groups
-from strop.errors import DataError
 from strop.evaluate import EvalSettings, plan_evaluation, rescore
 from strop.io.notices import listen
 from strop.rollout import Outcome, Rollout, Split
@@ -161,12 +160,10 @@ def test_a_judge_grades_a_group_at_once(
     assert len(server.requests) == 1
 
 
-def test_a_mixture_compares_by_part_and_a_blend_refuses(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_mixture_compares_by_part(tmp_path: Path, tokenizer: Tokenizer) -> None:
     spec_of(tmp_path, code=SHORTEST)
     part = {"name": "rows", "source": f"{tmp_path}/q.jsonl", "prompt": "question", "answer": "answer"}
     words = [f"task.parts.a.{key}={value}" for key, value in part.items()]
     words += [f"task.parts.a.reward={tmp_path}/reward.py:score", "name=x"]
     mixture = build_task(load_spec(None, ["task.name=mixture", *words]).spec.task)
     assert [earned(one.outcome) for one in attempt(mixture, tokenizer, ["12", "1"])] == [0.0, 1.0]
-    with pytest.raises(DataError):
-        build_task(load_spec(None, ["task.name=blend", *words]).spec.task).examples(Split.TRAIN)

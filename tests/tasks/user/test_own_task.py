@@ -13,7 +13,6 @@ from strop.spec import ResolvedSpec, load_spec, write_spec
 from strop.spec.description import explain
 from strop.spec.task import UserTaskSpec
 from strop.tasks import Task, build_task, build_warm_task, problem_of
-from strop.tasks.blend import BlendSpec
 from strop.tasks.mixture import MixtureSpec
 from strop.tasks.user import own_task
 from tests.fixtures.judging import judge_replies as judge
@@ -258,9 +257,6 @@ def test_it_is_a_part_like_any_other(tmp_path: Path) -> None:
         MixtureSpec(name="mixture", parts={"own": part, "sums": {"name": "arithmetic", "num_held_out": 4}})
     )
     assert {example.task for example in mixture.examples(Split.HELD_OUT)} == {"Doubling", "arithmetic"}
-    blend = BlendSpec(name="blend", parts={"own": part, "same": {**part, "weight": 0.5}})
-    example = build_task(blend).examples(Split.TRAIN)[0]
-    assert build_warm_task(blend).verify(example, "4").reward == 1.5
     with pytest.raises(ValueError, match=r"task\.parts\.own\.lo.*no such setting"):
         MixtureSpec(name="mixture", parts={"own": {**part, "lo": 3}})
 

@@ -3,7 +3,3 @@
 `rubric` writes the judge's prompt, parses its answer and caches judgements; `client` calls it and limits the
 calls. Prose, a refusal, a time-out or an error gives no score, never a 0.
 """
-
-from strop.tasks.llm_judge.task import LlmJudge
-
-__all__ = ["LlmJudge"]

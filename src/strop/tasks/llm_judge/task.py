@@ -198,7 +198,7 @@ class LlmJudge:
         if spec.source is None:
             raise ConfigError(
                 "task llm-judge has no task.source",
-                allowed="a file or data set with the column prompt; only in a blend is none needed",
+                allowed="a file or data set with the column prompt",
                 next_step="name the data in task.source",
             )
         rubric = self._rubric
