@@ -15,7 +15,7 @@ import numpy as np
 import openai
 import pytest
 
-from strop.agents import Face
+from strop.agents.face import lease_face
 from strop.engine import Completion, GenerationRequest
 from strop.environments import PromptCache, choose_environment, run_rollout
 from strop.environments.recording import CallsUsedUp, Recorder
@@ -59,7 +59,7 @@ class Asked:
 
         async def main() -> Any:
             async with (
-                Face().serving() as face,
+                lease_face() as face,
                 face.open(self.recorder) as (url, key),
                 openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0) as client,
             ):
@@ -269,7 +269,7 @@ def test_keys_addresses_and_the_end_of_a_rollout(tmp_path: Path) -> None:
     asked = Asked(tokenizer_of(tmp_path), ["a"])
 
     async def main() -> None:
-        async with Face().serving() as face:
+        async with lease_face() as face:
             async with face.open(asked.recorder) as (url, key):
                 async with openai.AsyncOpenAI(base_url=url, api_key="wrong", max_retries=0) as wrong:
                     with pytest.raises(openai.AuthenticationError):
@@ -295,7 +295,7 @@ def test_a_library_that_asks_again_gets_the_same_reply(tmp_path: Path) -> None:
     asked = Asked(tokenizer_of(tmp_path), ["a", "b"])
 
     async def main() -> list[str]:
-        async with Face().serving() as face, face.open(asked.recorder) as (url, key):
+        async with lease_face() as face, face.open(asked.recorder) as (url, key):
             body = {"model": "m", "messages": [user("x")]}
             async with httpx.AsyncClient(headers={"authorization": f"Bearer {key}"}) as client:
                 replies = []

@@ -1,9 +1,8 @@
 """The OpenAI-compatible face of the model: for each rollout an address `/r/ID/v1`, and a key.
 
-`POST chat/completions` (`chat`) and `POST responses` (`responses`), plain and as a stream (the reply is
-sampled whole, then sent), with tools and log-probabilities; `GET models`. The run's sampling is used whatever
-a program asks for: other tokens would not be the policy's. Requests that would change the support of the
-distribution are refused.
+`POST chat/completions` and `POST responses` (`protocol`), plain and as a stream, and `GET models`. The run's
+sampling is used whatever a program asks for: other tokens would not be the policy's. Requests that would
+change the support of the distribution are refused.
 """
 
 from __future__ import annotations
@@ -13,16 +12,13 @@ import hashlib
 import hmac
 import json
 import secrets
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from strop.agents.chat import Chat
-from strop.agents.dialect import Dialect, ModelRequest, Refused
-from strop.agents.responses import Responses
+from strop.agents.protocol import FORMS, ModelRequest, Refused, Session, read_request
 from strop.engine.server import LOOPBACK, listen
 from strop.engine.wire import require_server_part
 from strop.environments.recording import Call, CallsUsedUp, CallTooLong, Recorder
@@ -30,7 +26,7 @@ from strop.errors import ConfigError, DataError, StropError, describe_error
 
 _MAX_BODY_BYTES = 64 << 20
 _UNREADABLE = (ValueError, LookupError, TypeError, AttributeError, RecursionError, DataError, ImportError)
-"""What a dialect raises for a request in another form, or one that a missing package could read."""
+"""What a request in another form raises, or one that a missing package could read."""
 _UNSERVED = ("bad_request", "not_found", "too_large", "unsupported_value", "previous_response_not_found")
 """Codes of requests that no attempt serves."""
 _MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "strop"}
@@ -45,22 +41,15 @@ class _Open:
 
     key: str
     recorder: Recorder
-    dialects: Mapping[str, Dialect]
-    """Dialects by path."""
+    session: Session
     answers: dict[bytes, asyncio.Future[list[Call]]] = field(default_factory=dict)
     """The newest calls by a hash of path and body, for a library that repeats a request."""
 
 
 class Face:
-    """Serves all rollouts of a process, within `serving`."""
+    """Serves the rollouts of an event loop; see `lease_face`."""
 
     def __init__(self) -> None:
-        self._open: dict[str, _Open] = {}
-        self._closed: set[str] = set()
-        self.url = ""
-
-    @asynccontextmanager
-    async def serving(self) -> AsyncIterator[Face]:
         """Serve on a free port of the loopback address."""
         require_server_part("uvicorn")
         import uvicorn
@@ -70,35 +59,31 @@ class Face:
 
             def capture_signals(self) -> Any:
                 """Capture no signals."""
-                from contextlib import nullcontext
-
                 return nullcontext()
 
-        listener: socket.socket = listen()
-        self.url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+        self.num_users = 0
+        self._open: dict[str, _Open] = {}
+        self._closed: set[str] = set()
+        self._listener = listen()
+        self.url = f"http://{LOOPBACK}:{self._listener.getsockname()[1]}"
         config = uvicorn.Config(
             self._answer, interface="asgi3", lifespan="off", log_config=None, access_log=False
         )
-        server = Server(config)
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
-        try:
-            # The socket listens already: requests that come before the server runs wait for a moment.
-            yield self
-        finally:
-            server.should_exit = server.force_exit = True
-            await asyncio.gather(serving, return_exceptions=True)
-            listener.close()
+        self._server = Server(config)
+        # The socket listens already: requests that come before the server runs wait for a moment.
+        self._serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+
+    async def close(self) -> None:
+        """Stop serving."""
+        self._server.should_exit = self._server.force_exit = True
+        await asyncio.gather(self._serving, return_exceptions=True)
+        self._listener.close()
 
     @asynccontextmanager
     async def open(self, recorder: Recorder) -> AsyncIterator[tuple[str, str]]:
         """Serve a program's requests by a recorder for the block; yield their base URL and key."""
         name, key = secrets.token_hex(8), secrets.token_hex(16)
-        tokenizer = recorder.tokenizer
-        dialects: dict[str, Dialect] = {
-            "chat/completions": Chat(tokenizer),
-            "responses": Responses(tokenizer),
-        }
-        self._open[name] = _Open(key=key, recorder=recorder, dialects=dialects)
+        self._open[name] = _Open(key=key, recorder=recorder, session=Session(tokenizer=recorder.tokenizer))
         try:
             yield f"{self.url}/r/{name}/v1", key
         finally:
@@ -110,26 +95,21 @@ class Face:
         if scope["type"] != "http":
             return
         rollout: _Open | None = None
+        path = scope["path"].split("/v1/", 1)[-1]
         try:
             rollout = self._authorize(scope)
-            path = scope["path"].split("/v1/", 1)[-1]
             if scope["method"] == "GET" and path == "models":
                 model = {**_MODEL, "max_model_len": rollout.recorder.max_positions}
                 await _send_json(send, 200, {"object": "list", "data": [model]})
-            elif scope["method"] == "POST" and path in rollout.dialects:
-                await _complete(rollout, rollout.dialects[path], scope, receive, send)
+            elif scope["method"] == "POST" and path in FORMS:
+                await _complete(rollout, path, scope, receive, send)
             else:
                 raise Refused(404, f"there is no {scope['method']} {path!r:.100}", "not_found")
         except Refused as refused:
             if rollout is not None and refused.code in _UNSERVED:
-                rollout.recorder.refused_request = f"{scope['path'].split('/v1/', 1)[-1]}: {refused}"
-            error = {
-                "message": str(refused),
-                "type": "invalid_request_error",
-                "param": None,
-                "code": refused.code,
-            }
-            await _send_json(send, refused.status, {"error": error})
+                rollout.recorder.refused_request = f"{path}: {refused}"
+            error = {"message": str(refused), "type": "invalid_request_error", "param": None}
+            await _send_json(send, refused.status, {"error": {**error, "code": refused.code}})
 
     def _authorize(self, scope: Mapping[str, Any]) -> _Open:
         parts = scope["path"].split("/")
@@ -145,51 +125,39 @@ class Face:
         return rollout
 
 
-@dataclass(kw_only=True, eq=False)
-class _Shared:
-    """The face of an event loop."""
-
-    face: Face = field(default_factory=Face)
-    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
-    num_users: int = 0
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-
-
-_shared: WeakKeyDictionary[asyncio.AbstractEventLoop, _Shared] = WeakKeyDictionary()
+_faces: WeakKeyDictionary[asyncio.AbstractEventLoop, Face] = WeakKeyDictionary()
 
 
 @asynccontextmanager
 async def lease_face() -> AsyncIterator[Face]:
-    """Return the face of this event loop; its server ends with the last attempt that uses it."""
-    shared = _shared.setdefault(asyncio.get_running_loop(), _Shared())
-    async with shared.lock:
-        if not shared.num_users:
-            await shared.stack.enter_async_context(shared.face.serving())
-        shared.num_users += 1
+    """Yield the face of this event loop; its server ends with the last attempt that uses it."""
+    loop = asyncio.get_running_loop()
+    if (face := _faces.get(loop)) is None:
+        face = _faces[loop] = Face()
+    face.num_users += 1
     try:
-        yield shared.face
+        yield face
     finally:
-        async with shared.lock:
-            shared.num_users -= 1
-            if not shared.num_users:
-                await shared.stack.aclose()
+        face.num_users -= 1
+        if not face.num_users:
+            del _faces[loop]
+            await face.close()
 
 
 async def _complete(
-    rollout: _Open, dialect: Dialect, scope: Mapping[str, Any], receive: Receive, send: Send
+    rollout: _Open, path: str, scope: Mapping[str, Any], receive: Receive, send: Send
 ) -> None:
     """Answer a request. A retry that a library declares as one gets the same replies. Raises: Refused."""
     body = await _read_body(receive)
     try:
-        request = dialect.read(json.loads(body))
+        request = read_request(path, json.loads(body), rollout.session)
     except _UNREADABLE as error:
         raise Refused(400, f"this request cannot be read: {error}", "bad_request") from error
-    digest = hashlib.blake2b(scope["path"].encode() + b"\n" + body).digest()
+    digest = hashlib.blake2b(path.encode() + b"\n" + body).digest()
     asking = rollout.answers.get(digest)
     is_retry = dict(scope["headers"]).get(b"x-stainless-retry-count", b"0") != b"0"
     if asking is None or not is_retry:
-        asking = asyncio.ensure_future(_ask(rollout, request))
-        rollout.answers[digest] = asking
+        asking = rollout.answers[digest] = asyncio.ensure_future(_ask(rollout, request))
     gone: asyncio.Future[Any] = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
         both: list[asyncio.Future[Any]] = [asking, gone]
@@ -202,9 +170,9 @@ async def _complete(
         for call in calls:
             call.is_delivered = True
         if request.body.get("stream"):
-            await _send(send, 200, b"text/event-stream", dialect.stream(request, calls).encode())
+            await _send(send, 200, b"text/event-stream", FORMS[path].stream(request, calls).encode())
         else:
-            await _send_json(send, 200, dialect.answer(request, calls))
+            await _send_json(send, 200, FORMS[path].answer(request, calls))
     finally:
         gone.cancel()
 
@@ -217,9 +185,9 @@ def _mark_undelivered(asking: asyncio.Future[list[Call]]) -> None:
 
 async def _ask(rollout: _Open, request: ModelRequest) -> list[Call]:
     """Sample a reply for each choice. Raises: Refused."""
-    if rollout.recorder.is_sealed:
-        raise Refused(410, "this rollout is over", "gone")
     recorder = rollout.recorder
+    if recorder.is_sealed:
+        raise Refused(410, "this rollout is over", "gone")
     limit, stop = request.max_tokens, request.stop
     choices = [
         recorder.ask(request.messages, request.tools, limit, is_one_call=request.is_one_call, stop=stop)
@@ -227,8 +195,6 @@ async def _ask(rollout: _Open, request: ModelRequest) -> list[Call]:
     ]
     try:
         calls = await asyncio.gather(*choices)
-        recorder.num_format_errors += sum(not request.is_met(call) for call in calls)
-        return calls
     except CallTooLong as error:
         raise Refused(400, str(error), "context_length_exceeded") from error
     except CallsUsedUp as error:
@@ -238,6 +204,8 @@ async def _ask(rollout: _Open, request: ModelRequest) -> list[Call]:
         raise Refused(400, describe_error(error), "unsupported_value") from error
     except StropError as error:
         raise Refused(500, describe_error(error), "engine_error") from error
+    recorder.num_format_errors += sum(not request.is_met(call) for call in calls)
+    return calls
 
 
 async def _read_body(receive: Receive) -> bytes:

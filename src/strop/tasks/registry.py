@@ -48,7 +48,7 @@ def build_task(spec: TaskSection) -> Task:
 
         task = Prompted(task, spec)
     if spec.agent is not None:
-        task = import_module("strop.agents").AgentTask(task, spec)
+        task = import_module("strop.agents.task").AgentTask(task, spec)
     if spec.order_file is None:
         return task
     from strop.tasks.curriculum import Curriculum
