@@ -365,7 +365,7 @@ def judged_outcome(code: str, verdict: JudgeVerdict) -> Outcome:
         is_correct=verdict.is_right,
         format_ok=True,
         extracted=code,
-        timed_out=verdict.timed_out,
+        timed_out=verdict.num_timed_out > 0,
         isolation=verdict.isolation,
         metrics={
             "tests_passed": verdict.num_passed,

@@ -1,8 +1,7 @@
-"""The candidate's side: a fork server without knowledge of the job, and the candidate's processes.
+"""The candidate's process: it runs the untrusted program, and the operations that tests ask of its objects.
 
-The fork server is forked from the runner before the runner reads its job, and the candidate's processes are
-forked from the fork server. So no test and no expected value was ever in the memory of a candidate's process.
-This side is not protected against itself: a candidate can do anything to its own process, to the fork server
+No test and no expected value was ever in its memory: it is forked from the runner before that reads its job,
+or newly executed. This side is not protected against itself: a candidate can do anything to its own process
 and to this connection; at most the runner then receives another value.
 Runs in the sandbox, with the standard library only.
 """
@@ -10,148 +9,85 @@ Runs in the sandbox, with the standard library only.
 from __future__ import annotations
 
 import atexit
-import io
+import operator
 import os
-import resource
-import signal
 import socket
-import struct
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, TextIO
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any, NoReturn
 
-from strop.tasks.code.python_judge.channel import Caught, Channel, decode, describe, encode
+from strop.tasks.code.python_judge.values import Caught, Channel, decode, encode
 
-CALLS, PROGRAMS, END = b"C", b"P", b"E"
-"""Orders: fork a process that serves calls, or one that runs programs (a socket comes along); end it."""
-STATUS = struct.Struct("!i")
-MODULE_NAME = "candidate"
+PACKAGES_DIR = "/packages"
+"""Mount point in the sandbox of the packages that a task allows; it holds nothing else."""
+LOAD, RUN = 0, 1
+"""References of the two functions that every process has."""
+_MAX_OUTPUT_BYTES = 8 << 20
 _MAX_ERROR_CHARS = 1000
-_PR_SET_PDEATHSIG = 1
-_PR_SET_DUMPABLE = 4
-Prctl = Callable[[int, int], None]
+_MODULE_NAME = "candidate"
 
 
-def start_fork_server(prctl: Prctl) -> socket.socket:
-    """Fork the fork server; return the socket that orders go over."""
-    ours, theirs = socket.socketpair()
-    runner_pid = os.getpid()
-    if os.fork():
-        theirs.close()
-        return ours
-    with Caught():
-        ours.close()
-        # No descriptor of the runner may stay open: its standard output carries the verdict.
-        _keep_only([theirs.fileno()])
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() == runner_pid:
-            _serve_orders(theirs, prctl)
-    os._exit(0)
-
-
-def _keep_only(descriptors: Sequence[int]) -> None:
-    """Close all other descriptors, and open the standard ones on /dev/null."""
-    kept = sorted(descriptors)
-    start = 0
-    for descriptor in kept:
-        os.closerange(start, descriptor)
-        start = descriptor + 1
-    os.closerange(start, max(start, resource.getrlimit(resource.RLIMIT_NOFILE)[0], 256))
+def serve(connection: socket.socket) -> NoReturn:
+    """Apply the runner's operations to the candidate's objects until the connection ends."""
+    os.setsid()
+    sys.set_int_max_str_digits(0)
+    # No descriptor of the runner may stay open: its standard output carries the verdict.
     empty = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1, 2):
-        if standard != empty:
-            os.dup2(empty, standard)
-    os.set_inheritable(empty, True)
-
-
-def _serve_orders(control: socket.socket, prctl: Prctl) -> None:
-    pid = 0
-    fork_server_pid = os.getpid()
-    while True:
-        order, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if order == END:
-            control.sendall(STATUS.pack(_end(pid)))
-            continue
-        if not order:
-            _end(pid)
-            return
-        pid = os.fork()
-        if pid == 0:
-            control.close()
-            _become_candidate(Channel(socket.socket(fileno=descriptors[0])), order, prctl, fork_server_pid)
-        os.close(descriptors[0])
-
-
-def _end(pid: int) -> int:
-    """Kill a process and its group, and return its wait status."""
-    if pid == 0:
-        return 0
-    for kill in (os.killpg, os.kill):
-        # The group does not exist before the process has called setsid.
-        try:
-            kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
-    return os.waitpid(pid, 0)[1]
-
-
-def _become_candidate(channel: Channel, order: bytes, prctl: Prctl, fork_server_pid: int) -> NoReturn:
-    with Caught():
-        os.setsid()
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        # This process holds no secret, and without it the file below belongs to root.
-        prctl(_PR_SET_DUMPABLE, 1)
-        with Caught(), open("/proc/self/oom_score_adj", "w") as file:
-            # If memory runs out, the kernel kills this process and not the runner.
-            file.write("1000")
-        if os.getppid() == fork_server_pid:
-            limits = channel.receive()["limits"]
-            _set_limits(limits)
-            if limits["packages_dir"]:
-                sys.path.append(limits["packages_dir"])
-            channel.send({"value": None})
-            (_serve_calls if order == CALLS else _serve_programs)(channel)
-    os._exit(1)
-
-
-def _set_limits(limits: Mapping[str, int]) -> None:
-    values = (
-        (resource.RLIMIT_AS, limits["memory_bytes"]),
-        (resource.RLIMIT_FSIZE, limits["file_bytes"]),
-        (resource.RLIMIT_NOFILE, limits["max_open_files"]),
-        (resource.RLIMIT_CPU, limits["cpu_s"]),
-        (resource.RLIMIT_CORE, 0),
-    )
-    for kind, value in values:
-        _, hard = resource.getrlimit(kind)
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(kind, (value, value))
-
-
-def _serve_calls(channel: Channel) -> None:
-    """Load the candidate's module, then apply the runner's operations to its objects."""
-    objects: list[Any] = []
+        os.dup2(empty, standard)
+    os.close(empty)
+    with Caught(), open("/proc/self/oom_score_adj", "w") as file:
+        # If memory runs out, the kernel kills this process and not the runner.
+        file.write("1000")
+    sys.path.append(PACKAGES_DIR)
+    channel = Channel(connection)
+    objects: list[Any] = [_load, _run]
 
     def refer(value: Any) -> Any:
         objects.append(value)
-        return {"t": "ref", "v": len(objects) - 1, "c": type(value).__name__}
-
-    def resolve(reference: int) -> Any:
-        return objects[reference]
+        return ["ref", len(objects) - 1]
 
     while True:
-        request = channel.receive()
+        operation, target, *rest = channel.receive()
         reply: Any = None
         with Caught() as caught:
-            if request["op"] == "load":
-                reply = {name: encode(value, refer) for name, value in _load(request)}
-            else:
-                arguments = decode(request["args"], resolve)
-                keywords = decode(request["keywords"], resolve)
-                target = objects[request["target"]]
-                reply = encode(_OPERATIONS[request["op"]](target, *arguments, **keywords), refer)
-        channel.send({"value": reply} if caught.error is None else _describe_raised(caught.error))
+            arguments, keywords = (decode(part, objects.__getitem__) for part in rest)
+            value = _OPERATIONS[operation](objects[target], *arguments, **keywords)
+            reply = encode(("value", value), refer)
+        channel.send(reply if caught.error is None else _describe_raised(caught.error))
+
+
+def _load(source: str, imports: Sequence[str], names: Sequence[str], has_methods: bool) -> dict[str, Any]:
+    """Run the candidate's module; return its objects of the tested names; `has_methods`: Solution's too."""
+    module = types.ModuleType(_MODULE_NAME)
+    sys.modules[_MODULE_NAME] = module
+    namespace = module.__dict__
+    for statement in imports:
+        exec(compile(statement, "<imports>", "exec"), namespace)
+    exec(compile(source, "<candidate>", "exec"), namespace)
+    objects = {name: namespace[name] for name in names if name in namespace}
+    solution = namespace.get("Solution")
+    if has_methods and len(objects) < len(names) and isinstance(solution, type):
+        instance = solution()
+        objects = {name: getattr(instance, name) for name in names if hasattr(instance, name)} | objects
+    return objects
+
+
+def _describe_raised(error: BaseException) -> Any:
+    """Return the name of a built-in class of exceptions, and arguments with which it reads as this one."""
+    kinds = [kind for kind in type(error).__mro__ if kind.__module__ == "builtins"]
+    for kind, is_text in product(kinds, (False, True)):
+        with Caught():
+            arguments = (str(error)[:_MAX_ERROR_CHARS],) if is_text else error.args
+            if str(kind(*arguments)) == str(error):
+                return encode(("raised", kind.__name__, arguments), _refuse)
+    return encode(("raised", kinds[0].__name__, ()), _refuse)
+
+
+def _refuse(value: Any) -> Any:
+    raise TypeError(f"a {type(value).__name__} has no plain form")
 
 
 def _call_in_place(target: Callable[..., Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
@@ -160,105 +96,68 @@ def _call_in_place(target: Callable[..., Any], *arguments: Any, **keywords: Any)
     return arguments
 
 
-def _load(request: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Run the candidate's module; return its objects of the tested names."""
-    module = types.ModuleType(MODULE_NAME)
-    sys.modules[MODULE_NAME] = module
-    namespace = module.__dict__
-    for statement in request["imports"]:
-        exec(compile(statement, "<imports>", "exec"), namespace)
-    exec(compile(request["source"], "<candidate>", "exec"), namespace)
-    objects = [(name, namespace[name]) for name in request["names"] if name in namespace]
-    missing = [name for name in request["names"] if name not in namespace]
-    solution = namespace.get("Solution")
-    if request["in_class"] and missing and isinstance(solution, type):
-        instance = solution()
-        objects += [(name, getattr(instance, name)) for name in missing if hasattr(instance, name)]
-    return objects
-
-
-def _describe_raised(error: BaseException) -> dict[str, Any]:
-    names = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ == "builtins"]
-    text, parts = "", None
-    with Caught():
-        text = str(error)[:_MAX_ERROR_CHARS]
-    with Caught():
-        parts = encode(error.args, _refuse)
-    return {"raised": names, "text": text, "parts": parts}
-
-
-def _refuse(value: Any) -> Any:
-    raise TypeError(f"a {type(value).__name__} has no plain form")
-
-
 _OPERATIONS: dict[str, Callable[..., Any]] = {
     "call": lambda target, *arguments, **keywords: target(*arguments, **keywords),
-    "call in place": _call_in_place,
-    "get": getattr,
-    "set": setattr,
-    "iterate": iter,
-    "next": next,
-    "length": len,
-    "item": lambda target, key: target[key],
-    "put": lambda target, key, value: target.__setitem__(key, value),
-    "truth": bool,
-    "text": str,
-    "form": repr,
+    "call_in_place": _call_in_place,
+    **{
+        function.__name__: function
+        for function in (
+            getattr,
+            setattr,
+            iter,
+            next,
+            len,
+            bool,
+            str,
+            repr,
+            operator.getitem,
+            operator.setitem,
+        )
+    },
 }
 
 
-def _serve_programs(channel: Channel) -> None:
-    """Compile the candidate's program; run it in a separate process for each request."""
-    code: Any = None
-    request = channel.receive()
-    with Caught() as caught:
-        code = compile(request["source"], "<candidate>", "exec")
-    channel.send({"value": None} if caught.error is None else _describe_raised(caught.error))
-    while True:
-        channel.receive()
-        _, descriptors, _, _ = socket.recv_fds(channel.connection, 1, 3)
-        pid = os.fork()
-        if pid == 0:
-            channel.connection.close()
-            _run_program(code, descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
-        channel.send({"value": os.waitpid(pid, 0)[1]})
+def _run(source: str, stdin: str) -> tuple[int, str]:
+    """Run a program in a fork of this process; return its exit code and its output."""
+    files = [os.memfd_create(name) for name in ("input", "output")]
+    with open(files[0], "wb", closefd=False) as file:
+        file.write(stdin.encode("utf-8", "surrogatepass"))
+    os.lseek(files[0], 0, os.SEEK_SET)
+    pid = os.fork()
+    if pid == 0:
+        _become_program(source, files)
+    _, status = os.waitpid(pid, 0)
+    if os.fstat(files[1]).st_size > _MAX_OUTPUT_BYTES:
+        raise OverflowError
+    output = os.pread(files[1], _MAX_OUTPUT_BYTES, 0)
+    for descriptor in files:
+        os.close(descriptor)
+    return os.waitstatus_to_exitcode(status), output.decode("utf-8", "surrogateescape")
 
 
-def _run_program(code: Any, descriptors: Sequence[int]) -> NoReturn:
-    """Run a program with these three standard descriptors, as the interpreter would, and exit."""
+def _become_program(source: str, files: Sequence[int]) -> NoReturn:
+    """Run a program with this input and output as the interpreter would, and exit."""
     exit_code = 1
     with Caught():
-        for standard, descriptor in enumerate(descriptors):
-            os.dup2(descriptor, standard, inheritable=True)
-            os.close(descriptor)
-        sys.stdin, sys.stdout, sys.stderr = _open_standard(0), _open_standard(1), _open_standard(2)
+        for standard, descriptor in enumerate(files):
+            os.dup2(descriptor, standard)
+        os.closerange(3, 256)
+        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  open as long as the process
+        sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
         sys.argv = ["solution.py"]
-        module = types.ModuleType("__main__")
-        sys.modules["__main__"] = module
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
         with Caught() as caught:
-            exec(code, module.__dict__)
+            exec(compile(source, "<candidate>", "exec"), module.__dict__)
         exit_code = _exit_code(caught.error)
         # Programs with a deep recursion often answer from a thread, or at exit.
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
-        sys.stderr.flush()
     os._exit(exit_code)
 
 
-def _open_standard(descriptor: int) -> TextIO:
-    file = io.FileIO(descriptor, "w" if descriptor else "r", closefd=False)
-    buffer = io.BufferedWriter(file) if descriptor else io.BufferedReader(file)
-    return io.TextIOWrapper(buffer, encoding="utf-8")
-
-
 def _exit_code(error: BaseException | None) -> int:
-    if error is None:
-        return 0
     if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
         return (error.code or 0) & 0xFF
-    sys.stderr.write(describe(error))
-    return 1
+    return int(error is not None)

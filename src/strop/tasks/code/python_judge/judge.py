@@ -24,21 +24,15 @@ from typing import Any
 from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
 from strop.spec.task import CodeTaskSection
-from strop.tasks.code.python_judge.runner import STARTED
+from strop.tasks.code.python_judge.candidate import PACKAGES_DIR
+from strop.tasks.code.python_judge.runner import ERRORED, FAILED, PASSED, STARTED, TIMED_OUT
 
-START_LIMIT_S = 5.0
+_START_LIMIT_S = 5.0
 """Wall time (seconds) of the runner besides the tests: for its start, and to recognise that it hangs."""
 _NOT_MOUNTING = ("process", "remote")
 """Backends in which a program has the standard library only."""
-_ENV = {"OPENBLAS_NUM_THREADS": "1"}
-"""Each thread of numpy's OpenBLAS reserves memory, of which a program has little."""
 _MAX_EXIT_CODE = 128
 """Shells and sandboxes use larger exit codes for programs that a signal ended."""
-MAX_OPEN_FILES = 64
-MEMORY_BYTES = 512 << 20
-FILE_BYTES = 16 << 20
-PACKAGES_DIR = "/packages"
-"""Mount point in the sandbox of the packages that a task allows; it holds nothing else."""
 
 
 class JudgeMode(StrEnum):
@@ -67,7 +61,7 @@ class JudgeJob:
     definitions: str = ""
     """Code of the data set that the tests use, run in the runner, where the program cannot change it."""
     setup: str = ""
-    """Code of the data set that uses the program's names, run before each test's first use of them."""
+    """Code of the data set that uses the program's names, run before each process's first test."""
     tests: tuple[str, ...] = ()
     """The statements; empty in the other modes."""
     input_output: str = ""
@@ -78,28 +72,6 @@ class JudgeJob:
     """Limit of one test."""
     packages: tuple[str, ...] = ()
     """Packages that the program may import besides the standard library, if they are installed here."""
-
-    def package_dirs(self) -> dict[str, Path]:
-        """Return the allowed packages' directories by name, with the `.libs` folders of their wheels."""
-        dirs: dict[str, Path] = {}
-        for package in self.packages:
-            spec = find_spec(package)
-            for folder in map(Path, spec.submodule_search_locations or ()) if spec else ():
-                libraries = folder.with_name(f"{folder.name}.libs")
-                dirs |= {path.name: path for path in (folder, libraries) if path.is_dir()}
-        return dirs
-
-    def limits(self) -> dict[str, float | int | str]:
-        """Return the runner's limits, with the candidate's directory of packages."""
-        return {
-            "wall_s": self.wall_s,
-            "test_s": min(self.test_s, self.wall_s),
-            "memory_bytes": MEMORY_BYTES,
-            "file_bytes": FILE_BYTES,
-            "max_open_files": MAX_OPEN_FILES,
-            "cpu_s": math.ceil(self.wall_s) + 1,
-            "packages_dir": PACKAGES_DIR if self.packages else "",
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,8 +85,6 @@ class JudgeVerdict:
     num_errored: int = 0
     """Tests that raised, crashed or could not begin."""
     num_timed_out: int = 0
-    cause: str = ""
-    """Cause of the first test that did not pass, without the expected value."""
     isolation: str
     """Level of the sandbox, as in run files."""
 
@@ -122,11 +92,6 @@ class JudgeVerdict:
     def is_right(self) -> bool:
         """Whether every test passed."""
         return self.num_passed == self.num_tests > 0
-
-    @property
-    def timed_out(self) -> bool:
-        """Whether a test timed out."""
-        return self.num_timed_out > 0
 
 
 def judge_for(spec: CodeTaskSection, job: JudgeJob) -> JudgeVerdict:
@@ -153,10 +118,10 @@ def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandbox: st
 async def _judge(job: JudgeJob, min_level: IsolationLevel, sandbox_name: str) -> JudgeVerdict:
     from strop.sandbox import choose_backend
 
-    limits = Limits(memory_bytes=MEMORY_BYTES, file_bytes=FILE_BYTES, max_open_files=MAX_OPEN_FILES)
     backend = await choose_backend(sandbox_name, min_level)
-    mounted = job.package_dirs() if backend.name not in _NOT_MOUNTING else {}
-    absent = set(job.packages) - mounted.keys()
+    mounts = () if backend.name in _NOT_MOUNTING else _package_mounts(job.packages)
+    shown = {mount.inside_path for mount in mounts}
+    absent = {package for package in job.packages if f"{PACKAGES_DIR}/{package}" not in shown}
     if absent and (missing := _find_imports(job.source) & absent):
         raise SandboxRefused(
             f"the program imports {', '.join(sorted(missing))}, which {backend.name} does not show",
@@ -164,22 +129,32 @@ async def _judge(job: JudgeJob, min_level: IsolationLevel, sandbox_name: str) ->
             next_step="choose one of them in task.sandbox, or install the package; the reply has no score",
             kind="packages",
         )
-    mounts = tuple(
-        Mount(host_path=str(path), inside_path=f"{PACKAGES_DIR}/{name}") for name, path in mounted.items()
-    )
+    # Each thread of numpy's OpenBLAS reserves memory, of which a program has little.
+    env = {"OPENBLAS_NUM_THREADS": "1"} if mounts else {}
+    spec = SandboxSpec(limits=Limits(), min_level=min_level, mounts=mounts, env=env)
     nonce = secrets.token_hex(16)
-    spec = SandboxSpec(limits=limits, min_level=min_level, mounts=mounts, env=_ENV if mounts else {})
+    stdin = json.dumps({**asdict(job), "nonce": nonce}).encode()
     async with await backend.create(spec, main_source=read_runner()) as sandbox:
         isolation = sandbox.isolation.level.word
         try:
-            result = await sandbox.run_main(
-                stdin=pack_job(job, nonce), wall_limit_s=job.wall_s + START_LIMIT_S
-            )
+            result = await sandbox.run_main(stdin=stdin, wall_limit_s=job.wall_s + _START_LIMIT_S)
         except SandboxLost as error:
             if error.kind != ExecKind.FROM_INSIDE:
                 raise
             return _silent_verdict(job, ExecKind.FROM_INSIDE, isolation)
         return read_verdict(job, nonce, result, isolation)
+
+
+def _package_mounts(packages: tuple[str, ...]) -> tuple[Mount, ...]:
+    """Return the mounts of packages that are installed here, with the `.libs` folders of their wheels."""
+    specs = [spec for package in packages if (spec := find_spec(package))]
+    found = [Path(folder) for spec in specs for folder in spec.submodule_search_locations or ()]
+    folders = [*found, *(folder.with_name(f"{folder.name}.libs") for folder in found)]
+    return tuple(
+        Mount(host_path=str(folder), inside_path=f"{PACKAGES_DIR}/{folder.name}")
+        for folder in folders
+        if folder.is_dir()
+    )
 
 
 def _find_imports(source: str) -> set[str]:
@@ -196,11 +171,6 @@ def _find_imports(source: str) -> set[str]:
     return {name.partition(".")[0] for name in names}
 
 
-def pack_job(job: JudgeJob, nonce: str) -> bytes:
-    """Return a job as bytes for the runner. The nonce marks the runner's own output."""
-    return json.dumps({**asdict(job), "nonce": nonce, "limits": job.limits()}).encode()
-
-
 def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) -> JudgeVerdict:
     """Return the runner's verdict; if there is none, the verdict on a program that ended its judge.
 
@@ -211,16 +181,18 @@ def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) 
         verdict: Any = None
         with suppress(ValueError):
             verdict = json.loads(line) if line.startswith("{") else None
-        if not isinstance(verdict, dict) or verdict.get("nonce") != nonce:
+        if not isinstance(verdict, dict) or verdict.get("nonce") != nonce or result.exit_code != 0:
             continue
         counts = verdict["counts"]
+        # Tests may have collected more of them, never fewer.
+        if sum(counts.values()) < job.num_tests:
+            break
         return JudgeVerdict(
-            num_tests=verdict["total"],
-            num_passed=counts.get("passed", 0),
-            num_failed=counts.get("failed", 0),
-            num_errored=counts.get("errored", 0),
-            num_timed_out=counts.get("timed_out", 0),
-            cause=verdict["cause"],
+            num_tests=sum(counts.values()),
+            num_passed=counts.get(PASSED, 0),
+            num_failed=counts.get(FAILED, 0),
+            num_errored=counts.get(ERRORED, 0),
+            num_timed_out=counts.get(TIMED_OUT, 0),
             isolation=isolation,
         )
     own_error = result.kind is ExecKind.EXITED and 0 <= (result.exit_code or 0) <= _MAX_EXIT_CODE
@@ -237,40 +209,41 @@ def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) 
 
 def _silent_verdict(job: JudgeJob, kind: ExecKind, isolation: str) -> JudgeVerdict:
     """Return the verdict on a program that killed or stopped its judge, or took the memory of both."""
-    is_late = kind is ExecKind.TIMED_OUT
+    num_late = job.num_tests if kind is ExecKind.TIMED_OUT else 0
     return JudgeVerdict(
         num_tests=job.num_tests,
-        num_timed_out=job.num_tests if is_late else 0,
-        num_errored=0 if is_late else job.num_tests,
-        cause=f"the program ended its judge ({kind})",
+        num_timed_out=num_late,
+        num_errored=job.num_tests - num_late,
         isolation=isolation,
     )
 
 
 # The runner is one text that defines `main`: the sandbox has no file that a candidate could change.
 
-_PACKAGE = "strop.tasks.code.python_judge"
-_MODULES = ("channel", "candidate", "remote", "runner")
-"""In the order of their imports."""
 _LOADER = """\
 import sys, types
 def load(name, text):
     made = sys.modules[name] = types.ModuleType(name)
     made.__path__ = []
     exec(compile(text, name, "exec"), made.__dict__)
-    return made
 parts = {package!r}.split(".")
 for length in range(1, len(parts) + 1):
     if ".".join(parts[:length]) not in sys.modules:
         load(".".join(parts[:length]), "")
 for name, text in {texts!r}:
-    main = load(name, text).__dict__.get("main")
+    load({package!r} + "." + name, text)
 """
 
 
 @cache
 def read_runner() -> str:
-    """Return the text of the runner: its modules, under the names of their imports."""
+    """Return the text of the runner: its modules, in the order of their imports, and `main`."""
+    candidate = ("values", "candidate")
+    judge = f"{_load(*candidate, 'remote', 'runner')}\nfrom {__package__}.runner import main as judge\n"
+    return f"{judge}def main():\n    judge({_load(*candidate)!r})\n"
+
+
+def _load(*modules: str) -> str:
     folder = Path(__file__).parent
-    texts = [(f"{_PACKAGE}.{name}", (folder / f"{name}.py").read_text("utf-8")) for name in _MODULES]
-    return _LOADER.format(package=_PACKAGE, texts=texts)
+    texts = [(module, (folder / f"{module}.py").read_text("utf-8")) for module in modules]
+    return _LOADER.format(package=__package__, texts=texts)

@@ -1,9 +1,8 @@
 """The judge inside the sandbox: reads one job on standard input, writes one verdict on standard output.
 
-It is the parent of all processes of the candidate, runs the tests itself, and hides its memory, its
-descriptors and the tests from the candidate. If this process is killed, the verdict is missing, which is
-never a pass. Linux only.
-Runs in the sandbox, with the standard library only.
+It is the parent of the candidate's processes, runs the tests itself, and hides its memory, its descriptors
+and the tests from the candidate. If this process is killed, the verdict is missing, which is never a pass.
+Linux only. Runs in the sandbox, with the standard library only.
 """
 
 from __future__ import annotations
@@ -19,62 +18,44 @@ import signal
 import sys
 import time
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import partial
 from types import CodeType
 from typing import Any
 
-from strop.tasks.code.python_judge.candidate import start_fork_server
-from strop.tasks.code.python_judge.channel import Caught, describe
-from strop.tasks.code.python_judge.remote import (
-    FROM_CANDIDATE,
-    Alarm,
-    CandidateEnded,
-    JudgeFault,
-    Remote,
-    Session,
-    TimeUp,
-)
+from strop.tasks.code.python_judge.candidate import LOAD, RUN
+from strop.tasks.code.python_judge.remote import Alarm, CandidateEnded, JudgeFault, Process, Remote, TimeUp
+from strop.tasks.code.python_judge.values import Caught
 
 STARTED = "started"
+PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
 _PR_SET_DUMPABLE = 4
+_REL_TOLERANCE = 1e-6
+_IN_PLACE = "_strop_in_place"
+_NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
+_INTEGER = re.compile(rb"[+-]?\d+")
 _libc = ctypes.CDLL(None)
+Test = Callable[[Process], None]
+"""Raises AssertionError if the answer is wrong."""
 
 
-def main() -> None:
-    """Judge one job."""
+def main(loader: str) -> None:
+    """Judge one job. `loader`: code that defines the candidate's modules in a new interpreter."""
+    process = Process.fork()
     # Close /proc/<pid>/fd and /proc/<pid>/mem of this process to other processes of this user.
-    set_process_option(_PR_SET_DUMPABLE, 0)
+    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # An interrupt from the candidate must end this process as a signal, not as an exception.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.set_int_max_str_digits(0)
-    fork_server = start_fork_server(set_process_option)
     # What a test prints must not stand between a verdict and the beginning of its line.
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open as long as the process
     job = json.loads(sys.stdin.buffer.read())
     _write(f"{STARTED} {job['nonce']}\n")
-    _write(json.dumps({"nonce": job["nonce"], **judge(fork_server, job)}) + "\n")
+    counts = Session(job, process, loader).judge()
+    _write(json.dumps({"nonce": job["nonce"], "counts": counts}) + "\n")
     # The verdict is written; an orderly shutdown of the interpreter would take milliseconds.
     os._exit(0)
-
-
-def set_process_option(option: int, value: int) -> None:
-    """Call prctl(2) for this process."""
-    _libc.prctl(option, value, 0, 0, 0)
-
-
-def judge(fork_server: Any, job: dict[str, Any]) -> dict[str, Any]:
-    """Run all tests of a job and count their results."""
-    session = Session(fork_server, job)
-    run_tests = {"statements": run_statements, "calls": run_calls, "programs": run_programs}[job["mode"]]
-    results = run_tests(session, job)
-    session.drop()
-    if session.is_orphaned:
-        results = [(ERRORED, "the program ended what its processes come from") for _ in results]
-    counts: dict[str, int] = {}
-    for status, _ in results:
-        counts[status] = counts.get(status, 0) + 1
-    cause = next((why for status, why in results if status != PASSED), "")
-    return {"counts": counts, "total": len(results), "cause": cause}
 
 
 def _write(text: str) -> None:
@@ -83,83 +64,158 @@ def _write(text: str) -> None:
         data = data[os.write(1, data) :]
 
 
-# Every test runs, within one time limit for all, so their order does not matter. After a test that kills or
-# hangs the candidate, the next one gets a fresh process.
+class Session:
+    """One candidate under one time limit, in a process that is replaced if it ends or hangs.
 
-RunTest = Callable[[Session, Any, float], None]
-"""Runs one test up to a deadline; raises AssertionError if the answer is wrong."""
-PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
-_REL_TOLERANCE = 1e-6
-_SPARE_S = 0.2
-"""A test that is over so long after its end has caught the alarm."""
-_SPARE_OUTPUT_BYTES = 1 << 16
-_OUTPUT_FACTOR = 4
-_MAX_ERROR_BYTES = 400
-_NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_INTEGER = re.compile(rb"[+-]?\d+")
+    Every test runs, so their order does not matter.
+    """
+
+    def __init__(self, job: dict[str, Any], process: Process, loader: str) -> None:
+        self._job = job
+        self._process: Process | None = process
+        self._loader = loader
+        self._is_loaded = self._is_broken = False
+        self._until = time.monotonic() + job["wall_s"]
+        self._objects: dict[str, Any] = {}
+        """The candidate's values of the tested names, while it is loaded."""
+
+    def judge(self) -> Counter[str]:
+        """Run all tests and count their results."""
+        tests = {"statements": self._statements, "calls": self._calls, "programs": self._programs}
+        return Counter(map(self._run, tests[self._job["mode"]]()))
+
+    def _run(self, test: Test) -> str:
+        now = time.monotonic()
+        until = min(self._until, now + self._job["test_s"])
+        if now >= until:
+            return TIMED_OUT
+        with Caught() as caught, Alarm(until):
+            test(self._load())
+        # A test may have caught what it must not.
+        error = (self._process.end if self._process else None) or caught.error
+        if isinstance(error, JudgeFault):
+            raise error
+        if self._process and isinstance(error, TimeUp | CandidateEnded):
+            self._process.kill()
+            self._process, self._is_loaded = None, False
+        if isinstance(error, TimeUp) or time.monotonic() > until:
+            return TIMED_OUT
+        return PASSED if error is None else FAILED if isinstance(error, AssertionError) else ERRORED
+
+    def _load(self) -> Process:
+        """Return a process that has loaded the candidate. Raises: TimeUp; CandidateEnded if it cannot be."""
+        job = self._job
+        if self._is_broken:
+            raise CandidateEnded
+        if self._process is None:
+            self._process = Process.execute(self._loader)
+        if self._is_loaded or job["mode"] == "programs":
+            return self._process
+        with Caught() as caught:
+            is_call = job["mode"] == "calls"
+            found = self._process.ask("call", LOAD, job["source"], job["imports"], job["names"], is_call)
+            self._objects = {name: found[name] for name in job["names"] if name in found}
+            self._is_loaded = not job["names"] or job["names"][0] in self._objects
+        self._is_broken = not (self._is_loaded or isinstance(caught.error, TimeUp))
+        if not self._is_loaded:
+            raise caught.error if isinstance(caught.error, TimeUp) else CandidateEnded
+        return self._process
+
+    def _programs(self) -> Iterable[Test]:
+        """Yield a run of the candidate as a program for each input."""
+        for stdin, expected in _read_table(self._job):
+            yield partial(
+                self._run_program, _as_text(stdin), _as_text(expected).encode("utf-8", "surrogatepass")
+            )
+
+    def _run_program(self, stdin: str, expected: bytes, process: Process) -> None:
+        exit_code, output = process.ask("call", RUN, self._job["source"], stdin)
+        if exit_code != 0:
+            raise ChildProcessError
+        assert is_same_output(output.encode("utf-8", "surrogateescape"), expected)
+
+    def _calls(self) -> Iterable[Test]:
+        """Yield a call of the candidate's function for each list of arguments."""
+        for arguments, expected in _read_table(self._job):
+            yield partial(self._call, [_with_int_keys(argument) for argument in arguments], expected)
+
+    def _call(self, arguments: list[Any], expected: Any, process: Process) -> None:
+        assert is_same_value(self._objects[self._job["names"][0]](*arguments), expected)
+
+    def _statements(self) -> Iterable[Test]:
+        """Yield the tests, which share a namespace with the candidate's names; then what they collect."""
+        job = self._job
+        # A test that does not compile is a fault of the data; it must not count as a wrong answer.
+        definitions = compile(job["definitions"], "<definitions>", "exec")
+        setup = compile(job["setup"], "<setup>", "exec")
+        tests = [_compile(test, f"<test {index}>") for index, test in enumerate(job["tests"])]
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        names, bound = module.__dict__, list[Process]()
+
+        def run(test: Callable[[], object], process: Process) -> None:
+            if bound != [process]:
+                bound[:] = [process]
+                _define(definitions, names)
+                names.update({name: _Absent() for name in job["names"]})
+                names.update(self._objects, **{_IN_PLACE: _call_in_place})
+                exec(setup, names)
+            test()
+
+        if any("unittest" in test for test in job["tests"]):
+            # The tests' own call of it would end this process; their classes are run below.
+            vars(importlib.import_module("unittest"))["main"] = lambda *_, **__: None
+        for test in tests:
+            yield partial(run, partial(exec, test, names))
+        for collected in _collect(names):
+            yield partial(run, collected)
 
 
-class WrongAnswer(AssertionError):
-    """Raised if an answer is wrong; its text does not reveal the expected one."""
+def _read_table(job: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
+    table = json.loads(job["input_output"])
+    return zip(table["inputs"], table["outputs"], strict=True)
 
 
-def run_statements(session: Session, job: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Run tests in one namespace, which binds the candidate's names to its values; then what they collect."""
-    # A test that does not compile is a fault of the data; it must not count as a wrong answer.
-    definitions = compile(job["definitions"], "<definitions>", "exec")
-    setup = compile(job["setup"], "<setup>", "exec")
-    tests = [_compile(test, f"<test {index}>") for index, test in enumerate(job["tests"])]
-    module = types.ModuleType("__main__")
-    sys.modules["__main__"] = module
-    loaded: list[Any] = [None]
-
-    def run(session: Session, test: CodeType | str, until: float) -> None:
-        session.load(until)
-        names = module.__dict__
-        if loaded[0] is not session.objects:
-            loaded[0] = session.objects
-            _define(definitions, names)
-            names.update({name: _Absent(name) for name in job["names"]})
-            names.update(session.objects, **{_IN_PLACE: _call_in_place})
-            exec(setup, names)
-        if isinstance(test, CodeType):
-            exec(test, names)
-        else:
-            _run_collected(names[test])
-
-    if any("unittest" in test for test in job["tests"]):
-        # The tests' own call of it would end this process; their classes are run below.
-        vars(importlib.import_module("unittest"))["main"] = lambda *_, **__: None
-    results = _run_all(session, tests, run, job["limits"])
-    collected = [name for name, value in module.__dict__.items() if _is_collected(name, value)]
-    return results + _run_all(session, collected, run, job["limits"])
+def _as_text(value: Any) -> str:
+    """Return a text, which is a list of its lines in some rows."""
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _is_collected(name: str, value: Any) -> bool:
-    """Whether a value of the tests is a test function or a class of tests, as pytest and unittest see it."""
-    if isinstance(value, type):
-        unittest: Any = sys.modules.get("unittest")
-        is_case = unittest is not None and issubclass(value, unittest.TestCase)
-        return is_case and bool(unittest.defaultTestLoader.getTestCaseNames(value))
-    is_function = isinstance(value, types.FunctionType) and name.startswith("test")
-    return is_function and value.__code__.co_argcount <= len(value.__defaults__ or ())
+def _define(definitions: CodeType, names: dict[str, Any]) -> None:
+    """Run the data set's own code. Raises: JudgeFault if it fails, which is not the candidate's fault."""
+    try:
+        exec(definitions, names)
+    except Exception as error:
+        raise JudgeFault(f"the definitions of the tests: {error!r}") from error
 
 
-def _run_collected(test: Any) -> None:
-    if not isinstance(test, type):
-        test()
-        return
-    unittest = sys.modules["unittest"]
-    result = unittest.TestResult()
-    unittest.defaultTestLoader.loadTestsFromTestCase(test).run(result)
+class _Absent:
+    """Stands for a tested name that the candidate does not define; it hides a built-in of that name."""
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        raise NameError
+
+
+def _collect(names: dict[str, Any]) -> Iterable[Callable[[], object]]:
+    """Yield the test functions and classes of tests among some names, as pytest and unittest see them."""
+    unittest: Any = sys.modules.get("unittest")
+    for name, value in list(names.items()):
+        if unittest is not None and isinstance(value, type) and issubclass(value, unittest.TestCase):
+            suite = unittest.defaultTestLoader.loadTestsFromTestCase(value)
+            if suite.countTestCases():
+                yield partial(_run_suite, suite, unittest.TestResult())
+        is_test = name.startswith("test") and isinstance(value, types.FunctionType)
+        if is_test and value.__code__.co_argcount <= len(value.__defaults__ or ()):
+            yield value
+
+
+def _run_suite(suite: Any, result: Any) -> None:
+    suite.run(result)
     if not result.wasSuccessful() or result.testsRun <= len(result.skipped):
         raise AssertionError
 
 
 # The candidate gets copies of arguments. A call whose result a test does not use is there for its effects:
 # what it did to its arguments is taken over. Other calls could so change what they are compared with.
-
-_IN_PLACE = "_strop_in_place"
 
 
 class _InPlace(ast.NodeTransformer):
@@ -178,12 +234,10 @@ def _compile(test: str, name: str) -> CodeType:
 
 
 def _call_in_place(target: Any, *arguments: Any, **keywords: Any) -> None:
-    if not isinstance(target, Remote):
+    if isinstance(target, Remote):
+        list(map(_update, arguments, target._ask("call_in_place", *arguments, **keywords)))
+    else:
         target(*arguments, **keywords)
-        return
-    after = target._link.operate("call in place", target._reference, *arguments, **keywords)
-    if isinstance(after, tuple):
-        list(map(_update, arguments, after))
 
 
 def _update(mine: Any, after: Any) -> Any:
@@ -191,142 +245,13 @@ def _update(mine: Any, after: Any) -> Any:
     if type(mine) is not type(after) or not isinstance(mine, list | dict | set | bytearray):
         return after
     if isinstance(mine, list):
-        mine[:] = [*map(_update, mine, after), *after[len(mine) :]]
-        return mine
-    changed = (
-        {key: _update(mine.get(key), value) for key, value in after.items()} if type(mine) is dict else after
-    )
+        after = [*map(_update, mine, after), *after[len(mine) :]]
+    elif isinstance(mine, dict):
+        after = {key: _update(mine.get(key), value) for key, value in after.items()}
     mine.clear()
-    add = mine.extend if isinstance(mine, bytearray) else mine.update
-    add(changed)
+    add = mine.extend if isinstance(mine, list | bytearray) else mine.update
+    add(after)
     return mine
-
-
-def _define(definitions: CodeType, names: dict[str, Any]) -> None:
-    """Run the data set's own code. Raises: JudgeFault if it fails, which is not the candidate's fault."""
-    with Caught() as caught:
-        exec(definitions, names)
-    if isinstance(caught.error, TimeUp):
-        raise caught.error
-    if caught.error is not None:
-        raise JudgeFault(f"the definitions of the tests: {describe(caught.error)}")
-
-
-class _Absent:
-    """Stands for a tested name that the candidate does not define; it hides a built-in of that name."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *_: Any, **__: Any) -> Any:
-        raise NameError(f"{self._name} is not defined")
-
-
-def run_calls(session: Session, job: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Call one function with the arguments of each test and compare the result."""
-    (name,) = job["names"]
-
-    def run(session: Session, test: tuple[Any, Any], until: float) -> None:
-        session.load(until)
-        arguments, expected = test
-        if not is_same_value(session.objects[name](*arguments), expected):
-            raise WrongAnswer("another value than the expected one")
-
-    data = json.loads(job["input_output"])
-    inputs = [[_with_int_keys(argument) for argument in arguments] for arguments in data["inputs"]]
-    tests = list(zip(inputs, data["outputs"], strict=True))
-    return _run_all(session, tests, run, job["limits"])
-
-
-def run_programs(session: Session, job: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Run the candidate as a program with the input of each test and compare the output."""
-    data = json.loads(job["input_output"])
-    pairs = zip(data["inputs"], data["outputs"], strict=True)
-    texts = [(_as_text(stdin), _as_text(expected)) for stdin, expected in pairs]
-    return _run_all(session, texts, _run_program, job["limits"])
-
-
-def _as_text(value: Any) -> bytes:
-    """Return the bytes of a text, which is a list of its lines in some rows."""
-    if isinstance(value, list):
-        value = "\n".join(str(line) for line in value)
-    return str(value).encode("utf-8", "surrogatepass")
-
-
-def _run_program(session: Session, test: tuple[bytes, bytes], until: float) -> None:
-    stdin, expected = test
-    files: list[int] = []
-    try:
-        _open_files(files, stdin)
-        status = session.load(until).ask({"op": "run"}, files)
-        if type(status) is not int:
-            raise CandidateEnded("a status that is no number")
-        output, num_bytes = _read_back(files[1], _OUTPUT_FACTOR * len(expected) + _SPARE_OUTPUT_BYTES)
-        errors, _ = _read_back(files[2], _MAX_ERROR_BYTES)
-    finally:
-        for descriptor in files:
-            os.close(descriptor)
-    if status:
-        code = os.waitstatus_to_exitcode(status)
-        raise ProgramFailed(f"exit code {code}; {errors.decode(errors='replace')}")
-    if num_bytes > len(output):
-        raise WrongAnswer("more output than a right answer has")
-    if not is_same_output(output, expected):
-        raise WrongAnswer("another output than the expected one")
-
-
-class ProgramFailed(Exception):
-    """Raised if a program did not exit with 0."""
-
-
-def _open_files(files: list[int], stdin: bytes) -> None:
-    """Open the standard files of a program, in memory. The caller closes them. Raises: JudgeFault."""
-    try:
-        for name in ("input", "output", "errors"):
-            files.append(os.memfd_create(name))  # noqa: PERF401  if one fails, the others must be closed
-        with open(files[0], "wb", closefd=False) as file:
-            file.write(stdin)
-        os.lseek(files[0], 0, os.SEEK_SET)
-    except OSError as error:
-        raise JudgeFault(f"no files for a program ({error})") from error
-
-
-def _read_back(descriptor: int, max_bytes: int) -> tuple[bytes, int]:
-    """Return the first bytes of a file, and its size."""
-    size = os.fstat(descriptor).st_size
-    return os.pread(descriptor, min(size, max_bytes), 0), size
-
-
-def _run_all(
-    session: Session, tests: Sequence[Any], run: RunTest, limits: Mapping[str, Any]
-) -> list[tuple[str, str]]:
-    """Return the status of each test, and its cause."""
-    return [_run_one(session, test, run, float(limits["test_s"])) for test in tests]
-
-
-def _run_one(session: Session, test: Any, run: RunTest, test_s: float) -> tuple[str, str]:
-    now = time.monotonic()
-    if now >= session.until:
-        return TIMED_OUT, "the time for all tests was used up"
-    until = min(session.until, now + test_s)
-    with Caught() as caught, Alarm(until):
-        run(session, test, until)
-    # A test may have caught what it must not.
-    error = session.end or caught.error or (TimeUp() if time.monotonic() > until + _SPARE_S else None)
-    if error is None:
-        return PASSED, ""
-    if isinstance(error, JudgeFault):
-        raise error
-    if isinstance(error, TimeUp | CandidateEnded):
-        session.drop()
-    if isinstance(error, TimeUp):
-        return TIMED_OUT, f"no answer within {until - now:.1f} s"
-    if isinstance(error, WrongAnswer):
-        return FAILED, str(error)
-    if isinstance(error, AssertionError) and FROM_CANDIDATE not in getattr(error, "__notes__", ()):
-        # The text of an assertion may contain the answer, which no verdict may reveal.
-        return FAILED, "the assertion does not hold"
-    return ERRORED, describe(error)
 
 
 def is_same_output(got: bytes, expected: bytes) -> bool:
