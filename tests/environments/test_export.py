@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from strop.agents.verifiers import environment_of
-from strop.environments.export.playing import Guest
+from strop.environments.export.playing import Player
 from strop.environments.export.writing import write_package
 from strop.errors import ConfigError
 from strop.rollout import Split
@@ -69,8 +70,8 @@ def test_a_package_holds_the_module_the_settings_and_the_class(run: Run, own: Pa
     assert ended.code == 0, ended.err
     assert ended.out.splitlines()[0] == f"wrote {folder}"
     files = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-    inner = {"__init__.py", "environment.json", "sources/own.py", "sources/goals.py"}
-    assert files == {"pyproject.toml", "README.md", *(f"src/counting_v1/{name}" for name in inner)}
+    inner = {"__init__.py", "process.py", "environment.json", "sources/own.py", "sources/goals.py"}
+    assert files == {"pyproject.toml", *(f"src/counting_v1/{name}" for name in inner)}
     said = described(folder)
     assert (said["section"]["max_turns"], said["source"], said["class"]) == (3, "sources/own.py", "Counting")
     assert f'version = "1+{said["version"]}"' in (folder / "pyproject.toml").read_text()
@@ -109,41 +110,42 @@ def test_another_version_than_was_exported_is_refused(own: Path, tmp_path: Path)
     write_package(read_task("guess-number", []), tmp_path / "guess")
     said = described(tmp_path / "guess")
     with pytest.raises(ConfigError, match="was exported as"):
-        Guest({**said["section"], "max_value": 9}, said["version"])
+        Player({**said["section"], "max_value": 9}, said["version"])
 
 
 def test_an_attempt_is_played_without_verifiers_and_a_fault_is_no_score(own: Path) -> None:
     section = read_task(f"{own}/own.py:Counting", [])
-    task = build_task(section)
+    player = Player(section.model_dump(mode="json"), build_task(section).version)
 
-    async def play(*replies: Any, **more: Any) -> tuple[list[Any], dict[str, Any]]:
-        guest = Guest(section.model_dump(mode="json"), task.version)
-        await guest.start()
-        number = (await guest.open("train", 1))["number"]
-        told = []
-        for reply in replies:
-            is_text = isinstance(reply, str)
-            text, calls = (reply, []) if is_text else ("", reply)
-            told.append(await guest.step(number, text, calls, **{"is_cut": False, **more}))
-        outcome = await guest.score(number)
-        await guest.close(number)
-        return told, outcome
+    def play(*replies: Any, reason: str = "stop") -> tuple[list[Any], dict[str, Any]]:
+        """Return what the model was asked, and what came of it."""
+        asked: list[Any] = []
+        left = iter(replies)
 
-    (first, second), outcome = asyncio.run(
-        play([("a", "add", '{"number": 1}'), ("b", "add", '{"num')], call("add", number=1))
-    )
-    roles = [(one["role"], one.get("tool_call_id")) for one in first["messages"]]
-    assert roles == [("tool", "a"), ("tool", "b")]
-    assert "cannot be read" in first["messages"][1]["content"]
-    assert second["messages"][0] == {"role": "user", "content": "add returned:\nThe total is 2."}
+        async def answer(request: httpx.Request) -> httpx.Response:
+            asked.append(json.loads(request.content)["messages"])
+            said = next(left, None)
+            if said is None:
+                return httpx.Response(400, json={"error": "out of turns"})
+            message = {"role": "assistant", **({"content": said} if isinstance(said, str) else said)}
+            return httpx.Response(200, json={"choices": [{"message": message, "finish_reason": reason}]})
+
+        client = httpx.AsyncClient(base_url="http://x", transport=httpx.MockTransport(answer))
+        return asked, asyncio.run(player.play_with(client, "train", 1, "m"))
+
+    two_calls = native(("add", '{"number": 1}'), ("add", '{"num'))
+    (_, second, third), outcome = play(two_calls, call("add", number=1))
+    roles = [(one["role"], one.get("tool_call_id")) for one in second[-2:]]
+    assert roles == [("tool", "c0"), ("tool", "c1")]
+    assert "cannot be read" in second[-1]["content"]
+    assert third[-1] == {"role": "user", "content": "add returned:\nThe total is 2."}
     assert outcome["parts"] == {"reward": 1.0}
     assert (outcome["metrics"]["num_tool_calls"], outcome["metrics"]["num_format_errors"]) == (2.0, 1.0)
     hermes = '<tool_call>\n{"name": "add", "arguments": {"number": 2}}\n</tool_call>'
-    (told,), outcome = asyncio.run(play(hermes, is_cut=True))
-    assert told["is_done"]
-    assert outcome["parts"] == {"reward": 1.0}
-    (told,), _ = asyncio.run(play(call("break_it", how="raise")))
-    assert (told["failure"]["owner"], told["failure"]["kind"]) == ("task", "RuntimeError")
+    asked, outcome = play(hermes, hermes, reason="length")
+    assert (len(asked), outcome["parts"]) == (1, {"reward": 1.0})
+    failure = play(call("break_it", how="raise"))[1]["failure"]
+    assert (failure["owner"], failure["kind"]) == ("task", "RuntimeError")
 
 
 @pytest.mark.slow

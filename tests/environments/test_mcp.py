@@ -6,9 +6,11 @@ import asyncio
 import json
 import socket
 import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,6 @@ from strop.tasks import Task, build_task
 from strop.tasks.failures import AttemptFailed
 from tests.conftest import require_system_part
 from tests.environments.test_worlds import attempt, call, tokenizer_of
-from tests.fixtures.real_agents import MCP
 
 SERVER = '''
 import os, sys, time
@@ -83,15 +84,15 @@ class Shelf:
 
 @pytest.fixture(autouse=True)
 def environment() -> None:
-    """The environment of the package mcp, which `make agents-deps` makes."""
-    require_system_part("the package mcp (make agents-deps)", MCP.is_ready())
+    """The package mcp."""
+    require_system_part("the package mcp (pip install 'strop[mcp]')", find_spec("mcp") is not None)
 
 
 @pytest.fixture
 def command(tmp_path: Path) -> str:
     path = tmp_path / "notes.py"
     path.write_text(textwrap.dedent(SERVER))
-    return f"{MCP.python} {path}"
+    return f"{sys.executable} {path}"
 
 
 @pytest.fixture
@@ -181,7 +182,7 @@ def test_a_server_that_is_silent_is_given_up(command: str) -> None:
 
 def test_servers_that_cannot_be_had_are_refused_before_the_run(tmp_path: Path, command: str) -> None:
     for server, said in (
-        ("/no/such/server", "cannot be started"),
+        ("/no/such/server", "No such file"),
         ("false", "the MCP server 'false'"),
         ("http://127.0.0.1:9/mcp", "ConnectError"),
     ):

@@ -64,8 +64,8 @@ def test_an_attempt_earns_what_the_environment_says(tmp_path: Path, url: str) ->
     assert rollout.outcome.turn_rewards == (0.0, 1.0)
     assert rollout.outcome.is_correct
     assert play(tmp_path, make(url, max_turns=1), ONE).outcome.reward == 0.0
-    numbers = make(url, action_field="number", action_is_number=True, options={"more": 1})
-    assert play(tmp_path, numbers, "1 of 4", "no number", "-0").outcome.reward == 1.0
+    numbers = make(url, action_field="number", options={"more": 1})
+    assert play(tmp_path, numbers, "1", "no number", "2", "1").outcome.reward == 1.0
 
 
 @pytest.mark.slow

@@ -64,7 +64,11 @@ import json, sys
 print("WARNING: KeyError: an old one (old.py:3)", file=sys.stderr, flush=True)
 tool = {"name": "note", "description": "", "inputSchema": {"type": "object", "properties": {"text": {}}}}
 answers = {
-    "initialize": {"protocolVersion": "2025-06-18", "capabilities": {}, "serverInfo": {"name": "x"}},
+    "initialize": {
+        "protocolVersion": "2025-06-18",
+        "capabilities": {},
+        "serverInfo": {"name": "x", "version": "1"},
+    },
     "tools/list": {"tools": [tool]},
 }
 for line in sys.stdin:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 from collections.abc import Awaitable, Iterator, Mapping
 from contextlib import suppress
 from importlib.util import find_spec
@@ -28,8 +27,6 @@ from strop.tasks.failures import AttemptFailed
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
-_HTTP = re.compile("^http")
-_NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
 _NO_ACTION = "VALIDATION_ERROR"
 _FULL = "CAPACITY_REACHED"
 _RETRY_S = 0.5
@@ -49,13 +46,8 @@ class OpenenvSpec(EnvironmentSection):
     action_field: str | None = Field(
         default=None,
         min_length=1,
-        description="Field of an action that takes the whole reply as text, or with action_is_number its last"
-        " number. none = the last JSON object of a reply is the action.",
-        json_schema_extra=expert("environments differ in what an action is"),
-    )
-    action_is_number: bool = Field(
-        default=False,
-        description="Whether action_field takes the last number of a reply.",
+        description="Field of an action that takes the whole reply as text. none = the last JSON object of a"
+        " reply is the action.",
         json_schema_extra=expert("environments differ in what an action is"),
     )
     instructions: str = Field(
@@ -171,13 +163,10 @@ class Openenv:
     def _read(self, text: str) -> dict[str, Any] | None:
         """Return the action of a reply, or None if it has none."""
         name = self._spec.action_field
-        if name is None:
-            *_, last = None, *read_objects(text)
-            return last
-        if not self._spec.action_is_number:
+        if name is not None:
             return {name: text}
-        numbers = _NUMBER.findall(text)
-        return {name: json.loads(numbers[-1].lstrip("+"))} if numbers else None
+        *_, last = None, *read_objects(text)
+        return last
 
     def _refuse(self, why: str) -> str:
         self._num_invalid += 1
@@ -187,14 +176,11 @@ class Openenv:
     async def _open(self, options: Mapping[str, Any]) -> Any:
         from websockets.asyncio.client import connect
 
+        # "ws" in place of "http".
+        url = f"ws{self._spec.url.removeprefix('http').removeprefix('ws').rstrip('/')}/ws"
         while True:
             self._socket = await connect(
-                f"{_HTTP.sub('ws', self._spec.url.rstrip('/'))}/ws",
-                proxy=None,
-                compression=None,
-                open_timeout=None,
-                ping_interval=None,
-                max_size=_MAX_BYTES,
+                url, proxy=None, compression=None, open_timeout=None, ping_interval=None, max_size=_MAX_BYTES
             )
             answer = await self._ask("reset", options)
             if answer["type"] != "error":
@@ -228,17 +214,15 @@ class Openenv:
         from websockets.exceptions import WebSocketException
 
         limit_s = self._spec.tool_limit_s
+        cause: Exception
         try:
             async with asyncio.timeout(limit_s):
                 return await request
         except TimeoutError as error:
-            detail = f"{self._spec.url} has not answered for {limit_s:g} s"
-            raise AttemptFailed(FailureOwner.INFRA, "server_silent", detail) from error
-        except (OSError, WebSocketException) as error:
-            raise AttemptFailed(FailureOwner.INFRA, "server_lost", f"{self._spec.url}: {error}") from error
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            detail = f"{self._spec.url} speaks otherwise: {type(error).__name__}: {error}"
-            raise AttemptFailed(FailureOwner.INFRA, "server_lost", detail) from error
+            kind, detail, cause = "server_silent", f"no answer for {limit_s:g} s", error
+        except (OSError, WebSocketException, ValueError, LookupError, TypeError, AttributeError) as error:
+            kind, detail, cause = "server_lost", f"{type(error).__name__}: {error}", error
+        raise AttemptFailed(FailureOwner.INFRA, kind, f"{self._spec.url}: {detail}") from cause
 
 
 def _show(observation: Mapping[str, Any]) -> str:

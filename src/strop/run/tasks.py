@@ -9,7 +9,6 @@ import asyncio
 import json
 import keyword
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +26,6 @@ from strop.audit import (
 )
 from strop.environments import Environment, choose_environment
 from strop.environments.contract import Action
-from strop.environments.guests.guest import log_guests
 from strop.errors import CheckRefused, ConfigError
 from strop.io.atomic import explain_write_failure
 from strop.io.notices import tell
@@ -346,8 +344,6 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
     task = build_task(spec)
     examples = task.examples(Split.HELD_OUT)
     example = examples[seed % len(examples)]
-
-    log_guests(sys.stderr)
 
     async def play() -> Outcome:
         async with hold_judge(spec, task) as judge:

@@ -1,24 +1,22 @@
-"""strop's side of an exported environment: `python -m strop.environments.export.playing`, served as a guest.
+"""strop's side of an exported environment: `python -m strop.environments.export.playing SOCKET`.
 
-Attempts use the seed of the self-test, so that one example is one task, with one opening. A reply arrives as
-an OpenAI-compatible server returns it: a text and parsed calls, or a text with calls still in it.
+It plays whole attempts on the model of an OpenAI-compatible server, which may read tool calls or leave them
+in the text. Attempts use the seed of the self-test, so that one example is one task, with one opening.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import asdict, dataclass, field, replace
-from functools import wraps
-from typing import Any, ParamSpec
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
+import httpx
 from pydantic import TypeAdapter
 
 from strop.environments.contract import Action, Environment
-from strop.environments.guests.host import main as serve
+from strop.environments.guests.host import serve
 from strop.environments.single_turn import choose_environment
 from strop.errors import ConfigError, DataError, given_of
 from strop.rollout import Example, FailureOwner, FinishReason, Message, Split, ToolCall
@@ -30,75 +28,32 @@ from strop.tasks.prompt import tools_of
 from strop.tasks.tool_calls import CallFormat, Spoken, guess_format, read_reply
 from strop.tasks.user.posing import OPENING_SEED
 
-P = ParamSpec("P")
-
 _JSON = TypeAdapter(dict[str, Any])
 
 
-@dataclass(kw_only=True, slots=True)
-class _Attempt:
-    environment: Environment
-    tools: dict[str, Any]
-    """The JSON Schema of each tool's arguments."""
-    started_at: float = field(default_factory=time.monotonic)
-
-    @property
-    def is_late(self) -> bool:
-        """Whether its time is used up; see `Environment`."""
-        limit_s: float | None = getattr(self.environment, "max_attempt_s", None)
-        return limit_s is not None and time.monotonic() - self.started_at >= limit_s
-
-
-def _attributed(
-    work: Callable[P, Awaitable[dict[str, Any]]],
-) -> Callable[P, Awaitable[dict[str, Any]]]:
-    """Return, in place of an exception, the failure that leaves the attempt without a score."""
-
-    @wraps(work)
-    async def attribute(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
-        with catch_failure(FailureOwner.TASK) as caught:
-            return await work(*args, **kwargs)
-        assert caught.failure is not None
-        return {"failure": asdict(caught.failure)}
-
-    return attribute
-
-
-class Guest:
-    """All attempts of one process of verifiers."""
+class Player:
+    """Plays one exported task."""
 
     def __init__(self, section: dict[str, Any], version: str) -> None:
-        self._spec = TypeAdapter[Any](TaskSpec).validate_python(section)
-        self._task = build_task(self._spec)
+        spec = TypeAdapter[Any](TaskSpec).validate_python(section)
+        self._task = build_task(spec)
         if self._task.version != version:
             raise ConfigError(
                 f"{self._task.name} has the version {self._task.version} here, and was exported as {version}",
                 allowed="the release of strop, and the data, that it was exported with",
                 next_step="name the Python of that release (--env.taskset.python), or export it anew",
             )
-        self._attempts: dict[int, _Attempt] = {}
-        self._numbers = itertools.count()
-
-    async def start(self) -> None:
-        """Start the judge."""
-        judge = open_judge(self._task, task_builder(self._spec))
-        self._make_environment = choose_environment(self._task, judge)
+        self._make_environment = choose_environment(self._task, open_judge(self._task, task_builder(spec)))
 
     async def tasks(self, split: str) -> list[dict[str, Any]]:
         """Return all examples of a split, as data of verifiers' tasks."""
 
         def pose(index: int, example: Example) -> dict[str, Any]:
-            messages = self._task.render(example)
-            first, *rest = messages
-            system = first.text if first.role == "system" and rest else None
-            prompt = messages if system is None else rest
-            is_text = len(prompt) == 1 and prompt[0].role == "user"
+            prompt = [message.to_json() for message in self._task.render(example)]
             return {
                 "id": example.example_id,
                 "name": self._task.name,
-                "system_prompt": system,
-                "prompt": prompt[0].text if is_text else [message.to_json() for message in prompt],
-                "tools": [_JSON.validate_json(schema) for schema in tools_of(messages)],
+                "prompt": prompt,
                 "split": split,
                 "example": index,
             }
@@ -108,53 +63,63 @@ class Guest:
             lambda: [pose(*pair) for pair in enumerate(self._task.examples(Split(split)))]
         )
 
-    @_attributed
-    async def open(self, split: str, example: int) -> dict[str, Any]:
-        """Begin an attempt; return its number."""
+    async def play(self, split: str, example: int, model: str, base_url: str, key: str) -> dict[str, Any]:
+        """Play and score an attempt; return its parts and metrics, or the failure."""
+        headers = {"authorization": f"Bearer {key}"}
+        async with httpx.AsyncClient(base_url=base_url, headers=headers, timeout=None) as client:
+            return await self.play_with(client, split, example, model)
+
+    async def play_with(
+        self, client: httpx.AsyncClient, split: str, example: int, model: str
+    ) -> dict[str, Any]:
+        """Play an attempt by a client of the model's server; see `play`."""
         environment = self._make_environment()
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(environment.close)
-            messages = await environment.reset(self._task.examples(Split(split))[example], OPENING_SEED)
-            # From now on `close` closes it.
-            stack.pop_all()
-        number = next(self._numbers)
-        functions = [_JSON.validate_json(schema)["function"] for schema in tools_of(messages)]
-        tools = {function["name"]: function["parameters"] for function in functions}
-        self._attempts[number] = _Attempt(environment=environment, tools=tools)
-        return {"number": number}
-
-    @_attributed
-    async def step(self, number: int, text: str, calls: Sequence[Any], is_cut: bool) -> dict[str, Any]:
-        """Take a reply; return the messages to the model, and whether the attempt is over."""
-        attempt = self._attempts[number]
-        stops = [place for stop in attempt.environment.stop_strings if (place := text.find(stop)) >= 0]
-        reply = text[: min(stops)] if stops else text
-        reason = FinishReason.STOP_STRING if stops else FinishReason.LENGTH if is_cut else FinishReason.EOS
-        spoken, unread = _take_apart(reply, calls, attempt.tools)
-        result = await attempt.environment.step(Action(text=reply, finish_reason=reason, spoken=spoken))
-        is_done = result.done or reason is FinishReason.LENGTH or attempt.is_late
-        messages = [message if calls else _as_user(message) for message in result.messages]
-        # A server wants an answer to each call's id, also to a call that could not be read.
-        first = len(messages) - len(unread)
-        for place, call_id in enumerate(unread, first):
-            if not is_done:
-                messages[place] = replace(messages[place], role="tool", tool_call_id=call_id)
-        return {"messages": [message.to_json() for message in messages], "is_done": is_done}
-
-    @_attributed
-    async def score(self, number: int) -> dict[str, Any]:
-        """Score the attempt in its current state."""
-        outcome = await self._attempts[number].environment.score()
-        if outcome.failure is not None:
-            return {"failure": asdict(outcome.failure)}
+        with catch_failure(FailureOwner.TASK) as caught:
+            try:
+                posed = self._task.examples(Split(split))[example]
+                await _converse(environment, posed, client, model)
+                outcome = await environment.score()
+            finally:
+                await environment.close()
+        failure = caught.failure or outcome.failure
+        if failure is not None:
+            return {"failure": asdict(failure)}
         correct = {} if outcome.is_correct is None else {"is_correct": float(outcome.is_correct)}
         return {"parts": dict(outcome.parts), "metrics": {**outcome.metrics, **correct}}
 
-    @_attributed
-    async def close(self, number: int) -> dict[str, Any]:
-        """Close the attempt."""
-        await self._attempts.pop(number).environment.close()
-        return {}
+
+async def _converse(
+    environment: Environment, example: Example, client: httpx.AsyncClient, model: str
+) -> None:
+    """Let the model and the environment take turns, until one of them or a limit of the server's ends it."""
+    started_at, limit_s = time.monotonic(), getattr(environment, "max_attempt_s", None)
+    opening = await environment.reset(example, OPENING_SEED)
+    schemas = [_JSON.validate_json(schema) for schema in tools_of(opening)]
+    tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}
+    asked: dict[str, Any] = {"model": model, "messages": [message.to_json() for message in opening]}
+    asked |= {"tools": schemas} if schemas else {}
+    for _ in range(environment.max_turns):
+        answer = await client.post("chat/completions", json=asked)
+        if answer.is_client_error:
+            # A limit of the attempt's agent: it is scored as it is.
+            return
+        choice = answer.raise_for_status().json()["choices"][0]
+        reply = {name: value for name, value in choice["message"].items() if value is not None}
+        text, calls = reply.get("content") or "", reply.get("tool_calls") or ()
+        stops = [place for stop in environment.stop_strings if (place := text.find(stop)) >= 0]
+        is_cut = choice["finish_reason"] == "length"
+        reason = FinishReason.STOP_STRING if stops else FinishReason.LENGTH if is_cut else FinishReason.EOS
+        text = text[: min(stops)] if stops else text
+        spoken, unread = _take_apart(text, calls, tools)
+        result = await environment.step(Action(text=text, finish_reason=reason, spoken=spoken))
+        is_late = limit_s is not None and time.monotonic() - started_at >= limit_s
+        if result.done or reason is FinishReason.LENGTH or is_late:
+            return
+        messages = [message if calls else _as_user(message) for message in result.messages]
+        # A server wants an answer to each call's id, also to a call that could not be read.
+        for place, call_id in enumerate(unread, len(messages) - len(unread)):
+            messages[place] = replace(messages[place], role="tool", tool_call_id=call_id)
+        asked["messages"] += [reply, *(message.to_json() for message in messages)]
 
 
 def _take_apart(
@@ -168,12 +133,14 @@ def _take_apart(
         form = guess_format(text)
         return None if form in (None, CallFormat.FENCE) else read_reply(text, form, tools), ()
     read, mistakes, unread = [], [], []
-    for call_id, name, arguments in calls:
+    for call in calls:
+        function = call["function"]
         try:
-            read.append(ToolCall(name=name, arguments=arguments or "{}", call_id=call_id))
+            arguments = function.get("arguments") or "{}"
+            read.append(ToolCall(name=function["name"], arguments=arguments, call_id=call["id"]))
         except DataError as error:
             mistakes.append(f"a tool call that cannot be read: {given_of(error)}")
-            unread.append(call_id)
+            unread.append(call["id"])
     return Spoken(content=text.strip(), calls=tuple(read), mistakes=tuple(mistakes)), tuple(unread)
 
 
@@ -184,5 +151,9 @@ def _as_user(message: Message) -> Message:
     return Message(role="user", content=f"{message.name} returned:\n{message.text}")
 
 
+async def _make(section: dict[str, Any], version: str) -> Player:
+    return Player(section, version)
+
+
 if __name__ == "__main__":
-    asyncio.run(serve(Guest))
+    asyncio.run(serve(_make))

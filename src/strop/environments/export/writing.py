@@ -8,17 +8,36 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from strop.environments.guests import process
 from strop.errors import ConfigError
 from strop.io.atomic import write_bytes_atomically
 from strop.spec.judge import role_judges
 from strop.spec.parts import needs_service
 from strop.spec.task import EnvironmentSection, TaskSection, UserCodeSection
 from strop.tasks import Task, build_task
-from strop.user_code import CodeRef, list_sources
+from strop.user_code import list_sources
 from strop.user_code.sources import root_of
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_SOURCES = "sources"
+_PROJECT = """\
+[build-system]
+requires = ["setuptools>=70.1"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "{name}"
+version = "1+{version}"
+description = "An environment of strop's as a taskset of verifiers."
+requires-python = ">=3.11"
+dependencies = ["verifiers>=0.4,<0.5"]
+
+[tool.setuptools]
+package-dir = {{ "" = "src" }}
+packages = ["{module}"]
+
+[tool.setuptools.package-data]
+{module} = ["environment.json", "sources/**/*"]
+"""
 
 
 def write_package(section: TaskSection, folder: Path) -> str:
@@ -29,32 +48,36 @@ def write_package(section: TaskSection, folder: Path) -> str:
         task; StoreError if it cannot be written; as building the task and reading its data do.
     """
     name = folder.absolute().name
-    if _NAME.fullmatch(name) is None:
+    is_taken = folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+    if _NAME.fullmatch(name) is None or is_taken:
         raise ConfigError(
-            f"a package that is called {name!r} after its folder",
-            allowed="small letters and digits, with single dashes between them, a letter first",
+            f"{folder} exists, and is no empty folder" if is_taken else f"a package that is called {name!r}",
+            allowed="a new folder of small letters and digits, with single dashes, a letter first",
             next_step="name another folder, for example guess-number-v1",
-        )
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            f"{folder} exists, and is no empty folder",
-            allowed="a folder for the package alone",
-            next_step="name another one, or remove it",
         )
     task = build_task(section)
     _require_playable(section, task)
     module = folder / "src" / name.replace("-", "_")
-    source, copies = _copy_sources(section)
-    files: dict[Path, str | bytes] = {
+    own_client, client = process.__name__, f"{module.name}.process"
+    files = {
         folder / "pyproject.toml": _PROJECT.format(name=name, module=module.name, version=task.version),
-        folder / "README.md": _README.format(name=name, task=task.name),
-        module / "__init__.py": Path(__file__).with_name("taskset.py").read_bytes(),
-        module / "environment.json": json.dumps(_describe(section, task, source), indent=2),
-        **{module / _SOURCES / place: data for place, data in copies.items()},
+        module / "__init__.py": Path(__file__)
+        .with_name("taskset.py")
+        .read_text("utf-8")
+        .replace(own_client, client),
+        module / "process.py": Path(process.__file__).read_text("utf-8"),
     }
-    for path, data in files.items():
+    described = _describe(section, task)
+    if isinstance(section, UserCodeSection) and section.ref.is_file:
+        root = root_of(section.ref.path)
+        for path in list_sources(section.ref.path):
+            files[module / "sources" / path.relative_to(root)] = path.read_text("utf-8")
+        described["source"] = f"sources/{section.ref.path.relative_to(root).as_posix()}"
+        described["class"] = section.ref.name
+    files[module / "environment.json"] = json.dumps(described, indent=2)
+    for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes_atomically(path, data if isinstance(data, bytes) else data.encode())
+        write_bytes_atomically(path, text.encode())
     return name
 
 
@@ -68,8 +91,7 @@ def _require_playable(section: TaskSection, task: Task) -> None:
         "task.thinking is set, and there the run decides it": section.thinking != "model_default",
         "task.order_file is set, and there the run orders": section.order_file is not None,
     }
-    reason = next((why for why, holds in reasons.items() if holds), None)
-    if reason is not None:
+    if reason := next((why for why, holds in reasons.items() if holds), None):
         raise ConfigError(
             f"{task.name} cannot be played by verifiers: {reason}",
             allowed="tasks and environments that are played by strop's process alone",
@@ -77,64 +99,21 @@ def _require_playable(section: TaskSection, task: Task) -> None:
         )
 
 
-def _copy_sources(section: TaskSection) -> tuple[str | None, dict[str, bytes]]:
-    """Return the path of the user's file in the package, and the copied files by path."""
-    if not isinstance(section, UserCodeSection) or not section.ref.is_file:
-        return None, {}
-    root = root_of(section.ref.path)
-    copies = {path.relative_to(root).as_posix(): path.read_bytes() for path in list_sources(section.ref.path)}
-    return f"{_SOURCES}/{section.ref.path.relative_to(root).as_posix()}", copies
-
-
-def _describe(section: TaskSection, task: Task, source: str | None) -> dict[str, Any]:
-    """Return the content of the package's `environment.json`."""
+def _describe(section: TaskSection, task: Task) -> dict[str, Any]:
+    """Return the content of the package's `environment.json`, for a task without a user's file."""
     agent: dict[str, Any] = {
         "runtime": {"type": "subprocess"},
         "sampling": {"max_tokens": task.limits.max_reply_tokens},
     }
     if isinstance(section, EnvironmentSection) and section.max_attempt_tokens is not None:
         agent["max_output_tokens"] = section.max_attempt_tokens
-    ref: CodeRef | None = section.ref if isinstance(section, UserCodeSection) else None
     return {
         "section": section.model_dump(mode="json"),
-        "source": source,
-        "class": None if source is None or ref is None else ref.name,
+        "source": None,
+        "class": None,
         "version": task.version,
         # Relative paths of the settings start here.
         "folder": str(Path.cwd()),
         "python": sys.executable,
         "agent": agent,
     }
-
-
-_PROJECT = """\
-[build-system]
-requires = ["setuptools>=70.1"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "{name}"
-version = "1+{version}"
-description = "An environment of strop's as a taskset of verifiers."
-readme = "README.md"
-requires-python = ">=3.11"
-dependencies = ["verifiers>=0.4,<0.5"]
-
-[tool.setuptools]
-package-dir = {{ "" = "src" }}
-packages = ["{module}"]
-
-[tool.setuptools.package-data]
-{module} = ["environment.json", "sources/**/*"]
-"""
-_README = """\
-# {name}
-
-{task}, an environment of strop's, as a taskset of verifiers 0.4:
-
-    pip install .
-    vf-eval {name}
-
-strop plays it, in a process of the Python that exported it; `--env.taskset.python` names another one that has
-strop. `--env.taskset.split held_out` takes the held-out examples.
-"""

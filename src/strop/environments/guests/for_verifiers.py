@@ -8,10 +8,8 @@ this process, unless a harness of the package is named. Programs run on this mac
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from contextlib import AsyncExitStack
-from types import ModuleType
 from typing import Any
 
 import verifiers.v1 as vf
@@ -19,9 +17,9 @@ from openai import AsyncOpenAI
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.utils import loaders
 
-_CHAT = "strop_chat"
-_LOCAL = {"type": "subprocess"}
 _KEPT_ERROR_CHARS = 500
+__all__ = ["ChatHarness"]
+"""What verifiers finds here, where this module is a harness's id."""
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
@@ -50,72 +48,56 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
 class Guest:
     """One environment, its tasks and its episodes."""
 
-    def __init__(
-        self, taskset: str, folder: str | None, harness: str, config: dict[str, Any], limit_s: float
-    ) -> None:
-        if folder is not None:
-            sys.path.insert(0, folder)
-        module = ModuleType(_CHAT)
-        module.__dict__.update(ChatHarness=ChatHarness, __all__=["ChatHarness"])
-        sys.modules[_CHAT] = module
-        harness = _CHAT if harness == "chat" else harness
-        raw = {**config, "taskset": {**config.get("taskset", {}), "id": taskset}}
-        kind = loaders.env_config_type(taskset, raw.get("id", ""))
-        for name, field in kind.model_fields.items():
-            if isinstance(field.default, vf.AgentConfig):
-                own = raw.get(name, {})
-                timeout = {"rollout": limit_s, **own.get("timeout", {})}
-                raw[name] = {"runtime": _LOCAL, "harness": {"id": harness}, **own, "timeout": timeout}
-        self._env = loaders.load_environment(loaders.resolve_env_config(raw))
-        self._stack = AsyncExitStack()
-        self._numbers = itertools.count()
+    def __init__(self, env: Any) -> None:
+        self._env = env
 
-    async def start(self) -> None:
-        """Start the services that all episodes share."""
-        await self._stack.enter_async_context(self._env.serving())
-
-    async def tasks(self, number: int) -> list[dict[str, Any]]:
+    def tasks(self, number: int) -> list[dict[str, Any]]:
         """Return the data of the first `number` tasks, or of all if there are fewer."""
         return [task.data.model_dump(mode="json") for task in itertools.islice(self._env.taskset, number)]
 
-    async def run(self, data: dict[str, Any], base_url: str, key: str) -> dict[str, Any]:
+    async def run(self, data: dict[str, Any], base_url: str, key_variable: str) -> dict[str, Any]:
         """Play an episode; return its rewards and errors."""
-        variable = f"STROP_KEY_{next(self._numbers)}"
-        os.environ[variable] = key
-        client = vf.EvalClientConfig(base_url=base_url, api_key_var=variable)
+        client = vf.EvalClientConfig(base_url=base_url, api_key_var=key_variable)
         context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
         task_type = type(self._env.taskset).task_type()
         task = task_type(task_type.data_type().model_validate(data), self._env.config.taskset.task)
         (slot,) = self._env.slots(task)
-        try:
-            episode = await self._env.run_slot(slot, context)
-        finally:
-            del os.environ[variable]
+        episode = await self._env.run_slot(slot, context)
         return {
             "traces": [_describe(trace) for trace in episode.traces],
             "errors": [_describe_error(error) for error in episode.errors],
         }
 
-    async def play(self, data: dict[str, Any], replies: list[str]) -> dict[str, Any]:
-        """Play an episode with fixed replies, repeating the last one."""
-        async with sys.modules["__main__"].serve_replies(replies) as base_url:
-            return await self.run(data, base_url, "none")
+
+async def start(
+    taskset: str, folder: str | None, harness: str, config: dict[str, Any], limit_s: float
+) -> Guest:
+    """Load an environment, and start the services that all its episodes share."""
+    if folder is not None:
+        sys.path.insert(0, folder)
+    harness = __name__ if harness == "chat" else harness
+    raw = {**config, "taskset": {**config.get("taskset", {}), "id": taskset}}
+    kind = loaders.env_config_type(taskset, raw.get("id", ""))
+    for name, field in kind.model_fields.items():
+        if isinstance(field.default, vf.AgentConfig):
+            own = raw.get(name, {})
+            timeout = {"rollout": limit_s, **own.get("timeout", {})}
+            local = {"runtime": {"type": "subprocess"}, "harness": {"id": harness}}
+            raw[name] = {**local, **own, "timeout": timeout}
+    env = loaders.load_environment(loaders.resolve_env_config(raw))
+    # Never left: the process ends with it.
+    await AsyncExitStack().enter_async_context(env.serving())
+    return Guest(env)
 
 
 def _describe(trace: Any) -> dict[str, Any]:
     return {
-        "agent": trace.agent.name,
         "rewards": {name: None if reward is None else reward.value for name, reward in trace.rewards.items()},
         "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
         "errors": [_describe_error(error) for error in trace.errors],
         "is_truncated": bool(trace.is_truncated),
-        "stop": trace.stop_condition,
     }
 
 
 def _describe_error(error: Any) -> dict[str, Any]:
-    return {
-        "type": error.type,
-        "message": error.message[:_KEPT_ERROR_CHARS],
-        "status": error.status_code,
-    }
+    return {"type": error.type, "message": error.message[:_KEPT_ERROR_CHARS], "status": error.status_code}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import json
-import os
 import sys
 from typing import Any
 
@@ -17,53 +15,43 @@ _KEPT_ERROR_CHARS = 500
 class Guest:
     """One environment and its rollouts."""
 
-    def __init__(
-        self, taskset: str, folder: str | None, harness: str, config: dict[str, Any], limit_s: float
-    ) -> None:
-        if folder is not None:
-            sys.path.insert(0, folder)
-        if harness != "chat":
-            raise ValueError(f"agent_program={harness}: an environment before v1 converses by itself")
-        self._env = load_environment(taskset, **config)
+    def __init__(self, env: Any, limit_s: float) -> None:
+        self._env = env
         self._limit_s = limit_s
-        self._numbers = itertools.count()
 
-    async def start(self) -> None:
-        """Do nothing: rollouts share nothing."""
-
-    async def tasks(self, number: int) -> list[dict[str, Any]]:
+    def tasks(self, number: int) -> list[dict[str, Any]]:
         """Return the first `number` training rows, or all if there are fewer."""
         dataset = self._env.get_dataset()
         rows = dataset.select(range(min(number, len(dataset)))).to_list()
         plain: list[dict[str, Any]] = json.loads(json.dumps(rows))
         return plain
 
-    async def run(self, data: dict[str, Any], base_url: str, key: str) -> dict[str, Any]:
+    async def run(self, data: dict[str, Any], base_url: str, key_variable: str) -> dict[str, Any]:
         """Play a rollout; return its rewards and errors."""
-        variable = f"STROP_KEY_{next(self._numbers)}"
-        os.environ[variable] = key
         client = ClientConfig(
-            api_key_var=variable, api_base_url=base_url, timeout=self._limit_s, max_retries=0
+            api_key_var=key_variable, api_base_url=base_url, timeout=self._limit_s, max_retries=0
         )
-        try:
-            output = await self._env.run_rollout(data, client, "policy", {})
-        finally:
-            del os.environ[variable]
+        output = await self._env.run_rollout(data, client, "policy", {})
         error = output.get("error")
-        errors = [] if error is None else [_describe_error(error)]
         metrics = {name: value for name, value in (output.get("metrics") or {}).items() if value is not None}
         trace = {
             "rewards": {} if error is not None else {"reward": output.get("reward")},
             "metrics": metrics,
-            "errors": errors,
+            "errors": [] if error is None else [_describe_error(error)],
             "is_truncated": bool(output.get("is_truncated")),
         }
         return {"traces": [trace], "errors": []}
 
-    async def play(self, data: dict[str, Any], replies: list[str]) -> dict[str, Any]:
-        """Play a rollout with fixed replies, repeating the last one."""
-        async with sys.modules["__main__"].serve_replies(replies) as base_url:
-            return await self.run(data, base_url, "none")
+
+async def start(
+    taskset: str, folder: str | None, harness: str, config: dict[str, Any], limit_s: float
+) -> Guest:
+    """Load an environment."""
+    if folder is not None:
+        sys.path.insert(0, folder)
+    if harness != "chat":
+        raise ValueError(f"agent_program={harness}: an environment before v1 converses by itself")
+    return Guest(load_environment(taskset, **config), limit_s)
 
 
 def _describe_error(error: Any) -> dict[str, Any]:

@@ -1,0 +1,92 @@
+"""The client of a process that `host.serve` serves, in another Python. It imports the standard library alone.
+
+A request is a connection to the process's Unix socket: one line of JSON, `{"do", ...}`, and one line back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import Any
+
+_LINE_BYTES = 1 << 28
+_END_S = 5.0
+
+
+class Process:
+    """A process that serves an object; usable from any thread and event loop, until this process ends."""
+
+    def __init__(self, argv: list[str], **options: Any) -> None:
+        """Start it, with further options of `Popen`; `begin` makes the object. Raises: OSError."""
+        self._folder = tempfile.mkdtemp(prefix="strop-guest-")
+        self._path = os.path.join(self._folder, "socket")
+        pipe = subprocess.PIPE
+        # In another session, out of reach of the terminal's signals: this process ends it.
+        self.process = subprocess.Popen(
+            [*argv, self._path], stdin=pipe, stdout=pipe, start_new_session=True, **options
+        )
+        atexit.register(self.end)
+
+    def begin(self, settings: Mapping[str, Any], limit_s: float) -> None:
+        """Make the object with these arguments. Raises: RuntimeError with its error; OSError."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(settings).encode() + b"\n")
+        self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], limit_s)[0]:
+            raise TimeoutError(f"it has not begun after {limit_s:g} s")
+        _read(self.process.stdout.readline())
+
+    def ask(self, do: str, **arguments: Any) -> Any:
+        """Call a method and wait. Raises: RuntimeError with its error; OSError if the process has ended."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(self._path)
+            connection.sendall(_line(do, arguments))
+            with connection.makefile("rb") as answer:
+                return _read(answer.readline())
+
+    async def do(self, do: str, **arguments: Any) -> Any:
+        """Call a method; a cancellation cancels it there too. Raises: as `ask`."""
+        reader, writer = await asyncio.open_unix_connection(self._path, limit=_LINE_BYTES)
+        try:
+            writer.write(_line(do, arguments))
+            return _read(await reader.readline())
+        finally:
+            writer.close()
+
+    def end(self) -> None:
+        """End the process."""
+        atexit.unregister(self.end)
+        assert self.process.stdin is not None
+        with suppress(OSError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _line(do: str, arguments: Mapping[str, Any]) -> bytes:
+    return json.dumps({**arguments, "do": do}).encode() + b"\n"
+
+
+def _read(line: bytes) -> Any:
+    if not line:
+        raise ConnectionResetError("its process has ended")
+    answer = json.loads(line)
+    if "error" in answer:
+        raise RuntimeError(f"{answer['kind']}: {answer['error']}")
+    return answer["found"]
