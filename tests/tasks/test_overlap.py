@@ -118,14 +118,6 @@ def test_a_closed_world_of_problems_is_no_overlap() -> None:
     assert (found.equal, found.similar) == ({}, {})
 
 
-def test_pieces_are_found_across_the_chunks_that_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("strop.tasks.overlap._CHUNK", 7)
-    learned = [*others(30), edit(STORY, 5), *others(12)]
-    held_out = [STORY, learned[3].upper(), *others(4)[2:3]]
-    whole = find_overlap(held_out, learned, str)
-    assert (whole.equal[1], whole.similar) == (3, {0: 30})
-
-
 @pytest.mark.slow
 def test_the_answer_is_that_of_counting_one_by_one() -> None:
     draw = random.Random(2)

@@ -187,7 +187,3 @@ def test_of_very_many_examples_some_are_compared_and_the_check_says_so(
     assert found.detail.endswith(
         "; of 30 held-out examples one in 3 was compared; of 25 training examples one in 3 was compared"
     )
-    # A range of any size is looked at in a moment.
-    huge = check(build_task(ArithmeticSpec(max_value=10**9, num_held_out=50)), tmp_path)
-    assert huge.is_passed
-    assert "of 999999999999999950 training examples one in 10000000000000000" in huge.detail

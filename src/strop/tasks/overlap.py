@@ -9,16 +9,12 @@ Not found: paraphrases and translations.
 
 from __future__ import annotations
 
-import itertools
 import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
-
-import numpy as np
-from numpy.typing import NDArray
 
 PIECE_WORDS = 8
 """Words of a piece; numbers and signs are words too."""
@@ -30,9 +26,7 @@ MAX_SHARERS = 10
 """A piece in more training texts than this is shared wording, such as an instruction. With few training
 texts, half of them are enough."""
 
-_CHUNK = 4096
-"""Training texts processed together."""
-_FILTER_BITS = 22
+_Piece = tuple[str, ...]
 _Learned = TypeVar("_Learned")
 
 # A number keeps its point and colon: 3.5 is not 3 5. Signs stay, each alone: 3+4 is 3 + 4 and not 3 - 4.
@@ -73,107 +67,41 @@ def find_overlap(
         problems of one form with other numbers are other problems.
     """
     questions = [normal_text(text) for text in held_out]
-    places: dict[str, list[int]] = {}
+    indices: dict[str, list[int]] = {}
     for index, text in enumerate(questions):
-        places.setdefault(text, []).append(index)
+        indices.setdefault(text, []).append(index)
+    pieces = [_pieces_of(text) for text in questions]
+    holders: dict[_Piece, list[int]] = {piece: [] for own in pieces for piece in own}
     equal: dict[int, int] = {}
-    pieces = _Pieces(questions)
-    for start in range(0, len(learned), _CHUNK):
-        texts = [normal_text(text_of(item)) for item in learned[start : start + _CHUNK]]
-        for place, text in enumerate(texts, start):
-            for index in places.get(text, ()):
-                equal.setdefault(index, place)
-        pieces.match(texts, start)
+    for place, item in enumerate(learned):
+        text = normal_text(text_of(item))
+        for index in indices.get(text, ()):
+            equal.setdefault(index, place)
+        for piece in _pieces_of(text):
+            found = holders.get(piece)
+            if found is not None and len(found) <= MAX_SHARERS:
+                found.append(place)
+    most = min(MAX_SHARERS, max(1, len(learned) // 2))
     similar: dict[int, int] = {}
-    for index, place in pieces.rank_similar(len(learned)):
-        if index in equal or index in similar:
+    for index, own in enumerate(pieces):
+        distinctive = [holders[piece] for piece in own if len(holders[piece]) <= most]
+        if index in equal or len(distinctive) < MIN_PIECES:
             continue
-        # The training text may be longer and have more numbers.
-        if _numbers(questions[index]) <= _numbers(normal_text(text_of(learned[place]))):
-            similar[index] = place
+        counts = Counter(place for found in distinctive for place in found)
+        for place, number in sorted(counts.items(), key=lambda one: (-one[1], one[0])):
+            if number < SIMILAR_FRAC * len(distinctive):
+                break
+            # The training text may be longer and have more numbers.
+            if _numbers(questions[index]) <= _numbers(normal_text(text_of(learned[place]))):
+                similar[index] = place
+                break
     return Overlap(equal=equal, similar=similar)
+
+
+def _pieces_of(normal: str) -> set[_Piece]:
+    words = normal.split()
+    return set(zip(*(words[start:] for start in range(PIECE_WORDS)), strict=False))
 
 
 def _numbers(normal: str) -> Counter[str]:
     return Counter(word for word in normal.split() if any(char.isdigit() for char in word))
-
-
-class _Pieces:
-    """The pieces of held-out texts, and the training texts that hold them.
-
-    Shapes: W = words of all texts, concatenated; K = distinct pieces of the held-out texts; M = matches: a
-    piece of the held-out texts in a training text.
-    """
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        words = [text.split() for text in texts]
-        self._ids = {word: index for index, word in enumerate(dict.fromkeys(itertools.chain(*words)), 1)}
-        noise = np.random.default_rng(0)
-        # Row 0 stands for every word that no held-out text has.
-        self._values = noise.integers(0, 2**64, size=len(self._ids) + 1, dtype=np.uint64)
-        evens = noise.integers(0, 2**63, size=PIECE_WORDS, dtype=np.uint64) * np.uint64(2)
-        self._factors = evens + np.uint64(1)
-        hashes, owners = self._hash(words)
-        self._hashes_K, pieces = np.unique(hashes, return_inverse=True)
-        own = np.unique(np.stack([owners, pieces.reshape(-1)]), axis=1)
-        self._owners, self._own_pieces = own[0], own[1]
-        self._filter = np.zeros(1 << _FILTER_BITS, dtype=np.bool_)
-        self._filter[self._slots(self._hashes_K)] = True
-        self._num_sharers_K = np.zeros(len(self._hashes_K), dtype=np.int64)
-        self._matches: list[NDArray[np.int64]] = []
-
-    def _hash(self, words: Sequence[Sequence[str]]) -> tuple[NDArray[np.uint64], NDArray[np.int64]]:
-        """Return a hash of each piece, and the index of its text."""
-        lengths = np.array([len(text) for text in words], dtype=np.int64)
-        ids = map(self._ids.get, itertools.chain.from_iterable(words), itertools.repeat(0))
-        values_W = self._values[np.fromiter(ids, dtype=np.int64, count=int(lengths.sum()))]
-        num_starts = max(len(values_W) - PIECE_WORDS + 1, 0)
-        hashes = np.zeros(num_starts, dtype=np.uint64)
-        for offset, factor in enumerate(self._factors):
-            hashes += values_W[offset : offset + num_starts] * factor
-        # Equal words cancel out in the sum alone.
-        hashes ^= hashes >> np.uint64(31)
-        owners_W = np.repeat(np.arange(len(words)), lengths)
-        is_whole = owners_W[:num_starts] == owners_W[PIECE_WORDS - 1 :][:num_starts]
-        return hashes[is_whole], owners_W[:num_starts][is_whole]
-
-    @staticmethod
-    def _slots(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
-        return (hashes >> np.uint64(64 - _FILTER_BITS)).astype(np.int64)
-
-    def match(self, texts: Sequence[str], start: int) -> None:
-        """Record which pieces occur in the next training texts; the first of these has index `start`."""
-        if not len(self._hashes_K):
-            return
-        hashes, owners = self._hash([text.split() for text in texts])
-        maybe = self._filter[self._slots(hashes)]
-        hashes, owners = hashes[maybe], owners[maybe]
-        pieces = np.searchsorted(self._hashes_K, hashes).clip(max=len(self._hashes_K) - 1)
-        is_known = self._hashes_K[pieces] == hashes
-        matches = np.unique(np.stack([pieces[is_known], owners[is_known] + start]), axis=1)
-        # Pieces already known as shared wording are no longer recorded, which bounds the memory.
-        matches = matches[:, self._num_sharers_K[matches[0]] <= MAX_SHARERS]
-        self._num_sharers_K += np.bincount(matches[0], minlength=len(self._hashes_K))
-        self._matches.append(matches)
-
-    def rank_similar(self, num_learned: int) -> list[tuple[int, int]]:
-        """Return (held-out text, training text) with enough pieces in common, most first."""
-        if not self._matches:
-            return []
-        is_own_K = self._num_sharers_K <= min(MAX_SHARERS, max(1, num_learned // 2))
-        pieces_M, places_M = np.concatenate(self._matches, axis=1)
-        pieces_M, places_M = pieces_M[is_own_K[pieces_M]], places_M[is_own_K[pieces_M]]
-        order = np.argsort(pieces_M, kind="stable")
-        pieces_M, places_M = pieces_M[order], places_M[order]
-        counts = is_own_K[self._own_pieces]
-        owners, own_pieces = self._owners[counts], self._own_pieces[counts]
-        num_pieces = np.bincount(owners, minlength=1)
-        # Join each piece of each held-out text with every training text that has it.
-        first = np.searchsorted(pieces_M, own_pieces, side="left")
-        num_joined = np.searchsorted(pieces_M, own_pieces, side="right") - first
-        rows = np.repeat(first - np.cumsum(num_joined) + num_joined, num_joined) + np.arange(num_joined.sum())
-        pairs = np.stack([np.repeat(owners, num_joined), places_M[rows]])
-        (texts, places), num_common = np.unique(pairs, axis=1, return_counts=True)
-        enough = (num_pieces[texts] >= MIN_PIECES) & (num_common >= SIMILAR_FRAC * num_pieces[texts])
-        best = np.argsort(-num_common[enough], kind="stable")
-        return list(zip(texts[enough][best].tolist(), places[enough][best].tolist(), strict=True))

@@ -69,11 +69,10 @@ def test_the_first_held_out_examples_pose_different_problems() -> None:
     assert 10 < sum(example.fields["a"] < example.fields["b"] for example in first) < 40
 
 
-def test_a_huge_range_costs_nothing_and_reaches_far() -> None:
+def test_a_huge_range_has_many_examples_and_reaches_far() -> None:
     train = build_task(ArithmeticSpec(max_value=10**9)).examples(Split.TRAIN)
-    assert len(train) == 10**18 - 100
+    assert len({problem_of(TASK, example) for example in train}) == len(train) == 100_000
     assert max(example.fields["a"] for example in train[:20]) > 10**8
-    assert train[-1].answer is not None
 
 
 def test_one_value_range() -> None:

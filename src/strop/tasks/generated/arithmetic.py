@@ -1,8 +1,7 @@
 """Sums, differences and products of two whole numbers: the canary that every machine can train on.
 
-The examples are all ordered pairs of a range under each operator. The two orders, 3 + 5 and 5 + 3, are two
-examples of one problem, which is either held out or trained on. Pairs are made on access, so a range of any
-size costs no memory.
+The examples are the ordered pairs of a range under each operator. The two orders, 3 + 5 and 5 + 3, are two
+examples of one problem, which is either held out or trained on.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import hashlib
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
-from types import MappingProxyType
-from typing import Any, Literal, overload
+from functools import cached_property
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -31,9 +30,12 @@ _BASE_PROMPT = f"{_PROMPT}\nA:"
 _BASE_STOP_STRINGS = ("\n",)
 _VERIFIER = "last-number-2"
 _SPLITS = "by-problem-1"
-_OPERATORS: Mapping[str, Callable[[int, int], int]] = MappingProxyType(
-    {"+": operator.add, "-": operator.sub, "*": operator.mul}
-)
+_OPERATORS: Mapping[str, Callable[[int, int], int]] = {
+    "+": operator.add,
+    "-": operator.sub,
+    "*": operator.mul,
+}
+_MOST_PAIRS = 100_000
 _NUM_ROUNDS = 4
 
 
@@ -63,7 +65,7 @@ class ArithmeticSpec(TaskSection):
     num_held_out: int = Field(
         default=100,
         ge=1,
-        le=10**7,
+        le=_MOST_PAIRS,
         description="Pairs kept out of training for evaluation, in both orders of their numbers. Which ones"
         " is fixed by their content, not by the run's seed.",
     )
@@ -138,13 +140,30 @@ class Arithmetic:
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the pairs of a split, which depends on the range and not on a run's seed.
 
-        The first pairs all pose different problems.
+        The first pairs all pose different problems. Of a large range they are the first 100,000.
         """
-        spec = self._spec
-        num_problems = spec.num_held_out_problems
-        if split is Split.HELD_OUT:
-            return _Sums(spec, range(num_problems), range(spec.num_held_out))
-        return _Sums(spec, range(num_problems, spec.num_pairs // 2), range(spec.num_train))
+        return self._pairs[split]
+
+    @cached_property
+    def _pairs(self) -> Mapping[Split, list[Example]]:
+        spec, num_held_out, size = self._spec, self._spec.num_held_out_problems, self._spec.num_pairs // 2
+        found: dict[Split, list[Example]] = {split: [] for split in Split}
+        for split, first, last, number in (
+            (Split.HELD_OUT, 0, num_held_out, spec.num_held_out),
+            (Split.TRAIN, num_held_out, size, min(spec.num_train, _MOST_PAIRS)),
+        ):
+            ranks = range(first, min(last, first + number))
+            problems = [_pairs_of(_shuffled(rank, size), spec) for rank in ranks]
+            # The rank is independent of the numbers, and so is the order of the two pairs.
+            orders = ((rank + other) % 2 for other in (0, 1) for rank in ranks)
+            pairs = [problem[order] for problem, order in zip(problems * 2, orders, strict=True)]
+            # If the number of pairs is odd, this one has no partner.
+            pairs.append((spec.operators[-1], spec.max_value, spec.max_value))
+            for op, a, b in pairs[:number]:
+                # A sum has no field `op`.
+                fields = {"a": a, "b": b} if op == "+" else {"a": a, "op": op, "b": b}
+                found[split].append(make_example(self.name, fields, str(_OPERATORS[op](a, b))))
+        return found
 
     def problem_of(self, example: Example) -> str:
         """Return the numbers with the smaller one first: both orders are one problem."""
@@ -180,39 +199,6 @@ def _solve(example: Example) -> int:
     return _OPERATORS[fields.get("op", "+")](fields["a"], fields["b"])
 
 
-class _Sums(Sequence[Example]):
-    """The pairs of a range of problems, made on demand: first one pair of each problem, then the other."""
-
-    def __init__(self, spec: ArithmeticSpec, ranks: range, places: range) -> None:
-        """`ranks`: problems in the shuffled range. `places`: positions among their pairs."""
-        self._spec = spec
-        self._ranks = ranks
-        self._places = places
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> _Sums: ...
-    def __getitem__(self, index: int | slice) -> Example | _Sums:
-        if isinstance(index, slice):
-            return _Sums(self._spec, self._ranks, self._places[index])
-        spec, place = self._spec, self._places[index]
-        if place == 2 * len(self._ranks):
-            # If the number of pairs is odd, this one has no partner.
-            return _make(spec.operators[-1], spec.max_value, spec.max_value)
-        is_other, position = divmod(place, len(self._ranks))
-        rank = self._ranks[position]
-        pair = _pairs_of(_shuffled(rank, spec.num_pairs // 2), spec)
-        # The rank is independent of the numbers, and so is the order of the two pairs.
-        return _make(*pair[(rank + is_other) % 2])
-
-    def __iter__(self) -> Iterator[Example]:
-        return (self[index] for index in range(len(self)))
-
-
 def _pairs_of(number: int, spec: ArithmeticSpec) -> tuple[tuple[str, int, int], tuple[str, int, int]]:
     """Return both pairs of a problem, each with its operator.
 
@@ -231,12 +217,6 @@ def _pairs_of(number: int, spec: ArithmeticSpec) -> tuple[tuple[str, int, int], 
     (kind, place), (next_kind, next_place) = divmod(first, num_values), divmod(first + 1, num_values)
     a, b = low + place, low + next_place
     return (spec.operators[kind], a, a), (spec.operators[next_kind], b, b)
-
-
-def _make(op: str, a: int, b: int) -> Example:
-    # A sum has no field `op`, so that example ids in stored files stay valid.
-    fields = {"a": a, "b": b} if op == "+" else {"a": a, "op": op, "b": b}
-    return make_example("arithmetic", fields, str(_OPERATORS[op](a, b)))
 
 
 def _shuffled(rank: int, size: int) -> int:

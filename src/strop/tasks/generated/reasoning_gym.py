@@ -1,14 +1,10 @@
 """Any data set of the reasoning-gym package as a task, scored by the data set's own function.
 
 Tested with reasoning-gym 0.1.25. All examples come from one generator: two whose seeds are close serve the
-same problems. Known defects: five data sets have no stored answer (boxnet, graph_color, propositional_logic,
-rubiks_cube, rush_hour), some reward garbage or an echo of the question, and the scorer of prime_factorization
-raises on words. The self-test finds the first two; if a scorer raises, there is no score, never a 0.
+same problems. Five data sets have no stored answer, some reward garbage or an echo of the question, and the
+scorer of prime_factorization raises on words: then there is no score, never a 0.
 
-An example depends only on data set, settings and seed, in every process. Generators that iterate over Python
-sets (`HASH_SEEDED`) depend on Python's hash seed, which differs between processes: they need
-PYTHONHASHSEED=0. Others (pool_matrix, list_functions) draw from the process-wide generators, which are seeded
-for each problem and restored afterwards.
+An example depends only on data set, settings and seed, in every process.
 """
 
 from __future__ import annotations
@@ -46,19 +42,14 @@ _VERIFIER = "answer-tag-3"
 _TAG = re.compile(r"<( ?/ ?)?answer ?>", re.IGNORECASE)
 _BOX = re.compile(r"\$?\\boxed\{([^{}]*)\}\$?")
 _SPLITS = "by-problem-1"
-_DRAWN_ONCE = "/hash-seed-0"
-"""Added to the version of data sets whose problems once differed between processes."""
 _VERIFY_LIMIT_S = 5.0
 _OWN_SETTINGS = ("seed", "size")
 _SLACK = 1e-9
 """Rounding error of a full score."""
-Entry = Mapping[str, Any]
-"""One problem of the package: `question`, `answer` and `metadata`."""
 HASH_SEEDED = frozenset(
     {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
-"""Data sets of reasoning-gym 0.1.25 whose problems depend on Python's hash seed, found by drawing all data
-sets under two seeds."""
+"""Data sets whose generators iterate over Python's sets: their problems depend on its hash seed."""
 _DRAWS_PER_EXAMPLE = 8
 
 
@@ -130,10 +121,8 @@ class ReasoningGym:
     def version(self) -> str:
         """Hash over settings, prompt, limits and the release of the package."""
         _import_package(self._spec.dataset)
-        release = package_version("reasoning-gym")
-        if self._spec.dataset in HASH_SEEDED:
-            release += _DRAWN_ONCE
-        return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, release + _SPLITS)
+        release = package_version("reasoning-gym") + _SPLITS
+        return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, release)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of a split; a question, in any order of its words, is in one split only, once.
@@ -167,7 +156,7 @@ class ReasoningGym:
             )
         answer, is_tagged = answer_of(text)
         _, entry = self._problems[example.example_id]
-        with private_random_state(example.example_id):
+        with _own_random_state(example.example_id):
             score = float(self._dataset.score_answer(answer, entry))
         return Outcome(parts={"score": score}, is_correct=score >= 1.0 - _SLACK, format_ok=is_tagged)
 
@@ -182,8 +171,10 @@ class ReasoningGym:
     def _dataset(self) -> Any:
         spec = self._spec
         package = _import_package(spec.dataset)
+        own = {"seed": spec.data_seed, "size": _DRAWS_PER_EXAMPLE * (spec.num_held_out + spec.num_train)}
         try:
-            return create_dataset(spec)
+            with _own_random_state(f"{spec.dataset}/{spec.data_seed}"):
+                return package.create_dataset(spec.dataset, **{**spec.config, **own})
         except (AssertionError, TypeError, ValueError) as error:
             settings = fields(package.factory.DATASETS[spec.dataset][1])
             names = sorted({field.name for field in settings} - set(_OWN_SETTINGS))
@@ -195,17 +186,29 @@ class ReasoningGym:
             ) from error
 
     @cached_property
-    def _problems(self) -> dict[str, tuple[Example, Entry]]:
-        """Examples with the entries that their scorer needs, by example id, held-out ones first."""
-        spec = self._spec
-        problems: dict[str, tuple[Example, Entry]] = {}
-        for entry in draw_entries(self._dataset, spec):
-            question, answer = read_entry(entry)
-            example = make_example(self.name, {"dataset": spec.dataset, "question": question}, answer)
-            problems[example.example_id] = example, entry
+    def _problems(self) -> dict[str, tuple[Example, Mapping[str, Any]]]:
+        """Examples with the entries that their scorer needs, by example id, held-out ones first.
+
+        All questions differ, and none of the training ones poses a held-out problem again.
+        """
+        spec, dataset = self._spec, self._dataset
         num_wanted = spec.num_held_out + spec.num_train
-        if len(problems) == num_wanted:
-            return problems
+        problems: dict[str, tuple[Example, Mapping[str, Any]]] = {}
+        held_out: set[str] = set()
+        for index in range(len(dataset)):
+            with _own_random_state(f"{spec.dataset}/{spec.data_seed}/{index}"):
+                entry = dataset[index]
+            question, answer = str(entry["question"]), entry["answer"]
+            answer = None if answer is None else str(answer)
+            key = problem_key(question, answer)
+            if len(problems) < spec.num_held_out:
+                held_out.add(key)
+            elif key in held_out:
+                continue
+            example = make_example(self.name, {"dataset": spec.dataset, "question": question}, answer)
+            problems.setdefault(example.example_id, (example, entry))
+            if len(problems) == num_wanted:
+                return problems
         raise DataError(
             f"task.num_train={spec.num_train} and task.num_held_out={spec.num_held_out} ask for"
             f" {num_wanted} different questions of reasoning-gym data set {spec.dataset}",
@@ -258,6 +261,12 @@ def _import_package(dataset: str | None) -> Any:
             allowed="reasoning-gym with the extra 'tasks' installed",
             next_step="pip install 'strop[tasks]'",
         ) from error
+    if dataset in HASH_SEEDED and sys.flags.hash_randomization:
+        raise ConfigError(
+            f"task.dataset={dataset}: reasoning-gym draws other problems of it in each process",
+            allowed="this data set where PYTHONHASHSEED=0 is set",
+            next_step="set PYTHONHASHSEED=0 in the environment of the command, or choose another data set",
+        )
     if dataset is not None and dataset not in DATASETS:
         near = " or ".join(get_close_matches(dataset, sorted(DATASETS), n=2))
         raise ConfigError(
@@ -266,48 +275,6 @@ def _import_package(dataset: str | None) -> Any:
             next_step=f"did you mean {near}" if near else "choose one of these names",
         )
     return reasoning_gym
-
-
-def create_dataset(spec: ReasoningGymSpec) -> Any:
-    """Create the package's data set. Raises: any exception of the package about its settings."""
-    import reasoning_gym
-
-    own = {"seed": spec.data_seed, "size": _DRAWS_PER_EXAMPLE * (spec.num_held_out + spec.num_train)}
-    with private_random_state(f"{spec.dataset}/{spec.data_seed}"):
-        return reasoning_gym.create_dataset(spec.dataset, **{**spec.config, **own})
-
-
-def draw_entries(dataset: Any, spec: ReasoningGymSpec) -> list[Entry]:
-    """Return the first problems with distinct questions; fewer if the data set has no more.
-
-    None poses a problem of the first `num_held_out` again (`problem_key`).
-    Raises: ConfigError for a data set of `HASH_SEEDED` in a process whose hash seed is random.
-    """
-    if spec.dataset in HASH_SEEDED and sys.flags.hash_randomization:
-        raise ConfigError(
-            f"task.dataset={spec.dataset}: reasoning-gym draws other problems of it in each process",
-            allowed="this data set where PYTHONHASHSEED=0 is set",
-            next_step="set PYTHONHASHSEED=0 in the environment of the command, or choose another data set",
-        )
-    entries: dict[str, Entry] = {}
-    held_out: set[str] = set()
-    for index in range(len(dataset)):
-        with private_random_state(f"{spec.dataset}/{spec.data_seed}/{index}"):
-            entry = dataset[index]
-        question, answer = read_entry(entry)
-        if len(entries) < spec.num_held_out:
-            held_out.add(problem_key(question, answer))
-        elif problem_key(question, answer) in held_out:
-            continue
-        entries.setdefault(question, entry)
-        if len(entries) == spec.num_held_out + spec.num_train:
-            break
-    return list(entries.values())
-
-
-def read_entry(entry: Entry) -> tuple[str, str | None]:
-    """Return question and answer as texts; the answer is None if the data set stores none."""
-    return str(entry["question"]), None if entry["answer"] is None else str(entry["answer"])
 
 
 def problem_key(question: str, answer: str | None) -> str:
@@ -321,18 +288,14 @@ def problem_key(question: str, answer: str | None) -> str:
 
 
 @contextmanager
-def private_random_state(stream_name: str) -> Iterator[None]:
-    """Seed the process-wide generators for a block, and restore their state afterwards.
-
-    Some data sets (pool_matrix, list_functions) draw from them, so their problems would depend on earlier
-    draws, and would change later ones.
-    """
+def _own_random_state(stream_name: str) -> Iterator[None]:
+    """Seed the process-wide generators, from which some data sets draw, and restore them behind the block."""
     seed = int.from_bytes(hashlib.blake2b(stream_name.encode(), digest_size=4).digest(), "little")
     python_state, numpy_state = random.getstate(), np.random.get_state()
     random.seed(seed)
     np.random.seed(seed)
     try:
-        # Some of the generators print; standard output is reserved for the entries.
+        # Some of the generators print.
         with redirect_stdout(sys.stderr):
             yield
     finally:
