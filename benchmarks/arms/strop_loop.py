@@ -28,7 +28,7 @@ from strop.record import RunDir
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.run import RunSpec
 from strop.store import ModelHandle
-from strop.tasks import TaskLimits
+from strop.tasks import Task, TaskLimits
 from strop.train.loop import TrainInput, TrainLoop
 
 NEVER = 10**6
@@ -47,7 +47,7 @@ METRICS = {
 }
 
 
-class BenchmarkTask:
+class BenchmarkTask(Task):
     """The benchmark's prompts as a task; its rewards can be forced to differ in every group."""
 
     name = "arithmetic"
@@ -82,7 +82,7 @@ class BenchmarkTask:
         for index, example in enumerate(self.step_examples(prompts)):
             self._forced[example.example_id] = rewards[index * size : (index + 1) * size]
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Judge by the last number, or hand out the next forced reward of the example's group."""
         reward = last_number_reward(text, example.answer or "")
         if forced := self._forced.get(example.example_id):

@@ -16,12 +16,12 @@ from strop.environments.guests import guest as guests
 from strop.errors import ConfigError
 from strop.rollout import CONVERSATION, RESTART, Rollout, Split
 from strop.tasks import Task, build_task
-from strop.tasks.contract import TURN
+from strop.tasks.task import TURN
 from strop.tokenizer import Tokenizer
 from tests.conftest import require_system_part
 from tests.fixtures.builders import plan_for
 from tests.fixtures.dummy_engine import DummyEngine
-from tests.fixtures.judging import failed
+from tests.fixtures.judging import failed, verdict
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 TASKSET = """
@@ -141,8 +141,8 @@ def test_turns_of_an_environment_extend_the_ids(folder: Path, tokenizer: Tokeniz
     assert "Say 4." not in rollout.turns[2].text
     # Given replies are played without a model.
     example = task.examples(Split.TRAIN)[0]
-    assert task.verify(example, TURN.join(["3", "4"])).reward == 1.0
-    assert task.verify(example, "").reward == 0.0
+    assert verdict(task, example, TURN.join(["3", "4"])).reward == 1.0
+    assert verdict(task, example, "").reward == 0.0
 
 
 @pytest.mark.slow
@@ -156,7 +156,7 @@ def test_an_environment_of_the_older_form_is_played(folder: Path, tokenizer: Tok
     assert not any(turn.role in (CONVERSATION, RESTART) for turn in rollout.turns)
     assert "Again." in rollout.turns[2].text
     example = task.examples(Split.TRAIN)[0]
-    assert task.verify(example, TURN.join(["4", "5"])).reward == 0.0
+    assert verdict(task, example, TURN.join(["4", "5"])).reward == 0.0
 
 
 @pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -15,12 +15,12 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import TaskSpec
 from strop.tasks import build_task
-from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec
+from strop.tasks.task import Task, TaskLimits
 
 
-class Capitals:
+class Capitals(Task):
     """Sound: the word behind 'answer:' must be the right one."""
 
     name = "capitals"
@@ -44,7 +44,7 @@ class Capitals:
         _, mark, tail = text.partition("answer:")
         return tail.strip() if mark else None
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         if example.answer is None:
             raise DataError("no answer. Allowed: one. Next: mend the row.")
         found = self.found(text)
@@ -64,8 +64,8 @@ class Faulty(Capitals):
         self.pays = pays or (lambda example, text, is_right: is_right)
         vars(self).update(methods)
 
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text)
+    async def verify(self, example: Example, text: str) -> Outcome:
+        outcome = await super().verify(example, text)
         return replace(outcome, parts={"correct": float(self.pays(example, text, bool(outcome.is_correct)))})  # type: ignore[arg-type]
 
 
@@ -82,9 +82,15 @@ def number_of(index: int) -> str:
     return str(index * 37 + 11)
 
 
-def wraps(outcome_of: Callable[[Example, str, Outcome], Outcome]) -> Callable[[Example, str], Outcome]:
+def wraps(
+    outcome_of: Callable[[Example, str, Outcome], Outcome],
+) -> Callable[[Example, str], Awaitable[Outcome]]:
     """Return a method `verify` that changes the sound one's outcome."""
-    return lambda example, text: outcome_of(example, text, Capitals().verify(example, text))
+
+    async def verify(example: Example, text: str) -> Outcome:
+        return outcome_of(example, text, await Capitals().verify(example, text))
+
+    return verify
 
 
 class RemembersTheLast(Capitals):
@@ -92,8 +98,8 @@ class RemembersTheLast(Capitals):
 
     last = ""
 
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text)
+    async def verify(self, example: Example, text: str) -> Outcome:
+        outcome = await super().verify(example, text)
         is_late, self.last = example.example_id < self.last, example.example_id
         return replace(outcome, parts={"correct": float(bool(outcome.is_correct) and not is_late)})
 
@@ -107,7 +113,7 @@ class StopsAtTheFirstTest(Capitals):
             self.name, {**example.fields, "tests": ["a", "r", example.answer]}, example.answer
         )
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         passed = itertools.takewhile(text.__contains__, example.fields["tests"])
         return Outcome(parts={"correct": len(list(passed)) / 3}, format_ok=bool(text.strip()))
 
@@ -119,8 +125,8 @@ class CallsItWrongWithoutItsKey(Capitals):
         example = super().example(index)
         return make_example(self.name, {**example.fields, "key": example.answer}, example.answer)
 
-    def verify(self, example: Example, text: str) -> Outcome:
-        return super().verify(replace(example, answer=str(example.fields.get("key", ""))), text)
+    async def verify(self, example: Example, text: str) -> Outcome:
+        return await super().verify(replace(example, answer=str(example.fields.get("key", ""))), text)
 
 
 def follows_from_a_word(index: int) -> Example:
@@ -229,11 +235,7 @@ FAULTS: dict[str, tuple[Capitals, dict[str, str]]] = {
     ),
     # REW-1: what could not be judged counted as wrong.
     "scores without content": (
-        Faulty(
-            verify=lambda e, t: (
-                Outcome(parts={"correct": 0.0}) if e.answer is None else Capitals().verify(e, t)
-            )
-        ),
+        Faulty(verify=wraps(lambda e, t, o: Outcome(parts={"correct": 0.0}) if e.answer is None else o)),
         {"failure_paths": "fail"},
     ),
     "calls it wrong without its key": (CallsItWrongWithoutItsKey(), {"failure_paths": "fail"}),

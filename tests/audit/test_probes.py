@@ -18,9 +18,9 @@ from strop.rollout import make_example
 from strop.spec.task import TaskSpec
 from strop.tasks import build_task, build_warm_task
 from strop.tasks.code.mbpp import MbppSpec
-from strop.tasks.judging import open_judge
+from strop.tasks.judging import Judge
 from strop.tasks.mixture import MixtureSpec
-from strop.tasks.traits import ProgramForm, judge_digests_of
+from strop.tasks.task import ProgramForm
 from tests.environments.test_worlds import build_spec
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import judge_spec, judge_task
@@ -129,7 +129,7 @@ def test_visible_tests_that_can_be_learned_by_heart_make_mbpp_amber(tmp_path: Pa
     settings = AuditSettings(num_examples=4, probes=(*QUICK_PROBES, "order", "failure_paths"))
 
     async def audit_in_workers() -> AuditReport:
-        judge = open_judge(task, partial(build_warm_task, spec))
+        judge = Judge(task, partial(build_warm_task, spec))
         try:
             return await run_audit(task, settings, judge)
         finally:
@@ -221,10 +221,10 @@ def test_a_judge_is_attacked_inside_other_tasks_too(tmp_path: Path) -> None:
         include={"name", "source", "judge_url", "judge_model", "judge_revision"}
     )
     sums: dict[str, Any] = {"name": "arithmetic", "max_value": 4, "num_held_out": 2}
-    (digest,) = judge_digests_of(judge_task(tmp_path, "http://127.0.0.1:1/v1", rubric="quality"))
+    (digest,) = judge_task(tmp_path, "http://127.0.0.1:1/v1", rubric="quality").judge_digests
     specs: list[tuple[list[str], TaskSpec]] = [
         ([digest], MixtureSpec(name="mixture", parts={"sums": sums, "judge": section})),
         ([], MixtureSpec(name="mixture", parts={"sums": sums})),
     ]
     for judged, spec in specs:
-        assert judge_digests_of(build_task(spec)) == judged
+        assert list(build_task(spec).judge_digests) == judged

@@ -30,8 +30,8 @@ from strop.audit import (
 from strop.audit.report import SCHEMA
 from strop.errors import CorruptRecord
 from strop.rollout import Example, FailureOwner, Outcome
-from strop.tasks.contract import Task
-from strop.tasks.judging import InlineJudge
+from strop.tasks.judging import Judge
+from strop.tasks.task import Task
 from tests.audit.test_audit import (
     MATCHES_EITHER_WAY,
     PAYS_FOR_A_LETTER,
@@ -148,11 +148,11 @@ def test_a_user_without_a_name_can_accept_too(monkeypatch: pytest.MonkeyPatch) -
 class Computes(Capitals):
     """Takes long for long replies, in the process of the run."""
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         until = time.thread_time() + (0.2 if len(text) > 10**5 else 0.0)
         while time.thread_time() < until:
             pass
-        return super().verify(example, text)
+        return await super().verify(example, text)
 
 
 def test_a_verifier_that_computes_for_long_beside_the_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_slow_grader_costs_examples_and_not_the_result(monkeypatch: pytest.Mon
     assert shown == [("garbage", "fail", 4), ("constant", "pass", 4), ("determinism", "pass", 2)]
 
 
-class SometimesLate(InlineJudge):
+class SometimesLate(Judge):
     """A judge whose verifier is ended at its limit once in so many judgements."""
 
     def __init__(self, task: Task, every: int) -> None:

@@ -21,6 +21,7 @@ from benchmarks.rivals import rival_arm, strop_arm
 from benchmarks.verifier import forced_rewards, last_number_reward, signal_tokens, zero_variance_frac
 from strop.rollout import Split
 from tests.fixtures.git_tree import commit_files
+from tests.fixtures.judging import verdict
 
 CASE = CASES["grpo-32-forced"]
 
@@ -169,8 +170,8 @@ def test_forced_rewards_differ_in_every_group_and_natural_ones_come_from_the_tex
     task = BenchmarkTask(case, prompts)
     example = task.step_examples(prompts)[0]
     # Before a step forces anything, as in the gate's self-test of the verifier.
-    assert task.verify(example, prompts[0].answer).reward == 1.0
-    assert task.verify(example, "no number").reward == 0.0
+    assert verdict(task, example, prompts[0].answer).reward == 1.0
+    assert verdict(task, example, "no number").reward == 0.0
     for member in BenchmarkSchedule(case, task, prompts).examples(0):
-        rewards = [task.verify(member, "no number").reward for _ in range(case.group_size)]
+        rewards = [verdict(task, member, "no number").reward for _ in range(case.group_size)]
         assert sorted(reward or 0.0 for reward in rewards) == [0.0] * 4 + [1.0] * 4

@@ -22,6 +22,7 @@ from strop.store import ModelHandle
 from strop.tasks.llm_judge.client import endpoint_name
 from strop.tasks.llm_judge.task import LlmJudge
 from tests.fixtures.judged import judge_spec
+from tests.fixtures.judging import verdict
 from tests.fixtures.tiny_run import tiny_spec
 
 DIGEST = "0123456789abcdef"
@@ -62,14 +63,14 @@ async def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(
     assert isinstance(answer["choices"][0]["message"]["content"], str)
     # Random weights give no verdict, and that is no score; nor is a prompt that they cannot read.
     for reply in ("word-0", "word " * 500):
-        outcome = await asyncio.to_thread(task.verify, example, reply)
+        outcome = await asyncio.to_thread(verdict, task, example, reply)
         assert outcome.parts == {"judge": None}
     (process,) = judges._started.values()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"org/judge is gone: its process \d+ ended with signal 9"):
         await guard(asyncio.sleep(300), judges.find_failure)
-    outcome = await asyncio.to_thread(task.verify, example, "word-7")
+    outcome = await asyncio.to_thread(verdict, task, example, "word-7")
     assert outcome.parts == {"judge": None}
     assert isinstance(outcome.failure, Failure)
     assert outcome.failure.kind == "judge_unreachable"

@@ -20,10 +20,11 @@ from strop.errors import ConfigError
 from strop.rollout import Split
 from strop.run.tasks import read_task
 from strop.tasks import build_task
-from strop.tasks.contract import TURN
+from strop.tasks.task import TURN
 from tests.conftest import require_system_part
 from tests.environments.test_worlds import COUNTING, call
 from tests.fixtures.commands import Run, run
+from tests.fixtures.judging import verdict
 
 __all__ = ["run"]
 ROLE_JUDGE = ("judge_url=role", "judge_model=x", "judge_revision=a1", "rubric=r")
@@ -195,7 +196,7 @@ def test_verifiers_plays_them_and_its_rewards_are_strops(own: Path, tmp_path: Pa
     *played, one_turn, failed, held_out = [json.loads(line) for line in ended.stdout.splitlines()]
     for (name, example, _, replies), found in zip(jobs, played, strict=True):
         section = sections[name]
-        outcome = build_task(section).verify(_example(section, example), TURN.join(replies))
+        outcome = verdict(build_task(section), _example(section, example), TURN.join(replies))
         assert (found["ok"], found["errors"]) == (True, [])
         assert found["rewards"] == outcome.parts
         assert found["metrics"]["is_correct"] == float(bool(outcome.is_correct))

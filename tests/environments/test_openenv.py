@@ -16,7 +16,6 @@ from pydantic import ValidationError
 from strop.environments.openenv import OpenenvSpec
 from strop.rollout import FailureOwner, Split
 from strop.tasks import Task, build_task
-from strop.tasks.traits import world_of
 from tests.conftest import require_system_part
 from tests.environments.test_worlds import play_here as play
 from tests.fixtures.judging import failed
@@ -92,7 +91,7 @@ def test_attempts_that_are_played_at_once_share_the_servers_room(url: str) -> No
     example = task.examples(Split.TRAIN)[0]
 
     async def play_all() -> list[float | None]:
-        found = await asyncio.gather(*(world_of(task).play(example, ONE) for _ in range(3)))
+        found = await asyncio.gather(*(task.world.play(example, ONE) for _ in range(3)))
         return [outcome.reward for outcome in found]
 
     assert asyncio.run(play_all()) == [1.0] * 3

@@ -22,7 +22,7 @@ from strop.sandbox.served import ServedSandbox
 from strop.spec.sandboxing import SandboxSettings
 from strop.spec.task import EnvironmentSection
 from strop.tasks import Task
-from strop.tasks.contract import TaskLimits
+from strop.tasks.task import TaskLimits
 from tests.environments.test_worlds import COUNTING, attempt, build, call, tokenizer_of
 from tests.fixtures.gpus import MakeGpus, fake_gpu
 from tests.fixtures.sandboxes import needs_bubblewrap

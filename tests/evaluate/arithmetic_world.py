@@ -47,15 +47,15 @@ def add(a: int, b: int, request: GenerationRequest) -> str:
 class BrittleArithmetic(Arithmetic):
     """Arithmetic whose verifier fails on sums of one summand."""
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         if example.fields["a"] == 1:
             raise TypeError("no verdict")
-        return super().verify(example, text)
+        return await super().verify(example, text)
 
 
 class PartialArithmetic(Arithmetic):
     """Arithmetic that pays 0.3 for any reply, right or wrong."""
 
-    def verify(self, example: Example, text: str) -> Outcome:
-        judged = super().verify(example, text)
+    async def verify(self, example: Example, text: str) -> Outcome:
+        judged = await super().verify(example, text)
         return Outcome(parts={"effort": 0.3}, is_correct=judged.is_correct)

@@ -195,7 +195,7 @@ def test_eva_5_a_threshold_says_what_is_solved(tmp_path: Path) -> None:
 
 def test_code_that_ran_out_of_time_is_wrong_and_counted(tmp_path: Path) -> None:
     class Endless(Arithmetic):
-        def verify(self, example: Example, text: str) -> Outcome:
+        async def verify(self, example: Example, text: str) -> Outcome:
             return Outcome(parts={"correct": 0.0}, is_correct=False, timed_out=True)
 
     tokenizer = make_tokenizer(tmp_path)

@@ -33,11 +33,12 @@ SETTINGS = EvalSettings(run_seed=0, step=0, split=Split.HELD_OUT, num_samples=1)
 class StrictArithmetic(Arithmetic):
     """Arithmetic that wants the sum alone, by a new version."""
 
+    version = "strict"
+
     def __init__(self) -> None:
         super().__init__(make_spec())
-        self.version = "strict"
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         is_correct = text == example.answer
         return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct, extracted=text)
 

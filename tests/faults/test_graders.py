@@ -12,6 +12,7 @@ from strop.rollout import Example
 from strop.tasks import Task, build_task
 from strop.tasks.mathematics.boxed_math import MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
+from tests.fixtures.judging import verdict
 
 # Each a task, a gold answer, a form in which models end their replies, and whether it says the gold answer.
 LINES = Path(__file__).with_name("graders.jsonl").read_text("utf-8").splitlines()
@@ -20,7 +21,7 @@ VERDICTS = [json.loads(line) for line in LINES]
 
 def judged(task: Task, gold: str, reply: str) -> bool | None:
     example = Example(task=task.name, example_id="0", fields={"solution": f"#### {gold}"}, answer=gold)
-    return task.verify(example, reply).is_correct
+    return verdict(task, example, reply).is_correct
 
 
 def test_a_calculation_is_no_number_and_its_result_is() -> None:

@@ -13,6 +13,7 @@ from strop.errors import DataError
 from strop.rollout import Outcome, Split
 from strop.spec import load_spec
 from strop.tasks import build_task
+from tests.fixtures.judging import verdict
 
 
 def judge(folder: Path, tests: Any, program: str) -> Outcome:
@@ -28,7 +29,7 @@ def judge(folder: Path, tests: Any, program: str) -> Outcome:
     )
     task = build_task(load_spec(run_file).spec.task)
     (example,) = task.examples(Split.TRAIN)
-    outcome = task.verify(example, f"```python\n{program}\n```")
+    outcome = verdict(task, example, f"```python\n{program}\n```")
     assert outcome.failure is None, outcome
     return outcome
 

@@ -12,6 +12,7 @@ from strop.spec import load_spec
 from tests.fixtures.commands import Run
 from tests.fixtures.judge_server import judge_server, scored
 from tests.fixtures.judged import judge_task
+from tests.fixtures.judging import verdict
 
 
 @pytest.mark.parametrize(
@@ -40,4 +41,4 @@ def test_a_judge_that_fails_once_is_asked_again(tmp_path: Path, status: int) -> 
     answers: list[Any] = [(status, "later"), scored(1.0)]
     with judge_server(lambda question: answers.pop(0)) as server:
         task = judge_task(tmp_path, server.url)
-        assert task.verify(task.examples(Split.TRAIN)[0], "word-0").reward == 1.0
+        assert verdict(task, task.examples(Split.TRAIN)[0], "word-0").reward == 1.0

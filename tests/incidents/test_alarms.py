@@ -57,7 +57,7 @@ class Adds(SpellTask):
     def render(self, example: Example) -> tuple[Message, ...]:
         return (Message(role="user", content=f"What is {example.fields['n']} + 1?"),)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         is_right = str(last_number(text)) == example.answer
         return Outcome(parts={"right": float(is_right)}, is_correct=is_right, format_ok=True)
 
@@ -133,10 +133,10 @@ class PaysTooMuch(SpellTask):
         self.score = score
         self.calls = itertools.count()
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         if self.notes.is_past_gate and next(self.calls) % 3 == 0:
             return Outcome(parts={"spelled": self.score}, is_correct=True)
-        return super().verify(example, text)
+        return await super().verify(example, text)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_rew_10_a_grader_that_only_gives_impossible_scores_ends_the_run(
 class PaysTooMuchForAll(Arithmetic):
     """A simulated scorer."""
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         return Outcome(parts={"accuracy": 2.39}, is_correct=True)
 
 
@@ -226,7 +226,7 @@ class PaysForBrevity(SpellTask):
         first = 0 if split is Split.TRAIN else 60
         return [make_example(self.name, {"n": n}, f"Q{n}Z") for n in range(first, first + 60)]
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         is_right = text == example.answer
         return Outcome(parts={"spelled": 1.0 if is_right else 0.5 / (1 + len(text))}, is_correct=is_right)
 

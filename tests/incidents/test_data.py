@@ -51,10 +51,10 @@ def test_dat_1_ids_survive_filtering_and_reordering(tmp_path: Path) -> None:
 class LosesSome(SpellTask):
     """Judges short replies only, as a verifier that runs out of time now and then does."""
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         if len(text) > 8:
             raise TimeoutError
-        return super().verify(example, text)
+        return await super().verify(example, text)
 
 
 TWICE = 3
@@ -62,6 +62,8 @@ TWICE = 3
 
 class ServesOneTwice(LosesSome):
     """Has an order in which one example comes twice in each epoch, and a verifier that loses some."""
+
+    is_ordered = True
 
     def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
         return [*range(NUM_TRAIN), TWICE]

@@ -27,8 +27,8 @@ from strop.evaluate import (
 )
 from strop.rollout import Example, Outcome, Split
 from strop.run.held_out import Evaluation
-from strop.tasks import Task, problem_of
-from strop.tasks.judging import InlineJudge
+from strop.tasks import Task
+from strop.tasks.judging import Judge
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import (
     Answer,
@@ -70,7 +70,7 @@ def test_eva_1_another_form_of_what_was_trained_on_is_no_held_out_score(tmp_path
     """Incident: a + b was trained on for 72 of 94 held-out sums b + a."""
     tokenizer, task = make_tokenizer(tmp_path), make_task()
     with pytest.raises(CheckRefused, match=r"2 of 10 .* trained on"):
-        evaluate(tokenizer, trained_ids=frozenset({problem_of(task, task.examples(Split.HELD_OUT)[0])}))
+        evaluate(tokenizer, trained_ids=frozenset({task.problem_of(task.examples(Split.HELD_OUT)[0])}))
 
 
 def test_eva_2_a_run_file_that_lowers_the_budget_lowers_no_claim(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ class Records(SpellTask):
         super().__init__(max_reply_tokens=NUM_TOKENS)
         self.said: dict[str, str] = {}
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         self.said[example.example_id] = text
-        return super().verify(example, text)
+        return await super().verify(example, text)
 
 
 class SaysTheSame(SpellTask):
@@ -191,7 +191,7 @@ class SaysTheSame(SpellTask):
         self._said = said
         self._pays_length = pays_length
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         wanted = self._said[example.example_id]
         is_same = text == wanted
         num_same = len(list(takewhile(bool, (a == b for a, b in zip(text, wanted, strict=False)))))
@@ -294,7 +294,7 @@ def measure(made: Composition) -> Callable[[Roles], Roles]:
     """Let a composition evaluate as `strop train` does."""
 
     def change(roles: Roles) -> Roles:
-        made.evaluate = Evaluation(made.spec, made.task, InlineJudge(made.task), roles, "m", made.run_dir)
+        made.evaluate = Evaluation(made.spec, made.task, Judge(made.task), roles, "m", made.run_dir)
         return roles
 
     return change

@@ -50,8 +50,8 @@ def test_opt_3_weight_1_beside_a_tiny_reward_loss_raises_the_alarm(
 class TinyReward(SpellTask):
     """Pays a ten thousandth of what others pay."""
 
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text)
+    async def verify(self, example: Example, text: str) -> Outcome:
+        outcome = await super().verify(example, text)
         earned = outcome.parts["spelled"] or 0.0
         return replace(outcome, parts={"spelled": earned if outcome.is_correct else 1e-4 * earned})
 

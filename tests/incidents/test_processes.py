@@ -32,7 +32,7 @@ from strop.rollout import Example, Outcome
 from strop.run.held_out import Evaluation
 from strop.spec import RunSpec
 from strop.store import ModelHandle
-from strop.tasks.judging import InlineJudge
+from strop.tasks.judging import Judge
 from tests.fixtures.attempts import fork, wait_for_end
 from tests.fixtures.dying_runs import NUM_PROLIFIC, STORM, find_marked, prolific_run
 from tests.fixtures.silent_engine import train_until_a_write_blocks, train_until_silence
@@ -146,9 +146,9 @@ def test_prc_8_a_leak_of_a_fixed_amount_per_step_is_named(tmp_path: Path, tiny_m
     kept: list[bytes] = []
 
     class Leaking(SpellTask):
-        def verify(self, example: Example, text: str) -> Outcome:
+        async def verify(self, example: Example, text: str) -> Outcome:
             kept.append(b"x" * 1_000_000)
-            return super().verify(example, text)
+            return await super().verify(example, text)
 
     # 12 judgements of 1 MB a step, well above what the heap breathes. Short replies: a step is quick.
     spec = tiny_spec(train={"steps": 40, "checkpoint_every": 50}, tripwires={"on_alarm": "warn"})
@@ -237,7 +237,7 @@ class DoomedEngine:
             changed = replace(roles, engine=engine)
             if is_evaluated:
                 made.evaluate = Evaluation(
-                    made.spec, made.task, InlineJudge(made.task), changed, "digest", made.run_dir
+                    made.spec, made.task, Judge(made.task), changed, "digest", made.run_dir
                 )
             return changed
 

@@ -32,10 +32,10 @@ from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tasks.instructions import google
 from strop.tasks.instructions.segments import detect_language
 from strop.tasks.instructions.tasks import IfMultiSpec
-from strop.tasks.judging import InlineJudge
+from strop.tasks.judging import Judge
 from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
-from strop.tasks.traits import ProgramForm
-from tests.fixtures.judging import run_self_test
+from strop.tasks.task import ProgramForm
+from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.sandboxed import best_level
 from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
@@ -57,7 +57,7 @@ class Mutated(Gsm8k):
         super().__init__(Gsm8kSpec(name="gsm8k", source="unused.jsonl"))
         self._rule = rule
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         is_correct = self._rule(example, text)
         return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct)
 
@@ -73,7 +73,7 @@ def without_signs(text: str | None) -> str:
         (lambda e, t: last_number(without_signs(t)) == parse_number(e.answer), {"gold", "sign"}),
         (lambda e, t: last_number(without_signs(t)) == parse_number(without_signs(e.answer)), {"sign"}),
         (lambda e, t: t == f"The answer is {e.answer}.", {"gold"}),
-        (lambda e, t: f"#### {e.answer}" in t or gsm8k().verify(e, t).is_correct is True, {"factor"}),
+        (lambda e, t: f"#### {e.answer}" in t or last_number(t) == parse_number(e.answer), {"factor"}),
     ],
     ids=["the whole solution", "no signs in replies", "no signs at all", "one phrase", "a part of a number"],
 )
@@ -94,10 +94,10 @@ def test_rew_2_mutated_verifiers_fail_the_self_test(
 class RaisesSometimes(SpellTask):
     """Raises on about a third of the replies of a random model, and on no reply of the self-test."""
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         if len(text) > 8:
             raise TypeError("can only concatenate str")
-        return super().verify(example, text)
+        return await super().verify(example, text)
 
 
 def test_rew_1_a_verifier_that_raises_now_and_then_is_an_alarm(tmp_path: Path, tiny_model_dir: Path) -> None:
@@ -131,9 +131,9 @@ class RightInAnyForm(SpellTask):
         super().__init__()
         self.notes = notes
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         if not self.notes.is_past_gate:
-            return super().verify(example, text)
+            return await super().verify(example, text)
         is_late = len(self.notes.steps) >= 2
         return Outcome(parts={"spelled": 0.5}, is_correct=True, format_ok=not is_late)
 
@@ -172,9 +172,9 @@ def test_rew_1_an_exception_of_a_checker_is_not_a_wrong_answer(monkeypatch: pyte
     monkeypatch.setattr(google, "detect_language", broken)
     example = one(("language:response_language", {"language": "de"}))
     with pytest.raises(TypeError, match="detector"):
-        multi().verify(example, "Das Meer ist blau und weit.")
+        verdict(multi(), example, "Das Meer ist blau und weit.")
     with pytest.raises(TypeError, match="detector"):
-        asyncio.run(InlineJudge(multi()).judge(example, "Das Meer ist blau und weit."))
+        asyncio.run(Judge(multi()).judge(example, "Das Meer ist blau und weit."))
 
 
 def test_rew_5_the_language_of_a_text_does_not_change() -> None:
@@ -201,7 +201,7 @@ def test_rew_8_all_tests_of_a_reply_share_one_sandbox() -> None:
         test_s=60.0,
     )
     started_at = time.monotonic()
-    verdict = judge_python(job, min_isolation=best_level())
+    verdict = asyncio.run(judge_python(job, min_isolation=best_level()))
     assert (verdict.num_passed, verdict.is_right) == (1440, True)
     # Far from ten minutes; how fast it is where nothing else runs is a benchmark's business.
     assert time.monotonic() - started_at < 300.0
@@ -227,7 +227,7 @@ class Sums(SpellTask):
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         return () if example.answer is None else (f"answer: {example.answer}",)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         found = text.rpartition("answer:")[2].strip() if "answer:" in text else None
         is_correct = found == str(example.fields["left"] + example.fields["right"])
         return self.outcome(example, text, is_correct=is_correct, found=found)
@@ -287,7 +287,7 @@ class SurvivesIfFemale(Sums):
         text = f"Age {example.fields['age']}, sex {example.fields['sex']}. Did this passenger survive?"
         return (Message(role="user", content=text),)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         found = text.rpartition("answer:")[2].strip() if "answer:" in text else None
         return self.outcome(example, text, is_correct=found == example.answer, found=found)
 
@@ -325,7 +325,7 @@ def test_rew_4_chance_is_no_payment_for_one_word() -> None:
         def gold_replies(self, example: Example) -> tuple[str, ...]:
             return (example.answer or "",)
 
-        def verify(self, example: Example, text: str) -> Outcome:
+        async def verify(self, example: Example, text: str) -> Outcome:
             is_right = text.strip() == example.answer
             return Outcome(
                 parts={"correct": float(is_right)}, is_correct=is_right, format_ok=bool(text.strip())
@@ -351,6 +351,7 @@ def test_rew_4_a_part_of_the_marks_for_one_word_is_told_before_it_is_too_much() 
         found[share] = result.status
     assert found == {0.05: ProbeStatus.PASS, 0.2: ProbeStatus.WARN, 0.3: ProbeStatus.FAIL}
     # Replies that are programs are `constant`'s to try.
-    PaysForAnything.program_form = lambda self, example: ProgramForm(entry_point="f")  # type: ignore[attr-defined]
-    (result,) = audit(PaysForAnything(), "one_word").probes
+    programs = PaysForAnything()
+    programs.program_form = lambda example: ProgramForm(entry_point="f")  # type: ignore[method-assign]
+    (result,) = audit(programs, "one_word").probes
     assert result.status is ProbeStatus.NOT_APPLICABLE

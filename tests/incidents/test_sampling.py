@@ -158,9 +158,9 @@ class Listening(SpellTask):
         super().__init__()
         self.judged: list[str] = []
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         self.judged.append(text)
-        return super().verify(example, text)
+        return await super().verify(example, text)
 
 
 def test_smp_3_an_aborted_reply_is_never_judged_and_its_fate_is_recorded(

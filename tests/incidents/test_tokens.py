@@ -29,7 +29,7 @@ from strop.rollout import (
     make_example,
 )
 from strop.spec.train import TripwireSpec
-from strop.tasks import TaskLimits
+from strop.tasks import Task, TaskLimits
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch, pack_reply
 from strop.train.gate import check_terminator
@@ -45,7 +45,7 @@ PAD_ID = 260
 """Pad token and terminator of the tiny tokenizer."""
 
 
-class Question:
+class Question(Task):
     """One question whose reply may end at a stop string; right is 'yes'."""
 
     name = "question"
@@ -58,7 +58,7 @@ class Question:
     def render(self, example: Example) -> tuple[Message, ...]:
         return (Message(role="user", content="right?"),)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         return Outcome(parts={"correct": float(text == "yes")})
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:

@@ -34,9 +34,9 @@ from strop.run.resuming import DATE_FACT
 from strop.run.training import train_here
 from strop.spec import load_spec
 from strop.store import ModelHandle, get_model
-from strop.tasks import build_task, problem_of
+from strop.tasks import build_task
 from strop.tasks.generated.reverse_text import ReverseText
-from strop.tasks.judging import InlineJudge
+from strop.tasks.judging import Judge
 from strop.train import EvalSummary
 from strop.train.batch import schedule_examples
 from tests.evaluate.stored_results import make_result
@@ -240,7 +240,7 @@ def test_an_evaluation_asks_as_the_run_says_and_the_model_can_read(
         placement = InlinePlacement(spec, ModelHandle(path=tiny_model_dir, digest="unused"))
         roles = await placement.start()
         try:
-            return await Evaluation(spec, task, InlineJudge(task), roles, "digest", run_dir)(0, lambda: None)
+            return await Evaluation(spec, task, Judge(task), roles, "digest", run_dir)(0, lambda: None)
         finally:
             await placement.stop()
 
@@ -265,7 +265,7 @@ def test_an_evaluation_is_compared_with_the_best_valid_one_of_its_protocol(tmp_p
     ]
     for one in stored:
         write_result(one, run_dir.eval_path(task.name, one.step))
-    evaluation = Evaluation(tiny_spec(), task, InlineJudge(task), cast(Roles, None), "digest", run_dir)
+    evaluation = Evaluation(tiny_spec(), task, Judge(task), cast(Roles, None), "digest", run_dir)
     best = evaluation._find_best(make_result({"a": 0.0, "b": 0.0}, step=50))
     assert best is not None
     assert best.step == 0
@@ -279,7 +279,7 @@ def test_what_a_run_trained_on_is_known_although_its_task_has_changed(here: Here
     task = build_task(load_spec(path / "spec.toml").spec.task)
     trained, held_out = (task.examples(split) for split in Split)
     known = read_trained_ids(path)
-    assert known == {name for one in trained for name in (one.example_id, problem_of(task, one))}
+    assert known == {name for one in trained for name in (one.example_id, task.problem_of(one))}
     (rollout, *_) = read_rollouts(path / "rollouts" / "step-000001.parquet")
     write_rollouts(path / "rollouts" / "step-000001.parquet", [replace(rollout, example=held_out[0])])
     # The task is as it was, so its splits are.
@@ -288,7 +288,7 @@ def test_what_a_run_trained_on_is_known_although_its_task_has_changed(here: Here
     state["facts"]["task_version"] = "before"
     (path / "run.json").write_text(json.dumps(state))
     found = read_trained_ids(path)
-    assert found == known | {held_out[0].example_id, problem_of(task, held_out[0])}
+    assert found == known | {held_out[0].example_id, task.problem_of(held_out[0])}
     with pytest.raises(
         CheckRefused, match=r"1 of 3 examples of task reverse-text called held_out were trained"
     ):

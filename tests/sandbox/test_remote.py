@@ -153,11 +153,11 @@ def test_programs_are_judged_there() -> None:
             num_tests=1,
             wall_s=60.0,
         )
-        verdict = judge_python(job, min_isolation="rlimit", sandbox="remote")
+        verdict = asyncio.run(judge_python(job, min_isolation="rlimit", sandbox="remote"))
         assert verdict.is_right is is_right, verdict
         assert verdict.isolation == ("namespace" if BACKEND == "bubblewrap" else "rlimit")
     with pytest.raises(SandboxRefused) as caught:
-        judge_python(job, min_isolation="vm", sandbox="remote")
+        asyncio.run(judge_python(job, min_isolation="vm", sandbox="remote"))
     assert caught.value.kind == "level"
 
 

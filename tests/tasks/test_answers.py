@@ -25,6 +25,7 @@ from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tasks.prompt import PosedMessage, Thinking
 from strop.tokenizer import Tokenizer
+from tests.fixtures.judging import verdict
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
@@ -111,9 +112,9 @@ def test_thoughts_are_not_judged(spec: ArithmeticSpec | ReverseTextSpec) -> None
     task = build_task(spec)
     example = task.examples(Split.HELD_OUT)[0]
     gold = task.gold_replies(example)[0]
-    right = task.verify(example, f"<think>maybe 1\n12</think>{gold}")
+    right = verdict(task, example, f"<think>maybe 1\n12</think>{gold}")
     assert (right.is_correct, right.format_ok) == (True, True)
-    unfinished = task.verify(example, f"<think>maybe {gold}")
+    unfinished = verdict(task, example, f"<think>maybe {gold}")
     assert (unfinished.is_correct, unfinished.format_ok) == (False, False)
 
 

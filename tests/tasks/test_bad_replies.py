@@ -11,6 +11,7 @@ import pytest
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from tests.fixtures.every_task import section_of
+from tests.fixtures.judging import verdict
 from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.instruction_cases import MULTI_ARGUMENTS
 from tests.tasks.instructions.test_tasks import TWO_PARTS, multi_row
@@ -54,7 +55,7 @@ def test_a_completion_of_a_megabyte_is_a_wrong_answer_in_bounded_time(name: str,
         # One number of so many digits is read in the square of its length.
         size = MEGABYTE // 10 if piece == "9" else MEGABYTE
         started_at = time.process_time()
-        outcome = task.verify(example, piece * (size // len(piece)))
+        outcome = verdict(task, example, piece * (size // len(piece)))
         assert time.process_time() - started_at < 10.0, piece
         assert outcome.is_correct is False, piece
         assert outcome.reward is not None
@@ -73,7 +74,7 @@ def test_a_reply_that_nothing_can_be_read_from_is_wrong_and_scored(
     A graded task, which compares letters, may see some likeness; here at most 3 of 14.
     """
     task = task_of(name, tmp_path)
-    outcome = task.verify(task.examples(Split.HELD_OUT)[0], text)
+    outcome = verdict(task, task.examples(Split.HELD_OUT)[0], text)
     assert (outcome.is_correct, outcome.failure) == (False, None)
     assert outcome.reward is not None
     assert outcome.reward <= (0.02 if name == "reverse-text" else 0.0)

@@ -13,9 +13,9 @@ import pytest
 from strop.environments import Action, SingleTurn
 from strop.rollout import Example, Failure, FailureOwner, FinishReason, Message, Outcome, Split, make_example
 from strop.tasks import Task, TaskLimits, build_task
-from strop.tasks.contract import is_within, within_bounds
 from strop.tasks.judging import Judge
 from strop.tasks.mixture import Mixture, MixtureSpec
+from strop.tasks.task import is_within, within_bounds
 from tests.fixtures.judging import judge_replies, run_self_test
 from tests.tasks.user.test_rows import spec_of
 
@@ -23,7 +23,7 @@ LIMITS = TaskLimits(max_reply_tokens=8)
 HALF = TaskLimits(max_reply_tokens=8, max_reward=0.5, min_reward=-0.5)
 
 
-class Pays:
+class Pays(Task):
     """Pays what a reply names; every other one by the gold answer."""
 
     version = "1"
@@ -38,7 +38,7 @@ class Pays:
     def render(self, example: Example) -> tuple[Message, ...]:
         return (Message(role="user", content="?"),)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         try:
             return Outcome(parts={"named": float(text)}, is_correct=True)
         except ValueError:
@@ -138,7 +138,7 @@ def test_a_reward_function_of_the_users_is_held_to_what_the_run_file_says(tmp_pa
 
 def test_the_self_test_finds_a_right_reply_that_earns_too_much() -> None:
     class PaysTwice(Pays):
-        def verify(self, example: Example, text: str) -> Outcome:
+        async def verify(self, example: Example, text: str) -> Outcome:
             is_right = text == example.answer
             return Outcome(parts={"gold": 2.39 * is_right}, is_correct=is_right)
 

@@ -12,11 +12,12 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Split
 from strop.spec import load_spec
 from strop.spec.task import TaskSection
-from strop.tasks import build_task, epoch_order_of
+from strop.tasks import build_task
 from strop.tasks.curriculum import Curriculum
 from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.traits import describe_counts
+from strop.tasks.task import describe_counts
 from strop.train.batch import ExampleSchedule
+from tests.fixtures.judging import verdict
 
 SUMS = ArithmeticSpec(min_value=1, max_value=4, num_held_out=4)
 TRAIN = list(build_task(SUMS).examples(Split.TRAIN))
@@ -44,7 +45,7 @@ def test_the_run_trains_on_the_named_examples_in_their_order_in_every_epoch(tmp_
     task = ordered(tmp_path, [header, entry(5), entry(0), "", entry(7)])
     assert list(task.examples(Split.TRAIN)) == [TRAIN[5], TRAIN[0], TRAIN[7]]
     schedule = ExampleSchedule(
-        task.examples(Split.TRAIN), seed=3, prompts_per_step=2, epoch_order=epoch_order_of(task)
+        task.examples(Split.TRAIN), seed=3, prompts_per_step=2, epoch_order=task.epoch_order
     )
     # 5 0 7 | 5 0 7: the second step takes the end of the first epoch and the begin of the second.
     assert [schedule.examples(step) for step in range(3)] == [
@@ -59,7 +60,7 @@ def test_held_out_examples_version_and_judgements_are_those_of_the_task(tmp_path
     assert list(task.examples(Split.HELD_OUT)) == list(plain.examples(Split.HELD_OUT))
     assert (task.version, task.name, task.limits) == (plain.version, plain.name, plain.limits)
     for text in (*plain.gold_replies(TRAIN[2]), "asdf"):
-        assert task.verify(TRAIN[2], text) == plain.verify(TRAIN[2], text)
+        assert verdict(task, TRAIN[2], text) == verdict(plain, TRAIN[2], text)
     assert task.render(TRAIN[2]) == plain.render(TRAIN[2])
     assert task.gold_replies(TRAIN[2]) == plain.gold_replies(TRAIN[2])
 

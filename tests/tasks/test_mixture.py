@@ -11,9 +11,10 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import Split, make_example
 from strop.spec import load_spec, write_spec
-from strop.tasks import Task, build_task, epoch_order_of, limits_of
+from strop.tasks import Task, build_task
 from strop.tasks.mixture import Mixture, MixtureSpec
 from strop.train.batch import ExampleSchedule
+from tests.fixtures.judging import verdict
 
 # 4 * 4 - 4 = 12 small sums and 3 * 3 - 1 = 8 large ones to train on.
 SMALL: dict[str, Any] = {"name": "arithmetic", "min_value": 1, "max_value": 4, "num_held_out": 4}
@@ -45,16 +46,16 @@ def test_each_example_is_the_business_of_its_part() -> None:
         for part, example in own:
             assert task.render(example) == part.render(example)
             assert task.gold_replies(example) == part.gold_replies(example)
-            assert limits_of(task, example) == part.limits
+            assert task.limits_of(example) == part.limits
             for text in (*part.gold_replies(example), "asdf"):
-                assert task.verify(example, text) == part.verify(example, text)
+                assert verdict(task, example, text) == verdict(part, example, text)
 
 
 def test_its_own_limits_are_the_widest_of_its_parts() -> None:
     task = mixed(sums=SMALL, gym={"name": "reasoning-gym", "dataset": "chain_sum", "num_train": 4})
     assert (task.limits.max_reply_tokens, task.limits.verify_limit_s) == (2048, 5.0)
     example = task.examples(Split.TRAIN)[0]
-    assert limits_of(task, example).max_reply_tokens == 32
+    assert task.limits_of(example).max_reply_tokens == 32
 
 
 def test_an_epoch_holds_every_example_as_often_as_asked() -> None:
@@ -87,7 +88,7 @@ def test_the_order_follows_from_seed_and_epoch_alone() -> None:
 def test_a_schedule_never_serves_a_repeated_example_twice_in_a_step() -> None:
     task = mixed(small={**SMALL, "count": 3}, large={**LARGE, "repeat": 4, "count": 2})
     schedule = ExampleSchedule(
-        task.examples(Split.TRAIN), seed=0, prompts_per_step=4, epoch_order=epoch_order_of(task)
+        task.examples(Split.TRAIN), seed=0, prompts_per_step=4, epoch_order=task.epoch_order
     )
     served: Counter[str] = Counter()
     # An epoch has 3 + 2 * 4 = 11 places; 4 * 11 steps of 4 are 16 epochs, but for what still waits.
@@ -119,7 +120,7 @@ def test_examples_of_two_parts_or_of_none_and_a_count_beyond_the_part_are_refuse
     with pytest.raises(DataError, match=r"task\.parts\.small\.count=13\. Allowed: 1 to 12"):
         mixed(small={**SMALL, "count": 13}).examples(Split.TRAIN)
     with pytest.raises(DataError, match="other"):
-        mixed(small=SMALL).verify(make_example("other", {}, None), "7")
+        verdict(mixed(small=SMALL), make_example("other", {}, None), "7")
 
 
 def test_the_version_follows_parts_and_mode() -> None:

@@ -13,12 +13,11 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Split
 from strop.spec import load_spec
 from strop.spec.task import TaskSpec
-from strop.tasks import Task, build_task, limits_of, render_prompt
+from strop.tasks import Task, build_task, render_prompt
 from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.prompt import PosedMessage
 from strop.tasks.prompting import Prompted
-from strop.tasks.traits import epoch_order_of, prompt_fields_of
 from strop.tokenizer import Tokenizer
 from tests.fixtures.every_task import CASES, section_of
 from tests.fixtures.judging import run_self_test
@@ -38,7 +37,7 @@ def setting_of(name: str, task: Task) -> Any:
     """Return a value that the task takes for a setting: a template names the first text that it may."""
     if name != "prompt_template":
         return {"system_prompt": SYSTEM, "stop": ["\n###"]}[name]
-    fields = prompt_fields_of(task, an_example(task))
+    fields = task.prompt_fields(an_example(task))
     known = [key for key, value in fields.items() if isinstance(value, str | int)]
     return f"Now: {{{known[0]}}} {{{{so}}}}"
 
@@ -82,9 +81,9 @@ def test_every_task_is_asked_as_the_run_says(case: str, name: str, tmp_path: Pat
     asked, before = task.render(example), own.render(example)
     if name == "stop":
         assert asked == before
-        assert limits_of(task, example).stops(is_base=True) == ("\n###",) == task.limits.stops(is_base=False)
+        assert task.limits_of(example).stops(is_base=True) == ("\n###",) == task.limits.stops(is_base=False)
         return
-    assert limits_of(task, example) == limits_of(own, example)
+    assert task.limits_of(example) == own.limits_of(example)
     assert getattr(asked[-1], "thinking", None) == getattr(before[-1], "thinking", None)
     if name == "system_prompt":
         assert asked[0] == Message(role="system", content=SYSTEM)
@@ -210,7 +209,7 @@ def test_a_task_made_of_others_leaves_them_to_its_parts(word: str) -> None:
     task = build_task(load_spec(None, [*words, f"task.parts.a.{word}"]).spec.task)
     assert task.version != own.version
     example = task.examples(Split.HELD_OUT)[0]
-    asked, limits = task.render(example), limits_of(task, example)
+    asked, limits = task.render(example), task.limits_of(example)
     assert (asked != own.render(example)) == (setting != "stop")
     assert limits.stops(is_base=True) == {"stop": ("x",), "thinking": ()}.get(setting, ("\n",))
 
@@ -248,6 +247,8 @@ def test_a_template_that_tells_the_answer_is_found(tmp_path: Path) -> None:
 class InOrder(Arithmetic):
     """Comes in the order of its data."""
 
+    is_ordered = True
+
     def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
         return range(len(self.examples(Split.TRAIN)))
 
@@ -255,10 +256,8 @@ class InOrder(Arithmetic):
 def test_an_order_of_the_task_stays() -> None:
     spec = ArithmeticSpec(system_prompt="Be brief.")
     ordered, plain = Prompted(InOrder(spec), spec), Prompted(Arithmetic(spec), spec)
-    assert epoch_order_of(plain) is None
-    order = epoch_order_of(ordered)
-    assert order is not None
-    assert order(0, 0)[:2] == range(2)
+    assert (plain.is_ordered, ordered.is_ordered) == (False, True)
+    assert ordered.epoch_order(0, 0)[:2] == range(2)
 
 
 def test_examples_that_are_made_on_demand_are_not_all_looked_at() -> None:
@@ -273,4 +272,4 @@ def test_a_curriculum_is_asked_as_the_run_says_too(tmp_path: Path) -> None:
     task = build_task(ArithmeticSpec(order_file=str(order), prompt_template="{a}{op}{b}", stop=("\n\n",)))
     assert task.examples(Split.TRAIN) == (example,)
     assert task.render(example)[0].text == f"{example.fields['a']}+{example.fields['b']}"
-    assert limits_of(task, example).stop_strings == ("\n\n",) == task.limits.stop_strings
+    assert task.limits_of(example).stop_strings == ("\n\n",) == task.limits.stop_strings

@@ -17,6 +17,7 @@ from strop.tasks.mathematics.boxed_math import AimeSpec, MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.mmlu import MmluSpec, find_letter
 from strop.tasks.user.rewards import score_built_in
+from tests.fixtures.judging import verdict
 
 Form = Mapping[str, Any]
 TASKS = {
@@ -36,10 +37,10 @@ def forms(reader: str) -> list[Any]:
     ]
 
 
-def verdict(task: str, gold: str, form: Form) -> bool | None:
+def is_right(task: str, gold: str, form: Form) -> bool | None:
     fields = {"question": form.get("question", "?"), "problem": "?", "solution": ""} | form.get("fields", {})
     example = Example(task=task, example_id="0", fields=fields, answer=gold)
-    outcome = TASKS[task].verify(example, form["input"])
+    outcome = verdict(TASKS[task], example, form["input"])
     assert form.get("format") in (None, outcome.format_ok)
     return outcome.is_correct
 
@@ -48,18 +49,18 @@ def verdict(task: str, gold: str, form: Form) -> bool | None:
 def test_gsm8k(form: Form) -> None:
     right = form["right"]
     golds = {right or "18", "18", "17", "19", "7", "3", "1", "9"}
-    assert {gold for gold in golds if verdict("gsm8k", gold, form)} == ({right} if right else set())
+    assert {gold for gold in golds if is_right("gsm8k", gold, form)} == ({right} if right else set())
 
 
 @pytest.mark.parametrize("form", forms("boxed"))
 def test_boxed_mathematics(form: Form) -> None:
     pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
-    assert verdict(form["task"], form["gold"], form) is form["right"]
+    assert is_right(form["task"], form["gold"], form) is form["right"]
 
 
 @pytest.mark.parametrize("form", forms("mmlu"))
 def test_mmlu(form: Form) -> None:
-    assert [gold for gold in "ABCD" if verdict("mmlu", gold, form)] == list(form["right"] or "")
+    assert [gold for gold in "ABCD" if is_right("mmlu", gold, form)] == list(form["right"] or "")
 
 
 def test_no_letter_is_read_more_readily_than_another() -> None:

@@ -19,15 +19,15 @@ from tests.fixtures.judging import run_self_test
 class UnscoredForEmpty(Arithmetic):
     """Gives no score to an empty reply, where a wrong reply is owed its 0."""
 
-    def verify(self, example: Example, text: str) -> Outcome:
-        return super().verify(example, text) if text else Outcome(parts={"correct": None})
+    async def verify(self, example: Example, text: str) -> Outcome:
+        return await super().verify(example, text) if text else Outcome(parts={"correct": None})
 
 
 class HalfForAnything(Arithmetic):
     """Pays 0.6 for whatever is said."""
 
-    def verify(self, example: Example, text: str) -> Outcome:
-        outcome = super().verify(example, text)
+    async def verify(self, example: Example, text: str) -> Outcome:
+        outcome = await super().verify(example, text)
         return outcome if outcome.is_correct else Outcome(parts={"correct": 0.6}, is_correct=False)
 
 

@@ -13,9 +13,8 @@ from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.sft_jsonl import SftJsonlSpec
-from strop.tasks.traits import counts_of
 from tests.fixtures.demonstrations import make_framing, read
-from tests.fixtures.judging import run_self_test
+from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
@@ -41,8 +40,13 @@ def test_rows_are_posed_and_judged(tmp_path: Path) -> None:
     task = task_of(tmp_path)
     example = task.examples(Split.TRAIN)[0]
     assert [(said.role, said.text) for said in task.render(example)] == [("user", "What is 2 + 2?")]
-    assert [(task.verify(example, text).reward) for text in ("It is 4.", "5", "", "<think>4")] == [1, 0, 0, 0]
-    assert [(task.verify(example, text).format_ok) for text in ("5", "none")] == [True, False]
+    assert [(verdict(task, example, text).reward) for text in ("It is 4.", "5", "", "<think>4")] == [
+        1,
+        0,
+        0,
+        0,
+    ]
+    assert [(verdict(task, example, text).format_ok) for text in ("5", "none")] == [True, False]
     assert run_self_test(task, task.examples(Split.TRAIN)) == []
 
 
@@ -82,7 +86,7 @@ def test_rows_of_other_sources_and_without_gold_are_counted(tmp_path: Path) -> N
     task = task_of(tmp_path, train, subset="a")
     assert [len(task.examples(split)) for split in Split] == [4, 1]
     # Two training rows and one held-out row are of source b.
-    assert counts_of(task) == {"rows left out, of other sources": 3, "rows left out, without gold": 1}
+    assert task.counts == {"rows left out, of other sources": 3, "rows left out, without gold": 1}
 
 
 @pytest.mark.parametrize(
@@ -151,4 +155,4 @@ def test_answers_are_compared_as_asked(
         answer=answer,
     )
     (example,) = task.examples(Split.TRAIN)
-    assert [task.verify(example, text).reward for text in (gold, right, wrong)] == [1.0, 1.0, 0.0]
+    assert [verdict(task, example, text).reward for text in (gold, right, wrong)] == [1.0, 1.0, 0.0]

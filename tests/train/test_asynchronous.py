@@ -129,16 +129,16 @@ def test_a_deterministic_run_that_is_interrupted_goes_on_to_the_same_curve(
 class FlatOnEven(SpellTask):
     """Pays every wrong reply to an even example the same."""
 
-    def verify(self, example: Any, text: str) -> Outcome:
+    async def verify(self, example: Any, text: str) -> Outcome:
         if int(example.fields["n"]) % 2 == 0 and text != example.answer:
             return Outcome(parts={"spelled": 0.25}, is_correct=False)
-        return super().verify(example, text)
+        return await super().verify(example, text)
 
 
 class Flat(SpellTask):
     """Pays every wrong reply the same, as a task does that is far too hard."""
 
-    def verify(self, example: Any, text: str) -> Outcome:
+    async def verify(self, example: Any, text: str) -> Outcome:
         return Outcome(parts={"spelled": float(text == example.answer)}, is_correct=text == example.answer)
 
 

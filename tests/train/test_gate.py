@@ -111,7 +111,7 @@ class Overlapping(SpellTask):
 
 
 class RaisesTypeError(SpellTask):
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         raise TypeError("unsupported operand")
 
 

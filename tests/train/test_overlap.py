@@ -13,9 +13,9 @@ import pytest
 
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.tasks import Task, build_task
-from strop.tasks.contract import TaskLimits
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.mixture import MixtureSpec
+from strop.tasks.task import TaskLimits
 from strop.tasks.user.rows import RowsSpec
 from strop.tokenizer import Tokenizer
 from strop.train import gate_checks
@@ -26,7 +26,7 @@ from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
 
 @dataclass
-class Asks:
+class Asks(Task):
     """Asks the texts that it is given."""
 
     train: Sequence[str]
@@ -42,7 +42,7 @@ class Asks:
     def render(self, example: Example) -> tuple[Message, ...]:
         return (Message(role="user", content=example.fields["text"]),)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         raise NotImplementedError
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:

@@ -102,12 +102,12 @@ def test_a_step_whose_rollouts_say_nothing_still_imitates(tmp_path: Path, tiny_m
     class HalfBroken(SpellTask):
         num_judged = 0
 
-        def verify(self, example: Example, text: str) -> Outcome:
+        async def verify(self, example: Example, text: str) -> Outcome:
             # Behind the gate every other attempt is lost, so that of a pair nothing can be compared.
             self.num_judged += bool(made.notes.starts)
             if self.num_judged % 2:
                 raise ValueError("no judgement")
-            return super().verify(example, text)
+            return await super().verify(example, text)
 
     made = compose(tmp_path, tiny_model_dir, "rl+sft", steps=2, group_size=2, prompts_per_step=1)
     made.task = HalfBroken()

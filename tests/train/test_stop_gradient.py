@@ -31,7 +31,7 @@ from strop.rollout import (
     Split,
     make_example,
 )
-from strop.tasks import TaskLimits
+from strop.tasks import Task, TaskLimits
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
 from tests.fixtures.builders import plan_for
@@ -43,7 +43,7 @@ STOP = "ab"
 A, B, END = range(3)
 
 
-class Letters:
+class Letters(Task):
     """Earns by what stands before the stop string: the end has no reward of its own."""
 
     name = "letters"
@@ -56,7 +56,7 @@ class Letters:
     def render(self, example: Example) -> tuple[Message, ...]:
         return (Message(role="user", content="?"),)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         return Outcome(parts={"short": 1.0 / (1.0 + len(text)), "b": 0.3 * text.count("b")})
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:

@@ -167,6 +167,8 @@ on reverse-text with `task.partial_marks = "any-order"`. "demo": recipes/arithme
 class OrderedTask(SpellTask):
     """Shows its examples in an order of its own, as a curriculum does."""
 
+    is_ordered = True
+
     def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
         return range(12)
 

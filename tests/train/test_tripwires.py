@@ -16,7 +16,7 @@ from strop.io import verify_directory
 from strop.record import Event
 from strop.rollout import Example, Group, Outcome, Rollout, Turn, make_example
 from strop.spec import TripwireSpec
-from strop.tasks.contract import TaskLimits, within_bounds
+from strop.tasks.task import TaskLimits, within_bounds
 from strop.train.measure import measure_time
 from strop.train.watch.tripwires import (
     find_alarms,
@@ -97,9 +97,9 @@ def test_opt_4_an_alarm_may_end_the_run_and_its_checkpoint_stays(
     notes = Notes()
 
     class PaysAlikeLater(SpellTask):
-        def verify(self, example: Example, text: str) -> Outcome:
+        async def verify(self, example: Example, text: str) -> Outcome:
             is_late = len(notes.steps) >= 3
-            return Outcome(parts={"spelled": 0.1}) if is_late else super().verify(example, text)
+            return Outcome(parts={"spelled": 0.1}) if is_late else await super().verify(example, text)
 
     spec = tiny_spec(train={"steps": 6, "checkpoint_every": 2}, tripwires={"on_alarm": "stop"})
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=PaysAlikeLater(), notes=notes)
@@ -123,10 +123,10 @@ class FailsInTraining(SpellTask):
         self.num_judged = num_judged
         self.calls = itertools.count()
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         turn = next(self.calls) % 4 if self.notes.is_past_gate else 0
         if not self.notes.is_past_gate or turn < self.num_judged:
-            return super().verify(example, text)
+            return await super().verify(example, text)
         raise TypeError("no operand") if turn % 2 else KeyError("no field")
 
 

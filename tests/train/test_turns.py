@@ -19,7 +19,6 @@ from strop.rollout import Example, FailureOwner, Outcome, Rollout, Split
 from strop.spec.task import EnvironmentSection
 from strop.tasks import TaskLimits, build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.traits import attempt_tokens_of
 from strop.tokenizer import Tokenizer
 from strop.train.batch import build_batch
 from tests.fixtures.builders import plan_for
@@ -113,11 +112,11 @@ def test_an_attempt_may_say_as_much_as_all_its_turns() -> None:
     """What is overlong, and the constant of a constant normaliser, are those of the attempt."""
     for section, tokens in ((LettersSpec(), 3 * 32), (LettersSpec(max_turns=2, max_attempt_tokens=50), 50)):
         task = BuiltInWorld(section, Letters)
-        assert attempt_tokens_of(task, task.limits) == tokens
+        assert task.attempt_tokens(task.limits) == tokens
     agent = build_task(ArithmeticSpec(agent="true", agent_tokens=70))
-    assert attempt_tokens_of(agent, agent.limits) == 70
+    assert agent.attempt_tokens(agent.limits) == 70
     plain = build_task(ArithmeticSpec())
-    assert attempt_tokens_of(plain, plain.limits) == plain.limits.max_reply_tokens
+    assert plain.attempt_tokens(plain.limits) == plain.limits.max_reply_tokens
 
 
 def test_a_run_learns_from_all_turns(
@@ -159,7 +158,7 @@ class Halves(SpellTask):
     def part_of(self, example: Example) -> str:
         return "odd" if example.fields["n"] % 2 else "short"
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         return Outcome(parts={"there": 0.5, "form": 0.1 * text.isascii()}, is_correct=text.isascii())
 
 
@@ -169,7 +168,7 @@ class ShortParts(Halves):
     def part_of(self, example: Example) -> str:
         return "short"
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         return Outcome(parts={"there": 0.5})
 
 

@@ -42,11 +42,10 @@ from strop.sandbox.contract import ExecKind
 from strop.spec.sandboxing import SandboxSettings
 from strop.spec.task import EnvironmentSection, TaskSection
 from strop.tasks import Task
-from strop.tasks.contract import TaskLimits, within_bounds
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import without_tools
-from strop.tasks.traits import TaskWrapper, world_of
+from strop.tasks.task import TaskLimits, TaskWrapper, within_bounds
 from strop.user_code import CodeRef, hash_sources, inspect_function, is_code
 
 _MAX_ANSWER_BYTES = 16 << 20
@@ -116,7 +115,7 @@ class AgentTask(TaskWrapper):
 
     @property
     def world(self) -> AgentTask:
-        """This object; see `tasks.traits`."""
+        """This object; see `tasks.task`."""
         return self
 
     def make_environment(self, judge: Judge | None = None) -> AgentEnvironment | WorkspaceAttempt:
@@ -135,9 +134,9 @@ class AgentTask(TaskWrapper):
 
     async def play(self, example: Example, text: str) -> Outcome:
         """Judge a text as the program's answer; in a workspace, as replies to its tools."""
-        world = world_of(self._task)
+        world = self._task.world
         outcome: Outcome = (
-            self._task.verify(example, text) if world is None else await world.play(example, text)
+            await self._task.verify(example, text) if world is None else await world.play(example, text)
         )
         return outcome
 

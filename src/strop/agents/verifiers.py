@@ -27,10 +27,10 @@ from strop.rollout import Example, FailureOwner, Message, Outcome, Split, make_e
 from strop.spec.base import FreeTable, expert
 from strop.spec.task import TaskSection
 from strop.store.python_environment import PythonEnvironment, ensure_environment
-from strop.tasks.contract import TURN, TaskLimits, within_bounds
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose_messages
+from strop.tasks.task import TURN, Task, TaskLimits, within_bounds
 from strop.tasks.user.own_task import require_whole
 from strop.tasks.version import fit_limits, hash_version
 from strop.user_code import hash_sources
@@ -121,7 +121,7 @@ _MOST_TASKS = 1000
 """Training tasks that are read if the run file sets no task.num_train."""
 
 
-class VerifiersTask:
+class VerifiersTask(Task):
     """The tasks of a taskset. Reward: the weighted sum of its rewards, averaged over several agents."""
 
     name = "verifiers"
@@ -162,7 +162,7 @@ class VerifiersTask:
 
     @property
     def world(self) -> VerifiersTask:
-        """This object; see `tasks.traits`."""
+        """This object; see `tasks.task`."""
         return self
 
     def guest(self) -> Guest:
@@ -220,9 +220,9 @@ class VerifiersTask:
         """Return no replies: tasksets do not publish correct ones."""
         return ()
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Play an episode with the text as its replies."""
-        return asyncio.run(self.play(example, text))
+        return await self.play(example, text)
 
     async def play(self, example: Example, text: str) -> Outcome:
         """Play an episode without a model; `TURN` separates the replies in the text."""

@@ -36,9 +36,8 @@ from strop.audit.context import (
 from strop.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, make_example
 from strop.tasks.answers import parse_number
-from strop.tasks.contract import TURN
 from strop.tasks.selftest import excess_goldless
-from strop.tasks.traits import world_of
+from strop.tasks.task import TURN
 
 _MIN_GOLD_FRAC = 0.95
 _NUM_FORGED = 2
@@ -214,9 +213,9 @@ async def probe_forgeries(context: AuditContext) -> ProbeResult:
     """Attempts that a workspace's class names as forged have a score, and not full marks."""
     name = "forgeries"
     forge: Callable[[Example], Sequence[Sequence[str]]] = getattr(
-        world_of(context.task), "forgeries", lambda _: ()
+        context.task.world, "forgeries", lambda _: ()
     )
-    if world_of(context.task) is None:
+    if context.task.world is None:
         return not_applicable(name, "attempts leave no files")
 
     def texts(example: Example) -> dict[str, str]:

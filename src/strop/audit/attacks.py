@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 from strop.tasks.code.extraction import fence
-from strop.tasks.traits import ProgramForm
+from strop.tasks.task import ProgramForm
 
 _MAIN = "main"
 

@@ -16,10 +16,9 @@ from strop.audit.attacks import as_constant
 from strop.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, FailureOwner, Outcome
 from strop.sandbox.contract import IsolationLevel
-from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, describe_failure
-from strop.tasks.judging import InlineJudge, Judge, judge_as_attempted
-from strop.tasks.traits import ProgramForm, program_form_of
+from strop.tasks.judging import Judge, judge_as_attempted
+from strop.tasks.task import ProgramForm, Task
 
 _T = TypeVar("_T")
 _LATE = "verifier_timeout"
@@ -192,7 +191,7 @@ class AuditContext:
     @property
     def few_examples(self) -> Sequence[Example]:
         """The first examples if each judgement needs a sandbox, else all; for probes with many replies."""
-        return self.examples[:_NUM_FEW] if self.task.limits.verify_keeps_time else self.examples
+        return self.examples[:_NUM_FEW] if self.task.is_costly else self.examples
 
     @property
     def lowest_isolation(self) -> str | None:
@@ -214,7 +213,7 @@ class AuditContext:
 
     def form_of(self, example: Example) -> ProgramForm | None:
         """Return how the program of a reply is called; None if replies are not programs."""
-        return program_form_of(self.task, example)
+        return self.task.program_form(example)
 
     def random(self, name: str) -> random.Random:
         """Return a random stream by name, so that no probe changes the draws of another."""
@@ -239,9 +238,9 @@ class AuditContext:
 
     async def _judge(self, example: Example, text: str) -> Judged:
         # In this process a judgement runs without interruption: the thread computes nothing else meanwhile.
-        began_s = time.thread_time() if isinstance(self.judge, InlineJudge) else None
+        began_s = time.thread_time() if self.judge.pool is None else None
         with catch_failure(FailureOwner.TASK) as caught:
-            outcome = await judge_as_attempted(self.judge, self.task, example, text)
+            outcome = await judge_as_attempted(self.judge, example, text)
         cpu_s = None if began_s is None else time.thread_time() - began_s
         if caught.failure is not None:
             outcome = Outcome(parts={}, failure=caught.failure)

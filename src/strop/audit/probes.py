@@ -31,8 +31,7 @@ from strop.audit.context import (
 )
 from strop.audit.report import ProbeResult, ProbeStatus
 from strop.rollout import Example
-from strop.tasks.contract import is_within
-from strop.tasks.traits import judge_digests_of, limits_of, world_of
+from strop.tasks.task import is_within
 
 _COINCIDENCE_FRAC = 0.01
 """Share of wrong replies that are right by coincidence, such as a number of the question."""
@@ -215,7 +214,7 @@ async def probe_ceiling(context: AuditContext) -> ProbeResult:
 
     await judge_kinds(context, overdo, context.few_examples[:_NUM_OVERDONE])
     rewards = [(j, j.reward) for j in context.all_judged if j.reward is not None]
-    beyond = [j for j, reward in rewards if not is_within(reward, limits_of(context.task, j.example))]
+    beyond = [j for j, reward in rewards if not is_within(reward, context.task.limits_of(j.example))]
     value = max((reward for _, reward in rewards), default=0.0)
     return measured(
         "ceiling", float(len(beyond)), 0.0, beyond, len(rewards), f"scores out of bounds; highest {value:g}"
@@ -271,7 +270,7 @@ async def probe_judge_injection(context: AuditContext) -> ProbeResult:
     So it is in an environment, where only full marks count: what is said there is scored by a user's code.
     """
     name, has_judge = "judge_injection", _has_judge(context)
-    if not has_judge and world_of(context.task) is None:
+    if not has_judge and context.task.world is None:
         return not_applicable(name, _NO_JUDGE)
     examples = context.examples if has_judge else context.examples[:_NUM_ATTEMPTED]
     kinds = [(kind, example) for kind in INJECTIONS for example in examples]
@@ -325,4 +324,4 @@ def _lengths(example: Example) -> dict[str, str]:
 
 
 def _has_judge(context: AuditContext) -> bool:
-    return bool(judge_digests_of(context.task))
+    return bool(context.task.judge_digests)

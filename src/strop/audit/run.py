@@ -15,10 +15,9 @@ from strop.audit.context import AuditContext
 from strop.audit.report import AuditReport, ProbeResult, ProbeStatus
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Split
-from strop.tasks.contract import Task
 from strop.tasks.failures import catch_failure, describe_failure
-from strop.tasks.judging import InlineJudge, Judge
-from strop.tasks.traits import variant_of
+from strop.tasks.judging import Judge
+from strop.tasks.task import Task
 
 _PROBE_LIMIT_S = MappingProxyType({False: 120.0, True: 240.0})
 """Wall time limit of a probe, by whether judgements need a sandbox."""
@@ -102,7 +101,7 @@ async def run_audit(
     chosen = random.Random(settings.seed).sample(range(len(examples)), num_examples)
     context = AuditContext(
         task=task,
-        judge=judge or InlineJudge(task),
+        judge=judge or Judge(task),
         examples=[examples[index] for index in sorted(chosen)],
         seed=settings.seed,
     )
@@ -110,7 +109,7 @@ async def run_audit(
     return AuditReport(
         task=task.name,
         task_version=task.version,
-        variant=variant_of(task),
+        variant=task.variant,
         isolation=context.lowest_isolation,
         seed=settings.seed,
         num_examples=len(context.examples),
@@ -137,7 +136,7 @@ def examples_to_attack(task: Task) -> Sequence[Example]:
 async def _run_probe(context: AuditContext, name: str) -> ProbeResult:
     started_at = time.perf_counter()
     with catch_failure(FailureOwner.TASK) as caught:
-        async with asyncio.timeout(_PROBE_LIMIT_S[context.task.limits.verify_keeps_time]):
+        async with asyncio.timeout(_PROBE_LIMIT_S[context.task.is_costly]):
             result = await _PROBES[name](context)
     if caught.failure is not None:
         detail = describe_failure(caught.failure)

@@ -13,7 +13,7 @@ from strop.environments.contract import Done, numbers_of
 from strop.rollout import Example, Message, Split
 from strop.spec.base import expert
 from strop.spec.task import EnvironmentSection
-from strop.tasks.contract import TaskLimits
+from strop.tasks.task import TaskLimits
 
 _MAX_DIGITS = 9
 _NUMBER = re.compile(r"[0-9]+")

@@ -35,8 +35,8 @@ from strop.sandbox.served import ServedSandbox
 from strop.spec.base import Unhashed, expert
 from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import EnvironmentSection
-from strop.tasks.contract import CEILING, TaskLimits
 from strop.tasks.failures import AttemptFailed
+from strop.tasks.task import CEILING, TaskLimits
 
 _OPENING = (
     "{description}\n\nThe files are in the current directory. What counts is {artefact}; it is graded when"

@@ -21,8 +21,8 @@ from strop.errors import ConfigError
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.spec.base import FreeTable, expert
 from strop.spec.task import EnvironmentSection
-from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
+from strop.tasks.task import TaskLimits
 
 if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection

@@ -12,7 +12,7 @@ from strop.environments.tools import CallRefused, ToolError, cut_text
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, ToolCall
 from strop.spec.task import EnvironmentSection
-from strop.tasks.contract import within_bounds
+from strop.tasks.task import within_bounds
 from strop.tasks.tool_calls import CallFormat, read_reply
 from strop.tasks.user.own_task import require_whole
 

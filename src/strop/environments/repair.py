@@ -31,9 +31,9 @@ from strop.sandbox.served import ServedSandbox
 from strop.spec.base import Unhashed, expert
 from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import SOURCE_HELP, EnvironmentSection, TrainingRows
-from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.rows.row_task import SplitExamples, read_examples
+from strop.tasks.task import TaskLimits
 
 _FOLDER = "/testbed"
 _OWN_FOLDER = "repository"

@@ -8,10 +8,9 @@ from functools import partial
 from strop.environments.contract import Action, Environment, StepResult
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome
-from strop.tasks import Task, limits_of
-from strop.tasks.contract import within_bounds
-from strop.tasks.judging import InlineJudge, Judge
-from strop.tasks.traits import group_verifier_of, world_of
+from strop.tasks import Task
+from strop.tasks.judging import Judge
+from strop.tasks.task import within_bounds
 
 
 class Answered:
@@ -22,7 +21,7 @@ class Answered:
 
     def __init__(self, task: Task, judge: Judge | None = None) -> None:
         self._task = task
-        self._judge = judge or InlineJudge(task)
+        self._judge = judge or Judge(task)
         self._example: Example | None = None
         self.answer = ""
 
@@ -34,16 +33,16 @@ class Answered:
 
     async def judge_answer(self, example: Example, answer: str) -> Outcome:
         """Judge an answer to an example."""
-        if self.is_member and group_verifier_of(self._task, example) is not None:
+        if self.is_member and self._task.compares(example):
             return await self._judge.judge(example, answer, is_member=True)
-        return within_bounds(await self._judge.judge(example, answer), limits_of(self._task, example))
+        return within_bounds(await self._judge.judge(example, answer), self._task.limits_of(example))
 
     async def score_group(
         self, example: Example, answers: Sequence[str], outcomes: Sequence[Outcome]
     ) -> Sequence[Outcome]:
         """Complete members' outcomes beside each other; where a task compares nothing they are whole."""
-        if group_verifier_of(self._task, example) is not None:
-            limits = limits_of(self._task, example)
+        if self._task.compares(example):
+            limits = self._task.limits_of(example)
             found = await self._judge.judge_group(example, answers, outcomes)
             outcomes = [within_bounds(outcome, limits) for outcome in found]
         return outcomes
@@ -64,7 +63,7 @@ class SingleTurn(Answered):
         """Pose the example; the seed has no effect here."""
         self._example = example
         self._is_over, self.answer = False, ""
-        limits = limits_of(self._task, example)
+        limits = self._task.limits_of(example)
         self.stop_strings, self.base_stop_strings = limits.stop_strings, limits.base_stop_strings
         return self._task.render(example)
 
@@ -85,5 +84,5 @@ def choose_environment(task: Task, judge: Judge | None = None) -> Callable[[], E
 
     Without a judge, replies are judged in this process.
     """
-    world = world_of(task)
+    world = task.world
     return partial(SingleTurn, task, judge) if world is None else partial(world.make_environment, judge)

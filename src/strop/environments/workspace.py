@@ -45,8 +45,8 @@ from strop.sandbox.contract import MIB, ExecKind, ExecResult, IsolationLevel, Li
 from strop.sandbox.following import Shell
 from strop.sandbox.served import ServedSandbox
 from strop.spec.sandboxing import RoomSettings, SandboxSettings
-from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
+from strop.tasks.task import TaskLimits
 from strop.tasks.tool_calls import write_call
 from strop.tasks.user.rewards import as_outcome
 

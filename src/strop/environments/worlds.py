@@ -33,26 +33,21 @@ from strop.environments.workspace import Place, Workspace
 from strop.errors import ConfigError
 from strop.rollout import Example, FinishReason, Message, Outcome, Split, make_example
 from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
-from strop.tasks.contract import TURN, TaskLimits
 from strop.tasks.judging import Judge
 from strop.tasks.prompt import pose_messages
 from strop.tasks.prompting import hash_prompting, with_stops, with_system
+from strop.tasks.task import TURN, Task, TaskLimits
 from strop.tasks.user.own_task import OwnTask
 from strop.tasks.user.posing import OPENING_SEED, opening_of
 from strop.tasks.user.rewards import as_outcome
 from strop.tasks.version import fit_limits, hash_version
 
 
-class WorldTask:
+class WorldTask(Task):
     """A class with `reset` as a task whose attempts have turns; subclasses load the class."""
 
     name: str
     section: EnvironmentSection
-
-    @property
-    def limits(self) -> TaskLimits:
-        """The class's limits within the run file's."""
-        raise NotImplementedError
 
     @property
     def file(self) -> Path:
@@ -78,7 +73,7 @@ class WorldTask:
 
     @property
     def world(self) -> WorldTask:
-        """Itself; see `tasks.traits`."""
+        """Itself; see `tasks.task`."""
         return self
 
     def make_environment(self, judge: Judge | None = None) -> PlayedWorld:
@@ -161,9 +156,9 @@ class WorldTask:
         posed = pose_messages(opening, self.section.thinking, tuple(self.tools.values()))
         return with_system(posed, self.section.system_prompt, example)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Play an attempt with the replies in `text`: see `play`."""
-        return asyncio.run(self.play(example, text))
+        return await self.play(example, text)
 
     async def play(self, example: Example, text: str) -> Outcome:
         """Play an attempt without a model: `text` holds the replies, with `TURN` between them.
@@ -217,13 +212,8 @@ class BuiltInWorld(WorldTask):
         self._specimen = own = self.make_own()
         self.name: str = own.name
         limits = fit_limits(own.limits, section)
-        self._limits = with_stops(limits, section.stop)
+        self.limits = with_stops(limits, section.stop)
         self._examples: dict[Split, Sequence[Example]] = {}
-
-    @property
-    def limits(self) -> TaskLimits:
-        """The class's limits within the run file's."""
-        return self._limits
 
     @cached_property
     def version(self) -> str:
@@ -293,7 +283,7 @@ class BuiltInWorld(WorldTask):
 
     def to_outcome(self, score: Any, /) -> Outcome:
         """Convert the result of `score` to an outcome."""
-        return as_outcome(score, self.name, self._limits.max_reward)
+        return as_outcome(score, self.name, self.limits.max_reward)
 
 
 class OwnWorld(WorldTask, OwnTask):
@@ -308,7 +298,7 @@ class OwnWorld(WorldTask, OwnTask):
         self.section = spec
 
     @cached_property
-    def limits(self) -> TaskLimits:
+    def limits(self) -> TaskLimits:  # type: ignore[override]
         """The class's limits within the run file's."""
         return with_stops(self.own_limits(), self.section.stop)
 

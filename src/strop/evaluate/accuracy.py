@@ -31,18 +31,8 @@ from strop.evaluate.shards import ShardFolder, cut_shards
 from strop.io.notices import tell
 from strop.record.files import Shard
 from strop.rollout import Example, Sampling, Split
-from strop.tasks import (
-    PromptFormat,
-    Task,
-    limits_of,
-    part_of,
-    problem_of,
-    render_prompt,
-    resolve_prompt_format,
-    variant_of,
-)
+from strop.tasks import PromptFormat, Task, render_prompt, resolve_prompt_format
 from strop.tasks.judging import Judge
-from strop.tasks.traits import group_verifier_of
 from strop.tokenizer import Tokenizer
 
 PLAIN = Sampling()
@@ -121,18 +111,18 @@ def plan_evaluation(
     _check_threshold(task, settings.pass_threshold)
     refuse_trained(task, settings.split, examples, trained_ids)
     prompt_format = resolve_prompt_format(tokenizer, settings.prompt_format)
-    budgets = [min(budget, limits_of(task, example).max_reply_tokens) for example in examples]
-    compares = any(group_verifier_of(task, example) is not None for example in examples)
+    budgets = [min(budget, task.limits_of(example).max_reply_tokens) for example in examples]
+    compares = any(task.compares(example) for example in examples)
     if compares:
         drawn = f"{settings.num_samples or 'no'} sampled replies to an example"
         tell(f"task {task.name} compares replies: {drawn} beside each other, and the greedy one by itself")
     first_prompt, _ = render_prompt(tokenizer, task.render(examples[0]), prompt_format)
-    by_part = {part_of(task, example): budget for example, budget in zip(examples, budgets, strict=True)}
+    by_part = {task.part_of(example): budget for example, budget in zip(examples, budgets, strict=True)}
     is_base = prompt_format is PromptFormat.BASE
-    stops = [text for example in examples for text in limits_of(task, example).stops(is_base=is_base)]
+    stops = [text for example in examples for text in task.limits_of(example).stops(is_base=is_base)]
     plan = EvalPlan(
         task=task.name,
-        variant=variant_of(task),
+        variant=task.variant,
         task_version=task.version,
         replies_version=task.version,
         split=settings.split,
@@ -300,7 +290,7 @@ def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
         )
     by_part: dict[str | None, list[Example]] = {}
     for example in available:
-        by_part.setdefault(part_of(task, example), []).append(example)
+        by_part.setdefault(task.part_of(example), []).append(example)
     if len(by_part) < 2:
         return available[:num_examples]
     # The parts of a mixture take turns, so that the first examples come from all of them.
@@ -333,7 +323,7 @@ def refuse_trained(
     overlap = [
         example.example_id
         for example in examples
-        if example.example_id in trained or problem_of(task, example) in trained
+        if example.example_id in trained or task.problem_of(example) in trained
     ]
     if overlap:
         raise CheckRefused(

@@ -31,7 +31,7 @@ from strop.evaluate.result import (
     Validity,
 )
 from strop.rollout import Failure, FailureOwner, Rollout
-from strop.tasks import Task, limits_of, part_of, problem_of
+from strop.tasks import Task
 from strop.tasks.failures import FailureCause, add_traces, find_causes, sum_up
 
 MAX_TRUNCATED_FRAC = 0.05
@@ -113,13 +113,13 @@ def give_verdicts(rollouts_G: Sequence[Rollout], task: Task, plan: EvalPlan) -> 
     """Reduce the rollouts of an example, the greedy one first, to their verdicts."""
     example = rollouts_G[0].example
     greedy, *sampled_G = (give_verdict(rollout, plan.pass_threshold) for rollout in rollouts_G)
-    part = part_of(task, example)
+    part = task.part_of(example)
     return ExampleVerdicts(
         example_id=example.example_id,
         task=example.task,
         part=part,
-        problem=problem_of(task, example),
-        is_budget_cut=plan.budget_of(part) < limits_of(task, example).own_reply_tokens,
+        problem=task.problem_of(example),
+        is_budget_cut=plan.budget_of(part) < task.limits_of(example).own_reply_tokens,
         greedy=greedy,
         sampled_G=tuple(sampled_G),
     )

@@ -51,16 +51,7 @@ from strop.spec.base import DEFAULT
 from strop.spec.layout import settle_layout
 from strop.store import follow_store
 from strop.store.policy import find_mirror_root
-from strop.tasks import (
-    PromptFormat,
-    Task,
-    TaskLimits,
-    describe_counts,
-    limits_of,
-    render_prompt,
-    resolve_prompt_format,
-)
-from strop.tasks.traits import attempt_tokens_of
+from strop.tasks import PromptFormat, Task, TaskLimits, describe_counts, render_prompt, resolve_prompt_format
 from strop.tokenizer import Tokenizer
 from strop.train.data.offline import OfflineData, count_offline_positions, find_offline_source
 
@@ -125,7 +116,7 @@ def make_plan(
             _plan_dtype(resolved, number_format),
         ),
         schedule=_plan_schedule(spec, known),
-        algorithm=list_terms(resolved, attempt_tokens_of(task, task.limits)),
+        algorithm=list_terms(resolved, task.attempt_tokens(task.limits)),
         optimizer=list_optimizer(resolved),
         memory=rooms["memory"],
         roles=needs.roles,
@@ -292,7 +283,7 @@ def _plan_prompt(spec: RunSpec, task: Task, known: Known) -> PlannedPrompt | Non
         prompt_format=prompt_format.value,
         stops=(
             *terminators,
-            *limits_of(task, measured[0]).stops(is_base=prompt_format is PromptFormat.BASE),
+            *task.limits_of(measured[0]).stops(is_base=prompt_format is PromptFormat.BASE),
         ),
         example_id=measured[0].example_id,
         counts=describe_counts(task),
@@ -302,7 +293,7 @@ def _plan_prompt(spec: RunSpec, task: Task, known: Known) -> PlannedPrompt | Non
         num_too_long=None
         if known.size is None
         else sum(
-            length + limits_of(task, example).max_reply_tokens > known.size.max_positions
+            length + task.limits_of(example).max_reply_tokens > known.size.max_positions
             for example, length in zip(measured, lengths, strict=True)
         ),
     )
@@ -357,7 +348,7 @@ def _plan_roles(
 
 def _bound_attempt(task: Task, known: Known, prompt_tokens: int | None) -> int:
     """Return the most tokens that the policy can sample in an attempt, in all turns together."""
-    limit = attempt_tokens_of(task, task.limits)
+    limit = task.attempt_tokens(task.limits)
     if known.size is None:
         return limit
     room = known.size.max_positions - (prompt_tokens or 0)

@@ -28,7 +28,7 @@ from strop.spec.train import read_accepted
 from strop.tasks import Task
 from strop.tasks.failures import add_traces
 from strop.tasks.judging import Judge
-from strop.tasks.traits import list_names
+from strop.tasks.task import list_names
 from strop.train.observer import EvalSummary
 
 if TYPE_CHECKING:

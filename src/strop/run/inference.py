@@ -38,9 +38,9 @@ from strop.spec.reader import load_section
 from strop.spec.sources import parse_override
 from strop.spec.task import TaskSection
 from strop.store import follow_store, get_model
-from strop.tasks import Task, build_task, limits_of, problem_of, render_prompt, task_builder
-from strop.tasks.judging import Judge, open_judge
-from strop.tasks.traits import list_names
+from strop.tasks import Task, build_task, render_prompt, task_builder
+from strop.tasks.judging import Judge
+from strop.tasks.task import list_names
 from strop.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -274,7 +274,7 @@ def read_trained_ids(run_path: Path | None) -> frozenset[str]:
             names.add(example.example_id)
             # A task that no longer has the example cannot name its problem.
             with suppress(DataError):
-                names.add(problem_of(task, example) or example.example_id)
+                names.add(task.problem_of(example) or example.example_id)
     return frozenset(names)
 
 
@@ -303,7 +303,7 @@ def sample_task(setup: SamplingSetup, model: OpenedModel, num_examples: int) -> 
                     sample_index=0,
                     run_seed=spec.seed,
                     sampling=setup.sampling,
-                    max_reply_tokens=limits_of(task, example).max_reply_tokens,
+                    max_reply_tokens=task.limits_of(example).max_reply_tokens,
                     prompt_format=spec.model.prompt_format,
                 )
                 for example in examples[:num_examples]
@@ -339,7 +339,7 @@ def sample_prompt(setup: SamplingSetup, model: OpenedModel, prompt: str) -> Prom
 @asynccontextmanager
 async def hold_judge(section: TaskSection, task: Task) -> AsyncIterator[Judge]:
     """Open the judge of a task for the block."""
-    judge = open_judge(task, task_builder(section))
+    judge = Judge(task, task_builder(section))
     try:
         yield judge
     finally:

@@ -40,10 +40,10 @@ from strop.store import follow_store
 from strop.tasks import SelfTestFinding, Task, build_task, self_test, task_summaries
 from strop.tasks.failures import catch_failure
 from strop.tasks.generated.reasoning_gym import list_datasets
-from strop.tasks.judging import InlineJudge, Judge
+from strop.tasks.judging import Judge
 from strop.tasks.prompt import tools_of
+from strop.tasks.task import describe_counts
 from strop.tasks.tool_calls import write_call
-from strop.tasks.traits import describe_counts
 
 _GYM_SIZES = ("num_train=64", "num_held_out=8")
 """Few examples, because some data sets take a second for each."""
@@ -212,7 +212,7 @@ async def _fit_to_pace(task: Task, judge: Judge, settings: AuditSettings) -> Aud
     Raises: CheckRefused if there is no verdict in time.
     """
     examples = examples_to_attack(task)
-    if isinstance(judge, InlineJudge) or not examples:
+    if judge.pool is None or not examples:
         return settings
     text = next(iter(task.gold_replies(examples[0])), "")
     try:

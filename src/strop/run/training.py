@@ -66,7 +66,7 @@ from strop.spec.layout import ENV, settle_layout
 from strop.store import ModelHandle, follow_store, get_model
 from strop.store.model_files import digest_parts
 from strop.tasks import Task, build_task, task_builder
-from strop.tasks.judging import open_judge
+from strop.tasks.judging import Judge
 from strop.tokenizer import dated
 from strop.train.data.offline import (
     find_offline_source,
@@ -331,7 +331,7 @@ async def _train(
     judges = JudgeRoles(spec, source, sources, servers_dir)
     runtime = RuntimeRole(spec.runtime, run_dir.path, servers_dir)
     placement = build_placement(spec, source, run_dir.path / "roles")
-    judge = open_judge(task, task_builder(spec.task))
+    judge = Judge(task, task_builder(spec.task))
     log_guests(run_dir.path / "latest" / "environments.log")
     try:
         # Before the placement: its processes inherit the addresses of these servers.

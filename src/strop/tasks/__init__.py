@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from strop import bring_when_asked
 
 if TYPE_CHECKING:
-    from strop.tasks.contract import Task, TaskLimits
     from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
     from strop.tasks.registry import (
         build_task,
@@ -23,26 +22,18 @@ if TYPE_CHECKING:
         task_summaries,
     )
     from strop.tasks.selftest import SelfTestFinding, describe_findings, self_test
-    from strop.tasks.traits import (
-        describe_counts,
-        epoch_order_of,
-        limits_of,
-        part_of,
-        problem_of,
-        variant_of,
-    )
+    from strop.tasks.task import Task, TaskLimits, describe_counts
 else:
     # Processes that judge have a use for few of these.
     __getattr__ = bring_when_asked(
         __name__,
         {
-            "strop.tasks.contract": "Task TaskLimits",
+            "strop.tasks.task": "Task TaskLimits describe_counts",
             "strop.tasks.prompt": "PromptFormat render_prompt resolve_prompt_format",
             "strop.tasks.registry": (
                 "build_task build_warm_task environment_names task_builder task_summaries"
             ),
             "strop.tasks.selftest": "SelfTestFinding describe_findings self_test",
-            "strop.tasks.traits": ("describe_counts epoch_order_of limits_of part_of problem_of variant_of"),
         },
     )
 
@@ -56,14 +47,9 @@ __all__ = [
     "describe_counts",
     "describe_findings",
     "environment_names",
-    "epoch_order_of",
-    "limits_of",
-    "part_of",
-    "problem_of",
     "render_prompt",
     "resolve_prompt_format",
     "self_test",
     "task_builder",
     "task_summaries",
-    "variant_of",
 ]

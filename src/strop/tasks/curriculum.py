@@ -20,8 +20,7 @@ from strop.errors import DataError
 from strop.rollout import Example, Split
 from strop.spec.task import TaskSpec
 from strop.store.data_files import locate_named
-from strop.tasks.contract import Task
-from strop.tasks.traits import TaskWrapper, counts_of, row_keys_of
+from strop.tasks.task import Task, TaskWrapper
 
 _MAX_SHOWN = 3
 
@@ -44,6 +43,7 @@ class Curriculum(TaskWrapper):
 
     def __init__(self, task: Task, spec: TaskSpec) -> None:
         super().__init__(task)
+        self.is_ordered = True
         self._spec = spec
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -56,7 +56,7 @@ class Curriculum(TaskWrapper):
     @property
     def counts(self) -> Mapping[str, int]:
         """The task's counts, and how many lines of the file are left out; reads the data and the file."""
-        return {**counts_of(self._task), **self._choice[1]}
+        return {**self._task.counts, **self._choice[1]}
 
     def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
         """Return the positions of an epoch: every epoch goes through the file from its first line."""
@@ -71,7 +71,7 @@ class Curriculum(TaskWrapper):
         num_repeated = 0
         if all(entry.example_id.isdecimal() and entry.example_id not in by_id for entry in entries):
             # Rows with the same question became one example, which is trained on once per epoch.
-            keys = row_keys_of(self._task)
+            keys = self._task.row_keys()
             numbers = [int(entry.example_id) for entry in entries]
             ids = [keys.get(str(number)) or f"row {number}" for number in numbers]
             num_repeated = len(ids) - len(set(ids))

@@ -21,17 +21,7 @@ from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split
 from strop.spec.base import SpecConflict, expert
 from strop.spec.parts import PartedSection, TaskPart, read_part, refuse_same_names
-from strop.tasks.contract import GroupVerifier, Task, TaskLimits
-from strop.tasks.traits import (
-    ProgramForm,
-    counts_of,
-    epoch_order_of,
-    group_verifier_of,
-    judge_digests_of,
-    limits_of,
-    problem_of,
-    program_form_of,
-)
+from strop.tasks.task import ProgramForm, Task, TaskLimits
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,10 +87,11 @@ class MixtureSpec(PartedSection):
         return {label: read_part(MixturePart, label, table) for label, table in self.parts.items()}
 
 
-class Mixture:
+class Mixture(Task):
     """The parts of a mixture as one task."""
 
     name = "mixture"
+    is_ordered = True
 
     def __init__(self, spec: MixtureSpec, tasks: Mapping[str, Task]) -> None:
         self._spec = spec
@@ -111,6 +102,7 @@ class Mixture:
         self._examples: dict[Split, tuple[Example, ...]] = {}
         limits = [part.task.limits for part in self._parts]
         verify_limits_s = [limit.verify_limit_s for limit in limits if limit.verify_limit_s is not None]
+        self.is_costly = any(part.task.is_costly for part in self._parts)
         self.limits = TaskLimits(
             max_reply_tokens=max(limit.max_reply_tokens for limit in limits),
             full_reply_tokens=max(limit.own_reply_tokens for limit in limits),
@@ -119,7 +111,6 @@ class Mixture:
             chance=max(limit.chance for limit in limits),
             max_goldless_frac=max(limit.max_goldless_frac for limit in limits),
             verify_limit_s=max(verify_limits_s, default=None),
-            verify_keeps_time=any(limit.verify_keeps_time for limit in limits),
         )
         """The widest limits of all parts; `limits_of` has those of an example."""
 
@@ -136,15 +127,13 @@ class Mixture:
     @property
     def judge_digests(self) -> Sequence[str]:
         """Hashes of the models that judge the parts."""
-        return judge_digests_of(*(part.task for part in self._parts))
+        return [digest for part in self._parts for digest in part.task.judge_digests]
 
     @property
     def counts(self) -> Mapping[str, int]:
         """The counts of all parts, by label."""
         return {
-            f"{part.label}, {name}": count
-            for part in self._parts
-            for name, count in counts_of(part.task).items()
+            f"{part.label}, {name}": count for part in self._parts for name, count in part.task.counts.items()
         }
 
     def examples(self, split: Split) -> Sequence[Example]:
@@ -160,7 +149,7 @@ class Mixture:
 
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the example's limits in its part."""
-        return limits_of(self._owner(example), example)
+        return self._owner(example).limits_of(example)
 
     def part_of(self, example: Example) -> str:
         """Return the label of the example's part.
@@ -171,23 +160,33 @@ class Mixture:
 
     def problem_of(self, example: Example) -> str | None:
         """Return the problem that the part counts the example to."""
-        return problem_of(self._owner(example), example)
+        return self._owner(example).problem_of(example)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example as its part does."""
         return self._owner(example).render(example)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Judge as the example's part does."""
-        return self._owner(example).verify(example, text)
+        return await self._owner(example).verify(example, text)
 
-    def group_verifier(self, example: Example) -> GroupVerifier | None:
-        """Return what judges replies beside each other in the example's part."""
-        return group_verifier_of(self._owner(example), example)
+    async def verify_member(self, example: Example, text: str) -> Outcome:
+        """Judge as the example's part does."""
+        return await self._owner(example).verify_member(example, text)
+
+    async def verify_group(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        """Judge as the example's part does."""
+        return await self._owner(example).verify_group(example, texts, outcomes)
+
+    def compares(self, example: Example) -> bool:
+        """Whether the example's part compares replies."""
+        return self._owner(example).compares(example)
 
     def program_form(self, example: Example) -> ProgramForm | None:
         """Return how the part uses the program of a reply."""
-        return program_form_of(self._owner(example), example)
+        return self._owner(example).program_form(example)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the gold replies of the example's part."""
@@ -216,8 +215,8 @@ class Mixture:
         """Return the positions of one part, in its own order or shuffled."""
         part, size = self._parts[index], len(self._part_examples[index])
         first, repeat = sum(map(len, self._part_examples[:index])), part.settings.repeat
-        if (own_order := epoch_order_of(part.task)) is not None:
-            chosen = [place for place in own_order(seed, epoch) if place < size] * repeat
+        if part.task.is_ordered:
+            chosen = [place for place in part.task.epoch_order(seed, epoch) if place < size] * repeat
             return first + np.array(chosen, dtype=np.intp)
         digest = hashlib.blake2b(f"{part.label}/{seed}".encode(), digest_size=8).digest()
         keys = ([int.from_bytes(digest, "little"), epoch * repeat + number] for number in range(repeat))

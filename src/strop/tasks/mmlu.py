@@ -20,11 +20,11 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import Unhashed, expert
 from strop.spec.task import SOURCE_HELP, FewShot, TrainingRows
 from strop.tasks.answers import judged_text
-from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import join_shots, pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of, require_texts
+from strop.tasks.task import TaskLimits, right_or_wrong
 
 _LETTERS = "ABCD"
 _PROMPT = (
@@ -149,7 +149,7 @@ class Mmlu(RowTask):
         splits = self._read_splits()
         return replace(splits, shots=self.shots) if self._num_few_shot else splits
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Compare the letter that the reply chooses with the right one; a repeated question chooses none."""
         question = str(example.fields.get("question", ""))
         judged = judged_text(text, lambda part: _PHRASE.search(part) is not None, question)

@@ -16,9 +16,8 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Split
 from strop.spec.task import TaskSection, TaskSpec
 from strop.spec.template import fill, list_names
-from strop.tasks.contract import Task, TaskLimits
 from strop.tasks.prompt import SYSTEM, PosedMessage, Thinking
-from strop.tasks.traits import TaskWrapper, epoch_order_of, every_form, limits_of, prompt_fields_of
+from strop.tasks.task import Task, TaskLimits, TaskWrapper
 
 
 class Prompted(TaskWrapper):
@@ -29,9 +28,6 @@ class Prompted(TaskWrapper):
         self._spec = spec
         self.limits = with_stops(task.limits, spec.stop)
         self._checked: dict[Split, Sequence[Example]] = {}
-        if (epoch_order := epoch_order_of(task)) is not None:
-            # Only if the task has an order: others are shuffled.
-            self.epoch_order = epoch_order
 
     @cached_property
     def version(self) -> str:
@@ -45,14 +41,15 @@ class Prompted(TaskWrapper):
         """
         if split not in self._checked:
             examples = self._task.examples(split)
-            for example in every_form(examples):
+            # Those that are generated on demand have one form.
+            for example in examples if isinstance(examples, tuple | list) else examples[:1]:
                 self.render(example)
             self._checked[split] = examples
         return self._checked[split]
 
     def limits_of(self, example: Example) -> TaskLimits:
         """Return the example's limits with the run's stop strings."""
-        return with_stops(limits_of(self._task, example), self._spec.stop)
+        return with_stops(self._task.limits_of(example), self._spec.stop)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Pose the example with the run's template and system prompt.
@@ -65,7 +62,7 @@ class Prompted(TaskWrapper):
         if template is not None:
             known = {
                 name: value
-                for name, value in prompt_fields_of(self._task, example).items()
+                for name, value in self._task.prompt_fields(example).items()
                 if isinstance(value, str | int | float)
             }
             missing = [name for name in list_names(template) if name not in known]

@@ -12,7 +12,7 @@ from strop.rollout import Split
 from strop.spec.built_in import built_in_tasks, import_kind
 from strop.spec.parts import PartedSection, plain_sections
 from strop.spec.task import EnvironmentSection, TaskSection, UserCodeSection, UserEnvironmentSpec
-from strop.tasks.contract import Task
+from strop.tasks.task import Task
 from strop.user_code import edited, hash_sources
 
 _ENVIRONMENTS = "strop.environments"

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 from strop.errors import DataError
 from strop.rollout import Example, Failure, FailureOwner
 from strop.tasks.answers import cut_at_first, parse_number
-from strop.tasks.contract import Task, within_bounds
 from strop.tasks.failures import catch_failure, describe_failure, find_causes
-from strop.tasks.traits import limits_of
+from strop.tasks.task import Task, within_bounds
 
 if TYPE_CHECKING:
     from strop.tasks.judging import Judge
@@ -81,13 +80,13 @@ async def self_test(
     if not examples:
         raise DataError(f"a self-test of task {task.name} on no example")
     if judge is None:
-        from strop.tasks.judging import InlineJudge
+        from strop.tasks.judging import Judge
 
-        judge = InlineJudge(task)
+        judge = Judge(task)
     findings: list[SelfTestFinding] = []
     by_probe: dict[str, list[_Judged]] = {}
     for index, example in enumerate(examples):
-        limits = limits_of(task, example)
+        limits = task.limits_of(example)
         for gold in task.gold_replies(example):
             # As the reply arrives: it ends at the first stop string.
             text = cut_at_first(gold, limits.stop_strings)
@@ -102,7 +101,7 @@ async def self_test(
             judged = await _judge(judge, task, example, probe, text, expectation)
             by_probe.setdefault(probe, []).append(judged)
     for example in excess_goldless(task, examples):
-        allowed = limits_of(task, example).max_goldless_frac
+        allowed = task.limits_of(example).max_goldless_frac
         share = f", and not for so many: its share is at most {allowed:g}" if allowed else ""
         findings.append(
             SelfTestFinding(
@@ -122,9 +121,9 @@ async def self_test(
 def excess_goldless(task: Task, examples: Sequence[Example]) -> list[Example]:
     """Return the examples without a right reply, except those that the task's limits allow."""
     goldless = [example for example in examples if not task.gold_replies(example)]
-    shares = [limits_of(task, example).max_goldless_frac for example in examples]
-    is_within = sum(limits_of(task, e).max_goldless_frac > 0.0 for e in goldless) <= sum(shares)
-    return [e for e in goldless if not (is_within and limits_of(task, e).max_goldless_frac > 0.0)]
+    shares = [task.limits_of(example).max_goldless_frac for example in examples]
+    is_within = sum(task.limits_of(e).max_goldless_frac > 0.0 for e in goldless) <= sum(shares)
+    return [e for e in goldless if not (is_within and task.limits_of(e).max_goldless_frac > 0.0)]
 
 
 def _check_probe(task: Task, probe: str, judged_replies: Sequence[_Judged]) -> Iterator[SelfTestFinding]:
@@ -166,11 +165,11 @@ async def _judge(
 ) -> _Judged:
     from strop.tasks.judging import judge_as_attempted
 
-    limits = limits_of(task, example)
+    limits = task.limits_of(example)
     reward: float | None = None
     is_correct: bool | None = None
     with catch_failure(FailureOwner.TASK) as caught:
-        outcome = within_bounds(await judge_as_attempted(judge, task, example, text), limits)
+        outcome = within_bounds(await judge_as_attempted(judge, example, text), limits)
         reward, is_correct, caught.failure = outcome.reward, outcome.is_correct, outcome.failure
     detail = expectation if caught.failure is None else describe_failure(caught.failure)
     full = reward is not None and reward >= limits.max_reward

@@ -17,7 +17,6 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.task import TrainingRows
 from strop.tasks.answers import parse_number, text_after_thinking
-from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import find_answer
 from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.tasks.mathematics.gsm8k import find_number, read_number
@@ -26,6 +25,7 @@ from strop.tasks.prompt import pose_messages
 from strop.tasks.rows.demonstrations import SftRow, malformed, read_sft_row, refuse_double_names
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
+from strop.tasks.task import TaskLimits, right_or_wrong
 
 AnswerKind = Literal["number", "formula", "text"]
 _MAX_REPLY_TOKENS = 2048
@@ -102,7 +102,7 @@ class SftJsonl(RowTask):
         messages = [Message(role=role, content=content) for role, content in example.fields["messages"]]
         return pose_messages(messages, self._spec.thinking)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Compare the answer of a reply with gold.
 
         Raises: DataError if the example has no gold.

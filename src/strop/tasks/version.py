@@ -10,7 +10,7 @@ from typing import Any
 from strop.errors import ConfigError
 from strop.spec.base import NOT_HASHED
 from strop.spec.task import TaskSpec
-from strop.tasks.contract import TaskLimits
+from strop.tasks.task import TaskLimits
 
 # A requirement of the self-test changes no score.
 _NOT_HASHED_LIMITS = {"max_goldless_frac"}

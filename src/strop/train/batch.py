@@ -28,7 +28,7 @@ from strop.policy.packing import PackedGroup, PackedReply
 from strop.rollout import Example, FloatArray, Group, IntArray, Rollout, Split, Turn
 from strop.spec.run import RunSpec
 from strop.spec.train import TrainSpec
-from strop.tasks import Task, epoch_order_of
+from strop.tasks import Task
 from strop.train.data.offline import Demonstration, Demonstrations, require_enough
 
 Item = TypeVar("Item")
@@ -116,7 +116,7 @@ def schedule_examples(spec: RunSpec, task: Task) -> ExampleSchedule[Example] | N
         task.examples(Split.TRAIN),
         seed=spec.seed,
         prompts_per_step=spec.train.prompts_per_step,
-        epoch_order=epoch_order_of(task),
+        epoch_order=task.epoch_order if task.is_ordered else None,
     )
 
 

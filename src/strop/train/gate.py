@@ -34,7 +34,6 @@ from strop.tasks import (
     PromptFormat,
     describe_counts,
     describe_findings,
-    limits_of,
     render_prompt,
     resolve_prompt_format,
     self_test,
@@ -123,7 +122,7 @@ def check_prompt(gate: GateInput) -> GateCheck:
         rendered, token_ids = render_prompt(tokenizer, task.render(example), spec.model.prompt_format)
         text = text or rendered
         lengths.append(len(token_ids))
-        num_too_long += len(token_ids) + limits_of(task, example).max_reply_tokens > gate.max_positions
+        num_too_long += len(token_ids) + task.limits_of(example).max_reply_tokens > gate.max_positions
     limit, reply_tokens = gate.max_positions, task.limits.max_reply_tokens
     too_long_frac = num_too_long / len(lengths)
     is_passed = too_long_frac <= spec.task.max_too_long_frac
@@ -133,7 +132,7 @@ def check_prompt(gate: GateInput) -> GateCheck:
     share = (
         f"{num_too_long} of {len(lengths)} measured prompts ({too_long_frac:.1%}) leave no room for a reply"
     )
-    stops += limits_of(task, examples[0]).stops(is_base=is_base)
+    stops += task.limits_of(examples[0]).stops(is_base=is_base)
     detail = f"prompt {text!r}, stops {stops}; {share}"
     if counts := describe_counts(task):
         detail += f"; of the data: {counts}"

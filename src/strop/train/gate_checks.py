@@ -27,7 +27,7 @@ from strop.policy.footprint import (
 from strop.rollout import Example, Split
 from strop.spec.run import RunSpec
 from strop.store.policy import find_mirror_root
-from strop.tasks import Task, problem_of, render_prompt
+from strop.tasks import Task, render_prompt
 from strop.tasks.failures import FailureCause
 from strop.tasks.judging import Judge
 from strop.tasks.overlap import find_overlap, normal_text
@@ -123,9 +123,9 @@ class _Search:
         names: dict[str, Example] = {}
         for example in trained:
             names.setdefault(example.example_id, example)
-            names.setdefault(problem_of(self.task, example) or example.example_id, example)
+            names.setdefault(self.task.problem_of(example) or example.example_id, example)
         for index, example in enumerate(self.held_out):
-            name = problem_of(self.task, example) or example.example_id
+            name = self.task.problem_of(example) or example.example_id
             for how, known in zip(_SAME, (names.get(example.example_id), names.get(name)), strict=False):
                 if known is not None:
                     self._note(index, how, ask(self.task, known))
@@ -156,7 +156,7 @@ class _Search:
 
     def is_named(self, example: Example) -> bool:
         """Whether the task can say what problem an example poses."""
-        return problem_of(self.task, example) is not None
+        return self.task.problem_of(example) is not None
 
     def _note(self, index: int, how: str, learned: str) -> None:
         self.matches.setdefault(index, Match(how=how, learned=learned))

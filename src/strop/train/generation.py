@@ -32,9 +32,8 @@ from strop.hardware.busy_clock import BusyClock, Interval
 from strop.record.timeline import ENGINE
 from strop.rollout import Example, Group, Rollout, Sampling
 from strop.spec.run import RunSpec
-from strop.tasks import Task, limits_of
+from strop.tasks import Task
 from strop.tasks.judging import Judge
-from strop.tasks.traits import attempt_tokens_of
 from strop.train.batch import ExampleSchedule, TrainBatch
 
 
@@ -116,7 +115,7 @@ class Collector:
             return GroupStatus.EVICTED
         rewards = [rollout.outcome.reward for rollout in group.rollouts]
         counts = [rollout.num_sampled_tokens for rollout in group.rollouts]
-        limit = attempt_tokens_of(self._task, limits_of(self._task, group.example))
+        limit = self._task.attempt_tokens(self._task.limits_of(group.example))
         if needs_replacement(algorithm, rewards, counts, limit):
             return GroupStatus.FILTERED
         return None
@@ -133,7 +132,7 @@ def plan_attempts(
 ) -> list[RolloutPlan]:
     """Plan the attempts at one example as the run file says; `step` names their random streams."""
     sampling = Sampling(**spec.sampling.model_dump())
-    max_reply_tokens = limits_of(task, example).max_reply_tokens
+    max_reply_tokens = task.limits_of(example).max_reply_tokens
     return [
         RolloutPlan(
             example=example,

@@ -25,7 +25,7 @@ from strop.policy.learner import Term
 from strop.policy.optimizer import StepReport, join_totals
 from strop.record.events import Event
 from strop.rollout import CONVERSATION, RESTART, Group, Rollout
-from strop.tasks import Task, part_of
+from strop.tasks import Task
 from strop.tasks.answers import text_after_thinking
 from strop.thoughts import begun_thought
 from strop.train.batch import TrainBatch
@@ -98,7 +98,7 @@ def measure_parts(groups: Sequence[Group], task: Task) -> dict[str, float]:
     metrics: dict[str, float] = {}
     by_label: dict[str, list[Group]] = {}
     for group in groups:
-        label = part_of(task, group.example)
+        label = task.part_of(group.example)
         if label is not None:
             by_label.setdefault(label, []).append(group)
     for label, members in by_label.items():

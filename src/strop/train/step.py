@@ -39,9 +39,8 @@ from strop.spec.offline import DpoSpec
 from strop.spec.run import RunSpec
 from strop.spec.template import fill, list_names
 from strop.spec.train import TrainSpec
-from strop.tasks import Task, limits_of
+from strop.tasks import Task
 from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
-from strop.tasks.traits import attempt_tokens_of
 from strop.tokenizer import Tokenizer
 from strop.train.batch import (
     ExampleSchedule,
@@ -312,8 +311,8 @@ class StepTerms:
     async def credit(self, groups: Sequence[Group]) -> TrainBatch:
         """Assign credit over a step's groups, and attach the log-probabilities that its terms ask for."""
         task = self.task
-        limit_P = [attempt_tokens_of(task, limits_of(task, group.example)) for group in groups]
-        batch = build_batch(self.algorithm, groups, attempt_tokens_of(task, task.limits), limit_P)
+        limit_P = [task.attempt_tokens(task.limits_of(group.example)) for group in groups]
+        batch = build_batch(self.algorithm, groups, task.attempt_tokens(task.limits), limit_P)
         if self.spec.train.terms == "distill" or not batch.credit.num_counted_tokens:
             return batch
         return replace(batch, groups=await self._attach_logprobs(batch.groups))

@@ -99,7 +99,7 @@ while not (run / "go").exists():
     time.sleep(0.02)
 task = build_task(load_spec(job / "spec.toml").spec.task)
 example = task.examples(Split.TRAIN)[0]
-(run / "found").write_text(f"{example.fields['columns']['by']} {task.verify(example, chr(4)).reward}")
+(run / "found").write_text(f"{example.fields['columns']['by']} {verdict(task, example, chr(4)).reward}")
 """
 
 

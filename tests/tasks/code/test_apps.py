@@ -11,8 +11,8 @@ import pytest
 from strop.errors import DataError, SandboxRefused
 from strop.rollout import Split
 from strop.tasks.code.apps import Apps, AppsSpec
-from strop.tasks.traits import describe_counts
-from tests.fixtures.judging import run_self_test
+from strop.tasks.task import describe_counts
+from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level
 
@@ -70,8 +70,8 @@ def test_programs_may_import_numpy_and_nothing_else_of_this_installation(tmp_pat
     task = apps(tmp_path)
     add = task.examples(Split.TRAIN)[0]
     code = "import {}\nprint(sum(map(int, open(0).read().split())))"
-    assert task.verify(add, f"```python\n{code.format('numpy')}\n```").is_correct
-    assert not task.verify(add, f"```python\n{code.format('pydantic')}\n```").is_correct
+    assert verdict(task, add, f"```python\n{code.format('numpy')}\n```").is_correct
+    assert not verdict(task, add, f"```python\n{code.format('pydantic')}\n```").is_correct
 
 
 @pytest.mark.parametrize("statement", ["import numpy", "import numpy.linalg as n", "from numpy import sum"])
@@ -80,11 +80,11 @@ def test_a_program_whose_package_a_sandbox_cannot_show_has_no_score(tmp_path: Pa
     add, *_ = task.examples(Split.TRAIN)
     code = "{}\nprint(sum(map(int, open(0).read().split())))"
     with pytest.raises(SandboxRefused, match="imports numpy, which process does not show") as caught:
-        task.verify(add, f"```python\n{code.format(statement)}\n```")
+        verdict(task, add, f"```python\n{code.format(statement)}\n```")
     assert caught.value.kind == "packages"
     # What it may not import anywhere is its own mistake.
-    assert task.verify(add, f"```python\n{code.format('import pydantic')}\n```").is_correct is False
-    assert task.verify(add, f"```python\n{code.format('import math')}\n```").is_correct
+    assert verdict(task, add, f"```python\n{code.format('import pydantic')}\n```").is_correct is False
+    assert verdict(task, add, f"```python\n{code.format('import math')}\n```").is_correct
 
 
 def test_items_with_too_large_tests_are_dropped_and_counted(tmp_path: Path) -> None:
@@ -108,7 +108,7 @@ def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
 )
 def test_programs(tmp_path: Path, code: str, passed: int | None, format_ok: bool) -> None:
     task = apps(tmp_path)
-    outcome = task.verify(task.examples(Split.TRAIN)[0], f"```python\n{code}\n```")
+    outcome = verdict(task, task.examples(Split.TRAIN)[0], f"```python\n{code}\n```")
     assert (outcome.is_correct, outcome.format_ok) == (passed == 2, format_ok)
     assert outcome.metrics.get("tests_passed") == passed
 
@@ -124,7 +124,7 @@ def test_programs(tmp_path: Path, code: str, passed: int | None, format_ok: bool
 )
 def test_rew_2_functions(tmp_path: Path, code: str, is_correct: bool, format_ok: bool) -> None:
     task = apps(tmp_path)
-    outcome = task.verify(task.examples(Split.TRAIN)[1], f"```python\n{code}\n```")
+    outcome = verdict(task, task.examples(Split.TRAIN)[1], f"```python\n{code}\n```")
     assert (outcome.is_correct, outcome.format_ok) == (is_correct, format_ok)
 
 

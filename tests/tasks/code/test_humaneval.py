@@ -12,7 +12,7 @@ from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.code.humaneval import HumanEvalSpec
-from tests.fixtures.judging import run_self_test
+from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level
 
@@ -55,7 +55,7 @@ def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
 )
 def test_verify(tmp_path: Path, reply: str, is_correct: bool, format_ok: bool) -> None:
     task = humaneval(tmp_path)
-    outcome = task.verify(task.examples(Split.HELD_OUT)[0], reply)
+    outcome = verdict(task, task.examples(Split.HELD_OUT)[0], reply)
     assert (outcome.is_correct, outcome.reward, outcome.format_ok) == (
         is_correct,
         float(is_correct),
@@ -95,5 +95,5 @@ def test_the_real_reference_solutions_are_right_and_an_empty_body_is_not() -> No
     examples = task.examples(Split.HELD_OUT)
     assert len(examples) == 164
     replies = [(example, task.gold_replies(example)[0]) for example in examples]
-    assert [e.fields["entry_point"] for e, reply in replies if not task.verify(e, reply).is_correct] == []
-    assert [e.fields["entry_point"] for e in examples if task.verify(e, "    pass").is_correct] == []
+    assert [e.fields["entry_point"] for e, reply in replies if not verdict(task, e, reply).is_correct] == []
+    assert [e.fields["entry_point"] for e in examples if verdict(task, e, "    pass").is_correct] == []

@@ -13,7 +13,7 @@ from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.code.extraction import WALL_S
 from strop.tasks.code.mbpp import MbppSpec
-from tests.fixtures.judging import run_self_test
+from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level
 
@@ -68,11 +68,11 @@ def test_the_rules_of_lm_eval_run_what_was_written(tmp_path: Path, rules: Any) -
     task = mbpp(tmp_path, rules=rules)
     double, depth = task.examples(Split.TRAIN)
     is_own = rules == "own"
-    assert task.verify(double, "def double(x): return 2 * x\n[DONE]\nand so on").is_correct
+    assert verdict(task, double, "def double(x): return 2 * x\n[DONE]\nand so on").is_correct
     # A fence is no Python, and lm-eval looks for none.
-    assert task.verify(double, fenced("def double(x): return 2 * x")).is_correct is is_own
+    assert verdict(task, double, fenced("def double(x): return 2 * x")).is_correct is is_own
     # The tests of the second problem need its test_setup_code.
-    assert task.verify(depth, task.gold_replies(depth)[1]).is_correct is is_own
+    assert verdict(task, depth, task.gold_replies(depth)[1]).is_correct is is_own
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_the_rules_of_lm_eval_know_no_thinking_and_no_names(
 ) -> None:
     for rules, is_correct in (("own", own), ("lm-eval", harness)):
         task = mbpp(tmp_path, rules=rules)
-        outcome = task.verify(task.examples(Split.TRAIN)[0], reply)
+        outcome = verdict(task, task.examples(Split.TRAIN)[0], reply)
         assert (outcome.is_correct, outcome.format_ok) == (is_correct, is_correct)
     assert mbpp(tmp_path, rules="own").version != mbpp(tmp_path, rules="lm-eval").version
 
@@ -102,7 +102,7 @@ def test_lm_eval_gives_three_seconds(tmp_path: Path) -> None:
     assert WALL_S == 5.0
     for rules, is_correct in (("own", True), ("lm-eval", False)):
         task = mbpp(tmp_path, rules=rules)
-        outcome = task.verify(task.examples(Split.TRAIN)[0], f"{slow}\n[DONE]")
+        outcome = verdict(task, task.examples(Split.TRAIN)[0], f"{slow}\n[DONE]")
         assert (outcome.is_correct, outcome.timed_out) == (is_correct, not is_correct)
 
 
@@ -114,7 +114,7 @@ def test_challenge_tests_count_unless_left_out(tmp_path: Path, settings: Any, nu
     (example,) = task.examples(Split.HELD_OUT)
     # Right on the three shown lists, and wrong on the hidden [-1, 1].
     code = "def sum(xs):\n    return 7 if -1 in xs else __builtins__['sum'](xs)"
-    outcome = task.verify(example, f"{code}\n[DONE]")
+    outcome = verdict(task, example, f"{code}\n[DONE]")
     assert outcome.metrics["tests_total"] == num_tests
     assert outcome.is_correct is (num_tests == 3)
 
@@ -122,7 +122,7 @@ def test_challenge_tests_count_unless_left_out(tmp_path: Path, settings: Any, nu
 def test_an_outcome_tells_what_was_run(tmp_path: Path) -> None:
     task = mbpp(tmp_path)
     double = task.examples(Split.TRAIN)[0]
-    outcome = task.verify(double, fenced("def double(x):\n    return 2 if x == 1 else 0"))
+    outcome = verdict(task, double, fenced("def double(x):\n    return 2 if x == 1 else 0"))
     # Of double(1), double(0) and double(-3) the last is wrong.
     assert (outcome.reward, outcome.is_correct, outcome.format_ok, outcome.timed_out) == (
         0.0,
@@ -141,14 +141,14 @@ def test_an_outcome_tells_what_was_run(tmp_path: Path) -> None:
 )
 def test_a_reply_without_the_function_is_not_run(tmp_path: Path, reply: str) -> None:
     task = mbpp(tmp_path)
-    outcome = task.verify(task.examples(Split.TRAIN)[0], reply)
+    outcome = verdict(task, task.examples(Split.TRAIN)[0], reply)
     assert (outcome.reward, outcome.format_ok, outcome.isolation) == (0.0, False, None)
 
 
 def test_sec_1_a_host_without_the_wanted_isolation_gives_no_score(tmp_path: Path) -> None:
     task = mbpp(tmp_path, min_isolation="vm")
     with pytest.raises(SandboxError, match="vm"):
-        task.verify(task.examples(Split.TRAIN)[0], fenced("def double(x): return 2 * x"))
+        verdict(task, task.examples(Split.TRAIN)[0], fenced("def double(x): return 2 * x"))
 
 
 @pytest.mark.parametrize(

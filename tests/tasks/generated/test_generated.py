@@ -16,8 +16,7 @@ from strop.rollout import Example, Split, make_example
 from strop.tasks import build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec, share_of_beginning, subsequence_ratio
-from strop.tasks.traits import problem_of
-from tests.fixtures.judging import run_self_test
+from tests.fixtures.judging import run_self_test, verdict
 
 TASK = build_task(ArithmeticSpec())
 
@@ -55,16 +54,16 @@ def read(example: Example) -> tuple[str, int, int]:
 
 
 def test_the_task_says_which_pairs_are_one_problem() -> None:
-    assert problem_of(TASK, sum_of(3, 4)) == problem_of(TASK, sum_of(4, 3)) == "3 + 4"
+    assert TASK.problem_of(sum_of(3, 4)) == TASK.problem_of(sum_of(4, 3)) == "3 + 4"
     other = make_example("arithmetic", {"a": 3, "op": "-", "b": 4}, "-1")
-    assert problem_of(TASK, other) == "3 - 4"
-    splits = [{problem_of(TASK, example) for example in TASK.examples(split)} for split in Split]
+    assert TASK.problem_of(other) == "3 - 4"
+    splits = [{TASK.problem_of(example) for example in TASK.examples(split)} for split in Split]
     assert not splits[0] & splits[1]
 
 
 def test_the_first_held_out_examples_pose_different_problems() -> None:
     first = TASK.examples(Split.HELD_OUT)[:50]
-    assert len({problem_of(TASK, example) for example in first}) == 50
+    assert len({TASK.problem_of(example) for example in first}) == 50
     # And neither order is the usual one.
     assert 10 < sum(example.fields["a"] < example.fields["b"] for example in first) < 40
 
@@ -100,7 +99,7 @@ def test_one_value_range() -> None:
     ],
 )
 def test_verify(text: str, is_correct: bool, format_ok: bool) -> None:
-    outcome = TASK.verify(sum_of(3, 4), text)
+    outcome = verdict(TASK, sum_of(3, 4), text)
     assert outcome.is_correct is is_correct
     assert outcome.reward == float(is_correct)
     assert outcome.format_ok is format_ok
@@ -158,7 +157,7 @@ def test_one_word_for_every_text_is_paid_for_letters_in_any_order_alone(
     task = build_task(spec)
     examples = task.examples(Split.TRAIN)[:200]
     for word in ("text", "letter", "retnel", "nretnal"):
-        mean = fmean(task.verify(example, word).reward or 0.0 for example in examples)
+        mean = fmean(verdict(task, example, word).reward or 0.0 for example in examples)
         assert 0.17 < mean < 0.4 if is_paid else mean < 0.05
 
 
@@ -194,7 +193,7 @@ def test_subsequence_ratio_equals_trying_all(reply: str, gold: str) -> None:
     ],
 )
 def test_reversed_texts(reply: str, reward: float, *, is_correct: bool, format_ok: bool) -> None:
-    outcome = REVERSE.verify(FOX, reply)
+    outcome = verdict(REVERSE, FOX, reply)
     assert outcome.reward == pytest.approx(reward)
     assert (outcome.is_correct, outcome.format_ok) == (is_correct, format_ok)
 
@@ -218,7 +217,7 @@ def test_the_same_words_in_another_order_are_in_one_split() -> None:
         tuple(sorted(text.split())) for text in train
     }
     one, other = (make_example("reverse-text", {"text": text}, None) for text in ("fox ink", "ink fox"))
-    assert problem_of(task, one) == problem_of(task, other)
+    assert task.problem_of(one) == task.problem_of(other)
 
 
 def test_too_few_different_texts_are_refused() -> None:

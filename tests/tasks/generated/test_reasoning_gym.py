@@ -16,7 +16,7 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.generated.reasoning_gym import HASH_SEEDED, ReasoningGymSpec, problem_key
-from tests.fixtures.judging import run_self_test
+from tests.fixtures.judging import run_self_test, verdict
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
 
@@ -65,16 +65,18 @@ def test_verify_and_self_test() -> None:
     task = rg("chain_sum")
     example = task.examples(Split.TRAIN)[0]
     assert run_self_test(task, task.examples(Split.TRAIN)) == []
-    right = task.verify(
-        example, f"In <answer></answer>: <answer>1</answer> no,\n<answer> {example.answer} </answer> it is"
+    right = verdict(
+        task,
+        example,
+        f"In <answer></answer>: <answer>1</answer> no,\n<answer> {example.answer} </answer> it is",
     )
     assert (right.reward, right.is_correct, right.format_ok) == (1.0, True, True)
-    untagged = task.verify(example, f"I think\n{example.answer}")
+    untagged = verdict(task, example, f"I think\n{example.answer}")
     assert (untagged.is_correct, untagged.format_ok) == (True, False)
-    unclosed = task.verify(example, f"<answer>{example.answer}")
+    unclosed = verdict(task, example, f"<answer>{example.answer}")
     assert (unclosed.is_correct, unclosed.format_ok) == (True, True)
-    assert task.verify(example, "<answer>x</answer>").reward == 0.0
-    assert task.verify(example, "").is_correct is False
+    assert verdict(task, example, "<answer>x</answer>").reward == 0.0
+    assert verdict(task, example, "").is_correct is False
     assert "<answer> and </answer>" in task.render(example)[0].text
 
 
@@ -100,7 +102,7 @@ for dataset in sorted(HASH_SEEDED):
     spec = ReasoningGymSpec(name="reasoning-gym", dataset=dataset, num_train=3, num_held_out=2)
     task = build_task(spec)
     examples = [example for split in Split for example in task.examples(split)]
-    assert all(task.verify(one, gold).reward == 1.0 for one in examples for gold in task.gold_replies(one))
+    assert all(verdict(task, one, gold).reward == 1.0 for one in examples for gold in task.gold_replies(one))
     print(dataset, *(example.example_id for example in examples))
 """
 
@@ -122,7 +124,7 @@ def test_problems_that_depend_on_the_hash_seed_need_one() -> None:
 def test_scorer_that_raises_is_not_a_zero() -> None:
     task = rg("prime_factorization")
     with pytest.raises(ValueError, match="invalid literal"):
-        task.verify(task.examples(Split.TRAIN)[0], "<answer>asdf</answer>")
+        verdict(task, task.examples(Split.TRAIN)[0], "<answer>asdf</answer>")
     findings = run_self_test(task, task.examples(Split.TRAIN))
     details = {f.detail for f in findings if f.probe == "garbage"}
     assert len(details) == 1

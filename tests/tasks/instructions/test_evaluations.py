@@ -29,6 +29,7 @@ from strop.tasks.instructions.evaluations import (
     load_checkers,
 )
 from strop.tasks.instructions.google import GOOGLE
+from tests.fixtures.judging import verdict
 from tests.tasks.instructions.instruction_cases import BENCH_ARGUMENTS, GOOGLE_ARGUMENTS, Arguments
 from tests.tasks.instructions.test_tasks import Row, write
 
@@ -145,9 +146,9 @@ def test_the_prompt_is_the_users_text(two_parts: str) -> None:
 def test_all_instructions_count_and_each_is_counted(two_parts: str) -> None:
     task = ifeval(two_parts)
     example = last(task)  # no comma, two bullets
-    outcome = task.verify(example, "<think>one, two</think>Of the sea:\n* blue\n* wide")
+    outcome = verdict(task, example, "<think>one, two</think>Of the sea:\n* blue\n* wide")
     assert (outcome.parts, outcome.is_correct, outcome.format_ok) == ({"correct": 1.0}, True, True)
-    half = task.verify(example, "The sea is blue and wide")
+    half = verdict(task, example, "The sea is blue and wide")
     assert (half.parts, half.is_correct) == ({"correct": 0.0}, False)
     assert half.metrics == {
         "instructions_total": 2.0,
@@ -163,7 +164,7 @@ def test_strictness_chooses_the_score_and_both_are_reported(two_parts: str) -> N
     reply = "Sure, gladly:\nOf the sea:\n* blue\n* wide"
     for strictness, score in (("strict", 0.0), ("loose", 1.0)):
         task = ifeval(two_parts, strictness=strictness)
-        outcome = task.verify(last(task), reply)
+        outcome = verdict(task, last(task), reply)
         assert outcome.reward == score
         assert (outcome.metrics["correct_strict"], outcome.metrics["correct_loose"]) == (0.0, 1.0)
 
@@ -171,7 +172,7 @@ def test_strictness_chooses_the_score_and_both_are_reported(two_parts: str) -> N
 def test_unclosed_reasoning_and_silence_are_no_format(two_parts: str) -> None:
     task = ifeval(two_parts)
     for reply in ("<think>Of the sea:\n* a\n* b", "<think>well</think> \n", "", " \n"):
-        outcome = task.verify(last(task), reply)
+        outcome = verdict(task, last(task), reply)
         assert (outcome.reward, outcome.format_ok, outcome.is_correct) == (0.0, False, False)
         assert outcome.metrics["instructions_total"] == 2.0
 

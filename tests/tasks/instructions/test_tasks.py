@@ -15,7 +15,7 @@ from strop.rollout import Split
 from strop.tasks import Task, build_task
 from strop.tasks.instructions import segments
 from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec, is_echo
-from tests.fixtures.judging import run_self_test
+from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.instruction_cases import MULTI_ARGUMENTS, RLVR_ARGUMENTS, Arguments
 
@@ -68,11 +68,11 @@ def test_unclosed_reasoning_and_silence_are_no_format_and_an_echo_earns_nothing(
     task = task_of("if-multi", tmp_path, NO_COMMAS)
     example = task.examples(Split.TRAIN)[0]
     for reply in ("<think>The sea is salt water.", "<think>well</think> \n", "", " \n"):
-        outcome = task.verify(example, reply)
+        outcome = verdict(task, example, reply)
         assert (outcome.reward, outcome.format_ok, outcome.is_correct) == (0.0, False, False)
     example = replace(example, fields={**example.fields, "prompt": "Write about the sea without commas"})
-    assert task.verify(example, example.fields["prompt"]).reward == 0.0
-    assert task.verify(example, "The sea is salt water.").reward == 1.0
+    assert verdict(task, example, example.fields["prompt"]).reward == 0.0
+    assert verdict(task, example, "The sea is salt water.").reward == 1.0
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_if_multi_pays_the_share_or_all(tmp_path: Path) -> None:
     rows = [multi_row({id_: MULTI_ARGUMENTS[id_] or None for id_ in TWO_PARTS}, n) for n in range(10)]
     for all_or_nothing, parts in ((False, {"satisfied_frac": 0.5}), (True, {"correct": 0.0})):
         task = task_of("if-multi", tmp_path, rows, all_or_nothing=all_or_nothing)
-        outcome = task.verify(task.examples(Split.TRAIN)[0], "The sea is blue <answer>and wide</answer>")
+        outcome = verdict(task, task.examples(Split.TRAIN)[0], "The sea is blue <answer>and wide</answer>")
         assert (outcome.parts, outcome.is_correct) == (parts, False)
         assert outcome.metrics == {"instructions_total": 2.0, "instructions_satisfied": 1.0}
 
@@ -108,7 +108,7 @@ def test_if_multi_pays_the_share_or_all(tmp_path: Path) -> None:
 def test_answer_tags_are_not_judged_in_if_multi(tmp_path: Path) -> None:
     rows = [multi_row({"last_word:last_word_answer": {"last_word": "blue"}}, n) for n in range(2)]
     task = task_of("if-multi", tmp_path, rows)
-    assert task.verify(task.examples(Split.TRAIN)[0], "<answer>The sea is blue</answer>").reward == 1.0
+    assert verdict(task, task.examples(Split.TRAIN)[0], "<answer>The sea is blue</answer>").reward == 1.0
 
 
 @pytest.mark.parametrize("name", ALL_ROWS)

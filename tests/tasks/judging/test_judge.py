@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,7 +16,7 @@ from strop.rollout import Example, Failure, FailureOwner, Outcome, Split
 from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
 from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
-from strop.tasks.judging import InlineJudge, Judge, TimedJudge, WorkerJudge, open_judge
+from strop.tasks.judging import Judge, TimedJudge
 from strop.tasks.judging.judge import outcome_from_json, outcome_to_json
 
 GYM = ReasoningGymSpec(name="reasoning-gym", dataset="chain_sum", num_train=6, num_held_out=2)
@@ -37,16 +38,18 @@ outcomes = st.builds(
 class Troubled(Arithmetic):
     """Sums whose verifier does what a broken one does when it is told to."""
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         if text == "hang":
-            time.sleep(600)
+            time.sleep(600)  # noqa: ASYNC251
         if text == "raise":
             raise TypeError("unsupported operand")
-        return super().verify(example, text)
+        return await super().verify(example, text)
 
 
 def make_troubled() -> Task:
-    return Troubled(ArithmeticSpec())
+    task = Troubled(ArithmeticSpec())
+    task.limits = replace(task.limits, verify_limit_s=1.0)
+    return task
 
 
 def judge_all(judge: Judge, task: Task, texts: list[str]) -> list[Outcome]:
@@ -68,8 +71,8 @@ def test_an_outcome_survives_its_way_through_json(outcome: Outcome) -> None:
 def test_workers_judge_like_this_process() -> None:
     task = build_task(GYM)
     texts = [*task.gold_replies(task.examples(Split.TRAIN)[0]), "<answer>no</answer>", ""]
-    in_workers = judge_all(open_judge(task, partial(build_warm_task, GYM)), task, texts)
-    assert in_workers == judge_all(InlineJudge(task), task, texts)
+    in_workers = judge_all(Judge(task, partial(build_warm_task, GYM)), task, texts)
+    assert in_workers == judge_all(Judge(task), task, texts)
     assert [outcome.reward for outcome in in_workers[:2]] == [1.0, 1.0]
 
 
@@ -85,7 +88,7 @@ def test_rew_8_a_verifier_that_hangs_or_raises_costs_only_its_own_reply(
 ) -> None:
     task = make_troubled()
     # Right answers have as long: a second, and four at their second try.
-    judge = WorkerJudge(make_troubled, limit_s=1.0, num_workers=2)
+    judge = Judge(task, make_troubled, num_workers=2)
     example = task.examples(Split.TRAIN)[0]
     right = str(example.answer)
     first, lost, last = judge_all(judge, task, [right, text, right])
@@ -99,7 +102,7 @@ def test_rew_8_a_verifier_that_hangs_or_raises_costs_only_its_own_reply(
 def test_overlapping_judgements_count_once() -> None:
     ticks = iter(range(100))
 
-    class Slow(InlineJudge):
+    class Slow(Judge):
         async def judge(self, example: Example, text: str, *, is_member: bool = False) -> Outcome:
             await asyncio.sleep(0.01)
             return await super().judge(example, text)

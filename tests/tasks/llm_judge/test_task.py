@@ -15,13 +15,13 @@ from strop.rollout import FailureOwner, Outcome, Split
 from strop.spec import load_spec
 from strop.spec.judge import LlmJudgeSpec
 from strop.tasks import build_task, build_warm_task
-from strop.tasks.judging import WorkerJudge, open_judge
+from strop.tasks.judging import Judge
 from strop.tasks.llm_judge import client
 from strop.tasks.llm_judge.task import LlmJudge
 from strop.tasks.registry import task_summaries
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import ROWS, judge_spec, judge_task
-from tests.fixtures.judging import failed, run_self_test
+from tests.fixtures.judging import failed, run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -34,7 +34,7 @@ def compare(question: str) -> str:
 
 
 def verify(task: LlmJudge, text: str, index: int = 0) -> Outcome:
-    outcome = task.verify(task.examples(Split.TRAIN)[index], text)
+    outcome = verdict(task, task.examples(Split.TRAIN)[index], text)
     task.client.close()
     return outcome
 
@@ -143,8 +143,8 @@ def test_what_failed_is_asked_again_and_a_spoiled_entry_too(tmp_path: Path) -> N
 def test_workers_share_places_and_budget(tmp_path: Path) -> None:
     async def judge_many(spec: LlmJudgeSpec) -> list[Outcome]:
         task = build_task(spec)
-        judge = open_judge(task, partial(build_warm_task, spec))
-        assert isinstance(judge, WorkerJudge)
+        judge = Judge(task, partial(build_warm_task, spec))
+        assert isinstance(judge, Judge)
         example = task.examples(Split.TRAIN)[0]
         try:
             return list(await asyncio.gather(*(judge.judge(example, f"word {n}") for n in range(8))))

@@ -12,7 +12,7 @@ from strop.errors import DataError
 from strop.rollout import Split, make_example
 from strop.tasks import Task, build_task
 from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
-from tests.fixtures.judging import run_self_test
+from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_parquet, write_rows
 
 Mode = Literal["auto", "strict", "hash", "flex"]
@@ -95,7 +95,7 @@ def test_modes_read_numbers_their_own_way(
     example = make_example("gsm8k", {"question": "?", "solution": f"so\n#### {GOLD_IN[gold]}"}, gold)
     wanted = {"strict": strict, "hash": hash_, "flex": flex, "auto": auto}
     found = {
-        mode: Gsm8k(Gsm8kSpec(name="gsm8k", source="unused.jsonl", mode=mode)).verify(example, text)
+        mode: verdict(Gsm8k(Gsm8kSpec(name="gsm8k", source="unused.jsonl", mode=mode)), example, text)
         for mode in MODES
     }
     assert {mode: outcome.extracted for mode, outcome in found.items()} == wanted

@@ -18,6 +18,7 @@ from strop.rollout import Example, Outcome
 from strop.tasks import Task, build_task
 from strop.tasks.mathematics.boxed_math import AimeSpec, MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
+from tests.fixtures.judging import verdict
 
 Record = Mapping[str, Any]
 RECORDED = json.loads(
@@ -41,7 +42,7 @@ def example_of(task: Task, record: Record) -> Example:
 
 
 def judge(task: Task, record: Record) -> Outcome:
-    return task.verify(example_of(task, record), record["reply"])
+    return verdict(task, example_of(task, record), record["reply"])
 
 
 def explain(

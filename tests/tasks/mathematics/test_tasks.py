@@ -15,7 +15,7 @@ from strop.tasks.mathematics.boxed_math import AimeSpec, DeepscalerSpec, Math500
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.mmlu import MmluSpec
 from strop.tasks.rows.row_task import RowTask
-from tests.fixtures.judging import run_self_test
+from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_parquet, write_rows
 
 Row = dict[str, Any]
@@ -110,7 +110,7 @@ def test_math_passes_its_self_test_in_every_strictness(math_folder: Path, strict
 
 def judge(task: Task, gold: str, text: str) -> Outcome:
     fields = {"problem": "?", "solution": ""}
-    return task.verify(Example(task=task.name, example_id="0", fields=fields, answer=gold), text)
+    return verdict(task, Example(task=task.name, example_id="0", fields=fields, answer=gold), text)
 
 
 @pytest.mark.parametrize(

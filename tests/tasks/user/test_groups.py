@@ -18,7 +18,7 @@ from strop.io.notices import listen
 from strop.rollout import Outcome, Rollout, Split
 from strop.spec import load_spec
 from strop.tasks import Task, build_task, build_warm_task
-from strop.tasks.judging import Judge, WorkerJudge
+from strop.tasks.judging import Judge
 from strop.tokenizer import Tokenizer
 from tests.fixtures.builders import plan_for
 from tests.fixtures.dummy_engine import DummyEngine
@@ -79,7 +79,7 @@ def test_rewards_of_both_forms_are_added_in_workers(tmp_path: Path, tokenizer: T
     rewards = [f"{tmp_path / 'reward.py'}:{name}" for name in ("right", "score")]
     spec = spec_of(tmp_path, code=code, reward=rewards, reward_weights=[1.0, 0.5], max_reward=1.5)
     task = build_task(spec)
-    judge = WorkerJudge(partial(build_warm_task, spec), limit_s=20.0, num_workers=2)
+    judge = Judge(task, partial(build_warm_task, spec), num_workers=2)
     right = str(task.examples(Split.TRAIN)[0].answer)
     failing, long, best = attempt(task, tokenizer, ["x", f"{right}....", f"{right}."], judge)
     # What cannot be judged by itself is not in the group.

@@ -12,11 +12,11 @@ from strop.rollout import Split, make_example
 from strop.spec import ResolvedSpec, load_spec, write_spec
 from strop.spec.description import explain
 from strop.spec.task import UserTaskSpec
-from strop.tasks import Task, build_task, build_warm_task, problem_of
+from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.mixture import MixtureSpec
 from strop.tasks.user import own_task
 from tests.fixtures.judging import judge_replies as judge
-from tests.fixtures.judging import run_self_test
+from tests.fixtures.judging import run_self_test, verdict
 
 CODE = """
 from dataclasses import dataclass
@@ -84,9 +84,9 @@ def test_a_class_may_say_which_examples_pose_one_problem(tmp_path: Path) -> None
 
     plain, named = task_in("plain", CODE), task_in("named", CODE + NAMES)
     example = named.examples(Split.TRAIN)[1]
-    assert (problem_of(plain, example), problem_of(named, example)) == (None, "Doubling 3")
+    assert (plain.problem_of(example), named.problem_of(example)) == (None, "Doubling 3")
     # Of an example that it has not made, a task says nothing.
-    assert problem_of(named, make_example("Doubling", {"n": -1}, "-2")) is None
+    assert named.problem_of(make_example("Doubling", {"n": -1}, "-2")) is None
     with pytest.raises(ConfigError, match=r"own\.py.*name the problem of \{'n': 2\}.*ZeroDivisionError"):
         task_in("broken", CODE + NAMES.replace("% 7", "% 0")).examples(Split.TRAIN)
 
@@ -289,11 +289,11 @@ def test_an_edit_does_not_reach_a_task_that_was_made(tmp_path: Path) -> None:
     example = begun.examples(Split.TRAIN)[0]
     (tmp_path / "own.py").write_text(CODE.replace("example.answer in", "example.answer not in"))
     # What a process forked now does when it first judges.
-    assert begun.verify(example, "4").is_correct
-    assert made.verify(example, "4").is_correct
+    assert verdict(begun, example, "4").is_correct
+    assert verdict(made, example, "4").is_correct
     (tmp_path / "own.py").write_text(CODE + "\n")
     late = build_task(spec)
     (tmp_path / "own.py").write_text(CODE)
-    for use in (lambda: late.verify(example, "4"), lambda: late.examples(Split.TRAIN)):
+    for use in (lambda: verdict(late, example, "4"), lambda: late.examples(Split.TRAIN)):
         with pytest.raises(ConfigError, match=r"own\.py was edited since it was looked at"):
             use()

@@ -17,8 +17,8 @@ import pytest
 from strop.errors import CheckRefused, ConfigError, DataError, find_place
 from strop.rollout import FailureOwner, Split
 from strop.tasks import Task, build_task, task_builder
-from strop.tasks.judging import open_judge
-from strop.tasks.traits import describe_counts
+from strop.tasks.judging import Judge
+from strop.tasks.task import describe_counts
 from strop.tasks.user.rows import RowsSpec
 from tests.fixtures.judging import failed, run_self_test
 from tests.fixtures.judging import judge_replies as judge
@@ -382,7 +382,7 @@ def score(reply, answer):
     async def work() -> tuple[list[float | None], str]:
         task = build_task(spec)
         example = task.examples(Split.TRAIN)[0]
-        found = open_judge(task, task_builder(spec))
+        found = Judge(task, task_builder(spec))
         try:
             rewards = [(await found.judge(example, "")).reward]
             (tmp_path / "reward.py").write_text(code.replace("1.0", "0.0"))

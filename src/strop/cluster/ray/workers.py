@@ -131,7 +131,7 @@ class RolloutWorker(RayRole):
         """
         from strop.engine.remote import RemoteEngine
         from strop.environments.guests.guest import log_guests
-        from strop.tasks.judging import open_judge
+        from strop.tasks.judging import Judge
         from strop.tokenizer import Tokenizer
 
         if endpoints:
@@ -139,7 +139,7 @@ class RolloutWorker(RayRole):
             hand_over(work_dir, endpoints)
         log_guests(Path(self._start.log_path).with_suffix(".environments.log"))
         self._task = make_task()
-        self._judge = open_judge(self._task, make_task)
+        self._judge = Judge(self._task, make_task)
         self._engine = RemoteEngine(
             address.endpoint.url, address.endpoint.key, is_streamed=address.is_streamed
         )

@@ -23,7 +23,7 @@ from strop.rollout import Example, FailureOwner, FinishReason, Message, Split, T
 from strop.spec.task import TaskSpec
 from strop.tasks import build_task, task_builder
 from strop.tasks.failures import catch_failure
-from strop.tasks.judging import open_judge
+from strop.tasks.judging import Judge
 from strop.tasks.prompt import tools_of
 from strop.tasks.tool_calls import CallFormat, Spoken, guess_format, read_reply
 from strop.tasks.user.posing import OPENING_SEED
@@ -43,7 +43,7 @@ class Player:
                 allowed="the release of strop, and the data, that it was exported with",
                 next_step="name the Python of that release (--env.taskset.python), or export it anew",
             )
-        self._make_environment = choose_environment(self._task, open_judge(self._task, task_builder(spec)))
+        self._make_environment = choose_environment(self._task, Judge(self._task, task_builder(spec)))
 
     async def tasks(self, split: str) -> list[dict[str, Any]]:
         """Return all examples of a split, as data of verifiers' tasks."""

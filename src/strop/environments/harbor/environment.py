@@ -40,8 +40,8 @@ from strop.sandbox.served import ServedSandbox
 from strop.spec.base import Unhashed, expert
 from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import EnvironmentSection
-from strop.tasks.contract import TaskLimits
 from strop.tasks.failures import AttemptFailed
+from strop.tasks.task import TaskLimits
 
 _LOGS = "/logs/verifier"
 _ARTIFACTS = "/logs/artifacts"

@@ -23,7 +23,6 @@ from strop.tasks.code.extraction import (
     no_code_outcome,
 )
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
-from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import (
@@ -34,7 +33,7 @@ from strop.tasks.rows.row_task import (
     read_examples,
     require_texts,
 )
-from strop.tasks.traits import ProgramForm
+from strop.tasks.task import ProgramForm, TaskLimits
 
 _MAX_REPLY_TOKENS = 2048
 _MIN_TESTS = {Split.TRAIN: 2, Split.HELD_OUT: 1}
@@ -79,6 +78,8 @@ class Apps(RowTask):
     Programs may import numpy; one that does has no score if the sandbox cannot mount it.
     """
 
+    is_costly = True
+
     _spec: AppsSpec
 
     def __init__(self, spec: AppsSpec) -> None:
@@ -86,7 +87,6 @@ class Apps(RowTask):
             max_reply_tokens=_MAX_REPLY_TOKENS,
             base_stop_strings=_BASE_STOP_STRINGS,
             verify_limit_s=_MAX_WALL_S + SPARE_VERIFY_S,
-            verify_keeps_time=True,
         )
         super().__init__(
             spec,
@@ -115,7 +115,7 @@ class Apps(RowTask):
         content = _PROMPT.format(question=fields["question"], starter=starter, trailer=trailer)
         return pose(content, base=content + _BASE_OPENING, thinking=self._spec.thinking)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Run all tests over the reply's code.
 
         Raises: SandboxError if this host has no sandbox of the required level, or the judge in it failed;
@@ -136,7 +136,7 @@ class Apps(RowTask):
             test_s=_TEST_S,
             packages=_ALLOWED_PACKAGES,
         )
-        return judged_outcome(code, judge_for(self._spec, job))
+        return judged_outcome(code, await judge_for(self._spec, job))
 
     def program_form(self, example: Example) -> ProgramForm:
         """Return the function that is called; None: the program runs as a whole."""

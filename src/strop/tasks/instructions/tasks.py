@@ -19,7 +19,6 @@ from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import Unhashed, expert
 from strop.spec.task import SOURCE_HELP, TaskSection
 from strop.tasks.answers import text_after_thinking
-from strop.tasks.contract import TaskLimits
 from strop.tasks.instructions.checkers import Checkers, has_substance
 from strop.tasks.instructions.multi import MULTI
 from strop.tasks.instructions.rlvr import FUNCTIONS, RLVR, as_instruction
@@ -27,6 +26,7 @@ from strop.tasks.instructions.segments import require_language_detection
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
+from strop.tasks.task import TaskLimits
 
 # An example holds `prompt` and `constraints` (ids and present arguments). A row with an instruction that
 # cannot be judged is refused.
@@ -212,7 +212,7 @@ class InstructionTask(RowTask):
         prompt = example.fields["prompt"]
         return pose(_PROMPT.format(prompt=prompt), base=prompt, thinking=self._spec.thinking)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Ask the checker of every instruction.
 
         Raises: DataError if an instruction of the example cannot be judged.

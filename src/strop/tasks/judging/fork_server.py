@@ -113,9 +113,7 @@ def _serve_calls(handler: Handler, connection: socket.socket) -> None:
         for call, _ in unpack(received):
             result, failure = _attempt(partial(handler, call["payload"]))
             reply = {"result": result} if failure is None else {"error": [failure.kind, failure.detail]}
-            used = resource.getrusage(resource.RUSAGE_SELF)
-            facts = {"peak_bytes": used.ru_maxrss * 1024, "cpu_s": used.ru_utime + used.ru_stime}
-            connection.sendall(pack({"nonce": call["nonce"], **facts, **reply}))
+            connection.sendall(pack({"nonce": call["nonce"], **reply}))
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[Any, Failure | None]:

@@ -1,13 +1,8 @@
 """Calls of one function in worker processes that are killed at their deadline.
 
 A hung verifier neither holds a thread nor can ignore an alarm. Every call gets the result of its own request
-or a `CallFailure`.
-
-A call that has used `SLOW_CPU_S` of CPU time gives its slot to the next one and continues in the background
-at low priority, so an endless call costs the others that time and a fork. CPU time counts because every call
-takes long on a busy machine; a call that only waits gives up its slot after `SLOW_WALL_S`. At low priority
-it gets a tenth of a contended core: with a limit of 2 s, and four times that for the retry, a call that
-takes 0.8 s alone still finishes under contention.
+or a `CallFailure`. A call that takes long gives its place to the next one and goes on at low priority: an
+endless one costs the others little.
 """
 
 from __future__ import annotations
@@ -20,9 +15,8 @@ import socket
 import struct
 import subprocess
 import sys
-import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -33,13 +27,15 @@ from strop.hardware.visible_devices import ENV_DEVICES, VISIBLE_DEVICES
 from strop.sandbox.frames import pack, unpack
 from strop.tasks.judging import fork_server
 
-SLOW_CPU_S = 0.05
-SLOW_WALL_S = 0.5
-_LOOK_EVERY_S = 0.02
-MAX_SLOW = 16
-"""Default number of calls that may run in the background at once; further ones keep their slots."""
+_SLOW_S = 0.5
+_MAX_SLOW = 16
+"""Calls that go on beside those that have places."""
+_NICENESS_STEP = 10
 _BUILD_LIMIT_S = 600.0
 _RETRY_FACTOR = 4.0
+_MAX_CALLS = 1000
+"""Calls of one worker: leaks do not add up."""
+_CHUNK_BYTES = 1 << 16
 CLOSED = "closed"
 
 
@@ -52,16 +48,11 @@ class CallFailure:
     detail: str
 
 
-class _PoolClosed(Exception):
-    """Raised where the pool was closed during a call, which then ends as a `CallFailure`."""
-
-
 class WorkerPool:
     """Runs `make_handler()(payload)` in up to `num_workers` processes at once.
 
     `make_handler` is called once, in the process that the workers are forked from; it must be
-    picklable. `limit_s` is the wall time of one call (seconds). `max_slow` calls may run in the
-    background at once. Usable from one event loop.
+    picklable. `limit_s` is the wall time of one call (seconds). Usable from one event loop.
     """
 
     def __init__(
@@ -71,21 +62,17 @@ class WorkerPool:
         num_workers: int,
         limit_s: float,
         max_bytes: int = 1 << 32,
-        max_slow: int = MAX_SLOW,
     ) -> None:
-        self._make_handler = make_handler
+        self._job = (make_handler, max_bytes)
         self._limit_s = limit_s
-        self._max_bytes = max_bytes
-        self._num_workers = num_workers
-        self._slots = _Slots(num_workers, max_slow)
+        self._places = asyncio.Semaphore(num_workers)
+        self._slow: set[Worker] = set()
         self._starting = asyncio.Lock()
-        self._starts: set[asyncio.Task[Worker]] = set()
         self._nonces = itertools.count()
         self._idle: list[Worker] = []
-        self._busy: set[Worker] = set()
+        self._starts: set[asyncio.Task[Worker]] = set()
+        self._calls: set[asyncio.Task[Any]] = set()
         self._is_closed = False
-        self._num_under_way = 0
-        self._none_under_way = asyncio.Event()
         self._fork_server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
         self.counts: Counter[str] = Counter()
         """Counts of 'call', 'start' (of a worker), 'timeout', 'crash', 'error', 'retry'."""
@@ -94,108 +81,95 @@ class WorkerPool:
         """Return the handler's result for a JSON value, or a `CallFailure`.
 
         It may take `num_limits` times the limit. A failed call is retried once in a fresh worker; after a
-        time-out with four times that.
+        time-out with four times that: the machine may be busy.
         Raises: CheckRefused if the handler cannot be built.
         """
         self.counts["call"] += 1
-        self._num_under_way += 1
+        call = asyncio.ensure_future(self._call(payload, self._limit_s * num_limits))
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
         try:
-            limit_s = self._limit_s * num_limits
-            reply = await self._try(payload, limit_s)
-            if not isinstance(reply, CallFailure):
-                return reply
-            self.counts["retry"] += 1
-            factor = _RETRY_FACTOR if reply.kind == "timeout" else 1.0
-            return await self._try(payload, limit_s * factor, is_retry=True)
-        except _PoolClosed:
-            return CallFailure(kind=CLOSED, detail="the pool was closed before there was a result")
-        finally:
-            self._num_under_way -= 1
-            if not self._num_under_way:
-                self._none_under_way.set()
+            return await call
+        except asyncio.CancelledError:
+            call.cancel()
+            if self._is_closed and not _is_cancelled():
+                return CallFailure(kind=CLOSED, detail="the pool was closed before there was a result")
+            raise
 
     async def close(self) -> None:
         """End every process; running and later calls fail. May be called twice."""
         self._is_closed = True
-        for worker in self._busy:
-            worker.close()
-        # A cancelled call may have left a start behind.
-        await asyncio.gather(*self._starts, return_exceptions=True)
-        if self._num_under_way:
-            self._none_under_way.clear()
-            await self._none_under_way.wait()
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, *self._starts, return_exceptions=True)
+        await asyncio.sleep(0)  # Those that wait for them hear of it.
         await self._end_fork_server()
 
-    def _require_open(self) -> None:
+    async def _call(self, payload: Any, limit_s: float) -> Any:
         if self._is_closed:
-            raise _PoolClosed
+            raise asyncio.CancelledError
+        reply = await self._try(payload, limit_s)
+        if isinstance(reply, CallFailure):
+            self.counts["retry"] += 1
+            factor = _RETRY_FACTOR if reply.kind == "timeout" else 1.0
+            reply = await self._try(payload, limit_s * factor, is_retry=True)
+        return reply
 
     async def _try(self, payload: Any, limit_s: float, *, is_retry: bool = False) -> Any:
-        self._require_open()
-        slot = await self._slots.acquire()
+        await self._places.acquire()
         try:
-            self._require_open()
             worker = await self._take_worker(is_fresh=is_retry)
-            is_usable = False
-            self._busy.add(worker)
-            try:
-                self._require_open()
-                reply = await self._ask(worker, payload, limit_s, slot)
-                is_usable = not isinstance(reply, CallFailure)
-            finally:
-                self._busy.discard(worker)
-                # A cancelled call leaves its worker in the middle of the request.
-                if is_usable and not worker.is_spent and len(self._idle) < self._num_workers:
-                    self._idle.append(worker)
-                else:
-                    self._end(worker)
-            return reply
+        except BaseException:
+            self._places.release()
+            raise
+        slow = asyncio.get_running_loop().call_later(_SLOW_S, self._step_back, worker)
+        try:
+            return await self._ask(worker, payload, limit_s)
         finally:
-            self._slots.release(slot)
+            slow.cancel()
+            if worker in self._slow:
+                self._slow.discard(worker)
+            else:
+                self._places.release()
 
-    async def _ask(self, worker: Worker, payload: Any, limit_s: float, slot: _Slot) -> Any:
+    def _step_back(self, worker: Worker) -> None:
+        """Let a slow call go on at low priority, beside those that have places if there is room."""
+        worker.is_low = step_back(worker.pid, by=_NICENESS_STEP)
+        if len(self._slow) < _MAX_SLOW:
+            self._slow.add(worker)
+            self._places.release()
+
+    async def _ask(self, worker: Worker, payload: Any, limit_s: float) -> Any:
         nonce = next(self._nonces)
         try:
-            answer = worker.ask({"nonce": nonce, "payload": payload})
-            await self._wait(answer, worker, limit_s, slot)
-            if answer.cancelled():
-                self.counts["timeout"] += 1
-                return CallFailure(kind="timeout", detail=f"no verdict after {limit_s:g} s")
-            reply = answer.result()
-        except (OSError, CorruptRecord) as error:
-            self._require_open()
-            self.counts["crash"] += 1
-            return CallFailure(kind="crash", detail=f"the verifier's process ended ({error})")
-        if reply.get("nonce") != nonce:
-            self.counts["crash"] += 1
-            return CallFailure(kind="crash", detail="the verifier's process answered another request")
-        worker.note_use(reply)
-        if "error" in reply:
-            self.counts["error"] += 1
-            kind, detail = reply["error"]
+            async with asyncio.timeout(limit_s):
+                answer = await worker.ask({"nonce": nonce, "payload": payload})
+            if answer["nonce"] != nonce:
+                raise CorruptRecord("the verifier's process answered another request")
+        except (TimeoutError, OSError, CorruptRecord) as error:
+            kind = "timeout" if isinstance(error, TimeoutError) else "crash"
+            detail = f"no verdict after {limit_s:g} s" if kind == "timeout" else str(error)
+            self.counts[kind] += 1
+            self._end(worker)
             return CallFailure(kind=kind, detail=detail)
-        return reply["result"]
-
-    async def _wait(self, answer: asyncio.Future[Any], worker: Worker, limit_s: float, slot: _Slot) -> None:
-        """Wait for an answer, cancelled at the limit; move the call to the background if it is slow."""
-        clock = asyncio.get_running_loop().time
-        began_at = clock()
-        try:
-            while not answer.done() and (rest_s := began_at + limit_s - clock()) > 0:
-                await asyncio.wait({answer}, timeout=rest_s if worker.is_low else min(rest_s, _LOOK_EVERY_S))
-                if answer.done() or worker.is_low:
-                    continue
-                has_computed = worker.call_cpu_s >= SLOW_CPU_S
-                is_slow = has_computed or clock() - began_at >= SLOW_WALL_S
-                if is_slow and self._slots.move_to_background(slot) and has_computed:
-                    worker.step_back()
-        finally:
-            answer.cancel()  # No effect if it is done.
+        except BaseException:
+            # A cancelled call leaves its worker in the middle of the request.
+            self._end(worker)
+            raise
+        if worker.is_low or worker.num_calls >= _MAX_CALLS:
+            self._end(worker)
+        else:
+            self._idle.append(worker)
+        if "error" in answer:
+            self.counts["error"] += 1
+            kind, detail = answer["error"]
+            return CallFailure(kind=kind, detail=detail)
+        return answer["result"]
 
     async def _take_worker(self, *, is_fresh: bool) -> Worker:
         while self._idle and not is_fresh:
             worker = self._idle.pop()
-            if not worker.is_gone:
+            if not worker.reader.at_eof():
                 return worker
             self._end(worker)
         start = asyncio.ensure_future(self._start_worker())
@@ -214,7 +188,6 @@ class WorkerPool:
 
     async def _start_worker(self) -> Worker:
         async with self._starting:
-            self._require_open()
             try:
                 pid, connection = await asyncio.to_thread(_fork, await self._require_control())
             except (OSError, struct.error):
@@ -222,8 +195,7 @@ class WorkerPool:
                 await self._end_fork_server()
                 pid, connection = await asyncio.to_thread(_fork, await self._require_control())
         self.counts["start"] += 1
-        _, worker = await asyncio.get_running_loop().create_connection(lambda: Worker(pid), sock=connection)
-        return worker
+        return Worker(pid, *await asyncio.open_connection(sock=connection))
 
     def _end(self, worker: Worker) -> None:
         worker.close()
@@ -248,78 +220,77 @@ class WorkerPool:
         Raises: CheckRefused if it cannot build the handler.
         """
         if self._fork_server is None:
-            self._fork_server = await asyncio.to_thread(self._start_fork_server)
+            self._fork_server = await asyncio.to_thread(_start_fork_server, pickle.dumps(self._job))
         return self._fork_server[1]
 
-    def _start_fork_server(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
-        job = pickle.dumps((self._make_handler, self._max_bytes))
-        ours, theirs = socket.socketpair()
-        devices = os.environ.get(ENV_DEVICES)
-        added = {} if devices is None else {VISIBLE_DEVICES: devices}
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-m", fork_server.__name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-                env={**os.environ, **added},
-            )
-        ours.settimeout(_BUILD_LIMIT_S)
-        ours.sendall(struct.pack("!I", len(job)) + job)
-        report = b""
-        try:
-            while not report.startswith(fork_server.READY) and (part := ours.recv(1 << 16)):
-                report += part
-        except TimeoutError:
-            report = fork_server.BROKEN + f"not ready after {_BUILD_LIMIT_S:g} s".encode()
-        if not report.startswith(fork_server.READY):
-            ours.close()
-            process.kill()
-            process.wait()
-            cause = report[1:].decode(errors="replace") if report else "it ended without a word"
-            raise CheckRefused(
-                f"a verifier's process could not be made ready: {cause}",
-                allowed="a task that can be built in a process of its own",
-                next_step="mend what the last line names",
-            )
-        ours.settimeout(None)
-        return process, ours
+
+class Worker:
+    """The pool's side of a worker process. One call at a time."""
+
+    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.pid = pid
+        self.reader = reader
+        self.num_calls = 0
+        self.is_low = False
+        """Whether it has a low priority, which cannot be raised again."""
+        self._writer = writer
+
+    async def ask(self, call: Any) -> dict[str, Any]:
+        """Return the answer to a call. Raises: CorruptRecord; OSError if the process has ended."""
+        self.num_calls += 1
+        self._writer.write(pack(call))
+        received = bytearray()
+        while data := await self.reader.read(_CHUNK_BYTES):
+            received += data
+            for answer, _ in unpack(received):
+                return answer
+        raise ConnectionResetError("the verifier's process ended")
+
+    def close(self) -> None:
+        """Close our end."""
+        self._writer.transport.abort()
 
 
-@dataclass(kw_only=True, slots=True)
-class _Slot:
-    """The slot of one call."""
+def _is_cancelled() -> bool:
+    """Whether the running task itself was cancelled, and not only what it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
-    is_background: bool = False
 
-
-class _Slots:
-    """Limits how many calls run at once, and how many slow ones run in the background."""
-
-    def __init__(self, num_slots: int, max_background: int) -> None:
-        self._free = asyncio.Semaphore(num_slots)
-        self._max_background = max_background
-        self._num_background = 0
-
-    async def acquire(self) -> _Slot:
-        await self._free.acquire()
-        return _Slot()
-
-    def move_to_background(self, slot: _Slot) -> bool:
-        """Free a slow call's slot if the background has room; return whether the call is there."""
-        if not slot.is_background and self._num_background < self._max_background:
-            slot.is_background = True
-            self._num_background += 1
-            self._free.release()
-        return slot.is_background
-
-    def release(self, slot: _Slot) -> None:
-        if slot.is_background:
-            self._num_background -= 1
-        else:
-            self._free.release()
+def _start_fork_server(job: bytes) -> tuple[subprocess.Popen[bytes], socket.socket]:
+    ours, theirs = socket.socketpair()
+    devices = os.environ.get(ENV_DEVICES)
+    added = {} if devices is None else {VISIBLE_DEVICES: devices}
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", fork_server.__name__, str(theirs.fileno())],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            env={**os.environ, **added},
+        )
+    ours.settimeout(_BUILD_LIMIT_S)
+    ours.sendall(struct.pack("!I", len(job)) + job)
+    report = b""
+    try:
+        while not report.startswith(fork_server.READY) and (part := ours.recv(_CHUNK_BYTES)):
+            report += part
+    except TimeoutError:
+        report = fork_server.BROKEN + f"not ready after {_BUILD_LIMIT_S:g} s".encode()
+    if not report.startswith(fork_server.READY):
+        ours.close()
+        process.kill()
+        process.wait()
+        cause = report[1:].decode(errors="replace") if report else "it ended without a word"
+        raise CheckRefused(
+            f"a verifier's process could not be made ready: {cause}",
+            allowed="a task that can be built in a process of its own",
+            next_step="mend what the last line names",
+        )
+    ours.settimeout(None)
+    return process, ours
 
 
 def _fork(control: socket.socket) -> tuple[int, socket.socket]:
@@ -336,93 +307,3 @@ def _fork(control: socket.socket) -> tuple[int, socket.socket]:
         ours.close()
         raise
     return int(pid), ours
-
-
-_NICENESS_STEP = 10
-_MAX_CALLS = 1000
-_MAX_PEAK_BYTES = 1 << 30
-
-
-class Worker(asyncio.Protocol):
-    """The pool's side of a worker process: connection, priority and resource use. One call at a time."""
-
-    def __init__(self, pid: int) -> None:
-        self.pid = pid
-        self.is_gone = False
-        self.is_low = False
-        """Whether it has a low priority, which cannot be raised again."""
-        self._num_calls = 0
-        self._peak_bytes = 0
-        self._cpu_s = 0.0
-        self._asked_at = 0.0
-        self._received = bytearray()
-        self._answer: asyncio.Future[dict[str, Any]] | None = None
-        self._transport: asyncio.Transport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        """Resolve the call once its answer is complete."""
-        self._received += data
-        try:
-            for answer, _ in unpack(self._received):
-                if self._answer is not None and not self._answer.done():
-                    self._answer.set_result(answer)
-        except CorruptRecord as error:
-            self._fail(error)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Fail the pending call."""
-        self.is_gone = True
-        self._fail(exc or ConnectionResetError("its connection was closed"))
-
-    def ask(self, call: Any) -> asyncio.Future[dict[str, Any]]:
-        """Send a call; the future gets its answer, CorruptRecord or OSError.
-
-        Raises: CorruptRecord if the call is too large.
-        """
-        self._num_calls += 1
-        self._asked_at = time.monotonic()
-        self._answer = asyncio.get_running_loop().create_future()
-        assert self._transport is not None
-        self._transport.write(pack(call))
-        if self.is_gone:
-            self._fail(ConnectionResetError("it ended before it was asked"))
-        return self._answer
-
-    def note_use(self, answer: Mapping[str, Any]) -> None:
-        """Record the memory and CPU time that an answer reports."""
-        self._peak_bytes, self._cpu_s = answer["peak_bytes"], answer["cpu_s"]
-
-    def close(self) -> None:
-        """Close our end."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def step_back(self) -> None:
-        """Lower the priority for good. Only after a first answer: the worker then has its own session."""
-        # Linux limits how often a niceness may change; the next poll tries again.
-        self.is_low = step_back(self.pid, by=_NICENESS_STEP)
-
-    @property
-    def call_cpu_s(self) -> float:
-        """CPU time (seconds) of its current call; wall time if the system has no such clock."""
-        try:
-            # Linux's number for the clock that clock_getcpuclockid(3) returns.
-            return time.clock_gettime((~self.pid << 3) | 2) - self._cpu_s
-        except OSError:
-            return time.monotonic() - self._asked_at
-
-    @property
-    def is_spent(self) -> bool:
-        """Whether to replace it: before leaks add up, or because its priority cannot be raised again."""
-        return (
-            self.is_gone or self.is_low or self._num_calls >= _MAX_CALLS or self._peak_bytes > _MAX_PEAK_BYTES
-        )
-
-    def _fail(self, error: Exception) -> None:
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_exception(error)

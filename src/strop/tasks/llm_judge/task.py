@@ -13,7 +13,6 @@ from strop.errors import ConfigError
 from strop.rollout import Example, Failure, Message, Outcome, Split, make_example
 from strop.spec.judge import MAX_ANSWER_TOKENS, LlmJudgeSpec
 from strop.tasks.answers import text_after_thinking
-from strop.tasks.contract import GroupVerifier, TaskLimits
 from strop.tasks.llm_judge.client import (
     CALL_LIMIT_S,
     SEED,
@@ -35,6 +34,7 @@ from strop.tasks.llm_judge.rubric import (
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, SplitExamples, read_examples, require_texts
+from strop.tasks.task import Task, TaskLimits
 from strop.tasks.version import fit_limits, hash_version
 
 _MAX_REPLY_TOKENS = 2048
@@ -42,7 +42,7 @@ _VERIFIER = "llm-judge-2"
 _SPARE_S = 5.0
 
 
-class LlmJudge:
+class LlmJudge(Task):
     """The reward is the judge's score; a reply with `task.pass_score` or more is correct.
 
     The text behind the last closed thinking block is judged. An empty text earns 0 without a call, and is the
@@ -104,23 +104,23 @@ class LlmJudge:
         """Return the row's prompt."""
         return pose(str(example.fields["prompt"]), thinking=self._spec.thinking)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Ask the judge for a score.
 
         Raises: DataError if the example has no text for a placeholder of the rubric; ConfigError if the judge
             cannot be called from this process; StoreError if a judgement cannot be stored.
         """
-        return self.verify_group(example, [text], [self.verify_member(example, text)])[0]
+        return (await self.verify_group(example, [text], [await self.verify_member(example, text)]))[0]
 
-    def group_verifier(self, example: Example) -> GroupVerifier | None:
-        """Return this task if the judge compares replies."""
-        return self if self._spec.compares else None
+    def compares(self, example: Example) -> bool:
+        """Whether the judge compares replies."""
+        return self._spec.compares
 
-    def verify_member(self, example: Example, text: str) -> Outcome:
+    async def verify_member(self, example: Example, text: str) -> Outcome:
         """Judge nothing: the judge sees the whole group."""
         return Outcome(parts={})
 
-    def verify_group(
+    async def verify_group(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
     ) -> list[Outcome]:
         """Ask the judge once for the scores of distinct texts, in an order that only they decide.

@@ -18,13 +18,13 @@ from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec.base import Section, SpecConflict, Unhashed, expert
 from strop.spec.task import SOURCE_HELP, EvaluationRows, FewShot, TrainingRows
 from strop.tasks.answers import judged_text
-from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics import symbolic
 from strop.tasks.mathematics.answers import FoundAnswer, find_answer, find_boxes, is_marked, marked_answer
 from strop.tasks.mathematics.equivalence import Strictness, answer_forms, answers_equal, parse_exact
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, gold_of, require_texts
+from strop.tasks.task import TaskLimits, right_or_wrong
 
 _PROMPT = "{problem}\n\nReason step by step, and give the final answer in \\boxed{{}}."
 _BASE_PROMPT = "Problem:\n{problem}\n\nSolution:"
@@ -166,7 +166,7 @@ class BoxedMath(RowTask):
         if self._strictness is Strictness.SYMBOLIC:
             symbolic.warm_up()
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Compare the final answer with the gold answer.
 
         Raises: ConfigError if math-verify is needed and not installed; any exception of math-verify about

@@ -14,12 +14,12 @@ from strop.rollout import Example, Outcome, make_example
 from strop.spec.base import Unhashed, expert
 from strop.spec.task import SOURCE_HELP, FewShot, TrainingRows
 from strop.tasks.answers import NUMBER_PATTERN, judged_text, last_number_match, parse_number
-from strop.tasks.contract import TaskLimits, right_or_wrong
 from strop.tasks.mathematics.answers import is_marked, marked_answer
 from strop.tasks.mathematics.equivalence import SCALES, parse_exact
 from strop.tasks.mathematics.normal_form import normal_form
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask, gold_of, require_texts
+from strop.tasks.task import TaskLimits, right_or_wrong
 
 _MAX_REPLY_TOKENS = 1024
 _PROMPT = (
@@ -76,7 +76,7 @@ class Gsm8k(RowTask):
             verifier=_VERIFIER,
         )
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Compare the number that answers with the gold number."""
         mode = self._spec.mode
         if mode != "auto":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,16 +10,16 @@ from functools import cached_property
 from typing import Any
 
 from strop.errors import DataError
-from strop.rollout import Example, Message, Outcome, Split
+from strop.rollout import Example, Message, Split
 from strop.spec.task import FewShot, TaskSpec
-from strop.tasks.contract import TaskLimits
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import join_shots, pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_split_rows
+from strop.tasks.task import Task, TaskLimits
 from strop.tasks.version import fit_limits, hash_version
 
 
-class RowTask(ABC):
+class RowTask(Task):
     """A task whose examples are the rows of a data set; subclasses judge."""
 
     def __init__(
@@ -109,14 +108,6 @@ class RowTask(ABC):
             base=self._shots + self._base_prompt.format(**fields),
             thinking=self._spec.thinking,
         )
-
-    @abstractmethod
-    def verify(self, example: Example, text: str) -> Outcome:
-        """Judge a reply; see the task."""
-
-    @abstractmethod
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return replies that deserve full marks, the form that the prompt asks for first."""
 
     def prompt_fields(self, example: Example) -> Mapping[str, Any]:
         """Return the fields of an example that the prompts may use."""

@@ -15,11 +15,11 @@ from typing import Any
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import UserCodeSection, UserTaskSpec
-from strop.tasks.contract import TaskLimits
 from strop.tasks.prompt import pose_messages
 from strop.tasks.rows.row_task import SplitExamples
+from strop.tasks.task import Task, TaskLimits
 from strop.tasks.user import posing
-from strop.tasks.user.rewards import as_outcome, await_if_needed
+from strop.tasks.user.rewards import as_outcome, call_foreign
 from strop.tasks.version import fit_limits, hash_version
 from strop.user_code import hash_sources, load_code, run_apart
 
@@ -39,7 +39,7 @@ def require_whole(name: str, example: Example) -> None:
         raise DataError(f"example {example.example_id} of task {name} lacks a part of what it was made with")
 
 
-class OwnTask:
+class OwnTask(Task):
     """The user's class: its prompts, and its verdicts.
 
     `verify` of the class returns an `Outcome`, or the values of a reward function: a number, true or false,
@@ -60,7 +60,7 @@ class OwnTask:
         self.name = spec.ref.name if spec.ref.is_file else spec.name
 
     @cached_property
-    def limits(self) -> TaskLimits:
+    def limits(self) -> TaskLimits:  # type: ignore[override]
         """The class's limits within the run file's; judging ends at `task.judge_limit_s`."""
         return self.own_limits()
 
@@ -119,14 +119,14 @@ class OwnTask:
         """Load the class into this process. Raises: ConfigError like `user_code.load_code`."""
         self._own  # noqa: B018
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Judge as the class does.
 
         Raises: DataError if the example is not of this task; any exception of the class; TypeError or
             ValueError if its return value is not allowed.
         """
         require_whole(self.name, example)
-        return self.to_outcome(await_if_needed(self._own.verify(example, text)))
+        return self.to_outcome(await call_foreign(self._own.verify, example, text))
 
     def to_outcome(self, found: Any) -> Outcome:
         """Convert a verdict of the class to an outcome. Raises: TypeError or ValueError as `to_parts`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, Message, Split, make_example
-from strop.tasks.contract import TURN, TaskLimits
+from strop.tasks.task import TURN, TaskLimits
 from strop.tasks.user.rewards import await_if_needed
 from strop.user_code import CodeRef, blaming
 from strop.user_code.probe import answer_order, settings_class

@@ -72,14 +72,14 @@ class UserReward:
         """The function and its line, for messages."""
         return f"{self.ref} (line {self.signature.line})"
 
-    def score(self, values: Mapping[str, Any]) -> Parts:
+    async def score(self, values: Mapping[str, Any]) -> Parts:
         """Call a function of strop's form with the values that it takes, the reply among them.
 
         Raises: TypeError or ValueError if its return value is not allowed; any exception of the function.
         """
-        return to_parts(self._call(values), self.name, self.where)
+        return to_parts(await self._call(values), self.name, self.where)
 
-    def score_group(self, values: Mapping[str, Any], replies: Sequence[str]) -> list[Parts | Failure]:
+    async def score_group(self, values: Mapping[str, Any], replies: Sequence[str]) -> list[Parts | Failure]:
         """Call a function of TRL's form with the replies to one example, and lists as long as these.
 
         A score that is not allowed is the failure of its reply alone.
@@ -90,7 +90,7 @@ class UserReward:
         lists["prompts"] = values["prompt"]
         given: dict[str, Any] = {key: [value] * len(replies) for key, value in lists.items()}
         given[REPLIES] = [[{"role": "assistant", "content": one}] if is_chat else one for one in replies]
-        returned = self._call(given)
+        returned = await self._call(given)
         scores = returned.tolist() if hasattr(returned, "tolist") else returned
         if not isinstance(scores, list | tuple) or len(scores) != len(replies):
             kind = f"{len(scores)} scores" if isinstance(scores, list | tuple) else type(scores).__name__
@@ -104,9 +104,23 @@ class UserReward:
             found += [] if caught.failure is None else [caught.failure]
         return found
 
-    def _call(self, values: Mapping[str, Any]) -> Any:
+    async def _call(self, values: Mapping[str, Any]) -> Any:
         names = values if self.signature.takes_others else self.signature.parameters
-        return await_if_needed(self.load()(**{key: values[key] for key in names if key in values}))
+        return await call_foreign(self.load(), **{key: values[key] for key in names if key in values})
+
+
+async def call_foreign(function: Callable[..., Any], /, *values: Any, **named: Any) -> Any:
+    """Return what a user's function returns, or the result of its coroutine.
+
+    The function sees no running event loop: it may start one of its own.
+    """
+    loop = asyncio.get_running_loop()
+    asyncio._set_running_loop(None)
+    try:
+        returned = function(*values, **named)
+    finally:
+        asyncio._set_running_loop(loop)
+    return await returned if inspect.isawaitable(returned) else returned
 
 
 def await_if_needed(returned: Any) -> Any:

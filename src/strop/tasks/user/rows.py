@@ -30,12 +30,11 @@ from strop.tasks.code.extraction import (
 )
 from strop.tasks.code.python_judge import judge_for
 from strop.tasks.code.row_tests import read_tests
-from strop.tasks.contract import GroupVerifier, TaskLimits
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose, pose_messages
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
-from strop.tasks.traits import ProgramForm
+from strop.tasks.task import ProgramForm, TaskLimits
 from strop.tasks.user.rewards import (
     BUILT_IN,
     FULL_MARKS_SLACK,
@@ -187,6 +186,7 @@ class Rows(RowTask):
 
     def __init__(self, spec: RowsSpec) -> None:
         self._functions = {name: UserReward(name) for name in spec.reward if name not in BUILT_IN_REWARDS}
+        self.is_costly = spec.runs_programs and not self._functions
         self._weights = dict(zip(spec.reward, spec.reward_weights or [1.0] * len(spec.reward), strict=True))
         self._full_marks = spec.max_reward - FULL_MARKS_SLACK
         self._answers: dict[str, tuple[Any, Row]] = {}
@@ -207,7 +207,6 @@ class Rows(RowTask):
             min_reward=spec.min_reward,
             max_goldless_frac=1.0,
             verify_limit_s=(user_s + sandbox_s) or None,
-            verify_keeps_time=spec.runs_programs and not self._functions,
         )
         judges = [
             f"{self._functions[name].ref} {self._functions[name].digest}"
@@ -237,19 +236,19 @@ class Rows(RowTask):
         messages = [Message(role=message["role"], content=message["content"]) for message in prompt]
         return pose_messages(messages, self._spec.thinking)
 
-    def verify(self, example: Example, text: str) -> Outcome:
+    async def verify(self, example: Example, text: str) -> Outcome:
         """Add the rewards up; those of TRL's form judge a group of one.
 
         Raises: any exception of a user's function; TypeError or ValueError if its return value is not
             allowed; SandboxError like `judge_python`.
         """
-        return self.verify_group(example, [text], [self.verify_member(example, text)])[0]
+        return (await self.verify_group(example, [text], [await self.verify_member(example, text)]))[0]
 
-    def group_verifier(self, example: Example) -> GroupVerifier | None:
-        """Return this task if one of its rewards has TRL's form."""
-        return self if any(function.takes_group for function in self._functions.values()) else None
+    def compares(self, example: Example) -> bool:
+        """Whether one of the rewards has TRL's form."""
+        return any(function.takes_group for function in self._functions.values())
 
-    def verify_member(self, example: Example, text: str) -> Outcome:
+    async def verify_member(self, example: Example, text: str) -> Outcome:
         """Add up the rewards that judge each reply alone. Raises: as `verify`."""
         parts: Parts = {}
         outcome = Outcome(parts={})
@@ -258,22 +257,24 @@ class Rows(RowTask):
             if function is not None and function.takes_group:
                 continue
             if function is not None:
-                scores = function.score({**self._values_of(example), "reply": text})
+                scores = await function.score({**self._values_of(example), "reply": text})
             elif name == _SANDBOXED:
-                outcome = self._run_tests(example, text)
+                outcome = await self._run_tests(example, text)
                 scores = {name: outcome.parts["correct"]}
             else:
                 scores = {name: score_built_in(name, text, example.fields["answer"])}
             parts |= _weigh(scores, weight)
         return replace(outcome, parts=parts)
 
-    def verify_group(
+    async def verify_group(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
     ) -> list[Outcome]:
         """Add the rewards of TRL's form, each of which gets all replies. Raises: as `verify`."""
         judged = list(outcomes)
         for name, function in self._functions.items():
-            found = function.score_group(self._values_of(example), texts) if function.takes_group else ()
+            if not function.takes_group:
+                continue
+            found = await function.score_group(self._values_of(example), texts)
             for place, scores in enumerate(found):
                 if isinstance(scores, Failure):
                     judged[place] = replace(judged[place], failure=judged[place].failure or scores)
@@ -322,13 +323,13 @@ class Rows(RowTask):
             next_step="add rows, or the answers that are missing",
         )
 
-    def _run_tests(self, example: Example, text: str) -> Outcome:
+    async def _run_tests(self, example: Example, text: str) -> Outcome:
         tests = read_tests(example.fields["answer"])
         code = extract_python(text, tests.names)
         if code is None:
             return no_code_outcome(None)
         job = replace(tests, source=code, wall_s=WALL_S)
-        return judged_outcome(code, judge_for(self._spec, job))
+        return judged_outcome(code, await judge_for(self._spec, job))
 
     def _why_left_out(self, row: Row, split: Split) -> str | None:
         self._require_columns(row)

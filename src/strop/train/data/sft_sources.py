@@ -15,11 +15,10 @@ from strop.record import RunDir
 from strop.record.files import list_shards
 from strop.rollout import FinishReason, IntArray, Rollout, Split, Turn
 from strop.spec.offline import SftSpec
-from strop.tasks import problem_of
 from strop.tasks.prompt import end_id_of, render_prompt
 from strop.tasks.rows.demonstrations import SPEAKER, SftRow, malformed, read_sft_row, refuse_double_names
 from strop.tasks.rows.layout import read_rows
-from strop.tasks.traits import list_names
+from strop.tasks.task import list_names
 from strop.tokenizer import Tokenizer
 from strop.train.data.offline import (
     Candidate,
@@ -273,7 +272,7 @@ def refuse_held_out(setting: str, source: str, chosen: Sequence[Rollout], framin
     known = sorted(
         example_id
         for example_id, example in asked.items()
-        if example_id in held_out or (example.task == task.name and problem_of(task, example) in held_out)
+        if example_id in held_out or (example.task == task.name and task.problem_of(example) in held_out)
     )
     if known:
         raise DataError(

@@ -16,9 +16,9 @@ from strop.record.prediction import Prediction
 from strop.rollout import PROMPT_TOO_LONG, Group, Rollout
 from strop.spec.run import RunSpec
 from strop.spec.train import TripwireSpec
-from strop.tasks import Task, epoch_order_of
-from strop.tasks.contract import CEILING, IMPOSSIBLE
+from strop.tasks import Task
 from strop.tasks.failures import FailureCause, describe_failure, find_causes, find_failures
+from strop.tasks.task import CEILING, IMPOSSIBLE
 from strop.train.measure import MAX_IDS, with_samples
 from strop.train.watch.process import MemoryWatch, PaceWatch
 from strop.train.watch.trends import CollapseWatch, History, find_trend_alarms
@@ -319,7 +319,7 @@ class StepWatch:
         self._history = History()
         self._pace = PaceWatch(prediction)
         self._memory = MemoryWatch()
-        self.collapse = CollapseWatch(is_ordered=epoch_order_of(task) is not None)
+        self.collapse = CollapseWatch(is_ordered=task.is_ordered)
         """Whether the alarms of the last steps together are a collapse."""
 
     def recall(self, records: Iterable[Mapping[str, float]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -34,7 +35,7 @@ def judged(mode: JudgeMode, check: str) -> JudgeVerdict:
         source = f"{check}\nif not breached(): raise SystemExit(1)\nprint(2 * int(input()))"
         given = {"input_output": json.dumps({"inputs": ["1\n"], "outputs": ["2"]})}
     job = JudgeJob(source=source, mode=mode, num_tests=1, wall_s=60.0, **given)
-    return judge_python(job, min_isolation="namespace")
+    return asyncio.run(judge_python(job, min_isolation="namespace"))
 
 
 BREACHES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
@@ -19,7 +20,7 @@ from tests.fixtures.sandboxes import needs_podman
 def judged(source: str, *tests: str, level: Any = None, **given: Any) -> JudgeVerdict:
     words = {"names": ("f",), "wall_s": 60.0, **given}
     job = JudgeJob(source=source, mode=JudgeMode.STATEMENTS, tests=tests, num_tests=len(tests), **words)
-    return judge_python(job, min_isolation=level or best_level())
+    return asyncio.run(judge_python(job, min_isolation=level or best_level()))
 
 
 def run_tests(
@@ -34,7 +35,7 @@ def run_tests(
         wall_s=wall_s,
         **more,
     )
-    return judge_python(job, min_isolation=best_level())
+    return asyncio.run(judge_python(job, min_isolation=best_level()))
 
 
 def counts(verdict: JudgeVerdict) -> tuple[int, int, int, int]:
@@ -466,7 +467,7 @@ def test_numbers_of_many_digits_are_read() -> None:
         input_output=f'{{"inputs": [[{number}]], "outputs": [1{"0" * 5000}]}}',
         num_tests=1,
     )
-    assert judge_python(job, min_isolation=best_level()).is_right
+    assert asyncio.run(judge_python(job, min_isolation=best_level())).is_right
     assert run_tests("print(int(input()) + 1)", [number], ["1" + "0" * 5000]).is_right
 
 

@@ -7,16 +7,14 @@ of the sandbox or the judge raises, so that the reply has no score.
 from __future__ import annotations
 
 import ast
-import asyncio
 import json
 import math
 import secrets
 import warnings
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from functools import cache, partial
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,31 +92,23 @@ class JudgeVerdict:
         return self.num_passed == self.num_tests > 0
 
 
-def judge_for(spec: CodeTaskSection, job: JudgeJob) -> JudgeVerdict:
+async def judge_for(spec: CodeTaskSection, job: JudgeJob) -> JudgeVerdict:
     """Run a program's tests in the sandbox of a task's settings. Raises: like `judge_python`."""
-    return judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
+    return await judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
 
 
-def judge_python(job: JudgeJob, *, min_isolation: str = "namespace", sandbox: str = "auto") -> JudgeVerdict:
-    """Run a program's tests in a fresh sandbox. Blocks, even if an event loop runs in this thread.
+async def judge_python(
+    job: JudgeJob, *, min_isolation: str = "namespace", sandbox: str = "auto"
+) -> JudgeVerdict:
+    """Run a program's tests in a fresh sandbox.
 
     Raises: SandboxRefused if the backend `sandbox` has no such level, or cannot mount an allowed package that
     the program imports; SandboxError if it, or the judge in it, failed.
     """
-    judging = partial(asyncio.run, _judge(job, IsolationLevel[min_isolation.upper()], sandbox))
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return judging()
-    # A task's `verify` is synchronous, and some callers of it are not.
-    with ThreadPoolExecutor(max_workers=1) as executor:
-        return executor.submit(judging).result()
-
-
-async def _judge(job: JudgeJob, min_level: IsolationLevel, sandbox_name: str) -> JudgeVerdict:
     from strop.sandbox import choose_backend
 
-    backend = await choose_backend(sandbox_name, min_level)
+    min_level = IsolationLevel[min_isolation.upper()]
+    backend = await choose_backend(sandbox, min_level)
     mounts = () if backend.name in _NOT_MOUNTING else _package_mounts(job.packages)
     shown = {mount.inside_path for mount in mounts}
     absent = {package for package in job.packages if f"{PACKAGES_DIR}/{package}" not in shown}
@@ -134,10 +124,10 @@ async def _judge(job: JudgeJob, min_level: IsolationLevel, sandbox_name: str) ->
     spec = SandboxSpec(limits=Limits(), min_level=min_level, mounts=mounts, env=env)
     nonce = secrets.token_hex(16)
     stdin = json.dumps({**asdict(job), "nonce": nonce}).encode()
-    async with await backend.create(spec, main_source=read_runner()) as sandbox:
-        isolation = sandbox.isolation.level.word
+    async with await backend.create(spec, main_source=read_runner()) as place:
+        isolation = place.isolation.level.word
         try:
-            result = await sandbox.run_main(stdin=stdin, wall_limit_s=job.wall_s + _START_LIMIT_S)
+            result = await place.run_main(stdin=stdin, wall_limit_s=job.wall_s + _START_LIMIT_S)
         except SandboxLost as error:
             if error.kind != ExecKind.FROM_INSIDE:
                 raise

@@ -1,0 +1,363 @@
+"""The task contract: one object for training, evaluation and sampling.
+
+A task renders the prompt, ends and limits the reply, and judges it. Nothing else in strop knows how a problem
+is worded or scored, so training and evaluation cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from typing_extensions import override
+
+from strop.errors import DataError, format_error
+from strop.rollout import Example, Failure, FailureOwner, Message, Outcome, Split
+
+TURN = "\x1e"
+"""Separates the replies of a multi-turn attempt where they are one text, as gold replies and probes are:
+ASCII's record separator."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskLimits:
+    """Limits of a reply, and the range of its reward."""
+
+    max_reply_tokens: int
+    """Tokens that a reply may use: the most that a full solution needs, or less where a run says so."""
+    full_reply_tokens: int | None = None
+    """The task's own budget if a run lowered `max_reply_tokens`, else None."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a reply, in addition to the model's own terminator."""
+    base_stop_strings: tuple[str, ...] = ()
+    """Additional ones for prompts in plain text: base models write them when they go on to invent another
+    problem. In a chat they would cut replies that may contain them."""
+    max_reward: float = 1.0
+    """Reward of a right reply. Rewards lie in [min_reward, max_reward]; another value is a failure."""
+    min_reward: float = 0.0
+    """Reward of the worst reply; below 0 where a task gives negative marks."""
+    chance: float = 0.0
+    """Share of full marks that a reply without work earns, for example 0.25 with four choices."""
+    max_goldless_frac: float = 0.0
+    """Share of examples for which no right reply may be known. 0: the task promises one for each."""
+    verify_limit_s: float | None = None
+    """Wall time (seconds) of one judgement, enforced by killing its process. None: it runs in the caller's
+    process, because the text or the verifier itself bounds its time."""
+
+    def stops(self, *, is_base: bool) -> tuple[str, ...]:
+        """Return the texts that end a reply to a prompt of this form."""
+        return self.stop_strings + self.base_stop_strings if is_base else self.stop_strings
+
+    @property
+    def own_reply_tokens(self) -> int:
+        """The task's own budget, before a run lowered it."""
+        return self.full_reply_tokens or self.max_reply_tokens
+
+
+def right_or_wrong(is_correct: bool, *, format_ok: bool, extracted: str | None = None) -> Outcome:
+    """Return the outcome of a reply that is either right or wrong."""
+    parts: dict[str, float | None] = {"correct": float(is_correct)}
+    return Outcome(parts=parts, is_correct=is_correct, format_ok=format_ok, extracted=extracted)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramForm:
+    """How the program of a reply is run."""
+
+    entry_point: str | None
+    """The name that it must define; None: it runs as a whole, reads its input and prints."""
+
+
+class Task(ABC):
+    """One verifiable task: what every task has, and defaults of what only some have."""
+
+    name: str
+    """Registry name, for example 'arithmetic'."""
+    limits: TaskLimits
+    """Reply budget, stop strings and full marks; the widest of all examples."""
+    is_costly: bool = False
+    """Whether a judgement runs a program: it takes hundreds of times as long as rules."""
+    is_ordered: bool = False
+    """Whether `epoch_order` says the order of training examples; else they are shuffled."""
+
+    @property
+    @abstractmethod
+    def version(self) -> str:
+        """Hash over everything that changes prompts or scores; stored with every result.
+
+        Raises: DataError like `examples`, if the version covers the data.
+        """
+
+    @abstractmethod
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return all examples of a split, in a fixed order. The two splits share no id.
+
+        Raises: DataError if the data is missing, empty, malformed or the splits overlap.
+        """
+
+    @abstractmethod
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Return the messages that pose the example."""
+
+    @abstractmethod
+    async def verify(self, example: Example, text: str) -> Outcome:
+        """Judge a reply. `text` ends before its terminator or stop string.
+
+        Awaited in the run's own process, or in a process that is killed at `limits.verify_limit_s`.
+        """
+
+    @abstractmethod
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return replies that deserve full marks, the form that the prompt asks for first.
+
+        Empty if no answer is known. The self-test judges all of them.
+        """
+
+    @property
+    def variant(self) -> str | None:
+        """Which of several tasks of one name this is; None: there is one."""
+        return None
+
+    @property
+    def world(self) -> Any:
+        """What plays a task of several turns; None: a single reply is judged."""
+        return None
+
+    @property
+    def judge_digests(self) -> Sequence[str]:
+        """Hashes of the models that judge replies."""
+        return ()
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Counts of rows in the data, by name. Raises: DataError like `examples`."""
+        return {}
+
+    def limits_of(self, example: Example) -> TaskLimits:
+        """Return the limits of an example."""
+        return self.limits
+
+    def part_of(self, example: Example) -> str | None:
+        """Return the label of an example's part; None if the task has no parts."""
+        return None
+
+    def problem_of(self, example: Example) -> str | None:
+        """Return the name shared by examples that pose one problem; None if unknown."""
+        return None
+
+    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
+        """Return the values that a prompt template may use."""
+        return example.fields
+
+    def program_form(self, example: Example) -> ProgramForm | None:
+        """Return how the program of a reply is run; None if replies are not programs."""
+        return None
+
+    def row_keys(self) -> Mapping[str, str | None]:
+        """Map the number of each training row, from 0, to its example id; None: the row is left out.
+
+        Raises: DataError if the task has no rows, or like `examples`.
+        """
+        raise DataError(
+            f"task {self.name} has no rows of data that could be numbered",
+            allowed="ids of its training examples",
+            next_step="write ids, as `strop eval --write-order` does; in a mixture, give the file to a part",
+        )
+
+    def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
+        """Return the positions of an epoch's training examples, if the task `is_ordered`."""
+        raise NotImplementedError
+
+    def attempt_tokens(self, limits: TaskLimits) -> int:
+        """Return how many tokens the policy may write in an attempt: in one reply, or in all turns."""
+        return limits.max_reply_tokens
+
+    def compares(self, example: Example) -> bool:
+        """Whether replies to an example are judged beside each other. `verify` judges a group of one."""
+        return False
+
+    async def verify_member(self, example: Example, text: str) -> Outcome:
+        """Judge what of a reply depends on no other one; without a reward where something does."""
+        return await self.verify(example, text)
+
+    async def verify_group(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        """Complete the outcomes of `verify_member`, in their order.
+
+        Raises: any exception of the verifier; then no reply of the group has a score.
+        """
+        return outcomes
+
+    def warm_up(self) -> None:
+        """Load what judging needs, in a process that others are forked from."""
+        return
+
+
+class TaskWrapper(Task):
+    """A task around another one, to which everything passes that it does not change."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.name, self.limits = task.name, task.limits
+        self.is_ordered, self.is_costly = task.is_ordered, task.is_costly
+
+    @property
+    @override
+    def version(self) -> str:
+        return self._task.version
+
+    @property
+    @override
+    def variant(self) -> str | None:
+        return self._task.variant
+
+    @property
+    @override
+    def world(self) -> Any:
+        return self._task.world
+
+    @property
+    @override
+    def judge_digests(self) -> Sequence[str]:
+        return self._task.judge_digests
+
+    @property
+    @override
+    def counts(self) -> Mapping[str, int]:
+        return self._task.counts
+
+    @override
+    def examples(self, split: Split) -> Sequence[Example]:
+        return self._task.examples(split)
+
+    @override
+    def render(self, example: Example) -> tuple[Message, ...]:
+        return self._task.render(example)
+
+    @override
+    async def verify(self, example: Example, text: str) -> Outcome:
+        return await self._task.verify(example, text)
+
+    @override
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return self._task.gold_replies(example)
+
+    @override
+    def limits_of(self, example: Example) -> TaskLimits:
+        return self._task.limits_of(example)
+
+    @override
+    def part_of(self, example: Example) -> str | None:
+        return self._task.part_of(example)
+
+    @override
+    def problem_of(self, example: Example) -> str | None:
+        return self._task.problem_of(example)
+
+    @override
+    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
+        return self._task.prompt_fields(example)
+
+    @override
+    def program_form(self, example: Example) -> ProgramForm | None:
+        return self._task.program_form(example)
+
+    @override
+    def row_keys(self) -> Mapping[str, str | None]:
+        return self._task.row_keys()
+
+    @override
+    def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
+        return self._task.epoch_order(seed, epoch)
+
+    @override
+    def attempt_tokens(self, limits: TaskLimits) -> int:
+        return self._task.attempt_tokens(limits)
+
+    @override
+    def compares(self, example: Example) -> bool:
+        return self._task.compares(example)
+
+    @override
+    async def verify_member(self, example: Example, text: str) -> Outcome:
+        return await self._task.verify_member(example, text)
+
+    @override
+    async def verify_group(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        return await self._task.verify_group(example, texts, outcomes)
+
+    @override
+    def warm_up(self) -> None:
+        self._task.warm_up()
+
+
+def describe_counts(task: Task) -> str:
+    """Describe the counts of rows in a task's data in one line; empty if there are none.
+
+    Raises: DataError like `examples`.
+    """
+    return ", ".join(f"{name}: {count}" for name, count in task.counts.items() if count)
+
+
+def list_names(task: Task, examples: Iterable[Example]) -> frozenset[str]:
+    """Return the ids of some examples, and the names of the problems that they pose."""
+    names = {name for example in examples for name in (example.example_id, task.problem_of(example))}
+    return frozenset(name for name in names if name is not None)
+
+
+# Impossible scores: above the task's full marks, below its lowest marks, or not finite. Such a grader is
+# broken, so the rollout has no score, the task owns the failure, and the record keeps the score.
+
+CEILING = "ceiling"
+"""Kind of failure: a score above full marks."""
+IMPOSSIBLE = "impossible_value"
+"""Kind of failure: a score below the lowest marks, or not a number."""
+_SLACK = 1e-6
+"""Tolerance as a share of full marks: rewards are often sums in float32."""
+
+
+def is_within(reward: float, limits: TaskLimits) -> bool:
+    """Whether a task with these limits can give a reward. Infinities and NaN: no."""
+    slack = _SLACK * limits.max_reward
+    return limits.min_reward - slack <= reward <= limits.max_reward + slack
+
+
+def within_bounds(outcome: Outcome, limits: TaskLimits) -> Outcome:
+    """Return an outcome unchanged, or as a failure without a score if the score is impossible.
+
+    Rounding beyond the bounds is allowed.
+    """
+    scores = [value for value in outcome.parts.values() if value is not None]
+    if outcome.failure is not None or not scores:
+        return outcome
+    if not all(math.isfinite(value) for value in scores):
+        # Records hold finite numbers only.
+        parts = {
+            name: None if value is not None and not math.isfinite(value) else value
+            for name, value in outcome.parts.items()
+        }
+        return replace(outcome, parts=parts, is_correct=None, failure=_fail(outcome, math.nan, limits))
+    reward = outcome.reward
+    if reward is None or is_within(reward, limits):
+        return outcome
+    return replace(outcome, is_correct=None, failure=_fail(outcome, reward, limits))
+
+
+def _fail(outcome: Outcome, reward: float, limits: TaskLimits) -> Failure:
+    scores = ", ".join(f"{name} {value:g}" for name, value in outcome.parts.items() if value is not None)
+    bounds = f"{limits.min_reward:g} to {limits.max_reward:g}"
+    return Failure(
+        owner=FailureOwner.TASK,
+        kind=CEILING if reward > limits.max_reward else IMPOSSIBLE,
+        detail=format_error(
+            f"a score of {reward:g} ({scores})",
+            allowed=f"{bounds}, what the task says that a reply can earn; the rollout is masked",
+            next_step="mend the grader, or correct the task's max_reward and min_reward",
+        ),
+    )
