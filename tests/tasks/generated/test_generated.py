@@ -70,7 +70,7 @@ def test_the_first_held_out_examples_pose_different_problems() -> None:
 
 def test_a_huge_range_has_many_examples_and_reaches_far() -> None:
     train = build_task(ArithmeticSpec(max_value=10**9)).examples(Split.TRAIN)
-    assert len({problem_of(TASK, example) for example in train}) == len(train) == 100_000
+    assert len({TASK.problem_of(example) for example in train}) == len(train) == 100_000
     assert max(example.fields["a"] for example in train[:20]) > 10**8
 
 
