@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from strop.errors import DataError
-from strop.tasks.instructions.checkers import Checkers, Constraint
+from strop.tasks.instructions.checkers import Check, Checkers
 from strop.tasks.instructions.google import GOOGLE
 from strop.tasks.instructions.multi import MULTI
 from strop.tasks.instructions.rlvr import FUNCTIONS, RLVR, as_instruction
@@ -46,14 +46,14 @@ def test_replies_that_follow_are_told_from_those_that_do_not(vector: Mapping[str
     if vector["family"] == "rlvr":
         instruction, arguments = as_instruction(instruction, arguments)
     constraint = FAMILIES[vector["family"]][0].bind(instruction, arguments, place="a vector")
-    assert [text for text in vector["good"] if not constraint.is_met(text)] == []
-    assert [text for text in [*vector["bad"], "[" * 99_999] if constraint.is_met(text)] == []
+    assert [text for text in vector["good"] if not constraint(text)] == []
+    assert [text for text in [*vector["bad"], "[" * 99_999] if constraint(text)] == []
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form['id']}: {form['why']}")
 def test_a_real_form_has_the_verdict_of_its_plain_meaning(form: Mapping[str, Any]) -> None:
     constraint = GOOGLE.bind(form["id"], form["arguments"], place="a form")
-    assert constraint.is_met(form["reply"]) is form["right"]
+    assert constraint(form["reply"]) is form["right"]
 
 
 def test_all_instructions_have_a_case() -> None:
@@ -67,7 +67,7 @@ def test_all_instructions_have_a_case() -> None:
 def test_nonsense_does_not_follow(family: str, instruction_id: str) -> None:
     checkers, cases = FAMILIES[family]
     constraint = checkers.bind(instruction_id, cases[instruction_id], place="a test")
-    assert [text for text in NONSENSE if constraint.is_met(text)] == []
+    assert [text for text in NONSENSE if constraint(text)] == []
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -77,12 +77,12 @@ def test_no_text_makes_a_checker_raise(family: str, text: str) -> None:
     checkers, cases = FAMILIES[family]
     for instruction_id, arguments in cases.items():
         constraint = checkers.bind(instruction_id, arguments, place="a test")
-        assert constraint.is_met(text) is constraint.is_met(text)
+        assert constraint(text) is constraint(text)
 
 
-def seconds_of(constraint: Constraint, text: str) -> float:
+def seconds_of(constraint: Check, text: str) -> float:
     started = time.process_time()
-    constraint.is_met(text)
+    constraint(text)
     return time.process_time() - started
 
 
@@ -107,13 +107,13 @@ def test_the_time_of_a_very_long_reply_grows_with_its_length(unit: str) -> None:
     [
         ("keywords:existance", {}, "'keywords:existance', which has no checker"),
         (None, {}, "None, which has no checker"),
-        ("keywords:existence", {}, "keywords is missing"),
-        ("keywords:existence", {"keywords": None}, "keywords is missing"),
-        ("keywords:existence", {"keywords": []}, "keywords=\\[\\]"),
-        ("keywords:existence", {"keywords": ["a"], "word": "b"}, "word is not known"),
-        ("length_constraints:number_paragraphs", {"num_paragraphs": "many"}, "num_paragraphs='many'"),
-        ("length_constraints:number_words", {"num_words": 9, "relation": "about"}, "relation='about'"),
-        ("language:response_language", {"language": "xx"}, "language='xx'"),
+        ("keywords:existence", {}, "keywords: Missing"),
+        ("keywords:existence", {"keywords": None}, "keywords: Missing"),
+        ("keywords:existence", {"keywords": []}, "keywords: "),
+        ("keywords:existence", {"keywords": ["a"], "word": "b"}, "word: Unexpected"),
+        ("length_constraints:number_paragraphs", {"num_paragraphs": "many"}, "num_paragraphs: "),
+        ("length_constraints:number_words", {"num_words": 9, "relation": "about"}, "relation: "),
+        ("language:response_language", {"language": "xx"}, "language: "),
     ],
 )
 def test_rew_6_what_cannot_be_judged_is_refused(

@@ -26,7 +26,7 @@ from strop.tasks.instructions.evaluations import (
     IfBenchSpec,
     IfEvalSpec,
     judge,
-    load_checkers,
+    require_package,
 )
 from strop.tasks.instructions.google import GOOGLE
 from tests.fixtures.judging import verdict
@@ -93,7 +93,7 @@ def test_rules_for_training_differ_where_they_mean_to() -> None:
     differing = [
         record["id"]
         for record in RECORDED
-        if GOOGLE.bind(record["id"], record["arguments"], place="a record").is_met(record["text"])
+        if GOOGLE.bind(record["id"], record["arguments"], place="a record")(record["text"])
         is not record["strict"]
     ]
     assert Counter(differing) == OWN_DISAGREEMENTS
@@ -102,14 +102,14 @@ def test_rules_for_training_differ_where_they_mean_to() -> None:
 def test_all_instructions_can_be_judged(tmp_path: Path) -> None:
     rows = [eval_row(number, {id_: case}) for number, (id_, case) in enumerate(GOOGLE_ARGUMENTS.items())]
     task = ifeval(write(tmp_path / "ifeval.jsonl", rows))
-    assert len(task.examples(Split.HELD_OUT)) == len(load_checkers("ifeval")) == 25
+    assert len(task.examples(Split.HELD_OUT)) == 25
     with pytest.raises(DataError):
         task.examples(Split.TRAIN)
     assert len(ifeval(str(tmp_path / "ifeval.jsonl"), num_held_out=3).examples(Split.HELD_OUT)) == 3
     assert (task.limits.max_reply_tokens, task.limits.stop_strings) == (4096, ())
     rows = [eval_row(number, {id_: case}) for number, (id_, case) in enumerate(BENCH_ARGUMENTS.items())]
     task = ifbench(write(tmp_path / "ifbench.jsonl", rows))
-    assert len(task.examples(Split.HELD_OUT)) == len(load_checkers("ifbench")) == 58
+    assert len(task.examples(Split.HELD_OUT)) == 58
 
 
 @pytest.mark.parametrize(
@@ -159,14 +159,12 @@ def test_all_instructions_count_and_each_is_counted(two_parts: str) -> None:
     }
 
 
-def test_strictness_chooses_the_score_and_both_are_reported(two_parts: str) -> None:
+def test_the_score_is_strict_and_both_are_reported(two_parts: str) -> None:
     # The first line has the comma; without it, every instruction is followed.
-    reply = "Sure, gladly:\nOf the sea:\n* blue\n* wide"
-    for strictness, score in (("strict", 0.0), ("loose", 1.0)):
-        task = ifeval(two_parts, strictness=strictness)
-        outcome = verdict(task, last(task), reply)
-        assert outcome.reward == score
-        assert (outcome.metrics["correct_strict"], outcome.metrics["correct_loose"]) == (0.0, 1.0)
+    task = ifeval(two_parts)
+    outcome = verdict(task, last(task), "Sure, gladly:\nOf the sea:\n* blue\n* wide")
+    assert outcome.reward == 0.0
+    assert (outcome.metrics["correct_strict"], outcome.metrics["correct_loose"]) == (0.0, 1.0)
 
 
 def test_unclosed_reasoning_and_silence_are_no_format(two_parts: str) -> None:
@@ -199,9 +197,9 @@ def test_rows_that_cannot_be_judged_are_refused(tmp_path: Path, change: Row) -> 
 
 @pytest.fixture
 def unloaded() -> Any:
-    load_checkers.cache_clear()
+    require_package.cache_clear()
     yield
-    load_checkers.cache_clear()
+    require_package.cache_clear()
 
 
 @pytest.mark.usefixtures("unloaded")

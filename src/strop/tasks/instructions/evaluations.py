@@ -18,7 +18,7 @@ from pydantic import Field
 
 from strop.errors import ConfigError
 from strop.rollout import Example, Message, Outcome, make_example
-from strop.spec.base import Unhashed, expert
+from strop.spec.base import Unhashed
 from strop.spec.task import SOURCE_HELP, EvaluationRows
 from strop.tasks.instructions.tasks import judged_text, pair_calls
 from strop.tasks.prompt import pose
@@ -50,12 +50,6 @@ class IfEvalSpec(EvaluationRows):
     source: Unhashed[str] = Field(
         default="google/IFEval", min_length=1, description=SOURCE_HELP.format("google/IFEval")
     )
-    strictness: Literal["strict", "loose"] = Field(
-        default="strict",
-        description="Which verdict is the score. loose = the reply may also follow an instruction without its"
-        " first line, last line or asterisks. Both are reported.",
-        json_schema_extra=expert("published scores differ by how far an answer is read"),
-    )
 
 
 class IfBenchSpec(EvaluationRows):
@@ -67,23 +61,19 @@ class IfBenchSpec(EvaluationRows):
         min_length=1,
         description=SOURCE_HELP.format("allenai/IFBench_test"),
     )
-    strictness: Literal["strict", "loose"] = Field(
-        default="loose",
-        description="Which verdict is the score; published scores are loose. Both are reported.",
-        json_schema_extra=expert("published scores differ by how far an answer is read"),
-    )
 
 
 class PublishedInstructions(RowTask):
     """Follow every instruction of the prompt. Reward: 1 if all are followed, else 0.
 
+    The score is the published one, strict for ifeval and loose for ifbench, where a reply may also follow an
+    instruction without its first line, last line or asterisks.
     `format_ok`: the reasoning has an end, and a text follows it; that text is judged.
     Metrics: `instructions_total`, `instructions_satisfied` (strictly), `instructions_satisfied_loose`,
     `correct_strict` and `correct_loose`.
     """
 
     def __init__(self, spec: IfEvalSpec | IfBenchSpec) -> None:
-        self._is_loose = spec.strictness == "loose"
         reading = RowReading(
             layout=_LAYOUTS[spec.name],
             to_example=self._to_example,
@@ -96,8 +86,8 @@ class PublishedInstructions(RowTask):
         super().__init__(spec, reading, limits, source=spec.source, prompt=_PROMPT, verifier=verifier)
 
     def warm_up(self) -> None:
-        """Load the package. Raises: ConfigError like `load_checkers`."""
-        load_checkers(self.name)
+        """Load the package. Raises: ConfigError like `require_package`."""
+        require_package(self.name)
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the user's text."""
@@ -105,12 +95,12 @@ class PublishedInstructions(RowTask):
         return pose(_PROMPT.format(prompt=prompt), base=prompt, thinking=self._spec.thinking)
 
     async def verify(self, example: Example, text: str) -> Outcome:
-        """Ask the package about every instruction. Raises: ConfigError like `load_checkers`."""
+        """Ask the package about every instruction. Raises: ConfigError like `require_package`."""
         judged = judged_text(text)
         is_reply = judged is not None and bool(judged.strip())
         verdicts = judge(self.name, example.fields["prompt"], example.fields["constraints"], judged or "")
         strict, loose = ([verdict[place] for verdict in verdicts] for place in (0, 1))
-        is_correct = all(loose if self._is_loose else strict)
+        is_correct = all(strict if self.name == "ifeval" else loose)
         metrics = {
             "instructions_total": float(len(verdicts)),
             "instructions_satisfied": float(sum(strict)),
@@ -131,16 +121,26 @@ class PublishedInstructions(RowTask):
         constraints = []
         for instruction_id, arguments in pair_calls(row, "instruction_id_list and kwargs", *columns):
             present = {key: value for key, value in arguments.items() if value is not None}
-            _require_judged(self.name, row, prompt, instruction_id, present)
             constraints.append({"id": instruction_id, "arguments": present})
+        require_package(self.name)
+        try:
+            judge(self.name, prompt, constraints, prompt)
+        except Exception as error:
+            raise bad_row(
+                f"{row.place} has the instructions {constraints!s:.300} ({type(error).__name__}: {error})",
+                allowed=f"instructions and arguments by which {PACKAGE} can judge a reply",
+            ) from error
         return make_example(self.name, {"prompt": prompt, "constraints": constraints}, None)
 
 
 def judge(
     benchmark: str, prompt: str, constraints: Sequence[Mapping[str, Any]], reply: str
 ) -> list[tuple[bool, bool]]:
-    """Return the strict and the loose verdict on each instruction. Raises: ConfigError as `load_checkers`."""
-    load_checkers(benchmark)
+    """Return the strict and the loose verdict on each instruction.
+
+    Raises: LookupError if the package does not know one; ConfigError like `require_package`.
+    """
+    require_package(benchmark)
     package = importlib.import_module("if_verifiable")
     kind = package.IFEvalSample if benchmark == "ifeval" else package.IFBenchSample
     sample = kind(
@@ -155,35 +155,17 @@ def judge(
         results, _ = package.evaluate_output_for_sample(benchmark, sample, reply)
     finally:
         random.setstate(state)
+    if reply.strip() and len(results) < len(constraints):
+        raise LookupError("no checker for an instruction")
     # No result stands for a blank reply.
     return [(one.strict_pass, one.loose_pass) for one in results] or [(False, False)] * len(constraints)
 
 
-def _require_judged(
-    benchmark: str, row: Row, prompt: str, instruction_id: object, arguments: Mapping[str, Any]
-) -> None:
-    """Judge the prompt as a reply. Raises: DataError naming the row, if the instruction cannot be judged."""
-    checkers = load_checkers(benchmark)
-    if instruction_id not in checkers:
-        raise bad_row(
-            f"{row.place} asks for the instruction {instruction_id!r}, which has no checker",
-            allowed=f"the {len(checkers)} ids of {benchmark}: {', '.join(sorted(checkers))}",
-        )
-    try:
-        judge(benchmark, prompt, [{"id": instruction_id, "arguments": arguments}], prompt)
-    except Exception as error:
-        raise bad_row(
-            f"{row.place} gives {instruction_id} the arguments {dict(arguments)}"
-            f" ({type(error).__name__}: {error})",
-            allowed=f"arguments that {PACKAGE} can judge a reply by",
-        ) from error
-
-
 @functools.cache
-def load_checkers(benchmark: str) -> Mapping[str, Any]:
-    """Return the package's checkers by instruction id.
+def require_package(benchmark: str) -> None:
+    """Require the package, and what it needs of nltk, on this machine; nothing is fetched.
 
-    Raises: ConfigError if it, or data that nltk needs, is not on this machine; nothing is fetched.
+    Raises: ConfigError.
     """
     try:
         found = version(PACKAGE)
@@ -212,6 +194,3 @@ def load_checkers(benchmark: str) -> Mapping[str, Any]:
             next_step=f"python -m nltk.downloader {names}, or copy them from a machine with a network",
         )
     langdetect.DetectorFactory.seed = 0
-    registry = importlib.import_module(f"if_verifiable.{benchmark}.instructions_registry")
-    checkers: Mapping[str, Any] = registry.INSTRUCTION_DICT
-    return checkers

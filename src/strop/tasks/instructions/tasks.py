@@ -15,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from strop.errors import DataError
-from strop.rollout import Example, Message, Outcome, Split, make_example
+from strop.rollout import Example, Message, Outcome, make_example
 from strop.spec.base import Unhashed, expert
 from strop.spec.task import SOURCE_HELP, TaskSection
 from strop.tasks.answers import text_after_thinking
@@ -25,7 +25,7 @@ from strop.tasks.instructions.rlvr import FUNCTIONS, RLVR, as_instruction
 from strop.tasks.instructions.segments import require_language_detection
 from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
+from strop.tasks.rows.row_task import RowReading, RowTask
 from strop.tasks.task import TaskLimits
 
 # An example holds `prompt` and `constraints` (ids and present arguments). A row with an instruction that
@@ -68,21 +68,6 @@ def read_messages(row: Row) -> str:
         if messages[0].get("role") == "user" and isinstance(content, str) and content.strip():
             return content
     raise _refuse(row, f"messages {str(messages)[:120]!r}", "one message of role user with a text")
-
-
-def make_instruction_example(
-    task: str, checkers: Checkers, row: Row, prompt: str, calls: Sequence[Call]
-) -> Example:
-    """Build an example whose instructions can all be judged.
-
-    Raises: DataError naming the row and the instruction, if one cannot.
-    """
-    constraints = []
-    for instruction_id, arguments in calls:
-        bound = checkers.bind(instruction_id, arguments, place=row.place)
-        present = {key: value for key, value in arguments.items() if value is not None}
-        constraints.append({"id": bound.instruction_id, "arguments": present})
-    return make_example(task, {"prompt": prompt, "constraints": constraints}, None)
 
 
 def pair_calls(row: Row, columns: str, ids: object, arguments: object) -> list[Call]:
@@ -137,9 +122,6 @@ def is_echo(text: str, prompt: str) -> bool:
 _PROMPT = "{prompt}"
 _VERIFIER = "instructions-4"
 _MAX_REPLY_TOKENS = 2048
-_LANGUAGE_IDS = frozenset(
-    {"language:response_language", "change_case:english_capital", "change_case:english_lowercase"}
-)
 _LAYOUT = DataLayout(train=("data/train-00000-of-00001.parquet",), held_out=())
 
 
@@ -194,6 +176,7 @@ class InstructionTask(RowTask):
     """
 
     def __init__(self, spec: RlvrIfevalSpec | IfMultiSpec) -> None:
+        require_language_detection()
         self._is_multi = isinstance(spec, IfMultiSpec)
         self._pays_shares = isinstance(spec, IfMultiSpec) and not spec.all_or_nothing
         self.checkers: Checkers = MULTI if self._is_multi else RLVR
@@ -228,7 +211,7 @@ class InstructionTask(RowTask):
             judged = judged.replace("<answer>", "").replace("</answer>", "").strip()
         is_reply = judged is not None and bool(judged.strip())
         is_judged = is_reply and not is_echo(judged or "", example.fields["prompt"])
-        followed = [is_judged and constraint.is_met(judged or "") for constraint in constraints]
+        followed = [is_judged and constraint(judged or "") for constraint in constraints]
         num_followed = float(sum(followed))
         metrics = {"instructions_total": float(len(followed)), "instructions_satisfied": num_followed}
         parts: dict[str, float | None] = {"correct": float(all(followed))}
@@ -240,13 +223,10 @@ class InstructionTask(RowTask):
         """Return none: no right reply is known."""
         return ()
 
-    def _read_splits(self) -> SplitExamples:
-        splits = super()._read_splits()
-        used = {item["id"] for part in Split for e in splits.of(part) for item in e.fields["constraints"]}
-        if used & _LANGUAGE_IDS:
-            require_language_detection()
-        return splits
-
     def _to_example(self, row: Row) -> Example:
-        calls = read_literal(row) if self._is_multi else read_function(row)
-        return make_instruction_example(self.name, self.checkers, row, read_messages(row), calls)
+        constraints = []
+        for instruction_id, arguments in read_literal(row) if self._is_multi else read_function(row):
+            self.checkers.bind(instruction_id, arguments, place=row.place)
+            present = {key: value for key, value in arguments.items() if value is not None}
+            constraints.append({"id": instruction_id, "arguments": present})
+        return make_example(self.name, {"prompt": read_messages(row), "constraints": constraints}, None)
