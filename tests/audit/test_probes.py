@@ -17,7 +17,7 @@ from strop.audit.probes import INJECTIONS
 from strop.rollout import make_example
 from strop.spec.task import TaskSpec
 from strop.tasks import build_task, build_warm_task
-from strop.tasks.code.mbpp import MbppSpec
+from strop.tasks.code.code_task import MbppSpec
 from strop.tasks.judging import Judge
 from strop.tasks.mixture import MixtureSpec
 from strop.tasks.task import ProgramForm

@@ -7,7 +7,7 @@ import pytest
 from strop.errors import ConfigError
 from strop.run.tasks import list_audits
 from strop.tasks import task_summaries
-from strop.tasks.code.humaneval import HumanEvalSpec
+from strop.tasks.code.code_task import HumanEvalSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")

@@ -22,7 +22,7 @@ from strop.rollout import FailureOwner
 from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec, choose_backend, make_backend, remote
 from strop.sandbox.remote import RemoteBackend
 from strop.sandbox.wire import MAX_BODY_BYTES
-from strop.tasks.code.mbpp import MbppSpec
+from strop.tasks.code.code_task import MbppSpec
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
 from tests.fixtures.judging import judge_once
 from tests.fixtures.runtime_processes import Processes, kill, service_of

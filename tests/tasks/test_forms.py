@@ -11,7 +11,7 @@ import pytest
 from strop.errors import ConfigError, DataError
 from strop.rollout import Message, Split
 from strop.tasks import PromptFormat, Task, build_task, render_prompt, resolve_prompt_format
-from strop.tasks.code.mbpp import MbppSpec
+from strop.tasks.code.code_task import MbppSpec
 from strop.tasks.mathematics.boxed_math import MathSpec
 from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tokenizer import Tokenizer
@@ -106,7 +106,7 @@ def test_mbpp_shows_the_problems_from_two_on_of_the_prompt_split(tmp_path: Path)
     source = write(
         tmp_path, prompt=[mbpp_row(n) for n in (4, 1, 2, 3)], train=[mbpp_row(601)], test=[mbpp_row(11)]
     )
-    task = build_task(MbppSpec(name="mbpp", source=source, num_few_shot=3, rules="lm-eval"))
+    task = build_task(MbppSpec(name="mbpp", source=source, num_few_shot=3))
     blocks = base_of(task).split("\n\nYou are")
     assert [block.partition("Add ")[2].partition(".")[0] for block in blocks] == ["2", "3", "4", "11"]
     assert blocks[0] == (
@@ -116,8 +116,8 @@ def test_mbpp_shows_the_problems_from_two_on_of_the_prompt_split(tmp_path: Path)
         "def f(x):\n    return x + 2\n[DONE]"
     )
     assert base_of(task).endswith("\n[BEGIN]\n")
-    assert (task.limits.max_reply_tokens, task.limits.stops(is_base=True)) == (512, ("[DONE]",))
-    with pytest.raises(DataError, match=r"prompt split of .* lacks task_id \[5\]"):
+    assert set(task.limits.stops(is_base=True)) == {"[DONE]", "\n```"}
+    with pytest.raises(DataError, match=r"prompt split of .* lacks \[5\]"):
         build_task(MbppSpec(name="mbpp", source=source, num_few_shot=4)).examples(Split.HELD_OUT)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from strop.rollout import Split
 from strop.tasks import Task, build_task, task_summaries
-from strop.tasks.code.mbpp import MbppSpec
+from strop.tasks.code.code_task import MbppSpec
 from strop.tasks.mixture import MixtureSpec
 from strop.tasks.task import describe_counts
 from tests.fixtures.every_task import CASES, section_of, table_of
@@ -24,7 +24,11 @@ KNOWN: dict[str, list[str]] = json.loads(Path(__file__).with_name("known_version
 
 def prompts_digest(task: Task) -> str:
     """Hash what a model is asked, as a chat and in plain text, for all examples."""
-    splits = [Split.HELD_OUT] if task.name in {"aime", "ifbench", "ifeval", "math500"} else list(Split)
+    splits = (
+        [Split.HELD_OUT]
+        if task.name in {"aime", "humaneval", "ifbench", "ifeval", "math500"}
+        else list(Split)
+    )
     asked = [
         [split, message.role, message.text, getattr(message, "base", None)]
         for split in splits

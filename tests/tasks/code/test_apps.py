@@ -10,7 +10,7 @@ import pytest
 
 from strop.errors import DataError, SandboxRefused
 from strop.rollout import Split
-from strop.tasks.code.apps import Apps, AppsSpec
+from strop.tasks.code.code_task import AppsSpec, CodeTask
 from strop.tasks.task import describe_counts
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
@@ -38,7 +38,7 @@ NO_TEST = {**row("Say 2.", "print(2)", {}), "input_output": "", "solutions": ""}
 EASY = row("Say 3.", "print(3)", {"inputs": ["", " "], "outputs": ["3", "3"]}, difficulty="introductory")
 
 
-def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> Apps:
+def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: Any) -> CodeTask:
     rows = [SUM, SWAP, ONE_TEST, NO_TEST, EASY] if rows is None else rows
     for stem, some in (
         ("train", rows),
@@ -46,16 +46,14 @@ def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: A
     ):
         write_rows(tmp_path / f"{stem}.jsonl", some)
     settings = {"min_isolation": best_level(), **settings}
-    return Apps(AppsSpec(name="apps", source=str(tmp_path), **settings))
+    return CodeTask(AppsSpec(name="apps", source=str(tmp_path), **settings))
 
 
 def test_items_without_two_tests_are_dropped_and_counted(tmp_path: Path) -> None:
     task = apps(tmp_path)
     assert [e.fields["question"][:3] for e in task.examples(Split.TRAIN)] == ["Add", "Ret", "Say"]
     assert task.left_out == {"fewer than 2 tests": 2}
-    # Three to train on, of which one is a function, and one held out.
-    assert task.counts == {"programs": 3, "functions": 1, "items left out, fewer than 2 tests": 2}
-    assert describe_counts(task) == "programs: 3, functions: 1, items left out, fewer than 2 tests: 2"
+    assert describe_counts(task) == "rows left out, fewer than 2 tests: 2"
 
 
 def test_held_out_items_need_one_test(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
-from strop.tasks.code.humaneval import HumanEvalSpec
+from strop.tasks.code.code_task import HumanEvalSpec
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level

