@@ -180,7 +180,7 @@ def test_calls_beyond_the_budget_leave_an_episode_without_a_score(folder: Path, 
     ("settings", "error"),
     [
         ({"taskset": "absent"}, "cannot begin: ModuleNotFoundError"),
-        ({"agent": "python a.py"}, "agent_program"),
+        ({"agent": "python a.py"}, "have their own agents"),
     ],
 )
 def test_what_cannot_be_played_is_refused(folder: Path, settings: dict[str, Any], error: str) -> None:

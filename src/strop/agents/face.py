@@ -169,10 +169,11 @@ async def _complete(
         calls = asking.result()
         for call in calls:
             call.is_delivered = True
+        answer, stream = FORMS[path]
         if request.body.get("stream"):
-            await _send(send, 200, b"text/event-stream", FORMS[path].stream(request, calls).encode())
+            await _send(send, 200, b"text/event-stream", stream(request, calls).encode())
         else:
-            await _send_json(send, 200, FORMS[path].answer(request, calls))
+            await _send_json(send, 200, answer(request, calls))
     finally:
         gone.cancel()
 

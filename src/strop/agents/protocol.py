@@ -436,15 +436,8 @@ def _to_pieces(item: Mapping[str, Any], place: dict[str, Any]) -> list[tuple[str
     ]
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How a path answers a request, plainly and as server-sent events; there is one call for each choice."""
-
-    answer: Callable[[ModelRequest, Sequence[Call]], dict[str, Any]]
-    stream: Callable[[ModelRequest, Sequence[Call]], str]
-
-
-FORMS = {
-    "chat/completions": Form(_answer_chat, _stream_chat),
-    "responses": Form(_answer_response, _stream_response),
+FORMS: Mapping[str, tuple[Callable[[ModelRequest, Sequence[Call]], Any], ...]] = {
+    "chat/completions": (_answer_chat, _stream_chat),
+    "responses": (_answer_response, _stream_response),
 }
+"""What answers a request at a path, and as server-sent events; there is one call for each choice."""

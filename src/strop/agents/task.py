@@ -39,7 +39,6 @@ from strop.environments.worlds import WorldTask
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Message, Outcome
 from strop.sandbox.contract import ExecKind
-from strop.spec.sandboxing import SandboxSettings
 from strop.spec.task import EnvironmentSection, TaskSection
 from strop.tasks import Task
 from strop.tasks.failures import AttemptFailed
@@ -65,46 +64,38 @@ class AgentTask(TaskWrapper):
         """
         super().__init__(task)
         assert spec.agent is not None
-        self.agent = spec.agent
-        self.paths = _paths_of(spec)
+        self.agent, self.limit_s, self.max_tokens = spec.agent, spec.agent_limit_s, spec.agent_tokens
+        self.paths: tuple[str, ...] = getattr(spec, "agent_paths", ())
         self.workspaces = task if isinstance(task, WorldTask) else None
         """The world, if the program works in the sandboxes of its attempts."""
         self._check_place(spec)
-        self.limit_s = spec.agent_limit_s
-        self.max_tokens = spec.agent_tokens
-        digest = self.agent
+        self._digest = self.agent
         if is_code(self.agent):
             ref = CodeRef.parse(self.agent)
             inspect_function(ref)
-            digest = f"{ref.name} {hash_sources(ref.path)}"
-        self._digest = digest
+            self._digest = f"{ref.name} {hash_sources(ref.path)}"
 
     def _check_place(self, spec: TaskSection) -> None:
         """Refuse a program that the task's attempts cannot run. Raises: ConfigError."""
-        world, setting = self.workspaces, f"task.agent={self.agent}"
-        if world is None:
-            if self.paths:
-                raise ConfigError(
-                    f"task.agent_paths={list(self.paths)}: a program that answers a task works in no sandbox",
-                    allowed="paths for a program that works in an environment's workspace",
-                    next_step="remove task.agent_paths",
-                )
-            return
-        if not world.is_workspace:
+        fault = ""
+        if self.workspaces is None and self.paths:
+            fault = f"task.agent_paths={list(self.paths)}: a program that answers a task works in no sandbox"
+        elif self.workspaces is not None and not self.workspaces.is_workspace:
+            fault = f"the attempts of {self.name} consist of turns and have no workspace"
+        elif isinstance(spec, EnvironmentSection):
+            place = getattr(spec, "sandbox", "auto")
+            if is_code(self.agent):
+                fault = "a function cannot be called in a sandbox"
+            elif place == "remote":
+                fault = "task.sandbox=remote: the model is not reached from another machine's sandboxes"
+            elif spec.mcp_servers:
+                fault = f"task.mcp_servers={list(spec.mcp_servers)}: a program works with its own tools"
+        if fault:
             raise ConfigError(
-                f"{setting}: the attempts of {world.name} consist of turns and have no workspace",
-                allowed="a program for a task of one reply, or for an environment with a workspace",
-                next_step="remove task.agent",
-            )
-        assert isinstance(spec, EnvironmentSection)
-        place = getattr(spec, "sandbox", "auto")
-        if is_code(self.agent) or place == "remote" or spec.mcp_servers:
-            raise ConfigError(
-                f"{setting} with task.sandbox={place}, task.mcp_servers={list(spec.mcp_servers)}: the program"
-                " works in the attempts' sandboxes",
-                allowed="a command, with its own tools, in sandboxes of this machine: a function cannot be"
-                " called there, and from another machine's the model is not reached",
-                next_step="name a command, remove task.mcp_servers, or set another task.sandbox",
+                f"task.agent={self.agent}: {fault}",
+                allowed="a program for a task of one reply; a command, and its paths, for an environment with"
+                " a workspace in sandboxes of this machine",
+                next_step="remove task.agent, or correct the setting that does not go with it",
             )
 
     @property
@@ -131,14 +122,6 @@ class AgentTask(TaskWrapper):
     def render(self, example: Example) -> tuple[Message, ...]:
         """Render the example as the task does, without its tools: a program has its own."""
         return without_tools(super().render(example))
-
-    async def play(self, example: Example, text: str) -> Outcome:
-        """Judge a text as the program's answer; in a workspace, as replies to its tools."""
-        world = self._task.world
-        outcome: Outcome = (
-            await self._task.verify(example, text) if world is None else await world.play(example, text)
-        )
-        return outcome
 
 
 class Conducted:
@@ -176,11 +159,11 @@ class AgentEnvironment(Answered, Conducted):
         """Run the program until it ends or its time limit passes. Raises: AttemptFailed if it fails."""
         assert self._example is not None
         problem = _to_problem(self._example, self._messages)
+        folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="strop-agent-")
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(asyncio.to_thread, shutil.rmtree, folder, ignore_errors=True)
             face = await stack.enter_async_context(lease_face())
-            access = await stack.enter_async_context(_open(face, recorder))
-            folder = await stack.enter_async_context(_temporary_folder())
-            access["TMPDIR"] = folder
+            access = await stack.enter_async_context(_open(face, recorder)) | {"TMPDIR": folder}
             if is_code(self._task.agent):
                 ref = CodeRef.parse(self._task.agent)
                 words = [sys.executable, "-m", calling.__name__]
@@ -239,14 +222,12 @@ class WorkspaceAttempt(Conducted):
         if result is None:
             return
         recorder.is_late = result.timed_out
-        # A program that the model's commands killed is the policy's doing; an exit code is the program's.
-        output = (result.stderr or result.stdout).decode(errors="replace").strip()[-_MAX_ERROR_CHARS:]
+        output = result.stderr or result.stdout
         if result.kind is ExecKind.NOT_STARTED:
-            detail = f"{words[0]} cannot be started in the sandbox: {output}"
-            raise AttemptFailed(FailureOwner.TASK, "agent_missing", detail)
+            raise _failed("agent_missing", f"{words[0]} cannot be started in the sandbox", output)
+        # A program that the model's commands killed is the policy's doing; an exit code is the program's.
         if result.kind is ExecKind.EXITED and result.exit_code:
-            detail = f"{words[0]} ended with code {result.exit_code}: {output}"
-            raise AttemptFailed(FailureOwner.TASK, "agent_failed", detail)
+            raise _failed("agent_failed", f"{words[0]} ended with code {result.exit_code}", output)
 
     async def score(self) -> Outcome:
         """Grade the work. Raises: DataError before `reset`."""
@@ -259,6 +240,11 @@ class WorkspaceAttempt(Conducted):
         """Stop the sandbox."""
         self._workspace = None
         await self._held.aclose()
+
+
+def _failed(kind: str, what: str, output: bytes) -> AttemptFailed:
+    words = output.decode(errors="replace").strip()[-_MAX_ERROR_CHARS:]
+    return AttemptFailed(FailureOwner.TASK, kind, f"{what}: {words}")
 
 
 def _to_problem(example: Example, messages: tuple[Message, ...]) -> dict[str, object]:
@@ -287,16 +273,6 @@ async def _open(face: Face, recorder: Recorder) -> AsyncIterator[dict[str, str]]
         }
 
 
-@asynccontextmanager
-async def _temporary_folder() -> AsyncIterator[str]:
-    """Make an empty folder for the block."""
-    folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="strop-agent-")
-    try:
-        yield folder
-    finally:
-        await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-
 async def _run(
     words: list[str], problem: dict[str, object], access: dict[str, str], limit_s: float
 ) -> str | None:
@@ -316,8 +292,9 @@ async def _run(
             limit=_MAX_ANSWER_BYTES,
         )
     except OSError as error:
-        detail = f"{words[0]} cannot be started: {error.strerror}"
-        raise AttemptFailed(FailureOwner.TASK, "agent_missing", detail) from error
+        raise _failed(
+            "agent_missing", f"{words[0]} cannot be started", str(error.strerror).encode()
+        ) from error
     talking = asyncio.ensure_future(process.communicate(json.dumps(problem).encode()))
     try:
         done, _ = await asyncio.wait([talking], timeout=limit_s)
@@ -326,15 +303,7 @@ async def _run(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await asyncio.gather(talking, return_exceptions=True)
-    if not done:
-        return None
     stdout, stderr = talking.result()
-    if process.returncode:
-        output = stderr.decode(errors="replace").strip()[-_MAX_ERROR_CHARS:]
-        detail = f"{words[0]} ended with code {process.returncode}: {output}"
-        raise AttemptFailed(FailureOwner.TASK, "agent_failed", detail)
-    return stdout.decode(errors="replace").strip()
-
-
-def _paths_of(spec: TaskSection | SandboxSettings) -> tuple[str, ...]:
-    return spec.agent_paths if isinstance(spec, SandboxSettings) else ()
+    if done and process.returncode:
+        raise _failed("agent_failed", f"{words[0]} ended with code {process.returncode}", stderr)
+    return stdout.decode(errors="replace").strip() if done else None

@@ -84,14 +84,6 @@ class VerifiersSpec(TaskSection):
         description="A folder from which the taskset's module is imported. none = it is installed.",
         json_schema_extra=expert("a taskset may be a file"),
     )
-    agent_program: str = Field(
-        default="chat",
-        min_length=1,
-        max_length=100,
-        description="The harness of verifiers that its agents run, such as 'null' or 'bash', on this machine."
-        " chat = one message, one reply, without a process.",
-        json_schema_extra=expert("agents may have tools and programs"),
-    )
     config: FreeTable = Field(
         default={},
         description="Further settings of verifiers' environment, passed on unchanged.",
@@ -111,14 +103,10 @@ class VerifiersSpec(TaskSection):
         description="Reward of the worst attempt.",
         json_schema_extra=expert("some tasksets have negative marks"),
     )
-    num_train: int | None = Field(
-        default=None, ge=1, le=10**6, description="Tasks trained on, behind the held-out ones. none = all."
+    num_train: int = Field(
+        default=1000, ge=1, le=10**6, description="Most tasks trained on, behind the held-out ones."
     )
     num_held_out: int = Field(default=100, ge=1, le=10**6, description="Tasks held out, from the first.")
-
-
-_MOST_TASKS = 1000
-"""Training tasks that are read if the run file sets no task.num_train."""
 
 
 class VerifiersTask(Task):
@@ -130,7 +118,7 @@ class VerifiersTask(Task):
         if spec.agent is not None:
             raise ConfigError(
                 f"task.agent={spec.agent}: the environments of verifiers have their own agents",
-                allowed="task.agent_program",
+                allowed="the harness that task.config gives an agent",
                 next_step="remove task.agent",
             )
         self.spec = spec
@@ -171,7 +159,6 @@ class VerifiersTask(Task):
         settings = {
             "taskset": spec.taskset,
             "folder": None if spec.folder is None else str(Path(spec.folder).expanduser().absolute()),
-            "harness": spec.agent_program,
             "config": spec.config,
             "limit_s": spec.agent_limit_s,
         }
@@ -188,8 +175,8 @@ class VerifiersTask(Task):
 
     @cached_property
     def _split(self) -> Mapping[Split, tuple[Example, ...]]:
-        number, num_train = self.spec.num_held_out, self.spec.num_train or _MOST_TASKS
-        rows: list[dict[str, Any]] = self.guest().ask("tasks", number=number + num_train)
+        number = self.spec.num_held_out
+        rows: list[dict[str, Any]] = self.guest().ask("tasks", number=number + self.spec.num_train)
         if len(rows) <= number:
             raise DataError(
                 f"taskset {self.spec.taskset} has {len(rows)} tasks, and {number} are held out",
@@ -221,10 +208,6 @@ class VerifiersTask(Task):
         return ()
 
     async def verify(self, example: Example, text: str) -> Outcome:
-        """Play an episode with the text as its replies."""
-        return await self.play(example, text)
-
-    async def play(self, example: Example, text: str) -> Outcome:
         """Play an episode without a model; `TURN` separates the replies in the text."""
         require_whole(self.name, example)
         episode = await self.guest().do("play", data=example.fields["task"], replies=text.split(TURN))

@@ -1,7 +1,7 @@
 """Environments of verifiers v1, served by `host.py`. Tried with verifiers 0.4.0.
 
-Every agent of an environment calls the model of strop's rollout. Its program is `chat`, a message loop in
-this process, unless a harness of the package is named. Programs run on this machine (verifiers' runtime
+Every agent of an environment calls the model of strop's rollout. Its program is a message loop in this
+process, unless the settings name a harness of the package. Programs run on this machine (verifiers' runtime
 `subprocess`), unless the settings name another runtime.
 """
 
@@ -69,20 +69,17 @@ class Guest:
         }
 
 
-async def start(
-    taskset: str, folder: str | None, harness: str, config: dict[str, Any], limit_s: float
-) -> Guest:
+async def start(taskset: str, folder: str | None, config: dict[str, Any], limit_s: float) -> Guest:
     """Load an environment, and start the services that all its episodes share."""
     if folder is not None:
         sys.path.insert(0, folder)
-    harness = __name__ if harness == "chat" else harness
     raw = {**config, "taskset": {**config.get("taskset", {}), "id": taskset}}
     kind = loaders.env_config_type(taskset, raw.get("id", ""))
     for name, field in kind.model_fields.items():
         if isinstance(field.default, vf.AgentConfig):
             own = raw.get(name, {})
             timeout = {"rollout": limit_s, **own.get("timeout", {})}
-            local = {"runtime": {"type": "subprocess"}, "harness": {"id": harness}}
+            local = {"runtime": {"type": "subprocess"}, "harness": {"id": __name__}}
             raw[name] = {**local, **own, "timeout": timeout}
     env = loaders.load_environment(loaders.resolve_env_config(raw))
     # Never left: the process ends with it.

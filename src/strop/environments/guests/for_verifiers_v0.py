@@ -43,14 +43,10 @@ class Guest:
         return {"traces": [trace], "errors": []}
 
 
-async def start(
-    taskset: str, folder: str | None, harness: str, config: dict[str, Any], limit_s: float
-) -> Guest:
+async def start(taskset: str, folder: str | None, config: dict[str, Any], limit_s: float) -> Guest:
     """Load an environment."""
     if folder is not None:
         sys.path.insert(0, folder)
-    if harness != "chat":
-        raise ValueError(f"agent_program={harness}: an environment before v1 converses by itself")
     return Guest(load_environment(taskset, **config), limit_s)
 
 

@@ -55,9 +55,6 @@ class Judge:
         """
         pool = self._pool_for(example)
         if pool is None:
-            if self.task.world is not None and not is_member:
-                played: Outcome = await self.task.world.play(example, text)
-                return played
             return await (self.task.verify_member if is_member else self.task.verify)(example, text)
         reply = await _call(pool, example, {"text": text, "is_member": is_member})
         return reply if isinstance(reply, Outcome) else outcome_from_json(reply)
