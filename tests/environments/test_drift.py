@@ -48,7 +48,7 @@ TOOL = json.dumps({"type": "function", "function": LOOK})
 EXAMPLE = make_example("talk", {"a": 1}, None)
 
 
-class Talk:
+class Talk(Environment):
     """Answers whatever is said with random text: a tool's reply to each call, or a user's."""
 
     max_turns = 4

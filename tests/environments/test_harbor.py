@@ -38,8 +38,10 @@ def read(folder: Path, **changed: str | None) -> Any:
 def test_a_directory_is_read(tmp_path: Path) -> None:
     task = read(tmp_path)
     assert task.instruction == FILES["instruction.md"]
-    assert (task.memory_bytes, task.disk_bytes, task.cpus) == (256 * MIB, 64 * MIB, 1.0)
-    assert (task.agent_limit_s, task.test_limit_s, task.build_limit_s) == (60.0, 5.0, 60.0)
+    asked, config = task.config.environment, task.config
+    assert (asked.memory_bytes, asked.disk_bytes, asked.cpus) == (256 * MIB, 64 * MIB, 1.0)
+    limits = (config.agent.timeout_sec, config.verifier.timeout_sec, asked.build_timeout_sec)
+    assert limits == (60.0, 5.0, 60.0)
     assert (task.agent_network, task.test_network, task.is_separate) == ("none", "none", False)
     (tmp_path / "add/tests/test.sh").write_text("echo")
     assert list_directories(tmp_path, ())["add"].digest != task.digest
@@ -48,8 +50,9 @@ def test_a_directory_is_read(tmp_path: Path) -> None:
 def test_an_older_schema_and_lists_of_hosts_are_read(tmp_path: Path) -> None:
     config = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\nallow_internet = false\n'
     task = read(tmp_path, config=config)
-    assert (task.memory_bytes, task.disk_bytes, task.test_network) == (2048 * MIB, 512 * MIB, "none")
-    assert (task.agent_limit_s, task.test_limit_s) == (None, 600.0)
+    asked = task.config.environment
+    assert (asked.memory_bytes, asked.disk_bytes, task.test_network) == (2048 * MIB, 512 * MIB, "none")
+    assert (task.config.agent.timeout_sec, task.config.verifier.timeout_sec) == (None, 600.0)
     assert read(tmp_path, config="").agent_network == "host"
     listed = 'network_mode = "allowlist"\nallowed_hosts = ["packages.example", "2001:db8::1"]\n'
     config = CONFIG.replace('network_mode = "no-network"\n', listed)

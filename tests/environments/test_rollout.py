@@ -322,7 +322,7 @@ def test_cancellation_ends_the_request_and_closes(tokenizer: Tokenizer, max_atte
             raise AssertionError("the event is never set")
 
     environment = asking("a?")
-    environment.max_attempt_s = max_attempt_s  # type: ignore[attr-defined]
+    environment.max_attempt_s = max_attempt_s
 
     async def act() -> None:
         rollout = asyncio.ensure_future(

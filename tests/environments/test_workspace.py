@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +14,11 @@ from typing import Any
 import pytest
 
 from strop.environments import Done, Workspace, choose_environment
-from strop.environments.workspace import sandbox_tool
 from strop.environments.worlds import BuiltInWorld
 from strop.errors import ConfigError, SandboxLost
 from strop.rollout import Example, FailureOwner, Rollout, Split
 from strop.sandbox import Limits, SandboxSpec
-from strop.sandbox.served import ServedSandbox
+from strop.sandbox.served import ServedSandbox, ServedShell
 from strop.spec.sandboxing import SandboxSettings
 from strop.spec.task import EnvironmentSection
 from strop.tasks import Task
@@ -229,7 +229,6 @@ def test_a_sandbox_that_the_machine_lost_is_no_reward(tmp_path: Path, kind: type
 
 
 class EndsItself(Repair):
-    @sandbox_tool
     async def bash(self, command: str) -> str:
         raise SandboxLost("ended", kind="from_inside")
 
@@ -249,16 +248,14 @@ def test_a_program_that_ends_its_own_sandbox_earns_the_floor(
     assert (outcome.metrics["ended_sandbox"], outcome.metrics["num_turns"]) == (1.0, num_turns)
 
 
-def test_a_sandbox_that_says_nothing_is_the_machines_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sandbox_that_says_nothing_is_the_machines_failure(tmp_path: Path) -> None:
     class Silent(Repair):
-        @sandbox_tool
+        spare_limit_s = 0.2
+
         async def bash(self, command: str) -> str:
             await asyncio.sleep(60)
             return ""
 
-    monkeypatch.setattr("strop.environments.workspace.GRACE_S", 0.2)
     rollout = play(tmp_path, call("bash", command=":"), task=make(Silent, tool_limit_s=0.1))
     assert lost(rollout) == "sandbox_silent"
 
@@ -268,6 +265,19 @@ def test_less_isolation_than_asked_for_is_the_machines_failure(tmp_path: Path) -
     # No sandbox is made for examples and prompts.
     assert "Repair it." in task.render(task.examples(Split.TRAIN)[0])[0].text
     assert lost(play(tmp_path, SUBMIT, task=task)) == "SandboxRefused"
+
+
+def test_a_command_is_few_frames_above_the_sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames: list[str] = []
+    run = ServedShell.run
+
+    async def noting(self: ServedShell, command: str, *, wall_limit_s: float) -> Any:
+        frames[:] = [one.name for one in traceback.extract_stack() if "strop/environments" in one.filename]
+        return await run(self, command, wall_limit_s=wall_limit_s)
+
+    monkeypatch.setattr(ServedShell, "run", noting)
+    play(tmp_path, call("bash", command=":"), SUBMIT)
+    assert frames[frames.index("_converse") :] == ["_converse", "step", "_call", "_execute", "bash"]
 
 
 def test_nothing_is_left_when_it_is_closed() -> None:

@@ -30,8 +30,8 @@ from urllib.parse import urlsplit
 
 from strop.agents import calling
 from strop.agents.face import Face, lease_face
-from strop.environments.contract import Action, StepResult
-from strop.environments.objects import to_messages
+from strop.environments.contract import Action, Environment, StepResult
+from strop.environments.played import to_messages
 from strop.environments.recording import Recorder
 from strop.environments.single_turn import Answered
 from strop.environments.workspace import Guest, Workspace
@@ -124,19 +124,15 @@ class AgentTask(TaskWrapper):
         return without_tools(super().render(example))
 
 
-class Conducted:
+class Conducted(Environment):
     """An attempt that a program conducts: it takes no replies and holds no resources."""
 
+    is_conducted = True
     max_turns = 1 << 30
-    stop_strings = ()
-    max_attempt_s = None
 
     async def step(self, action: Action) -> StepResult:
         """Refuse a reply. Raises: DataError."""
         raise DataError("step of an attempt that a program conducts")
-
-    async def close(self) -> None:
-        """Do nothing."""
 
 
 class AgentEnvironment(Answered, Conducted):

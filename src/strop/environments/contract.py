@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from strop.rollout import Example, FinishReason, Message, Outcome, Split
 from strop.tasks.tool_calls import Spoken
+
+if TYPE_CHECKING:
+    from strop.environments.recording import Recorder
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,51 +47,48 @@ def numbers_of(split: Split, *, num_train: int, num_held_out: int) -> range:
     return range(num_held_out) if split is Split.HELD_OUT else range(num_held_out, num_held_out + num_train)
 
 
-class Environment(Protocol):
-    """One attempt at one example. Every random draw comes from the seed of `reset`.
+class Environment:
+    """One attempt at one example, run once. Every random draw comes from the seed of `reset`.
 
     An exception leaves the rollout without a score. `AttemptFailed` names the failure's owner, for example
     `AttemptFailed(FailureOwner.INFRA, "disk_full", "no room for the workspace")`; a sandbox error is owned by
     the machine, any other by the task. `score` may return an outcome that holds a failure instead.
-
-    Optional members, read with `getattr`:
-
-    base_stop_strings: texts that end a reply to a prompt in plain text, beside `stop_strings`.
-    max_attempt_tokens: tokens of all the policy's turns together; then the attempt is scored. None: no bound.
-    max_attempt_s: wall time since `reset`, in seconds, with the same end; an unfinished reply is dropped.
-        None: no bound.
-    act: a coroutine function that takes a `Recorder` and lets a program conduct the attempt, which calls the
-        model as often as it likes; `step` is never called; `score` judges the result. Raises: AttemptFailed.
     """
 
-    @property
-    def max_turns(self) -> int:
-        """Largest number of turns: K turns mean K replies, K steps, then the score."""
-        ...
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Texts that end a reply, beside the model's own terminator."""
-        ...
+    max_turns: int = 1
+    """Largest number of turns: K turns mean K replies, K steps, then the score."""
+    stop_strings: tuple[str, ...] = ()
+    """Texts that end a reply, beside the model's own terminator."""
+    base_stop_strings: tuple[str, ...] = ()
+    """Those that end a reply to a prompt in plain text, too."""
+    max_attempt_tokens: int | None = None
+    """Tokens of all the policy's turns together; then the attempt is scored. None: no bound."""
+    max_attempt_s: float | None = None
+    """Wall time since `reset`, with the same end; an unfinished reply is dropped. None: no bound."""
+    is_conducted: bool = False
+    """Whether a program conducts the attempt, by `act`; then `step` is never called."""
 
     async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
         """Start the attempt and return its opening messages; equal example and seed, equal messages."""
-        ...
+        raise NotImplementedError
 
     async def step(self, action: Action) -> StepResult:
         """Take one reply. Called for every reply, including the last one before a limit.
 
         Raises: DataError before `reset` or after the attempt is done.
         """
-        ...
+        raise NotImplementedError
+
+    async def act(self, recorder: Recorder) -> None:
+        """Let the program call the model as often as it likes. Raises: AttemptFailed."""
+        raise NotImplementedError
 
     async def score(self) -> Outcome:
         """Judge the attempt; works without any step, and after a limit, then giving the floor.
 
         Raises: DataError before `reset`.
         """
-        ...
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Release everything the attempt holds. Always called; may be called twice."""
-        ...

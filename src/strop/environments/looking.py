@@ -1,6 +1,6 @@
-"""The process that inspects a user's environment: `python -m strop.environments.looking FD`.
+"""What a class says of itself; the process that inspects a user's: `python -m strop.environments.looking FD`.
 
-It answers like `tasks.user.posing`, and adds the class's `facts` (`read_facts`).
+The process answers like `tasks.user.posing`, and adds the class's `facts`.
 """
 
 from __future__ import annotations
@@ -9,19 +9,26 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from strop.environments.objects import read_facts
+from strop.environments.tools import find_tools
 from strop.tasks.user.posing import make_task, pose
 from strop.user_code.probe import answer_order
 
 
-def main(descriptor: int) -> None:
-    """Answer one order: the settings, as the class completed them."""
+def read_facts(own: Any) -> dict[str, Any]:
+    """Return the facts of a class as JSON values: the schemas of its `tools`, `has_step`, `max_turns`.
 
-    def look(kind: Any, order: Mapping[str, Any]) -> dict[str, Any]:
-        return {**pose(kind, order), "facts": read_facts(make_task(kind, order["values"]))}
+    Raises: ConfigError like `find_tools`.
+    """
+    return {
+        "tools": {name: tool.schema for name, tool in find_tools(type(own)).items()},
+        "has_step": callable(getattr(own, "step", None)),
+        "max_turns": getattr(own, "max_turns", None),
+    }
 
-    answer_order(descriptor, look)
+
+def _look(kind: Any, order: Mapping[str, Any]) -> dict[str, Any]:
+    return {**pose(kind, order), "facts": read_facts(make_task(kind, order["values"]))}
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    answer_order(int(sys.argv[1]), _look)

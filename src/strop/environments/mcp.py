@@ -17,10 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from strop.environments.objects import ObjectLimits, WorldObject
-from strop.environments.tools import ToolError, cut_text
+from strop.environments.tools import ToolError
 from strop.errors import ConfigError
-from strop.rollout import Example, FailureOwner, Message, Outcome, ToolCall
+from strop.rollout import FailureOwner, ToolCall
 from strop.tasks.failures import AttemptFailed
 
 if TYPE_CHECKING:
@@ -127,46 +126,6 @@ class McpServer:
 
 def _cause_of(error: BaseException) -> BaseException:
     return _cause_of(error.exceptions[0]) if isinstance(error, BaseExceptionGroup) else error
-
-
-class ServedObject:
-    """An author's object together with the tools of MCP servers."""
-
-    def __init__(
-        self, inner: WorldObject, owners: Mapping[str, str], servers: Sequence[str], limits: ObjectLimits
-    ) -> None:
-        """`owners`: the server of each served tool."""
-        self._inner = inner
-        self._owners = owners
-        self._servers = {name: McpServer(name, limits.tool_limit_s) for name in servers}
-        self._max_chars = limits.max_observation_chars
-
-    async def reset(self, example: Example, seed: int) -> tuple[Message, ...]:
-        """Open the attempt; a server starts with its first call."""
-        return await self._inner.reset(example, seed)
-
-    async def step(self, text: str) -> tuple[tuple[Message, ...], bool]:
-        """Pass a reply to the object."""
-        return await self._inner.step(text)
-
-    async def call(self, call: ToolCall) -> tuple[str, bool]:
-        """Call a tool of a server, or of the object."""
-        owner = self._owners.get(call.name)
-        if owner is None:
-            return await self._inner.call(call)
-        return cut_text(await self._servers[owner].call(call), self._max_chars), False
-
-    async def score(self) -> Outcome:
-        """Score the attempt."""
-        return await self._inner.score()
-
-    async def close(self) -> None:
-        """Close the object, and end every session."""
-        try:
-            await self._inner.close()
-        finally:
-            for server in self._servers.values():
-                await server.close()
 
 
 def find_served_tools(servers: Sequence[str], limit_s: float) -> dict[str, tuple[str, str]]:

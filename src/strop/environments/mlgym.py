@@ -10,11 +10,8 @@ script that the child's answers end, or that prints more than one result, has no
 
 from __future__ import annotations
 
-import csv
 import fnmatch
 import hashlib
-import io
-import json
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -26,9 +23,9 @@ from pydantic import Field
 
 from strop.environments.contract import numbers_of
 from strop.environments.mlgym_driver import DRIVER
-from strop.environments.tools import ToolError, read_objects
+from strop.environments.tools import read_objects
 from strop.environments.workspace import Workspace, room_limits
-from strop.errors import ConfigError, DataError, SandboxError
+from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.sandbox.contract import SandboxSpec
 from strop.sandbox.served import ServedSandbox
@@ -67,12 +64,6 @@ class MlgymSpec(RoomSettings, EnvironmentSection):
         " standard library only.",
         json_schema_extra=expert("tasks need numpy, pandas and more"),
     )
-    raw_validate: bool = Field(
-        default=False,
-        description="Whether the tool `validate` returns the metrics of the grading, as in MLGym, instead of"
-        " only whether the work can be graded; counted as `num_raw_validations`.",
-        json_schema_extra=expert("published results were reached with the test's own metric in sight"),
-    )
     num_train: int = Field(default=1000, ge=1, le=10**6, description="Attempts to train on.")
     num_held_out: int = Field(default=100, ge=1, le=10**6, description="Attempts that are held out.")
 
@@ -90,7 +81,6 @@ class Mlgym(Workspace):
     max_turns = 50
     floor = -1.0
     limits = TaskLimits(max_reply_tokens=4096, max_reward=1.0, min_reward=-1.0, max_goldless_frac=1.0)
-    _num_raw = 0
 
     def __init__(self, spec: MlgymSpec) -> None:
         self._spec = spec
@@ -138,37 +128,20 @@ class Mlgym(Workspace):
     async def validate(self) -> str:
         """Say whether what is there can be graded."""
         task = self._task_of(self.example)
-        if self._spec.raw_validate:
-            self._num_raw += 1
-            metrics, _ = await self._measure(task)
-            return "It cannot be graded." if metrics is None else json.dumps(metrics)
-        try:
-            data = await self.sandbox.read(task.artefact)
-        except SandboxError as error:
-            raise ToolError(f"{task.artefact} cannot be read ({error.kind})") from error
-        if task.is_csv:
-            fault = _find_fault(task, data)
-        else:
-            argv = [*self._python(self.sandbox), "-m", "py_compile", task.artefact]
-            result = await self.sandbox.exec(argv, wall_limit_s=self.place.command_limit_s)
-            fault = (
-                "" if result.exit_code == 0 else result.stderr.decode(errors="replace") or "it is no Python"
-            )
-        return fault or f"{task.artefact} can be graded."
+        found, _ = await self._measure(replace(task, limit_s=self.place.command_limit_s))
+        return f"{task.artefact} {'cannot' if found is None else 'can'} be graded."
 
     def _python(self, sandbox: ServedSandbox) -> tuple[str, ...]:
         return ("python",) if self._spec.image else sandbox.python_argv
 
     async def _judge_work(self) -> Outcome:
         task = self._task_of(self.example)
-        counts = {"num_raw_validations": float(self._num_raw)} if self._spec.raw_validate else {}
         gradings = [(await self._measure(task))[0] for _ in range(2)]
         measured = [grading.get(task.marks.metric) for grading in gradings if grading is not None]
         values = [float(value) for value in measured if isinstance(value, int | float)]
         if len(values) < 2:
             await self._require_grader(task)
-            metrics = {"not_graded": 1.0, **counts}
-            return Outcome(parts={"improvement": -1.0}, is_correct=False, metrics=metrics)
+            return Outcome(parts={"improvement": -1.0}, is_correct=False, metrics={"not_graded": 1.0})
         value, spread = sum(values) / 2, abs(values[0] - values[1])
         if spread > task.marks.slack:
             detail = f"two gradings of {task.task_id} say {values[0]:g} and {values[1]:g}"
@@ -178,7 +151,7 @@ class Mlgym(Workspace):
             detail = f"{task.task_id}: a {marks.metric} of {value:g}, where {marks.ceiling:g} is the best"
             raise AttemptFailed(FailureOwner.TASK, CEILING, detail)
         reward = task.marks.normalise(value)
-        metrics = {"metric": value, **counts}
+        metrics = {"metric": value}
         return Outcome(parts={"improvement": reward}, is_correct=reward > 0.0, metrics=metrics)
 
     async def _require_grader(self, task: MlgymTask) -> None:
@@ -227,24 +200,6 @@ async def _bring(sandbox: ServedSandbox, files: Mapping[str, Path]) -> None:
         await sandbox.upload(path, name)
 
 
-def _find_fault(task: MlgymTask, data: bytes) -> str | None:
-    """Return how a table differs from the sample in columns or number of lines; None if it does not."""
-    sample_path = task.files.get("sample_submission.csv")
-    if sample_path is None:
-        return None
-    try:
-        sample, table = _read_table(sample_path.read_bytes()), _read_table(data)
-    except csv.Error as error:
-        return f"it is no table: {error}"
-    if table[:1] != sample[:1]:
-        return f"its columns are {table[:1]}, and must be {sample[:1]}"
-    return None if len(table) == len(sample) else f"it has {len(table)} lines, and must have {len(sample)}"
-
-
-def _read_table(data: bytes) -> list[list[str]]:
-    return list(csv.reader(io.StringIO(data.decode(errors="replace"))))
-
-
 ARTEFACTS: Mapping[str, tuple[str, ...]] = {
     "CSVSubmissionTasks": ("submission.csv",),
     "PythonSubmissionTasks": ("strategy.py", "target.py"),
@@ -252,12 +207,9 @@ ARTEFACTS: Mapping[str, tuple[str, ...]] = {
 """The file that is graded, by the kind of task: the first that it has. Beside a strategy.py, target.py is the
 opponent."""
 _REFUSED: Mapping[str, str] = {
-    "titanic": "the labels that it is graded by are a rule on the passengers' sex",
     "titanicSurvival": "the labels that it is graded by are a rule on the passengers' sex",
     "imageCaptioningCOCO": "the graded number is a column that the attempt writes itself",
     "3SATTime": "its data file is not in the repository",
-}
-_REFUSED_KINDS: Mapping[str, str] = {
     "ModelSubmissionTasks": "its grader unpickles files of the attempt",
     "LMSubmissionTasks": "it trains on GPUs, which sandboxes do not have",
 }
@@ -275,16 +227,20 @@ class Marks:
     """The best possible value; None if unknown."""
     is_lower_better: bool = False
 
-    def normalise(self, value: float) -> float:
-        """Return the share of the way from the baseline to the ceiling, or of the baseline; -1 to 1."""
-        scale = abs(self.baseline if self.ceiling is None else self.ceiling - self.baseline)
-        gain = self.baseline - value if self.is_lower_better else value - self.baseline
-        return min(1.0, max(-1.0, gain / max(scale, 1e-9)))
+    @property
+    def way(self) -> float:
+        """The distance from the baseline to the ceiling, or to zero."""
+        return abs(self.baseline if self.ceiling is None else self.ceiling - self.baseline)
 
     @property
     def slack(self) -> float:
-        """Tolerated noise of the grader: a twentieth of the way, or of the baseline."""
-        return 0.05 * abs(self.baseline if self.ceiling is None else self.ceiling - self.baseline)
+        """Tolerated noise of the grader."""
+        return 0.05 * self.way
+
+    def normalise(self, value: float) -> float:
+        """Return the share of the way that a value has gone; -1 to 1."""
+        gain = self.baseline - value if self.is_lower_better else value - self.baseline
+        return min(1.0, max(-1.0, gain / max(self.way, 1e-9)))
 
     def is_impossible(self, value: float) -> bool:
         """Whether a value lies beyond the ceiling and the grader's noise."""
@@ -326,62 +282,48 @@ class MlgymTask:
 def list_tasks(root: Path, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
     """Read tasks of a checkout by id: the `wanted` ones, or all that can be graded fairly and are whole.
 
-    Raises: DataError if there is no checkout, or a wanted task lacks a file; ConfigError for a wanted task
-        that is missing or refused.
+    Raises: ConfigError if there is none, or a wanted one is missing; DataError for a wanted one that is not
+        whole, or cannot be graded fairly.
     """
     import yaml
 
     folder = root / "configs" / "tasks"
-    paths = sorted(folder.glob("*.yaml"))
-    if not paths:
-        raise DataError(
-            f"{folder} has no tasks",
-            allowed="a checkout of MLGym, with configs/tasks/*.yaml",
-            next_step="name its folder in task.root",
-        )
     tasks: dict[str, MlgymTask] = {}
-    unread: list[DataError] = []
-    for path in paths:
+    for path in sorted(folder.glob("*.yaml")):
         config = yaml.safe_load(path.read_text("utf-8")) or {}
-        names = {str(config.get("id")), path.stem}
-        if wanted and not names & set(wanted):
+        if wanted and not {str(config.get("id")), path.stem} & set(wanted):
             continue
-        why = next((_REFUSED[name] for name in sorted(names) if name in _REFUSED), None)
-        kind = str(config.get("task_entrypoint"))
-        if why is None and kind not in ARTEFACTS:
-            why = _REFUSED_KINDS.get(kind, f"task_entrypoint {kind!r} is of no known kind")
-        if why is None:
-            try:
-                tasks[str(config["id"])] = _read_task(root, path, config, is_wanted=bool(wanted))
-            except DataError as error:
-                if wanted:
-                    raise
-                unread.append(error)
-        elif wanted:
-            raise ConfigError(
-                f"the MLGym task {path.stem} is refused: {why}",
-                allowed="tasks of CSVSubmissionTasks and PythonSubmissionTasks that can be graded fairly",
-                next_step="remove it from task.tasks",
-            )
-    if unread and not tasks:
-        raise unread[0]
+        try:
+            tasks[str(config["id"])] = _read_task(root, path, config, is_wanted=bool(wanted))
+        except DataError:
+            if wanted:
+                raise
     if len(wanted) > len(tasks) or not tasks:
+        names = ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"
         raise ConfigError(
-            f"task.tasks={list(wanted)}, of which {len(tasks)} are in {folder}",
-            allowed=f"ids of its tasks; files: {', '.join(path.stem for path in paths)}",
-            next_step="correct the names",
+            f"task.tasks={list(wanted)}, of which {len(tasks)} can be graded in {folder}",
+            allowed=f"a checkout of MLGym, with configs/tasks/*.yaml, and ids of its tasks; files: {names}",
+            next_step="correct task.root or the names; one that is named says what it lacks",
         )
     return tasks
 
 
 def _read_task(root: Path, path: Path, config: Mapping[str, Any], *, is_wanted: bool) -> MlgymTask:
-    kind = str(config["task_entrypoint"])
+    import yaml
+
+    kind = str(config.get("task_entrypoint"))
+    why = _REFUSED.get(str(config["id"])) or _REFUSED.get(kind)
+    if why is not None or kind not in ARTEFACTS:
+        raise _malformed(path, why or f"task_entrypoint {kind!r} is of no known kind")
     files: dict[str, Path] = {}
     for source in config.get("starter_code") or ():
         files |= _files_of(root, source, Path(source).name, path)
     documents = ""
     for name in config.get("dataset_configs") or ():
-        data = _read_data_set(root, name, path)
+        source = root / "configs" / name
+        if not source.is_file():
+            raise _malformed(path, f"its data set {name} is not there")
+        data = yaml.safe_load(source.read_text("utf-8")) or {}
         documents += f"{str(data.get('name')).upper()}:\n{data.get('description')}\n\n"
         if data.get("is_local"):
             files |= _files_of(root, data["data_path"], "data", path)
@@ -392,11 +334,7 @@ def _read_task(root: Path, path: Path, config: Mapping[str, Any], *, is_wanted: 
         raise _malformed(path, f"evaluation_paths {evaluation!r} is not among its starter_code")
     declared = set(map(str, config.get("secret_files") or ()))
     telling = {name for name in files if any(fnmatch.fnmatch(Path(name).name.lower(), p) for p in _SECRET)}
-    secret = {
-        evaluation,
-        *(name for name in files if name in declared or Path(name).name in declared),
-        *telling,
-    }
+    secret = {evaluation, *telling, *(name for name in files if {name, Path(name).name} & declared)}
     return MlgymTask(
         task_id=str(config["id"]),
         # Not `format`: these texts contain other braces.
@@ -425,16 +363,6 @@ def _marks_of(config: Mapping[str, Any], path: Path) -> Marks:
     )
 
 
-def _read_data_set(root: Path, name: str, path: Path) -> Mapping[str, Any]:
-    import yaml
-
-    try:
-        config = yaml.safe_load((root / "configs" / name).read_text("utf-8"))
-    except OSError as error:
-        raise _malformed(path, f"its data set {name} cannot be read: {error.strerror}") from error
-    return config if isinstance(config, dict) else {}
-
-
 def _files_of(root: Path, source: str, name: str, path: Path) -> dict[str, Path]:
     """Return a file, or all files of a folder of the checkout, by path in the workspace."""
     place = (root / source).resolve()
@@ -457,6 +385,6 @@ def _digest(config: Path, files: Mapping[str, Path]) -> str:
 def _malformed(path: Path, problem: str) -> DataError:
     return DataError(
         f"{path}: {problem}",
-        allowed="a task as MLGym's own are written, its files in the checkout",
+        allowed="tasks of CSVSubmissionTasks and PythonSubmissionTasks, graded fairly, files in the checkout",
         next_step="correct it, or leave it out of task.tasks",
     )

@@ -1,38 +1,41 @@
-"""One attempt at an example of a `WorldTask`: its turns and its tool calls."""
+"""One attempt on an object of an author's class: its turns and its tool calls."""
 
 from __future__ import annotations
 
-import json
+import asyncio
+import inspect
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from strop.environments.contract import Action, StepResult
-from strop.environments.objects import WorldObject
-from strop.environments.tools import CallRefused, ToolError, cut_text
-from strop.errors import DataError
-from strop.rollout import Example, Message, Outcome, ToolCall
-from strop.spec.task import EnvironmentSection
+from strop.environments.contract import Action, Done, Environment, StepResult
+from strop.environments.mcp import McpServer
+from strop.environments.tools import CallRefused, ToolError, cut_text, find_tools, to_text
+from strop.environments.workspace import Workspace
+from strop.errors import DataError, SandboxError
+from strop.rollout import Example, FailureOwner, Message, Outcome, ToolCall
+from strop.tasks.failures import AttemptFailed
 from strop.tasks.task import within_bounds
-from strop.tasks.tool_calls import CallFormat, read_reply
+from strop.tasks.tool_calls import CallFormat, Spoken, read_reply
 from strop.tasks.user.own_task import require_whole
 
 if TYPE_CHECKING:
     from strop.environments.worlds import WorldTask
 
 
-class PlayedWorld:
-    """One attempt on an object of an author's class."""
+class PlayedWorld(Environment):
+    """One attempt; it holds the object."""
 
     def __init__(self, task: WorldTask) -> None:
         self._task = task
-        section: EnvironmentSection = task.section
-        self._section = section
+        self._section = section = task.section
         self.max_turns = task.max_turns
         self.stop_strings = task.limits.stop_strings
         self.base_stop_strings = task.limits.base_stop_strings
         self.max_attempt_tokens = section.max_attempt_tokens
         self.max_attempt_s = section.max_attempt_s
-        self._object: WorldObject | None = None
+        self._own: Any = None
+        self._servers: dict[str, McpServer] = {}
         self._num_turns = 0
         self._is_over = False
         """Whether the world ended the attempt."""
@@ -45,28 +48,41 @@ class PlayedWorld:
         """Make a new object, and open the attempt. Raises: DataError if the example is incomplete."""
         require_whole(self._task.name, example)
         await self.close()
-        self._object = self._task.make_attempt()
+        self._own = self._task.make_placed()
+        # A server starts with its first call.
+        limit_s = self._section.tool_limit_s
+        self._servers = {name: McpServer(name, limit_s) for name in self._section.mcp_servers}
         self._num_turns, self._is_over, self._has_replied = 0, False, False
-        return self._task.pose(await self._object.reset(example, seed), example)
+        return self._task.pose(to_messages(await finished(self._own.reset(example, seed))), example)
 
     async def step(self, action: Action) -> StepResult:
         """Give the reply to the object, or to the tools that it calls."""
-        if self._object is None or self._is_over or self._num_turns == self.max_turns:
+        if self._own is None or self._is_over or self._num_turns == self.max_turns:
             raise DataError(f"{self._task.name}: step before reset, or after the attempt's end")
         self._num_turns += 1
         self._has_replied |= bool(action.text.strip())
-        if self._task.tools:
-            messages = await self._act(self._object, action)
-        else:
-            messages, self._is_over = await self._object.step(action.text)
+        spoken = self._read(action)
+        num_wrong = self._counts["num_format_errors"]
+        messages: list[Message] = []
+        for call in spoken.calls:
+            if not self._is_over:
+                text = cut_text(await self._call(call), self._section.max_observation_chars)
+                messages.append(Message(role="tool", content=text, tool_call_id=call.call_id, name=call.name))
+        messages += [Message(role="user", content=mistake) for mistake in spoken.mistakes]
+        self._counts["num_format_errors"] += len(spoken.mistakes)
+        is_wrong = self._counts["num_format_errors"] > num_wrong
+        self._num_bad_replies = self._num_bad_replies + 1 if is_wrong else 0
+        self._is_over |= self._num_bad_replies >= self._section.max_format_errors
+        if not spoken.calls and not spoken.mistakes and not self._is_over:
+            messages += await self._answer(spoken.content)
         is_done = self._is_over or self._num_turns == self.max_turns
-        return StepResult(messages=() if is_done else messages, done=is_done)
+        return StepResult(messages=() if is_done else tuple(messages), done=is_done)
 
     async def score(self) -> Outcome:
         """Score the attempt. Raises: DataError before `reset`."""
-        if self._object is None:
+        if self._own is None:
             raise DataError(f"{self._task.name}: score before reset")
-        outcome = await self._object.score()
+        outcome = self._task.to_outcome(await finished(self._own.score()))
         metrics = dict(outcome.metrics)
         if self._task.tools:
             metrics |= self._counts
@@ -78,46 +94,93 @@ class PlayedWorld:
         return within_bounds(replace(outcome, metrics=metrics), self._task.limits)
 
     async def close(self) -> None:
-        """Close the object."""
-        world, self._object = self._object, None
-        if world is not None:
-            await world.close()
+        """Close the object, if it has `close`, and end every server's session."""
+        own, servers, self._own, self._servers = self._own, self._servers, None, {}
+        try:
+            if own is not None and callable(getattr(own, "close", None)):
+                await finished(own.close())
+        finally:
+            for server in servers.values():
+                await server.close()
 
-    async def _act(self, world: WorldObject, action: Action) -> tuple[Message, ...]:
-        """Execute the calls of a reply, and report malformed ones."""
-        spoken = action.spoken
-        if spoken is None:
-            functions = {name: json.loads(tool)["function"] for name, tool in self._task.tools.items()}
-            schemas = {name: function["parameters"] for name, function in functions.items()}
-            spoken = read_reply(action.text, CallFormat.FENCE, schemas)
-        messages, num_wrong = [], len(spoken.mistakes)
-        for call in spoken.calls:
-            if not self._is_over:
-                text, is_wrong = await self._call(world, call)
-                num_wrong += is_wrong
-                messages.append(Message(role="tool", content=text, tool_call_id=call.call_id, name=call.name))
-        messages += [Message(role="user", content=mistake) for mistake in spoken.mistakes]
-        self._counts["num_format_errors"] += num_wrong
-        self._num_bad_replies = self._num_bad_replies + 1 if num_wrong else 0
-        if self._num_bad_replies >= self._section.max_format_errors:
-            self._is_over = True
-        if spoken.calls or spoken.mistakes or self._is_over:
-            return tuple(messages)
+    def _read(self, action: Action) -> Spoken:
+        """Return the parts of a reply; of one that nobody has parsed, calls are fenced blocks."""
+        if not self._task.tools:
+            return Spoken(content=action.text)
+        return action.spoken or read_reply(action.text, CallFormat.FENCE, self._task.parameters)
+
+    async def _answer(self, text: str) -> Sequence[Message]:
+        """Give a reply without a call to the object's `step`; without one the attempt is over."""
         if not self._task.has_step:
             self._is_over = True
             return ()
-        answer, self._is_over = await world.step(spoken.content)
-        return answer
+        returned = await finished(self._own.step(text))
+        if isinstance(returned, Message | list | tuple):
+            return to_messages(returned)
+        self._is_over = isinstance(returned, Done)
+        shown = returned.text if isinstance(returned, Done) else to_text(returned, "step")
+        return (Message(role="user", content=cut_text(shown, self._section.max_observation_chars)),)
 
-    async def _call(self, world: WorldObject, call: ToolCall) -> tuple[str, bool]:
-        """Execute one call; return the text for the model, and whether the call was malformed."""
+    async def _call(self, call: ToolCall) -> str:
+        """Execute one call; return the text for the model, also of what went wrong.
+
+        Raises: AttemptFailed if it is not done in time or its result has no text form; any other exception of
+            the tool.
+        """
         self._counts["num_tool_calls"] += 1
-        max_chars = self._section.max_observation_chars
         try:
-            text, self._is_over = await world.call(call)
+            returned = await self._execute(call)
         except CallRefused as error:
-            return cut_text(f"error: {error}", max_chars), True
+            self._counts["num_format_errors"] += 1
+            return f"error: {error}"
         except ToolError as error:
+            returned = error
+        except SandboxError as error:
+            if not isinstance(self._own, Workspace):
+                raise
+            returned = self._own.explain_error(error)
+        if isinstance(returned, ToolError):
             self._counts["num_tool_errors"] += 1
-            return cut_text(f"error: {error}", max_chars), False
-        return text, False
+            return f"error: {returned}"
+        self._is_over = isinstance(returned, Done)
+        return to_text(returned.text if isinstance(returned, Done) else returned, call.name)
+
+    async def _execute(self, call: ToolCall) -> Any:
+        """Return what a tool of a server or of the object returns."""
+        server, _ = self._task.served_tools.get(call.name, ("", ""))
+        if server:
+            return await self._servers[server].call(call)
+        tool = find_tools(type(self._own)).get(call.name)
+        if tool is None:
+            raise CallRefused(f"there is no tool {call.name!r:.60}; there is {', '.join(self._task.tools)}")
+        arguments = tool.read_arguments(call)
+        limit_s, late = self._section.tool_limit_s, (FailureOwner.TASK, "tool_timeout")
+        if isinstance(self._own, Workspace):
+            # It ends slow commands itself, and a silent sandbox is the machine's failure.
+            limit_s, late = limit_s + self._own.spare_limit_s, (FailureOwner.INFRA, "sandbox_silent")
+        try:
+            async with asyncio.timeout(limit_s) as timeout:
+                returned = getattr(self._own, call.name)(**arguments)
+                return await returned if inspect.isawaitable(returned) else returned
+        except TimeoutError as error:
+            if not timeout.expired():
+                raise
+            raise AttemptFailed(*late, f"the tool {call.name} was not done after {limit_s:g} s") from error
+
+
+async def finished(returned: Any) -> Any:
+    """Return a value, awaited if it must be."""
+    return await returned if inspect.isawaitable(returned) else returned
+
+
+def to_messages(returned: Any) -> tuple[Message, ...]:
+    """Convert an author's text or messages to messages. Raises: DataError for anything else."""
+    parts = [returned] if isinstance(returned, str | Message) else [*(returned or ())]
+    if not parts:
+        raise DataError(
+            f"an environment says {returned!r:.80}",
+            allowed="a text, or messages with role and content",
+            next_step="correct its reset or step",
+        )
+    asked = (Message(role="user", content=part) if isinstance(part, str) else part for part in parts)
+    return tuple(part if isinstance(part, Message) else Message.from_json(part) for part in asked)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -131,7 +131,7 @@ class Attempt:
         )
 
     async def _play(self) -> Outcome:
-        if getattr(self.environment, "max_attempt_s", None) is not None:
+        if self.environment.max_attempt_s is not None:
             self.started_at = self.clock()
         self.history = list(await self.environment.reset(self.plan.example, self.world_seed))
         end = await self._converse()
@@ -140,8 +140,8 @@ class Attempt:
     async def _converse(self) -> Outcome | Stop:
         """Let the policy and the world take turns; return why they stopped, or the outcome of a failure."""
         environment = self.environment
-        if (act := getattr(environment, "act", None)) is not None:
-            return await self._let_act(act)
+        if environment.is_conducted:
+            return await self._let_act()
         tools = tools_of(self.history)
         text, self.context_ids = self.prompts.render(tuple(self.history))
         self.turns.append(Turn(role="prompt", text=text, token_ids=self.context_ids))
@@ -187,8 +187,7 @@ class Attempt:
 
     def _left(self) -> tuple[float, float]:
         """Return the tokens and the seconds that the attempt has left."""
-        max_tokens = getattr(self.environment, "max_attempt_tokens", None)
-        max_s = getattr(self.environment, "max_attempt_s", None)
+        max_tokens, max_s = self.environment.max_attempt_tokens, self.environment.max_attempt_s
         num_sampled = sum(len(turn.token_ids) for turn in self.turns if turn.is_sampled)
         left_tokens = math.inf if max_tokens is None else max_tokens - num_sampled
         return left_tokens, math.inf if max_s is None else max_s - (self.clock() - self.started_at)
@@ -244,7 +243,7 @@ class Attempt:
         plan = self.plan
         stop_strings = (*self.environment.stop_strings, *stop)
         if self.prompts.prompt_format is PromptFormat.BASE:
-            stop_strings += getattr(self.environment, "base_stop_strings", ())
+            stop_strings += self.environment.base_stop_strings
         request = GenerationRequest(
             prompt_ids=context_ids,
             seed=stream_seed(plan.run_seed, plan.example.example_id, plan.step, plan.sample_index, stream),
@@ -261,7 +260,7 @@ class Attempt:
             raise EngineError("the engine returned a reply without log-probabilities; the rollout is masked")
         return completion
 
-    async def _let_act(self, act: Callable[[Recorder], Awaitable[None]]) -> Outcome | Stop:
+    async def _let_act(self) -> Outcome | Stop:
         """Let a program call the model as it likes; the recorded calls become the turns."""
         failures: list[Failure] = []
 
@@ -283,11 +282,11 @@ class Attempt:
             sample,
             max_reply_tokens=self.plan.max_reply_tokens,
             max_positions=self.plan.max_positions,
-            max_tokens=getattr(self.environment, "max_attempt_tokens", None),
+            max_tokens=self.environment.max_attempt_tokens,
         )
         try:
             with catch_failure(FailureOwner.TASK) as caught:
-                await act(recorder)
+                await self.environment.act(recorder)
         finally:
             recorder.is_sealed = True
             self.turns = list(recorder.turns())

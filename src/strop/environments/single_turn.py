@@ -13,7 +13,7 @@ from strop.tasks.judging import Judge
 from strop.tasks.task import within_bounds
 
 
-class Answered:
+class Answered(Environment):
     """An attempt that ends in one text, its answer, which the task judges: alone, or beside its group's."""
 
     is_member = False
@@ -51,8 +51,6 @@ class Answered:
 class SingleTurn(Answered):
     """One question, one reply. A missing reply is judged as an empty one."""
 
-    max_turns = 1
-
     def __init__(self, task: Task, judge: Judge | None = None) -> None:
         super().__init__(task, judge)
         self._is_over = False
@@ -74,9 +72,6 @@ class SingleTurn(Answered):
             raise DataError(f"{self._task.name}: step called {when}")
         self._is_over, self.answer = True, action.text
         return StepResult(messages=(), done=True)
-
-    async def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
 
 def choose_environment(task: Task, judge: Judge | None = None) -> Callable[[], Environment]:

@@ -7,18 +7,17 @@ tool, and the attempt has no score.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 
-from strop.environments.contract import Done
 from strop.errors import ConfigError
 from strop.rollout import FailureOwner, ToolCall
 from strop.tasks.failures import AttemptFailed
@@ -31,7 +30,16 @@ RESERVED = frozenset(
         # TRL's name of `score`.
         "get_reward",
         # Of a `Workspace`.
-        *("opening", "sandbox_for", "grader_for", "prepare", "grade", "run_program", "forgeries"),
+        *(
+            "opening",
+            "sandbox_for",
+            "grader_for",
+            "prepare",
+            "grade",
+            "run_program",
+            "forgeries",
+            "explain_error",
+        ),
     }
 )
 """Public methods of an environment that are no tools."""
@@ -71,7 +79,7 @@ class Tool:
         return {name: getattr(checked, name) for name in type(checked).model_fields}
 
 
-def find_tools(kind: type) -> dict[str, Tool]:
+def _find_tools(kind: type) -> dict[str, Tool]:
     """Return the tools of an environment's class: its public methods that are not `RESERVED`.
 
     Raises: ConfigError if one has a parameter without a type, or of a type that JSON cannot express.
@@ -83,6 +91,9 @@ def find_tools(kind: type) -> dict[str, Tool]:
         for name, member in members.items()
         if inspect.isfunction(member)
     }
+
+
+find_tools: Callable[[type], dict[str, Tool]] = cache(_find_tools)
 
 
 def _read_method(kind: type, name: str, method: Callable[..., Any]) -> Tool:
@@ -123,32 +134,6 @@ def _refuse(problem: str, allowed: str) -> ConfigError:
         allowed=f"a tool with {allowed}",
         next_step="correct it, or begin its name with _ if it is no tool",
     )
-
-
-async def call_tool(
-    owner: Any, tools: Mapping[str, Tool], call: ToolCall, *, limit_s: float, max_chars: int
-) -> tuple[str, bool]:
-    """Call a tool of `owner`; return the text for the model, and whether the attempt is over.
-
-    Raises: CallRefused for a malformed call; ToolError; AttemptFailed if it is not done in time or its result
-        has no text form; any other exception of the tool.
-    """
-    tool = tools.get(call.name)
-    if tool is None:
-        raise CallRefused(f"there is no tool {call.name!r:.60}; there is {', '.join(tools)}")
-    arguments = tool.read_arguments(call)
-    try:
-        async with asyncio.timeout(limit_s) as timeout:
-            returned = getattr(owner, call.name)(**arguments)
-            if inspect.isawaitable(returned):
-                returned = await returned
-    except TimeoutError as error:
-        if not timeout.expired():
-            raise
-        detail = f"the tool {call.name} was not done after {limit_s:g} s"
-        raise AttemptFailed(FailureOwner.TASK, "tool_timeout", detail) from error
-    is_over = isinstance(returned, Done)
-    return cut_text(to_text(returned.text if is_over else returned, call.name), max_chars), is_over
 
 
 def to_text(returned: Any, name: str) -> str:

@@ -28,12 +28,11 @@ import os
 import posixpath
 import shlex
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from functools import wraps
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any
 
 from strop.environments.contract import Done
 from strop.environments.tools import ToolError
@@ -50,12 +49,7 @@ from strop.tasks.task import TaskLimits
 from strop.tasks.tool_calls import write_call
 from strop.tasks.user.rewards import as_outcome
 
-T = TypeVar("T")
-P = ParamSpec("P")
-W = TypeVar("W", bound="Workspace")
-
 GRACE_S = 30.0
-"""A sandbox that is silent for so long after a command's limit is lost."""
 _TOOL_LIMITS = Limits(
     memory_bytes=1024 * MIB,
     has_address_limit=False,
@@ -127,24 +121,12 @@ class Place:
         return cls(backend=section.sandbox, min_level=level, command_limit_s=command_limit_s)
 
 
-def sandbox_tool(
-    work: Callable[Concatenate[W, P], Awaitable[str]],
-) -> Callable[Concatenate[W, P], Awaitable[str | Done]]:
-    """Make a tool of a method that works in the sandbox; see `Workspace._run_tool`."""
-
-    @wraps(work)
-    async def tool(self: W, /, *args: P.args, **kwargs: P.kwargs) -> str | Done:
-        return await self._run_tool(work(self, *args, **kwargs))
-
-    return tool
-
-
 class Workspace:
     """One attempt in a sandbox; see the module. Subclasses define examples, `opening` and `grade`."""
 
     place = Place()
-    spare_limit_s = 2 * GRACE_S
-    """Time of a tool beyond the limit of a command."""
+    spare_limit_s = GRACE_S
+    """Time of a tool beyond the limit of a command; a sandbox that is silent for longer is lost."""
     floor: float = 0.0
     """Score of an attempt that ended its own sandbox."""
     carried: tuple[str, ...] = ()
@@ -198,8 +180,7 @@ class Workspace:
         self._shell = await self._open_shell()
         return self.opening(example, seed)
 
-    @sandbox_tool
-    async def bash(self, command: str) -> str:
+    async def bash(self, command: str) -> str | Done:
         """Run a command in a shell that stays: its directory, variables and functions are kept."""
         if "\0" in command:
             raise ToolError("a command has no NUL")
@@ -223,7 +204,6 @@ class Workspace:
         output = [text.rstrip("\n")] if text.strip() else []
         return "\n".join([*output, *(f"[{note}]" for note in notes)])
 
-    @sandbox_tool
     async def view(self, path: str, first_line: int = 1, last_line: int | None = None) -> str:
         """Show a text file with line numbers, or what is in a directory."""
         place = self._place_of(path)
@@ -240,14 +220,12 @@ class Workspace:
         shown = enumerate(lines[max(0, first_line - 1) : last_line], max(1, first_line))
         return "\n".join(f"{number:6}\t{line}" for number, line in shown)
 
-    @sandbox_tool
     async def create(self, path: str, text: str) -> str:
         """Write a file, in place of one that is there."""
         data = text.encode()
         await self.sandbox.write(self._place_of(path), data)
         return f"{path} is written: {len(data)} bytes."
 
-    @sandbox_tool
     async def str_replace(self, path: str, old: str, new: str) -> str:
         """Replace a text that stands exactly once in a file."""
         place = self._place_of(path)
@@ -277,12 +255,17 @@ class Workspace:
 
         None: a program ended the sandbox. Raises: SandboxLost; AttemptFailed if the sandbox is silent.
         """
-        run = self.sandbox.exec(argv, wall_limit_s=wall_limit_s, stdin=stdin, env=env, cwd=self.folder)
         try:
-            result = await self._ask(run, wall_limit_s)
+            async with asyncio.timeout(wall_limit_s + self.spare_limit_s):
+                result = await self.sandbox.exec(
+                    argv, wall_limit_s=wall_limit_s, stdin=stdin, env=env, cwd=self.folder
+                )
         except SandboxLost as error:
             self._require_own_end(error)
             return None
+        except TimeoutError as error:
+            detail = f"the sandbox has not answered for {self.spare_limit_s:g} s"
+            raise AttemptFailed(FailureOwner.INFRA, "sandbox_silent", detail) from error
         self._is_ruined |= result.kind is ExecKind.FROM_INSIDE
         return None if self._is_ruined else result
 
@@ -361,29 +344,14 @@ class Workspace:
             raise ToolError(f"{path!r} is no path")
         return posixpath.join(self.folder or "", path)
 
-    async def _run_tool(self, work: Awaitable[str]) -> str | Done:
-        """Await a tool's work and return its text; map the sandbox's errors.
-
-        Raises: ToolError; SandboxLost; AttemptFailed if the sandbox is silent.
-        """
-        try:
-            return await self._ask(work, self.place.command_limit_s)
-        except SandboxLost as error:
+    def explain_error(self, error: SandboxError) -> Done | ToolError:
+        """Say what a sandbox's error means to the model. Raises: the error if it is the machine's."""
+        if isinstance(error, SandboxLost):
             self._require_own_end(error)
             return Done("a program ended the sandbox")
-        except SandboxRefused:
-            raise
-        except SandboxError as error:
-            raise ToolError(FILE_ERRORS.get(error.kind, f"it failed ({error.kind})")) from error
-
-    async def _ask(self, work: Awaitable[T], limit_s: float) -> T:
-        """Wait for the sandbox. Raises: AttemptFailed if it is silent for `GRACE_S` after the limit."""
-        try:
-            async with asyncio.timeout(limit_s + GRACE_S):
-                return await work
-        except TimeoutError as error:
-            detail = f"the sandbox has not answered for {GRACE_S:g} s"
-            raise AttemptFailed(FailureOwner.INFRA, "sandbox_silent", detail) from error
+        if isinstance(error, SandboxRefused):
+            raise error
+        return ToolError(FILE_ERRORS.get(error.kind, f"it failed ({error.kind})"))
 
     def _require_own_end(self, error: SandboxLost) -> None:
         """Note that the model's program ended the sandbox. Raises: the error if it has another cause."""

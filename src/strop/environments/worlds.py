@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
@@ -26,9 +27,9 @@ from typing import Any
 
 from strop.environments import looking
 from strop.environments.contract import Action
-from strop.environments.mcp import ServedObject, find_served_tools, require_apart
-from strop.environments.objects import ObjectHere, ObjectLimits, WorldObject, read_facts, to_messages
-from strop.environments.played import PlayedWorld
+from strop.environments.looking import read_facts
+from strop.environments.mcp import find_served_tools, require_apart
+from strop.environments.played import PlayedWorld, to_messages
 from strop.environments.workspace import Place, Workspace
 from strop.errors import ConfigError
 from strop.rollout import Example, FinishReason, Message, Outcome, Split, make_example
@@ -80,23 +81,6 @@ class WorldTask(Task):
         """Make one attempt; the class judges it, not `judge`."""
         return PlayedWorld(self)
 
-    def make_attempt(self) -> WorldObject:
-        """Return the object of one attempt, with the run file's MCP servers."""
-        inner, servers = self.make_object(), self.section.mcp_servers
-        owners = {name: server for name, (server, _) in self.served_tools.items()}
-        return ServedObject(inner, owners, servers, self.object_limits) if servers else inner
-
-    def make_object(self) -> WorldObject:
-        """Return the object of one attempt without the MCP servers."""
-        return ObjectHere(self.make_placed, self.to_outcome, self.object_limits)
-
-    @property
-    def object_limits(self) -> ObjectLimits:
-        """Limits of one request to an object."""
-        return ObjectLimits(
-            tool_limit_s=self.section.tool_limit_s, max_observation_chars=self.section.max_observation_chars
-        )
-
     @property
     def is_workspace(self) -> bool:
         """Whether its class is a `Workspace`, whose attempts have sandboxes."""
@@ -132,6 +116,11 @@ class WorldTask(Task):
                 next_step="add one",
             )
         return tools
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Any]:
+        """The JSON Schema of each tool's arguments, by the tool's name."""
+        return {name: json.loads(tool)["function"]["parameters"] for name, tool in self.tools.items()}
 
     @cached_property
     def served_tools(self) -> Mapping[str, tuple[str, str]]:

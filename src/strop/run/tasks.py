@@ -348,7 +348,7 @@ def play_here(spec: TaskSection, seed: int, read: Read, tell: Tell) -> Outcome:
     async def play() -> Outcome:
         async with hold_judge(spec, task) as judge:
             environment = choose_environment(task, judge)()
-            if getattr(environment, "act", None) is not None:
+            if environment.is_conducted:
                 raise ConfigError(
                     f"task {spec.name}, agent {spec.agent or 'its own'}: a program conducts the attempts,"
                     " and no reply is asked of a person",

@@ -92,7 +92,7 @@ async def _converse(
     environment: Environment, example: Example, client: httpx.AsyncClient, model: str
 ) -> None:
     """Let the model and the environment take turns, until one of them or a limit of the server's ends it."""
-    started_at, limit_s = time.monotonic(), getattr(environment, "max_attempt_s", None)
+    started_at, limit_s = time.monotonic(), environment.max_attempt_s
     opening = await environment.reset(example, OPENING_SEED)
     schemas = [_JSON.validate_json(schema) for schema in tools_of(opening)]
     tools = {schema["function"]["name"]: schema["function"]["parameters"] for schema in schemas}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import tomllib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -19,7 +19,6 @@ from strop.sandbox.contract import MIB
 
 CONFIG = "task.toml"
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
-_MAX_SHOWN = 400
 _PORTS = (80, 443)
 """Ports of an allowed host: Harbor's list has no ports."""
 _Network = Literal["no-network", "public", "allowlist"]
@@ -62,6 +61,7 @@ class _Environment(_Table):
     memory_mb: float | None = Field(default=None, gt=0.0)
     storage_mb: float | None = Field(default=None, gt=0.0)
     memory: str | None = None
+    """An older form of memory_mb, such as '2G'."""
     storage: str | None = None
     network_mode: _Network | None = None
     allow_internet: bool = True
@@ -69,11 +69,21 @@ class _Environment(_Table):
     env: dict[str, str] = Field(default_factory=dict)
     workdir: str | None = Field(default=None, pattern="^/")
 
-    def mib_of(self, size: float | None, text: str | None) -> float | None:
-        """Return a size in MiB; `text` is the older form, such as '2G'. Raises: ValueError."""
-        if text is None:
-            return size
-        return float(text[:-1]) * _UNITS[text[-1:].upper()]
+    @property
+    def memory_bytes(self) -> int | None:
+        """The memory of a container; None: the run file's."""
+        return _bytes_of(self.memory_mb, self.memory)
+
+    @property
+    def disk_bytes(self) -> int | None:
+        """The disk of a container; None: the run file's."""
+        return _bytes_of(self.storage_mb, self.storage)
+
+
+def _bytes_of(size_mib: float | None, text: str | None) -> int | None:
+    """Return a size in either form. Raises: ValueError, KeyError."""
+    mib = size_mib if text is None else float(text[:-1]) * _UNITS[text[-1:].upper()]
+    return None if mib is None else int(mib * MIB)
 
 
 class _Solution(_Table):
@@ -120,28 +130,18 @@ class HarborTask:
 
     name: str
     folder: Path
+    config: _Config
     instruction: str
     digest: str
     """Hash over every file of the directory."""
-    image: str | None
-    """None: built from `environment/Dockerfile`."""
-    build_limit_s: float
-    workdir: str | None
-    """Working directory of commands; None: the image's."""
-    env: dict[str, str]
-    test_env: dict[str, str]
-    solution_env: dict[str, str]
-    agent_limit_s: float | None
-    test_limit_s: float
-    cpus: float | None
-    memory_bytes: int | None
-    disk_bytes: int | None
     agent_network: str
     """A sandbox's network: 'none', 'host' (Harbor's public network), or 'allow:HOST:PORT,...'."""
     test_network: str
-    is_separate: bool
-    """Whether tests run in a fresh container, which gets only the `artifacts`."""
-    artifacts: tuple[str, ...] = field(default=())
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether tests run in a fresh container, which gets only the `artifacts`."""
+        return self.config.verifier.environment_mode == "separate"
 
 
 def list_directories(root: Path, wanted: tuple[str, ...]) -> dict[str, HarborTask]:
@@ -166,44 +166,25 @@ def _read(name: str, folder: Path) -> HarborTask:
     try:
         config = _Config.model_validate(tomllib.loads((folder / CONFIG).read_text("utf-8")))
         environment = config.environment
-        memory, disk = (
-            environment.mib_of(size, text)
-            for size, text in (
-                (environment.memory_mb, environment.memory),
-                (environment.storage_mb, environment.storage),
-            )
-        )
+        # Raise where a size is no size.
+        _ = environment.memory_bytes, environment.disk_bytes
         networks = [_network(environment, phase) for phase in (config.agent, config.verifier)]
         instruction = (folder / "instruction.md").read_text("utf-8")
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']} ({fault['input']!r:.60})"
-            for fault in error.errors()
-        )
-        raise _refused(folder, faults[:_MAX_SHOWN]) from error
+        fault = error.errors()[0]
+        place = ".".join(map(str, fault["loc"])) or "it"
+        raise _refused(folder, f"{place}: {fault['msg']} ({fault['input']!r:.60})") from error
     except (OSError, ValueError, KeyError) as error:
         raise _refused(folder, str(error)) from error
     _require_whole(folder, config, networks)
     return HarborTask(
         name=name,
         folder=folder,
+        config=config,
         instruction=instruction,
         digest=digest_tree(folder),
-        image=environment.docker_image,
-        build_limit_s=environment.build_timeout_sec,
-        workdir=environment.workdir,
-        env=environment.env,
-        test_env=config.verifier.env,
-        solution_env=config.solution.env,
-        agent_limit_s=config.agent.timeout_sec,
-        test_limit_s=config.verifier.timeout_sec,
-        cpus=environment.cpus,
-        memory_bytes=None if memory is None else int(memory * MIB),
-        disk_bytes=None if disk is None else int(disk * MIB),
         agent_network=networks[0],
         test_network=networks[1],
-        is_separate=config.verifier.environment_mode == "separate",
-        artifacts=config.artifacts,
     )
 
 
@@ -224,16 +205,15 @@ def _network(environment: _Environment, phase: _Phase) -> str:
 
 def _require_whole(folder: Path, config: _Config, networks: list[str]) -> None:
     """Refuse an incomplete or unsupported directory. Raises: DataError."""
-    has_compose = any((folder / "environment").glob("*compose*.y*ml"))
-    has_image = config.environment.docker_image or (folder / "environment/Dockerfile").is_file()
-    is_shared = config.verifier.environment_mode == "shared"
     refusals = {
         "it has no tests/test.sh": not (folder / "tests/test.sh").is_file(),
-        "it has several containers (compose)": has_compose,
+        "it has several containers (compose)": any((folder / "environment").glob("*compose*.y*ml")),
         "it has a conversation before the first turn": (folder / "trajectory.json").exists(),
-        "it has neither environment.docker_image nor environment/Dockerfile": not has_image,
+        "it has neither environment.docker_image nor environment/Dockerfile": not (
+            config.environment.docker_image or (folder / "environment/Dockerfile").is_file()
+        ),
         "its tests have another network than the model, in one container": (
-            is_shared and networks[0] != networks[1]
+            config.verifier.environment_mode == "shared" and networks[0] != networks[1]
         ),
         "it has links or special files": any(
             path.is_symlink() or not (path.is_file() or path.is_dir()) for path in folder.rglob("*")

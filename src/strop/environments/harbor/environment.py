@@ -18,7 +18,7 @@ import re
 import shlex
 import shutil
 import time
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -133,7 +133,7 @@ class Harbor(Workspace):
         folder = task.folder / "solution"
         if not (folder / "solve.sh").is_file():
             return
-        lines = [f"export {name}={shlex.quote(value)}" for name, value in task.solution_env.items()]
+        lines = [f"export {name}={shlex.quote(value)}" for name, value in task.config.solution.env.items()]
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
             place = shlex.quote(f"/solution/{path.relative_to(folder)}")
             lines += [f"mkdir -p $(dirname {place})", f"base64 -d > {place} <<'END_OF_FILE'"]
@@ -155,8 +155,8 @@ class Harbor(Workspace):
         self.place = replace(self.place, backend=choose_engine(self.place.backend))
         self._command_limit_s = self.place.command_limit_s
         self._image = await asyncio.to_thread(find_image, task, self.place.backend)
-        self.folder = task.workdir or self._image.workdir
-        self.carried = (*task.artifacts, _ARTIFACTS) if task.is_separate else ()
+        self.folder = task.config.environment.workdir or self._image.workdir
+        self.carried = (*task.config.artifacts, _ARTIFACTS) if task.is_separate else ()
         return str(await super().reset(example, seed))
 
     async def prepare(self, example: Example, seed: int) -> None:
@@ -183,14 +183,14 @@ class Harbor(Workspace):
     async def _judge_work(self) -> Any:
         return await (super()._judge_work() if self._task.is_separate else self.grade(self.sandbox))
 
-    async def _run_tool(self, work: Awaitable[str]) -> str | Done:
-        """As `Workspace._run_tool`, within the task's limit of all commands together."""
-        limit_s = self._task.agent_limit_s or math.inf
+    async def bash(self, command: str) -> str | Done:
+        """Run a command in a shell that stays: its directory, variables and functions are kept."""
+        limit_s = self._task.config.agent.timeout_sec or math.inf
         left_s = max(1.0, limit_s - self._used_s)
         self.place = replace(self.place, command_limit_s=min(self._command_limit_s, left_s))
         began = time.monotonic()
         try:
-            result = await super()._run_tool(work)
+            result = await super().bash(command)
         finally:
             self._used_s += time.monotonic() - began
         return Done("the time is up") if self._used_s >= limit_s else result
@@ -216,23 +216,23 @@ class Harbor(Workspace):
             # The disk is full, or a file is in the way.
             return None
         argv = ["/bin/sh", "-c", _TEST, "/tests/test.sh"]
-        limit_s, env = self._task.test_limit_s, self._task.test_env
+        tests = self._task.config.verifier
         # The exit code is not the reward.
-        result = await sandbox.exec(argv, wall_limit_s=limit_s, env=env, cwd=self.folder)
+        result = await sandbox.exec(argv, wall_limit_s=tests.timeout_sec, env=tests.env, cwd=self.folder)
         return None if result.timed_out else await _read_rewards(sandbox)
 
     def _container_of(self, network: str) -> SandboxSpec:
-        task, spec = self._task, self._spec
-        limits = replace(room_limits(spec), cpus=task.cpus)
-        if task.memory_bytes:
-            limits = replace(limits, memory_bytes=task.memory_bytes)
-        if task.disk_bytes:
-            limits = replace(limits, file_bytes=task.disk_bytes, scratch_bytes=task.disk_bytes)
+        spec, asked = self._spec, self._task.config.environment
+        limits = replace(room_limits(spec), cpus=asked.cpus)
+        if (memory_bytes := asked.memory_bytes) is not None:
+            limits = replace(limits, memory_bytes=memory_bytes)
+        if (disk_bytes := asked.disk_bytes) is not None:
+            limits = replace(limits, file_bytes=disk_bytes, scratch_bytes=disk_bytes)
         return SandboxSpec(
             limits=limits,
             image=self._image.name,
             user=0,
-            env={**self._image.env, **task.env},
+            env={**self._image.env, **asked.env},
             network="none" if network == "host" and not spec.open_network else network,
         )
 
@@ -312,11 +312,12 @@ def find_image(task: HarborTask, backend: str) -> Image:
 
     Raises: AttemptFailed if that fails; SandboxRefused if there is no such engine.
     """
-    if task.image is not None and Path(task.image).is_absolute():
-        return Image(name=task.image)
+    own_image = task.config.environment.docker_image
+    if own_image is not None and Path(own_image).is_absolute():
+        return Image(name=own_image)
     engine = Engine(name=backend, program=find_program(backend, backend), environ=engine_environ())
     # A digest of the build context alone: other tests need no other image.
-    name = task.image or f"localhost/strop-harbor:{digest_tree(task.folder / 'environment')[:24]}"
+    name = own_image or f"localhost/strop-harbor:{digest_tree(task.folder / 'environment')[:24]}"
     # Concurrent attempts need the same image.
     lock = hashlib.sha256(f"{backend} {name}".encode()).hexdigest()[:16]
     folder = user_cache_dir() / "harbor"
@@ -326,11 +327,12 @@ def find_image(task: HarborTask, backend: str) -> Image:
             try:
                 return _inspect(engine, name)
             except OSError:
-                if task.image is not None:
+                if own_image is not None:
                     engine.run("pull", "--quiet", name, limit_s=_PULL_LIMIT_S)
                 else:
                     context = str(task.folder / "environment")
-                    engine.run("build", "--quiet", "--tag", name, context, limit_s=task.build_limit_s)
+                    limit_s = task.config.environment.build_timeout_sec
+                    engine.run("build", "--quiet", "--tag", name, context, limit_s=limit_s)
                 return _inspect(engine, name)
     except OSError as error:
         detail = f"the image of {task.name}: {error}"
