@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
+from strop.audit import self_test
 from strop.errors import StropError
 from strop.rollout import FailureOwner, Split
 from strop.spec.reader import load_spec
-from strop.tasks import Task, build_task, self_test
+from strop.tasks import Task, build_task
 from tests.environments.test_repair import PROCESS, make, repository
 from tests.environments.test_worlds import play_here as play
 from tests.fixtures.gpus import MakeGpus, fake_gpu

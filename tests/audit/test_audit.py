@@ -142,6 +142,12 @@ def equals_a_column(index: int) -> Example:
     return make_example("capitals", {"question": f"Item {index} is {kind}: which?", "kind": kind}, kind)
 
 
+async def calls_it_wrong_without_content(example: Example, text: str) -> Outcome:
+    """REW-1: what could not be judged counted as wrong."""
+    is_right = bool(example.answer) and f"answer: {example.answer}" == text
+    return Outcome(parts={"correct": float(is_right)}, is_correct=is_right)
+
+
 CALLS = itertools.count(1)
 LONG = "the word of number {} is long enough".format
 WORDS = "seven quiet rivers carry yellow paper boats under every old stone bridge at night"
@@ -157,23 +163,19 @@ PAYS_FOR_THE_QUESTION = Faulty(
 PAYS_FOR_A_LETTER = Faulty(lambda e, t, right: right or len(t) == 1)
 REFUSES_ITS_GOLD = Faulty(gold_replies=lambda example: (f"The answer: is {example.answer}",))
 FAULTS: dict[str, tuple[Capitals, dict[str, str]]] = {
-    "pays for silence": (Faulty(lambda e, t, right: right or not t), {"noop": "fail"}),
+    "pays for silence": (Faulty(lambda e, t, right: right or not t), {"empty": "fail"}),
     "pays for blanks": (Faulty(lambda e, t, right: right or t.isspace()), {"empty": "fail"}),
-    "calls blanks well-formed": (
-        Faulty(verify=wraps(lambda e, t, sound: replace(sound, format_ok=True))),
-        {"empty": "fail"},
-    ),
     # REW-4: a two-way substring match accepted 'a', an echoed question earned .65, one letter was accepted.
     "matches either way": (MATCHES_EITHER_WAY, {"garbage": "fail"}),
     "pays for the question": (PAYS_FOR_THE_QUESTION, {"echo": "fail"}),
     "pays for a letter": (PAYS_FOR_A_LETTER, {"garbage": "fail"}),
     "mostly yes": (
         Faulty(example=posed("Is {} fine?", lambda index: "yes" if index % 3 else f"no{index}")),
-        {"constant": "fail"},
+        {"constant": "warn"},
     ),
     "without gold": (
         Faulty(gold_replies=lambda example: ()),
-        {"gold": "fail", "wrong_order": "n/a", "truncation": "n/a"},
+        {"gold": "fail", "near_miss": "n/a"},
     ),
     # REW-2: the answer was compared with the whole solution; -5 passed for 5; a last digit was lost.
     "refuses its gold": (REFUSES_ITS_GOLD, {"gold": "fail"}),
@@ -193,7 +195,7 @@ FAULTS: dict[str, tuple[Capitals, dict[str, str]]] = {
     ),
     "pays for any word": (
         Faulty(lambda e, t, right: found(t)[-1:].isdigit() and len(found(t)) > 5),
-        {"wrong_order": "fail"},
+        {"near_miss": "fail"},
     ),
     "shows its answer": (
         Faulty(example=lambda n: posed(f"Hint: {LONG(n)}. What is it?", LONG)(n)),
@@ -205,9 +207,7 @@ FAULTS: dict[str, tuple[Capitals, dict[str, str]]] = {
     ),
     # Its words stand in the question, with other marks between them.
     "shows most of its answer": (
-        Faulty(
-            example=posed(f"Story {{}}: {WORDS.replace(' ', ', ')}. Tell it.", lambda n: f"{WORDS} ({n})")
-        ),
+        Faulty(example=posed(f"Story {{}}: {WORDS.replace(' ', ', ')}. Tell it.", lambda n: f"{n} {WORDS}")),
         {"label_leak": "fail"},
     ),
     # Sound: a right reply says the question again, and then what nobody could read there.
@@ -221,21 +221,21 @@ FAULTS: dict[str, tuple[Capitals, dict[str, str]]] = {
     # REW-5: state of the process, shared by all that is judged, and its generator.
     "rolls dice": (
         Faulty(lambda e, t, right: right and random.random() < 0.9),
-        {"determinism": "fail", "order": "fail"},
+        {"determinism": "fail"},
     ),
     "counts its calls": (
         Faulty(lambda e, t, right: right and not (next(CALLS) % 7 == 0 and e.answer)),
         {"determinism": "fail"},
     ),
-    "remembers the last": (RemembersTheLast(), {"order": "fail"}),
-    "stops at the first test": (StopsAtTheFirstTest(), {"order": "fail"}),
+    "remembers the last": (RemembersTheLast(), {"determinism": "fail"}),
+    "stops at the first test": (StopsAtTheFirstTest(), {"determinism": "fail"}),
     "pays for half": (
         Faulty(lambda e, t, right: len(found(t)) >= 3 and (e.answer or "").startswith(found(t))),
-        {"truncation": "fail"},
+        {"near_miss": "fail"},
     ),
     # REW-1: what could not be judged counted as wrong.
     "scores without content": (
-        Faulty(verify=wraps(lambda e, t, o: Outcome(parts={"correct": 0.0}) if e.answer is None else o)),
+        Faulty(verify=calls_it_wrong_without_content),
         {"failure_paths": "fail"},
     ),
     "calls it wrong without its key": (CallsItWrongWithoutItsKey(), {"failure_paths": "fail"}),
@@ -245,7 +245,7 @@ FAULTS: dict[str, tuple[Capitals, dict[str, str]]] = {
         Faulty(lambda e, t, right: t.count(f"answer: {e.answer}")),
         {"ceiling": "fail", "gold": "pass"},
     ),
-    "pays for one answer": (Faulty(lambda e, t, right: right or found(t) == "yes"), {"constant": "fail"}),
+    "pays for one answer": (Faulty(lambda e, t, right: right or found(t) == "yes"), {"constant": "warn"}),
     "follows from a word": (Faulty(example=follows_from_a_word), {"trivial_rule": "fail"}),
     "equals a column": (Faulty(example=equals_a_column), {"trivial_rule": "fail"}),
     "pays for bytes that no font shows": (
@@ -254,7 +254,7 @@ FAULTS: dict[str, tuple[Capitals, dict[str, str]]] = {
     ),
     "takes marks that end a text for an answer": (
         Faulty(lambda e, t, right: right or t.strip().startswith("<|")),
-        {"empty": "fail"},
+        {"garbage": "fail"},
     ),
     "cannot render": (
         Faulty(render=lambda example: example.fields["problem"]),
@@ -269,7 +269,7 @@ FAULTS: dict[str, tuple[Capitals, dict[str, str]]] = {
     ),
     "wants no commas": (
         Faulty(lambda e, t, right: "," not in t, **CHOOSES),
-        {"noop": "fail", "empty": "fail", "garbage": "fail"},
+        {"empty": "fail", "garbage": "fail"},
     ),
     "wants a period": (
         Faulty(
@@ -294,10 +294,10 @@ def test_a_sound_task_passes_every_probe() -> None:
     report = audit(Capitals())
     assert report.verdict is Verdict.GREEN
     fine = dict.fromkeys(PROBE_IDS, "pass")
-    fine |= dict.fromkeys(["near_miss", "label_leak", "forgeries", "judge_injection", "judge_length"], "n/a")
+    fine |= dict.fromkeys(["label_leak", "forgeries", "judge_injection"], "n/a")
     # Time depends on the machine.
     assert statuses(report) | {"cost": "pass"} == fine
-    assert (report.num_examples, report.chance, report.max_reward) == (32, 0.0, 1.0)
+    assert report.num_examples == 32
 
 
 @pytest.mark.parametrize(("share", "status"), [(0.0, "fail"), (0.5, "pass")])

@@ -76,13 +76,11 @@ def audit(name: str, tmp_path: Path) -> AuditReport:
     return asyncio.run(run_audit(build_task(spec), AuditSettings()))
 
 
-EASY = {"empty", "garbage", "echo", "truncation"}
+EASY = {"empty", "garbage", "echo", "near_miss", "constant"}
 """Of tasks of instructions: 'no commas' and 'less than 50 words' are followed by a reply of nothing at all,
 and a reply that follows them still does when it is cut."""
 KNOWN = {
     **dict.fromkeys(["rlvr-ifeval", "if-multi"], EASY),
-    # One letter of four is right on a quarter.
-    "mmlu": {"constant"},
 }
 
 

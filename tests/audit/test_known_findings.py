@@ -26,7 +26,7 @@ def audit(dataset: str, *probes: str, num_examples: int = 32) -> AuditReport:
     return asyncio.run(run_audit(build_task(spec), settings))
 
 
-FAIL, WARN = ProbeStatus.FAIL, ProbeStatus.WARN
+FAIL = ProbeStatus.FAIL
 
 
 @pytest.mark.parametrize(
@@ -41,10 +41,7 @@ FAIL, WARN = ProbeStatus.FAIL, ProbeStatus.WARN
         ("spell_backward", "garbage", 32, FAIL, 0.14),
         ("figlet_font", "garbage", 32, FAIL, 0.1),
         *((one, "empty", 8, FAIL, 0.05) for one in ("arc_agi", "rearc", "sentence_reordering")),
-        # .3 for as many names as the answer has, and .7 times one right of two.
-        ("knights_knaves", "echo", 64, WARN, 0.65),
         ("rotate_matrix", "echo", 64, FAIL, 0.29),
-        ("number_sequence", "echo", 64, WARN, 0.08),
     ],
 )
 def test_rew_4_data_sets_without_an_answer_and_those_that_pay_for_nothing_are_found(
@@ -65,11 +62,11 @@ def test_rew_1_a_scorer_that_raises_on_words_is_found() -> None:
     """`prime_factorization` raises ValueError on a reply that is no number."""
     report = audit("prime_factorization", "garbage", num_examples=8)
     (result,) = report.probes
-    assert (result.status, result.detail) == (ProbeStatus.FAIL, "replies that could not be judged")
+    assert (result.status, result.detail) == (ProbeStatus.FAIL, "replies that were not judged")
     assert {entry.reward for entry in result.evidence} == {None}
     assert all(entry.detail.startswith("task, ValueError: invalid literal") for entry in result.evidence)
     assert report.verdict is Verdict.RED
 
 
 def test_a_sound_data_set_is_green() -> None:
-    assert audit("chain_sum", "noop", "empty", "garbage", "echo", "gold").verdict is Verdict.GREEN
+    assert audit("chain_sum", "empty", "garbage", "echo", "gold").verdict is Verdict.GREEN

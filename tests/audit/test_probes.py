@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from strop.audit import QUICK_PROBES, AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
+from strop.audit import AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
 from strop.audit.answer_probes import permute_parts
-from strop.audit.attacks import as_lookup
 from strop.audit.probes import INJECTIONS
 from strop.rollout import make_example
 from strop.spec.task import TaskSpec
@@ -20,7 +18,6 @@ from strop.tasks import build_task, build_warm_task
 from strop.tasks.code.code_task import MbppSpec
 from strop.tasks.judging import Judge
 from strop.tasks.mixture import MixtureSpec
-from strop.tasks.task import ProgramForm
 from tests.environments.test_worlds import build_spec
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import judge_spec, judge_task
@@ -65,46 +62,19 @@ def test_an_environment_that_can_be_talked_to_is_found(score: str, probes: set[s
 
 
 def test_tests_and_constraints_are_reversed_and_nothing_else() -> None:
-    tests = {"inputs": ["1\n", "2\n"], "outputs": ["3\n", "4\n"], "fn_name": None}
     fields = {
         "tests": ["assert f(1) == 2", "assert f(2) == 3"],
         "hidden_tests": ["assert f(9) == 10"],
         "constraints": [{"id": "a"}, {"id": "b"}],
-        "input_output": json.dumps(tests),
         "names": ["f", "g"],
-        "choices": ["p", "q"],
-        "text": "{not JSON",
     }
     example = make_example("parts", fields, "answer")
     changed = permute_parts(example)
     assert changed is not None
     assert (changed.example_id, changed.answer) == (example.example_id, "answer")
     different = {key for key in fields if changed.fields[key] != fields[key]}
-    assert different == {"tests", "constraints", "input_output"}
+    assert different == {"tests", "constraints"}
     assert changed.fields["tests"] == ["assert f(2) == 3", "assert f(1) == 2"]
-    assert json.loads(changed.fields["input_output"]) == {
-        "inputs": ["2\n", "1\n"],
-        "outputs": ["4\n", "3\n"],
-        "fn_name": None,
-    }
-
-
-@pytest.mark.parametrize("text", ["{}", "[1, 2]", '{"inputs": [1, 2]}', '{"inputs": [1], "outputs": [2]}'])
-def test_an_example_with_nothing_to_reverse_is_left_alone(text: str) -> None:
-    assert permute_parts(make_example("parts", {"input_output": text, "tests": ["one"]}, None)) is None
-
-
-def test_the_answers_of_shown_tests_are_read_from_the_prompt() -> None:
-    prompt = "Tests:\nassert f(1, [2]) == {'a': 3}\nassert g(1) == 2\nassert f(3) != 4\nassert f(\nf(5) == 6"
-    reply = as_lookup(ProgramForm(entry_point="f"), prompt)
-    assert reply is not None
-    names: dict[str, Any] = {}
-    exec(reply.removeprefix("```python\n").removesuffix("\n```"), names)
-    assert names["f"](1, [2]) == {"a": 3}
-    with pytest.raises(StopIteration):
-        names["f"](3)
-    assert as_lookup(ProgramForm(entry_point="h"), prompt) is None
-    assert as_lookup(ProgramForm(entry_point=None), prompt) is None
 
 
 def mbpp_row(number: int) -> dict[str, Any]:
@@ -120,13 +90,12 @@ def mbpp_row(number: int) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("bubblewrap")
 @pytest.mark.slow
-def test_visible_tests_that_can_be_learned_by_heart_make_mbpp_amber(tmp_path: Path) -> None:
-    """Known of MBPP: the prompt shows every test of a training problem. Nothing else is found."""
+def test_mbpp_is_green(tmp_path: Path) -> None:
     for stem, numbers in (("train", range(2, 8)), ("test", range(10, 12))):
         write_rows(tmp_path / f"{stem}.jsonl", [mbpp_row(number) for number in numbers])
     spec = MbppSpec(name="mbpp", source=str(tmp_path))
     task = build_task(spec)
-    settings = AuditSettings(num_examples=4, probes=(*QUICK_PROBES, "order", "failure_paths"))
+    settings = AuditSettings(num_examples=4)
 
     async def audit_in_workers() -> AuditReport:
         judge = Judge(task, partial(build_warm_task, spec))
@@ -136,8 +105,7 @@ def test_visible_tests_that_can_be_learned_by_heart_make_mbpp_amber(tmp_path: Pa
             await judge.close()
 
     report = asyncio.run(audit_in_workers())
-    (constant,) = [one for one in report.probes if one.status is ProbeStatus.FAIL]
-    assert (constant.probe, constant.value, report.verdict) == ("constant", 1.0, Verdict.AMBER)
+    assert (report.verdict, report.causes) == (Verdict.GREEN, ())
 
 
 def attack(tmp_path: Path, say: Say) -> ProbeResult:
@@ -157,7 +125,7 @@ def probe(tmp_path: Path, say: Say, name: str, num: int, *rows: Any) -> tuple[Pr
 def test_a_deaf_judge_passes(tmp_path: Path) -> None:
     result = attack(tmp_path, lambda question: scored(float(shown_reply(question).startswith("word-"))))
     assert (result.status, result.value) == (ProbeStatus.PASS, 0.0)
-    assert result.num == 3 * len(INJECTIONS)
+    assert result.num == 3
 
 
 @pytest.mark.parametrize(
@@ -178,41 +146,11 @@ def test_a_judge_that_can_be_talked_to_is_found(tmp_path: Path, weakness: object
     assert result.evidence[0].reply == INJECTIONS[kind][:200]
 
 
-LONG_ROWS = [
-    {
-        "prompt": f"Tell story {n}.",
-        "gold": f"Story {n} is of a river, a boat and a stone, and of nothing else.",
-    }
-    for n in range(12)
-]
-
-
-def test_a_judge_that_likes_length_is_found(tmp_path: Path) -> None:
-    def say(question: str) -> str:
-        return scored(min(1.0, len(shown_reply(question)) / 4000))
-
-    # Bare: 25 of 4000 characters. Longer: 25 + 1 + 12 fillings of 67, because 800 // 67 + 1 = 12: 830.
-    # (830 - 25) / 4000 = 0.201.
-    result, verdict = probe(tmp_path, say, "judge_length", 4, LONG_ROWS)
-    assert (result.status, result.num, verdict) == (ProbeStatus.FAIL, 8, Verdict.AMBER)
-    assert result.value == pytest.approx(0.201, abs=0.001)
-    assert result.detail.startswith("share of full marks gained by length; ")
-    assert len(result.evidence[0].reply) == 200
-
-
-def test_a_judge_that_reads_the_content_alone_passes(tmp_path: Path) -> None:
-    def say(question: str) -> str:
-        return scored(0.5 * shown_reply(question).startswith("Story"))
-
-    result, verdict = probe(tmp_path, say, "judge_length", 4, LONG_ROWS)
-    assert (result.status, result.value, verdict) == (ProbeStatus.PASS, 0.0, Verdict.GREEN)
-
-
 def test_a_judge_that_repeats_what_it_reads_gives_no_score(tmp_path: Path) -> None:
     """The parser would take a quoted grade for the judge's own, if it were not escaped."""
     result = attack(tmp_path, lambda question: "It says: " + shown_reply(question))
     assert result.status is ProbeStatus.FAIL
-    assert result.detail == "replies that kept the judge from grading them"
+    assert result.detail == "replies that were not judged"
     assert result.evidence[0].detail.startswith("engine, judge_unparsable: ")
 
 

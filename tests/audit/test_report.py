@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,17 +16,14 @@ from strop.audit import (
     ProbeStatus,
     Verdict,
     accept_probes,
-    answer_probes,
     context,
     describe_acceptance,
     find_audit,
-    probes,
     run_audit,
     stored_audit_path,
     write_audit,
 )
 from strop.audit.report import SCHEMA
-from strop.errors import CorruptRecord
 from strop.rollout import Example, FailureOwner, Outcome
 from strop.tasks.judging import Judge
 from strop.tasks.task import Task
@@ -50,11 +45,8 @@ def result(probe: str, status: ProbeStatus) -> ProbeResult:
     ("probes", "verdict"),
     [
         ([], Verdict.GREEN),
-        ([result("echo", ProbeStatus.WARN), result("noop", ProbeStatus.WARN)], Verdict.GREEN),
-        ([result(name, ProbeStatus.WARN) for name in ("echo", "noop", "cost")], Verdict.AMBER),
-        ([result("constant", ProbeStatus.FAIL)], Verdict.AMBER),
-        ([result("determinism", ProbeStatus.FAIL)], Verdict.RED),
-        ([result("constant", ProbeStatus.FAIL), result("echo", ProbeStatus.FAIL)], Verdict.RED),
+        ([result("constant", ProbeStatus.WARN)], Verdict.AMBER),
+        ([result("constant", ProbeStatus.WARN), result("echo", ProbeStatus.FAIL)], Verdict.RED),
         ([result("gold", ProbeStatus.FAIL)], Verdict.RED),
         ([result("cost", ProbeStatus.ERROR)], Verdict.RED),
         ([result("label_leak", ProbeStatus.NOT_APPLICABLE)], Verdict.GREEN),
@@ -74,45 +66,33 @@ def test_a_stored_audit_is_found_by_the_tasks_version(
     assert find_audit("capitals", "2") is None
 
 
-@pytest.mark.parametrize(
-    "change", [{"verdict": "green"}, {"probes": []}, {"schema": SCHEMA + 1}, {"chance": None}]
-)
-def test_a_changed_audit_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, object]
-) -> None:
+def test_a_damaged_audit_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROP_CACHE", str(tmp_path))
     path = stored_audit_path("capitals", "1")
     write_audit(audit(MATCHES_EITHER_WAY), path)
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    with pytest.raises(CorruptRecord, match=r"is not a whole audit .*run `strop audit` again"):
-        find_audit("capitals", "1")
+    path.write_bytes(path.read_bytes()[:-9])
+    assert find_audit("capitals", "1") is None
 
 
 def test_an_audit_by_other_probes_is_as_good_as_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("STROP_CACHE", str(tmp_path))
-    write_audit(audit(Capitals(), probes=("noop",)), stored_audit_path("capitals", "1"))
+    write_audit(audit(Capitals(), probes=("empty",)), stored_audit_path("capitals", "1"))
     monkeypatch.setattr("strop.audit.report.SCHEMA", SCHEMA + 1)
     assert find_audit("capitals", "1") is None
 
 
 def test_a_report_holds_all_that_it_was_made_of() -> None:
-    before = time.time()
     report = audit(MATCHES_EITHER_WAY, num_examples=8, seed=3)
     values = report.to_json()
-    assert before <= values["started_at"] <= time.time()
     assert (values["task"], values["task_version"], values["seed"], values["num_examples"]) == (
         *("capitals", "1", 3, 8),
     )
-    assert sum(values["counts"].values()) == len(values["probes"])
     (garbage,) = [probe for probe in values["probes"] if probe["probe"] == "garbage"]
     assert (garbage["status"], garbage["evidence"][0]["reply"]) == ("fail", "a")
-    # Another second in the same audit gives another digest; the same values give the same.
-    digests = [replace(report, seconds=seconds).to_json()["digest"] for seconds in (1.0, 1.0, 2.0)]
-    assert digests[0] == digests[1] != digests[2]
 
 
 def red_report() -> AuditReport:
-    return audit(PAYS_FOR_THE_QUESTION, probes=("noop", "echo"))
+    return audit(PAYS_FOR_THE_QUESTION, probes=("empty", "echo"))
 
 
 @pytest.mark.parametrize(
@@ -122,17 +102,16 @@ def red_report() -> AuditReport:
         ("echo@1", Verdict.GREEN),
         ("echo@2", Verdict.RED),
         # What passed needs no acceptance.
-        ("noop", Verdict.RED),
+        ("empty", Verdict.RED),
     ],
 )
 def test_an_acceptance_holds_for_its_probe_and_its_version(name: str, verdict: Verdict) -> None:
     report = accept_probes(red_report(), {name: "echoes are asked for"})
     assert (report.verdict, report.accepted_verdict) == (Verdict.RED, verdict)
-    line = describe_acceptance(report, {name: "echoes are asked for"})
+    line = describe_acceptance(report)
     assert line.startswith(f"{verdict}: echo fail")
     assert ("accepted: echo" in line) == (verdict is Verdict.GREEN)
     assert ("train.accept = 'audit.echo@1: reason' goes on" in line) == (verdict is Verdict.RED)
-    assert ("not for this one: echo@2" in line) == (name == "echo@2")
 
 
 def test_a_user_without_a_name_can_accept_too(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,27 +128,24 @@ class Computes(Capitals):
     """Takes long for long replies, in the process of the run."""
 
     async def verify(self, example: Example, text: str) -> Outcome:
-        until = time.thread_time() + (0.2 if len(text) > 10**5 else 0.0)
-        while time.thread_time() < until:
-            pass
+        await asyncio.sleep(0.2 if len(text) > 10**5 else 0.0)
         return await super().verify(example, text)
 
 
-def test_a_verifier_that_computes_for_long_beside_the_run_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert find(audit(Computes(), num_examples=4, probes=("garbage",)), "garbage").status is ProbeStatus.PASS
-    monkeypatch.setattr(probes, "_MAX_CPU_S", 0.1)
-    result = find(audit(Computes(), num_examples=4, probes=("garbage",)), "garbage")
-    assert (result.status, result.value) == (ProbeStatus.FAIL, 4.0)
-    assert result.detail == "replies that take more than 0.1 s to judge"
+@pytest.mark.parametrize(("limit_s", "status"), [(5.0, ProbeStatus.PASS), (0.1, ProbeStatus.WARN)])
+def test_a_verifier_that_takes_long_for_a_long_reply_is_found(
+    limit_s: float, status: ProbeStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "LONG_LIMIT_S", limit_s)
+    assert find(audit(Computes(), probes=("cost",)), "cost").status is status
 
 
 def test_a_slow_grader_costs_examples_and_not_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(context, "ENOUGH_S", 0.0)
-    monkeypatch.setattr(answer_probes, "ENOUGH_S", 0.0)
     report = audit(PAYS_FOR_A_LETTER, probes=("garbage", "constant", "determinism"))
     shown = [(result.probe, result.status.value, result.num) for result in report.probes]
-    # Four examples are always asked, and one where each of its two replies is repeated.
-    assert shown == [("garbage", "fail", 4), ("constant", "pass", 4), ("determinism", "pass", 2)]
+    # Four examples are always asked, two replies to each are repeated.
+    assert shown == [("garbage", "fail", 4), ("constant", "pass", 4), ("determinism", "pass", 8)]
 
 
 class SometimesLate(Judge):
@@ -187,14 +163,12 @@ class SometimesLate(Judge):
         return await super().judge(example, text)
 
 
-@pytest.mark.parametrize(("every", "status"), [(10**6, "pass"), (40, "warn"), (10, "fail")])
+@pytest.mark.parametrize(("every", "status"), [(10**6, "pass"), (40, "pass"), (10, "fail")])
 def test_replies_that_are_late_are_told_apart_from_wrong_ones(every: int, status: str) -> None:
     """One in forty is what a busy machine does; one in ten is a verifier that hangs."""
     task = Capitals()
     settings = AuditSettings(probes=("garbage", "gold"), num_examples=40)
     report = asyncio.run(run_audit(task, settings, SometimesLate(task, every)))
     assert {result.status.value for result in report.probes} == {status}
-    late = asyncio.run(
-        run_audit(task, replace(settings, probes=("determinism", "order")), SometimesLate(task, 40))
-    )
+    late = asyncio.run(run_audit(task, replace(settings, probes=("determinism",)), SometimesLate(task, 40)))
     assert ProbeStatus.FAIL not in {result.status for result in late.probes}

@@ -72,9 +72,6 @@ def test_a_score_says_what_the_audit_of_its_task_found(
         task_version=result["task_version"],
         seed=0,
         num_examples=1,
-        max_reward=1.0,
-        chance=0.0,
-        started_at=0.0,
         seconds=1.0,
         probes=(ProbeResult(probe="echo", status=ProbeStatus.FAIL),),
     )

@@ -48,7 +48,7 @@ def test_a_new_task_passes_its_own_check(folder: Path, run: Run) -> None:
     assert found.code == EXIT_DONE, found.err
     assert "rows: 9 train, 1 held_out examples" in found.out
     assert "Answer with the number." in found.out
-    assert "verifier passes, audit green" in found.out
+    assert "audit green" in found.out
     said = json.loads(run("tasks", "check", "my_sums.toml", "--json").out)
     assert (said["task"], said["faults"]) == ("rows", [])
     (folder / "tasks").mkdir()
@@ -97,7 +97,7 @@ def test_a_task_that_pays_for_an_echo_does_not_pass(folder: Path, run: Run) -> N
     (folder / "own.py").write_text(OWN)
     done = run("tasks", "check", "own.py:Echo")
     assert done.code == EXIT_REFUSED
-    assert "task Echo may not train a model: probe echo" in done.err
+    assert "task Echo may not train a model: echo fail" in done.err
 
 
 def test_an_installed_package_announces_tasks(
@@ -171,5 +171,5 @@ def test_a_green_task_ends_with_0_and_leaves_its_report(run: Run, tmp_path: Path
 def test_a_red_task_ends_with_76_and_names_its_probes(run: Run) -> None:
     ended = run("audit", "reasoning-gym", "dataset=boxnet", "num_train=8", "num_held_out=1", "--json")
     assert ended.code == 76
-    assert "task reasoning-gym is red: gold" in ended.err
+    assert "task reasoning-gym is red: constant, gold" in ended.err
     assert json.loads(ended.out)["verdict"] == "red"

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
+from strop.audit import self_test
 from strop.environments.harbor.directories import digest_tree, list_directories
 from strop.environments.harbor.environment import Harbor, HarborSpec, Image, choose_engine, parse_rewards
 from strop.errors import ConfigError, DataError
 from strop.rollout import FailureOwner, Split, make_example
 from strop.sandbox.allowlist import parse_network
 from strop.sandbox.contract import MIB
-from strop.tasks import Task, build_task, self_test
+from strop.tasks import Task, build_task
 from tests.environments.test_worlds import call
 from tests.environments.test_worlds import play_here as play
 from tests.fixtures.harbor_tasks import FILES, write_task

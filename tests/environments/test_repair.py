@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from strop.audit import AuditSettings, ProbeStatus, run_audit
+from strop.audit import AuditSettings, ProbeStatus, run_audit, self_test
 from strop.engine import GenerationRequest
 from strop.environments import choose_environment, run_group
 from strop.environments.groups import NUM_REFILLS
@@ -23,7 +23,7 @@ from strop.environments.repair_rows import Hidden, read_passed
 from strop.errors import DataError
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.rollout import Example, FailureOwner, Split
-from strop.tasks import Task, build_task, self_test
+from strop.tasks import Task, build_task
 from tests.environments.test_worlds import call, plan_of, tokenizer_of
 from tests.environments.test_worlds import play_here as play
 from tests.fixtures.dummy_engine import DummyEngine

@@ -6,10 +6,11 @@ import asyncio
 
 import pytest
 
+from strop.audit import self_test
 from strop.environments.worlds import OwnWorld
 from strop.rollout import Example, Outcome, Split
 from strop.spec import load_spec
-from strop.tasks import build_task, self_test
+from strop.tasks import build_task
 from tests.environments.test_worlds import call, play
 from tests.fixtures.judging import failed
 from tests.fixtures.recipes import NAMES

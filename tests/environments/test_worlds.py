@@ -12,12 +12,13 @@ from typing import Any
 
 import pytest
 
+from strop.audit import self_test
 from strop.environments import Action, RolloutPlan, choose_environment, run_rollout
 from strop.errors import ConfigError
 from strop.rollout import RESTART, Example, FailureOwner, FinishReason, Outcome, Rollout, Split
 from strop.spec.reader import load_spec
 from strop.spec.task import TaskSpec
-from strop.tasks import Task, build_task, self_test
+from strop.tasks import Task, build_task
 from strop.tokenizer import Tokenizer
 from tests.fixtures.builders import plan_for
 from tests.fixtures.dummy_engine import DummyEngine

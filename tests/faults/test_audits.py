@@ -61,16 +61,16 @@ def test_an_audit_is_green_only_where_a_right_reply_was_judged(tmp_path: Path) -
     for name in ("train", "test"):
         row = {"question": f"{name}?", "tests": TESTS, "code": GOLD}
         (tmp_path / "rows" / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
-    report = audit(tmp_path, ROWS, "noop", "gold", "near_miss", "one_word", "forgeries")
+    report = audit(tmp_path, ROWS, "empty", "gold", "near_miss", "label_leak", "forgeries")
     found = {result.probe: (result.status, result.num) for result in report.probes}
     assert found["gold"] == (ProbeStatus.WARN, 0)
-    # Replies are programs, and leave no files.
-    assert {found[name][0] for name in ("one_word", "forgeries")} == {ProbeStatus.NOT_APPLICABLE}
+    # Replies leave no files.
+    assert found["forgeries"][0] is ProbeStatus.NOT_APPLICABLE
     assert report.verdict is Verdict.AMBER
-    assert set(report.to_json()["unjudged"]) == {"gold", "near_miss", "one_word", "forgeries"}
-    report = audit(tmp_path, ROWS + '\ngold = "{code}"', "noop", "gold")
+    assert set(report.to_json()["unjudged"]) == {"gold", "near_miss", "forgeries"}
+    report = audit(tmp_path, ROWS + '\ngold = "{code}"', "empty", "gold")
     assert (report.verdict, report.unjudged) == (Verdict.GREEN, ())
-    report = audit(tmp_path, ROWS + '\ngold = "{question}"', "noop", "gold")
+    report = audit(tmp_path, ROWS + '\ngold = "{question}"', "empty", "gold")
     assert report.verdict is Verdict.RED
 
 

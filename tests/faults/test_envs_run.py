@@ -174,7 +174,7 @@ def test_a_run_that_kept_nothing_promises_no_checkpoint(run: Run, folder: Path) 
     )
     settings = folder / "run.toml"
     settings.write_text(settings.read_text().replace('"arithmetic"', '"own.py:Own"'))
-    accepted = "train.accept=weights: random; verifier: no verdicts; audit: no verdicts"
+    accepted = "train.accept=weights: random; audit: no verdicts"
     ended = run("train", "run.toml", accepted)
     assert ended.code != 0
     assert not list((folder / "runs").glob("*/checkpoints/step-*"))

@@ -44,7 +44,7 @@ dtype = "float32"
 steps = 1
 prompts_per_step = {prompts}
 group_size = 2
-accept = "weights: random; verifier: few rows; audit: tried beside it; overlap: few rows; parity: few tokens"
+accept = "weights: random; audit: tried beside it; overlap: few rows; parity: few tokens"
 [eval]
 num_examples = 1
 num_samples = "none"

@@ -124,7 +124,7 @@ def test_a_rollout_without_a_score_is_not_called_trained(folder: Path) -> None:
     text = (folder / "run.toml").read_text()
     settings = '"rows"\nsource = "./rows.jsonl"\nprompt = "q"\nanswer = "a"\nreward = "own.py:score"'
     (folder / "run.toml").write_text(text.replace('"arithmetic"', settings))
-    accepted = "train.accept=weights: random; verifier: random; audit: random"
+    accepted = "train.accept=weights: random; audit: random"
     words = ("train", "run.toml", accepted, "train.group_size=16", "task.max_reply_tokens=16")
     ended = subprocess.run(
         [sys.executable, "-m", "strop.cli", *words], capture_output=True, text=True, check=False

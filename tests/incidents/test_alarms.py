@@ -33,8 +33,7 @@ from tests.fixtures.spell import SpellTask
 from tests.fixtures.tiny_run import Composition, Notes, new_run, tiny_spec
 
 ACCEPT = {
-    "accept": "weights: a random model for a test; audit: it is paid for little; verifier: as much;"
-    " parity: said by a script"
+    "accept": "weights: a random model for a test; audit: it is paid for little; parity: said by a script"
 }
 
 

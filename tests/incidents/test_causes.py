@@ -176,7 +176,8 @@ def test_an_audit_of_a_broken_verifier_says_why(run: Run, break_part: Callable[.
     break_part("verifier")
     ended = run("audit", "arithmetic", "num=4")
     assert ended.code == 76
-    assert ended.err.splitlines()[-1].startswith(f"strop: {CAUSES['verifier']}; task arithmetic is red: ")
+    assert ended.err.splitlines()[-1].startswith("strop: all ")
+    assert f"replies failed: {CAUSES['verifier']}; task arithmetic is red: " in ended.err
     assert f"reward None, reply ''; {CAUSES['verifier']}" in ended.out
 
 

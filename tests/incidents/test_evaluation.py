@@ -307,7 +307,7 @@ def test_eva_6_a_reward_that_pays_length_only_is_seen_within_two_evaluations(
     """Incident: the reward rose to .6-.7 while held-out accuracy fell from 28.2 to 22.3."""
     spec = tiny_spec(
         train={"steps": 16, "prompts_per_step": 4, "group_size": 8, "checkpoint_every": 16}
-        | {"accept": "weights: random; audit: pays length; verifier: pays length"},
+        | {"accept": "weights: random; audit: pays length"},
         eval={"every": 8},
         # A random model chooses among near ties: larger steps change what it says without any reward.
         optimizer={"lr": 1e-2 if pays_length else 1e-6},

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import pytest
 
-from strop.audit import QUICK_PROBES, AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
+from strop.audit import AuditReport, AuditSettings, ProbeResult, ProbeStatus, Verdict, run_audit
 from strop.errors import CheckRefused
 from strop.record.rollouts import read_rollouts
 from strop.rollout import (
@@ -34,7 +34,6 @@ from strop.tasks.instructions.segments import detect_language
 from strop.tasks.instructions.tasks import IfMultiSpec
 from strop.tasks.judging import Judge
 from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
-from strop.tasks.task import ProgramForm
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.sandboxed import best_level
 from tests.fixtures.spell import SpellTask
@@ -70,10 +69,10 @@ def without_signs(text: str | None) -> str:
     ("rule", "probes"),
     [
         (lambda e, t: str(last_number(t)) == e.fields["solution"], {"gold"}),
-        (lambda e, t: last_number(without_signs(t)) == parse_number(e.answer), {"gold", "sign"}),
-        (lambda e, t: last_number(without_signs(t)) == parse_number(without_signs(e.answer)), {"sign"}),
+        (lambda e, t: last_number(without_signs(t)) == parse_number(e.answer), {"gold", "near_miss"}),
+        (lambda e, t: last_number(without_signs(t)) == parse_number(without_signs(e.answer)), {"near_miss"}),
         (lambda e, t: t == f"The answer is {e.answer}.", {"gold"}),
-        (lambda e, t: f"#### {e.answer}" in t or last_number(t) == parse_number(e.answer), {"factor"}),
+        (lambda e, t: f"#### {e.answer}" in t or last_number(t) == parse_number(e.answer), {"near_miss"}),
     ],
     ids=["the whole solution", "no signs in replies", "no signs at all", "one phrase", "a part of a number"],
 )
@@ -84,11 +83,10 @@ def test_rew_2_mutated_verifiers_fail_the_self_test(
     assert run_self_test(gsm8k(), WORD_PROBLEMS) == []
     findings = run_self_test(Mutated(rule), WORD_PROBLEMS)
     assert {finding.probe for finding in findings} == probes
-    for finding in findings:
-        # Both texts and the example can be read from the finding.
-        assert finding.example_id in {example.example_id for example in WORD_PROBLEMS}
-        assert repr(finding.text[:80]) in finding.describe()
-        assert repr(finding.gold) in finding.describe()
+    answers = {example.example_id: example.answer for example in WORD_PROBLEMS}
+    # Both texts and the example can be read from the finding.
+    for entry in (entry for finding in findings for entry in finding.evidence):
+        assert (answers[entry.example_id], bool(entry.reply)) == (entry.answer, True)
 
 
 class RaisesSometimes(SpellTask):
@@ -212,6 +210,9 @@ class Sums(SpellTask):
 
     name = "sums"
 
+    def __init__(self) -> None:
+        super().__init__(stop_strings=())
+
     def examples(self, split: Split) -> Sequence[Example]:
         first = 0 if split is Split.TRAIN else 40
         return [self.example(number) for number in range(first, first + 40)]
@@ -260,7 +261,7 @@ def test_rew_4_what_is_accepted_by_name_and_reason_is_trained_and_recorded(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     version = PaysForAnEcho().version
-    accepted = f"weights: random; verifier: no; audit.echo@{version[:12]}: an echo is what is asked for here"
+    accepted = f"weights: random; audit.echo@{version[:12]}: an echo is what is asked for here"
     spec = tiny_spec(train={"accept": accepted})
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=PaysForAnEcho())
     made.run()
@@ -268,7 +269,7 @@ def test_rew_4_what_is_accepted_by_name_and_reason_is_trained_and_recorded(
     (acceptance,) = kept["accepted"]
     assert (kept["verdict"], kept["accepted_verdict"]) == ("red", "green")
     assert (acceptance["probe"], acceptance["reason"]) == ("echo", "an echo is what is asked for here")
-    assert (acceptance["task_version"], bool(acceptance["user"])) == (version, True)
+    assert (kept["task_version"], bool(acceptance["user"])) == (version, True)
     assert abs(acceptance["accepted_at"] - time.time()) < 600.0
     # Whoever reads the results is told when the run begins and when it ends.
     said = [(event.cause, event.step) for event in made.notes.events if event.kind.value == "notice"]
@@ -297,7 +298,7 @@ def test_rew_11_a_task_that_nobody_audited_is_audited_by_the_gate(
 ) -> None:
     """Incident: labels that follow from a rule: only a whole audit looked for them."""
     task = SurvivesIfFemale()
-    accept = "weights: random; verifier: here the audit is meant"
+    accept = "weights: random"
     made = Composition(tiny_spec(train={"accept": accept}), tiny_model_dir, new_run(tmp_path), task=task)
     with pytest.raises(CheckRefused, match="trivial_rule fail"):
         made.run()
@@ -310,12 +311,12 @@ def test_rew_4_a_reward_that_pays_for_one_word_is_red(
 ) -> None:
     """Incident: letters in any order were paid, and a run learned to answer every text with "text"."""
     spec = ReverseTextSpec(name="reverse-text", max_words=3, partial_marks=partial_marks)
-    report = audit(build_task(spec), *QUICK_PROBES)
-    assert set(failed(report)) == ({"one_word"} if is_red else set())
+    report = audit(build_task(spec))
+    assert set(failed(report)) == ({"constant"} if is_red else set())
     assert report.verdict is (Verdict.RED if is_red else Verdict.GREEN)
 
 
-def test_rew_4_chance_is_no_payment_for_one_word() -> None:
+def test_rew_4_chance_is_a_warning() -> None:
     """One letter of four is right on a quarter: full marks, now and then, are no part of the marks always."""
 
     class Chooses(Sums):
@@ -331,8 +332,8 @@ def test_rew_4_chance_is_no_payment_for_one_word() -> None:
                 parts={"correct": float(is_right)}, is_correct=is_right, format_ok=bool(text.strip())
             )
 
-    (result,) = audit(Chooses(), "one_word").probes
-    assert (result.status, result.value) == (ProbeStatus.PASS, 0.0)
+    (result,) = audit(Chooses(), "constant").probes
+    assert result.status is ProbeStatus.WARN
 
 
 def test_rew_4_a_part_of_the_marks_for_one_word_is_told_before_it_is_too_much() -> None:
@@ -344,14 +345,9 @@ def test_rew_4_a_part_of_the_marks_for_one_word_is_told_before_it_is_too_much() 
             return outcome if is_correct else replace(outcome, parts={"correct": self.share})
 
     found = {}
-    for share in (0.05, 0.2, 0.3):
+    for share in (0.05, 0.22, 0.3):
         PaysForAnything.share = share
-        (result,) = audit(PaysForAnything(), "one_word").probes
-        assert result.value == pytest.approx(share)
+        (result,) = audit(PaysForAnything(), "constant").probes
+        assert result.value == pytest.approx(share, abs=0.03)
         found[share] = result.status
-    assert found == {0.05: ProbeStatus.PASS, 0.2: ProbeStatus.WARN, 0.3: ProbeStatus.FAIL}
-    # Replies that are programs are `constant`'s to try.
-    programs = PaysForAnything()
-    programs.program_form = lambda example: ProgramForm(entry_point="f")  # type: ignore[method-assign]
-    (result,) = audit(programs, "one_word").probes
-    assert result.status is ProbeStatus.NOT_APPLICABLE
+    assert found == {0.05: ProbeStatus.PASS, 0.22: ProbeStatus.WARN, 0.3: ProbeStatus.FAIL}

@@ -144,5 +144,5 @@ def test_the_self_test_finds_a_right_reply_that_earns_too_much() -> None:
 
     task = PaysTwice()
     findings = run_self_test(task, task.examples(Split.TRAIN))
-    assert {finding.probe for finding in findings} >= {"gold"}
-    assert "a score of 2.39" in next(one.detail for one in findings if one.probe == "gold")
+    (ceiling,) = [finding for finding in findings if finding.probe == "ceiling"]
+    assert ceiling.evidence[0].reward == 2.39

@@ -234,9 +234,9 @@ def test_gold_replies_that_a_stop_string_would_cut_are_found(tmp_path: Path) -> 
         task = gsm8k(tmp_path, stop=stop)
         assert run_self_test(task, task.examples(Split.TRAIN)) == []
     task = gsm8k(tmp_path, stop=["\n"])
-    findings = run_self_test(task, task.examples(Split.TRAIN)[:2])
-    assert [(finding.probe, finding.text) for finding in findings] == [("gold", "Twice.")] * 2
-    assert "this one is 'Twice.\\n#### 2', ended by a stop string of ['\\n']" in findings[0].detail
+    gold, *_ = run_self_test(task, task.examples(Split.TRAIN)[:2])
+    assert gold.probe == "gold"
+    assert {entry.reply for entry in gold.evidence} == {"Twice."}
 
 
 def test_a_template_that_tells_the_answer_is_found(tmp_path: Path) -> None:

@@ -134,7 +134,8 @@ def test_one_id_for_two_prompts_is_refused(tmp_path: Path) -> None:
 def test_a_demonstration_that_misses_its_gold_fails_the_self_test(tmp_path: Path) -> None:
     task = task_of(tmp_path, [{"prompt": "1 + 1?", "completion": "3", "gold": "2"}, *TRAIN])
     (finding,) = run_self_test(task, task.examples(Split.TRAIN)[:1])
-    assert (finding.probe, finding.text, finding.reward) == ("gold", "3", 0.0)
+    (entry,) = finding.evidence
+    assert (finding.probe, entry.reply, entry.reward) == ("gold", "3", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -182,7 +182,7 @@ def test_a_reply_that_is_cut_loses_reward_by_the_limit_of_its_own_part(
     """
     spec = tiny_spec(
         algorithm={"overlong": "shape", "zero_variance": "resample"},
-        train={"steps": 1, "accept": f"{ACCEPTED}; verifier: all replies earn the same"},
+        train={"steps": 1, "accept": f"{ACCEPTED}"},
     )
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=ShortParts())
     made.run()
@@ -211,7 +211,7 @@ def expect_parts(rollouts: list[Rollout], task: Halves) -> dict[str, float]:
 
 
 def test_a_run_records_the_reward_and_the_length_of_every_part(tmp_path: Path, tiny_model_dir: Path) -> None:
-    spec = tiny_spec(train={"accept": f"{ACCEPTED}; verifier: all replies earn alike"})
+    spec = tiny_spec(train={"accept": f"{ACCEPTED}"})
     task = Halves()
     made = Composition(spec, tiny_model_dir, new_run(tmp_path), task=task)
     made.run()

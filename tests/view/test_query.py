@@ -91,7 +91,7 @@ def test_every_table_tells_run_and_step(runs: Path) -> None:
         assert len(rows) == num_rows, table
         assert {run for run, _ in rows} == names
         assert {step for _, step in rows} <= set(range(5))
-    assert ("gate", "verifier") in ask(runs, "SELECT kind, cause FROM events")
+    assert ("gate", "audit") in ask(runs, "SELECT kind, cause FROM events")
 
 
 def test_tables_are_joined_over_run_and_step(runs: Path) -> None:

@@ -1,31 +1,52 @@
-"""The parts that probes share: the task, examples and judgements of an audit, and results from judgements."""
+"""What the probes share: their thresholds, the judgements of an audit, and results from judgements."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from statistics import fmean
 from typing import TypeVar
 
-from strop.audit.attacks import as_constant
-from strop.audit.report import MAX_EVIDENCE, Evidence, ProbeResult, ProbeStatus
+from strop.audit.report import Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, FailureOwner, Outcome
-from strop.sandbox.contract import IsolationLevel
+from strop.tasks.answers import cut_at_first
+from strop.tasks.code.extraction import fence
 from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import Judge, judge_as_attempted
-from strop.tasks.task import ProgramForm, Task
+from strop.tasks.task import Task, is_within
 
-_T = TypeVar("_T")
-_LATE = "verifier_timeout"
-_NUM_FEW = 4
-_NUM_FIRST = 4
+# Every threshold of the audit. A probe also allows the chance that the task declares, plus three standard
+# errors of a mean over its examples.
+
+GOLD_FRAC = 0.95
+"""Least share of examples whose right replies earn full marks. A rule that does better is a right reply."""
+MINOR_FRAC = 0.02
+"""Share of the marks that no reply is red for: some graders give a hundredth to every reply."""
+COINCIDENCE_FRAC = 0.01
+"""Chance that a repeated question holds its answer."""
+WRONG_FRAC = 0.05
+"""Share of examples on which a nearly right reply may earn full marks."""
+CONSTANT_FRAC = 0.2
+"""Share of the marks that one answer to every example may earn; more is a warning."""
+PART_FRAC = 0.25
+"""Share of the marks that it may earn from partial marks alone."""
+UNJUDGED_FRAC = 0.05
+"""Share of replies that may remain unjudged, as on a busy machine."""
+NULL_LIMIT_S = 0.1
+"""Wall time of judging an empty reply; more is a warning."""
+LONG_LIMIT_S = 5.0
+"""Wall time of judging a long reply."""
 ENOUGH_S = 10.0
 """Wall time that a probe aims at if judgements are slow."""
+SLACK = 1e-9
+MAX_EVIDENCE = 5
+
+_T = TypeVar("_T")
+_NUM_ERRORS = 3.0
+_NUM_FIRST = 4
 _LITERALS = frozenset({"True", "False", "None", "[]", "0", "1", "2"})
 
 
@@ -36,8 +57,12 @@ class Judged:
     example: Example
     text: str
     outcome: Outcome
-    cpu_s: float | None = None
-    """CPU time of the verifier; None if it ran in another process, which enforces its limits."""
+    share: float
+    """The share of full marks that it earned: all if it counts as right, none if it was not judged."""
+    is_right: bool
+    """Whether it earned what a right reply is owed: full marks, and not called wrong."""
+    is_within: bool
+    """Whether its reward is possible."""
 
     @property
     def reward(self) -> float | None:
@@ -45,130 +70,54 @@ class Judged:
         return self.outcome.reward
 
     @property
-    def is_late(self) -> bool:
-        """Whether it has no score because its verifier was stopped at the time limit."""
-        return self.outcome.failure is not None and self.outcome.failure.kind == _LATE
+    def is_full(self) -> bool:
+        """Whether it earned full marks."""
+        return self.share >= 1.0 - SLACK
+
+    def show(self, detail: str = "") -> Evidence:
+        """Return it as evidence; without a detail, with the reason why it was not judged."""
+        if not detail and self.outcome.failure is not None:
+            detail = describe_failure(self.outcome.failure)
+        return Evidence.of(self.example, self.text, self.reward, detail)
 
 
-_NUM_ERRORS = 3.0
-MAX_LATE_FRAC = 0.05
-"""Share of replies that may remain unjudged at the time limit."""
-MINOR_FRAC = 0.02
-"""Undeserved rewards up to this share are a warning: some graders give a hundredth to every reply."""
-SLACK = 1e-9
+def bounded(value: float, limit: float, evidence: Sequence[Evidence], num: int, detail: str) -> ProbeResult:
+    """Compare a figure with its limit; the evidence is kept if it is above."""
+    result = ProbeResult(status=ProbeStatus.PASS, value=value, limit=limit, num=num, detail=detail)
+    if value <= limit + SLACK:
+        return result
+    return replace(result, status=ProbeStatus.FAIL, evidence=tuple(evidence[:MAX_EVIDENCE]))
 
 
-async def judge_kinds(
-    context: AuditContext, texts: Callable[[Example], dict[str, str]], examples: Sequence[Example] = ()
-) -> dict[str, list[Judged]]:
-    """Judge several kinds of reply to each example of `examples`, or of the audit, as far as time allows."""
-    by_kind: dict[str, list[Judged]] = {}
-    for part in context.in_time(examples or context.examples):
-        replies = [(kind, example, text) for example in part for kind, text in texts(example).items()]
-        all_judged = await context.judge_all((example, text) for _, example, text in replies)
-        for (kind, _, _), judged in zip(replies, all_judged, strict=True):
-            by_kind.setdefault(kind, []).append(judged)
-    return by_kind
-
-
-def bound(
-    context: AuditContext,
-    probe: str,
+def worst_of(
     by_kind: dict[str, list[Judged]],
-    chance: float,
+    measure: Callable[[Judged], float] = lambda judged: judged.share,
     *,
-    is_partial_fine: bool = False,
+    chance: float = 0.0,
+    floor: float = MINOR_FRAC,
+    detail: str = "{}",
+    nothing: str = "no such reply",
 ) -> ProbeResult:
-    """Compare the kind of reply that earns most with the limit of chance; every reply must be judged.
+    """Compare the kind of reply that earns most with its limit; nearly every reply must be judged.
 
-    `is_partial_fine` counts full marks only. A few replies that are not judged in time are a warning, since
-    their number depends on the load of this machine.
+    The limit is the larger of `floor` and what `chance` gives. `detail` has a place for the kind; `nothing`
+    says why there is no reply.
     """
     everything = [j for judged in by_kind.values() for j in judged]
-    late = [j for j in everything if j.is_late]
-    unscored = [j for j in everything if j.reward is None and not j.is_late]
-    if unscored or len(late) > MAX_LATE_FRAC * len(everything):
-        return failed(probe, unscored or late, "replies that could not be judged")
-    if is_partial_fine:
-        means = {kind: len([j for j in js if is_full(context, j)]) / len(js) for kind, js in by_kind.items()}
-    else:
-        means = {kind: mean_share(context, judged) for kind, judged in by_kind.items()}
+    if not everything:
+        return ProbeResult(status=ProbeStatus.NOT_APPLICABLE, detail=nothing)
+    unjudged = [j for j in everything if j.reward is None]
+    if len(unjudged) > UNJUDGED_FRAC * len(everything):
+        shown = [judged.show() for judged in unjudged]
+        return bounded(float(len(unjudged)), 0.0, shown, len(everything), "replies that were not judged")
+    means = {kind: fmean(map(measure, judged)) for kind, judged in by_kind.items()}
     worst = max(means, key=lambda kind: means[kind])
-    paid = sorted(by_kind[worst], key=lambda j: -(j.reward or 0.0))
-    paid = [j for j in paid if (j.reward or 0.0) > 0.0]
     num = len(by_kind[worst])
-    result = measured(probe, means[worst], chance_limit(chance, num), paid, num, worst)
-    return warn_of_late(result, late)
-
-
-def warn_of_late(result: ProbeResult, late: Sequence[Judged]) -> ProbeResult:
-    """Return the result with the number of replies that were not judged in time."""
-    if not late:
-        return result
-    status = ProbeStatus.WARN if result.status is ProbeStatus.PASS else result.status
-    detail = f"{result.detail}; {len(late)} not judged in time"
-    return replace(result, status=status, detail=detail, evidence=result.evidence or show_evidence(late))
-
-
-def chance_limit(chance: float, num: int) -> float:
-    """Return the limit of a mean over `num` examples that are each right by chance."""
-    error = math.sqrt(chance * (1.0 - chance) / num)
-    return chance + _NUM_ERRORS * error + SLACK
-
-
-def mean_share(context: AuditContext, judged: Sequence[Judged]) -> float:
-    """Return the mean share of full marks."""
-    return math.fsum(j.reward or 0.0 for j in judged) / (len(judged) * context.max_reward)
-
-
-def is_full(context: AuditContext, judged: Judged) -> bool:
-    """Whether a reply earned full marks."""
-    return judged.reward is not None and judged.reward >= context.max_reward - SLACK
-
-
-def measured(
-    probe: str, value: float, limit: float, judged: Sequence[Judged], num: int, detail: str
-) -> ProbeResult:
-    """Compare a figure with its limit; `judged` are the replies that raised it."""
-    has_passed = value <= limit + SLACK
-    status = ProbeStatus.WARN if value <= MINOR_FRAC else ProbeStatus.FAIL
-    return ProbeResult(
-        probe=probe,
-        status=ProbeStatus.PASS if has_passed else status,
-        value=value,
-        limit=limit,
-        num=num,
-        detail=detail,
-        evidence=() if has_passed else show_evidence(judged),
-    )
-
-
-def failed(probe: str, judged: Sequence[Judged], detail: str) -> ProbeResult:
-    """Return a failure with some judgements as evidence, whatever their rewards."""
-    return ProbeResult(
-        probe=probe,
-        status=ProbeStatus.FAIL,
-        value=float(len(judged)),
-        limit=0.0,
-        num=len(judged),
-        detail=detail,
-        evidence=show_evidence(judged),
-    )
-
-
-def not_applicable(probe: str, detail: str) -> ProbeResult:
-    """Return the result of a probe that does not apply to the task, with the reason."""
-    return ProbeResult(probe=probe, status=ProbeStatus.NOT_APPLICABLE, detail=detail)
-
-
-def show_evidence(judged: Iterable[Judged], most: int = MAX_EVIDENCE) -> tuple[Evidence, ...]:
-    """Return the first `most` judgements as evidence."""
-    evidence: list[Evidence] = []
-    for j in islice(judged, most):
-        failure = j.outcome.failure
-        detail = "" if failure is None else describe_failure(failure)
-        evidence.append(Evidence.of(j.example.example_id, j.text, j.reward, detail))
-    return tuple(evidence)
+    limit = max(floor, chance + _NUM_ERRORS * math.sqrt(chance * (1.0 - chance) / num))
+    ranked = sorted(by_kind[worst], key=lambda j: -j.share)
+    late = f"; {len(unjudged)} not judged" if unjudged else ""
+    shown = [judged.show() for judged in ranked if measure(judged) > 0.0]
+    return bounded(means[worst], limit, shown, num, detail.format(worst) + late)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -180,26 +129,9 @@ class AuditContext:
     examples: Sequence[Example]
     seed: int
     all_judged: list[Judged] = field(default_factory=list)
-    """Every judgement of the audit, for the probe that looks for impossible scores."""
-    _kept: dict[tuple[str, str], Judged] = field(default_factory=dict)
+    """Every judgement of the audit."""
 
-    @property
-    def max_reward(self) -> float:
-        """Full marks."""
-        return self.task.limits.max_reward
-
-    @property
-    def few_examples(self) -> Sequence[Example]:
-        """The first examples if each judgement needs a sandbox, else all; for probes with many replies."""
-        return self.examples[:_NUM_FEW] if self.task.is_costly else self.examples
-
-    @property
-    def lowest_isolation(self) -> str | None:
-        """The weakest isolation that a judged program ran at; None if no program ran."""
-        words = {judged.outcome.isolation for judged in self.all_judged} - {None}
-        return min(words, key=lambda word: IsolationLevel[str(word).upper()], default=None)
-
-    def in_time(self, examples: Sequence[_T], *, num_first: int = _NUM_FIRST) -> Iterator[Sequence[_T]]:
+    def in_time(self, examples: Sequence[_T]) -> Iterator[Sequence[_T]]:
         """Yield examples in growing parts, while the next part is likely to be judged in time.
 
         With a slow grader or on a busy machine, a probe then uses fewer examples, and still has a result.
@@ -207,18 +139,21 @@ class AuditContext:
         started_at = time.perf_counter()
         num = 0
         while num < len(examples) and (not num or 2 * (time.perf_counter() - started_at) <= ENOUGH_S):
-            size = max(num, num_first)
+            size = max(num, _NUM_FIRST)
             yield examples[num : num + size]
             num += size
 
-    def form_of(self, example: Example) -> ProgramForm | None:
-        """Return how the program of a reply is called; None if replies are not programs."""
-        return self.task.program_form(example)
-
-    def random(self, name: str) -> random.Random:
-        """Return a random stream by name, so that no probe changes the draws of another."""
-        digest = hashlib.blake2b(f"{self.seed}/{name}".encode(), digest_size=8).digest()
-        return random.Random(int.from_bytes(digest, "little"))
+    async def judge_kinds(
+        self, texts: Callable[[Example], dict[str, str]], examples: Sequence[Example] | None = None
+    ) -> dict[str, list[Judged]]:
+        """Judge several kinds of reply to each of these examples, or all, as far as time allows."""
+        by_kind: dict[str, list[Judged]] = {}
+        for part in self.in_time(self.examples if examples is None else examples):
+            replies = [(kind, example, text) for example in part for kind, text in texts(example).items()]
+            all_judged = await self.judge_all((example, text) for _, example, text in replies)
+            for (kind, _, _), judged in zip(replies, all_judged, strict=True):
+                by_kind.setdefault(kind, []).append(judged)
+        return by_kind
 
     async def judge_all(self, replies: Iterable[tuple[Example, str]]) -> list[Judged]:
         """Judge replies concurrently; an exception becomes an outcome without a score."""
@@ -226,33 +161,46 @@ class AuditContext:
         self.all_judged += judged
         return list(judged)
 
-    async def judge_once(self, replies: Sequence[tuple[Example, str]]) -> list[Judged]:
-        """Judge replies as `judge_all`, but reuse the judgements of earlier calls."""
-        new = [
-            reply for reply in dict.fromkeys((e.example_id, t) for e, t in replies) if reply not in self._kept
-        ]
-        by_id = {example.example_id: example for example, _ in replies}
-        judged = await self.judge_all((by_id[example_id], text) for example_id, text in new)
-        self._kept.update(zip(new, judged, strict=True))
-        return [self._kept[example.example_id, text] for example, text in replies]
-
     async def _judge(self, example: Example, text: str) -> Judged:
-        # In this process a judgement runs without interruption: the thread computes nothing else meanwhile.
-        began_s = time.thread_time() if self.judge.pool is None else None
         with catch_failure(FailureOwner.TASK) as caught:
             outcome = await judge_as_attempted(self.judge, example, text)
-        cpu_s = None if began_s is None else time.thread_time() - began_s
         if caught.failure is not None:
             outcome = Outcome(parts={}, failure=caught.failure)
-        return Judged(example=example, text=text, outcome=outcome, cpu_s=cpu_s)
+        limits, reward = self.task.limits_of(example), outcome.reward
+        earned = (reward or 0.0) / limits.max_reward
+        return Judged(
+            example=example,
+            text=text,
+            outcome=outcome,
+            share=max(earned, 1.0) if outcome.is_correct and reward is not None else earned,
+            is_right=earned >= 1.0 - SLACK and outcome.is_correct is not False,
+            is_within=reward is None or is_within(reward, limits),
+        )
+
+    def golds(self, example: Example) -> list[str]:
+        """Return the right replies to an example as they arrive: each ends at the first stop string."""
+        stops = self.task.limits_of(example).stop_strings
+        return [cut_at_first(gold, stops) for gold in self.task.gold_replies(example)]
+
+    def prompt(self, example: Example) -> str:
+        """Return the text of an example's prompt."""
+        return "\n".join(message.text for message in self.task.render(example))
+
+    def spoken(self) -> list[Example]:
+        """Return the examples whose replies are no programs."""
+        return [example for example in self.examples if self.task.program_form(example) is None]
 
     def in_form(self, example: Example, answer: str) -> str:
-        """Return a reply with an answer in the gold reply's form, or a program that returns the answer."""
-        form = self.form_of(example)
-        if form is not None:
-            return as_constant(form, answer if answer in _LITERALS else repr(answer))
-        golds = self.task.gold_replies(example)
-        if not golds or not example.answer or example.answer not in golds[0]:
+        """Return a reply with an answer in the shortest right reply's form, or a program that returns it."""
+        if (form := self.task.program_form(example)) is not None:
+            name = form.entry_point or "main"
+            body = f"    return {answer if answer in _LITERALS else repr(answer)}"
+            call = [] if form.entry_point else ["print(main())"]
+            return fence("\n".join([f"def {name}(*args, **keywords):", body, *call]))
+        golds = [
+            gold for gold in self.task.gold_replies(example) if example.answer and example.answer in gold
+        ]
+        if not golds:
             return answer
-        head, _, tail = golds[0].rpartition(example.answer)
+        head, _, tail = min(golds, key=len).rpartition(example.answer or "")
         return head + answer + tail

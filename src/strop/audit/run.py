@@ -15,55 +15,33 @@ from strop.audit.context import AuditContext
 from strop.audit.report import AuditReport, ProbeResult, ProbeStatus
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Split
-from strop.tasks.failures import catch_failure, describe_failure
+from strop.tasks.failures import catch_failure, describe_failure, find_causes, find_failures
 from strop.tasks.judging import Judge
 from strop.tasks.task import Task
 
-_PROBE_LIMIT_S = MappingProxyType({False: 120.0, True: 240.0})
-"""Wall time limit of a probe, by whether judgements need a sandbox."""
-
+_PROBE_LIMIT_S = 240.0
+"""Wall time limit of a probe."""
 _PROBES: Mapping[str, Callable[[AuditContext], Awaitable[ProbeResult]]] = MappingProxyType(
     {
-        "noop": probes.probe_noop,
         "empty": probes.probe_empty,
         "garbage": probes.probe_garbage,
         "echo": probes.probe_echo,
         "constant": probes.probe_constant,
-        "one_word": probes.probe_one_word,
         "gold": answer_probes.probe_gold,
         "near_miss": answer_probes.probe_near_miss,
-        "wrong_order": answer_probes.probe_wrong_order,
-        "label_leak": answer_probes.probe_prompt_leak,
+        "label_leak": answer_probes.probe_label_leak,
         "trivial_rule": answer_probes.probe_trivial_rule,
         "determinism": answer_probes.probe_determinism,
-        "order": answer_probes.probe_order,
         "failure_paths": answer_probes.probe_failure_paths,
         "forgeries": answer_probes.probe_forgeries,
-        "truncation": answer_probes.probe_truncation,
         "cost": probes.probe_cost,
         "judge_injection": probes.probe_judge_injection,
-        "judge_length": probes.probe_judge_length,
         # Last, since it checks the rewards of all other probes.
         "ceiling": probes.probe_ceiling,
     }
 )
 PROBE_IDS = tuple(_PROBES)
-QUICK_PROBES = (
-    "noop",
-    "empty",
-    "garbage",
-    "echo",
-    "constant",
-    "one_word",
-    "gold",
-    "label_leak",
-    "trivial_rule",
-    "determinism",
-    "failure_paths",
-    "judge_injection",
-    "ceiling",
-)
-"""The probes that a run's gate makes on a task without a stored audit."""
+_SELF_TEST = ("empty", "garbage", "echo", "gold", "near_miss", "ceiling")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,50 +53,51 @@ class AuditSettings:
     probes: Sequence[str] = PROBE_IDS
 
 
-async def run_audit(
-    task: Task,
-    settings: AuditSettings,
-    judge: Judge | None = None,
-) -> AuditReport:
+async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = None) -> AuditReport:
     """Attack a task with every probe. Without a `judge`, its verifier runs in this process.
 
     Raises: ConfigError for an unknown probe; DataError if the task has no examples.
     """
-    unknown = sorted(set(settings.probes) - set(PROBE_IDS))
-    if unknown:
+    if unknown := sorted(set(settings.probes) - set(PROBE_IDS)):
         raise ConfigError(
             f"probe {', '.join(unknown)}", allowed=", ".join(PROBE_IDS), next_step="correct the name"
         )
-    started_at, began_at = time.time(), time.perf_counter()
+    began_at = time.perf_counter()
     examples = examples_to_attack(task)
-    if not len(examples):
-        raise DataError(
-            f"an audit of task {task.name}, which has no examples",
-            allowed="a task with at least one example",
-            next_step="look at the task's data",
-        )
     num_examples = min(settings.num_examples, len(examples))
-    chosen = random.Random(settings.seed).sample(range(len(examples)), num_examples)
-    context = AuditContext(
-        task=task,
-        judge=judge or Judge(task),
-        examples=[examples[index] for index in sorted(chosen)],
-        seed=settings.seed,
-    )
+    chosen = sorted(random.Random(settings.seed).sample(range(len(examples)), num_examples))
+    context = _begin(task, [examples[index] for index in chosen], judge, settings.seed)
     results = [await _run_probe(context, name) for name in PROBE_IDS if name in settings.probes]
     return AuditReport(
         task=task.name,
         task_version=task.version,
-        variant=task.variant,
-        isolation=context.lowest_isolation,
         seed=settings.seed,
         num_examples=len(context.examples),
-        max_reward=task.limits.max_reward,
-        chance=task.limits.chance,
-        started_at=started_at,
         seconds=time.perf_counter() - began_at,
         probes=tuple(results),
+        num_judged=len(context.all_judged),
+        causes=find_causes(find_failures(judged.outcome for judged in context.all_judged)),
     )
+
+
+async def self_test(task: Task, examples: Sequence[Example], judge: Judge | None = None) -> list[ProbeResult]:
+    """Judge right and worthless replies to these examples; return the probes that failed.
+
+    Raises: DataError if there is no example.
+    """
+    context = _begin(task, examples, judge, seed=0)
+    results = [await _run_probe(context, name) for name in _SELF_TEST]
+    return [result for result in results if result.status in {ProbeStatus.FAIL, ProbeStatus.ERROR}]
+
+
+def _begin(task: Task, examples: Sequence[Example], judge: Judge | None, seed: int) -> AuditContext:
+    if not examples:
+        raise DataError(
+            f"an audit of task {task.name} on no example",
+            allowed="a task with at least one example",
+            next_step="look at the task's data",
+        )
+    return AuditContext(task=task, judge=judge or Judge(task), examples=examples, seed=seed)
 
 
 def examples_to_attack(task: Task) -> Sequence[Example]:
@@ -134,13 +113,11 @@ def examples_to_attack(task: Task) -> Sequence[Example]:
 
 
 async def _run_probe(context: AuditContext, name: str) -> ProbeResult:
-    started_at = time.perf_counter()
     with catch_failure(FailureOwner.TASK) as caught:
-        async with asyncio.timeout(_PROBE_LIMIT_S[context.task.is_costly]):
+        async with asyncio.timeout(_PROBE_LIMIT_S):
             result = await _PROBES[name](context)
     if caught.failure is not None:
-        detail = describe_failure(caught.failure)
-        result = ProbeResult(probe=name, status=ProbeStatus.ERROR, detail=detail)
+        result = ProbeResult(status=ProbeStatus.ERROR, detail=describe_failure(caught.failure))
     if result.status is ProbeStatus.PASS and not result.num:
         result = replace(result, status=ProbeStatus.WARN, detail=f"nothing was judged: {result.detail}")
-    return replace(result, seconds=time.perf_counter() - started_at)
+    return replace(result, probe=name)

@@ -71,7 +71,7 @@ def check_task(
     ],
     json: Json = False,
 ) -> None:
-    """Show what a task asks, test its verifier and audit it. Exits with 76 if training would refuse it."""
+    """Show what a task asks, and audit it. Exits with 76 if training would refuse it."""
     from strop.audit import Verdict
     from strop.errors import CheckRefused
     from strop.run.tasks import check_task_here, follow_task, read_audit
@@ -80,9 +80,8 @@ def check_task(
     output: Output = context.obj
     settings, words = read_audit(target[1:])
     checked = check_task_here(context.with_resource(follow_task(target[0], words)), settings)
-    faults = [finding.describe() for finding in checked.findings]
-    red = checked.report.broken() if checked.report.verdict is Verdict.RED else []
-    faults += [f"audit: {result.probe}: {result.detail}" for result in red]
+    is_red = checked.report.verdict is Verdict.RED
+    faults = [result.describe() for result in checked.report.broken()] if is_red else []
     if json:
         output.give_json({"task": checked.task, "faults": faults, "audit": checked.report.to_json()})
     else:
@@ -92,12 +91,10 @@ def check_task(
             output.give(f"{message.role}: {make_harmless(message.text)}")
         gold = "none is known" if checked.gold is None else make_harmless(checked.gold)
         output.give(f"right: {gold}")
-        passes = "passes" if checked.gold is not None else "was not tried with a right reply"
-        verdict = checked.report.verdict.value
-        output.give(f"verifier {'fails' if checked.findings else passes}, audit {verdict}")
+        output.give(f"audit {checked.report.verdict}")
     if faults:
         raise CheckRefused(
-            f"task {checked.task} may not train a model: {'; '.join(faults[:3])}",
+            f"{checked.report.lost}task {checked.task} may not train a model: {'; '.join(faults[:3])}",
             allowed="a task that pays for right replies and for nothing else",
             next_step=f"mend it; `strop audit` shows each probe; {len(faults)} findings in all",
         )
@@ -142,9 +139,8 @@ def audit(
         _show(output, report)
     if report.verdict is Verdict.RED:
         names = ", ".join(result.probe for result in report.broken())
-        lead = f"{report.lost}; " if report.lost else ""
         raise CheckRefused(
-            f"{lead}task {report.task} is red: {names}",
+            f"{report.lost}task {report.task} is red: {names}",
             allowed="a task that pays for nothing but right replies",
             next_step="mend the task, or train all the same with train.accept = 'audit.PROBE: reason'",
         )

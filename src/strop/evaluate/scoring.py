@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from strop.audit import find_audit
-from strop.errors import ConfigError, CorruptRecord, EngineError
+from strop.errors import ConfigError, EngineError
 from strop.evaluate.comparison import clustered_interval, pass_at_k_interval
 from strop.evaluate.result import (
     EvalPlan,
@@ -138,6 +138,7 @@ def build_result(
     for verdicts in verdicts_P:
         if verdicts.part is not None:
             by_part.setdefault(verdicts.part, []).append(verdicts)
+    audit = find_audit(plan.task, plan.task_version)
     return EvalResult(
         **{name: getattr(plan, name) for name in EvalPlan.model_fields},
         policy_version=_single_version(verdicts_P),
@@ -160,17 +161,8 @@ def build_result(
             for label, mine_P in by_part.items()
         },
         validity=_judge_validity(verdicts_P),
-        audit=_find_audit_verdict(plan),
+        audit=None if audit is None else audit.verdict.value,
     )
-
-
-def _find_audit_verdict(plan: EvalPlan) -> str | None:
-    try:
-        report = find_audit(plan.task, plan.task_version)
-    except CorruptRecord:
-        # A damaged report says nothing about the task, and must not cost the score.
-        return None
-    return None if report is None else report.verdict.value
 
 
 def _score_kinds(

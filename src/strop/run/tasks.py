@@ -37,7 +37,7 @@ from strop.spec.built_in import import_section
 from strop.spec.parts import needs_service
 from strop.spec.task import TaskSection, TaskSpec
 from strop.store import follow_store
-from strop.tasks import SelfTestFinding, Task, build_task, self_test, task_summaries
+from strop.tasks import Task, build_task, task_summaries
 from strop.tasks.failures import catch_failure
 from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import Judge
@@ -125,7 +125,7 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskCheck:
-    """A task's first prompt, the self-test of its verifier, and its audit."""
+    """A task's first prompt, and its audit."""
 
     task: str
     num_examples: Mapping[Split, int]
@@ -135,7 +135,6 @@ class TaskCheck:
     """A correct reply to it, if one is known."""
     counts: str
     """How many rows reading the data left out; '' for none."""
-    findings: tuple[SelfTestFinding, ...]
     report: AuditReport
 
 
@@ -156,7 +155,7 @@ def follow_task(target: str, words: Sequence[str]) -> Iterator[TaskSpec]:
 
 
 def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:
-    """Read a task's examples, test its verifier with gold replies and nonsense, and audit it.
+    """Read a task's examples, and audit it.
 
     Raises: like `audit_here`.
     """
@@ -166,20 +165,12 @@ def check_task_here(spec: TaskSpec, settings: AuditSettings) -> TaskCheck:
     num_train = 0 if attacked[:1] == held_out[:1] else len(attacked)
     num_examples = {Split.TRAIN: num_train, Split.HELD_OUT: len(held_out)}
     first = attacked[0]
-
-    async def test() -> tuple[list[SelfTestFinding], AuditSettings]:
-        async with hold_judge(spec, task) as judge:
-            fitting = await _fit_to_pace(task, judge, settings)
-            return await self_test(task, attacked[: fitting.num_examples], judge), fitting
-
-    findings, settings = asyncio.run(test())
     return TaskCheck(
         task=task.name,
         num_examples=num_examples,
         asked=task.render(first),
         gold=next(iter(task.gold_replies(first)), None),
         counts=describe_counts(task),
-        findings=tuple(findings),
         report=audit_here(spec, settings),
     )
 

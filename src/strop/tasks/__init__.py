@@ -1,7 +1,7 @@
 """Tasks: one object that poses and judges problems for training, evaluation and sampling.
 
 A task renders its problems, limits and ends the reply, and judges it; `build_task` makes one from its section
-of the run spec. `self_test` checks before training that a verifier separates right from wrong. Data and
+of the run spec. Data and
 optional packages are loaded when examples are first needed, never on import.
 Not here: worlds with more than one turn (`environments`), and who generates (`engine`).
 """
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
         task_builder,
         task_summaries,
     )
-    from strop.tasks.selftest import SelfTestFinding, describe_findings, self_test
     from strop.tasks.task import Task, TaskLimits, describe_counts
 else:
     # Processes that judge have a use for few of these.
@@ -33,23 +32,19 @@ else:
             "strop.tasks.registry": (
                 "build_task build_warm_task environment_names task_builder task_summaries"
             ),
-            "strop.tasks.selftest": "SelfTestFinding describe_findings self_test",
         },
     )
 
 __all__ = [
     "PromptFormat",
-    "SelfTestFinding",
     "Task",
     "TaskLimits",
     "build_task",
     "build_warm_task",
     "describe_counts",
-    "describe_findings",
     "environment_names",
     "render_prompt",
     "resolve_prompt_format",
-    "self_test",
     "task_builder",
     "task_summaries",
 ]

@@ -16,7 +16,6 @@ import torch
 
 from strop.algorithm.building import find_idle_settings
 from strop.audit import (
-    QUICK_PROBES,
     AuditSettings,
     Verdict,
     accept_probes,
@@ -33,10 +32,8 @@ from strop.spec.train import read_accepted
 from strop.tasks import (
     PromptFormat,
     describe_counts,
-    describe_findings,
     render_prompt,
     resolve_prompt_format,
-    self_test,
 )
 from strop.tasks.failures import find_causes, find_failures
 from strop.tokenizer import Tokenizer
@@ -56,7 +53,7 @@ from strop.train.step import pack_demonstrations
 
 _NUM_PROBE_PROMPTS = 8
 _NUM_PROBE_ROLLOUTS = 8
-_NUM_SELFTEST_EXAMPLES = 16
+_NUM_AUDITED_EXAMPLES = 16
 _NUM_MEASURED_PROMPTS = 10_000
 """Training prompts measured at most, evenly spaced. A thousand take about 0.3 s."""
 _AUDIT = "audit"
@@ -71,7 +68,7 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
     """
     accepted = read_accepted(gate.spec.train.accept)
     checks = [check_prompt(gate), check_tokenizer(gate), await check_tensors(gate), await check_weights(gate)]
-    checks += [await check_verifier(gate), await check_audit(gate, accepted)]
+    checks.append(await check_audit(gate, accepted))
     # In a thread: it takes seconds for large data, and the event loop must not block.
     checks += [check_schedule(gate), await asyncio.to_thread(check_overlap, gate), check_room(gate)]
     if gate.demonstrations is not None:
@@ -146,30 +143,20 @@ def check_prompt(gate: GateInput) -> GateCheck:
     return GateCheck(name="prompt", is_passed=is_passed, detail=detail)
 
 
-async def check_verifier(gate: GateInput) -> GateCheck:
-    """Refuse a verifier that rejects gold answers or pays for nonsense."""
-    examples = gate.asked[:_NUM_SELFTEST_EXAMPLES]
-    findings = await self_test(gate.task, examples, gate.judge)
-    gate.on_causes(find_causes(finding.failure for finding in findings if finding.failure is not None))
-    detail = describe_findings(findings) if findings else "gold earns full marks, nonsense does not"
-    return GateCheck(name="verifier", is_passed=not findings, detail=detail)
-
-
 async def check_audit(gate: GateInput, accepted: Mapping[str, str]) -> GateCheck:
-    """Refuse a task that pays without work: by its stored audit, else by the quick probes."""
+    """Refuse a verifier that rejects right replies or pays without work: by its stored audit, else here."""
     task = gate.task
     report = find_audit(task.name, task.version)
     if report is None:
-        settings = AuditSettings(
-            num_examples=_NUM_SELFTEST_EXAMPLES, seed=gate.spec.seed, probes=QUICK_PROBES
-        )
+        settings = AuditSettings(num_examples=_NUM_AUDITED_EXAMPLES, seed=gate.spec.seed)
         report = await run_audit(task, settings, gate.judge)
+        gate.on_causes(report.causes)
     prefix = f"{_AUDIT}."
     reasons = {name.removeprefix(prefix): why for name, why in accepted.items() if name.startswith(prefix)}
     report = accept_probes(report, reasons)
     write_audit(report, gate.run_path / "audit.json")
     is_passed = report.accepted_verdict is not Verdict.RED
-    detail, notice = describe_acceptance(report, reasons), None
+    detail, notice = describe_acceptance(report), None
     if report.verdict is not Verdict.GREEN:
         notice = f"the audit of task {report.task} is {report.verdict}; audit.json shows why"
     return GateCheck(name=_AUDIT, is_passed=is_passed, detail=detail, notice=notice)

@@ -126,9 +126,9 @@ def test_scorer_that_raises_is_not_a_zero() -> None:
     with pytest.raises(ValueError, match="invalid literal"):
         verdict(task, task.examples(Split.TRAIN)[0], "<answer>asdf</answer>")
     findings = run_self_test(task, task.examples(Split.TRAIN))
-    details = {f.detail for f in findings if f.probe == "garbage"}
-    assert len(details) == 1
-    assert details.pop().startswith("task, ValueError: invalid literal for int() with base 10: 'asdf' (")
+    (garbage,) = [finding for finding in findings if finding.probe == "garbage"]
+    assert {entry.reward for entry in garbage.evidence} == {None}
+    assert garbage.evidence[0].detail.startswith("task, ValueError: invalid literal for int()")
 
 
 @pytest.mark.parametrize(

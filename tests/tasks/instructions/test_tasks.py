@@ -112,9 +112,11 @@ def test_answer_tags_are_not_judged_in_if_multi(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ALL_ROWS)
-def test_self_test_passes(name: str, tmp_path: Path) -> None:
+def test_right_replies_earn_full_marks(name: str, tmp_path: Path) -> None:
     task = task_of(name, tmp_path, ALL_ROWS[name])
-    assert run_self_test(task, [*task.examples(Split.TRAIN), *task.examples(Split.HELD_OUT)]) == []
+    found = run_self_test(task, [*task.examples(Split.TRAIN), *task.examples(Split.HELD_OUT)])
+    # Some instructions are followed by any text, such as that to use no commas.
+    assert {"gold", "ceiling"} & {result.probe for result in found} == set()
 
 
 @pytest.mark.parametrize(
