@@ -83,10 +83,23 @@ class StropError(Exception):
 
     exit_code: int = EXIT_FAILED
 
-    def __init__(self, given: str, *, allowed: str | None = None, next_step: str = "") -> None:
-        """Take what was given, what is allowed and what to do; or one line, for a broken invariant."""
-        message = given if allowed is None else format_error(given, allowed=allowed, next_step=next_step)
-        super().__init__(message)
+    def __init__(
+        self,
+        given: str,
+        *,
+        allowed: str | None = None,
+        next_step: str = "",
+        kind: str = "",
+        line: int | None = None,
+    ) -> None:
+        """Take what was given, what is allowed and what to do; or one line, for a broken invariant.
+
+        For programs: `kind` is the cause in one word, `line` its place in a data file.
+        """
+        super().__init__(
+            given if allowed is None else format_error(given, allowed=allowed, next_step=next_step)
+        )
+        self.kind, self.line = kind, line
 
 
 class ConfigError(StropError, ValueError):
@@ -98,22 +111,10 @@ class ConfigError(StropError, ValueError):
 class DataError(StropError, ValueError):
     """Raised where a stored example or record lacks its promised form; the user mends the data.
 
-    Of a data file, `kind` is the cause in one word (`tasks.rows.files`), `line` its place.
+    Of a data file, `kind` is one of `tasks.rows.files`.
     """
 
     exit_code = EXIT_USAGE
-
-    def __init__(
-        self,
-        given: str,
-        *,
-        allowed: str | None = None,
-        next_step: str = "",
-        kind: str = "",
-        line: int | None = None,
-    ) -> None:
-        super().__init__(given, allowed=allowed, next_step=next_step)
-        self.kind, self.line = kind, line
 
 
 class UnfitRecord(DataError):
@@ -155,15 +156,8 @@ class LearnerError(StropError, RuntimeError):
 class SandboxError(StropError, RuntimeError):
     """Raised when a sandbox could not do what was asked; the caller has no result, which is not 0.
 
-    `kind` is one word for programs. Of files: missing, directory, not_regular, denied, too_large, no_space,
-    exists.
+    `kind` of files: missing, directory, not_regular, denied, too_large, no_space, exists.
     """
-
-    def __init__(
-        self, given: str, *, allowed: str | None = None, next_step: str = "", kind: str = ""
-    ) -> None:
-        super().__init__(given, allowed=allowed, next_step=next_step)
-        self.kind = kind
 
 
 class SandboxRefused(SandboxError):

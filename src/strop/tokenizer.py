@@ -50,26 +50,32 @@ _REASONING_NAMES = (REASONING, "reasoning", "thinking")
 class Tokenizer:
     """The tokenizer of one model. Build it with `load`; it holds no file open and may be shared."""
 
-    def __init__(
-        self,
-        *,
-        fast: FastTokenizer,
-        eos_ids: Sequence[int],
-        special_texts: Mapping[str, str],
-        chat_template: str | None,
-        source: str,
-        now: Callable[[], datetime],
-    ) -> None:
-        self._fast = fast
-        self._special_texts = dict(special_texts)
-        self._source = source
-        self._chat_template = chat_template
+    def __init__(self, model_dir: Path, now: Callable[[], datetime]) -> None:
+        path = model_dir / "tokenizer.json"
+        if not path.is_file():
+            raise ConfigError(
+                f"model directory {model_dir} has no tokenizer.json",
+                allowed="a Hugging Face model directory with tokenizer.json",
+                next_step="check the path in model.source, or fetch the model with `strop model get`",
+            )
+        try:
+            self._fast = FastTokenizer.from_file(str(path))
+        except Exception as error:
+            # For any bad file the package raises Exception itself (0.23), no subclass.
+            raise _unreadable(path, str(error)) from error
+        # A file may carry the cutting and padding of whoever saved it; a prompt must arrive whole.
+        self._fast.no_truncation()
+        self._fast.no_padding()
+        settings = _read_json(model_dir / "tokenizer_config.json")
+        self._special_texts = _special_texts(settings)
+        self._source = str(model_dir)
+        self._chat_template = _read_chat_template(model_dir, settings)
         self._now = now
         self._environment = _template_environment(now)
         self._template: Template | None = None
-        self.eos_id: int = eos_ids[0]
+        self._eos_ids = tuple(_eos_ids(model_dir, self._fast, self._special_texts))
+        self.eos_id: int = self._eos_ids[0]
         """The terminator of a text; that of a message in a chat is `turn_end_id`."""
-        self._eos_ids = tuple(eos_ids)
 
     @classmethod
     def load(cls, model_dir: Path, *, now: Callable[[], datetime] | None = None) -> Tokenizer:
@@ -79,31 +85,7 @@ class Tokenizer:
         Raises: ConfigError if the directory, tokenizer.json or every terminator is missing;
             StoreError if a file cannot be read.
         """
-        path = model_dir / "tokenizer.json"
-        if not path.is_file():
-            raise ConfigError(
-                f"model directory {model_dir} has no tokenizer.json",
-                allowed="a Hugging Face model directory with tokenizer.json",
-                next_step="check the path in model.source, or fetch the model with `strop model get`",
-            )
-        try:
-            fast = FastTokenizer.from_file(str(path))
-        except Exception as error:
-            # For any bad file the package raises Exception itself (0.23), no subclass.
-            raise _unreadable(path, str(error)) from error
-        # A file may carry the cutting and padding of whoever saved it; a prompt must arrive whole.
-        fast.no_truncation()
-        fast.no_padding()
-        settings = _read_json(model_dir / "tokenizer_config.json")
-        special_texts = _special_texts(settings)
-        return cls(
-            fast=fast,
-            eos_ids=_eos_ids(model_dir, fast, special_texts),
-            special_texts=special_texts,
-            chat_template=_read_chat_template(model_dir, settings),
-            source=str(model_dir),
-            now=now or _local_now,
-        )
+        return cls(model_dir, now or _local_now)
 
     @property
     def vocab(self) -> dict[str, int]:
@@ -245,15 +227,12 @@ class Tokenizer:
                 **self._special_texts,
             )
         except TemplateError as error:
-            roles = [message.role for message in messages]
-            remedy = "change the task's messages"
-            if "system" in roles:
-                remedy = "leave the system message out (task.system_prompt, or the data's own)"
+            roles = ", ".join(message.role for message in messages)
             raise ConfigError(
-                f"the chat template of model {self._source} refused messages of roles"
-                f" {', '.join(roles)} ({error})",
+                f"the chat template of model {self._source} refused messages of roles {roles} ({error})",
                 allowed="messages in the roles and order that this template accepts",
-                next_step=f"{remedy}, or set model.prompt_format=base",
+                next_step="leave out a system message (task.system_prompt, or the data's own), or set"
+                " model.prompt_format=base",
             ) from error
         shown = text.replace(GUARD, "")
         _require_shown(shown, messages)

@@ -181,7 +181,6 @@ def test_of_very_many_examples_some_are_compared_and_the_check_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gate_checks, "_MAX_EXAMPLES", 10)
-    monkeypatch.setattr(gate_checks, "_MAX_MADE", 100)
     found = check(Asks(numbered(25), numbered(30, "And {}?")), tmp_path)
     assert found.is_passed
     assert found.detail.endswith(

@@ -41,8 +41,7 @@ class Prompted(TaskWrapper):
         """
         if split not in self._checked:
             examples = self._task.examples(split)
-            # Those that are generated on demand have one form.
-            for example in examples if isinstance(examples, tuple | list) else examples[:1]:
+            for example in examples:
                 self.render(example)
             self._checked[split] = examples
         return self._checked[split]

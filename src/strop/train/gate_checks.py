@@ -91,8 +91,6 @@ have some, and they cannot move a score by more than a point."""
 _MAX_EXAMPLES = 250_000
 """Examples of a split compared at most. A hundred thousand prompts of a hundred words take some ten
 seconds."""
-_MAX_MADE = 20_000
-"""The same, where examples are generated on access."""
 _SHOWN_CHARS = 100
 _SAME = ("as they are", "as the same problem", "in the same words")
 _SIMILAR = "in nearly the same words"
@@ -218,8 +216,7 @@ def ask(task: Task, example: Example) -> str:
 
 def _choose(examples: Sequence[Example], what: str) -> tuple[Sequence[Example], list[str]]:
     """Return the examples to compare, and a note where these are not all."""
-    limit = _MAX_EXAMPLES if isinstance(examples, tuple | list) else _MAX_MADE
-    stride = max(1, -(-len(examples) // limit))
+    stride = max(1, -(-len(examples) // _MAX_EXAMPLES))
     chosen = list(examples[::stride])
     if stride == 1:
         return chosen, []
