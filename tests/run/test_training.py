@@ -373,7 +373,7 @@ def test_a_refusal_of_the_gate_is_on_record_and_can_be_mended(here: Here) -> Non
 def test_a_task_that_cannot_say_right_or_wrong_cannot_be_evaluated(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def say_nothing(self: ReverseText, example: Example, text: str) -> Outcome:
+    async def say_nothing(self: ReverseText, example: Example, text: str) -> Outcome:
         return Outcome(parts={"similarity": 1.0 if text.strip().endswith(example.answer or "") else 0.0})
 
     monkeypatch.setattr(ReverseText, "verify", say_nothing)
