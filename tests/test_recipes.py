@@ -27,7 +27,7 @@ from strop.rollout import Split
 from strop.spec import RunSpec, load_spec, write_spec
 from strop.store import get_model, open_store
 from strop.tasks import build_task
-from strop.tasks.mathematics.boxed_math import _SUBJECTS as HENDRYCKS_SUBJECTS
+from strop.tasks.presets import read_preset
 from tests.fixtures.commands import Run, folder, run
 from tests.fixtures.judge_server import judge_server, scored, shown_reply
 from tests.fixtures.recipes import NAMES, RECIPES, ROOT, sections, tiny_overrides, tiny_steps, write_tiny_rows
@@ -197,7 +197,9 @@ def test_replies_are_graded_by_the_rubric(run: Run, folder: Path, roomy_model_di
     assert (line["judge_unparsable_frac"], line["failed_frac"]) == (0.0, 0.0)
 
 
-HUB_FOLDERS = {"gsm8k": ("main",), "math": HENDRYCKS_SUBJECTS}
+HUB_FOLDERS = {
+    name: [file.partition("/")[0] for file in read_preset(name).train] for name in ("gsm8k", "math")
+}
 
 
 def fill_bucket(uri: str, spec: RunSpec, model_dir: Path, folder: Path) -> None:

@@ -12,9 +12,7 @@ from strop.audit import AuditReport, AuditSettings, ProbeStatus, run_audit
 from strop.spec import TaskSpec
 from strop.tasks import build_task
 from strop.tasks.instructions.tasks import IfMultiSpec, RlvrIfevalSpec
-from strop.tasks.mathematics.boxed_math import AimeSpec, DeepscalerSpec, Math500Spec, MathSpec
-from strop.tasks.mathematics.gsm8k import Gsm8kSpec
-from strop.tasks.mmlu import MmluSpec
+from strop.tasks.presets import MathSpec, PresetSpec
 from strop.tasks.sft_jsonl import SftJsonlSpec
 from tests.fixtures.row_files import write_rows
 from tests.tasks.instructions.test_tasks import ALL_ROWS
@@ -40,18 +38,18 @@ def solved(n: int, **columns: Any) -> Row:
 
 TASKS: dict[str, tuple[type[Any], list[Row]]] = {
     "gsm8k": (
-        Gsm8kSpec,
+        PresetSpec,
         [{"question": problem(n), "answer": f"We count.\n#### {answer(n):,}"} for n in NUMBERS],
     ),
     "math": (MathSpec, [math_row(problem(n), f"\\frac{{{answer(n)}}}{{7}}") for n in NUMBERS]),
     "math500": (
-        Math500Spec,
+        MathSpec,
         [solved(n, solution=f"\\boxed{{{answer(n)}}}", subject="Algebra", level=2) for n in NUMBERS],
     ),
-    "deepscaler": (DeepscalerSpec, [solved(n, solution="...") for n in NUMBERS]),
-    "aime": (AimeSpec, [solved(n) for n in NUMBERS]),
+    "deepscaler": (MathSpec, [solved(n, solution="...") for n in NUMBERS]),
+    "aime": (PresetSpec, [solved(n) for n in NUMBERS]),
     "mmlu": (
-        MmluSpec,
+        PresetSpec,
         [
             {"question": problem(n), "subject": "art", "choices": list("pqrs"), "answer": (n * 7 // 3) % 4}
             for n in NUMBERS

@@ -10,8 +10,7 @@ import pytest
 
 from strop.rollout import Example
 from strop.tasks import Task, build_task
-from strop.tasks.mathematics.boxed_math import MathSpec
-from strop.tasks.mathematics.gsm8k import Gsm8kSpec
+from strop.tasks.presets import MathSpec, PresetSpec
 from tests.fixtures.judging import verdict
 
 # Each a task, a gold answer, a form in which models end their replies, and whether it says the gold answer.
@@ -25,7 +24,7 @@ def judged(task: Task, gold: str, reply: str) -> bool | None:
 
 
 def test_a_calculation_is_no_number_and_its_result_is() -> None:
-    task = build_task(Gsm8kSpec(name="gsm8k", source="unused.jsonl"))
+    task = build_task(PresetSpec(name="gsm8k", source="unused.jsonl"))
     verdicts = [(gold, reply, is_right) for name, gold, reply, is_right in VERDICTS if name == "gsm8k"]
     assert [(gold, reply, judged(task, gold, reply)) for gold, reply, _ in verdicts] == verdicts
 

@@ -20,7 +20,7 @@ from strop.errors import CheckRefused, RunStopped
 from strop.record.rollouts import read_rollouts
 from strop.rollout import Example, Group, IntArray, Message, Outcome, Split
 from strop.tasks import build_task, render_prompt
-from strop.tasks.mathematics.gsm8k import Gsm8kSpec
+from strop.tasks.presets import PresetSpec
 from strop.train.batch import ExampleSchedule
 from tests.fixtures.spell import NUM_TRAIN, SpellTask
 from tests.fixtures.tiny_run import Composition, new_run, tiny_spec
@@ -32,7 +32,7 @@ def ids_of(folder: Path, rows: list[dict[str, str]], num_train: int | None = Non
     test = {"question": "0 + 0?", "answer": "#### 0"}
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "test.jsonl").write_text(json.dumps(test) + "\n")
-    task = build_task(Gsm8kSpec(name="gsm8k", source=str(folder), num_train=num_train))
+    task = build_task(PresetSpec(name="gsm8k", source=str(folder), num_train=num_train))
     return {example.fields["question"]: example.example_id for example in task.examples(Split.TRAIN)}
 
 

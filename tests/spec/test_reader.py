@@ -19,8 +19,8 @@ from strop.spec.sources import parse_override
 from strop.spec.tree import MAX_FILE_BYTES, locate_keys
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
-from strop.tasks.mathematics.gsm8k import Gsm8kSpec
 from strop.tasks.mixture import MixtureSpec
+from strop.tasks.presets import PresetSpec
 
 SMALL = 'name = "x"\ntask.name = "arithmetic"\n'
 
@@ -116,7 +116,7 @@ def test_naming_another_task_starts_its_table_anew() -> None:
     write("base.toml", 'name = "x"\n[task]\nname = "arithmetic"\nmax_value = 50\n')
     path = write("run.toml", 'extends = "base.toml"\n[task]\nname = "gsm8k"\n')
     resolved = load_spec(path)
-    assert resolved.spec.task == Gsm8kSpec(name="gsm8k")
+    assert resolved.spec.task == PresetSpec(name="gsm8k")
     assert resolved.notices == ()
     # The same task named again keeps the table.
     same = write("same.toml", 'extends = "base.toml"\n[task]\nname = "arithmetic"\n')
@@ -163,7 +163,7 @@ def test_cfg_5_relative_paths_start_from_the_file_that_writes_them(
     write("base/base.toml", base)
     path = write("run.toml", 'extends = "base/base.toml"\nname = "x"\n')
     spec = load_spec(path).spec
-    assert isinstance(spec.task, Gsm8kSpec)
+    assert isinstance(spec.task, PresetSpec)
     assert spec.model.uri == str(folder / "base/weights")
     assert spec.task.source == str(folder / "base/data/x.jsonl")
     assert spec.output.root == str(folder / "base/out")

@@ -29,7 +29,7 @@ from strop.spec.schema import near_keys, section_names
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
 from strop.tasks.generated.reverse_text import ReverseTextSpec
-from strop.tasks.mathematics.gsm8k import Gsm8kSpec
+from strop.tasks.presets import PresetSpec
 
 SMALL = 'name = "x"\n[task]\nname = "arithmetic"\n'
 
@@ -45,7 +45,7 @@ def read_back(folder: Path, spec: RunSpec) -> RunSpec:
     [
         ArithmeticSpec(max_reply_tokens=7),
         ReverseTextSpec(name="reverse-text"),
-        Gsm8kSpec(name="gsm8k", num_train=None, num_held_out=3),
+        PresetSpec(name="gsm8k", num_train=None, num_held_out=3),
         ReasoningGymSpec(name="reasoning-gym", dataset="none", config={}),
         ReasoningGymSpec(
             name="reasoning-gym",

@@ -12,8 +12,7 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import Message, Split
 from strop.tasks import PromptFormat, Task, build_task, render_prompt, resolve_prompt_format
 from strop.tasks.code.code_task import MbppSpec
-from strop.tasks.mathematics.boxed_math import MathSpec
-from strop.tasks.mathematics.gsm8k import Gsm8kSpec
+from strop.tasks.presets import MathSpec, PresetSpec
 from strop.tokenizer import Tokenizer
 from tests.fixtures.tiny_tokenizer import tiny_tokenizer
 
@@ -39,39 +38,10 @@ def gsm8k(tmp_path: Path) -> str:
     return write(tmp_path, train=GSM8K[:4], test=GSM8K[4:])
 
 
-def test_gsm8k_asks_as_gsm8k_cot_and_by_mode_or_with_shots_as_gsm8k(gsm8k: str) -> None:
-    assert base_of(build_task(Gsm8kSpec(name="gsm8k", source=gsm8k))) == "Q: 5 and 5?\nA:"
-    assert base_of(build_task(Gsm8kSpec(name="gsm8k", source=gsm8k, mode="hash"))) == (
-        "Question: 5 and 5?\nAnswer:"
-    )
-    task = build_task(Gsm8kSpec(name="gsm8k", source=gsm8k, num_few_shot=2))
-    assert base_of(task) == (
-        "Question: 1 and 1?\nAnswer: Twice 1.\n#### 2\n\n"
-        "Question: 2 and 2?\nAnswer: Twice 2.\n#### 4\n\n"
-        "Question: 5 and 5?\nAnswer:"
-    )
-    # A shot is not trained on.
-    assert [example.answer for example in task.examples(Split.TRAIN)] == ["6", "8"]
+def test_gsm8k_asks_as_lm_eval(gsm8k: str) -> None:
+    task = build_task(PresetSpec(name="gsm8k", source=gsm8k))
+    assert base_of(task) == "Question: 5 and 5?\nAnswer:"
     assert task.limits.stops(is_base=True)[:3] == ("Question:", "[Question]", "Q:")
-
-
-@pytest.mark.parametrize(
-    ("settings", "opening"),
-    [
-        ({"mode": "flex"}, "Q:"),
-        ({"mode": "hash"}, "Question:"),
-        ({"mode": "flex", "num_few_shot": 1}, "Question:"),
-    ],
-)
-def test_modes_of_lm_eval_stop_where_its_tasks_stop(gsm8k: str, settings: Any, opening: str) -> None:
-    task = build_task(Gsm8kSpec(name="gsm8k", source=gsm8k, **settings))
-    assert task.limits.stops(is_base=True) == (opening, "</s>", "<|im_end|>")
-    assert base_of(task).startswith(opening)
-
-
-def test_more_shots_than_training_examples_are_refused(gsm8k: str) -> None:
-    with pytest.raises(DataError, match=r"task\.num_few_shot=4 of 4 training examples"):
-        build_task(Gsm8kSpec(name="gsm8k", source=gsm8k, num_few_shot=4)).examples(Split.HELD_OUT)
 
 
 def test_math_asks_as_minerva_math(tmp_path: Path) -> None:
@@ -85,10 +55,8 @@ def test_math_asks_as_minerva_math(tmp_path: Path) -> None:
         for n in range(3)
     ]
     source = write(tmp_path, train=rows[:2], test=rows[2:])
-    task = build_task(MathSpec(name="math", source=source, num_few_shot=1))
-    assert base_of(task) == (
-        "Problem:\nFind $0+1$.\n\nSolution: $\\boxed{1}$\n\nProblem:\nFind $2+1$.\n\nSolution:"
-    )
+    task = build_task(MathSpec(name="math", source=source))
+    assert base_of(task) == "Problem:\nFind $2+1$.\n\nSolution:"
 
 
 def mbpp_row(number: int) -> dict[str, Any]:

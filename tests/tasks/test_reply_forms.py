@@ -13,18 +13,17 @@ import pytest
 from strop.rollout import Example
 from strop.tasks import build_task
 from strop.tasks.generated.reasoning_gym import answer_of
-from strop.tasks.mathematics.boxed_math import AimeSpec, MathSpec
-from strop.tasks.mathematics.gsm8k import Gsm8kSpec
-from strop.tasks.mmlu import MmluSpec, find_letter
+from strop.tasks.graders import GRADERS, find_letter
+from strop.tasks.presets import MathSpec, PresetSpec
 from strop.tasks.user.rewards import score_built_in
 from tests.fixtures.judging import verdict
 
 Form = Mapping[str, Any]
 TASKS = {
-    "gsm8k": build_task(Gsm8kSpec(name="gsm8k", source="unused.jsonl")),
+    "gsm8k": build_task(PresetSpec(name="gsm8k", source="unused.jsonl")),
     "math": build_task(MathSpec(name="math", source="unused.jsonl")),
-    "aime": build_task(AimeSpec(name="aime", source="unused.jsonl")),
-    "mmlu": build_task(MmluSpec(name="mmlu", source="unused.jsonl")),
+    "aime": build_task(PresetSpec(name="aime", source="unused.jsonl")),
+    "mmlu": build_task(PresetSpec(name="mmlu", source="unused.jsonl")),
 }
 
 
@@ -79,4 +78,9 @@ def test_reasoning_gym(form: Form) -> None:
 
 @pytest.mark.parametrize("form", forms("rows"))
 def test_rewards_of_rows(form: Form) -> None:
-    assert score_built_in(form["reward"], form["input"], form["gold"]) == form["right"]
+    reward, gold = form["reward"], form["gold"]
+    if reward == "math":
+        example = Example(task="rows", example_id="0", fields={}, answer=gold)
+        assert GRADERS[reward].judge(example, form["input"], "").is_correct == form["right"]
+    else:
+        assert score_built_in(reward, form["input"], gold) == form["right"]

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import pytest
 
 from strop.errors import DataError
 from strop.rollout import Split, make_example
 from strop.tasks import Task, build_task
-from strop.tasks.mathematics.gsm8k import Gsm8k, Gsm8kSpec
+from strop.tasks.presets import PresetSpec
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_parquet, write_rows
 
-Mode = Literal["auto", "strict", "hash", "flex"]
-MODES: tuple[Mode, ...] = ("auto", "strict", "hash", "flex")
 Rows = Sequence[dict[str, object]]
 
 TRAIN: Rows = [
@@ -29,7 +26,7 @@ TEST: Rows = [{"question": "Half of 9 liters?", "answer": "9 / 2 = 4.5\n#### 4.5
 
 def gsm8k(source: Path | str, num_train: int | None = None, num_held_out: int | None = None) -> Task:
     return build_task(
-        Gsm8kSpec(name="gsm8k", source=str(source), num_train=num_train, num_held_out=num_held_out)
+        PresetSpec(name="gsm8k", source=str(source), num_train=num_train, num_held_out=num_held_out)
     )
 
 
@@ -69,52 +66,30 @@ def test_one_file_is_split_by_content(tmp_path: Path) -> None:
     assert len(gsm8k(tmp_path / "all.jsonl", num_held_out=7).examples(Split.HELD_OUT)) == 7
 
 
-GOLD_IN = {"72": "72", "1234": "1,234", "5": "5", "18": "18"}
-
-
 @pytest.mark.parametrize(
-    ("text", "gold", "strict", "hash_", "flex", "auto"),
+    ("text", "gold", "extracted", "is_right"),
     [
-        ("The answer is 72.", "72", "72", None, "72.", "72"),
-        # The dot of the pattern matches any character, so it eats a digit where no period follows.
-        ("The answer is 72", "72", "7", None, "72", "72"),
-        ("#### 1,234", "1234", None, "1,234", "1,234", "1,234"),
-        ("so 5 apples ... done", "5", None, None, "...", "5"),
-        ("It is 10-5", "5", None, None, "-5", "5"),
-        ("Total: $18.00", "18", None, None, "$18.00", "$18.00"),
-        ("The answer is 5. Q: I have 9 pens", "5", "5.", None, "9", "5"),
-        ("The answer is 5 for each.\n#### 5", "5", "5", "5", "5", "5"),
-        ("so \\boxed{5} for all 3", "5", None, None, "3", "5"),
-        ("<think>The answer is 9.</think>5", "5", "9.", None, "5", "5"),
-        ("", "5", None, None, None, None),
+        ("The answer is 72", "72", "72", True),
+        ("#### 1,234", "1234", "1,234", True),
+        ("so 5 apples ... done", "5", "5", True),
+        ("It is 10-5", "5", "5", False),
+        ("Total: $18.00", "18", "$18.00", True),
+        ("The answer is 5. Q: I have 9 pens", "5", "5", True),
+        ("The answer is 5 for each.\n#### 5", "5", "5", True),
+        ("so \\boxed{5} for all 3", "5", "5", True),
+        ("<think>The answer is 9.</think>5", "5", "5", True),
+        ("", "5", None, False),
     ],
 )
-def test_modes_read_numbers_their_own_way(
-    text: str, gold: str, strict: str | None, hash_: str | None, flex: str | None, auto: str | None
+def test_the_number_of_a_reply(
+    task: Task, text: str, gold: str, extracted: str | None, is_right: bool
 ) -> None:
-    example = make_example("gsm8k", {"question": "?", "solution": f"so\n#### {GOLD_IN[gold]}"}, gold)
-    wanted = {"strict": strict, "hash": hash_, "flex": flex, "auto": auto}
-    found = {
-        mode: verdict(Gsm8k(Gsm8kSpec(name="gsm8k", source="unused.jsonl", mode=mode)), example, text)
-        for mode in MODES
-    }
-    assert {mode: outcome.extracted for mode, outcome in found.items()} == wanted
-    # lm-eval compares texts, without commas, money and a last period; strop compares numbers.
-    right = {
-        mode: text is not None and text.replace(",", "").replace("$", "").removesuffix(".") == gold
-        for mode, text in wanted.items()
-    }
-    right["auto"] = auto is not None and "10-5" not in text
-    assert {mode: outcome.is_correct for mode, outcome in found.items()} == right
+    found = verdict(task, make_example("gsm8k", {"question": "?", "solution": ""}, gold), text)
+    assert (found.extracted, found.is_correct) == (extracted, is_right)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_self_test_passes(tmp_path: Path, task: Task, mode: Mode) -> None:
-    examples = task.examples(Split.TRAIN)
-    moded = Gsm8k(Gsm8kSpec(name="gsm8k", source=str(tmp_path), mode=mode))
-    # lm-eval's metric compares texts and knows '-5' as well as '5'.
-    assert run_self_test(moded, examples) == []
-    assert (moded.version == task.version) is (mode == "auto")
+def test_self_test_passes(task: Task) -> None:
+    assert run_self_test(task, task.examples(Split.TRAIN)) == []
 
 
 def test_overlapping_splits_are_refused(tmp_path: Path) -> None:

@@ -11,9 +11,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split
 from strop.tasks import Task, build_task
-from strop.tasks.mathematics.boxed_math import AimeSpec, DeepscalerSpec, Math500Spec, MathSpec
-from strop.tasks.mathematics.gsm8k import Gsm8kSpec
-from strop.tasks.mmlu import MmluSpec
+from strop.tasks.presets import MathSpec, PresetSpec
 from strop.tasks.rows.row_task import RowTask
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.row_files import write_parquet, write_rows
@@ -80,15 +78,15 @@ def test_math_leaves_out_rows_without_a_level_and_other_levels_and_counts_them(m
         *("-5", r"\frac{1}{2}", "(x-1)(x+1)", r"(-\infty, 3]", r"\$1,\!234.50")
     ]
     assert math(math_folder).left_out == {"Level ?": 1}
-    some = math(math_folder, min_level=2, max_level=4)
-    assert answers(some, Split.TRAIN) == ["-5", r"(-\infty, 3]", r"\$1,\!234.50"]
-    assert some.left_out == {"Level 1": 1, "Level 5": 1, "Level ?": 1}
+    some = math(math_folder, min_level=2)
+    assert answers(some, Split.TRAIN) == ["-5", "(x-1)(x+1)", r"(-\infty, 3]", r"\$1,\!234.50"]
+    assert some.left_out == {"Level 1": 1, "Level ?": 1}
     assert some.version != math(math_folder).version
 
 
-def test_no_level_between_two_levels_is_refused() -> None:
+def test_a_level_of_problems_without_levels_is_refused() -> None:
     with pytest.raises(ValueError, match=r"task\.min_level=3"):
-        MathSpec(name="math", min_level=3, max_level=2)
+        build_task(MathSpec(name="math500", min_level=3))
 
 
 def test_training_problems_that_are_held_out_too_are_left_out_and_counted(math_folder: Path) -> None:
@@ -152,7 +150,7 @@ def test_math500_is_held_out_only(tmp_path: Path) -> None:
         "unique_id": "a",
     }
     write_rows(tmp_path / "test.jsonl", [row, {**row, "problem": "2+2?", "answer": "4"}])
-    task = build_task(Math500Spec(name="math500", source=str(tmp_path), strictness="standard"))
+    task = build_task(MathSpec(name="math500", source=str(tmp_path), strictness="standard"))
     assert answers(task, Split.HELD_OUT) == ["2", "4"]
     assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
     with pytest.raises(DataError, match="math500"):
@@ -163,12 +161,12 @@ def test_deepscaler_is_one_json_list_held_out_by_content(tmp_path: Path) -> None
     rows = [{"problem": f"{n} + 1?", "answer": str(n + 1), "solution": ""} for n in range(20)]
     path = tmp_path / "deepscaler.json"
     path.write_text(json.dumps([*rows, {"problem": "?", "answer": "", "solution": None}]))
-    task = build_task(DeepscalerSpec(name="deepscaler", source=str(path), strictness="standard"))
+    task = build_task(MathSpec(name="deepscaler", source=str(path), strictness="standard"))
     # A tenth of 21 rows, rounded down.
     assert len(task.examples(Split.HELD_OUT)) + len(task.examples(Split.TRAIN)) == 20
     assert len(task.examples(Split.HELD_OUT)) in (1, 2)
     assert isinstance(task, RowTask)
-    assert task.left_out == {"no answer": 1}
+    assert task.left_out == {"without an answer": 1}
     assert run_self_test(task, task.examples(Split.TRAIN)) == []
     assert task.limits.max_reply_tokens == 4096
 
@@ -177,13 +175,13 @@ def test_deepscaler_is_one_json_list_held_out_by_content(tmp_path: Path) -> None
 def test_a_broken_json_list_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "deepscaler.json"
     path.write_text(content)
-    task = build_task(DeepscalerSpec(name="deepscaler", source=str(path)))
+    task = build_task(MathSpec(name="deepscaler", source=str(path)))
     with pytest.raises(DataError, match=r"deepscaler\.json"):
         task.examples(Split.TRAIN)
 
 
-def aime(source: Path | str, year: Literal["2024", "2025", "2022-2024"] = "2025") -> Task:
-    return build_task(AimeSpec(name="aime", source=str(source), year=year))
+def aime(source: Path | str) -> Task:
+    return build_task(PresetSpec(name="aime", source=str(source)))
 
 
 @pytest.mark.parametrize(
@@ -217,14 +215,12 @@ def mmlu_folder(tmp_path: Path) -> Path:
 
 
 def test_mmlu_reads_the_hubs_files(mmlu_folder: Path) -> None:
-    task = build_task(MmluSpec(name="mmlu", source=str(mmlu_folder)))
+    task = build_task(PresetSpec(name="mmlu", source=str(mmlu_folder)))
     assert answers(task, Split.HELD_OUT) == ["C", "A", "B"]
     assert answers(task, Split.TRAIN) == ["D"]
     assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
     assert isinstance(task, RowTask)
     assert task.left_out == {"held out too": 1}
-    one = build_task(MmluSpec(name="mmlu", source=str(mmlu_folder), subject="art"))
-    assert answers(one, Split.HELD_OUT) == ["B"]
 
 
 ROW = {"level": "Level 1", "answer": 0, "choices": list("abcd")}
@@ -235,20 +231,20 @@ BROKEN_ROWS: list[tuple[type[Any], str, Row]] = [
         for solution in ("It is 5.", r"\boxed{}", r"\boxed{5", r"\boxed{ \, }")
     ),
     *(
-        (Math500Spec, "math500", {"problem": "?", "solution": "!", "answer": answer})
+        (MathSpec, "math500", {"problem": "?", "solution": "!", "answer": answer})
         for answer in ("$", r"\boxed{}", "\\,")
     ),
-    *((AimeSpec, "aime", {"problem": "?", "answer": one}) for one in ("1000", "-1", "2.5", "x", True)),
+    *((PresetSpec, "aime", {"problem": "?", "answer": one}) for one in ("1000", "-1", "2.5", "x", True)),
     *(
-        (MmluSpec, "mmlu", {**MMLU_ROWS[0], **change})
+        (PresetSpec, "mmlu", {**MMLU_ROWS[0], **change})
         for change in (
-            *({"choices": ["1", "2"]}, {"choices": "1234"}, {"answer": 4}, {"answer": "C"}, {"answer": None}),
+            *({"choices": ["1", "2"]}, {"choices": "1234"}, {"answer": 4}, {"answer": "E"}, {"answer": None}),
         )
     ),
-    *((Gsm8kSpec, "gsm8k", {"question": "1?", "answer": one}) for one in ("two", "2", "#### two", "####")),
-    *((Gsm8kSpec, "gsm8k", {"question": one, "answer": "#### 2"}) for one in (" ", 3, None)),
-    *((DeepscalerSpec, "deepscaler", ROW), (Math500Spec, "math500", ROW), (MathSpec, "math", ROW)),
-    *((AimeSpec, "aime", ROW), (MmluSpec, "mmlu", ROW), (Gsm8kSpec, "gsm8k", ROW)),
+    *((PresetSpec, "gsm8k", {"question": "1?", "answer": one}) for one in ("two", "2", "#### two", "####")),
+    *((PresetSpec, "gsm8k", {"question": one, "answer": "#### 2"}) for one in (" ", 3, None)),
+    *((MathSpec, "deepscaler", ROW), (MathSpec, "math500", ROW), (MathSpec, "math", ROW)),
+    *((PresetSpec, "aime", ROW), (PresetSpec, "mmlu", ROW), (PresetSpec, "gsm8k", ROW)),
 ]
 
 

@@ -45,7 +45,7 @@ class SftRow:
     place: str
 
 
-def read_sft_row(row: Row, train_on: str) -> SftRow:
+def read_sft_row(row: Row, train_on: str = _TRAIN_ON[0]) -> SftRow:
     """Check one row; `train_on` is the default of the row's key.
 
     Raises: DataError naming the row and the fault.

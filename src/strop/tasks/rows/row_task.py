@@ -243,6 +243,19 @@ def read_examples(
     )
 
 
+def require_both(splits: SplitExamples, source: str) -> SplitExamples:
+    """Return the examples. Raises: DataError if a split has none, with the rows that were left out."""
+    if splits.train and splits.held_out:
+        return splits
+    left = ", ".join(f"{number} {why}" for why, number in splits.left_out.items())
+    raise DataError(
+        f"task.source={source} has {len(splits.train)} training and {len(splits.held_out)} held-out"
+        f" examples; rows left out: {left or 'none'}",
+        allowed="at least one row in each split",
+        next_step="add rows, or the answers that are missing",
+    )
+
+
 def _question(reading: RowReading, example: Example) -> str:
     return " ".join(reading.question(example).split())
 

@@ -20,8 +20,6 @@ from strop.errors import ConfigError
 from strop.rollout import Failure, FailureOwner, Outcome
 from strop.tasks.answers import show_answer, text_after_thinking
 from strop.tasks.failures import catch_failure
-from strop.tasks.mathematics.answers import find_answer
-from strop.tasks.mathematics.equivalence import Strictness, answers_equal
 from strop.user_code import CodeRef, InspectedFunction, hash_sources, inspect_function, load_code
 
 Parts = dict[str, float | None]
@@ -196,11 +194,6 @@ def _contains(text: str, answer: Any) -> bool:
     return re.search(before + re.escape(gold) + behind, _plain(text, answer)) is not None
 
 
-def _is_equal_math(text: str, answer: Any) -> bool:
-    own = find_answer(text)
-    return own is not None and answers_equal(show_answer(answer), own.text, Strictness.STANDARD)
-
-
 def _fits_schema(text: str, answer: Any) -> bool:
     from jsonschema import ValidationError, validators
 
@@ -236,7 +229,6 @@ _FENCED = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
 BUILT_IN: Mapping[str, Callable[[str, Any], bool]] = {
     "exact": lambda text, answer: _plain(text, answer) == _plain(show_answer(answer), answer),
     "contains": _contains,
-    "math": _is_equal_math,
     "json-schema": _fits_schema,
 }
 

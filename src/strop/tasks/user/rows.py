@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import datetime as dt
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from strop.errors import DataError
-from strop.rollout import Example, Failure, Message, Outcome, Split, make_example
+from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.base import SpecConflict, Unhashed, expert
-from strop.spec.task import SOURCE_HELP, CodeTaskSection, JudgedByUser, TrainingRows
+from strop.spec.task import SOURCE_HELP, CodeTaskSection
 from strop.spec.template import fill, list_names, refuse_malformed
 from strop.tasks.answers import show_answer
 from strop.tasks.code.extraction import (
@@ -32,30 +32,17 @@ from strop.tasks.code.python_judge import judge_for
 from strop.tasks.code.row_tests import read_tests
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose, pose_messages
+from strop.tasks.rows.judged_rows import BUILT_IN_REWARDS, REWARD_HELP, SANDBOXED, JudgedRows, RewardSection
 from strop.tasks.rows.layout import DataLayout, Row
-from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
+from strop.tasks.rows.row_task import RowReading, SplitExamples, require_both
 from strop.tasks.task import ProgramForm, TaskLimits
-from strop.tasks.user.rewards import (
-    BUILT_IN,
-    FULL_MARKS_SLACK,
-    RESERVED,
-    Parts,
-    UserReward,
-    read_schema,
-    score_built_in,
-)
-from strop.user_code import CodeRef, is_code
+from strop.tasks.user.rewards import RESERVED, read_schema
 
 _MAX_REPLY_TOKENS = 1024
-_VERIFIER = "rows-4"
-_SANDBOXED = "python-tests"
-_VERSIONS = {_SANDBOXED: "python-tests-3"}
-"""Names of built-in rewards in a task's version, if they have changed."""
-BUILT_IN_REWARDS = (*BUILT_IN, _SANDBOXED)
 _ROLES = ("system", "user", "assistant")
 
 
-class RowsSpec(CodeTaskSection, TrainingRows, JudgedByUser):
+class RowsSpec(CodeTaskSection, RewardSection):
     """The rows of a file, with a reward function of the user's own or a built-in one."""
 
     name: Literal["rows"]
@@ -77,33 +64,7 @@ class RowsSpec(CodeTaskSection, TrainingRows, JudgedByUser):
         json_schema_extra=expert("data sets name their answer differently"),
     )
     reward: Unhashed[tuple[str, ...]] = Field(
-        strict=False,
-        min_length=1,
-        description="How a reply is judged: a function such as 'reward.py:score', called with reply, answer"
-        " and the row's columns by name, or one written for TRL, which gets all replies to a prompt, or a"
-        " built-in one: " + ", ".join(BUILT_IN_REWARDS) + ". A list of several is added up.",
-    )
-    reward_weights: tuple[float, ...] = Field(
-        default=(),
-        strict=False,
-        description="One factor for each reward. Empty = all 1.",
-        json_schema_extra=expert("several rewards are added up by weight"),
-    )
-    max_reward: float = Field(
-        default=1.0,
-        gt=0.0,
-        le=1e6,
-        description="What a right reply earns from all rewards together. A score above it is an error of the"
-        " reward's, and nothing is trained on it.",
-        json_schema_extra=expert("rewards of one's own may have another scale"),
-    )
-    min_reward: float = Field(
-        default=0.0,
-        ge=-1e6,
-        le=0.0,
-        description="What the worst reply earns from all rewards together: below 0 where one takes marks off."
-        " A score below it is an error of the reward's, and nothing is trained on it.",
-        json_schema_extra=expert("rewards of one's own may be negative"),
+        strict=False, min_length=1, description=f"How a reply is judged: {REWARD_HELP}"
     )
     gold: str | None = Field(
         default=None,
@@ -116,17 +77,7 @@ class RowsSpec(CodeTaskSection, TrainingRows, JudgedByUser):
     @property
     def runs_programs(self) -> bool:
         """Whether one of the rewards runs the reply."""
-        return _SANDBOXED in self.reward
-
-    @property
-    def user_code(self) -> list[CodeRef]:
-        """The files of the rewards."""
-        return [*(CodeRef.parse(name) for name in self.reward if is_code(name)), *super().user_code]
-
-    @field_validator("reward", mode="before")
-    @classmethod
-    def _read_one(cls, value: Any) -> Any:
-        return (value,) if isinstance(value, str) else value
+        return SANDBOXED in self.reward
 
     @model_validator(mode="after")
     def _check_wording(self) -> Self:
@@ -139,18 +90,6 @@ class RowsSpec(CodeTaskSection, TrainingRows, JudgedByUser):
                 allowed="task.prompt, which takes a template of columns",
                 next_step="move the template into task.prompt",
             )
-        return self
-
-    @model_validator(mode="after")
-    def _check_rewards(self) -> Self:
-        unknown = [name for name in self.reward if name not in BUILT_IN_REWARDS and not is_code(name)]
-        if unknown:
-            raise SpecConflict(
-                {"task.reward": unknown[0]},
-                "there is no such reward",
-                allowed=f"FILE.py:FUNCTION, {', '.join(BUILT_IN_REWARDS)}",
-                next_step="name the file and its function, for example reward.py:score",
-            )
         if self.answer is None and any(name in BUILT_IN_REWARDS for name in self.reward):
             raise SpecConflict(
                 {"task.reward": list(self.reward), "task.answer": self.answer},
@@ -158,37 +97,15 @@ class RowsSpec(CodeTaskSection, TrainingRows, JudgedByUser):
                 allowed="task.answer with the column of the right answers",
                 next_step="name it, or write a function that needs none",
             )
-        if len(set(self.reward)) < len(self.reward):
-            raise SpecConflict(
-                {"task.reward": list(self.reward)},
-                "one reward stands twice",
-                allowed="each once",
-                next_step="remove one, and give the other a weight in task.reward_weights",
-            )
-        if self.reward_weights and len(self.reward_weights) != len(self.reward):
-            raise SpecConflict(
-                {"task.reward_weights": list(self.reward_weights), "task.reward": list(self.reward)},
-                f"{len(self.reward_weights)} weights for {len(self.reward)} rewards",
-                allowed="one weight for each reward, in their order",
-                next_step="correct the weights, or leave them out",
-            )
         return self
 
 
-class Rows(RowTask):
-    """Right if the rewards add up to `task.max_reward`.
-
-    Parts of the reward have the names of their functions. If a built-in reward compares with the answer, rows
-    without one are left out and counted. The same prompt must have the same answer.
-    """
+class Rows(JudgedRows):
+    """The rows of a file. The same prompt must have the same answer."""
 
     _spec: RowsSpec
 
     def __init__(self, spec: RowsSpec) -> None:
-        self._functions = {name: UserReward(name) for name in spec.reward if name not in BUILT_IN_REWARDS}
-        self.is_costly = spec.runs_programs and not self._functions
-        self._weights = dict(zip(spec.reward, spec.reward_weights or [1.0] * len(spec.reward), strict=True))
-        self._full_marks = spec.max_reward - FULL_MARKS_SLACK
         self._answers: dict[str, tuple[Any, Row]] = {}
         self._names = list_names(spec.prompt)
         reading = RowReading(
@@ -198,35 +115,16 @@ class Rows(RowTask):
             why_left_out=self._why_left_out,
             split_key=self._split_key,
         )
-        user_s = spec.judge_limit_s if self._functions else 0.0
-        sandbox_s = WALL_S + SPARE_VERIFY_S if spec.runs_programs else 0.0
-        limits = TaskLimits(
-            # Only the user knows how long a full solution of these rows is.
-            max_reply_tokens=spec.max_reply_tokens or _MAX_REPLY_TOKENS,
-            max_reward=spec.max_reward,
-            min_reward=spec.min_reward,
-            max_goldless_frac=1.0,
-            verify_limit_s=(user_s + sandbox_s) or None,
-        )
-        judges = [
-            f"{self._functions[name].ref} {self._functions[name].digest}"
-            if name in self._functions
-            else _VERSIONS.get(name, name)
-            for name in spec.reward
-        ]
-        super().__init__(
-            spec,
-            reading,
-            limits,
-            source=spec.source,
-            prompt=spec.prompt,
-            verifier=" ".join([_VERIFIER, *judges]),
-        )
-
-    def warm_up(self) -> None:
-        """Load the user's functions into this process. Raises: ConfigError like `user_code.load_code`."""
-        for reward in self._functions.values():
-            reward.load()
+        # Only the user knows how long a full solution of these rows is.
+        tokens = spec.max_reply_tokens or _MAX_REPLY_TOKENS
+        sandbox_s = WALL_S + SPARE_VERIFY_S if spec.runs_programs else None
+        limits = TaskLimits(max_reply_tokens=tokens, max_goldless_frac=1.0, verify_limit_s=sandbox_s)
+        super().__init__(spec, reading, limits, rewards=spec.reward, source=spec.source, prompt=spec.prompt)
+        self.is_costly = spec.runs_programs and not self._functions
+        readers = _ANSWER_FORMS | {
+            name: (one.require_gold, one.allowed) for name, one in self._graders.items()
+        }
+        self._readers = {name: readers[name] for name in spec.reward if name in readers}
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the row's prompt: its messages, or one user message."""
@@ -236,67 +134,9 @@ class Rows(RowTask):
         messages = [Message(role=message["role"], content=message["content"]) for message in prompt]
         return pose_messages(messages, self._spec.thinking)
 
-    async def verify(self, example: Example, text: str) -> Outcome:
-        """Add the rewards up; those of TRL's form judge a group of one.
-
-        Raises: any exception of a user's function; TypeError or ValueError if its return value is not
-            allowed; SandboxError like `judge_python`.
-        """
-        return (await self.verify_group(example, [text], [await self.verify_member(example, text)]))[0]
-
-    def compares(self, example: Example) -> bool:
-        """Whether one of the rewards has TRL's form."""
-        return any(function.takes_group for function in self._functions.values())
-
-    async def verify_member(self, example: Example, text: str) -> Outcome:
-        """Add up the rewards that judge each reply alone. Raises: as `verify`."""
-        parts: Parts = {}
-        outcome = Outcome(parts={})
-        for name, weight in self._weights.items():
-            function = self._functions.get(name)
-            if function is not None and function.takes_group:
-                continue
-            if function is not None:
-                scores = await function.score({**self._values_of(example), "reply": text})
-            elif name == _SANDBOXED:
-                outcome = await self._run_tests(example, text)
-                scores = {name: outcome.parts["correct"]}
-            else:
-                scores = {name: score_built_in(name, text, example.fields["answer"])}
-            parts |= _weigh(scores, weight)
-        return replace(outcome, parts=parts)
-
-    async def verify_group(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> list[Outcome]:
-        """Add the rewards of TRL's form, each of which gets all replies. Raises: as `verify`."""
-        judged = list(outcomes)
-        for name, function in self._functions.items():
-            if not function.takes_group:
-                continue
-            found = await function.score_group(self._values_of(example), texts)
-            for place, scores in enumerate(found):
-                if isinstance(scores, Failure):
-                    judged[place] = replace(judged[place], failure=judged[place].failure or scores)
-                    continue
-                parts = {**judged[place].parts, **_weigh(scores, self._weights[name])}
-                judged[place] = replace(judged[place], parts=parts)
-        return [
-            replace(one, is_correct=None if one.reward is None else one.reward >= self._full_marks)
-            for one in judged
-        ]
-
-    def _values_of(self, example: Example) -> dict[str, Any]:
-        """Return what functions may take, but for the replies."""
-        values = {**example.fields["columns"], "prompt": example.fields["prompt"]}
-        # Without `task.answer` a column of that name stays what it is.
-        if self._spec.answer is not None or "answer" not in values:
-            values["answer"] = example.fields["answer"]
-        return values
-
     def program_form(self, example: Example) -> ProgramForm | None:
         """Return how a reply's program is used, if its tests alone decide."""
-        if self._spec.reward != (_SANDBOXED,) or example.fields.get("answer") is None:
+        if self._spec.reward != (SANDBOXED,) or example.fields.get("answer") is None:
             return None
         return ProgramForm(entry_point=next(iter(read_tests(example.fields["answer"]).names), None))
 
@@ -307,29 +147,37 @@ class Rows(RowTask):
             names = {**example.fields["columns"], "answer": show_answer(answer)}
             return (fill(self._spec.gold, names),)
         first = self._spec.reward[0]
-        if answer is None or first in ("json-schema", _SANDBOXED):
+        if answer is None or first in _ANSWER_FORMS:
             return ()
-        return (f"\\boxed{{{show_answer(answer)}}}" if first == "math" else show_answer(answer),)
+        gold = example.answer or ""
+        return (f"\\boxed{{{gold}}}" if first == "math" else gold,)
 
-    def _read_splits(self) -> SplitExamples:
-        splits = super()._read_splits()
-        if splits.train and splits.held_out:
-            return splits
-        left = ", ".join(f"{number} {why}" for why, number in splits.left_out.items())
-        raise DataError(
-            f"task.source={self._source} has {len(splits.train)} training and {len(splits.held_out)}"
-            f" held-out examples; rows left out: {left}",
-            allowed="at least one row in each split",
-            next_step="add rows, or the answers that are missing",
-        )
+    def _values_of(self, example: Example) -> dict[str, Any]:
+        values = {**example.fields["columns"], "prompt": example.fields["prompt"]}
+        # Without `task.answer` a column of that name stays what it is.
+        if self._spec.answer is not None or "answer" not in values:
+            values["answer"] = example.fields["answer"]
+        return values
 
-    async def _run_tests(self, example: Example, text: str) -> Outcome:
-        tests = read_tests(example.fields["answer"])
+    def _gold_of(self, example: Example) -> Any:
+        return example.fields["answer"]
+
+    def _asked(self, example: Example) -> str:
+        prompt = example.fields["prompt"]
+        return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
+
+    async def _judge(self, name: str, example: Example, text: str) -> Outcome:
+        if name != SANDBOXED:
+            return await super()._judge(name, example, text)
+        tests = read_tests(self._gold_of(example))
         code = extract_python(text, tests.names)
         if code is None:
             return no_code_outcome(None)
         job = replace(tests, source=code, wall_s=WALL_S)
         return judged_outcome(code, await judge_for(self._spec, job))
+
+    def _read_splits(self) -> SplitExamples:
+        return require_both(super()._read_splits(), self._source)
 
     def _why_left_out(self, row: Row, split: Split) -> str | None:
         self._require_columns(row)
@@ -352,18 +200,17 @@ class Rows(RowTask):
                 f"asks what {first_row.place} asks, with another answer: {show_answer(answer)[:60]!r}",
                 f"the answer of that row, {show_answer(first_answer)[:60]!r}",
             )
-        for name in self._spec.reward:
-            if name not in _ANSWER_FORMS:
-                continue
-            read, form = _ANSWER_FORMS[name]
+        gold = None if answer is None else show_answer(answer)
+        for name, (read, form) in self._readers.items():
             try:
-                read(answer)
+                found = read(answer)
             except ValueError as error:
                 raise _malformed(row, f"has an answer that {name} cannot read: {error}", form) from error
+            gold = found if name in self._graders else gold
         columns = {name: _to_json(value) for name, value in row.values.items()}
         columns = {name: value for name, value in columns.items() if value is not ...}
         fields = {"prompt": prompt, "answer": answer, "columns": columns}
-        return make_example(self._spec.name, fields, None if answer is None else show_answer(answer))
+        return make_example(self._spec.name, fields, gold)
 
     def _require_columns(self, row: Row) -> None:
         """Refuse a row that lacks a column which the settings or the functions name.
@@ -378,8 +225,8 @@ class Rows(RowTask):
         if spec.answer is not None:
             required[spec.answer] = f"task.answer={spec.answer!r}"
         for reward in self._functions.values():
-            reader = f"{reward.ref} (line {reward.signature.line}) takes it"
-            required |= {name: reader for name in reward.signature.required if name not in RESERVED}
+            taken = (name for name in reward.signature.required if name not in RESERVED)
+            required |= dict.fromkeys(taken, f"{reward.where} takes it")
         missing = [f"{name!r} ({reader})" for name, reader in required.items() if name not in row.values]
         if missing:
             columns = ", ".join(row.values) or "none"
@@ -387,30 +234,27 @@ class Rows(RowTask):
 
     def _prompt_of(self, row: Row) -> Any:
         """Return a row's prompt: a text, or the messages of a chat. Raises: DataError naming the row."""
-        spec = self._spec
+        prompt = row.values.get(self._spec.prompt)
         if self._names:
-            prompt: Any = fill(
-                spec.prompt, {name: show_answer(_to_json(row.values[name])) for name in self._names}
-            )
-        else:
-            prompt = row.values[spec.prompt]
+            values = {name: show_answer(_to_json(row.values[name])) for name in self._names}
+            prompt = fill(self._spec.prompt, values)
         if isinstance(prompt, str) and prompt.strip():
             return prompt
-        messages = prompt if isinstance(prompt, list) else [None]
+        messages = prompt if isinstance(prompt, list) else []
         if (
             messages
             and all(
                 isinstance(one, dict) and one.get("role") in _ROLES and isinstance(one.get("content"), str)
                 for one in messages
             )
-            and prompt[-1]["role"] == "user"
+            and messages[-1]["role"] == "user"
         ):
-            return [{"role": message["role"], "content": message["content"]} for message in prompt]
+            return [{"role": message["role"], "content": message["content"]} for message in messages]
         raise _malformed(
             row,
             f"asks {prompt!r:.80}",
-            "a text that is not empty, or a list of messages with role (system, user, assistant) and content,"
-            " the last one the user's",
+            f"a text that is not empty, or messages with role ({', '.join(_ROLES)}) and content, the last one"
+            " the user's",
         )
 
     def _answer_of(self, row: Row) -> Any:
@@ -419,13 +263,9 @@ class Rows(RowTask):
         return None if answer in ("", ...) else answer
 
 
-def _weigh(scores: Parts, weight: float) -> Parts:
-    return {key: None if value is None else weight * value for key, value in scores.items()}
-
-
 _ANSWER_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "json-schema": (read_schema, "a JSON Schema, as a table or its text"),
-    _SANDBOXED: (
+    SANDBOXED: (
         read_tests,
         "Python such as assert double(2) == 4, as a text or a list, or inputs and outputs; see docs/tasks.md",
     ),

@@ -26,7 +26,7 @@ from strop.spec.run import RunSpec
 from strop.store.data_files import DataFile, locate_named, note_data_file
 from strop.tasks import Task
 from strop.tasks.prompt import PromptFormat, resolve_prompt_format
-from strop.tasks.rows.arrow import find_saved_split, is_saved
+from strop.tasks.rows.layout import find_saved_split, is_saved
 from strop.tokenizer import Tokenizer
 
 OVERLONG = "longer than the model's positions"

@@ -1,0 +1,213 @@
+"""Judge replies that end in one answer: a number, a formula, a whole number of the AIME, a letter, a text.
+
+Judged is what a reply says behind its last closed thinking block, without the problems that it poses itself
+behind its answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+from unicodedata import normalize
+
+from strop.rollout import Example, Outcome
+from strop.tasks.answers import judged_text, parse_number, show_answer, text_after_thinking
+from strop.tasks.mathematics.answers import (
+    FoundAnswer,
+    find_answer,
+    find_number,
+    first_marked,
+    is_marked,
+    marked_answer,
+    marked_numbers,
+    read_fraction,
+    read_number,
+)
+from strop.tasks.mathematics.equivalence import Strictness, answer_forms, answers_equal, parse_exact
+from strop.tasks.mathematics.normal_form import normal_form
+from strop.tasks.overlap import normal_text
+from strop.tasks.rows.row_task import gold_of
+from strop.tasks.task import right_or_wrong
+
+_INTEGER = re.compile(r"(?<![\w.,])-?[0-9]{1,30}(?![\w]|[.,][0-9])")
+_MAX_AIME = 999
+_MAX_AIME_CHARS = 100
+
+
+class Grader(NamedTuple):
+    """How the answers of one kind are read and compared."""
+
+    read_gold: Callable[[Any], str | None]
+    """Return a row's answer as it is compared; None: it is no answer of this kind."""
+    allowed: str
+    """What `read_gold` reads."""
+    judge: Callable[[Example, str, str], Outcome]
+    """Judge a reply to an example with this question."""
+
+    def require_gold(self, value: Any) -> str:
+        """Return a row's answer as it is compared. Raises: ValueError if it is none."""
+        answer = self.read_gold(value)
+        if answer is None:
+            raise ValueError(f"{value!r:.80}")
+        return answer
+
+
+_read_gold_number = lru_cache(maxsize=1024)(read_number)
+
+
+def _judge_number(example: Example, text: str, question: str) -> Outcome:
+    """Compare values; `format_ok`: a number follows '####'."""
+    judged = judged_text(text, lambda part: first_marked(part) is not None or is_marked(part), question) or ""
+    found, gold = find_number(judged, question), _read_gold_number(gold_of(example))
+    extracted, value = found or (None, None)
+    is_correct = gold is not None and value is not None and value == gold.value
+    format_ok = any(marked.value is not None for marked in marked_numbers(judged))
+    return right_or_wrong(is_correct, format_ok=format_ok, extracted=extracted)
+
+
+def _judge_formula(example: Example, text: str, question: str, *, strictness: Strictness) -> Outcome:
+    """Compare final answers; `format_ok`: exactly one box, or without boxes one answer sentence.
+
+    Raises: ConfigError if math-verify is needed and not installed; any exception of math-verify about the
+        gold answer.
+    """
+    gold = gold_of(example)
+    answer = find_answer(judged_text(text, is_marked, question) or "")
+    if answer is None:
+        return right_or_wrong(False, format_ok=False)
+    is_formed = answer.num_marks == 1
+    may_count = strictness is not Strictness.STRICT or (answer.is_boxed and is_formed)
+    is_correct = may_count and answers_equal(gold, answer.text, strictness)
+    return right_or_wrong(is_correct, format_ok=is_formed, extracted=answer.text)
+
+
+def _judge_integer(example: Example, text: str, question: str) -> Outcome:
+    """Compare whole numbers, without a mark the last one; `format_ok`: it is one of the AIME's."""
+    gold = gold_of(example)
+    judged = judged_text(text, is_marked, question) or ""
+    answer, number = find_answer(judged), None
+    if answer is not None and len(answer.text) <= _MAX_AIME_CHARS:
+        read = parse_exact(answer_forms(gold, answer.text)[1])
+        number = None if read is None or read.value.denominator != 1 else int(read.value)
+    if number is None and marked_answer(judged) is None and (last := _INTEGER.findall(judged)):
+        answer, number = FoundAnswer(last[-1], is_boxed=False, num_marks=0), int(last[-1])
+    return right_or_wrong(
+        answer is not None and number is not None and answers_equal(gold, answer.text, Strictness.STANDARD),
+        format_ok=number is not None and 0 <= number <= _MAX_AIME,
+        extracted=None if answer is None else answer.text,
+    )
+
+
+_LETTERS = "ABCD"
+_END = r"(?!'?[A-Za-z0-9_])"
+_LETTER_ALONE = re.compile(r"[\W_]*(?:\\boxed\{(?:\\text\{)?)?([A-D])[\W_]*")
+_PHRASE = re.compile(
+    r"(?:\b(?:answer|(?:right|correct|best) (?:choice|option))\b"
+    r"(?:[^\w.;?!\n]+(?:is|be|must|should|would|to|the|this|question|therefore|thus|clearly|option|choice|letter)\b)*"
+    rf"[^\w.;?!]*|\\boxed\{{[^\w]*(?:text\{{[^\w]*)?)"
+    # A small letter may be an article, unless it is the last word.
+    rf"((?-i:[A-D]){_END}|[a-d](?=[)\].*_$}}]*\s*\Z))",
+    re.IGNORECASE,
+)
+_CLAIM = re.compile(
+    r"(?<![A-Za-z0-9_'])[A-D](?=\W{1,3}(?:is|must be) (?:the )?(?:most |best )?"
+    r"(?:correct|right|better|best|true|answer)\b)"
+)
+# At the start of a sentence 'A' may be an article, and 'B cells' are no choice.
+_LETTER = re.compile(
+    rf"(?:(?:^|(?<=[.!?] ))[*(]*[A-D]{_END}(?! (?!because|since|as|is|was|must|for|due|best|and|or|but)[a-z])"
+    rf"|(?<![A-Za-z0-9_'.!?])(?<![.!?] )(?!^)[A-D]{_END})"
+)
+_RULED_OUT = re.compile(r"[^\w.;]*(?:is|are|was)(?:n't| not|\s+(?:in|un)\w+| wrong| false| too)\b")
+_RULES_OUT = re.compile(
+    r"(?:\b(?:not|nor|never|except|without|cannot)|n't)(?: be)?(?: option| choice)?[^\w.;]+$", re.IGNORECASE
+)
+_SEVERAL = re.compile(
+    rf"[^\w.;]{{0,8}}(?:,|/|&|\bor\b|\band\b)[^\w.;]{{0,8}}[A-D]{_END}(?! (?!(?:are|and|or)\b)[a-z])"
+)
+_MAX_CHOICE_CHARS = 2000
+
+
+def _judge_letter(example: Example, text: str, question: str) -> Outcome:
+    """Compare letters; `format_ok`: the first line is the letter, maybe in brackets or with a period."""
+    judged = judged_text(text, lambda part: _PHRASE.search(part) is not None, question)
+    judged = normalize("NFKC", judged or "").strip()
+    # A repeated question chooses none.
+    is_echo = judged.endswith("Answer:")
+    letter = None if is_echo else find_letter(judged, example.fields.get("choices", ()))
+    is_formed = _LETTER_ALONE.fullmatch(judged.partition("\n")[0]) is not None
+    return right_or_wrong(letter == gold_of(example), format_ok=is_formed, extracted=letter)
+
+
+def find_letter(text: str, choices: Sequence[str]) -> str | None:
+    """Return the letter that a reply chooses: one that stands alone, or is claimed, or opens the first line.
+
+    A choice in words is its letter. None if there is none, or the first line names several.
+    """
+    line = text.partition("\n")[0]
+    if alone := _LETTER_ALONE.fullmatch(line):
+        return alone[1]
+    said = normal_text(line[:_MAX_CHOICE_CHARS])
+    for letter, choice in zip(_LETTERS, map(normal_text, choices), strict=False):
+        if choice and said in (choice, f"{letter.lower()} {choice}"):
+            return letter
+    claims = [*_PHRASE.finditer(text)][-1:] or [*_CLAIM.finditer(text)][-1:]
+    letters = claims or [
+        m for m in _LETTER.finditer(line) if not _RULES_OUT.search(line[max(0, m.start() - 20) : m.start()])
+    ]
+    for match in letters:
+        if _SEVERAL.match(match.string, match.end()):
+            return None
+        if not _RULED_OUT.match(match.string, match.end()):
+            return match.group()[-1].upper()
+    return None
+
+
+def _judge_text(example: Example, text: str, question: str) -> Outcome:
+    """Compare the last line that is not empty, but for case and white space."""
+    lines = [line.strip() for line in (text_after_thinking(text) or "").splitlines() if line.strip()]
+    said = lines[-1] if lines else None
+    is_correct = said is not None and _plain(said) == _plain(gold_of(example))
+    return right_or_wrong(is_correct, format_ok=said is not None, extracted=said)
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.split()).casefold()
+
+
+def _read_number(value: Any) -> str | None:
+    text = show_answer(value).strip()
+    is_number = parse_number(text) is not None or read_fraction(text) is not None
+    return text.replace(",", "").lstrip("$") if is_number else None
+
+
+def _read_formula(value: Any) -> str | None:
+    text = show_answer(value).strip()
+    return text if normal_form(text) else None
+
+
+def _read_integer(value: Any) -> str | None:
+    text = show_answer(value).strip()
+    return str(int(text)) if re.fullmatch(r"[0-9]{1,3}", text) else None
+
+
+def _read_letter(value: Any) -> str | None:
+    if type(value) is int and 0 <= value < len(_LETTERS):
+        return _LETTERS[value]
+    return value if isinstance(value, str) and re.fullmatch("[A-D]", value) else None
+
+
+STRICTNESS: Mapping[str, Grader] = {
+    level: Grader(_read_formula, "a number, a formula or a word", partial(_judge_formula, strictness=level))
+    for level in Strictness
+}
+"""How formulas are compared, by the values of `task.strictness`."""
+GRADERS: Mapping[str, Grader] = {
+    "number": Grader(_read_number, "a number", _judge_number),
+    "math": STRICTNESS[Strictness.STANDARD],
+    "integer": Grader(_read_integer, f"a whole number from 0 to {_MAX_AIME}", _judge_integer),
+    "letter": Grader(_read_letter, "a letter from A to D, or its index from 0", _judge_letter),
+    "text": Grader(lambda value: show_answer(value) or None, "a text", _judge_text),
+}

@@ -1,0 +1,74 @@
+"""Presets: published data sets as files describe them, beside rewards of the user's own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from strop.errors import ConfigError, DataError
+from strop.rollout import Split
+from strop.tasks import build_task
+from strop.tasks.presets import Preset, PresetSpec, read_preset
+from tests.fixtures.judging import judge_replies
+from tests.fixtures.row_files import write_rows
+
+GOOD = """answer = "a"
+reward = "number"
+fields = { q = "question" }
+gold = ["{answer}"]
+max_reply_tokens = 8
+"""
+
+
+def test_every_preset_of_the_package_can_be_read() -> None:
+    import strop.tasks.presets
+
+    files = sorted(Path(strop.tasks.presets.__file__).parent.glob("*.toml"))
+    assert len(files) == 7
+    for path in files:
+        assert isinstance(read_preset(path.stem), Preset)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (('reward = "number"', 'reward = "guess"'), "reward"),
+        (('answer = "a"\n', ""), "answer"),
+        (("max_reply", "most_reply"), "most_reply_tokens"),
+        (('["{answer}"]', '["{solution}"]'), "solution"),
+        (('["{answer}"]', '["{answer"]'), "expected"),
+        (("[", "]"), "line 4"),
+    ],
+)
+def test_a_bad_preset_is_refused_by_name(tmp_path: Path, change: tuple[str, str], named: str) -> None:
+    (tmp_path / "mine.toml").write_text(GOOD)
+    assert read_preset("mine", tmp_path).reward == "number"
+    (tmp_path / "bad.toml").write_text(GOOD.replace(*change))
+    with pytest.raises(ConfigError, match=rf"preset bad\.toml: .*{named}"):
+        read_preset("bad", tmp_path)
+
+
+def test_a_column_that_the_rows_lack_is_named(tmp_path: Path) -> None:
+    write_rows(tmp_path / "rows.jsonl", [{"question": f"{n}?", "result": "#### 2"} for n in range(9)])
+    with pytest.raises(DataError, match=r"rows\.jsonl, row [0-9] .*answer"):
+        build_task(PresetSpec(name="gsm8k", source=str(tmp_path / "rows.jsonl"))).examples(Split.TRAIN)
+
+
+def test_a_preset_takes_rewards_beside_its_own(tmp_path: Path) -> None:
+    rows = [{"question": f"{n} + 1?", "answer": f"Count.\n#### {n + 1}"} for n in range(20)]
+    (tmp_path / "brief.py").write_text("def brief(reply, question): return len(reply) < len(question)\n")
+    given: dict[str, Any] = {"reward": ["number", f"{tmp_path}/brief.py:brief"], "reward_weights": [1.0, 0.5]}
+    source = str(write_rows(tmp_path / "rows.jsonl", rows))
+    spec = PresetSpec(name="gsm8k", source=source, max_reward=1.5, **given)
+    gold = build_task(spec).examples(Split.TRAIN)[0].answer
+    found = judge_replies(spec, f"{gold}", f"The answer is {gold}.", "no")
+    assert [one.parts for one in found] == [
+        {"number": 1.0, "brief": 0.5},
+        {"number": 1.0, "brief": 0.0},
+        {"number": 0.0, "brief": 0.5},
+    ]
+    assert [one.is_correct for one in found] == [True, False, False]
+    with pytest.raises(ValueError, match=r"python-tests"):
+        PresetSpec(name="gsm8k", reward="python-tests")
