@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,12 +20,12 @@ from strop.errors import ConfigError, DataError
 from strop.rollout import IntArray, Message, ToolCall
 from strop.tasks.tool_calls import (
     CallFormat,
-    Family,
     Spoken,
     describe_tools,
-    find_family,
     find_format,
+    find_renderer,
     list_schemas,
+    read_ids,
     read_reply,
     write_call,
 )
@@ -105,11 +105,11 @@ def call_format_of(tokenizer: Tokenizer, prompt_format: PromptFormat) -> CallFor
 
 
 @lru_cache(maxsize=16)
-def find_call_format(tokenizer: Tokenizer) -> tuple[CallFormat, Family | None]:
+def find_call_format(tokenizer: Tokenizer) -> tuple[CallFormat, Any]:
     """Return in which form the model's chat template writes a call so that it reads as that call.
 
-    The family is that of the form `RENDERER`. A template that writes no call, or one that nobody here reads,
-    is told of tools in words: `FENCE`.
+    With the form `RENDERER` comes the renderer. A model whose template writes no call, or one that nobody
+    here reads, is told of tools in words: `FENCE`.
     """
     if not tokenizer.has_chat_template:
         return CallFormat.FENCE, None
@@ -126,20 +126,20 @@ def find_call_format(tokenizer: Tokenizer) -> tuple[CallFormat, Family | None]:
     schemas = list_schemas([_PROBE_TOOL])
     if (form := find_format(written[len(before) :], _PROBE_CALL, schemas)) is not None:
         return form, None
-    family = find_family(tokenizer, written[len(before) :], _PROBE_CALL, [_PROBE_TOOL])
-    return (CallFormat.FENCE, None) if family is None else (CallFormat.RENDERER, family)
+    renderer = find_renderer(tokenizer, written[len(before) :], _PROBE_CALL, [_PROBE_TOOL])
+    return (CallFormat.FENCE, None) if renderer is None else (CallFormat.RENDERER, renderer)
 
 
 def read_with_tools(
     tokenizer: Tokenizer, prompt_format: PromptFormat, text: str, reply_ids: IntArray, tools: Sequence[str]
 ) -> Spoken:
     """Take a reply apart, given as text and as ids. `tools`: functions in OpenAI's form, as JSON."""
-    form, family = CallFormat.FENCE, None
-    if prompt_format is PromptFormat.CHAT:
-        form, family = find_call_format(tokenizer)
-    if tools and family is not None:
-        return family.read(reply_ids, tools)
-    return read_reply(text, form if family is None else CallFormat.FENCE, list_schemas(tools))
+    form, renderer = (
+        find_call_format(tokenizer) if prompt_format is PromptFormat.CHAT else (CallFormat.FENCE, None)
+    )
+    if tools and renderer is not None:
+        return read_ids(renderer, text, reply_ids, tools)
+    return read_reply(text, form if renderer is None else CallFormat.FENCE, list_schemas(tools))
 
 
 _PROBE_CALL = ToolCall(name="get_weather", arguments='{"city": "Paris", "days": 3}', call_id="000000000")

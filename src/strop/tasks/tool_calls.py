@@ -478,48 +478,41 @@ class _Adapter:
         return self._tokenizer.vocab
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A renderer that reads the replies of a model."""
-
-    renderer: Any
-    tokenizer: Tokenizer
-
-    def read(self, reply_ids: IntArray, tools: Sequence[str]) -> Spoken:
-        """Take a reply apart, its terminator included. `tools`: functions in OpenAI's form, as JSON."""
-        schemas = list_schemas(tools)
-        told = []
-        for one in (json.loads(tool)["function"] for tool in tools):
-            # Each value is told to be a text, and typed here as of all families: the package's types differ.
-            texts = {key: {"type": "string"} for key in schemas[one["name"]].get("properties") or ()}
-            told.append({**one, "parameters": {**schemas[one["name"]], "properties": texts}})
-        found = self.renderer.parse_response(reply_ids.tolist(), tools=told)
-        if found.reasoning_complete is False:
-            return Spoken(content="", reasoning=found.reasoning_content)
-        calls, mistakes = [], []
-        for one in found.tool_calls:
-            values = one.arguments if isinstance(one.arguments, dict) else {}
-            written = {key: value for key, value in values.items() if isinstance(value, str)}
-            typed = type_values(written, schemas.get(one.name, {}))
-            values = {key: value for key, value in values.items() if key not in written} | typed
-            try:
-                # A call of a tool that is not there is answered as one.
-                if one.status not in ("ok", "unknown_tool"):
-                    raise ValueError(str(one.status))
-                calls.append(_to_call(one.name or "", values))
-            except ValueError as error:
-                mistakes.append(_mistake(one.raw, error))
-        return Spoken(
-            content=found.content.strip(),
-            reasoning=found.reasoning_content,
-            calls=tuple(calls),
-            mistakes=tuple(mistakes),
-            source=(split_thought(self.tokenizer.decode(reply_ids))[1] or "").strip(),
-        )
+def read_ids(renderer: Any, text: str, reply_ids: IntArray, tools: Sequence[str]) -> Spoken:
+    """Take a reply apart by a renderer of its family; `reply_ids` are all that was sampled."""
+    schemas = list_schemas(tools)
+    told = []
+    for one in (json.loads(tool)["function"] for tool in tools):
+        # Each value is told to be a text, and typed here as of all families: the package's types differ.
+        texts = {key: {"type": "string"} for key in schemas[one["name"]].get("properties") or ()}
+        told.append({**one, "parameters": {**schemas[one["name"]], "properties": texts}})
+    found = renderer.parse_response(reply_ids.tolist(), tools=told)
+    if found.reasoning_complete is False:
+        return Spoken(content="", reasoning=found.reasoning_content)
+    calls, mistakes = [], []
+    for one in found.tool_calls:
+        values = one.arguments if isinstance(one.arguments, dict) else {}
+        written = {key: value for key, value in values.items() if isinstance(value, str)}
+        typed = type_values(written, schemas.get(one.name, {}))
+        values = {key: value for key, value in values.items() if key not in written} | typed
+        try:
+            # A call of a tool that is not there is answered as one.
+            if one.status not in ("ok", "unknown_tool"):
+                raise ValueError(str(one.status))
+            calls.append(_to_call(one.name or "", values))
+        except ValueError as error:
+            mistakes.append(_mistake(one.raw, error))
+    return Spoken(
+        content=found.content.strip(),
+        reasoning=found.reasoning_content,
+        calls=tuple(calls),
+        mistakes=tuple(mistakes),
+        source=(split_thought(text)[1] or "").strip(),
+    )
 
 
-def find_family(tokenizer: Tokenizer, written: str, call: ToolCall, tools: Sequence[str]) -> Family | None:
-    """Return the family that reads a template's own text of a call as that call; None if none does."""
+def find_renderer(tokenizer: Tokenizer, written: str, call: ToolCall, tools: Sequence[str]) -> Any:
+    """Return the renderer that reads a template's own text of a call as that call; None if none does."""
     if find_spec("renderers") is None:
         return None
     from renderers import config_from_name, create_renderer
@@ -527,11 +520,11 @@ def find_family(tokenizer: Tokenizer, written: str, call: ToolCall, tools: Seque
     ids = tokenizer.encode(written)
     for name in _NAMES:
         try:
-            family = Family(create_renderer(_Adapter(tokenizer), config_from_name(name)), tokenizer)
-            found = family.read(ids, tools).calls
+            renderer = create_renderer(_Adapter(tokenizer), config_from_name(name))
+            found = read_ids(renderer, written, ids, tools).calls
         except (AssertionError, AttributeError, KeyError, LookupError, TypeError, ValueError):
             # A tokenizer without the tokens of this family.
             continue
         if is_one(found, call):
-            return family
+            return renderer
     return None
