@@ -70,30 +70,15 @@ def mbpp_row(number: int) -> dict[str, Any]:
     }
 
 
-def test_mbpp_shows_the_problems_from_two_on_of_the_prompt_split(tmp_path: Path) -> None:
-    source = write(
-        tmp_path, prompt=[mbpp_row(n) for n in (4, 1, 2, 3)], train=[mbpp_row(601)], test=[mbpp_row(11)]
-    )
-    task = build_task(MbppSpec(name="mbpp", source=source, num_few_shot=3))
-    blocks = base_of(task).split("\n\nYou are")
-    assert [block.partition("Add ")[2].partition(".")[0] for block in blocks] == ["2", "3", "4", "11"]
-    assert blocks[0] == (
-        "You are an expert Python programmer, and here is your task: Add 2."
+def test_mbpp_asks_as_lm_eval(tmp_path: Path) -> None:
+    source = write(tmp_path, train=[mbpp_row(601)], test=[mbpp_row(11)])
+    task = build_task(MbppSpec(name="mbpp", source=source))
+    assert base_of(task) == (
+        "You are an expert Python programmer, and here is your task: Add 11."
         " Your code should pass these tests:"
-        "\n\nassert f(0) == 2\nassert f(1) == 3\nassert f(2) == 4\n[BEGIN]\n"
-        "def f(x):\n    return x + 2\n[DONE]"
+        "\n\nassert f(0) == 11\nassert f(1) == 12\nassert f(2) == 13\n[BEGIN]\n"
     )
-    assert base_of(task).endswith("\n[BEGIN]\n")
     assert set(task.limits.stops(is_base=True)) == {"[DONE]", "\n```"}
-    with pytest.raises(DataError, match=r"prompt split of .* lacks \[5\]"):
-        build_task(MbppSpec(name="mbpp", source=source, num_few_shot=4)).examples(Split.HELD_OUT)
-
-
-def test_shots_of_a_single_file_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, mbpp=[mbpp_row(n) for n in range(11, 40)])
-    task = build_task(MbppSpec(name="mbpp", source=str(tmp_path / "mbpp.jsonl"), num_few_shot=3))
-    with pytest.raises(DataError, match=r"is one file, and solved examples have a split of their own"):
-        task.examples(Split.HELD_OUT)
 
 
 def test_auto_follows_the_model_and_another_word_is_refused(tmp_path: Path) -> None:

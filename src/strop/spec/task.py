@@ -216,29 +216,6 @@ SOURCE_HELP = (
 )
 
 
-class FewShot(TaskSection):
-    """Base of tasks that can show solved examples first."""
-
-    num_few_shot: int = Field(
-        default=0,
-        ge=0,
-        le=16,
-        description="Solved examples from the data before the problem, in plain text. A chat shows none.",
-        json_schema_extra=expert("published scores are measured with few-shot examples"),
-    )
-
-    @model_validator(mode="after")
-    def _check_shots(self) -> Self:
-        if self.num_few_shot and self.prompt_template is not None:
-            raise SpecConflict(
-                {"task.num_few_shot": self.num_few_shot, "task.prompt_template": self.prompt_template},
-                "solved examples are worded as the task words its own problems",
-                allowed="solved examples, or a wording of the run's own",
-                next_step="remove one of the two; solved examples may be written into the template",
-            )
-        return self
-
-
 class HeldOutRows(TaskSection):
     """Base of tasks with rows for evaluation."""
 

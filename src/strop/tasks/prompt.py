@@ -162,11 +162,6 @@ _PROBE_TOOL = json.dumps(
 )
 
 
-def join_shots(shots: Sequence[tuple[str, str]]) -> str:
-    """Join solved examples, each a prompt and its target, as lm-eval does: a blank line follows each."""
-    return "".join(f"{prompt}{target}\n\n" for prompt, target in shots)
-
-
 def resolve_prompt_format(tokenizer: Tokenizer, prompt_format: PromptFormat | str) -> PromptFormat:
     """Decide between chat and base.
 

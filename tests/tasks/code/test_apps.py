@@ -52,7 +52,7 @@ def apps(tmp_path: Path, rows: list[dict[str, Any]] | None = None, **settings: A
 def test_items_without_two_tests_are_dropped_and_counted(tmp_path: Path) -> None:
     task = apps(tmp_path)
     assert [e.fields["question"][:3] for e in task.examples(Split.TRAIN)] == ["Add", "Ret", "Say"]
-    assert task.left_out == {"fewer than 2 tests": 2}
+    assert task.counts == {"rows left out, fewer than 2 tests": 2}
     assert describe_counts(task) == "rows left out, fewer than 2 tests: 2"
 
 
@@ -88,7 +88,7 @@ def test_a_program_whose_package_a_sandbox_cannot_show_has_no_score(tmp_path: Pa
 def test_items_with_too_large_tests_are_dropped_and_counted(tmp_path: Path) -> None:
     large = row("Say 5.", "print(5)", {"inputs": ["", "x" * (8 << 20)], "outputs": ["5", "5"]})
     task = apps(tmp_path, [SUM, large])
-    assert (len(task.examples(Split.TRAIN)), dict(task.left_out)) == (1, {"tests too large": 1})
+    assert (len(task.examples(Split.TRAIN)), dict(task.counts)) == (1, {"rows left out, tests too large": 1})
 
 
 def test_the_self_test_finds_nothing(tmp_path: Path) -> None:

@@ -77,10 +77,10 @@ def test_math_leaves_out_rows_without_a_level_and_other_levels_and_counts_them(m
     assert answers(math(math_folder), Split.TRAIN) == [
         *("-5", r"\frac{1}{2}", "(x-1)(x+1)", r"(-\infty, 3]", r"\$1,\!234.50")
     ]
-    assert math(math_folder).left_out == {"Level ?": 1}
+    assert math(math_folder).counts == {"rows left out, Level ?": 1}
     some = math(math_folder, min_level=2)
     assert answers(some, Split.TRAIN) == ["-5", "(x-1)(x+1)", r"(-\infty, 3]", r"\$1,\!234.50"]
-    assert some.left_out == {"Level 1": 1, "Level ?": 1}
+    assert some.counts == {"rows left out, Level 1": 1, "rows left out, Level ?": 1}
     assert some.version != math(math_folder).version
 
 
@@ -94,7 +94,7 @@ def test_training_problems_that_are_held_out_too_are_left_out_and_counted(math_f
     task = math(math_folder)
     assert "-5" not in answers(task, Split.TRAIN)
     assert "-5" in answers(task, Split.HELD_OUT)
-    assert task.left_out == {"Level ?": 1, "held out too": 1}
+    assert task.counts == {"rows left out, Level ?": 1, "rows left out, held out too": 1}
 
 
 @pytest.mark.parametrize("strictness", ["strict", "standard", "symbolic"])
@@ -166,7 +166,7 @@ def test_deepscaler_is_one_json_list_held_out_by_content(tmp_path: Path) -> None
     assert len(task.examples(Split.HELD_OUT)) + len(task.examples(Split.TRAIN)) == 20
     assert len(task.examples(Split.HELD_OUT)) in (1, 2)
     assert isinstance(task, RowTask)
-    assert task.left_out == {"without an answer": 1}
+    assert task.counts == {"rows left out, without an answer": 1}
     assert run_self_test(task, task.examples(Split.TRAIN)) == []
     assert task.limits.max_reply_tokens == 4096
 
@@ -220,7 +220,7 @@ def test_mmlu_reads_the_hubs_files(mmlu_folder: Path) -> None:
     assert answers(task, Split.TRAIN) == ["D"]
     assert run_self_test(task, task.examples(Split.HELD_OUT)) == []
     assert isinstance(task, RowTask)
-    assert task.left_out == {"held out too": 1}
+    assert task.counts == {"rows left out, held out too": 1}
 
 
 ROW = {"level": "Level 1", "answer": 0, "choices": list("abcd")}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +14,7 @@ from pydantic import Field
 from strop.errors import DataError
 from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec.base import Unhashed, expert
-from strop.spec.task import SOURCE_HELP, CodeTaskSection, EvaluationRows, FewShot, TrainingRows
+from strop.spec.task import SOURCE_HELP, CodeTaskSection, EvaluationRows, TrainingRows
 from strop.tasks.code.extraction import (
     SPARE_VERIFY_S,
     WALL_S,
@@ -31,7 +31,7 @@ from strop.tasks.code.extraction import (
     used_names,
 )
 from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
-from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_shot_rows
+from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import (
     RowReading,
     RowTask,
@@ -52,12 +52,10 @@ _MAX_TESTS_BYTES = 8 << 20
 """Larger tests do not fit into the messages between a pool and its workers; few problems have them."""
 _PACKAGES = ("numpy",)
 """What programs that are tested by such tables may import."""
-_FIRST_SHOT_ID = 2
-"""lm-eval shows the problems 2, 3 and 4 of MBPP's prompt split."""
 _VERIFIER = "python-programs-1"
 
 
-class MbppSpec(FewShot, CodeTaskSection, TrainingRows):
+class MbppSpec(CodeTaskSection, TrainingRows):
     """Short Python functions, in the columns of MBPP."""
 
     name: Literal["mbpp"]
@@ -179,9 +177,6 @@ class CodeTask(RowTask):
         fields = example.fields
         return {**fields, "tests": "\n".join(fields["tests"][: fields["num_shown"]])}
 
-    def _shot_target(self, shot: Example) -> str:
-        return f"{shot.answer}{self._data.ending}"
-
     def _why_left_out(self, row: Row, split: Split) -> str | None:
         if not isinstance(self._spec, AppsSpec):
             return None
@@ -196,19 +191,7 @@ class CodeTask(RowTask):
     def _read_splits(self) -> SplitExamples:
         if self._source == PACKAGE_SOURCE:
             self._source = str(_package_file())
-        splits = super()._read_splits()
-        if not self._num_few_shot:
-            return splits
-        numbers = range(_FIRST_SHOT_ID, _FIRST_SHOT_ID + self._num_few_shot)
-        rows = {row.values.get("task_id"): row for row in read_shot_rows(self._source, self._data.layout)}
-        missing = [number for number in numbers if number not in rows]
-        if missing:
-            raise DataError(
-                f"task.num_few_shot={len(numbers)}, and the prompt split of {self._source} lacks {missing}",
-                allowed=f"problems {numbers.start} to {numbers.stop - 1} in the prompt split",
-                next_step="lower task.num_few_shot, or fetch the data set again",
-            )
-        return replace(splits, shots=tuple(self._data.to_example(rows[number]) for number in numbers))
+        return super()._read_splits()
 
 
 def _to_job(fields: Mapping[str, Any], program: str) -> JudgeJob:
@@ -368,7 +351,6 @@ _DATA_SETS = {
         layout=DataLayout(
             train=("full/train-00000-of-00001.parquet",),
             held_out=("full/test-00000-of-00001.parquet",),
-            shots=("full/prompt-00000-of-00001.parquet",),
         ),
         to_example=_to_mbpp,
         question="question",

@@ -5,15 +5,15 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from strop.errors import DataError
 from strop.rollout import Example, Message, Split
-from strop.spec.task import FewShot, TaskSpec
+from strop.spec.task import TaskSpec
 from strop.tasks.overlap import normal_text
-from strop.tasks.prompt import join_shots, pose
+from strop.tasks.prompt import pose
 from strop.tasks.rows.layout import DataLayout, Row, bad_row, read_split_rows
 from strop.tasks.task import Task, TaskLimits
 from strop.tasks.version import fit_limits, hash_version
@@ -46,7 +46,6 @@ class RowTask(Task):
         self._prompt = prompt
         self._base_prompt = base_prompt
         self._verifier = verifier
-        self._num_few_shot = spec.num_few_shot if isinstance(spec, FewShot) else 0
 
     @cached_property
     def version(self) -> str:
@@ -61,14 +60,9 @@ class RowTask(Task):
         )
 
     @property
-    def left_out(self) -> Mapping[str, int]:
-        """How many rows of the data became no example, by reason; reads the data."""
-        return self._splits.left_out
-
-    @property
     def counts(self) -> Mapping[str, int]:
         """How many rows are left out, by reason; reads the data."""
-        return {f"rows left out, {reason}": count for reason, count in self.left_out.items()}
+        return {f"rows left out, {reason}": count for reason, count in self._splits.left_out.items()}
 
     def row_keys(self) -> Mapping[str, str | None]:
         """Map the number of each training row, from 0, to its example id; None: the row is left out.
@@ -77,14 +71,13 @@ class RowTask(Task):
         """
         reading = self._reading
         ids = {_question(reading, example): example.example_id for example in self._splits.train}
-        keys: dict[str, str | None] = {}
         train, _ = read_split_rows(self._source, reading.layout, split_key=reading.split_key)
-        for row in train:
-            is_left_out = reading.why_left_out(row, Split.TRAIN) is not None
-            keys[str(row.index)] = (
-                None if is_left_out else ids.get(_question(reading, reading.to_example(row)))
-            )
-        return keys
+        return {
+            str(row.index): ids.get(_question(reading, reading.to_example(row)))
+            if reading.why_left_out(row, Split.TRAIN) is None
+            else None
+            for row in train
+        }
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the problems of a split, in the order of the data.
@@ -105,7 +98,7 @@ class RowTask(Task):
         fields = self.prompt_fields(example)
         return pose(
             self._prompt.format(**fields),
-            base=self._shots + self._base_prompt.format(**fields),
+            base=self._base_prompt.format(**fields),
             thinking=self._spec.thinking,
         )
 
@@ -113,33 +106,14 @@ class RowTask(Task):
         """Return the fields of an example that the prompts may use."""
         return example.fields
 
-    def _shot_target(self, shot: Example) -> str:
-        """Return the text behind the prompt of a solved example."""
-        return f" {shot.fields['solution']}"
-
-    @cached_property
-    def _shots(self) -> str:
-        """The text before a problem in plain text; the version covers it by the ids of its examples."""
-        if not self._num_few_shot:
-            return ""
-        return join_shots(
-            [
-                (self._base_prompt.format(**self.prompt_fields(shot)), self._shot_target(shot))
-                for shot in self._splits.shots
-            ]
-        )
-
     @cached_property
     def _splits(self) -> SplitExamples:
-        splits = self._read_splits()
-        return splits if splits.shots else splits.with_shots(self._num_few_shot)
+        return self._read_splits()
 
     def _read_splits(self) -> SplitExamples:
         """Read the data. Raises: DataError like `examples`."""
-        spec = self._spec
-        return read_examples(
-            self._reading, self._source, num_train=spec.num_train, num_held_out=spec.num_held_out
-        )
+        numbers = {"num_train": self._spec.num_train, "num_held_out": self._spec.num_held_out}
+        return read_examples(self._reading, self._source, **numbers)
 
 
 def gold_of(example: Example) -> str:
@@ -147,9 +121,6 @@ def gold_of(example: Example) -> str:
     if example.answer is None:
         raise DataError(f"example {example.example_id} of task {example.task}, which has no answer")
     return example.answer
-
-
-_MAX_SHOWN = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,22 +132,6 @@ class SplitExamples:
     left_out: Mapping[str, int] = field(default_factory=dict)
     """How many rows became no example, by reason. Repeated questions are not counted."""
 
-    shots: tuple[Example, ...] = ()
-    """Solved examples before each problem; none of them is in a split."""
-
-    def with_shots(self, num_shots: int) -> SplitExamples:
-        """Move the first training examples out of the split, as solved examples.
-
-        Raises: DataError if no training example is left.
-        """
-        if num_shots and num_shots >= len(self.train):
-            raise DataError(
-                f"task.num_few_shot={num_shots} of {len(self.train)} training examples",
-                allowed="fewer shots than training examples: a shot is not trained on",
-                next_step="lower task.num_few_shot, or raise task.num_train",
-            )
-        return replace(self, shots=self.train[:num_shots], train=self.train[num_shots:])
-
     def of(self, split: Split) -> tuple[Example, ...]:
         """Return the examples of one split."""
         return self.train if split is Split.TRAIN else self.held_out
@@ -184,7 +139,7 @@ class SplitExamples:
     @property
     def digest(self) -> str:
         """Hash over all ids, which are hashes of content; for the task's version."""
-        ids = [example.example_id for example in (*self.shots, *self.train, *self.held_out)]
+        ids = [example.example_id for example in (*self.train, *self.held_out)]
         return hashlib.sha256("".join(ids).encode()).hexdigest()
 
 
@@ -217,24 +172,21 @@ def read_examples(
         source, reading.layout, num_held_out=num_held_out, split_key=reading.split_key
     )
     left_out: Counter[str] = Counter()
-    held_out = _distinct(reading, _kept(reading, held_out_rows, Split.HELD_OUT, left_out))
-    train = _distinct(reading, _kept(reading, train_rows, Split.TRAIN, left_out))
+    held_out = _by_question(reading, held_out_rows, Split.HELD_OUT, left_out)
+    train = _by_question(reading, train_rows, Split.TRAIN, left_out)
     if reading.drops_shared:
-        shared_texts = set(map(normal_text, held_out))
-        kept = {
-            question: example
-            for question, example in train.items()
-            if normal_text(question) not in shared_texts
-        }
+        texts = set(map(normal_text, held_out))
+        kept = {question: one for question, one in train.items() if normal_text(question) not in texts}
         left_out.update({"held out too": len(train) - len(kept)} if len(kept) < len(train) else {})
         train = kept
-    train, held_out = _first(train, num_train), _first(held_out, num_held_out)
-    shared = sorted(train.keys() & held_out.keys())
-    if shared:
-        shown = "; ".join(repr(question[:60]) for question in shared[:_MAX_SHOWN])
+    train, held_out = (
+        dict(list(examples.items())[:number])
+        for examples, number in ((train, num_train), (held_out, num_held_out))
+    )
+    if shared := sorted(train.keys() & held_out.keys()):
         raise DataError(
-            f"{len(shared)} of {len(held_out)} held-out questions of {source} are training questions"
-            f" too, for example {shown}",
+            f"{len(shared)} of {len(held_out)} held-out questions of {source} are training questions too, for"
+            f" example {shared[0]!r:.80}",
             allowed="no question in both splits: its score would measure memory",
             next_step="remove these rows from one of the two files",
         )
@@ -295,25 +247,16 @@ def wrong_type(row: Row, column: str, allowed: str) -> DataError:
     )
 
 
-def _kept(reading: RowReading, rows: Sequence[Row], split: Split, left_out: Counter[str]) -> list[Row]:
-    """Return the rows that are examples, and count the others by reason."""
-    kept: list[Row] = []
+def _by_question(
+    reading: RowReading, rows: Sequence[Row], split: Split, left_out: Counter[str]
+) -> dict[str, Example]:
+    """Return the examples of rows by question, the first of each; count rows that are left out by reason."""
+    found: dict[str, Example] = {}
     for row in rows:
         reason = reading.why_left_out(row, split)
         if reason is None:
-            kept.append(row)
+            example = reading.to_example(row)
+            found.setdefault(_question(reading, example), example)
         else:
             left_out[reason] += 1
-    return kept
-
-
-def _distinct(reading: RowReading, rows: Sequence[Row]) -> dict[str, Example]:
-    by_question: dict[str, Example] = {}
-    for row in rows:
-        example = reading.to_example(row)
-        by_question.setdefault(_question(reading, example), example)
-    return by_question
-
-
-def _first(examples: dict[str, Example], number: int | None) -> dict[str, Example]:
-    return dict(list(examples.items())[:number])
+    return found
