@@ -7,6 +7,7 @@ something interprets them.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import socket
 from collections.abc import Callable, Mapping
@@ -15,8 +16,9 @@ from typing import Any
 
 import pytest
 
+from strop.environments import Action, Environment
 from strop.environments.worlds import BuiltInWorld, OwnWorld
-from strop.rollout import Example, Failure, Outcome, Split
+from strop.rollout import Example, Failure, FinishReason, Outcome, Split
 from strop.spec import load_spec
 from strop.tasks import build_task
 from tests.environments.test_worlds import build, call
@@ -178,19 +180,31 @@ def place(request: pytest.FixtureRequest) -> Place:
     return make(), scripts
 
 
+async def converse(environment: Environment, example: Example, replies: list[str]) -> tuple[str, Outcome]:
+    """Attempt an example with replies, the last one repeated; return what the world said, and the outcome."""
+    said: list[str] = []
+    await environment.reset(example, 0)
+    for turn in range(environment.max_turns):
+        text = replies[min(turn, len(replies) - 1)]
+        result = await environment.step(Action(text=text, finish_reason=FinishReason.EOS))
+        said += [message.text for message in result.messages]
+        if result.done:
+            break
+    return "\n".join(said), await environment.score()
+
+
 def play(world: World, scripts: list[Script], texts: Mapping[str, str]) -> list[tuple[str, str, Outcome]]:
     """Play each text in each place; return its name, what the world said, and the outcome."""
     example: Example = world.examples(Split.TRAIN)[0]
 
     async def attempt(turn: asyncio.Semaphore, kind: str, replies: list[str]) -> tuple[str, str, Outcome]:
-        said: list[str] = []
         async with turn:
             environment = world.make_environment()
             try:
-                outcome = await world.converse(environment, example, replies, said)
+                said, outcome = await converse(environment, example, replies)
             finally:
                 await environment.close()
-        return kind, "\n".join(said), outcome
+        return kind, said, outcome
 
     async def play_all() -> list[tuple[str, str, Outcome]]:
         turn = asyncio.Semaphore(AT_ONCE)
@@ -216,7 +230,8 @@ def test_who_claims_success_or_ends_is_scored_and_not_paid(place: Place) -> None
 
 
 def test_the_file_of_its_class_cannot_be_written(place: Place) -> None:
-    writes = {kind: fill(text, FILE=f"'{place[0].file}'") for kind, text in WRITES.items()}
+    file = inspect.getfile(type(place[0].make_own()))
+    writes = {kind: fill(text, FILE=f"'{file}'") for kind, text in WRITES.items()}
     assert {kind for kind, said, _ in play(*place, writes) if SHOWN in said} == set()
 
 
@@ -248,9 +263,9 @@ def test_no_attempt_finds_the_notes_of_another(place: Place) -> None:
         first, second = world.make_environment(), world.make_environment()
         try:
             for script in scripts:
-                await world.converse(first, example, script(note), [])
+                await converse(first, example, script(note))
             for script in scripts:
-                await world.converse(second, example, script(read), said)
+                said += [(await converse(second, example, script(read)))[0]]
         finally:
             await first.close()
             await second.close()

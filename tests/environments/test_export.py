@@ -83,7 +83,7 @@ def test_a_package_holds_the_module_the_settings_and_the_class(run: Run, own: Pa
     [
         (("arithmetic", "agent=python agent.py"), "x", "a program conducts its attempts"),
         (("verifiers", "taskset=other"), "x", "conducts its attempts already"),
-        (("llm-judge", "source=x", *ROLE_JUDGE), "x", "started by a run"),
+        (("llm-judge", "source=x", *ROLE_JUDGE), "x", "a run starts its judge"),
         (("guess-number", "thinking=on"), "x", "task.thinking"),
         (("guess-number", "no_such=1"), "x", "no_such"),
         (("no-such-thing",), "x", "no-such-thing"),

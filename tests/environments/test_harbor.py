@@ -10,12 +10,17 @@ from typing import Any
 import pytest
 
 from strop.audit import self_test
-from strop.environments.harbor.directories import digest_tree, list_directories
-from strop.environments.harbor.environment import Harbor, HarborSpec, Image, choose_engine, parse_rewards
+from strop.environments.harbor import (
+    Harbor,
+    HarborSpec,
+    Image,
+    choose_engine,
+    digest_tree,
+    list_directories,
+    parse_rewards,
+)
 from strop.errors import ConfigError, DataError
 from strop.rollout import FailureOwner, Split, make_example
-from strop.sandbox.allowlist import parse_network
-from strop.sandbox.contract import MIB
 from strop.tasks import Task, build_task
 from tests.environments.test_worlds import call
 from tests.environments.test_worlds import play_here as play
@@ -40,27 +45,23 @@ def test_a_directory_is_read(tmp_path: Path) -> None:
     task = read(tmp_path)
     assert task.instruction == FILES["instruction.md"]
     asked, config = task.config.environment, task.config
-    assert (asked.memory_bytes, asked.disk_bytes, asked.cpus) == (256 * MIB, 64 * MIB, 1.0)
+    assert (asked.memory_mb, asked.storage_mb, asked.cpus) == (256.0, 64.0, 1.0)
     limits = (config.agent.timeout_sec, config.verifier.timeout_sec, asked.build_timeout_sec)
     assert limits == (60.0, 5.0, 60.0)
-    assert (task.agent_network, task.test_network, task.is_separate) == ("none", "none", False)
+    networks = [task.network_of(phase) for phase in (config.agent, config.verifier)]
+    assert (networks, task.is_separate) == (["none", "none"], False)
     (tmp_path / "add/tests/test.sh").write_text("echo")
     assert list_directories(tmp_path, ())["add"].digest != task.digest
 
 
-def test_an_older_schema_and_lists_of_hosts_are_read(tmp_path: Path) -> None:
+def test_an_older_schema_is_read(tmp_path: Path) -> None:
     config = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\nallow_internet = false\n'
     task = read(tmp_path, config=config)
     asked = task.config.environment
-    assert (asked.memory_bytes, asked.disk_bytes, task.test_network) == (2048 * MIB, 512 * MIB, "none")
+    assert (asked.memory_mb, asked.storage_mb, asked.network_mode) == (2048.0, 512.0, "no-network")
     assert (task.config.agent.timeout_sec, task.config.verifier.timeout_sec) == (None, 600.0)
-    assert read(tmp_path, config="").agent_network == "host"
-    listed = 'network_mode = "allowlist"\nallowed_hosts = ["packages.example", "2001:db8::1"]\n'
-    config = CONFIG.replace('network_mode = "no-network"\n', listed)
-    found = parse_network(read(tmp_path, config=config).test_network)
-    assert found is not None
-    assert found.has("packages.example", 443)
-    assert found.has("2001:db8::1", 80)
+    usual = read(tmp_path, config="")
+    assert usual.network_of(usual.config.agent) == "host"
 
 
 @pytest.mark.parametrize(
@@ -71,13 +72,13 @@ def test_an_older_schema_and_lists_of_hosts_are_read(tmp_path: Path) -> None:
         ({"config": CONFIG.replace("gpus = 0", "gpus = 1")}, "environment.gpus"),
         ({"config": CONFIG + "[[steps]]\nname = 'one'\n"}, "steps"),
         ({"config": CONFIG.replace("[agent]", "[agent]\nuser = 'agent'")}, "agent.user"),
-        ({"config": CONFIG.replace('"5"', '"${HOME}"')}, "variables of this machine"),
-        ({"config": CONFIG.replace("artifacts = []", 'artifacts = ["a"]')}, "paths begin with /"),
+        ({"config": CONFIG.replace('"5"', '"${HOME}"')}, "environment.env|verifier.env|solution.env"),
+        ({"config": CONFIG.replace("artifacts = []", 'artifacts = ["a"]')}, "artifacts"),
         ({"config": CONFIG.replace("memory_mb = 256", 'memory = "much"')}, "could not convert"),
         ({"config": CONFIG.replace("timeout_sec = 5.0", "timeout_sec = 0")}, "verifier.timeout_sec"),
         ({"config": CONFIG.replace("5.0", '5.0\nnetwork_mode = "public"')}, "another network"),
         ({"config": CONFIG + 'os = "windows"\n'}, "environment.os"),
-        ({"config": CONFIG.replace("no-network", "allowlist")}, "allowed_hosts"),
+        ({"config": CONFIG.replace("no-network", "allowlist")}, "environment.network_mode"),
         ({"tests__test": None}, "no tests/test.sh"),
         ({"dockerfile": None}, "neither environment.docker_image nor"),
         ({"instruction": None}, "instruction.md"),

@@ -19,7 +19,7 @@ from strop.engine import GenerationRequest
 from strop.environments import choose_environment, run_group
 from strop.environments.groups import NUM_REFILLS
 from strop.environments.repair import RepoRepair, RepoRepairSpec
-from strop.environments.repair_rows import Hidden, read_passed
+from strop.environments.repair_rows import RepairRow, read_passed
 from strop.errors import DataError
 from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.rollout import Example, FailureOwner, Split
@@ -361,7 +361,7 @@ def test_rows_of_several_makers_are_read(tmp_path: Path) -> None:
         "install_config": {"test_cmd": "pytest -rA"},
     }
     example = make(tmp_path, tmp_path, **more).examples(Split.TRAIN)[0]
-    hidden = Hidden.of(example)
+    hidden = RepairRow.of(example)
     assert (example.fields["image"], example.fields["base_commit"]) == ("r2e/adder:1", "abc")
     assert (hidden.pass_to_pass, hidden.test_command) == (("C.test_a",), "pytest -rA")
 

@@ -16,7 +16,7 @@ import pytest
 
 from strop.agents.verifiers import environment_of
 from strop.environments.guests import guest as guests
-from strop.environments.harbor.directories import digest_tree
+from strop.environments.harbor import digest_tree
 from strop.errors import EXIT_USAGE
 from strop.spec.display import format_value
 from strop.tasks import task_summaries

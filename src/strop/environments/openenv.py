@@ -97,11 +97,7 @@ class Openenv:
         self._rewards: list[float | None] = []
         self._num_invalid = 0
 
-    @property
-    def limits(self) -> TaskLimits:
-        """Limits of an attempt's replies and reward."""
-        spec = self._spec
-        return TaskLimits(
+        self.limits = TaskLimits(
             max_reply_tokens=1024,
             max_reward=spec.max_return,
             min_reward=spec.min_return,

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from strop.environments.repair_rows import READING, Hidden, read_passed
+from strop.environments.repair_rows import READING, RepairRow, read_passed
 from strop.environments.workspace import FILE_ERRORS, Workspace, room_limits, submitted
 from strop.errors import ConfigError, SandboxError
 from strop.rollout import Example, FailureOwner, Outcome, Split
@@ -189,7 +189,7 @@ class RepoRepair(Workspace):
 
     def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
         """Yield the row's own patch, applied and submitted, if it has one."""
-        patch = Hidden.of(example).patch
+        patch = RepairRow.of(example).patch
         if patch:
             word = f"END_{hashlib.sha256(patch.encode()).hexdigest()[:12]}"
             command = f"git apply - <<'{word}'\n{patch.rstrip()}\n{word}"
@@ -197,7 +197,7 @@ class RepoRepair(Workspace):
 
     def forgeries(self, example: Example) -> Iterator[tuple[str, ...]]:
         """Yield attempts whose code reports that all tests passed, and ends them; none without a patch."""
-        hidden = Hidden.of(example)
+        hidden = RepairRow.of(example)
         names = (*hidden.fail_to_pass, *hidden.pass_to_pass)
         log = "\n" + "".join(f"PASSED {name}\n{name} ... ok\n" for name in names)
         forged = {
@@ -218,12 +218,12 @@ class RepoRepair(Workspace):
     async def prepare(self, example: Example, seed: int) -> None:
         """Place the repository without history and hidden paths."""
         self.folder = await self._place_repository(self.sandbox)
-        hidden = (*Hidden.of(example).hidden_paths, *self._spec.hidden_paths)
+        hidden = (*RepairRow.of(example).hidden_paths, *self._spec.hidden_paths)
         self._base = (await self._order(self.sandbox, _SEAL, *hidden)).stdout.decode().split()[-1]
 
     async def grade(self, sandbox: ServedSandbox) -> Outcome:
         """Apply the hidden tests and the diff, run the tests, and read their log."""
-        hidden = Hidden.of(self.example)
+        hidden = RepairRow.of(self.example)
         passed, canary = await self._run_tests(sandbox, hidden, self._diff)
         if isinstance(passed, str):
             return _to_outcome(solved=False, **{passed: 1.0})
@@ -245,7 +245,7 @@ class RepoRepair(Workspace):
         return _to_outcome(solved=False, tests_forged=1.0, **fracs)
 
     async def _run_tests(
-        self, sandbox: ServedSandbox, hidden: Hidden, diff: bytes
+        self, sandbox: ServedSandbox, hidden: RepairRow, diff: bytes
     ) -> tuple[Mapping[str, bool] | str, str]:
         """Return which tests passed, or why there is no result; and the word of the tests that must fail."""
         self.folder = await self._place_repository(sandbox)

@@ -5,102 +5,88 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from strop.rollout import Example, make_example
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
-from strop.tasks.rows.row_task import RowReading, optional_text, require_texts, wrong_type
-
-_IMAGE_COLUMNS = ("image", "docker_image", "image_name")
-_COMMAND_COLUMNS = ("test_command", "test_cmd")
+from strop.tasks.rows.row_task import RowReading
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hidden:
-    """The grading data of a row, hidden from the model: part of an example's answer, not of its fields."""
+def _decode(value: Any) -> Any:
+    """Read a column that may be JSON; Arrow fills keys of other rows with None."""
+    value = json.loads(value) if isinstance(value, str) else value
+    return {k: v for k, v in value.items() if v is not None} if isinstance(value, dict) else value
 
-    test_command: str
+
+_Names = Annotated[tuple[str, ...], BeforeValidator(_decode)]
+_Table = Annotated[dict[str, Any], BeforeValidator(_decode)]
+_FIELDS = ("instance_id", "problem_statement", "image", "repository", "folder", "base_commit")
+"""The columns that are an example's fields. The others are its answer, which the model does not see."""
+
+
+def _named(*columns: str) -> Any:
+    return Field(default="", validation_alias=AliasChoices(*columns))
+
+
+class RepairRow(BaseModel):
+    """The columns of a row; of an example's answer, those that are hidden from the model."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    instance_id: str = ""
+    problem_statement: str = ""
+    image: str = _named("image", "docker_image", "image_name")
+    repository: str = ""
+    folder: str = ""
+    base_commit: str = _named("base_commit", "commit_hash")
+    test_command: str = _named("test_command", "test_cmd")
     """Empty: the run file's command."""
-    test_patch: str
-    """A diff that adds the tests; maybe empty."""
-    hidden_tests: dict[str, str]
+    test_patch: str = ""
+    """A diff that adds the tests."""
+    hidden_tests: Annotated[dict[str, str], BeforeValidator(_decode)] = {}
     """Test files by path."""
-    hidden_paths: tuple[str, ...]
+    hidden_paths: _Names = ()
     """Paths of the repository or the image that only the grader has."""
-    fail_to_pass: tuple[str, ...]
-    pass_to_pass: tuple[str, ...]
-    patch: str
-    """A correct diff, for the self-test; maybe empty."""
+    fail_to_pass: _Names = Field(default=(), alias="FAIL_TO_PASS")
+    pass_to_pass: _Names = Field(default=(), alias="PASS_TO_PASS")
+    patch: str = ""
+    """A correct diff, for the self-test."""
+    expected_output_json: _Table = {}
+    install_config: _Table = {}
 
     @classmethod
-    def of(cls, example: Example) -> Hidden:
+    def of(cls, example: Example) -> RepairRow:
         """Read an example's answer."""
-        values = json.loads(example.answer or "{}")
-        lists = ("hidden_paths", "fail_to_pass", "pass_to_pass")
-        return cls(**{**values, **{name: tuple(values[name]) for name in lists}})
+        return cls.model_validate_json(example.answer or "{}")
 
 
 def to_example(row: Row) -> Example:
     """Convert a row to an example. Raises: DataError naming the row, if a column is missing or malformed."""
-    (problem,) = require_texts(row, "problem_statement")
-    image = _first_text(row, _IMAGE_COLUMNS)
-    expected = _table(row, "expected_output_json")
-    hidden = Hidden(
-        test_command=_first_text(row, _COMMAND_COLUMNS)
-        or _table(row, "install_config").get("test_cmd")
-        or "",
-        test_patch=optional_text(row, "test_patch"),
-        hidden_tests={name: str(text) for name, text in _table(row, "hidden_tests").items()},
-        hidden_paths=_names(row, "hidden_paths"),
-        fail_to_pass=_names(row, "FAIL_TO_PASS"),
-        pass_to_pass=_names(row, "PASS_TO_PASS") or tuple(n for n, s in expected.items() if s == "PASSED"),
-        patch=optional_text(row, "patch"),
+    try:
+        read = RepairRow.model_validate({k: v for k, v in row.values.items() if v not in (None, "")})
+    except ValidationError as error:
+        first = error.errors()[0]
+        detail = f"{row.place}: {'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise bad_row(detail, "texts; lists of texts and tables, or these as JSON") from error
+    expected = tuple(name for name, status in read.expected_output_json.items() if status == "PASSED")
+    read = read.model_copy(
+        update={
+            "instance_id": read.instance_id or row.place,
+            "repository": os.path.expanduser(read.repository),
+            "test_command": read.test_command or read.install_config.get("test_cmd") or "",
+            "pass_to_pass": read.pass_to_pass or expected,
+        }
     )
-    if not hidden.fail_to_pass and not hidden.pass_to_pass:
+    if not read.problem_statement.strip():
+        raise bad_row(f"{row.place} has no problem_statement", "a text that is not empty")
+    if not read.fail_to_pass and not read.pass_to_pass:
         fault = f"{row.place} names no tests, and code under test can end their command with 0"
         raise bad_row(fault, "names in FAIL_TO_PASS, PASS_TO_PASS or expected_output_json")
-    fields = {
-        "instance_id": _first_text(row, ("instance_id",)) or row.place,
-        "problem_statement": problem,
-        "image": image,
-        "repository": os.path.expanduser(optional_text(row, "repository")),
-        "folder": optional_text(row, "folder"),
-        "base_commit": _first_text(row, ("base_commit", "commit_hash")),
-    }
-    return make_example("repo-repair", fields, json.dumps(asdict(hidden), sort_keys=True))
-
-
-def _first_text(row: Row, columns: tuple[str, ...]) -> str:
-    return next((text for column in columns if (text := optional_text(row, column))), "")
-
-
-def _table(row: Row, column: str) -> Mapping[str, Any]:
-    allowed = "a table, or one as JSON"
-    table = _read_json(row, column, allowed)
-    if table is not None and not isinstance(table, dict):
-        raise wrong_type(row, column, allowed)
-    # Arrow fills keys of other rows with None.
-    return {name: value for name, value in (table or {}).items() if value is not None}
-
-
-def _names(row: Row, column: str) -> tuple[str, ...]:
-    allowed = "a list of texts, or one as JSON"
-    names = _read_json(row, column, allowed)
-    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise wrong_type(row, column, allowed)
-    return tuple(names or ())
-
-
-def _read_json(row: Row, column: str, allowed: str) -> Any:
-    value = row.values.get(column)
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value) if value.strip() else None
-    except ValueError as error:
-        raise bad_row(f"{row.place} has a {column} that is no JSON ({error})", allowed) from error
+    answer = read.model_dump(mode="json", exclude={*_FIELDS, "expected_output_json", "install_config"})
+    fields = read.model_dump(mode="json", include={*_FIELDS})
+    return make_example("repo-repair", fields, json.dumps(answer, sort_keys=True))
 
 
 _STYLE = re.compile(r"\x1b\[[0-9;]*m")

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -25,11 +25,8 @@ from strop.tasks.failures import AttemptFailed
 RESERVED = frozenset(
     {
         *("examples", "reset", "step", "score", "close", "gold_replies", "problem_of", "limits", "max_turns"),
-        # Of a suite of tasks.
-        "part_of",
-        # TRL's name of `score`.
-        "get_reward",
-        # Of a `Workspace`.
+        # Of a suite of tasks, TRL's name of `score`, and of a `Workspace`.
+        *("part_of", "get_reward"),
         *(
             "opening",
             "sandbox_for",
@@ -60,8 +57,6 @@ class Tool:
     name: str
     schema: str
     """The function in the form of OpenAI's chat API, as JSON."""
-    parameters: Mapping[str, Any]
-    """The JSON Schema of its arguments."""
     check: TypeAdapter[Any]
     """A pydantic model with a field for each argument."""
 
@@ -116,16 +111,12 @@ def _read_method(kind: type, name: str, method: Callable[..., Any]) -> Tool:
         schema = model.model_json_schema()
     except (PydanticSchemaGenerationError, PydanticUserError) as error:
         raise _refuse(f"{where} takes what JSON has no form for", "texts, numbers, lists, tables") from error
-    schema.pop("title", None)
-    for parameter_schema in schema.get("properties", {}).values():
-        parameter_schema.pop("title", None)
-    function = {
-        "name": name,
-        "description": inspect.getdoc(method) or "",
-        "parameters": {"type": "object", "properties": {}, **schema},
-    }
+    for titled in (schema, *schema.get("properties", {}).values()):
+        titled.pop("title", None)
+    parameters = {"type": "object", "properties": {}, **schema}
+    function = {"name": name, "description": inspect.getdoc(method) or "", "parameters": parameters}
     text = json.dumps({"type": "function", "function": function}, ensure_ascii=False)
-    return Tool(name=name, schema=text, parameters=schema, check=TypeAdapter(model))
+    return Tool(name=name, schema=text, check=TypeAdapter(model))
 
 
 def _refuse(problem: str, allowed: str) -> ConfigError:

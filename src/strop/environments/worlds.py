@@ -19,10 +19,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+from abc import abstractmethod
 from collections.abc import Awaitable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from strop.environments import looking
@@ -47,44 +47,28 @@ from strop.tasks.version import fit_limits, hash_version
 class WorldTask(Task):
     """A class with `reset` as a task whose attempts have turns; subclasses load the class."""
 
-    name: str
     section: EnvironmentSection
+    is_workspace: bool
+    """Whether the class is a `Workspace`, whose attempts have sandboxes."""
+    facts: Mapping[str, Any]
+    """The class's tools, `has_step` and `max_turns`; see `read_facts`."""
 
-    @property
-    def file(self) -> Path:
-        """The file that defines the class."""
-        raise NotImplementedError
-
+    @abstractmethod
     def make_own(self) -> Any:
         """Make an object of the class."""
-        raise NotImplementedError
 
-    def forgeries(self, example: Example) -> list[list[str]]:
-        """Return the attempts of a workspace that its own class says must earn nothing."""
-        own = self.make_own()
-        return [list(replies) for replies in own.forgeries(example)] if isinstance(own, Workspace) else []
-
+    @abstractmethod
     def to_outcome(self, score: Any, /) -> Outcome:
         """Convert the result of `score` to an outcome. Raises: TypeError or ValueError as `to_parts`."""
-        raise NotImplementedError
-
-    def render(self, example: Example) -> tuple[Message, ...]:
-        """Return the opening of an example for `OPENING_SEED`."""
-        raise NotImplementedError
 
     @property
     def world(self) -> WorldTask:
-        """Itself; see `tasks.task`."""
+        """Itself."""
         return self
 
     def make_environment(self, judge: Judge | None = None) -> PlayedWorld:
         """Make one attempt; the class judges it, not `judge`."""
         return PlayedWorld(self)
-
-    @property
-    def is_workspace(self) -> bool:
-        """Whether its class is a `Workspace`, whose attempts have sandboxes."""
-        raise NotImplementedError
 
     def make_placed(self) -> Any:
         """Make an object of the class with the run file's sandbox settings."""
@@ -93,10 +77,10 @@ class WorldTask(Task):
             own.place = Place.of(self.section, self.section.tool_limit_s)
         return own
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """The class's tools, `has_step` and `max_turns`; see `read_facts`. Raises: ConfigError like it."""
-        raise NotImplementedError
+    def forgeries(self, example: Example) -> list[list[str]]:
+        """Return the attempts of a workspace that its own class says must earn nothing."""
+        own = self.make_own()
+        return [list(replies) for replies in own.forgeries(example)] if isinstance(own, Workspace) else []
 
     @property
     def has_step(self) -> bool:
@@ -146,45 +130,32 @@ class WorldTask(Task):
         return with_system(posed, self.section.system_prompt, example)
 
     async def verify(self, example: Example, text: str) -> Outcome:
-        """Play an attempt with the replies in `text`: see `play`."""
-        return await self.play(example, text)
-
-    async def play(self, example: Example, text: str) -> Outcome:
         """Play an attempt without a model: `text` holds the replies, with `TURN` between them.
 
         The last one is repeated until the attempt is over; calls are written as fenced blocks.
-        """
-        environment = self.make_environment()
-        try:
-            return await self.converse(environment, example, text.split(TURN), [])
-        finally:
-            await environment.close()
-
-    async def converse(
-        self, environment: PlayedWorld, example: Example, replies: Sequence[str], texts: list[str]
-    ) -> Outcome:
-        """Play an attempt with fixed replies, repeating the last one; append the world's answers to `texts`.
-
         Raises: as the environment does; ConfigError if an earlier process saw another opening.
         """
-        # Before `reset`, and in a thread: it may open an attempt too, and wait for slots that attempts hold.
-        posed = await asyncio.to_thread(self.render, example)
-        opening = await environment.reset(example, OPENING_SEED)
-        first, second = ([message.to_json() for message in messages] for messages in (posed, opening))
-        if first != second:
-            raise ConfigError(
-                f"{self.name} opens {dict(example.fields)!r:.80} for the same seed with {first!r:.200},"
-                f" and in another process with {second!r:.200}",
-                allowed="a reset that draws from its seed alone",
-                next_step="sort what comes from a set, and ask neither the clock nor the machine",
-            )
-        for turn in range(environment.max_turns):
-            reply = replies[min(turn, len(replies) - 1)]
-            result = await environment.step(Action(text=reply, finish_reason=FinishReason.EOS))
-            texts += [message.text for message in result.messages]
-            if result.done:
-                break
-        return await environment.score()
+        replies, environment = text.split(TURN), self.make_environment()
+        try:
+            # Before `reset`, and in a thread: it may open an attempt too, and wait for others' slots.
+            posed = await asyncio.to_thread(self.render, example)
+            opening = await environment.reset(example, OPENING_SEED)
+            first, second = ([message.to_json() for message in messages] for messages in (posed, opening))
+            if first != second:
+                raise ConfigError(
+                    f"{self.name} opens {dict(example.fields)!r:.80} for the same seed with {first!r:.200},"
+                    f" and in another process with {second!r:.200}",
+                    allowed="a reset that draws from its seed alone",
+                    next_step="sort what comes from a set, and ask neither the clock nor the machine",
+                )
+            for turn in range(environment.max_turns):
+                reply = replies[min(turn, len(replies) - 1)]
+                result = await environment.step(Action(text=reply, finish_reason=FinishReason.EOS))
+                if result.done:
+                    break
+            return await environment.score()
+        finally:
+            await environment.close()
 
     def attempt_tokens(self, limits: TaskLimits) -> int:
         """Return the token limit of all turns together."""
@@ -199,9 +170,9 @@ class BuiltInWorld(WorldTask):
         self.section = section
         self._kind = kind
         self._specimen = own = self.make_own()
-        self.name: str = own.name
-        limits = fit_limits(own.limits, section)
-        self.limits = with_stops(limits, section.stop)
+        self.name = own.name
+        self.is_workspace, self.facts = isinstance(own, Workspace), read_facts(own)
+        self.limits = with_stops(fit_limits(own.limits, section), section.stop)
         self._examples: dict[Split, Sequence[Example]] = {}
 
     @cached_property
@@ -215,21 +186,6 @@ class BuiltInWorld(WorldTask):
     def make_own(self) -> Any:
         """Make an object of the class."""
         return self._kind(self.section)
-
-    @property
-    def is_workspace(self) -> bool:
-        """Whether its class is a `Workspace`."""
-        return isinstance(self._specimen, Workspace)
-
-    @cached_property
-    def facts(self) -> Mapping[str, Any]:
-        """The class's tools, `has_step` and `max_turns`."""
-        return read_facts(self._specimen)
-
-    @property
-    def file(self) -> Path:
-        """The file that defines the class."""
-        return Path(inspect.getfile(type(self._specimen)))
 
     def examples(self, split: Split) -> Sequence[Example]:
         """Return the class's examples of a split."""
@@ -284,7 +240,7 @@ class OwnWorld(WorldTask, OwnTask):
     def __init__(self, spec: UserEnvironmentSpec) -> None:
         """Inspect the class without loading it. Raises: ConfigError like `OwnTask`."""
         OwnTask.__init__(self, spec)
-        self.section = spec
+        self.section, self.is_workspace = spec, self._inspected.has_sandbox
 
     @cached_property
     def limits(self) -> TaskLimits:  # type: ignore[override]
@@ -301,21 +257,11 @@ class OwnWorld(WorldTask, OwnTask):
         """Return the class's name of the problem, or the example's id."""
         return OwnTask.problem_of(self, example) or example.example_id
 
-    @property
-    def facts(self) -> Mapping[str, Any]:
-        """The class's tools, `has_step` and `max_turns`, as read in another process (`looking`)."""
+    @cached_property
+    def facts(self) -> Mapping[str, Any]:  # type: ignore[override]
+        """Those that another process has read (`looking`)."""
         facts: Mapping[str, Any] = self._posed["facts"]
         return facts
-
-    @property
-    def is_workspace(self) -> bool:
-        """Whether its class is a `Workspace`."""
-        return self._inspected.has_sandbox
-
-    @property
-    def file(self) -> Path:
-        """The file that defines the class."""
-        return self._inspected.path
 
     make_own = OwnTask.make_own
     to_outcome = OwnTask.to_outcome

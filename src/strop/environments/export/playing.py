@@ -48,20 +48,20 @@ class Player:
     async def tasks(self, split: str) -> list[dict[str, Any]]:
         """Return all examples of a split, as data of verifiers' tasks."""
 
-        def pose(index: int, example: Example) -> dict[str, Any]:
-            prompt = [message.to_json() for message in self._task.render(example)]
-            return {
-                "id": example.example_id,
-                "name": self._task.name,
-                "prompt": prompt,
-                "split": split,
-                "example": index,
-            }
+        def pose_all() -> list[dict[str, Any]]:
+            return [
+                {
+                    "id": example.example_id,
+                    "name": self._task.name,
+                    "prompt": [message.to_json() for message in self._task.render(example)],
+                    "split": split,
+                    "example": index,
+                }
+                for index, example in enumerate(self._task.examples(Split(split)))
+            ]
 
         # In a thread: most tasks read their data now.
-        return await asyncio.to_thread(
-            lambda: [pose(*pair) for pair in enumerate(self._task.examples(Split(split)))]
-        )
+        return await asyncio.to_thread(pose_all)
 
     async def play(self, split: str, example: int, model: str, base_url: str, key: str) -> dict[str, Any]:
         """Play and score an attempt; return its parts and metrics, or the failure."""

@@ -86,10 +86,10 @@ def _require_playable(section: TaskSection, task: Task) -> None:
     reasons = {
         "verifiers conducts its attempts already": section.name == "verifiers",
         "a program conducts its attempts": section.agent is not None,
-        "a judge of it is started by a run": bool(role_judges(section)),
-        "its sandboxes are those of a run's service": needs_service(section),
-        "task.thinking is set, and there the run decides it": section.thinking != "model_default",
-        "task.order_file is set, and there the run orders": section.order_file is not None,
+        "a run starts its judge or its sandboxes": bool(role_judges(section)) or needs_service(section),
+        "the run decides task.thinking and task.order_file": (
+            section.thinking != "model_default" or section.order_file is not None
+        ),
     }
     if reason := next((why for why, holds in reasons.items() if holds), None):
         raise ConfigError(

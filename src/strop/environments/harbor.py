@@ -1,10 +1,9 @@
 """Task directories of Harbor as workspaces, graded by their own tests.
 
-If a task runs its tests in the model's container (`shared`, Harbor's default), so does strop: the model's
-files and installed packages are there, its running programs are not. The model could have changed programs
-that the tests call, so such an attempt has the metric `unsealed`. A task with `environment_mode = "separate"`
-is graded in a fresh container, which gets only its `artifacts`. In both cases the model never shares a
-container with `tests/` or `solution/`.
+It reads schemas up to 1.4, for single-step tasks of one container. A directory that needs an unsupported
+feature is refused by the feature's name; no setting is silently ignored.
+Tests run in the model's container after its programs have ended (metric `unsealed`: it may have changed what
+they call), or in a fresh one if the task says so. The model never has `tests/` or `solution/`.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ import re
 import shlex
 import shutil
 import time
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from strop.environments.contract import Done
-from strop.environments.harbor.directories import HarborTask, digest_tree, list_directories
 from strop.environments.workspace import Workspace, room_limits, submitted
-from strop.errors import ConfigError, SandboxError, SandboxLost
+from strop.errors import ConfigError, DataError, SandboxError, SandboxLost
 from strop.io import FileLock
 from strop.io.variables import user_cache_dir
 from strop.rollout import Example, FailureOwner, Outcome, Split
-from strop.sandbox.contract import SandboxSpec
+from strop.sandbox.contract import MIB, SandboxSpec
 from strop.sandbox.engine import ENGINES, Engine, engine_environ
 from strop.sandbox.local import find_program
 from strop.sandbox.served import ServedSandbox
@@ -43,6 +42,11 @@ from strop.spec.task import EnvironmentSection
 from strop.tasks.failures import AttemptFailed
 from strop.tasks.task import TaskLimits
 
+_CONFIG = "task.toml"
+_UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
+_Path = Annotated[str, Field(pattern="^/")]
+_Variables = dict[str, Annotated[str, Field(pattern=r"^([^$]|\$[^{])*$")]]
+"""None names a variable of this machine (`${NAME}`), which no sandbox gets."""
 _LOGS = "/logs/verifier"
 _ARTIFACTS = "/logs/artifacts"
 _REWARD_BYTES = 64 * 1024
@@ -72,7 +76,7 @@ class HarborSpec(RoomSettings, EnvironmentSection):
     open_network: bool = Field(
         default=False,
         description="Whether tasks with a public network, Harbor's default, get this machine's network with"
-        " its own services. false = they get none. Lists of allowed hosts work in either case.",
+        " its own services. false = they get none.",
         json_schema_extra=expert("some tests install packages when they run"),
     )
     num_held_out: int | None = Field(
@@ -143,11 +147,11 @@ class Harbor(Workspace):
 
     def sandbox_for(self, example: Example) -> SandboxSpec:
         """Return the spec of the model's container."""
-        return self._container_of(self._task_of(example).agent_network)
+        return self._container_of(self._task.config.agent)
 
     def grader_for(self, example: Example) -> SandboxSpec:
         """Return the spec of a fresh container for tests."""
-        return self._container_of(self._task_of(example).test_network)
+        return self._container_of(self._task.config.verifier)
 
     async def reset(self, example: Example, seed: int) -> str:
         """Pull or build the image, then open. Raises: ConfigError, AttemptFailed, as `Workspace.reset`."""
@@ -156,7 +160,7 @@ class Harbor(Workspace):
         self._command_limit_s = self.place.command_limit_s
         self._image = await asyncio.to_thread(find_image, task, self.place.backend)
         self.folder = task.config.environment.workdir or self._image.workdir
-        self.carried = (*task.config.artifacts, _ARTIFACTS) if task.is_separate else ()
+        self.carried = (*task.artifacts, _ARTIFACTS) if task.is_separate else ()
         return str(await super().reset(example, seed))
 
     async def prepare(self, example: Example, seed: int) -> None:
@@ -221,19 +225,20 @@ class Harbor(Workspace):
         result = await sandbox.exec(argv, wall_limit_s=tests.timeout_sec, env=tests.env, cwd=self.folder)
         return None if result.timed_out else await _read_rewards(sandbox)
 
-    def _container_of(self, network: str) -> SandboxSpec:
-        spec, asked = self._spec, self._task.config.environment
-        limits = replace(room_limits(spec), cpus=asked.cpus)
-        if (memory_bytes := asked.memory_bytes) is not None:
-            limits = replace(limits, memory_bytes=memory_bytes)
-        if (disk_bytes := asked.disk_bytes) is not None:
+    def _container_of(self, phase: _Phase) -> SandboxSpec:
+        asked, network = self._task.config.environment, self._task.network_of(phase)
+        limits = replace(room_limits(self._spec), cpus=asked.cpus)
+        if asked.memory_mb is not None:
+            limits = replace(limits, memory_bytes=int(asked.memory_mb * MIB))
+        if asked.storage_mb is not None:
+            disk_bytes = int(asked.storage_mb * MIB)
             limits = replace(limits, file_bytes=disk_bytes, scratch_bytes=disk_bytes)
         return SandboxSpec(
             limits=limits,
             image=self._image.name,
             user=0,
             env={**self._image.env, **asked.env},
-            network="none" if network == "host" and not spec.open_network else network,
+            network=network if self._spec.open_network else "none",
         )
 
     async def _order(self, sandbox: ServedSandbox, script: str) -> None:
@@ -344,3 +349,170 @@ def _inspect(engine: Engine, name: str) -> Image:
     config = json.loads(engine.run("image", "inspect", "--format", "{{json .Config}}", name))
     env = dict(variable.split("=", 1) for variable in config.get("Env") or () if "=" in variable)
     return Image(name=name, workdir=config.get("WorkingDir") or "/", env=env)
+
+
+class _Table(BaseModel):
+    """A table of `task.toml`. Unsupported keys are accepted if their value is empty."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_empty(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        return {key: value for key, value in data.items() if key in cls.model_fields or value}
+
+
+class _Phase(_Table):
+    network_mode: Literal["no-network", "public"] | None = None
+    user: Literal["root", "0", 0] | None = None
+
+
+class _Agent(_Phase):
+    timeout_sec: float | None = Field(default=None, gt=0.0)
+
+
+class _Verifier(_Phase):
+    timeout_sec: float = Field(default=600.0, gt=0.0)
+    env: _Variables = {}
+    environment_mode: Literal["shared", "separate"] = "shared"
+
+
+class _Environment(_Table):
+    os: Literal["linux"] = "linux"
+    docker_image: str | None = None
+    build_timeout_sec: float = Field(default=600.0, gt=0.0)
+    cpus: float | None = Field(default=None, gt=0.0)
+    memory_mb: float | None = Field(default=None, gt=0.0)
+    storage_mb: float | None = Field(default=None, gt=0.0)
+    network_mode: Literal["no-network", "public"] = "public"
+    env: _Variables = {}
+    workdir: str | None = Field(default=None, pattern="^/")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Read sizes such as '2G', and whether there is a network, in their older form."""
+        data = dict(data)
+        for name in ("memory", "storage"):
+            if text := data.pop(name, None):
+                data[f"{name}_mb"] = float(text[:-1]) * _UNITS.get(text[-1].upper(), math.nan)
+        if not data.pop("allow_internet", True):
+            data.setdefault("network_mode", "no-network")
+        return data
+
+
+class _Solution(_Table):
+    env: _Variables = {}
+
+
+class _Artifact(_Table):
+    source: str = Field(pattern="^/")
+
+
+class _Config(_Table):
+    schema_version: str = "1.4"
+    version: str | None = None
+    """Used by schemas before 1.0."""
+    source: str | None = None
+    task: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    agent: _Agent = _Agent()
+    verifier: _Verifier = _Verifier()
+    environment: _Environment = _Environment()
+    solution: _Solution = _Solution()
+    artifacts: tuple[_Artifact | _Path, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HarborTask:
+    """One task directory."""
+
+    name: str
+    folder: Path
+    config: _Config
+    instruction: str
+    digest: str
+    """Hash over every file of the directory."""
+
+    @property
+    def is_separate(self) -> bool:
+        """Whether tests run in a fresh container, which gets only the `artifacts`."""
+        return self.config.verifier.environment_mode == "separate"
+
+    @property
+    def artifacts(self) -> tuple[str, ...]:
+        """The paths that the tests' container gets."""
+        return tuple(one if isinstance(one, str) else one.source for one in self.config.artifacts)
+
+    def network_of(self, phase: _Phase) -> Literal["none", "host"]:
+        """Return a sandbox's network for the model or the tests."""
+        mode = phase.network_mode or self.config.environment.network_mode
+        return "host" if mode == "public" else "none"
+
+
+def list_directories(root: Path, wanted: tuple[str, ...]) -> dict[str, HarborTask]:
+    """Read a task directory, or all below a folder, by name.
+
+    Raises: ConfigError if there is none, or a wanted one is missing; DataError for an unsupported one.
+    """
+    folders = [root] if (root / _CONFIG).is_file() else [path.parent for path in root.glob(f"*/{_CONFIG}")]
+    by_name = {folder.resolve().name: folder for folder in folders}
+    missing = sorted(set(wanted) - by_name.keys())
+    if missing or not by_name:
+        raise ConfigError(
+            f"{root}: no task directory {', '.join(missing)}".rstrip(),
+            allowed=f"a folder with {_CONFIG}, or one of such folders; here: {', '.join(sorted(by_name))}",
+            next_step="correct task.root, or task.tasks",
+        )
+    return {name: _read(name, by_name[name]) for name in sorted(wanted or by_name)}
+
+
+def _read(name: str, folder: Path) -> HarborTask:
+    try:
+        config = _Config.model_validate(tomllib.loads((folder / _CONFIG).read_text("utf-8")))
+        instruction = (folder / "instruction.md").read_text("utf-8")
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"])) or "it"
+        raise _refused(folder, f"{place}: {first['msg']} ({first['input']!r:.60})") from error
+    except (OSError, ValueError) as error:
+        raise _refused(folder, str(error)) from error
+    digest = digest_tree(folder)
+    task = HarborTask(name=name, folder=folder, config=config, instruction=instruction, digest=digest)
+    networks = {task.network_of(phase) for phase in (config.agent, config.verifier)}
+    has_image = config.environment.docker_image or (folder / "environment/Dockerfile").is_file()
+    refusals = {
+        "it has no tests/test.sh": not (folder / "tests/test.sh").is_file(),
+        "it has several containers (compose)": any((folder / "environment").glob("*compose*.y*ml")),
+        "it has a conversation before the first turn": (folder / "trajectory.json").exists(),
+        "it has neither environment.docker_image nor environment/Dockerfile": not has_image,
+        "its tests have another network than the model, in one container": (
+            len(networks) > 1 and not task.is_separate
+        ),
+        "it has links or special files": any(
+            path.is_symlink() or not (path.is_file() or path.is_dir()) for path in folder.rglob("*")
+        ),
+    }
+    if why := next((why for why, is_so in refusals.items() if is_so), None):
+        raise _refused(folder, why)
+    return task
+
+
+def digest_tree(folder: Path) -> str:
+    """Hash every file below a folder: path, executable bits and bytes."""
+    digest = hashlib.sha256()
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        data = path.read_bytes()
+        digest.update(f"{path.relative_to(folder)}\0{path.stat().st_mode & 0o111}\0{len(data)}\0".encode())
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def _refused(folder: Path, why: str) -> DataError:
+    return DataError(
+        f"the task directory {folder}: {why}",
+        allowed="tasks of one step and one Linux container, run by root, without GPUs and MCP servers",
+        next_step="correct it, or name the others in task.tasks",
+    )

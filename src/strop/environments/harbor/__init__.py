@@ -1,1 +1,0 @@
-"""Task directories of Harbor: their reader, and their environment."""
