@@ -86,7 +86,7 @@ def test_a_light_command_never_loads_torch(words: tuple[str, ...], tmp_path: Pat
 NEEDLESS_FOR_A_PLAN = {
     "torch", "transformers", "ray", "vllm", "pyarrow", "huggingface_hub", "asyncio", "http.client", "ssl",
     "multiprocessing", "fastapi", "httpx",
-    "strop.evaluate", "strop.tasks.judging", "strop.tasks.llm_judge", "strop.tasks.code",
+    "strop.evaluate", "strop.tasks.judge_model", "strop.tasks.judging", "strop.tasks.code",
     "strop.tasks.mathematics", "strop.tasks.instructions", "strop.tasks.mixture",
     "strop.launch.sagemaker.backend", "strop.view.report",
 }  # fmt: skip

@@ -118,7 +118,6 @@ def probe(tmp_path: Path, say: Say, name: str, num: int, *rows: Any) -> tuple[Pr
     with judge_server(say) as server:
         task = judge_task(tmp_path, server.url, *rows)
         report = asyncio.run(run_audit(task, AuditSettings(num_examples=num, probes=(name,))))
-        task.client.close()
     return report.probes[0], report.verdict
 
 
@@ -156,7 +155,8 @@ def test_a_judge_that_repeats_what_it_reads_gives_no_score(tmp_path: Path) -> No
 
 def test_a_judge_is_attacked_inside_other_tasks_too(tmp_path: Path) -> None:
     section = judge_spec(tmp_path, "http://127.0.0.1:1/v1").model_dump(
-        include={"name", "source", "judge_url", "judge_model", "judge_revision"}
+        mode="json",
+        include={"name", "source", "prompt", "reward", "judge_url", "judge_model", "judge_revision"},
     )
     sums: dict[str, Any] = {"name": "arithmetic", "max_value": 4, "num_held_out": 2}
     (digest,) = judge_task(tmp_path, "http://127.0.0.1:1/v1", rubric="quality").judge_digests

@@ -115,7 +115,11 @@ def test_a_mixed_plan_has_room_for_the_sum_of_both_gradients(folder: Path, run: 
     assert parts[1][name] == parts[1]["gradients (fp32)"]
 
 
-TASK = """name = "llm-judge"
+TASK = """name = "rows"
+prompt = "prompt"
+answer = "gold"
+reward = "judge"
+pass_score = 0.5
 source = "rows.jsonl"
 num_held_out = 4
 rubric = "correctness"

@@ -19,10 +19,10 @@ from strop.io.endpoints import ENDPOINTS_VARIABLE, find_endpoint
 from strop.rollout import Failure, Split
 from strop.spec.run import RunSpec
 from strop.store import ModelHandle
-from strop.tasks.llm_judge.client import endpoint_name
-from strop.tasks.llm_judge.task import LlmJudge
+from strop.tasks.judge_model import JudgeModel, endpoint_name
+from strop.tasks.judging import Judge
+from strop.tasks.user.rows import Rows
 from tests.fixtures.judged import judge_spec
-from tests.fixtures.judging import verdict
 from tests.fixtures.tiny_run import tiny_spec
 
 DIGEST = "0123456789abcdef"
@@ -44,7 +44,7 @@ async def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(
 ) -> None:
     spec = run_of(tmp_path)
     judges = roles_of(spec, tiny_model_dir, tmp_path / "judges")
-    task = LlmJudge(spec.task)  # type: ignore[arg-type]
+    task = Rows(spec.task)  # type: ignore[arg-type]
     example = task.examples(Split.TRAIN)[0]
     await judges.start()
     (path,) = (tmp_path / "judges").glob("endpoint-*.json")
@@ -63,14 +63,14 @@ async def test_a_judge_of_the_run_answers_and_its_death_ends_the_run(
     assert isinstance(answer["choices"][0]["message"]["content"], str)
     # Random weights give no verdict, and that is no score; nor is a prompt that they cannot read.
     for reply in ("word-0", "word " * 500):
-        outcome = await asyncio.to_thread(verdict, task, example, reply)
+        outcome = await Judge(task).judge(example, reply)
         assert outcome.parts == {"judge": None}
     (process,) = judges._started.values()
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
     with pytest.raises(EngineError, match=r"org/judge is gone: its process \d+ ended with signal 9"):
         await guard(asyncio.sleep(300), judges.find_failure)
-    outcome = await asyncio.to_thread(verdict, task, example, "word-7")
+    outcome = await Judge(task).judge(example, "word-7")
     assert outcome.parts == {"judge": None}
     assert isinstance(outcome.failure, Failure)
     assert outcome.failure.kind == "judge_unreachable"
@@ -105,6 +105,6 @@ def test_a_judge_of_another_revision_and_the_policy_itself_are_refused(
 
 
 def test_a_role_is_asked_only_where_a_run_has_started_it(tmp_path: Path) -> None:
-    task = LlmJudge(run_of(tmp_path).task)  # type: ignore[arg-type]
+    judge = JudgeModel(run_of(tmp_path).task)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"task\.judge_url=role, and no run has started org/judge"):
-        task.warm_up()
+        judge.find()

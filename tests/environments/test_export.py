@@ -27,7 +27,7 @@ from tests.fixtures.commands import Run, run
 from tests.fixtures.judging import verdict
 
 __all__ = ["run"]
-ROLE_JUDGE = ("judge_url=role", "judge_model=x", "judge_revision=a1", "rubric=r")
+ROLE_JUDGE = ("judge_url=role", "judge_model=x", "judge_revision=a1")
 PLAYS = Path(__file__).with_name("verifiers_play.py")
 
 
@@ -83,7 +83,7 @@ def test_a_package_holds_the_module_the_settings_and_the_class(run: Run, own: Pa
     [
         (("arithmetic", "agent=python agent.py"), "x", "a program conducts its attempts"),
         (("verifiers", "taskset=other"), "x", "conducts its attempts already"),
-        (("llm-judge", "source=x", *ROLE_JUDGE), "x", "a run starts its judge"),
+        (("rows", "source=x", "prompt=p", "reward=judge", *ROLE_JUDGE), "x", "a run starts its judge"),
         (("guess-number", "thinking=on"), "x", "task.thinking"),
         (("guess-number", "no_such=1"), "x", "no_such"),
         (("no-such-thing",), "x", "no-such-thing"),

@@ -28,7 +28,6 @@ from tests.environments.test_repair import ROW, repository
 from tests.fixtures.commands import Run
 from tests.fixtures.every_task import table_of
 from tests.fixtures.harbor_tasks import write_task
-from tests.fixtures.judge_server import judge_server, scored
 from tests.fixtures.real_agents import OPENENV
 from tests.fixtures.tiny_model import tiny_model
 
@@ -83,10 +82,7 @@ def data_of(name: str, place: Path) -> Iterator[dict[str, Any]]:
         table["folder"] = str(place)
     if name != "mixture":
         table["max_reply_tokens"] = 8
-    if name == "llm-judge":
-        with judge_server(lambda question: scored(0.5)) as server:
-            yield {**table, "judge_url": server.url}
-    elif name == "openenv":
+    if name == "openenv":
         with serving() as url:
             yield {**table, "url": url}
     else:

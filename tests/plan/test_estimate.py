@@ -132,7 +132,10 @@ def test_a_teacher_holds_its_weights_and_hidden_states_beside_the_policy() -> No
 
 def test_a_judge_of_the_run_is_an_engine_of_its_own() -> None:
     judge = {
-        "name": "llm-judge",
+        "name": "rows",
+        "prompt": "prompt",
+        "reward": "judge",
+        "source": "x",
         "judge_url": "role",
         "judge_model": "org/judge",
         "judge_revision": "01234567",
@@ -300,7 +303,9 @@ def test_roles_that_share_a_gpu_count_together() -> None:
 
 def test_a_judge_of_the_run_is_counted_on_its_own_gpu_or_on_the_engines() -> None:
     judge = {
-        "name": "llm-judge",
+        "name": "rows",
+        "prompt": "prompt",
+        "reward": "judge",
         "source": "x",
         "max_reply_tokens": 8,
         "judge_url": "role",

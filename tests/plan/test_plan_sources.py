@@ -18,14 +18,12 @@ from strop.spec import load_spec
 from strop.tasks.registry import task_summaries
 from tests.fixtures.sockets import only_connects_to
 
-JUDGE = ("task.judge_url=http://127.0.0.1:9/v1", "task.judge_model=judge", "task.judge_revision=r1")
 NEEDED: dict[str, tuple[str, ...]] = {
     "reasoning-gym": ("task.dataset=chain_sum",),
     "humaneval": ("task.source=openai/openai_humaneval",),
     "sft-jsonl": ("task.source=org/rows",),
     "repo-repair": ("task.source=org/rows",),
     "rows": ("task.source=org/rows", "task.prompt=question", "task.reward=exact", "task.answer=answer"),
-    "llm-judge": ("task.source=org/questions", *JUDGE),
     "mixture": ("task.parts.a.name=mbpp", "task.parts.b.name=gsm8k", "task.parts.c.name=arithmetic"),
 }
 WITHOUT_DATA = frozenset({"arithmetic", "reverse-text", "reasoning-gym", "guess-number"})

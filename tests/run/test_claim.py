@@ -169,7 +169,9 @@ def test_a_judges_rubric_is_a_part_of_a_run(tmp_path: Path, own_cache: Path, tin
     rubric.write_text("Question: {{prompt}}\nReply: {{reply}}\nScore it from 0 to 1.")
     questions.write_text("".join(json.dumps({"prompt": f"{n}?", "gold": str(n)}) + "\n" for n in range(20)))
     task = {
-        "name": "llm-judge",
+        "name": "rows",
+        "prompt": "prompt",
+        "reward": "judge",
         "source": str(questions),
         "rubric": str(rubric),
         "judge_url": "http://127.0.0.1:9/v1",

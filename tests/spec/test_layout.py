@@ -28,9 +28,11 @@ from strop.spec.layout import (
 )
 
 JUDGED = {
-    "name": "llm-judge",
+    "name": "rows",
+    "prompt": "prompt",
+    "reward": "judge",
     "source": "rows.jsonl",
-    "rubric": "correctness",
+    "rubric": "quality",
     "judge_url": "role",
     "judge_model": "org/judge",
     "judge_revision": "1",

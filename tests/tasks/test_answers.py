@@ -156,7 +156,7 @@ def test_a_model_that_cannot_be_told_is_refused(tmp_path: Path) -> None:
         render_prompt(tokenizer, messages, "base")
 
 
-@pytest.mark.parametrize("name", ["llm-judge", "sft-jsonl"])
+@pytest.mark.parametrize("name", ["rows", "sft-jsonl"])
 def test_a_model_is_told_by_tasks_of_rows_too_that_are_posed_as_they_stand(name: str, tmp_path: Path) -> None:
     """Incident: the reply had room to think, and the model was told nothing."""
     talk = [("user", "Hello"), ("assistant", "Hi"), ("user", "And?"), ("assistant", "And so on.")]
@@ -164,13 +164,13 @@ def test_a_model_is_told_by_tasks_of_rows_too_that_are_posed_as_they_stand(name:
         {"messages": [{"role": role, "content": content} for role, content in talk], "gold": "on"},
         {"prompt": "How?", "completion": "So.", "gold": "So."},
     ]
-    if name == "llm-judge":
+    if name == "rows":
         rows = [{"prompt": "Who?"}, {"prompt": "How?"}]
     write_rows(tmp_path / "rows.jsonl", rows)
     words = [f"task.name={name}", f"task.source={tmp_path}/rows.jsonl", "task.thinking=on"]
-    own = "task.answer=text" if name == "sft-jsonl" else "task.judge_url=http://127.0.0.1:1/v1"
-    judge = ["task.judge_model=scripted", "task.judge_revision=v1"] if name == "llm-judge" else []
-    task = build_task(load_spec(None, ["name=x", *words, own, *judge]).spec.task)
+    judged = ["prompt=prompt", "reward=judge", "judge_url=http://127.0.0.1:1/v1", "judge_model=scripted"]
+    own = ["answer=text"] if name == "sft-jsonl" else [*judged, "judge_revision=v1"]
+    task = build_task(load_spec(None, ["name=x", *words, *(f"task.{word}" for word in own)]).spec.task)
     for split in Split:
         for example in task.examples(split):
             last = task.render(example)[-1]

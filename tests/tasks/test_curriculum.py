@@ -91,12 +91,12 @@ def test_dat_1_a_held_out_example_cannot_be_ordered_into_training(tmp_path: Path
 @pytest.mark.parametrize(
     ("lines", "message"),
     [
-        (["{"], "line 1 of order file .* is no JSON"),
-        (["[1]"], "line 1 of order file .* is a list"),
-        ([entry(0), {"id": "x"}], "line 2 of order file .* is {'id': 'x'}"),
+        (["{"], r"line 1 of order file .* is \{\."),
+        (["[1]"], r"line 1 of order file .* is \[1\]"),
+        ([entry(0), {"id": "x"}], 'line 2 of order file .* is {"id": "x"}'),
         ([entry(0), entry(1, 1.5)], "line 2 of order file .*1.5"),
-        ([entry(0), entry(1, True)], "line 2 of order file .*True"),
-        ([entry(0), entry(0)], f"line 2 of order file .* is example {TRAIN[0].example_id} a second time"),
+        ([entry(0), entry(1, True)], "line 2 of order file .*true"),
+        ([entry(0), entry(0)], f"line 2 of order file .* is {TRAIN[0].example_id} a second time"),
         ([], "and no example before it"),
         ([{"task": "arithmetic"}], "and no example before it"),
     ],
@@ -175,8 +175,8 @@ def test_ids_one_a_line_are_read_as_they_are(tmp_path: Path) -> None:
         build_task(SUMS.model_copy(update={"order_file": str(order)})).examples(Split.TRAIN)
 
 
-@pytest.mark.parametrize("text", ["a b\n", "a\na\n", '7\n{"example_id": "x"}\n'])
+@pytest.mark.parametrize("text", ["a b\n", "a\na\n"])
 def test_a_malformed_plain_file_is_refused(rows_task: TaskSection, tmp_path: Path, text: str) -> None:
     (tmp_path / "order.txt").write_text(text)
-    with pytest.raises(DataError, match=r"line [12] of order file .* one id or one row number a line"):
+    with pytest.raises(DataError, match=r"line [12] of order file .* one id, one row number"):
         ask_order(rows_task, tmp_path / "order.txt")

@@ -157,23 +157,6 @@ def test_a_field_that_the_examples_do_not_have_is_refused_when_they_are_read(tmp
         build_task(ArithmeticSpec(prompt_template="{question}")).examples(Split.TRAIN)
 
 
-def test_the_one_row_without_the_field_is_found(tmp_path: Path) -> None:
-    rows = [{"prompt": f"Who is {n}?", "place": "here"} for n in range(3)] + [{"prompt": "Who else?"}]
-    write_rows(tmp_path / "train.jsonl", rows)
-    (tmp_path / "test.jsonl").write_text(json.dumps({"prompt": "Who, at last?", "place": "there"}))
-    words = ["task.name=llm-judge", f"task.source={tmp_path}", "task.judge_url=http://127.0.0.1:1/v1"]
-    words += [
-        "task.judge_model=scripted",
-        "task.judge_revision=v1",
-        "task.prompt_template={prompt} ({place})",
-    ]
-    task = build_task(load_spec(None, ["name=x", *words]).spec.task)
-    (example,) = task.examples(Split.HELD_OUT)
-    assert task.render(example)[0].text == "Who, at last? (there)"
-    with pytest.raises(ConfigError, match=r"names \{place\}, which example \w+ of task llm-judge"):
-        task.examples(Split.TRAIN)
-
-
 @pytest.mark.parametrize(
     "settings",
     [

@@ -100,5 +100,5 @@ def test_a_run_file_imports_the_module_of_its_own_task_alone(tmp_path: Path) -> 
     )
     loaded = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True).split()
     assert "strop.tasks.presets" in loaded
-    names = ("code", "generated.arithmetic", "instructions", "mixture", "llm_judge")
+    names = ("code", "generated.arithmetic", "instructions", "mixture")
     assert not {f"strop.tasks.{name}" for name in names} & set(loaded)

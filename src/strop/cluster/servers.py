@@ -25,13 +25,13 @@ from strop.io.endpoints import RUNTIME, Endpoint, hand_over, withdraw
 from strop.io.variables import log_level_of
 from strop.runtime.service_dir import ServiceDir, backend_words, read_key, serve_argv
 from strop.sandbox.remote import require_service
-from strop.spec.judge import LlmJudgeSpec, role_judges
+from strop.spec.judge import JudgeSettings, role_judges
 from strop.spec.layout import DeviceShare, RoleKind
 from strop.spec.model import LoraSpec
 from strop.spec.run import RunSpec
 from strop.spec.sandboxing import RuntimeSpec
 from strop.store import ModelHandle
-from strop.tasks.llm_judge.client import endpoint_name
+from strop.tasks.judge_model import endpoint_name
 from strop.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -122,7 +122,7 @@ class JudgeRoles:
         return None
 
     def _make_process(
-        self, section: LlmJudgeSpec, work_dir: Path, host: str, share: DeviceShare | None
+        self, section: JudgeSettings, work_dir: Path, host: str, share: DeviceShare | None
     ) -> EngineProcess:
         width = {"tensor_parallel": share.count if share else 1}
         engine = self._spec.engine.model_copy(update={"kind": section.judge_engine, **width})

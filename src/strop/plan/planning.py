@@ -136,7 +136,6 @@ def make_plan(
             *resolved.notices,
             *filter(None, [find_idle_settings(spec)]),
             *([f"model.dtype: {number_format}"] if number_format.cost else []),
-            *(needs.judging.exceeded if needs.judging else ()),
         ),
     )
 

@@ -16,7 +16,7 @@ from strop.plan.roles import RoleCounts, count_rows
 from strop.plan.speeds import Speeds
 from strop.policy.footprint import COPY_BYTES, ModelSize, cache_bytes, decode_flop, prefill_flop
 from strop.spec import RunSpec
-from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, LlmJudgeSpec, is_this_machine, judge_sections
+from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, JudgeSettings, is_this_machine, judge_sections
 from strop.spec.parts import PartedSection
 from strop.spec.task import TaskSection
 
@@ -149,8 +149,6 @@ class Judging:
     written_tokens_in_run: float
     served: tuple[str, ...]
     """Names of the judges on other machines, whose price is unknown."""
-    exceeded: tuple[str, ...]
-    """Messages about judges with a lower limit of requests."""
 
 
 def list_shares(task: TaskSection) -> Iterator[tuple[TaskSection, float]]:
@@ -180,16 +178,21 @@ def judge_s(work: Work, speeds: Speeds, layout: RoleCounts, num_replies: float) 
 def _section_s(
     section: TaskSection, work: Work, speeds: Speeds, layout: RoleCounts, num_replies: float
 ) -> float:
+    seconds = sum(_judge_s(judge, work, speeds, layout, num_replies) for judge in judge_sections(section))
     if section.runs_programs:
-        return num_replies * PROGRAM_S / max(work.num_cores, 1)
-    if not isinstance(section, LlmJudgeSpec):
-        return num_replies * VERIFY_S / max(layout.num_workers, 1)
-    if section.judge_url == ROLE:
-        engine = work.spec.engine.model_copy(update={"max_num_seqs": section.judge_concurrency})
+        return seconds + num_replies * PROGRAM_S / max(work.num_cores, 1)
+    return seconds or num_replies * VERIFY_S / max(layout.num_workers, 1)
+
+
+def _judge_s(
+    judge: JudgeSettings, work: Work, speeds: Speeds, layout: RoleCounts, num_replies: float
+) -> float:
+    if judge.judge_url == ROLE:
+        engine = work.spec.engine.model_copy(update={"max_num_seqs": judge.judge_concurrency})
         judge_work = replace(
             work,
             spec=work.spec.model_copy(update={"engine": engine}),
-            size=work.frozen.get(section.judge_model, work.size),
+            size=work.frozen.get(judge.judge_model, work.size),
             prompt_tokens_mean=_question_tokens(work),
             max_reply_tokens=JUDGE_ANSWER_TOKENS,
             reply_tokens_mean=JUDGE_ANSWER_TOKENS,
@@ -199,7 +202,7 @@ def _section_s(
             judge_work, speeds, alone, num_replies, num_replies * _question_tokens(work)
         )
     else:
-        answered_s = num_replies * JUDGE_CALL_S / section.judge_concurrency
+        answered_s = num_replies * JUDGE_CALL_S / judge.judge_concurrency
     return answered_s
 
 
@@ -215,7 +218,7 @@ def describe_judging(work: Work, limit_s: float | None) -> Judging | None:
     in_run += work.num_evals * work.num_eval_examples * (1 + (spec.eval.num_samples or 0))
     shares = list(list_shares(spec.task))
     programs = sum(share for section, share in shares if section.runs_programs)
-    judges = [(section, share) for section, share in shares if isinstance(section, LlmJudgeSpec)]
+    judges = [(judge, share) for section, share in shares for judge in judge_sections(section)]
     calls = sum(share for _, share in judges)
     if not programs and not calls:
         return None
@@ -239,13 +242,6 @@ def describe_judging(work: Work, limit_s: float | None) -> Judging | None:
             for judge, _ in judges
             if judge.judge_url != ROLE and not is_this_machine(judge.judge_url)
         ),
-        exceeded=tuple(
-            f"about {share * in_run:,.0f} replies of the run are judged by {judge.judge_model}, and"
-            f" task.max_judge_calls={judge.max_judge_calls} ends its questions before; replies behind them"
-            " have no score"
-            for judge, share in judges
-            if share * in_run > judge.max_judge_calls
-        ),
     )
 
 
@@ -263,9 +259,7 @@ def list_judge_assumptions(task: TaskSection) -> tuple[Assumption, ...]:
     if judges:
         why = f"tokens of a judge's answer, {MAX_ANSWER_TOKENS} at most"
         assumptions.append(Assumption(name="judge_answer_tokens", value=JUDGE_ANSWER_TOKENS, why=why))
-    rules = [
-        section for section in sections if not section.runs_programs and not isinstance(section, LlmJudgeSpec)
-    ]
+    rules = [one for one in sections if not one.runs_programs and not judge_sections(one)]
     if rules:
         why = "seconds to judge one reply by rules"
         if any(section.user_code for section in rules):

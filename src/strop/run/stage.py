@@ -35,7 +35,7 @@ from strop.store.policy import URI_VARIABLE, SourcePolicy
 from strop.store.record_store import RecordStore, describe_files
 from strop.store.uris import is_remote, join_uri
 from strop.tasks import build_task
-from strop.tasks.llm_judge.rubric import read_rubric
+from strop.tasks.judge_model import read_rubric
 from strop.train.data.offline import find_offline_source, find_source
 
 SECTIONS = ("model", "reference", "teacher", "task", "sft", "dpo")

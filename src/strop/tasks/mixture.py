@@ -180,6 +180,12 @@ class Mixture(Task):
         """Judge as the example's part does."""
         return await self._owner(example).verify_group(example, texts, outcomes)
 
+    async def verify_here(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        """Judge as the example's part does."""
+        return await self._owner(example).verify_here(example, texts, outcomes)
+
     def compares(self, example: Example) -> bool:
         """Whether the example's part compares replies."""
         return self._owner(example).compares(example)

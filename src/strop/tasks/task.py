@@ -192,6 +192,15 @@ class Task(ABC):
         """
         return outcomes
 
+    async def verify_here(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        """Complete outcomes in the run's own process, in whichever they were made: to call a server.
+
+        Raises: any exception of the verifier; then no reply has a score.
+        """
+        return outcomes
+
     def warm_up(self) -> None:
         """Load what judging needs, in a process that others are forked from."""
         return
@@ -291,6 +300,12 @@ class TaskWrapper(Task):
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
     ) -> Sequence[Outcome]:
         return await self._task.verify_group(example, texts, outcomes)
+
+    @override
+    async def verify_here(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        return await self._task.verify_here(example, texts, outcomes)
 
     @override
     def warm_up(self) -> None:

@@ -154,7 +154,6 @@ def test_a_judge_grades_a_group_at_once(
     with judge_server(say) as server:
         task = judge_task(tmp_path, server.url, compares=True)
         rollouts = attempt(task, tokenizer, ["a", "b", "a", "<think>"])
-        task.client.close()
     expected = right if isinstance(right, list) else [right] * 3 + [0.0]
     assert [earned(rollout.outcome) for rollout in rollouts] == expected
     assert len(server.requests) == 1

@@ -55,9 +55,11 @@ class Judge:
         """
         pool = self._pool_for(example)
         if pool is None:
-            return await (self.task.verify_member if is_member else self.task.verify)(example, text)
-        reply = await _call(pool, example, {"text": text, "is_member": is_member})
-        return reply if isinstance(reply, Outcome) else outcome_from_json(reply)
+            outcome = await (self.task.verify_member if is_member else self.task.verify)(example, text)
+        else:
+            reply = await _call(pool, example, {"text": text, "is_member": is_member})
+            outcome = reply if isinstance(reply, Outcome) else outcome_from_json(reply)
+        return outcome if is_member else (await self.task.verify_here(example, [text], [outcome]))[0]
 
     async def judge_group(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
@@ -68,12 +70,14 @@ class Judge:
         """
         pool = self._pool_for(example)
         if pool is None:
-            return await self.task.verify_group(example, texts, outcomes)
-        call = {"texts": list(texts), "outcomes": list(map(outcome_to_json, outcomes))}
-        reply = await _call(pool, example, call, num_replies=len(texts))
-        if isinstance(reply, Outcome):
-            return [replace(outcome, failure=reply.failure) for outcome in outcomes]
-        return [outcome_from_json(values) for values in reply]
+            outcomes = await self.task.verify_group(example, texts, outcomes)
+        else:
+            call = {"texts": list(texts), "outcomes": list(map(outcome_to_json, outcomes))}
+            reply = await _call(pool, example, call, num_replies=len(texts))
+            if isinstance(reply, Outcome):
+                return [replace(outcome, failure=reply.failure) for outcome in outcomes]
+            outcomes = [outcome_from_json(values) for values in reply]
+        return await self.task.verify_here(example, texts, outcomes)
 
     async def close(self) -> None:
         """End the judge's processes; running calls give no score. May be called twice."""

@@ -1,4 +1,4 @@
-"""Base of tasks that add up rewards: built-in ones, and functions of the user's."""
+"""Base of tasks that add up rewards: built-in ones, functions of the user's, and a judge model's."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from pydantic import Field, field_validator, model_validator
 
 from strop.rollout import Example, Failure, Outcome
 from strop.spec.base import SpecConflict, expert
+from strop.spec.judge import JudgeSettings
 from strop.spec.task import CodeTaskSection, JudgedByUser, TrainingRows
 from strop.tasks.graders import GRADERS, STRICTNESS
+from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import symbolic
-from strop.tasks.rows.row_task import RowReading, RowTask, gold_of
+from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of
 from strop.tasks.task import TaskLimits
 from strop.tasks.user.rewards import BUILT_IN, FULL_MARKS_SLACK, Parts, UserReward, score_built_in
 from strop.user_code import CodeRef, is_code
 
 SANDBOXED = "python-tests"
-BUILT_IN_REWARDS = (*BUILT_IN, *GRADERS, SANDBOXED)
+COMPARING = (*BUILT_IN, *GRADERS, SANDBOXED)
+"""Rewards that need an answer."""
+BUILT_IN_REWARDS = (*COMPARING, JUDGE)
 _VERIFIER = "rewards-1"
 _SYMBOLIC_LIMIT_S = 2.0
 """For sympy, whose time is not bounded by the text."""
@@ -31,7 +35,7 @@ REWARD_HELP = (
 )
 
 
-class RewardSection(TrainingRows, JudgedByUser):
+class RewardSection(TrainingRows, JudgedByUser, JudgeSettings):
     """Settings of how replies are judged."""
 
     if TYPE_CHECKING:
@@ -53,6 +57,11 @@ class RewardSection(TrainingRows, JudgedByUser):
         description="What a right reply earns from all rewards together. A score above it is an error of the"
         " reward's, and nothing is trained on it.",
         json_schema_extra=expert("rewards of one's own may have another scale"),
+    )
+    pass_score: float | None = Field(
+        default=None,
+        description="Lowest reward of a reply that counts as solved. none = task.max_reward.",
+        json_schema_extra=expert("the threshold of a judge, or of one reward among several, is a judgement"),
     )
     min_reward: float = Field(
         default=0.0,
@@ -85,6 +94,13 @@ class RewardSection(TrainingRows, JudgedByUser):
                 allowed=f"FILE.py:FUNCTION, {', '.join(known)}",
                 next_step="name the file and its function, for example reward.py:score",
             )
+        if (JUDGE in names) != bool(self.judge_url):
+            raise SpecConflict(
+                {"task.reward": names, "task.judge_url": self.judge_url},
+                "a judge belongs to a reward",
+                allowed="the reward 'judge' with task.judge_url, judge_model and judge_revision",
+                next_step="name both, or neither",
+            )
         if len(set(names)) < len(names) or (weights and len(weights) != len(names)):
             raise SpecConflict(
                 {"task.reward": names, "task.reward_weights": weights},
@@ -96,7 +112,7 @@ class RewardSection(TrainingRows, JudgedByUser):
 
 
 class JudgedRows(RowTask):
-    """Right if the rewards add up to `task.max_reward`; parts of the reward have their names."""
+    """Right if the rewards add up to `task.pass_score`; parts of the reward have their names."""
 
     _spec: RewardSection
 
@@ -113,7 +129,8 @@ class JudgedRows(RowTask):
     ) -> None:
         self._functions = {name: UserReward(name) for name in rewards if is_code(name)}
         self._weights = dict(zip(rewards, spec.reward_weights or [1.0] * len(rewards), strict=True))
-        self._full_marks = spec.max_reward - FULL_MARKS_SLACK
+        self._model = JudgeModel(spec) if spec.judge_url else None
+        self._pass_score = (spec.pass_score or spec.max_reward) - FULL_MARKS_SLACK
         level = getattr(spec, "strictness", "standard")
         graders = {**GRADERS, "math": STRICTNESS[level]}
         self._graders = {name: graders[name] for name in rewards if name in graders}
@@ -132,7 +149,7 @@ class JudgedRows(RowTask):
             min_reward=spec.min_reward,
             verify_limit_s=limit_s or None,
         )
-        digests = [f"{one.ref} {one.digest}" for one in self._functions.values()]
+        digests = [f"{one.ref} {one.digest}" for one in self._functions.values()] + self.judge_digests
         super().__init__(
             spec,
             reading,
@@ -142,6 +159,11 @@ class JudgedRows(RowTask):
             base_prompt=base_prompt,
             verifier=" ".join([_VERIFIER, *rewards, *digests]),
         )
+
+    @property
+    def judge_digests(self) -> list[str]:
+        """The hash of the judge model, if there is one."""
+        return [] if self._model is None else [self._model.digest]
 
     def warm_up(self) -> None:
         """Load the user's functions and what compares formulas. Raises: ConfigError like `load_code`."""
@@ -159,7 +181,7 @@ class JudgedRows(RowTask):
         return ""
 
     async def verify(self, example: Example, text: str) -> Outcome:
-        """Add the rewards up; those of TRL's form judge a group of one.
+        """Add the rewards up; those of TRL's form judge a group of one. A judge model: `verify_here`.
 
         Raises: any exception of a user's function; TypeError or ValueError if its return value is not
             allowed; SandboxError like `judge_python`; ConfigError without math-verify where it is needed.
@@ -169,8 +191,8 @@ class JudgedRows(RowTask):
         return (await self.verify_group(example, [text], [await self.verify_member(example, text)]))[0]
 
     def compares(self, example: Example) -> bool:
-        """Whether one of the rewards has TRL's form."""
-        return any(function.takes_group for function in self._functions.values())
+        """Whether one of the rewards has TRL's form, or the judge model compares."""
+        return self._spec.compares or any(function.takes_group for function in self._functions.values())
 
     async def verify_member(self, example: Example, text: str) -> Outcome:
         """Add up the rewards that judge each reply alone. Raises: as `verify`."""
@@ -178,7 +200,7 @@ class JudgedRows(RowTask):
         outcome = Outcome(parts={})
         for name, weight in self._weights.items():
             function = self._functions.get(name)
-            if function is not None and function.takes_group:
+            if name == JUDGE or (function is not None and function.takes_group):
                 continue
             if function is not None:
                 scores = await function.score({**self._values_of(example), "reply": text})
@@ -206,10 +228,38 @@ class JudgedRows(RowTask):
                 else:
                     parts = {**one.parts, **_weigh(scores, self._weights[name])}
                     judged[place] = replace(one, parts=parts)
+        return judged if self._model is not None else self._settle(judged)
+
+    async def verify_here(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        """Add the reward of the judge model. Raises: like `JudgeModel.grade`."""
+        if self._model is None:
+            return outcomes
+        values, weight = self._shown(example), self._weights[JUDGE]
+        return self._settle(await self._model.grade(values, texts, outcomes, weight))
+
+    def _settle(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
+        """Say which replies are correct, all rewards added up."""
         return [
-            replace(one, is_correct=None if one.reward is None else one.reward >= self._full_marks)
-            for one in judged
+            replace(one, is_correct=None if one.reward is None else one.reward >= self._pass_score)
+            for one in outcomes
         ]
+
+    def _shown(self, example: Example) -> dict[str, str]:
+        """Return what a rubric may show, but for the reply: the columns, prompt and answer."""
+        values = self._values_of(example) | {"prompt": "\n\n".join(one.text for one in self.render(example))}
+        if example.answer is not None:
+            values["answer"] = example.answer
+        return {name: str(value) for name, value in values.items() if isinstance(value, str | int | float)}
+
+    def _read_splits(self) -> SplitExamples:
+        splits, model = super()._read_splits(), self._model
+        if model is not None:
+            for example in (*splits.train, *splits.held_out):
+                place = f"the row that asks {self._asked(example)!r:.80}"
+                model.require_values(self._shown(example), place)
+        return splits
 
     def _gold_of(self, example: Example) -> Any:
         return gold_of(example)

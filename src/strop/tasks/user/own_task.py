@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from strop.errors import DataError
 from strop.rollout import Example, Message, Outcome, Split, make_example
 from strop.spec.task import UserCodeSection, UserTaskSpec
@@ -26,7 +28,7 @@ from strop.user_code import hash_sources, load_code, run_apart
 POSE_LIMIT_S = 600.0
 """Wall time (seconds) in which the class must make its examples and render their prompts."""
 _MAX_REPLY_TOKENS = 1024
-_VERIFIER = "own-1"
+_VERIFIER = "own-2"
 
 
 def require_whole(name: str, example: Example) -> None:
@@ -66,15 +68,12 @@ class OwnTask(Task):
 
     def own_limits(self) -> TaskLimits:
         """Read the limits of the class."""
-        # JSON has no tuples.
-        own_limits = {
-            key: tuple(value) if isinstance(value, list) else value
-            for key, value in self._posed["limits"].items()
-        }
-        own: dict[str, Any] = {} if self._posed["knows_gold"] else {"max_goldless_frac": 1.0}
-        own |= {"max_reply_tokens": self._spec.max_reply_tokens or _MAX_REPLY_TOKENS, **own_limits}
+        own = {"max_reply_tokens": self._spec.max_reply_tokens or _MAX_REPLY_TOKENS, **self._posed["limits"]}
+        if not self._posed["knows_gold"]:
+            own["max_goldless_frac"] = own.get("max_goldless_frac") or 1.0
         limit_s = self._spec.judge_limit_s if isinstance(self._spec, UserTaskSpec) else None
-        limits = TaskLimits(**{**own, "verify_limit_s": limit_s})
+        # JSON has no tuples.
+        limits = TypeAdapter(TaskLimits).validate_python({**own, "verify_limit_s": limit_s})
         return fit_limits(limits, self._spec)
 
     @cached_property
@@ -99,11 +98,7 @@ class OwnTask(Task):
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the messages that the class wrote for an example."""
-        values = self._rows[example.example_id]["messages"]
-        messages = [
-            Message.from_json(value) if isinstance(value, dict) else Message(role=value[0], content=value[1])
-            for value in values
-        ]
+        messages = [Message.from_json(value) for value in self._rows[example.example_id]["messages"]]
         return pose_messages(messages, self._spec.thinking)
 
     def problem_of(self, example: Example) -> str | None:
@@ -132,12 +127,7 @@ class OwnTask(Task):
         """Convert a verdict of the class to an outcome. Raises: TypeError or ValueError as `to_parts`."""
         # Full marks of the object itself: a worker that judges has not made the examples.
         full = getattr(getattr(self._own, "limits", None), "max_reward", 1.0)
-        return as_outcome(found, self.where, full)
-
-    @property
-    def where(self) -> str:
-        """The class and its line, for messages."""
-        return f"{self._spec.ref} (line {self._inspected.line})"
+        return as_outcome(found, f"{self._spec.ref} (line {self._inspected.line})", full)
 
     @cached_property
     def _own(self) -> Any:
@@ -162,26 +152,27 @@ class OwnTask(Task):
     @cached_property
     def _rows(self) -> Mapping[str, Mapping[str, Any]]:
         """Messages, gold replies and problem of each example, by id."""
-        rows = [row for split in Split for row in self._posed["splits"][split.value]]
-        return {self._example_of(row).example_id: row for row in rows}
+        return {id_: row for split in Split for id_, (_, row) in self._made(split).items()}
+
+    def _made(self, split: Split) -> dict[str, tuple[Example, Mapping[str, Any]]]:
+        """Return the distinct examples of a split, with what the class said of each, by id."""
+        rows = [
+            (make_example(self.name, row["fields"], row["answer"]), row)
+            for row in self._posed["splits"][split.value]
+        ]
+        return {example.example_id: (example, row) for example, row in rows}
 
     @cached_property
     def _splits(self) -> SplitExamples:
-        train = self._first(Split.TRAIN, self._spec.num_train)
-        held_out = self._first(Split.HELD_OUT, self._spec.num_held_out)
-        shared = {example.example_id for example in train} & {example.example_id for example in held_out}
-        if shared:
+        numbers = {Split.TRAIN: self._spec.num_train, Split.HELD_OUT: self._spec.num_held_out}
+        train, held_out = (
+            tuple(example for example, _ in self._made(split).values())[: numbers[split]]
+            for split in (Split.TRAIN, Split.HELD_OUT)
+        )
+        if shared := {example.example_id for example in train} & {one.example_id for one in held_out}:
             raise DataError(
                 f"{len(shared)} held-out examples of {self._spec.ref} are training examples too",
                 allowed="no example in both splits: its score would measure memory",
                 next_step="make examples(split) return others for each split",
             )
         return SplitExamples(train=train, held_out=held_out)
-
-    def _first(self, split: Split, number: int | None) -> tuple[Example, ...]:
-        """Return the first distinct examples of a split."""
-        examples = map(self._example_of, self._posed["splits"][split.value])
-        return tuple({example.example_id: example for example in examples}.values())[:number]
-
-    def _example_of(self, row: Mapping[str, Any]) -> Example:
-        return make_example(self.name, row["fields"], row["answer"])

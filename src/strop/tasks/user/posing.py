@@ -20,7 +20,6 @@ from strop.user_code.probe import answer_order, settings_class
 
 OPENING_SEED = 0
 """Seed of the openings that a plan and the gate measure; rollouts have other seeds."""
-_LIMITS = frozenset(field.name for field in dataclasses.fields(TaskLimits)) - {"verify_limit_s"}
 
 
 def make_task(kind: Any, values: Mapping[str, Any]) -> Any:
@@ -42,7 +41,9 @@ def pose(kind: Any, order: Mapping[str, Any]) -> dict[str, Any]:
     with blaming(ref, "be made with its settings"):
         task = make_task(kind, order["values"])
     render = task.render if callable(getattr(task, "render", None)) else partial(_open, kind, order, ref)
-    limits, splits = _limits_of(task, ref), {}
+    limits, splits = getattr(task, "limits", None), {}
+    if not isinstance(limits, TaskLimits | None):
+        raise _refuse(ref, f"has limits of type {type(limits).__name__}", "a TaskLimits of strop.tasks")
     for split in Split:
         with blaming(ref, f"give its examples of {split.value}"):
             examples = list(task.examples(split))
@@ -50,7 +51,7 @@ def pose(kind: Any, order: Mapping[str, Any]) -> dict[str, Any]:
             raise _refuse(ref, f"has no examples of {split.value}", "at least one in each split")
         splits[split.value] = [_pose_one(task, render, ref, example) for example in examples]
     return {
-        "limits": limits,
+        "limits": {} if limits is None else dataclasses.asdict(limits),
         "knows_gold": callable(getattr(task, "gold_replies", None)),
         "splits": splits,
     }
@@ -75,71 +76,44 @@ def opening_of(world: Any) -> Callable[[Example, int], Any]:
     return method
 
 
-def _limits_of(task: Any, ref: CodeRef) -> dict[str, Any]:
-    """Return the limits of the class that differ from the defaults."""
-    limits = getattr(task, "limits", None)
-    if limits is None:
-        return {}
-    if not isinstance(limits, TaskLimits):
-        raise _refuse(ref, f"has limits of type {type(limits).__name__}", "a TaskLimits of strop.tasks")
-    values = {name: getattr(limits, name) for name in _LIMITS}
-    defaults = TaskLimits(max_reply_tokens=limits.max_reply_tokens)
-    return {
-        name: value
-        for name, value in values.items()
-        if name == "max_reply_tokens" or value != getattr(defaults, name)
-    }
-
-
 def _pose_one(task: Any, render: Callable[[Example], Any], ref: CodeRef, value: Any) -> dict[str, Any]:
-    """Render one example of the class: a table of fields, or an `Example`."""
+    """Ask the class about one of its examples: a table of fields, or an `Example`."""
     if isinstance(value, Mapping):
         fields = {name: field for name, field in value.items() if name != "answer"}
         answer = value.get("answer")
         with blaming(ref, f"give the example {value!r:.80}"):
-            example = make_example(ref.name, fields, None if answer is None else str(answer))
-    elif isinstance(value, Example):
-        example = value
-    else:
+            value = make_example(ref.name, fields, None if answer is None else str(answer))
+    if not isinstance(value, Example):
         raise _refuse(ref, f"gives an example {value!r:.80}", "tables of fields, perhaps with an answer")
-    with blaming(ref, f"write the prompt of {dict(example.fields)!r:.80}"):
-        prompt = render(example)
-    gold: list[str] = []
-    if callable(getattr(task, "gold_replies", None)):
-        with blaming(ref, f"say a right reply to {dict(example.fields)!r:.80}"):
-            gold = [
-                reply if isinstance(reply, str) else TURN.join(reply) for reply in task.gold_replies(example)
-            ]
-    problem = None
-    if callable(getattr(task, "problem_of", None)):
-        with blaming(ref, f"name the problem of {dict(example.fields)!r:.80}"):
-            problem = str(task.problem_of(example))
+    shown = f"{dict(value.fields)!r:.80}"
+    with blaming(ref, f"write the prompt of {shown}"):
+        prompt = render(value)
+    with blaming(ref, f"say a right reply to {shown}"):
+        gold = task.gold_replies(value) if callable(getattr(task, "gold_replies", None)) else ()
+        gold = [reply if isinstance(reply, str) else TURN.join(reply) for reply in gold]
+    with blaming(ref, f"name the problem of {shown}"):
+        has_problem = callable(getattr(task, "problem_of", None))
+        problem = str(task.problem_of(value)) if has_problem else None
     return {
-        "fields": dict(example.fields),
-        "answer": example.answer,
+        "fields": dict(value.fields),
+        "answer": value.answer,
         "messages": _to_messages(prompt, ref),
         "gold": gold,
         "problem": problem,
     }
 
 
-def _to_messages(prompt: Any, ref: CodeRef) -> list[Any]:
-    """Return a prompt's messages as JSON: pairs of role and text, or tables if they have other fields."""
+def _to_messages(prompt: Any, ref: CodeRef) -> list[dict[str, Any]]:
+    """Return a prompt's messages as JSON. Raises: ConfigError for what is none."""
     if isinstance(prompt, str | Message):
         prompt = [Message(role="user", content=prompt) if isinstance(prompt, str) else prompt]
-    allowed = "a text, or messages with role and content"
     try:
-        messages = [
-            value if isinstance(value, Message) else Message.from_json(value)
-            for value in prompt or ()
-            if isinstance(value, Message | Mapping)
-        ]
-    except DataError as error:
-        raise _refuse(ref, f"asks {prompt!r:.80} ({error})", allowed) from error
+        messages = [one if isinstance(one, Message) else Message.from_json(one) for one in prompt or ()]
+    except (DataError, TypeError) as error:
+        messages, prompt = [], f"{prompt!r:.80} ({error})"
     if not messages or not all(message.role and (message.text or message.tool_calls) for message in messages):
-        raise _refuse(ref, f"asks {prompt!r:.80}", allowed)
-    tables = [message.to_json() for message in messages]
-    return [[*table.values()] if table.keys() == {"role", "content"} else table for table in tables]
+        raise _refuse(ref, f"asks {prompt!s:.400}", "a text, or messages with role and content")
+    return [message.to_json() for message in messages]
 
 
 def _refuse(ref: CodeRef, fault: str, allowed: str) -> ConfigError:

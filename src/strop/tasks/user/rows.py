@@ -32,7 +32,7 @@ from strop.tasks.code.python_judge import judge_for
 from strop.tasks.code.row_tests import read_tests
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose, pose_messages
-from strop.tasks.rows.judged_rows import BUILT_IN_REWARDS, REWARD_HELP, SANDBOXED, JudgedRows, RewardSection
+from strop.tasks.rows.judged_rows import COMPARING, REWARD_HELP, SANDBOXED, JudgedRows, RewardSection
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.row_task import RowReading, SplitExamples, require_both
 from strop.tasks.task import ProgramForm, TaskLimits
@@ -90,7 +90,7 @@ class RowsSpec(CodeTaskSection, RewardSection):
                 allowed="task.prompt, which takes a template of columns",
                 next_step="move the template into task.prompt",
             )
-        if self.answer is None and any(name in BUILT_IN_REWARDS for name in self.reward):
+        if self.answer is None and any(name in COMPARING for name in self.reward):
             raise SpecConflict(
                 {"task.reward": list(self.reward), "task.answer": self.answer},
                 "a built-in reward compares with an answer, and no column has one",
@@ -181,7 +181,7 @@ class Rows(JudgedRows):
 
     def _why_left_out(self, row: Row, split: Split) -> str | None:
         self._require_columns(row)
-        compares = any(name in BUILT_IN_REWARDS for name in self._spec.reward)
+        compares = any(name in COMPARING for name in self._spec.reward)
         return "without an answer" if compares and self._answer_of(row) is None else None
 
     def _split_key(self, row: Row) -> str:
