@@ -22,6 +22,11 @@ class Figure:
     at_least: float | None = None
     at_most: float | None = None
 
+    @classmethod
+    def once(cls, name: str, unit: str, value: float, **goal: float) -> Figure:
+        """Return a value that was measured once."""
+        return cls(name=name, unit=unit, value=value, measured=(value,), **goal)
+
     @property
     def is_reached(self) -> bool:
         """Whether the value is within its bounds."""

@@ -25,7 +25,7 @@ RESULTS_DIR = Path(__file__).parent / "results"
 
 PARTS: Mapping[str, tuple[str, str, float]] = {
     # Name: module, function, and seconds that it may take.
-    "device": ("benchmarks.gpu.device_part", "run_device", 60.0),
+    "device": ("benchmarks.gpu.device", "run_device", 60.0),
     "parity": ("benchmarks.gpu.parity", "run_parity", 240.0),
     "engine": ("benchmarks.gpu.engine", "run_engine", 150.0),
     "wires": ("benchmarks.gpu.wires", "run_wires", 150.0),

