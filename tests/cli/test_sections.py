@@ -219,7 +219,7 @@ def test_plan_sample_and_eval_ask_as_the_run_says(
     others = [word for word in words if not str(word).startswith("system_prompt")]
     refused = run("eval", tiny_model_dir, *others, "--split", "held_out", "--limit", "2", "--out", "results")
     assert refused.code == 76
-    assert "belongs to another evaluation: task_version" in refused.err
+    assert "belongs to another evaluation, there and now: task_version" in refused.err
 
 
 def test_a_wrong_field_is_refused_by_name(run: Run, rows: Path, tiny_model_dir: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from strop.engine import GenerationRequest
 from strop.environments import SingleTurn, run_groups
 from strop.errors import CheckRefused
-from strop.evaluate import EvalPlan, EvalSettings, Rescored, plan_evaluation, rescore
+from strop.evaluate import EvalPlan, EvalResult, EvalSettings, plan_evaluation, rescore
 from strop.rollout import Example, Outcome, Rollout, Split
 from strop.tasks import Task
 from strop.tasks.generated.arithmetic import Arithmetic
@@ -55,16 +55,16 @@ def attempt(tokenizer: Tokenizer, answer: Answer, task: Task) -> tuple[EvalPlan,
     return planned.plan, [rollout for group in groups for rollout in group.rollouts]
 
 
-def judge_anew(plan: EvalPlan, rollouts: list[Rollout], task: Task) -> Rescored:
+def judge_anew(
+    plan: EvalPlan, rollouts: list[Rollout], task: Task
+) -> tuple[EvalResult, list[tuple[Rollout, Rollout]]]:
     return asyncio.run(rescore(plan, rollouts, task))
 
 
 def test_the_same_verifier_changes_nothing(tokenizer: Tokenizer) -> None:
     plan, rollouts = attempt(tokenizer, add, make_task())
-    rescored = judge_anew(plan, rollouts, make_task())
-    assert rescored.changes == ()
-    assert rescored.result.identity == plan
-    assert rescored.result.greedy.accuracy == 1.0
+    result, changed = judge_anew(plan, rollouts, make_task())
+    assert (changed, result.identity, result.greedy.accuracy) == ([], plan, 1.0)
 
 
 def test_changed_verdicts_are_listed(tokenizer: Tokenizer) -> None:
@@ -73,34 +73,31 @@ def test_changed_verdicts_are_listed(tokenizer: Tokenizer) -> None:
         return str(a + b) if request.sampling.temperature == 0 else f"{a} + {b} = {a + b}"
 
     plan, rollouts = attempt(tokenizer, answer, make_task())
-    rescored = judge_anew(plan, rollouts, StrictArithmetic())
-    result = rescored.result
+    result, changed = judge_anew(plan, rollouts, StrictArithmetic())
     assert (result.task_version, result.replies_version) == ("strict", make_task().version)
     assert result.sampled is not None
     assert (result.greedy.accuracy, result.sampled.accuracy) == (1.0, 0.0)
-    assert {change.reply for change in rescored.changes} == {"sample 0"}
-    assert len(rescored.changes) == 10
-    first = rescored.changes[0]
-    assert (first.before, first.after, first.example_id) == (True, False, rollouts[0].example.example_id)
-    assert first.extracted == rollouts[1].turns[1].text
+    assert [old for old, _ in changed] == rollouts[1::2]
+    assert {(old.outcome.reward, new.outcome.reward) for old, new in changed} == {(1.0, 0.0)}
+    assert changed[0][1].outcome.extracted == rollouts[1].turns[1].text
 
 
 def test_a_verifier_that_was_mended_judges_what_it_failed_on(tokenizer: Tokenizer) -> None:
     plan, rollouts = attempt(tokenizer, add, BrittleArithmetic(make_spec()))
     num_failed = sum(not rollout.outcome.is_scored for rollout in rollouts)
     assert num_failed > 0
-    mended = judge_anew(plan, rollouts, make_task())
-    assert mended.result.is_valid
-    assert [(change.before, change.after) for change in mended.changes] == [(None, True)] * num_failed
+    mended, changed = judge_anew(plan, rollouts, make_task())
+    assert mended.is_valid
+    assert [(old.outcome.is_scored, new.outcome.is_correct) for old, new in changed] == [
+        (False, True)
+    ] * num_failed
     # And the other way round: a verifier that fails now gives no verdict, and says why.
-    broken = judge_anew(plan, rollouts, BrittleArithmetic(make_spec()))
-    assert broken.changes == ()
+    assert judge_anew(plan, rollouts, BrittleArithmetic(make_spec()))[1] == []
     plan, rollouts = attempt(tokenizer, add, make_task())
-    broken = judge_anew(plan, rollouts, BrittleArithmetic(make_spec()))
-    assert {(change.before, change.after) for change in broken.changes} == {(True, None)}
-    assert all(change.detail.startswith("task, TypeError: ") for change in broken.changes)
-    assert {cause.failure.kind for cause in broken.result.causes} == {"TypeError"}
-    assert broken.result.verdict.startswith(f"{len(broken.changes)} of ")
+    broken, changed = judge_anew(plan, rollouts, BrittleArithmetic(make_spec()))
+    assert {(old.outcome.is_correct, new.outcome.is_scored) for old, new in changed} == {(True, False)}
+    assert {cause.failure.kind for cause in broken.causes} == {"TypeError"}
+    assert broken.verdict.startswith(f"{len(changed)} of ")
 
 
 def test_what_never_brought_a_reply_stays_what_it_was(tokenizer: Tokenizer) -> None:
@@ -108,16 +105,16 @@ def test_what_never_brought_a_reply_stays_what_it_was(tokenizer: Tokenizer) -> N
     plan, rollouts = attempt(
         tokenizer, lambda a, b, request: aborted if a == 1 else add(a, b, request), make_task()
     )
-    rescored = judge_anew(plan, rollouts, StrictArithmetic())
+    result, changed = judge_anew(plan, rollouts, StrictArithmetic())
     num_lost = sum(rollout.outcome.failure is not None for rollout in rollouts)
-    assert rescored.result.greedy.failures == {"abort": num_lost // 2}
-    assert len(rescored.changes) == len(rollouts) - num_lost
+    assert [(cause.failure.kind, cause.num) for cause in result.causes] == [("abort", num_lost)]
+    assert len(changed) == len(rollouts) - num_lost
 
 
 def test_a_cut_reply_stays_cut(tokenizer: Tokenizer) -> None:
     endless = ScriptedReply(text="1 and ", ends=False)
     plan, rollouts = attempt(tokenizer, lambda a, b, request: endless, make_task())
-    assert judge_anew(plan, rollouts, StrictArithmetic()).result.greedy.truncated_frac == 1.0
+    assert judge_anew(plan, rollouts, StrictArithmetic())[0].greedy.truncated_frac == 1.0
 
 
 def test_examples_of_another_task_are_refused(tokenizer: Tokenizer) -> None:

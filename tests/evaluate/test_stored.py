@@ -12,8 +12,7 @@ import pytest
 from strop.errors import ConfigError, CorruptRecord
 from strop.evaluate import EvalResult, Validity, compare_results, write_result
 from strop.evaluate.harness import HarnessMetric, HarnessPart, HarnessResult
-from strop.evaluate.stored import StoredBaseline, read_stored
-from strop.evaluate.table import ScoreRow, list_rows, write_tables
+from strop.evaluate.stored import ScoreRow, StoredBaseline, list_rows, read_stored, write_table
 from strop.rollout import Split
 from strop.run import baselines as room
 from strop.run.baselines import read_baselines
@@ -94,7 +93,8 @@ def test_numbers_of_the_harness_are_compared_by_their_errors() -> None:
     assert (row.difference, row.difference_low, row.difference_high) == pytest.approx(
         (10.0, 10.0 - half, 10.0 + half)
     )
-    assert (row.baseline_stderr, row.note) == (3.0, "engine vllm there and hf here")
+    assert row.baseline_low == pytest.approx(50.0 - 1.959963984540054 * 3)
+    assert row.note == "engine vllm there and hf here"
     unsure = after.model_copy(update={"metrics": {"acc,none": HarnessMetric(value=0.6, stderr=None)}})
     (row,) = beside(before, unsure)
     assert row.difference == pytest.approx(10.0)
@@ -144,27 +144,22 @@ def test_the_last_step_stands_beside_and_of_it_the_same_protocol() -> None:
     assert stored.choose(make_result(AFTER)) == make_result(BEFORE, step=20)
 
 
-def test_a_table_is_written_in_three_forms(tmp_path: Path) -> None:
+def test_a_table_is_written(tmp_path: Path) -> None:
     first = StoredBaseline(name="first", results={Path("a"): make_result(BEFORE, model_digest="m0")})
     second = StoredBaseline(name="second", results={Path("a"): make_result(BEFORE, task_version="v0")})
-    text, as_json, as_csv = write_tables(list_rows([make_result(AFTER)], [first, second]), tmp_path, "t")
-    assert "+25.00 (" in text.read_text()
-    rows = json.loads(as_json.read_text())
-    assert [(row["baseline_of"], row["same_protocol"]) for row in rows] == [
-        ("first, step 20", True),
-        ("second, step 20", False),
-    ]
-    with as_csv.open() as file:
-        assert [row["difference"] for row in csv.DictReader(file)] == ["25.0", ""]
+    path = write_table(list_rows([make_result(AFTER)], [first, second]), tmp_path, "t")
+    with path.open() as file:
+        rows = [(row["baseline_of"], row["same_protocol"], row["difference"]) for row in csv.DictReader(file)]
+    assert rows == [("first, step 20", "True", "25.0"), ("second, step 20", "False", "")]
 
 
 def test_results_are_read_from_a_file_a_folder_and_a_run(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    (run / "eval" / "tables").mkdir(parents=True)
+    (run / "eval").mkdir(parents=True)
     write_result(make_result(), run / "eval" / "arithmetic-step-000020.json")
     write_harness(run / "eval" / "lm-eval-gsm8k_cot-step-000000.json", make_harness_result())
     (run / "eval" / "other.json").write_text("[1]")
-    (run / "eval" / "tables" / "t.json").write_text("[]")
+    (run / "eval" / "t.csv").write_text("task")
     assert {type(one) for one in read_stored(run).values()} == {EvalResult, HarnessResult}
     assert read_stored(run / "eval") == read_stored(run)
     (found,) = read_stored(run / "eval" / "arithmetic-step-000020.json").values()
@@ -221,9 +216,17 @@ def test_a_model_stands_for_its_results(evals: Path, tiny_model_dir: Path) -> No
     [
         (("nowhere",), ("arithmetic",), r"the baseline 'nowhere' has no results"),
         (("",), ("arithmetic",), r"the baseline '' has no results"),
-        (("x=evals/a.json", "x=evals/b.json"), ("arithmetic",), "x has results of 2 models on arithmetic"),
+        (
+            ("x=evals/a.json", "x=evals/b.json"),
+            ("arithmetic",),
+            "x has results of several models on arithmetic",
+        ),
         (("evals/a.json",), ("gsm8k",), r"a has no held_out result on gsm8k\. .*; it has arithmetic"),
-        (("evals",), ("arithmetic",), r"evals has results of 2 models on arithmetic: .*a\.json, .*b\.json"),
+        (
+            ("evals",),
+            ("arithmetic",),
+            r"evals has results of several models on arithmetic: .*a\.json, .*b\.json",
+        ),
     ],
 )
 def test_baselines_that_say_nothing_are_refused(

@@ -215,7 +215,7 @@ def test_rew_10_an_evaluation_counts_an_impossible_score_as_none(tmp_path: Path)
     )
     assert result.validity is Validity.VERIFIER
     assert (result.greedy.accuracy, result.greedy.reward_mean) == (None, None)
-    assert result.greedy.failures == {"ceiling": result.greedy.num_rollouts}
+    assert {cause.failure.kind for cause in result.causes} == {"ceiling"}
 
 
 class PaysForBrevity(SpellTask):

@@ -19,12 +19,9 @@ from strop.evaluate import (
     EvalResult,
     EvalSettings,
     compare_results,
-    plan_canary,
-    read_result,
     refuse_invalid,
-    require_baseline,
-    write_result,
 )
+from strop.evaluate.stored import StoredBaseline, list_rows
 from strop.rollout import Example, Outcome, Split
 from strop.run.held_out import Evaluation
 from strop.tasks import Task
@@ -211,65 +208,18 @@ def record_replies(path: Path) -> dict[str, str]:
     return recorder.said
 
 
-def test_eva_4_an_engine_that_does_not_repeat_the_baseline_is_refused(tiny_model_dir: Path) -> None:
+def test_eva_4_an_engine_that_scores_equal_weights_otherwise_is_told(tiny_model_dir: Path) -> None:
     """Incident: evaluation at TP 8 gave 10 % where 28 % was right, and nobody knows why."""
     task = SaysTheSame(record_replies(tiny_model_dir))
     baseline = evaluate_model(tiny_model_dir, native_engine(tiny_model_dir), task)
-    # 12 of 12, with 1.5 at either end: middle 0.9, half 1.959964 x sqrt(0.09 / 14) = 0.157.
-    assert (baseline.greedy.accuracy, round(baseline.greedy.low, 3)) == (1.0, 0.743)
-    tokenizer = Tokenizer.load(tiny_model_dir)
-    canary = plan_canary(baseline, task=task, tokenizer=tokenizer, model_digest="m")
-    measured = asyncio.run(require_baseline(canary, native_engine(tiny_model_dir), tokenizer))
-    assert measured.estimate == 1.0
-    with pytest.raises(
-        CheckRefused,
-        match=r"baseline_canary: greedy accuracy of spell is \d\.\d% on 12 examples, where 100\.0% is"
-        r" expected\. Allowed: 74\.3% to 100\.0%",
-    ) as caught:
-        asyncio.run(require_baseline(canary, perturbed_engine(tiny_model_dir, 30.0), tokenizer))
-    assert caught.value.exit_code == 76
-
-
-def test_eva_4_a_baseline_of_another_model_or_task_is_none(tmp_path: Path) -> None:
-    """Incident: as above; a canary of something else shows nothing."""
-    tokenizer = make_tokenizer(tmp_path)
-    engine = make_engine(tokenizer, lambda a, b, request: str(a + b))
-    settings = EvalSettings(run_seed=0, step=0, split=Split.HELD_OUT, num_samples=2)
-    baseline = asyncio.run(
-        evaluate_task(
-            task=make_task(), engine=engine, tokenizer=tokenizer, settings=settings, model_digest="m"
-        )
-    )
-    assert plan_canary(baseline, task=make_task(), tokenizer=tokenizer, model_digest="m").baseline == baseline
-    with pytest.raises(CheckRefused, match=r"cannot be repeated: model_digest 'm' there and 'other' now"):
-        plan_canary(baseline, task=make_task(), tokenizer=tokenizer, model_digest="other")
-    with pytest.raises(CheckRefused, match=r"cannot be repeated: task_version "):
-        plan_canary(baseline, task=make_task(max_value=9), tokenizer=tokenizer, model_digest="m")
-
-
-def test_eva_4_the_command_stores_nothing_behind_a_dead_canary(
-    run: Run, folder: Path, tiny_model_dir: Path
-) -> None:
-    """Incident: as above. The baseline here claims what the model cannot do."""
-    assert run("eval", tiny_model_dir, *ASK, "--limit", "8", "--out", "known").code == 0
-    path = folder / "known" / "arithmetic-step-000000.json"
-    words = ("eval", tiny_model_dir, *ASK[:4], "--task", "reverse-text", "--limit", "2")
-    sung = run(*words, "--canary", path, "--out", "good")
-    assert sung.code == 0, sung.err
-    assert "the canary came out: greedy accuracy of arithmetic is 0.0%, within 0.0% to" in sung.err
-    result = read_result(path)
-    solved = {
-        name: one.model_copy(update={"solved_frac": 1.0}) for name, one in result.greedy.by_example.items()
-    }
-    better = result.greedy.model_copy(update={"accuracy": 1.0, "low": 0.8, "by_example": solved})
-    write_result(result.model_copy(update={"greedy": better}), path)
-    dead = run(*words, "--canary", path, "--out", "bad")
-    assert (dead.code, dead.out) == (76, "")
-    assert "baseline_canary: greedy accuracy of arithmetic is 0.0% on 8 examples, where 100.0%" in dead.err
-    assert [kept.name for kept in (folder / "bad").rglob("*") if kept.suffix in (".json", ".parquet")] == []
-    again = run(*words, "--canary", "absent.json", "--out", "bad")
-    assert again.code == 1
-    assert "the result absent.json cannot be read" in again.err
+    assert baseline.greedy.accuracy == 1.0
+    stored = StoredBaseline(name="known", results={Path("known.json"): baseline})
+    again = evaluate_model(tiny_model_dir, native_engine(tiny_model_dir), task)
+    other = evaluate_model(tiny_model_dir, perturbed_engine(tiny_model_dir, 30.0), task)
+    for result, is_told in ((again, False), (other, True)):
+        row = list_rows([result], [stored])[0]
+        assert "the same weights" in row.note
+        assert ("score otherwise" in row.note) is is_told
 
 
 @pytest.mark.usefixtures("folder")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,11 +18,13 @@ if TYPE_CHECKING:
     from strop.evaluate import EvalResult, Summary
     from strop.evaluate.harness import HarnessResult
     from strop.evaluate.result import PartScores
-    from strop.evaluate.stored import StoredBaseline
-    from strop.evaluate.table import ScoreRow
+    from strop.evaluate.stored import ScoreRow, StoredBaseline
+    from strop.rollout import Rollout
     from strop.run.evaluation import EvalRequest, StoredRescored
 
 CHANGES_SHOWN = 20
+CHANGED = ("example", "reply", "before", "now", "compared")
+"""Rewards before and now; none of a reply that could not be judged."""
 COLUMNS = (
     "task",
     "replies",
@@ -94,10 +96,6 @@ class EvalOptions:
     write_order: Annotated[
         Path | None, typer.Option(help="Also write how often each example was solved (JSONL).")
     ] = None
-    canary: Annotated[
-        Path | None,
-        typer.Option(metavar="RESULT", help="Earlier result of this model that must be reproduced first."),
-    ] = None
     baseline: Annotated[
         list[str] | None,
         typer.Option(
@@ -166,7 +164,8 @@ def evaluate(context: typer.Context, options: EvalOptions) -> None:
     opened = open_model(options.model)
     results = [stored.result for stored in evaluate_here(setups, opened, request, say=output.say)]
     show_results(output, results, is_json=options.json)
-    _say_stored(output, options, results, stored)
+    if stored:
+        _say_stored(output, options, results, stored)
     # After the results were shown, because the numbers explain the refusal.
     if len(results) == 1:
         refuse_invalid(results[0])
@@ -226,8 +225,8 @@ def _evaluate_by_file(output: Output, options: EvalOptions, path: Path) -> None:
     is_beside = evaluated.harness or any(row.baseline is not None for row in evaluated.rows)
     if is_beside and not options.json:
         show_beside(output, evaluated.rows)
-    for table in evaluated.tables:
-        output.say(f"table: {table}")
+    if evaluated.table is not None:
+        output.say(f"table: {evaluated.table}")
     _exit_if_invalid(output, evaluated.own)
 
 
@@ -241,13 +240,17 @@ def _exit_if_invalid(output: Output, results: Sequence[EvalResult]) -> None:
 
 def show_beside(output: Output, rows: Sequence[ScoreRow]) -> None:
     """Print all scores next to the stored ones."""
-    from strop.evaluate.table import COLUMNS as TABLE_COLUMNS
-    from strop.evaluate.table import describe_note, show_row
+    from strop.evaluate.stored import COLUMNS as TABLE_COLUMNS
+    from strop.evaluate.stored import show_row
 
-    output.give_table(TABLE_COLUMNS, [show_row(row) for row in rows], title="beside baselines")
+    is_beside = any(row.baseline is not None for row in rows)
+    output.give_table(
+        TABLE_COLUMNS, [show_row(row) for row in rows], title="beside baselines" if is_beside else "scores"
+    )
     for row in rows:
-        if line := describe_note(row):
-            output.say(line)
+        if row.note:
+            of = f" ({row.baseline_of})" if row.baseline_of else ""
+            output.say(f"{row.task} {row.metric}{of}: {row.note}")
 
 
 def _say_stored(
@@ -256,18 +259,16 @@ def _say_stored(
     results: Sequence[EvalResult | HarnessResult],
     stored: Sequence[StoredBaseline],
 ) -> None:
-    """Print and write results next to the baselines of the command line."""
-    from strop.evaluate.table import list_rows, write_tables
+    """Print results next to the baselines of the command line, and write them."""
+    from strop.evaluate.stored import list_rows, write_table
     from strop.run.evaluation import EVALS_ROOT
 
-    if not stored:
-        return
     rows = list_rows(results, stored)
     if not options.json:
         show_beside(output, rows)
-    name = f"{results[0].model_digest[:8]}-step-{results[0].step:06d}"
-    for table in write_tables(rows, options.out or EVALS_ROOT, name):
-        output.say(f"table: {table}")
+    if stored:
+        name = f"{results[0].model_digest[:8]}-step-{results[0].step:06d}"
+        output.say(f"table: {write_table(rows, options.out or EVALS_ROOT, name)}")
 
 
 def _read_share(text: str | None, name: str) -> tuple[int, int] | None:
@@ -282,7 +283,6 @@ def _read_share(text: str | None, name: str) -> tuple[int, int] | None:
 
 def show_harness(output: Output, options: EvalOptions, tasks: list[str]) -> None:
     """Evaluate by lm-eval and print its numbers."""
-    from strop.evaluate.table import show_cut, show_metric
     from strop.run.baselines import read_baselines
     from strop.run.harness import evaluate_by_harness
     from strop.run.inference import open_model
@@ -290,7 +290,7 @@ def show_harness(output: Output, options: EvalOptions, tasks: list[str]) -> None
     assert options.model is not None
     if options.harness != "lm-eval":
         raise typer.BadParameter(f"--harness takes lm-eval, not {options.harness}")
-    own = {"--split": options.split, "--canary": options.canary, "--write-order": options.write_order}
+    own = {"--split": options.split, "--write-order": options.write_order}
     if given := [name for name, value in own.items() if value is not None]:
         raise typer.BadParameter(f"{given[0]} is for strop's own tasks: leave it or --harness out")
     stored = read_baselines(
@@ -307,22 +307,6 @@ def show_harness(output: Output, options: EvalOptions, tasks: list[str]) -> None
     _say_stored(output, options, results, stored)
     if options.json:
         output.give_json([result.model_dump(mode="json") for result in results])
-        return
-    rows = [
-        (
-            result.task,
-            name,
-            *show_metric(name, metric),
-            result.num_fewshot,
-            result.max_reply_tokens,
-            show_cut(result),
-            result.num_examples,
-        )
-        for result in results
-        for name, metric in result.metrics.items()
-    ]
-    columns = ("task", "metric", "value", "s.e.", "shots", "budget", "cut", "examples")
-    output.give_table(columns, rows, title=f"{results[0].harness}, step {results[0].step}")
 
 
 def _read_request(options: EvalOptions) -> EvalRequest:
@@ -334,7 +318,6 @@ def _read_request(options: EvalOptions) -> EvalRequest:
         pass_at=read_counts(options.pass_at),
         pass_threshold=options.pass_threshold,
         out_dir=options.out,
-        canary=options.canary,
     )
 
 
@@ -411,15 +394,17 @@ def _rescore(output: Output, place: Path, settings: Sequence[str], *, is_json: b
     rescored = []
     for folder in find_kept(place):
         stored = rescore_kept(folder, settings)
-        output.say(f"{stored.rescored.result.full_name}: {stored.path}")
+        output.say(f"{stored.result.full_name}: {stored.path}")
         rescored.append(stored)
     if is_json:
         output.give_json(
             [
                 {
                     "path": str(stored.path),
-                    "result": stored.rescored.result.model_dump(mode="json"),
-                    "changes": [asdict(change) for change in stored.rescored.changes],
+                    "result": stored.result.model_dump(mode="json"),
+                    "changes": [
+                        dict(zip(CHANGED, _changed_row(*pair), strict=True)) for pair in stored.changed
+                    ],
                 }
                 for stored in rescored
             ]
@@ -430,7 +415,7 @@ def _rescore(output: Output, place: Path, settings: Sequence[str], *, is_json: b
 
 
 def _show_rescored(output: Output, stored: StoredRescored) -> None:
-    result, changes = stored.rescored.result, stored.rescored.changes
+    result, changes = stored.result, stored.changed
     title = f"{result.full_name}, {result.num_examples} examples of {result.split.value}, step {result.step}"
     scores: dict[str, Summary] = {**result.scores}
     for label, part in result.parts.items():
@@ -443,15 +428,14 @@ def _show_rescored(output: Output, stored: StoredRescored) -> None:
     output.give(f"judged by version {result.task_version}, replies of version {result.replies_version}")
     if not result.is_valid:
         output.give(result.verdict)
-    words = {True: "solved", False: "not solved", None: "unscored"}
     output.give(f"{len(changes)} verdicts changed")
     if changes:
-        output.give_table(
-            ("example", "reply", "before", "now", "compared"),
-            [
-                (change.example_id, change.reply, words[change.before], words[change.after], change.extracted)
-                for change in changes[:CHANGES_SHOWN]
-            ],
-        )
+        output.give_table(CHANGED, [_changed_row(*pair) for pair in changes[:CHANGES_SHOWN]])
     if len(changes) > CHANGES_SHOWN:
         output.give(f"and {len(changes) - CHANGES_SHOWN} more; --json lists all")
+
+
+def _changed_row(before: Rollout, after: Rollout) -> tuple[object, ...]:
+    kind = "greedy" if before.sampling.temperature == 0.0 else f"sample {before.sample_index}"
+    extracted = after.outcome.extracted
+    return before.example.example_id, kind, before.outcome.reward, after.outcome.reward, extracted

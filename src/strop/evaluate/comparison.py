@@ -1,17 +1,12 @@
 """Confidence intervals of scores, and changes between two results of one protocol.
 
-Several rollouts of one example are not independent, because easy examples are solved again and
-again; nor are several examples of one problem. Every interval here is therefore over problems, not over
-rollouts. All use one method (`_interval_of_mean`): each has a width, and covers the truth also near 0 and 1,
-where scores of trained models are. None includes the variation over training seeds.
+Rollouts of one example are not independent, nor are examples of one problem: every interval is over problems,
+by one method (`_interval_of_mean`). None includes the variation over training seeds, which only
+`difference_over_seeds` estimates.
 
 A policy may be right more often because it can do more, or because it has learned the format that the
 verifier reads. So three changes are reported: of accuracy, of the format, and of accuracy where the format
 was right on both sides (REW-7, EVA-6); and the change of the reward.
-
-Comparing five runs with one baseline finds a difference by chance about five times as often as p says:
-`correct_by_holm` corrects that. Only `difference_over_seeds` estimates the variation over training seeds; it
-needs two seeds per side.
 
 Shapes: P = examples, C = problems (an example or more each), G = scored rollouts of one example (ragged).
 """
@@ -24,20 +19,18 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean, variance
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from strop.errors import CheckRefused, ConfigError, DataError
+from strop.errors import CheckRefused
 from strop.evaluate.result import PROTOCOL_FIELDS, EvalPlan, EvalResult, ExampleScore, Score, refuse_invalid
 
 CONFIDENCE = 0.95
 """Nominal coverage of every interval of this room."""
+NORMAL = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2)
 PSEUDO_PROBLEMS = 1.5
 """Problems that an interval adds at either end of the scale of a score."""
-_FARTHEST_DEVIATIONS = 1e4
-"""Larger than the quantile at 95 % with one degree of freedom, 12.7."""
 _ROUNDING = 1e-9
 
 
@@ -51,112 +44,74 @@ class Interval:
 
 
 def _interval_of_mean(
-    values_P: Sequence[float] | NDArray[np.float64],
-    problems_P: Sequence[str] | None,
-    ends: tuple[float, float],
+    values_P: Sequence[float], problems_P: Sequence[str] | None, ends: tuple[float, float]
 ) -> Interval:
     """Estimate the mean of a bounded score over at least one example.
 
     An adjusted Wald interval: as if `PSEUDO_PROBLEMS` more had the lowest score, and as many the highest
-    (`ends`). So it has a width even if all scores are equal, and allows for a few problems of a kind that is
-    missing in the sample. By enumeration, at nominal 95 %, it covers a share of right answers in at least
-    92 % of cases, for 1 to 1000 problems and every share, where Wilson's interval falls below 86 % for rare
-    ones; and a paired difference in at least 92.5 %, for 2 to 100 problems and any rates of gains and
-    losses. Graded scores vary less and are covered more often.
+    (`ends`). So it has a width even if all scores are equal. By enumeration it covers, at nominal 95 %, a
+    share of right answers in at least 92 % of cases and a paired difference in at least 92.5 %
+    (tests/evaluate/test_statistics.py). `problems_P` names the problem of each example; None: all differ.
 
-    `problems_P` names the problem of each example; examples of one problem are not independent draws. None:
-    all problems are different.
-    Units: those of the scores.
-    Source: A. Agresti and B. A. Coull, Am. Stat. 52 (1998), 119-126, for shares, who add 1.9 at either end;
-        D. G. Bonett and R. M. Price, J. Educ. Behav. Stat. 37 (2012), 479-488, for differences, who add 1.
-        Our enumeration (tests/evaluate/test_statistics.py) shows that 1.5, with one degree of freedom less,
-        holds for both with few problems. Over problems of several examples the mean is a ratio, with the
+    Source: A. Agresti and B. A. Coull, Am. Stat. 52 (1998), 119-126; D. G. Bonett and R. M. Price, J. Educ.
+        Behav. Stat. 37 (2012), 479-488; over problems of several examples the mean is a ratio, with the
         variance of W. G. Cochran, Sampling Techniques (1977), section 9A.1.
     """
-    if problems_P is None:
-        totals_C, sizes_C = np.asarray(values_P, dtype=np.float64), np.ones(len(values_P))
-    else:
-        places = {name: place for place, name in enumerate(dict.fromkeys(problems_P))}
-        places_P = [places[name] for name in problems_P]
-        totals_C = np.bincount(places_P, weights=values_P).astype(np.float64)
-        sizes_C = np.bincount(places_P).astype(np.float64)
-    low, high = ends
-    mean_size = float(sizes_C.mean())
+    names_P = np.arange(len(values_P)) if problems_P is None else problems_P
+    _, places_P = np.unique(names_P, return_inverse=True)
+    totals_C = np.bincount(places_P, weights=values_P)
+    sizes_C = np.bincount(places_P)
+    (low, high), mean_size = ends, float(sizes_C.mean())
     num_problems = len(sizes_C) + 2 * PSEUDO_PROBLEMS
     middle = (float(totals_C.sum()) / mean_size + PSEUDO_PROBLEMS * (low + high)) / num_problems
     squares = float(np.sum((totals_C - middle * sizes_C) ** 2)) / mean_size**2
     squares += PSEUDO_PROBLEMS * ((low - middle) ** 2 + (high - middle) ** 2)
-    deviation = math.sqrt(squares / num_problems / (num_problems - 1))
-    half = NormalDist().inv_cdf(0.5 + CONFIDENCE / 2) * deviation
+    half = NORMAL * math.sqrt(squares / num_problems / (num_problems - 1))
     return Interval(
         estimate=float(np.mean(values_P)), low=max(low, middle - half), high=min(high, middle + half)
     )
 
 
-def clustered_interval(
-    solved_P_G: Sequence[Sequence[bool]],
-    problems_P: Sequence[str] | None = None,
-) -> Interval:
-    """Estimate the solved share of examples with one or several rollouts each.
-
-    Shapes: ragged P, G in. Examples without any rollout are skipped; if all are, the result is the interval
-    [0, 1] around NaN.
-    Units: shares in [0, 1]; every example has the same weight.
-    """
-    shares_P = [sum(solved_G) / len(solved_G) if solved_G else None for solved_G in solved_P_G]
-    return _interval_of_shares(shares_P, problems_P)
-
-
-def _interval_of_shares(shares_P: Sequence[float | None], problems_P: Sequence[str] | None) -> Interval:
-    """Estimate the mean of the shares that are not None."""
-    is_known = [share is not None for share in shares_P]
+def interval_of_shares(shares_P: Sequence[float | None], problems_P: Sequence[str] | None = None) -> Interval:
+    """Estimate the mean of the shares that are not None; [0, 1] around NaN if there is none."""
     known_P = [share for share in shares_P if share is not None]
     if not known_P:
         return Interval(estimate=math.nan, low=0.0, high=1.0)
-    names_P = None if problems_P is None else list(itertools.compress(problems_P, is_known))
+    names_P = problems_P and list(itertools.compress(problems_P, (share is not None for share in shares_P)))
     return _interval_of_mean(known_P, names_P, (0.0, 1.0))
 
 
-def pass_at_k(num_rollouts: int, num_solved: int, k: int) -> float:
-    """Estimate the chance that at least one of k rollouts of an example solves it.
+def clustered_interval(
+    solved_P_G: Sequence[Sequence[bool]], problems_P: Sequence[str] | None = None
+) -> Interval:
+    """Estimate the solved share of examples; those without any rollout are left out."""
+    return interval_of_shares([fmean(solved_G) if solved_G else None for solved_G in solved_P_G], problems_P)
 
-    Units: a probability. Unbiased: the share of all k-subsets of the rollouts that hold a solved one,
-    counted in whole numbers and divided once, so it is the nearest float for any numbers.
-    Raises: ConfigError if k is below 1 or above the number of rollouts.
+
+def pass_at_k(num_rollouts: int, num_solved: int, k: int) -> float:
+    """Estimate the chance that at least one of k rollouts of an example solves it, without bias.
+
+    The share of all k-subsets of the rollouts that hold a solved one, in whole numbers and divided once.
     Source: arXiv:2107.03374, section 2.1.
     """
-    if not 1 <= k <= num_rollouts:
-        raise ConfigError(
-            f"pass@{k} from {num_rollouts} rollouts per example",
-            allowed=f"k from 1 to {num_rollouts}",
-            next_step="draw more rollouts per example or lower k",
-        )
     num_subsets = math.comb(num_rollouts, k)
     return (num_subsets - math.comb(num_rollouts - num_solved, k)) / num_subsets
 
 
 def pass_at_k_interval(
-    solved_P_G: Sequence[Sequence[bool]],
-    k: int,
-    problems_P: Sequence[str] | None = None,
+    solved_P_G: Sequence[Sequence[bool]], k: int, problems_P: Sequence[str] | None = None
 ) -> Interval:
-    """Estimate pass@k over examples with at least k rollouts.
-
-    Shapes: ragged P, G in. Examples with fewer than k rollouts are skipped; the caller counts them.
-    Units: probabilities.
-    """
+    """Estimate pass@k over the examples with at least k rollouts; the caller counts the others."""
     estimates_P = [
         pass_at_k(len(solved_G), sum(solved_G), k) if len(solved_G) >= k else None for solved_G in solved_P_G
     ]
-    return _interval_of_shares(estimates_P, problems_P)
+    return interval_of_shares(estimates_P, problems_P)
 
 
 def sign_test(num_up: int, num_down: int) -> float:
     """Return the probability of a split at least this uneven if gains and losses were equally likely.
 
-    Units: a probability, two-sided and exact; 1 without any change. For one rollout per example this
-    is McNemar's exact test.
-    Source: Q. McNemar, Psychometrika 12 (1947), 153-157, with the binomial in place of chi-squared.
+    Two-sided and exact. For one rollout per example this is McNemar's exact test.
     """
     num_changes = num_up + num_down
     tail = num_ways = 1  # To choose none of the changes.
@@ -173,52 +128,28 @@ def paired_difference(
     *,
     full_scale: float = 1.0,
 ) -> Interval:
-    """Estimate the change of the mean score over the same examples.
-
-    `full_scale`: the largest possible change of one example.
-    Shapes: P, P and P, in the same order of examples.
-    Units: those of the scores; the ends are within [-full_scale, full_scale].
-    Raises: DataError if there is no example, the sides differ in length, or a change is above `full_scale`.
-    """
-    if len(before_P) != len(after_P) or not before_P:
-        raise DataError(
-            f"a paired difference of {len(before_P)} and {len(after_P)} examples",
-            allowed="the same examples on both sides, one at least",
-            next_step="evaluate both models on the same examples",
-        )
-    change_P: NDArray[np.float64] = np.asarray(after_P, dtype=np.float64) - np.asarray(before_P)
-    largest = float(np.abs(change_P).max())
-    # In this form a NaN is refused, too.
-    if not largest <= full_scale * (1.0 + _ROUNDING):
-        raise DataError(
-            f"a change of {largest:g} in a score of which {full_scale:g} is the full scale",
-            allowed="changes within the full scale",
-            next_step="give the scale that the scores have",
-        )
+    """Estimate the change of the mean score over the same examples, of at most `full_scale` each."""
+    change_P = [after - before for before, after in zip(before_P, after_P, strict=True)]
+    assert max(map(abs, change_P)) <= full_scale * (1.0 + _ROUNDING)
     return _interval_of_mean(change_P, problems_P, (-full_scale, full_scale))
 
 
 def correct_by_holm(p_values: Sequence[float]) -> list[float]:
-    """Return p values corrected for the number of comparisons, in the same order.
+    """Return p values corrected for the number of comparisons, whatever their dependence, in the same order.
 
-    Units: probabilities. The chance that at least one true null hypothesis is rejected stays below the
-    level, whatever the dependence between the comparisons.
     Source: S. Holm, Scand. J. Statist. 6 (1979), 65-70.
     """
-    ranked = sorted(range(len(p_values)), key=lambda index: p_values[index])
     corrected, largest = [1.0] * len(p_values), 0.0
-    for rank, index in enumerate(ranked):
+    for rank, index in enumerate(sorted(range(len(p_values)), key=lambda index: p_values[index])):
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[index]))
         corrected[index] = largest
     return corrected
 
 
 def difference_over_seeds(before: Sequence[float], after: Sequence[float]) -> Interval | None:
-    """Estimate the difference of two means over training seeds, as if seeds were drawn at random.
+    """Estimate the difference of two means, of one score per training seed, as if these were drawn at random.
 
-    One score per seed; the two sides need not have the same seeds. None with fewer than two seeds on a side,
-    or without any spread.
-    Units: those of the scores.
+    None with fewer than two seeds on a side, or without any spread.
     Source: B. L. Welch, Biometrika 34 (1947), 28-35; the degrees of freedom are rounded down, which widens.
     """
     if min(len(before), len(after)) < 2:
@@ -228,41 +159,19 @@ def difference_over_seeds(before: Sequence[float], after: Sequence[float]) -> In
     if total == 0.0:
         return None
     freedom = total**2 / (var_before**2 / (len(before) - 1) + var_after**2 / (len(after) - 1))
-    half = student_quantile(0.5 + CONFIDENCE / 2, math.floor(freedom + 1e-9)) * math.sqrt(total)
+    half = student_quantile(math.floor(freedom + _ROUNDING)) * math.sqrt(total)
     change = fmean(after) - fmean(before)
     return Interval(estimate=change, low=change - half, high=change + half)
 
 
-def student_quantile(probability: float, freedom: int) -> float:
-    """Return the quantile of Student's distribution for a probability of at least 0.5, by bisection."""
-    low, high = 0.0, _FARTHEST_DEVIATIONS
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _student_cdf(middle, freedom) < probability else (low, middle)
-    return high
+def student_quantile(freedom: int) -> float:
+    """Return the half width of Student's interval at `CONFIDENCE`, by quadrature over the angle of t."""
+    angles = np.linspace(0.0, np.pi / 2, 100_001)
+    density = np.cos(angles) ** (freedom - 1)
+    below = np.concatenate([[0.0], np.cumsum(density[1:] + density[:-1])])
+    return float(math.sqrt(freedom) * np.tan(np.interp(CONFIDENCE * below[-1], below, angles)))
 
 
-def _student_cdf(t: float, freedom: int) -> float:
-    """Return P(T <= t) for t >= 0 and a whole number of degrees of freedom.
-
-    Source: M. Abramowitz and I. A. Stegun, Handbook of Mathematical Functions (1964), 26.7.3 and 26.7.4.
-    """
-    angle = math.atan(t / math.sqrt(freedom))
-    cosine, sine = math.cos(angle), math.sin(angle)
-    term = total = cosine if freedom % 2 else 1.0
-    for k in range(3 if freedom % 2 else 2, freedom - 1, 2):
-        term *= (k - 1) / k * cosine**2
-        total += term
-    if freedom % 2 == 0:
-        inside = sine * total
-    elif freedom == 1:
-        inside = 2 / math.pi * angle
-    else:
-        inside = 2 / math.pi * (angle + sine * total)
-    return 0.5 + inside / 2
-
-
-_Read = Callable[[ExampleScore], float | None]
 _READABLE_FIELDS = ("stop_strings", "part_reply_tokens", "first_prompt")
 _CONTEXT_CHARS = 40
 """Characters of long texts that are shown before and behind their first difference."""
@@ -275,17 +184,14 @@ class Change(Interval):
     format_ok: Interval | None
     """Change of the share of replies in the right format; None if the task does not check it."""
     in_format: Interval | None
-    """Change of accuracy among replies in the right format, over the examples that have such replies on
-    both sides; None if there are none."""
+    """Change of accuracy over the examples with replies in the right format on both sides, among these."""
     reward: Interval | None
     num_examples: int
-    """Compared examples."""
     num_in_format: int
     """Examples behind `in_format`."""
     num_gained: int
-    """Examples solved more often than before."""
     num_lost: int
-    """Examples solved less often."""
+    """Examples solved more, and less often than before."""
     p_value: float
     """Probability of such an uneven split of gained and lost problems if nothing changed (sign test)."""
 
@@ -299,7 +205,7 @@ class Comparison:
     parts: Mapping[str, Comparison] = field(default_factory=dict)
     """Comparison of each part of a mixture, by label."""
     num_seeds: int = 1
-    """Training seeds of the side with fewer. No interval includes the variation over seeds."""
+    """Training seeds of the side with fewer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -310,43 +216,43 @@ class Difference:
     before: Any
     after: Any
 
+    def __str__(self) -> str:
+        """Describe it in one line; of long texts only the first difference."""
+        before, after = self.before, self.after
+        if isinstance(before, str) and isinstance(after, str):
+            first = next((i for i in range(len(before)) if before[: i + 1] != after[: i + 1]), len(before))
+            start = max(first - _CONTEXT_CHARS, 0)
+            before, after = (text[start : start + 2 * _CONTEXT_CHARS] for text in (before, after))
+        return f"{self.key} {before!r} and {after!r}"
+
 
 def compare_results(before: EvalResult, after: EvalResult) -> Comparison:
-    """Compare two results of one protocol.
-
-    Units: differences of shares in [-1, 1], with a 95 % interval over problems (`paired_difference`).
-    Raises: CheckRefused if one result is invalid, or if their protocols differ.
-    """
+    """Compare two results of one protocol, as `compare_seeds` does."""
     return compare_seeds([before], [after])
 
 
 def compare_seeds(before: Sequence[EvalResult], after: Sequence[EvalResult]) -> Comparison:
-    """Compare like `compare_results`, with one or more results per side, from different training seeds.
+    """Compare results of one protocol, of one or more training seeds per side.
 
     An example's score is its mean over the seeds that judged it, so the interval is still over problems.
+    Units: differences of shares in [-1, 1], with a 95 % interval (`paired_difference`).
+    Raises: CheckRefused if one result is invalid, or if their protocols differ.
     """
     for result in (*before, *after):
         refuse_invalid(result)
     first, *others = (*before, *after)
     for other in others:
-        _require_one_protocol(first, other)
+        by_key = {one.key: str(one) for one in list_plan_differences(first, other)}
+        if by_key.keys() & set(PROTOCOL_FIELDS):
+            # The readable fields explain a differing digest.
+            named = [by_key[name] for name in (*PROTOCOL_FIELDS, *_READABLE_FIELDS) if name in by_key]
+            raise CheckRefused(
+                f"two results were measured by different protocols: {'; '.join(named)}",
+                allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
+                next_step="evaluate both models with the same task, split and sampling",
+            )
     parts = {label: _compare(before, after, part.example_ids) for label, part in first.parts.items()}
     return replace(_compare(before, after, tuple(first.greedy.by_example)), parts=parts)
-
-
-def _require_one_protocol(before: EvalResult, after: EvalResult) -> None:
-    by_key = {difference.key: difference for difference in list_plan_differences(before, after)}
-    differences = [by_key[name] for name in PROTOCOL_FIELDS if name in by_key]
-    if not differences:
-        return
-    # These fields explain a differing digest.
-    differences += [by_key[name] for name in _READABLE_FIELDS if name in by_key]
-    shown = "; ".join(map(describe_difference, differences))
-    raise CheckRefused(
-        f"two results were measured by different protocols: {shown}",
-        allowed="results that agree in " + ", ".join(PROTOCOL_FIELDS),
-        next_step="evaluate both models with the same task, split and sampling",
-    )
 
 
 def _compare(
@@ -369,42 +275,35 @@ def list_plan_differences(before: EvalPlan, after: EvalPlan) -> tuple[Difference
     )
 
 
-def describe_difference(difference: Difference, words: tuple[str, str] = ("", "")) -> str:
-    """Describe a difference in one line; of long texts only the first difference."""
-    before, after = difference.before, difference.after
-    if isinstance(before, str) and isinstance(after, str):
-        pairs = enumerate(zip(before, after, strict=False))
-        first = next((i for i, (char, other) in pairs if char != other), min(len(before), len(after)))
-        start = max(first - _CONTEXT_CHARS, 0)
-        before, after = (text[start : start + 2 * _CONTEXT_CHARS] for text in (before, after))
-    return f"{difference.key} {before!r}{words[0]} and {after!r}{words[1]}"
-
-
 def _change(
     before: Sequence[Score | None], after: Sequence[Score | None], example_ids: Collection[str]
 ) -> Change | None:
-    scores_before, scores_after = ([score for score in side if score is not None] for side in (before, after))
-    if len(scores_before) < len(before) or len(scores_after) < len(after):
+    sides = [[score for score in side if score is not None] for side in (before, after)]
+    if [len(before), len(after)] != list(map(len, sides)):
         return None
-    pairs = {
-        name: (
-            [score.by_example[name] for score in scores_before],
-            [score.by_example[name] for score in scores_after],
-        )
-        for name in sorted(example_ids)
-    }
-    solved = _read_both(pairs, lambda example: example.solved_frac)
-    if not solved.problems:
+
+    def read(value_of: Callable[[ExampleScore], float | None]) -> list[tuple[str, float, float]]:
+        """Return a number of each example before and after, as the mean over seeds, if both sides have it."""
+        both = []
+        for name in sorted(example_ids):
+            examples = [[score.by_example[name] for score in side] for side in sides]
+            values = [[v for one in side if (v := value_of(one)) is not None] for side in examples]
+            if all(values):
+                both.append((examples[0][0].problem or name, fmean(values[0]), fmean(values[1])))
+        return both
+
+    solved = read(lambda example: example.solved_frac)
+    if not solved:
         return None
-    in_format = _read_both(pairs, lambda example: example.in_format_solved_frac)
-    reward = _read_both(pairs, lambda example: example.reward_mean)
+    in_format = read(lambda example: example.in_format_solved_frac)
+    reward = read(lambda example: example.reward_mean)
     accuracy = _difference(solved)
     assert accuracy is not None
     # The scale includes 0 and 1: most rewards are shares of full marks.
-    rewards = [0.0, 1.0, *itertools.chain.from_iterable(reward.values)]
+    rewards = [0.0, 1.0, *(value for _, *pair in reward for value in pair)]
     # Over problems: changes of several examples of one problem are not independent.
     changes: dict[str, float] = defaultdict(float)
-    for problem, (earlier, later) in zip(solved.problems, solved.values, strict=True):
+    for problem, earlier, later in solved:
         changes[problem] += later - earlier
     moved = [change for change in changes.values() if abs(change) > _ROUNDING]
     num_up = sum(change > 0.0 for change in moved)
@@ -412,41 +311,19 @@ def _change(
         estimate=accuracy.estimate,
         low=accuracy.low,
         high=accuracy.high,
-        format_ok=_difference(_read_both(pairs, lambda example: example.format_ok_frac)),
+        format_ok=_difference(read(lambda example: example.format_ok_frac)),
         in_format=_difference(in_format),
         reward=_difference(reward, full_scale=max(rewards) - min(rewards)),
-        num_examples=len(solved.problems),
-        num_in_format=len(in_format.problems),
-        num_gained=sum(later > earlier for earlier, later in solved.values),
-        num_lost=sum(later < earlier for earlier, later in solved.values),
+        num_examples=len(solved),
+        num_in_format=len(in_format),
+        num_gained=sum(later > earlier for _, earlier, later in solved),
+        num_lost=sum(later < earlier for _, earlier, later in solved),
         p_value=sign_test(num_up, len(moved) - num_up),
     )
 
 
-class _Both(NamedTuple):
-    """A number of some examples before and after, and their problems."""
-
-    problems: list[str]
-    values: list[tuple[float, float]]
-
-
-def _read_both(
-    pairs: Mapping[str, tuple[Sequence[ExampleScore], Sequence[ExampleScore]]], read: _Read
-) -> _Both:
-    """Return a number of each example before and after, as the mean over seeds, if both sides have it."""
-    both = _Both([], [])
-    for name, (before, after) in pairs.items():
-        values_before, values_after = (
-            [value for score in side if (value := read(score)) is not None] for side in (before, after)
-        )
-        if values_before and values_after:
-            both.problems.append(before[0].problem or name)
-            both.values.append((fmean(values_before), fmean(values_after)))
-    return both
-
-
-def _difference(both: _Both, full_scale: float = 1.0) -> Interval | None:
-    if not both.values:
+def _difference(both: Sequence[tuple[str, float, float]], full_scale: float = 1.0) -> Interval | None:
+    if not both:
         return None
-    before_P, after_P = zip(*both.values, strict=True)
-    return paired_difference(before_P, after_P, both.problems, full_scale=full_scale)
+    problems_P, before_P, after_P = zip(*both, strict=True)
+    return paired_difference(before_P, after_P, problems_P, full_scale=full_scale)

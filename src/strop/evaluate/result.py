@@ -1,11 +1,8 @@
 """A stored result: scores with their protocol, their model and their validity.
 
-A score is stored with everything that could have changed it: task version, split, examples, stops, budget
-and sampling. A file that lacks one of them is unreadable, not a score with defaults. `comparison` compares
-two results.
-
-Shares are in [0, 1]. None means not measured; a rollout that could not be judged is unscored, which never
-counts as wrong.
+A score is stored with everything that could have changed it; a file that lacks a field, or was changed since,
+is unreadable. Shares are in [0, 1]. None means not measured; a rollout that could not be judged is unscored,
+which never counts as wrong.
 """
 
 from __future__ import annotations
@@ -13,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, computed_field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, computed_field
 
 from strop.errors import CheckRefused, CorruptRecord, StoreError
 from strop.io import write_bytes_atomically
@@ -26,27 +23,16 @@ from strop.rollout import Sampling, Split
 from strop.tasks.failures import FailureCause, sum_up
 
 PROTOCOL_FIELDS = (
-    "task",
-    "task_version",
-    "replies_version",
-    "split",
-    "num_examples",
-    "examples_digest",
-    "tokenizer_digest",
-    "prompt_format",
-    "max_reply_tokens",
-    "sampling",
-    "num_samples",
-    "pass_threshold",
+    *("task", "task_version", "replies_version", "split", "num_examples", "examples_digest"),
+    *("tokenizer_digest", "prompt_format", "max_reply_tokens", "sampling", "num_samples", "pass_threshold"),
 )
 """Fields that comparable results share. The task's version covers its prompt, stop strings and verifier; the
 tokenizer's digest covers chat template and terminators."""
 
 SUSPECT_TRUNCATED_FRAC = 0.02
 """A score with a larger share of truncated replies is marked: some of them might have been right."""
-_CONTENT_DIGEST = "content_digest"
+_SEAL = "content_digest"
 """Key of a stored result's hash over all of its fields."""
-_ROUNDING = 1e-9
 
 
 class Validity(StrEnum):
@@ -74,7 +60,6 @@ class ExampleScore(Record):
     problem: str | None = None
     """Name shared by all examples of its problem; None if no other example poses it."""
     num_judged: int
-    """Rollouts that are right or wrong."""
     solved_frac: float | None
     """Solved share of the judged rollouts; None if there are none."""
     format_ok_frac: float | None
@@ -92,23 +77,16 @@ class Summary(Record):
     low: float
     high: float
     """Ends of the 95 % interval, over problems."""
-    num_samples: int
-    """Planned rollouts per example."""
     num_rollouts: int
     num_too_long: int
-    """Rollouts not attempted because the prompt leaves no room for a reply; they count as not solved."""
+    """Rollouts whose prompt leaves no room for a reply; they count as not solved."""
     num_unscored: int
     """Rollouts that could not be judged; no mean includes them."""
     verifier_error_frac: float
     """Share of all rollouts whose verifier raised, crashed or ran out of its own time; they are unscored."""
-    failures: dict[str, int]
-    """Rollouts without a verdict, by kind of failure."""
     timed_out_frac: float | None
     """Share of the judged replies whose code timed out; they count as wrong."""
     truncated_frac: float | None
-    """Truncated share of the judged replies."""
-    cut_unsolved_frac: float | None
-    """Share of the judged replies that were truncated and not solved; a larger budget might help."""
     format_ok_frac: float | None
     """Share in the right format, among rollouts whose format was checked; independent of correctness."""
     reply_tokens_mean: float | None
@@ -119,12 +97,6 @@ class Score(Summary):
     """The summary over all examples of an evaluation, and the score of each example."""
 
     by_example: dict[str, ExampleScore]
-    """By example id."""
-
-    @model_validator(mode="after")
-    def _check_accuracy(self) -> Self:
-        _require_mean(self, self.by_example.values(), "")
-        return self
 
 
 class PassAtK(Record):
@@ -136,7 +108,6 @@ class PassAtK(Record):
     high: float
     """Ends of the 95 % interval, over problems."""
     num_examples: int
-    """Counted examples."""
     num_left_out: int
     """Examples with fewer than k judged rollouts, because lost rollouts are not the model's fault."""
 
@@ -153,20 +124,7 @@ class PartScores(Record):
     @property
     def scores(self) -> dict[str, Summary]:
         """The existing scores, by the kind of rollouts."""
-        scores = {"greedy": self.greedy, "sampled": self.sampled}
-        return {name: score for name, score in scores.items() if score is not None}
-
-
-def _require_mean(score: Summary, examples: Iterable[ExampleScore], place: str) -> None:
-    """Refuse an accuracy that is not the mean over its examples. Raises: ValueError with both."""
-    shares = [example.solved_frac for example in examples if example.solved_frac is not None]
-    expected = sum(shares) / len(shares) if shares else None
-    if expected is None or score.accuracy is None:
-        is_mean = score.accuracy is expected
-    else:
-        is_mean = abs(score.accuracy - expected) <= _ROUNDING
-    if not is_mean:
-        raise ValueError(f"{place}accuracy is {score.accuracy}, and the mean of its examples is {expected}")
+        return {"greedy": self.greedy} | ({} if self.sampled is None else {"sampled": self.sampled})
 
 
 class EvalPlan(Record):
@@ -181,10 +139,8 @@ class EvalPlan(Record):
     """Version of the task that posed the problems; differs from `task_version` after rescoring."""
     split: Split
     step: int
-    """Training steps of the model."""
     model_digest: str
     dtype: str | None
-    """Number format of the served weights; None if unknown."""
     dtype_reason: str | None = None
     """Reason for that number format; not part of the plan's identity."""
     tokenizer_digest: str
@@ -202,9 +158,7 @@ class EvalPlan(Record):
     first_prompt: str | None = None
     """The rendered prompt of the first example; None if not recorded."""
     sampling: Sampling
-    """Distribution of the sampled rollouts."""
     num_samples: int | None
-    """Sampled rollouts per example; None: greedy only."""
     pass_threshold: float | None
     """A rollout with at least this reward counts as solved; None: the task's `is_correct` decides."""
     date: str | None = None
@@ -233,8 +187,7 @@ class EvalPlan(Record):
         return self._hash(EvalPlan.model_fields.keys() - {"dtype_reason", "date", "first_prompt"})
 
     def _hash(self, names: Collection[str]) -> str:
-        values = self.model_dump(mode="json", include=set(names))
-        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
+        return _hash(self.model_dump(mode="json", include=set(names)))[:16]
 
 
 class EvalResult(EvalPlan):
@@ -246,7 +199,6 @@ class EvalResult(EvalPlan):
     sampled: Score | None
     # Keys of a JSON object are texts, so they are read as numbers.
     pass_at_k: dict[Annotated[int, Field(strict=False)], PassAtK]
-    """By k; may be empty."""
     parts: dict[str, PartScores] = {}
     """Scores of a mixture's parts, by label."""
     causes: list[FailureCause] = []
@@ -261,37 +213,15 @@ class EvalResult(EvalPlan):
         """Hash over `PROTOCOL_FIELDS`; equal for comparable results."""
         return self._hash(PROTOCOL_FIELDS)
 
-    @computed_field  # type: ignore[prop-decorator]
     @property
     def truncation_suspect(self) -> bool:
         """Whether so many replies were truncated that the score may reflect the budget, not the model."""
         return any((score.truncated_frac or 0.0) > SUSPECT_TRUNCATED_FRAC for score in self.scores.values())
 
-    @model_validator(mode="before")
-    @classmethod
-    def _take_computed(cls, values: Any) -> Any:
-        if not isinstance(values, Mapping):
-            return values
-        computed = {*cls.model_computed_fields, _CONTENT_DIGEST}
-        return {name: value for name, value in values.items() if name not in computed}
-
-    @model_validator(mode="after")
-    def _check_counts(self) -> Self:
-        if len(self.greedy.by_example) != self.num_examples:
-            raise ValueError(f"{self.num_examples} examples, but the greedy score lists another number")
-        for label, part in self.parts.items():
-            for kind, score in part.scores.items():
-                by_example = self.scores[kind].by_example
-                _require_mean(
-                    score, [by_example[name] for name in part.example_ids], f"parts.{label}.{kind}: "
-                )
-        return self
-
     @property
     def scores(self) -> dict[str, Score]:
         """The existing scores, by the kind of rollouts."""
-        scores = {"greedy": self.greedy, "sampled": self.sampled}
-        return {name: score for name, score in scores.items() if score is not None}
+        return {"greedy": self.greedy} | ({} if self.sampled is None else {"sampled": self.sampled})
 
     @property
     def is_valid(self) -> bool:
@@ -326,29 +256,24 @@ def result_name(plan: EvalPlan) -> str:
 
 
 def dump_result(result: EvalResult) -> dict[str, Any]:
-    """Return a result as JSON values, with a hash over them."""
+    """Return a result as JSON values, sealed with a hash over them."""
     # Through JSON, so that the keys of tables are texts as in the file.
     values: dict[str, Any] = json.loads(result.model_dump_json())
-    return {**values, _CONTENT_DIGEST: _digest_content(values)}
+    return {**values, _SEAL: _hash(values)}
+
+
+def _hash(values: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 def write_result(result: EvalResult, path: Path) -> None:
-    """Write a result as JSON, complete or not at all.
-
-    Raises: StoreError if the file cannot be written.
-    """
+    """Write a result as JSON, complete or not at all. Raises: StoreError if the file cannot be written."""
     text = json.dumps(dump_result(result), indent=1, ensure_ascii=False)
     write_bytes_atomically(path, (text + "\n").encode())
 
 
-def _digest_content(values: Mapping[str, Any]) -> str:
-    """Hash the content of a file, so that fields of a later version do not change the digest."""
-    content = {name: value for name, value in values.items() if name != _CONTENT_DIGEST}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
 def read_result(path: Path) -> EvalResult:
-    """Read a result. Raises: StoreError if the file cannot be read; CorruptRecord, see `parse_result`."""
+    """Read a result. Raises: StoreError if it cannot be read; CorruptRecord like `parse_result`."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -361,51 +286,35 @@ def read_result(path: Path) -> EvalResult:
 
 
 def parse_result(data: bytes, path: Path | str) -> EvalResult:
-    """Parse the bytes of a result file; `path` is for messages.
-
-    Raises: CorruptRecord if a field is missing, unknown or of the wrong type, if the file was changed since
-        it was written, or an accuracy is not the mean over its examples. Files of older versions have no
-        content digest; the other checks apply to them.
-    """
+    """Parse a result file; `path` is for messages. Raises: CorruptRecord if it is none, or was changed."""
     try:
-        result = EvalResult.model_validate_json(data)
         values = json.loads(data)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise _unreadable(path, f"{where}: {first['msg']}") from error
-    stored = values.get("protocol_digest")
-    if stored != result.protocol_digest:
-        raise _unreadable(path, f"protocol_digest is {stored}, its fields give {result.protocol_digest}")
-    if values.get(_CONTENT_DIGEST, _digest_content(values)) != _digest_content(values):
-        raise _unreadable(path, "it was changed after it was written: its content_digest is another one")
-    return result
-
-
-def _unreadable(path: Path | str, cause: str) -> CorruptRecord:
-    return CorruptRecord(
-        f"{path} is not a complete result ({cause})",
-        allowed="a score stored with its split, counts, task version and digests, as it was written",
-        next_step="run the evaluation again",
-    )
+        if values.pop(_SEAL) != _hash(values):
+            raise ValueError("it was changed after it was written")
+        for name in EvalResult.model_computed_fields:
+            del values[name]
+        return EvalResult.model_validate_json(json.dumps(values))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        cause = "; ".join(str(error).splitlines()[:3])
+        raise CorruptRecord(
+            f"{path} is not a complete result ({type(error).__name__}: {cause})",
+            allowed="a result as an evaluation wrote it",
+            next_step="run the evaluation again",
+        ) from error
 
 
 def refuse_invalid(result: EvalResult) -> None:
-    """Refuse an invalid result.
-
-    Raises: CheckRefused, exit code 76, with the cause and its numbers.
-    """
+    """Refuse an invalid result. Raises: CheckRefused, exit code 76, with the cause and its numbers."""
     if result.is_valid:
         return
     scores = list(result.scores.values())
     cut = max(score.truncated_frac or 0.0 for score in scores)
-    lost = sum(score.num_unscored for score in scores)
-    total = sum(score.num_rollouts for score in scores)
+    lost, total = sum(s.num_unscored for s in scores), sum(s.num_rollouts for s in scores)
     failed = max(score.verifier_error_frac for score in scores)
     raise CheckRefused(
-        f"{result.lost}the result of {result.task} at step {result.step} is {result.validity}: a share of"
-        f" {cut:.3f} of replies was cut at {result.max_reply_tokens} tokens, {lost} of {total} rollouts"
-        f" unscored, the verifier failed on a share of {failed:.3f}",
+        f"{result.lost}the result of {result.task} at step {result.step} is {result.validity}: {cut:.1%} of"
+        f" replies were cut at {result.max_reply_tokens} tokens, {lost} of {total} rollouts are unscored, the"
+        f" verifier failed on {failed:.1%}",
         allowed="results that are valid",
         next_step="evaluate with the task's own reply budget: leave task.max_reply_tokens out"
         if result.validity is Validity.TRUNCATION
@@ -414,12 +323,10 @@ def refuse_invalid(result: EvalResult) -> None:
 
 
 def write_order(result: EvalResult, path: Path) -> None:
-    """Write the solved share of each example as JSON lines, the easiest first.
+    """Write the solved share of each example as JSON lines, the easiest first, behind a line about the task.
 
-    The first line has task, version, split and model. Each further one has `example_id`, `solved_frac`
-    (in [0, 1]) and `num_samples`, its number of judged rollouts: sampled ones if there are any, greedy ones
-    otherwise. Ties are in the order of their ids. Examples that could not be judged have `solved_frac` null
-    and come last: without them, the ids would not match the task's.
+    Sampled rollouts count if there are any, greedy ones otherwise. Examples that could not be judged have
+    `solved_frac` null and come last.
 
     Raises: CheckRefused if the result is invalid; StoreError if the file cannot be written.
     """
@@ -432,18 +339,12 @@ def write_order(result: EvalResult, path: Path) -> None:
         "model_digest": result.model_digest,
         "num_examples": result.num_examples,
     }
-
-    def rank(example_id: str) -> tuple[bool, float, str]:
-        solved_frac = score.by_example[example_id].solved_frac
-        return solved_frac is None, -(solved_frac or 0.0), example_id
-
     rows = [
-        {
-            "example_id": example_id,
-            "solved_frac": score.by_example[example_id].solved_frac,
-            "num_samples": score.by_example[example_id].num_judged,
-        }
-        for example_id in sorted(score.by_example, key=rank)
+        {"example_id": name, "solved_frac": one.solved_frac, "num_samples": one.num_judged}
+        for name, one in sorted(
+            score.by_example.items(),
+            key=lambda item: (item[1].solved_frac is None, -(item[1].solved_frac or 0.0), item[0]),
+        )
     ]
     text = "".join(json.dumps(line) + "\n" for line in (header, *rows))
     write_bytes_atomically(path, text.encode())

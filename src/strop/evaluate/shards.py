@@ -1,34 +1,29 @@
 """The replies of an evaluation, stored in shards so that a killed one can resume, and rescoring.
 
-A shard is a Parquet file of the rollouts of consecutive examples, in training's format. It is written
-atomically, with the plan of its evaluation: a shard of another model, task version or seed is refused, with
-the differing fields. A shard with rollouts that an engine or a machine lost is attempted again.
-Covered: a kill at any moment, two processes in one folder, other evaluations' files, flipped bytes.
-Not covered: shards changed on purpose.
+A shard is a Parquet file of the rollouts of consecutive examples, written atomically, with the plan of its
+evaluation: one of another model, task version or seed is refused. A shard with rollouts that an engine or a
+machine lost is attempted again.
 
-`rescore` judges stored replies with the current task. Nothing is generated. A rollout without a reply stays
-as it was; every other reply is judged again, including those on which the verifier failed. The new result
-names both versions of the task, and is comparable only with results of the same two: its replies answer the
-prompts of the older version.
+`rescore` judges stored replies with the current task; nothing is generated. A rollout without a reply stays
+as it was. The new result names both versions of the task, and is comparable with results of the same two.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
-
-from pydantic import ValidationError
 
 from strop.environments import RolloutPlan
 from strop.environments.groups import score_beside
 from strop.environments.single_turn import Answered
 from strop.errors import CheckRefused, CorruptRecord, StoreError
-from strop.evaluate.comparison import describe_difference, list_plan_differences
+from strop.evaluate.comparison import list_plan_differences
 from strop.evaluate.result import EvalPlan, EvalResult
 from strop.evaluate.scoring import build_result, give_verdict, give_verdicts
 from strop.io import FileLock
@@ -37,7 +32,7 @@ from strop.io.leftovers import remove_leftovers
 from strop.record.files import Shard, list_shards
 from strop.rollout import FailureOwner, FinishReason, Outcome, Rollout
 from strop.tasks import Task
-from strop.tasks.failures import catch_failure, describe_failure
+from strop.tasks.failures import catch_failure
 from strop.tasks.judging import Judge
 
 EXAMPLES_PER_SHARD = 32
@@ -66,7 +61,7 @@ class ShardFolder:
         *,
         part: tuple[int, int] = (0, 1),
     ) -> None:
-        """`part`: index and number of the processes that share the work; each locks its own file."""
+        """`part`: index and number of the processes that share the work."""
         self.path = path
         self._plan = plan
         self._facts = {
@@ -80,8 +75,7 @@ class ShardFolder:
     def __enter__(self) -> Self:
         """Make the folder, lock it, and check its shards.
 
-        Raises: CheckRefused if another process works in it, or a shard belongs to another evaluation;
-            CorruptRecord if a shard is damaged; StoreError if the disk fails.
+        Raises: CheckRefused if another process works in it, or a shard is of another evaluation; StoreError.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -96,12 +90,10 @@ class ShardFolder:
         with ExitStack() as undo:
             undo.callback(self._lock.release)
             remove_leftovers(self.path)
-            # Complete shards; those of another evaluation are refused.
-            self._kept = set()
             for path in list_shards(self.path):
-                refuse_other_plan(path, read_plan(path), self._plan)
-                if _read_facts(path).get(LOST_FACT) == "0":
-                    self._kept.add(path.name)
+                refuse_other_plan(path, read_plan(path)[0], self._plan)
+            complete = [p for p in list_shards(self.path) if _read_facts(p).get(LOST_FACT) == "0"]
+            self._kept = {path.name for path in complete}
             undo.pop_all()
         return self
 
@@ -118,10 +110,7 @@ class ShardFolder:
     def read(
         self, shard: Shard, plans_P_G: Sequence[Sequence[RolloutPlan]]
     ) -> list[tuple[Rollout, ...]] | None:
-        """Return the rollouts of a shard by example, or None if they must be attempted.
-
-        Raises: CorruptRecord if the file is damaged or holds other rollouts than planned.
-        """
+        """Return a shard's rollouts by example; None: to be attempted. Raises: CorruptRecord."""
         if shard.file_name not in self._kept:
             return None
         path = self.path / shard.file_name
@@ -143,10 +132,7 @@ class ShardFolder:
         ]
 
     def write(self, shard: Shard, rollouts_P_G: Sequence[Sequence[Rollout]]) -> None:
-        """Store the rollouts of a shard, atomically.
-
-        Raises: DataError if a text is not valid Unicode; StoreError if the disk fails.
-        """
+        """Store the rollouts of a shard, atomically. Raises: DataError for an odd text; StoreError."""
         from strop.record.rollouts import write_rollouts
 
         rollouts = [rollout for rollouts_G in rollouts_P_G for rollout in rollouts_G]
@@ -156,26 +142,20 @@ class ShardFolder:
         write_rollouts(self.path / shard.file_name, rollouts, facts=facts)
 
 
-def read_plan(path: Path) -> EvalPlan:
-    """Return the plan of a shard's evaluation.
+def read_plan(path: Path) -> tuple[EvalPlan, dict[str, Any]]:
+    """Return the plan of a shard's evaluation, and the settings of the task that first judged it.
 
     Raises: StoreError if it cannot be read; CorruptRecord if it is no shard of an evaluation.
     """
+    facts = _read_facts(path)
     try:
-        return EvalPlan.model_validate_json(_read_facts(path).get(PLAN_FACT, ""))
-    except ValidationError as error:
-        raise _no_shard(path, f"its plan: {error.errors()[0]['msg']}") from error
-
-
-def read_task_settings(path: Path) -> dict[str, Any]:
-    """Return the settings of the task that first judged a shard's replies.
-
-    Raises: like `read_plan`.
-    """
-    try:
-        return dict(json.loads(_read_facts(path)[TASK_FACT]))
+        return EvalPlan.model_validate_json(facts.get(PLAN_FACT, "")), dict(json.loads(facts[TASK_FACT]))
     except (KeyError, ValueError, TypeError) as error:
-        raise _no_shard(path, f"its task: {error}") from error
+        raise CorruptRecord(
+            f"{path} is no shard of an evaluation ({type(error).__name__}: {error})",
+            allowed="rollouts that `strop eval` wrote, with the plan that they belong to",
+            next_step="name a folder that `strop eval` wrote, or remove the file",
+        ) from error
 
 
 def _read_facts(path: Path) -> dict[str, str]:
@@ -186,15 +166,10 @@ def _read_facts(path: Path) -> dict[str, str]:
 
 
 def refuse_other_plan(path: Path, stored: EvalPlan, planned: EvalPlan) -> None:
-    """Refuse the record of another evaluation.
-
-    Raises: CheckRefused naming every field that differs.
-    """
-    differences = list_plan_differences(stored, planned)
-    if differences:
-        shown = "; ".join(describe_difference(d, (" there", " now")) for d in differences)
+    """Refuse the record of another evaluation. Raises: CheckRefused naming every field that differs."""
+    if differences := list_plan_differences(stored, planned):
         raise CheckRefused(
-            f"{path} belongs to another evaluation: {shown}",
+            f"{path} belongs to another evaluation, there and now: {'; '.join(map(str, differences))}",
             allowed="an empty folder, or the evaluation that was begun in it",
             next_step="repeat the command that began it, or name another folder with --out",
         )
@@ -203,69 +178,32 @@ def refuse_other_plan(path: Path, stored: EvalPlan, planned: EvalPlan) -> None:
 def read_all_shards(path: Path) -> tuple[EvalPlan, list[Rollout]]:
     """Return the plan and all rollouts of a complete evaluation, in order.
 
-    Raises: StoreError if there is none or it is not complete; CheckRefused if the shards belong to
-        several evaluations; CorruptRecord if one is damaged.
+    Raises: StoreError if it is not complete; CheckRefused if the shards belong to several evaluations.
     """
     from strop.record.rollouts import read_rollouts
 
     paths = list_shards(path)
-    if not paths:
-        raise _incomplete(path, "holds no replies of an evaluation")
-    plan = read_plan(paths[0])
+    plan = read_plan(paths[0])[0] if paths else None
     covered = 0
     for shard_path in paths:
-        refuse_other_plan(shard_path, read_plan(shard_path), plan)
+        assert plan is not None
+        refuse_other_plan(shard_path, read_plan(shard_path)[0], plan)
         shard = Shard.of_file(shard_path)
         if shard is None or shard.examples.start != covered:
             break
         covered = shard.examples.stop
-    if covered != plan.num_examples:
-        raise _incomplete(path, f"holds the replies to {covered} of {plan.num_examples} examples in a row")
+    if plan is None or covered != plan.num_examples:
+        num = "an evaluation" if plan is None else f"{plan.num_examples} examples"
+        raise StoreError(
+            f"{path} holds the replies to {covered} of {num} in a row",
+            allowed="the folder that `strop eval` wrote beside its result, with every shard",
+            next_step="repeat the `strop eval` that began it, or name another folder",
+        )
     return plan, [rollout for shard_path in paths for rollout in read_rollouts(shard_path)]
-
-
-def _incomplete(path: Path, content: str) -> StoreError:
-    return StoreError(
-        f"{path} {content}",
-        allowed="the folder that `strop eval` wrote beside its result, with every shard",
-        next_step="repeat the `strop eval` that began it, or name another folder",
-    )
-
-
-def _no_shard(path: Path, cause: str) -> CorruptRecord:
-    return CorruptRecord(
-        f"{path} is no shard of an evaluation ({cause})",
-        allowed="rollouts that `strop eval` wrote, with the plan that they belong to",
-        next_step="name a folder that `strop eval` wrote, or remove the file",
-    )
 
 
 MAX_AT_ONCE = 256
 """Concurrent judgements; a judge with workers queues most of them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChangedVerdict:
-    """A rollout whose verdict changed."""
-
-    example_id: str
-    reply: str
-    """'greedy', 'sample 0', 'sample 1', ..."""
-    before: bool | None
-    """Whether it was solved; None: unscored."""
-    after: bool | None
-    extracted: str | None
-    """The part of the reply that is compared now."""
-    detail: str
-    """The failure if there is no verdict now, else empty."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rescored:
-    """A new result, and the changed verdicts."""
-
-    result: EvalResult
-    changes: tuple[ChangedVerdict, ...]
 
 
 async def rescore(
@@ -275,8 +213,8 @@ async def rescore(
     *,
     judge: Judge | None = None,
     pass_at: Sequence[int] = (),
-) -> Rescored:
-    """Judge the replies of an evaluation again.
+) -> tuple[EvalResult, list[tuple[Rollout, Rollout]]]:
+    """Judge the replies of an evaluation again; return the result, and the rollouts whose verdict changed.
 
     `rollouts`: all rollouts of the plan, in order. Without a `judge`, replies are judged in this process.
     Raises: CheckRefused if the task is another one, or lacks an example; ConfigError like `build_result`.
@@ -313,39 +251,18 @@ async def rescore(
 
     alone = await asyncio.gather(*(judge_again(rollout) for rollout in rollouts))
     per_example = 1 + (plan.num_samples or 0)
-    judged: list[Rollout] = []
-    for start in range(0, len(alone), per_example):
-        group = alone[start : start + per_example]
-        answers = ["" if rollout.reply is None else rollout.reply.text for rollout in group]
-        judged += await score_beside(answered, group, answers)
-    new_plan = plan.model_copy(update={"task_version": task.version})
-    verdicts_P = [
-        give_verdicts(judged[start : start + per_example], task, plan)
-        for start in range(0, len(judged), per_example)
+    groups = [alone[start : start + per_example] for start in range(0, len(alone), per_example)]
+    judged_P_G = [
+        await score_beside(answered, group, ["" if one.reply is None else one.reply.text for one in group])
+        for group in groups
     ]
+    new_plan = plan.model_copy(update={"task_version": task.version})
+    verdicts_P = [give_verdicts(judged_G, task, plan) for judged_G in judged_P_G]
     result = build_result(new_plan, verdicts_P, pass_at=pass_at)
-    return Rescored(result=result, changes=_list_changes(rollouts, judged, plan))
-
-
-def _list_changes(
-    before: Sequence[Rollout], after: Sequence[Rollout], plan: EvalPlan
-) -> tuple[ChangedVerdict, ...]:
-    changes = []
-    per_example = 1 + (plan.num_samples or 0)
-    for index, (old, new) in enumerate(zip(before, after, strict=True)):
-        was_solved = give_verdict(old, plan.pass_threshold).is_solved
-        is_solved = give_verdict(new, plan.pass_threshold).is_solved
-        if was_solved == is_solved:
-            continue
-        failure = new.outcome.failure
-        changes.append(
-            ChangedVerdict(
-                example_id=new.example.example_id,
-                reply="greedy" if index % per_example == 0 else f"sample {new.sample_index}",
-                before=was_solved,
-                after=is_solved,
-                extracted=new.outcome.extracted,
-                detail="" if failure is None else describe_failure(failure),
-            )
-        )
-    return tuple(changes)
+    changed = [
+        (old, new)
+        for old, new in zip(rollouts, itertools.chain.from_iterable(judged_P_G), strict=True)
+        if give_verdict(old, plan.pass_threshold).is_solved
+        != give_verdict(new, plan.pass_threshold).is_solved
+    ]
+    return result, changed

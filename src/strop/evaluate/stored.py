@@ -1,61 +1,62 @@
-"""Compare a score with the user's own stored ones, from an earlier evaluation of any model.
+"""Stored results of the user's own, and each score of an evaluation beside them, as rows of a table.
 
-With equal protocols there is a difference with a 95 % interval: over the same problems for strop's own tasks
-(`compare_results`); for lm-eval from both standard errors, as if the examples were others, which is wider.
-Otherwise the differing fields are named. Engine and number format are not part of a protocol; if they differ,
-the notes say so.
+With equal protocols a row has a difference with a 95 % interval, over the same problems for strop's tasks;
+for lm-eval from both standard errors, as if the examples were others, which is wider. Otherwise `note` names
+the differing fields, and, as beside every score, another engine or number format.
 """
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from strop.errors import CorruptRecord, StoreError
 from strop.evaluate.comparison import (
+    NORMAL,
     PSEUDO_PROBLEMS,
     Interval,
     compare_results,
-    describe_difference,
     list_plan_differences,
     paired_difference,
     pass_at_k,
 )
 from strop.evaluate.harness import HarnessMetric, HarnessResult
 from strop.evaluate.result import PROTOCOL_FIELDS, EvalResult, ExampleScore, read_result
+from strop.io import write_bytes_atomically
 from strop.rollout import Split
 
-NORMAL_95 = 1.959963984540054
-_PERCENT = 100.0
 _HARNESS_PROTOCOL = (
-    *("task_version", "data_digest", "num_fewshot", "max_reply_tokens", "stops", "seed", "arguments"),
+    *("num_examples", "task_version", "data_digest", "num_fewshot", "max_reply_tokens", "stops", "seed"),
+    "arguments",
 )
-"""Fields that comparable results of lm-eval share, besides task and number of examples."""
+"""Fields that comparable results of lm-eval share, besides the task."""
 _NO_SHARES = ("perplexity", "bits_per_byte")
 """Metrics of lm-eval that are no shares although they may be in [0, 1]."""
 
 Result = EvalResult | HarnessResult
+Kind = tuple[type[Result], str, Split | None]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BaselineScore:
-    """A baseline's score for comparison with another one; shares are percentages."""
+def _kind_of(result: Result) -> Kind:
+    if isinstance(result, HarnessResult):
+        return HarnessResult, result.task, None
+    return EvalResult, result.full_name, result.split
 
-    of: str = ""
-    """Origin of the score, for people."""
-    value: float | None
-    low: float | None = None
-    high: float | None = None
-    """Ends of the 95 % interval."""
-    stderr: float | None = None
-    difference: Interval | None = None
-    """Points above it; None if the scores are not comparable. Its ends are NaN if an error is unknown."""
-    differing: tuple[str, ...] = ()
-    """Each field of the protocol that differs, with both values; empty if the scores are comparable."""
-    notes: tuple[str, ...] = ()
+
+def group_last(results: Mapping[Path, Result]) -> dict[Kind, dict[Path, Result]]:
+    """Return the results of each task at its last step."""
+    groups: dict[Kind, dict[Path, Result]] = {}
+    for path, result in results.items():
+        groups.setdefault(_kind_of(result), {})[path] = result
+    for kind, group in groups.items():
+        last = max(result.step for result in group.values())
+        groups[kind] = {path: result for path, result in group.items() if result.step == last}
+    return groups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,46 +73,18 @@ class StoredBaseline:
         return same[Path(ranked[0][1])] if ranked else None
 
 
-def name_of(result: Result) -> str:
-    """Return the full name of a result's task."""
-    return result.full_name if isinstance(result, EvalResult) else result.task
-
-
-Kind = tuple[type[Result], str, Split | None]
-"""The harness (by the class of its results), the task and the split; lm-eval's tasks say theirs."""
-
-
-def _kind_of(result: Result) -> Kind:
-    return type(result), name_of(result), result.split if isinstance(result, EvalResult) else None
-
-
-def group_last(results: Mapping[Path, Result]) -> dict[Kind, dict[Path, Result]]:
-    """Return the results of each task at its last step."""
-    groups: dict[Kind, dict[Path, Result]] = {}
-    for path, result in results.items():
-        groups.setdefault(_kind_of(result), {})[path] = result
-    for kind, group in groups.items():
-        last = max(result.step for result in group.values())
-        groups[kind] = {path: result for path, result in group.items() if result.step == last}
-    return groups
-
-
 def read_stored(path: Path) -> dict[Path, Result]:
-    """Return the results in a file or a folder, by path; of a run's folder also those in its `eval/`.
-
-    Raises: StoreError if a file cannot be read; CorruptRecord if one is damaged, or `path` is no result.
-    """
-    if path.is_file():
-        result = _read(path)
-        if result is None:
-            raise CorruptRecord(
-                f"{path} is no result",
-                allowed="a file that `strop eval` wrote, by strop or by lm-eval",
-                next_step="name such a file, or the folder of an evaluation",
-            )
+    """Return the results in a file, a folder or a run, by path. Raises: StoreError if a file is none."""
+    if not path.is_file():
+        files = sorted([*path.glob("*.json"), *(path / "eval").glob("*.json")])
+        return {file: result for file in files if (result := _read(file)) is not None}
+    if (result := _read(path)) is not None:
         return {path: result}
-    files = sorted([*path.glob("*.json"), *(path / "eval").glob("*.json")])
-    return {file: result for file in files if (result := _read(file)) is not None}
+    raise CorruptRecord(
+        f"{path} is no result",
+        allowed="a file that `strop eval` wrote, by strop or by lm-eval",
+        next_step="name such a file, or the folder of an evaluation",
+    )
 
 
 def _read(path: Path) -> Result | None:
@@ -127,14 +100,13 @@ def _read(path: Path) -> Result | None:
         ) from error
     except ValueError:
         return None
-    if not isinstance(values, dict):
-        return None
-    if "protocol_digest" in values:
+    keys = values.keys() if isinstance(values, dict) else ()
+    if "protocol_digest" in keys:
         return read_result(path)
-    if not {"harness", "metrics"} <= values.keys():
+    if "harness" not in keys:
         return None
     try:
-        return HarnessResult.read(data)
+        return HarnessResult.model_validate_json(data)
     except ValueError as error:
         raise CorruptRecord(
             f"{path} is no complete result of lm-eval ({error})",
@@ -143,97 +115,178 @@ def _read(path: Path) -> Result | None:
         ) from error
 
 
-def list_obstacles(before: Result, after: Result) -> tuple[str, ...]:
+def list_obstacles(before: Result, after: Result) -> list[str]:
     """Return the reasons why two results of one task are not comparable; empty if they are."""
     if isinstance(before, EvalResult) and isinstance(after, EvalResult):
-        by_key = {difference.key: difference for difference in list_plan_differences(before, after)}
-        words = (" there", " here")
-        reasons = [describe_difference(by_key[key], words) for key in PROTOCOL_FIELDS if key in by_key]
-        reasons += [
-            f"the result {where} is {result.validity.value}"
-            for result, where in ((before, "there"), (after, "here"))
-            if not result.is_valid
-        ]
-        return tuple(reasons)
-    if isinstance(before, HarnessResult) and isinstance(after, HarnessResult):
-        fields = ("num_examples", *_HARNESS_PROTOCOL)
-        return tuple(
-            f"{key} {getattr(before, key)!r} there and {getattr(after, key)!r} here"
-            for key in fields
-            if getattr(before, key) != getattr(after, key)
-        )
-    return ("lm-eval's prompts and filters on one side, strop's own on the other",)
+        differing = [str(one) for one in list_plan_differences(before, after) if one.key in PROTOCOL_FIELDS]
+        sides = ((before, "there"), (after, "here"))
+        return differing + [f"the result {w} is {one.validity}" for one, w in sides if not one.is_valid]
+    return _name_differing(before, after, _HARNESS_PROTOCOL)
 
 
-def compare_with_stored(baseline: StoredBaseline, result: Result) -> dict[tuple[str, str], BaselineScore]:
-    """Return the baseline's score for each score of a result, by task (or part of a group) and metric.
+def _name_differing(before: Result, after: Result, names: Sequence[str]) -> list[str]:
+    pairs = [(name, getattr(before, name, None), getattr(after, name, None)) for name in names]
+    return [f"{name} {there} there and {here} here" for name, there, here in pairs if there != here]
 
-    Empty if the baseline has no result of the task.
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScoreRow:
+    """One score beside one baseline. Shares are percentages, other metrics of lm-eval have their own unit.
+
+    `low` and `high` are the ends of 95 % intervals; a `difference` is None where the protocols differ.
     """
-    before = baseline.choose(result)
-    if before is None:
-        return {}
-    of = f"{baseline.name}, step {before.step}" if before.step else baseline.name
-    obstacles = list_obstacles(before, result)
-    notes = [
-        f"{key} {getattr(before, key)} there and {getattr(result, key)} here"
-        for key in ("engine", "dtype")
-        if getattr(before, key, None) != getattr(result, key, None)
-    ]
-    notes += ["the same weights there and here"] if before.model_digest == result.model_digest else []
-    if isinstance(before, EvalResult) and isinstance(result, EvalResult):
-        scores = _compare_own(before, result, may_compare=not obstacles)
-    else:
-        assert isinstance(before, HarnessResult)
-        assert isinstance(result, HarnessResult)
-        scores = _compare_harness(before, result, may_compare=not obstacles)
-    return {key: replace(score, of=of, differing=obstacles, notes=tuple(notes)) for key, score in scores}
+
+    task: str
+    metric: str
+    value: float | None
+    low: float | None
+    high: float | None
+    num_examples: int
+    num_few_shot: int | None = None
+    max_reply_tokens: int | None
+    step: int
+    engine: str
+    stderr: float | None = None
+    note: str = ""
+    baseline: float | None = None
+    baseline_low: float | None = None
+    baseline_high: float | None = None
+    baseline_of: str = ""
+    same_protocol: bool | None = None
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
 
 
-def _compare_own(
-    before: EvalResult, after: EvalResult, *, may_compare: bool
-) -> Iterator[tuple[tuple[str, str], BaselineScore]]:
-    task = after.full_name
-    comparison = compare_results(before, after) if may_compare else None
-    for name, score in before.scores.items():
-        change = getattr(comparison, name, None)
-        yield (
-            (task, name),
-            BaselineScore(
-                value=None if score.accuracy is None else 100 * score.accuracy,
-                low=100 * score.low,
-                high=100 * score.high,
-                difference=None if change is None else _scaled(change),
-            ),
+def list_rows(results: Sequence[Result], stored: Sequence[StoredBaseline] = ()) -> list[ScoreRow]:
+    """Return a row for each score and each of its baselines, in the order of the results."""
+    rows: list[ScoreRow] = []
+    for result in results:
+        chosen = [(one.name, before) for one in stored if (before := one.choose(result)) is not None]
+        tables = [_compare(name, before, result) for name, before in chosen]
+        for row in _rows_of(result):
+            key = row.task, row.metric
+            rows += [table[key] for table in tables if key in table] or [row]
+    return rows
+
+
+def _compare(name: str, before: Result, after: Result) -> dict[tuple[str, str], ScoreRow]:
+    """Return the rows of a result beside a baseline, by task (or part of a group) and metric."""
+    obstacles = list_obstacles(before, after)
+    is_same_model = before.model_digest == after.model_digest
+    notes = obstacles + _name_differing(before, after, ("engine", "dtype"))
+    notes += ["the same weights there and here"] if is_same_model else []
+    known = {(row.task, row.metric): row for row in _rows_of(before)}
+    table = {}
+    for row in _rows_of(after):
+        if (old := known.get((row.task, row.metric))) is None:
+            continue
+        change = None if obstacles else _difference(before, after, old, row)
+        low, high = (None, None) if change is None or math.isnan(change.low) else (change.low, change.high)
+        told = [row.note, *notes]
+        if is_same_model and low is not None and high is not None and not low <= 0.0 <= high:
+            told.append("they score otherwise: compare parallelism, number format and kernels")
+        table[row.task, row.metric] = replace(
+            row,
+            baseline=old.value,
+            baseline_low=old.low,
+            baseline_high=old.high,
+            baseline_of=f"{name}, step {before.step}" if before.step else name,
+            same_protocol=not obstacles,
+            difference=None if change is None else change.estimate,
+            difference_low=low,
+            difference_high=high,
+            note="; ".join(filter(None, told)),
         )
-    for k, estimate in before.pass_at_k.items():
-        difference = _compare_pass(before, after, k) if may_compare else None
-        yield (
-            (task, f"pass@{k}"),
-            BaselineScore(
-                value=None if estimate.value is None else 100 * estimate.value,
-                low=100 * estimate.low,
-                high=100 * estimate.high,
-                difference=None if difference is None else _scaled(difference),
-            ),
+    return table
+
+
+def _rows_of(result: Result) -> Iterator[ScoreRow]:
+    """Yield the scores of a result, without a baseline."""
+    if isinstance(result, HarnessResult):
+        for task, part in result.scored_parts.items():
+            for name, metric in part.metrics.items():
+                yield _row_of_harness(result, task, part.num_examples, name, metric)
+        return
+    scores = {name: (score.accuracy, score.low, score.high) for name, score in result.scores.items()}
+    scores |= {f"pass@{k}": (one.value, one.low, one.high) for k, one in result.pass_at_k.items()}
+    for name, (value, low, high) in scores.items():
+        yield ScoreRow(
+            task=result.full_name,
+            metric=name,
+            value=None if value is None else 100 * value,
+            low=100 * low,
+            high=100 * high,
+            num_examples=result.num_examples,
+            max_reply_tokens=result.max_reply_tokens,
+            step=result.step,
+            engine="strop",
+            note="" if result.is_valid else result.verdict,
         )
+
+
+def _row_of_harness(
+    result: HarnessResult, task: str, num_examples: int, name: str, metric: HarnessMetric
+) -> ScoreRow:
+    is_share = 0.0 <= metric.value <= 1.0 and not any(word in name for word in _NO_SHARES)
+    value, stderr = metric.value, metric.stderr
+    if is_share:
+        # lm-eval's error is 0 if all examples have the same score; the least is that of `comparison`.
+        num_counted = num_examples + 2 * PSEUDO_PROBLEMS
+        middle = (num_examples * value + PSEUDO_PROBLEMS) / num_counted
+        least = math.sqrt(middle * (1.0 - middle) / (num_counted - 1.0))
+        value, stderr = 100 * value, None if stderr is None else 100 * max(stderr, least)
+    low, high = (None, None) if stderr is None else (value - NORMAL * stderr, value + NORMAL * stderr)
+    if is_share and low is not None and high is not None:
+        low, high = max(low, 0.0), min(high, 100.0)
+    return ScoreRow(
+        task=task,
+        metric=name,
+        value=value,
+        low=low,
+        high=high,
+        stderr=stderr,
+        num_examples=num_examples,
+        num_few_shot=result.num_fewshot,
+        max_reply_tokens=result.max_reply_tokens,
+        step=result.step,
+        engine=result.engine,
+        note="; ".join(result.notes),
+    )
+
+
+def _difference(before: Result, after: Result, earlier: ScoreRow, later: ScoreRow) -> Interval | None:
+    """Return the change between two comparable scores; its ends are NaN if an error is unknown."""
+    if isinstance(before, EvalResult) and isinstance(after, EvalResult):
+        if later.metric.startswith("pass@"):
+            change = _compare_pass(before, after, int(later.metric.removeprefix("pass@")))
+        else:
+            change = getattr(compare_results(before, after), later.metric)
+        if change is None:
+            return None
+        return Interval(estimate=100 * change.estimate, low=100 * change.low, high=100 * change.high)
+    if earlier.value is None or later.value is None:
+        return None
+    half = math.nan
+    if earlier.stderr is not None and later.stderr is not None:
+        half = NORMAL * math.hypot(earlier.stderr, later.stderr)
+    estimate = later.value - earlier.value
+    return Interval(estimate=estimate, low=estimate - half, high=estimate + half)
 
 
 def _compare_pass(before: EvalResult, after: EvalResult, k: int) -> Interval | None:
     """Return the change of pass@k over the examples with k judged replies on both sides."""
     if before.sampled is None or after.sampled is None:
         return None
-    pairs = [
-        (earlier, later, earlier.problem or name)
-        for name, earlier in before.sampled.by_example.items()
-        if min(earlier.num_judged, (later := after.sampled.by_example[name]).num_judged) >= k
-    ]
+    pairs = [(name, one, after.sampled.by_example[name]) for name, one in before.sampled.by_example.items()]
+    pairs = [pair for pair in pairs if min(pair[1].num_judged, pair[2].num_judged) >= k]
     if not pairs:
         return None
+    problems = [earlier.problem or name for name, earlier, _ in pairs]
     return paired_difference(
-        [_pass_of(earlier, k) for earlier, _, _ in pairs],
-        [_pass_of(later, k) for _, later, _ in pairs],
-        [problem for _, _, problem in pairs],
+        [_pass_of(earlier, k) for _, earlier, _ in pairs],
+        [_pass_of(later, k) for *_, later in pairs],
+        problems,
     )
 
 
@@ -241,88 +294,36 @@ def _pass_of(example: ExampleScore, k: int) -> float:
     return pass_at_k(example.num_judged, round(example.num_judged * (example.solved_frac or 0.0)), k)
 
 
-def _compare_harness(
-    before: HarnessResult, after: HarnessResult, *, may_compare: bool
-) -> Iterator[tuple[tuple[str, str], BaselineScore]]:
-    parts_after = after.scored_parts
-    for task, part in before.scored_parts.items():
-        other = parts_after.get(task)
-        for name, metric in part.metrics.items():
-            now = None if other is None else other.metrics.get(name)
-            scale = scale_of(name, metric)
-            low, high = interval_of(name, metric, part.num_examples)
-            difference = None
-            if may_compare and other is not None and now is not None and scale == scale_of(name, now):
-                earlier = widen(metric, part.num_examples, scale)
-                difference = compare_apart(earlier, widen(now, other.num_examples, scale), scale)
-            yield (
-                (task, name),
-                BaselineScore(
-                    value=scale * metric.value,
-                    stderr=None if metric.stderr is None else scale * metric.stderr,
-                    low=low,
-                    high=high,
-                    difference=difference,
-                ),
-            )
+COLUMNS = (
+    *("task", "metric", "value", "95% interval", "examples", "shots", "budget", "baseline", "of"),
+    *("same protocol", "difference"),
+)
 
 
-def widen(metric: HarnessMetric, num_examples: int | None, scale: float) -> HarnessMetric:
-    """Return a share with a standard error above 0; lm-eval's is 0 if all examples have the same score.
-
-    The minimum is that of the intervals in `comparison`, with `PSEUDO_PROBLEMS` at either end.
-    """
-    if metric.stderr is None or num_examples is None or scale != _PERCENT:
-        return metric
-    num_counted = num_examples + 2 * PSEUDO_PROBLEMS
-    middle = (num_examples * metric.value + PSEUDO_PROBLEMS) / num_counted
-    least = math.sqrt(middle * (1.0 - middle) / (num_counted - 1.0))
-    return metric.model_copy(update={"stderr": max(metric.stderr, least)})
-
-
-def compare_apart(before: HarnessMetric, after: HarnessMetric, scale: float) -> Interval:
-    """Return the change of a metric, as if over other examples; the ends are NaN without both errors."""
-    change = scale * (after.value - before.value)
-    if before.stderr is None or after.stderr is None:
-        return Interval(estimate=change, low=math.nan, high=math.nan)
-    half = NORMAL_95 * scale * math.hypot(before.stderr, after.stderr)
-    return Interval(estimate=change, low=change - half, high=change + half)
+def show_row(row: ScoreRow) -> tuple[object, ...]:
+    """Return the cells of a row in a table for people, in the order of `COLUMNS`."""
+    change = "-" if row.difference is None else f"{row.difference:+.2f}"
+    if row.difference_low is not None:
+        change += f" ({row.difference_low:+.1f} to {row.difference_high:+.1f})"
+    return (
+        *(row.task, row.metric, "-" if row.value is None else f"{row.value:.2f}"),
+        "-" if row.low is None else f"{row.low:.1f} to {row.high:.1f}",
+        row.num_examples,
+        "-" if row.num_few_shot is None else row.num_few_shot,
+        "-" if row.max_reply_tokens is None else row.max_reply_tokens,
+        "-" if row.baseline is None else f"{row.baseline:.2f}",
+        row.baseline_of or "-",
+        {True: "yes", False: "no", None: "-"}[row.same_protocol],
+        change,
+    )
 
 
-def scale_of(name: str, metric: HarnessMetric) -> float:
-    """Return 100 for a share, which is shown as a percentage, else 1 (for example a perplexity)."""
-    is_share = 0.0 <= metric.value <= 1.0 and not any(word in name for word in _NO_SHARES)
-    return _PERCENT if is_share else 1.0
-
-
-def interval_of(name: str, metric: HarnessMetric, num_examples: int) -> tuple[float | None, float | None]:
-    """Return the 95 % interval of a metric of lm-eval from its standard error; None without one."""
-    scale = scale_of(name, metric)
-    stderr = widen(metric, num_examples, scale).stderr
-    if stderr is None:
-        return None, None
-    low, high = scale * (metric.value - NORMAL_95 * stderr), scale * (metric.value + NORMAL_95 * stderr)
-    return (max(low, 0.0), min(high, scale)) if scale == _PERCENT else (low, high)
-
-
-def _scaled(change: Interval) -> Interval:
-    return Interval(estimate=100 * change.estimate, low=100 * change.low, high=100 * change.high)
-
-
-def require_one_model(name: str, results: Mapping[Path, Result]) -> str | None:
-    """Return an error text if the results of a task at its last step are of several models, else None."""
-    for (_, task, _), same in group_last(results).items():
-        models = {result.model_digest: path for path, result in same.items()}
-        if len(models) > 1:
-            shown = ", ".join(map(str, models.values()))
-            return f"{name} has results of {len(models)} models on {task}: {shown}"
-    return None
-
-
-def tasks_of(results: Sequence[Result], split: Split) -> set[tuple[bool, str]]:
-    """Return the tasks of the results, strop's of a split: whether lm-eval evaluated it, and the name."""
-    return {
-        (isinstance(result, HarnessResult), result.task)
-        for result in results
-        if isinstance(result, HarnessResult) or result.split is split
-    }
+def write_table(rows: Sequence[ScoreRow], folder: Path, name: str) -> Path:
+    """Write a table into a folder of results, as CSV; return its path. Raises: StoreError."""
+    path = folder / f"{name}.csv"
+    table = io.StringIO()
+    writer = csv.DictWriter(table, [field.name for field in fields(ScoreRow)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    write_bytes_atomically(path, table.getvalue().encode())
+    return path

@@ -7,14 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from strop.errors import ConfigError
-from strop.evaluate.stored import (
-    Result,
-    StoredBaseline,
-    group_last,
-    read_stored,
-    require_one_model,
-    tasks_of,
-)
+from strop.evaluate.harness import HarnessResult
+from strop.evaluate.stored import Result, StoredBaseline, group_last, read_stored
 from strop.rollout import Split
 from strop.run.evaluation import EVALS_ROOT
 from strop.run.inference import open_model
@@ -39,25 +33,25 @@ def read_baselines(
     wanted = {(by_harness, task) for task in tasks}
     baselines = []
     for baseline in joined.values():
-        if several := require_one_model(baseline.name, baseline.results):
-            raise ConfigError(
-                several,
-                allowed="the results of one model",
-                next_step="name one file, or the model whose results are meant",
-            )
-        stored = tasks_of(list(baseline.results.values()), split)
-        if not wanted & stored:
-            available = {f"{name} (by lm-eval)" if is_by_harness else name for is_by_harness, name in stored}
+        kinds = group_last(baseline.results)
+        available = {(of is HarnessResult, task) for of, task, of_split in kinds if of_split in {None, split}}
+        if not wanted & available:
+            names = ", ".join(f"{name} (by lm-eval)" if by else name for by, name in sorted(available))
             raise ConfigError(
                 f"the baseline {baseline.name} has no {split.value} result on {' or '.join(tasks)}",
-                allowed=f"a baseline with one of the tasks; it has {', '.join(sorted(available)) or 'none'}",
+                allowed=f"a baseline with one of the tasks; it has {names or 'none'}",
                 next_step="name another baseline, or evaluate that one on the task first",
             )
-        on_tasks = {
-            path: result for path, result in baseline.results.items() if tasks_of([result], split) & wanted
-        }
-        # The last step of each task.
-        last = {path: result for group in group_last(on_tasks).values() for path, result in group.items()}
+        last: dict[Path, Result] = {}
+        for (of, task, of_split), same in kinds.items():
+            if len({result.model_digest for result in same.values()}) > 1:
+                raise ConfigError(
+                    f"{baseline.name} has results of several models on {task}: {', '.join(map(str, same))}",
+                    allowed="the results of one model",
+                    next_step="name one file, or the model whose results are meant",
+                )
+            if (of is HarnessResult, task) in wanted and of_split in {None, split}:
+                last |= same
         baselines.append(replace(baseline, results=last))
     return baselines
 
@@ -69,7 +63,7 @@ def _read_baseline(word: str, out_dir: Path | None) -> StoredBaseline:
         return StoredBaseline(name=name or path.stem, results=results)
     stored: Mapping[Path, Result] = {}
     for root in {out_dir or EVALS_ROOT, EVALS_ROOT}:
-        for folder in [root, *(path for path in root.glob("*/") if path.name != "tables")]:
+        for folder in [root, *root.glob("*/")]:
             stored = {**stored, **read_stored(folder)}
     if path.is_dir():
         model = open_model(place)

@@ -19,27 +19,23 @@ from strop.errors import ConfigError, StoreError
 from strop.evaluate import (
     EvalResult,
     EvalSettings,
-    PlannedCanary,
     PlannedEvaluation,
-    Rescored,
     ShardFolder,
     attempt_share,
-    plan_canary,
     plan_evaluation,
     read_result,
-    require_baseline,
     rescore,
     result_name,
     run_evaluation,
     write_result,
 )
-from strop.evaluate.shards import read_all_shards, read_plan, read_task_settings, refuse_other_plan
+from strop.evaluate.shards import read_all_shards, read_plan, refuse_other_plan
 from strop.hardware import describe_machine
 from strop.hardware.number_format import compute_device, settle_format
 from strop.policy.footprint import read_model_size
 from strop.record import RunDir
 from strop.record.files import list_shards
-from strop.rollout import Split
+from strop.rollout import Rollout, Split
 from strop.run.inference import (
     OpenedModel,
     SamplingSetup,
@@ -71,8 +67,6 @@ class EvalRequest:
     pass_threshold: float | None = None
     out_dir: Path | None = None
     """Folder of the results. None: `EVALS_ROOT`."""
-    canary: Path | None = None
-    """A stored result of this model that must be reproduced before anything is evaluated."""
     part: tuple[int, int] = (0, 1)
     """Index of the share of the examples to attempt, and the number of shares."""
     name: str | None = None
@@ -97,14 +91,6 @@ class _Prepared:
     result_path: Path
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Canary:
-    """A stored result to reproduce, and its settings."""
-
-    setup: SamplingSetup
-    planned: PlannedCanary
-
-
 def evaluate_here(
     setups: Sequence[SamplingSetup], model: OpenedModel, request: EvalRequest, *, say: Callable[[str], None]
 ) -> list[StoredResult]:
@@ -112,33 +98,12 @@ def evaluate_here(
 
     One of several parts keeps the replies to its share and returns no result; when all parts are done, the
     same call without a part makes the results. `say` gets lines about kept replies and written results.
-    Raises: CheckRefused if held-out examples were trained on, a folder holds another evaluation, or the
-        canary is not reproduced; ConfigError for settings that a task or the model does not support.
+    Raises: CheckRefused if held-out examples were trained on, or a folder holds another evaluation;
+        ConfigError for settings that a task or the model does not support.
     """
     with ExitStack() as held:
         prepared = _prepare(setups, model, request, held)
-        canary = None if request.canary is None else _prepare_canary(request.canary, setups, model)
-        return asyncio.run(_evaluate(prepared, canary, model, say, request.part))
-
-
-def _prepare_canary(path: Path, setups: Sequence[SamplingSetup], model: OpenedModel) -> _Canary:
-    """Plan to reproduce a result, with the settings kept beside it, else with those of this evaluation."""
-    baseline = read_result(path)
-    kept = path.with_suffix("")
-    if list_shards(kept):
-        setup = read_kept_setup(kept)
-    else:
-        same = [setup for setup in setups if setup.spec.task.name == baseline.task]
-        setup = (same or list(setups))[0]
-    with dated(baseline.date):
-        planned = plan_canary(
-            baseline,
-            task=build_task(setup.spec.task),
-            tokenizer=Tokenizer.load(model.path),
-            model_digest=model.digest,
-            max_positions=read_model_size(model.path).max_positions,
-        )
-    return _Canary(setup=setup, planned=planned)
+        return asyncio.run(_evaluate(prepared, model, say, request.part))
 
 
 def _prepare(
@@ -185,7 +150,7 @@ def _prepare(
             result_path = EVALS_ROOT / f"{name.removesuffix('.json')}-{planned.plan.digest[:8]}.json"
         # One date for the life of an evaluation: that of what was begun.
         shards = list_shards(result_path.with_suffix(""))
-        begun = read_plan(shards[0]) if shards else planned.plan
+        begun = read_plan(shards[0])[0] if shards else planned.plan
         old = read_result(result_path) if result_path.exists() else None
         if (date := (old or begun).date) not in (None, planned.plan.date):
             with dated(date):
@@ -233,7 +198,6 @@ def read_run_of(model: OpenedModel) -> RunSpec | None:
 
 async def _evaluate(
     prepared: Sequence[_Prepared],
-    canary: _Canary | None,
     model: OpenedModel,
     say: Callable[[str], None],
     part: tuple[int, int],
@@ -244,19 +208,6 @@ async def _evaluate(
         if part != (0, 1) or any(item.folder.num_kept < item.planned.plan.num_examples for item in prepared):
             engine, _ = await stack.enter_async_context(serve_model(prepared[0].setup.spec, model))
         tokenizer = Tokenizer.load(model.path)
-        if canary is not None and engine is None:
-            say("the canary is not asked: every reply is kept from before, and nothing is generated")
-        elif canary is not None and engine is not None:
-            # An engine that does not reproduce the baseline evaluates nothing.
-            task, expected = canary.planned.planned.task, canary.planned.baseline.greedy
-            date = canary.planned.baseline.date
-            async with hold_judge(canary.setup.spec.task, task) as judge:
-                with dated(date):
-                    measured = await require_baseline(canary.planned, engine, tokenizer, judge=judge)
-            say(
-                f"the canary came out: greedy accuracy of {task.name} is {measured.estimate:.1%}, within"
-                f" {expected.low:.1%} to {expected.high:.1%}"
-            )
         for item in prepared:
             result = await _attempt(item, engine, tokenizer, say, part)
             if result is not None:
@@ -288,7 +239,6 @@ async def _attempt(
                 return await run_evaluation(
                     planned, engine, tokenizer, judge=judge, folder=folder, on_example=tell
                 )
-            assert engine is not None
             await attempt_share(
                 planned, engine, tokenizer, judge=judge, folder=folder, part=part, on_example=tell
             )
@@ -314,9 +264,10 @@ def tell_progress(name: str, num_left: int, say: Callable[[str], None]) -> Calla
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StoredRescored:
-    """A result from judging kept replies again, and its file."""
+    """A result from judging kept replies again, its file, and the rollouts whose verdict changed."""
 
-    rescored: Rescored
+    result: EvalResult
+    changed: Sequence[tuple[Rollout, Rollout]]
     path: Path
 
 
@@ -353,14 +304,14 @@ def rescore_kept(folder: Path, words: Sequence[str]) -> StoredRescored:
     old_path = folder.with_name(f"{folder.name}.json")
     pass_at = tuple(read_result(old_path).pass_at_k) if old_path.exists() else ()
 
-    async def judge_all() -> Rescored:
+    async def judge_all() -> tuple[EvalResult, list[tuple[Rollout, Rollout]]]:
         async with hold_judge(setup.spec.task, task) as judge:
             return await rescore(plan, rollouts, task, judge=judge, pass_at=pass_at)
 
-    rescored = asyncio.run(judge_all())
+    result, changed = asyncio.run(judge_all())
     path = folder.with_name(f"{folder.name}-rescored-{task.version[:8]}.json")
-    write_result(rescored.result, path)
-    return StoredRescored(rescored=rescored, path=path)
+    write_result(result, path)
+    return StoredRescored(result=result, changed=changed, path=path)
 
 
 def read_kept_setup(folder: Path, words: Sequence[str] = ()) -> SamplingSetup:
@@ -368,9 +319,7 @@ def read_kept_setup(folder: Path, words: Sequence[str] = ()) -> SamplingSetup:
 
     Raises: CorruptRecord if the first shard is damaged; ConfigError for settings that the task lacks.
     """
-    shard = list_shards(folder)[0]
-    plan = read_plan(shard)
-    settings = read_task_settings(shard)
+    plan, settings = read_plan(list_shards(folder)[0])
     # For a user's task the settings have its FILE.py:NAME; the plan has the name of its class only.
     name = str(settings.get("name", plan.task))
     changed = [word if word.startswith("task.") else f"task.{word}" for word in words]

@@ -143,7 +143,7 @@ def evaluate_by_harness(
     )
     jobs = [replace(find_engine(job, setup.python), task=task) for task in tasks]
     for job in jobs:
-        if (budget := job.max_reply_tokens) is not None and budget >= job.max_positions:
+        if (budget := job.protocol[1]) is not None and budget >= job.max_positions:
             raise CheckRefused(
                 f"{job.task} asks for {budget} tokens of a model with {job.max_positions} positions",
                 allowed="a model with room for prompt and reply: lm-eval cuts prompts without a word",

