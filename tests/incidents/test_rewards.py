@@ -27,7 +27,7 @@ from strop.rollout import (
 )
 from strop.tasks import Task, build_task
 from strop.tasks.answers import last_number, parse_number
-from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.code.python_judge import JudgeJob, judge_python
 from strop.tasks.generated.reverse_text import ReverseTextSpec
 from strop.tasks.instructions import google
 from strop.tasks.instructions.segments import detect_language
@@ -190,7 +190,6 @@ def test_rew_8_all_tests_of_a_reply_share_one_sandbox() -> None:
     numbers = range(1440)
     job = JudgeJob(
         source="print(int(input()) + 1)",
-        mode=JudgeMode.PROGRAMS,
         input_output=json.dumps(
             {"inputs": [f"{n}\n" for n in numbers], "outputs": [f"{n + 1}\n" for n in numbers]}
         ),

@@ -23,7 +23,7 @@ from strop.sandbox import IsolationLevel, Limits, Mount, SandboxSpec, choose_bac
 from strop.sandbox.remote import RemoteBackend
 from strop.sandbox.wire import MAX_BODY_BYTES
 from strop.tasks.code.code_task import MbppSpec
-from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_python
+from strop.tasks.code.python_judge import JudgeJob, judge_python
 from tests.fixtures.judging import judge_once
 from tests.fixtures.runtime_processes import Processes, kill, service_of
 from tests.fixtures.sandboxes import appearance_of, sandbox_of, spec_of, wait_until_gone
@@ -147,7 +147,6 @@ def test_programs_are_judged_there() -> None:
     for source, is_right in (("def f(x): return x + 1", True), ("import os; os._exit(0)", False)):
         job = JudgeJob(
             source=source,
-            mode=JudgeMode.STATEMENTS,
             names=("f",),
             tests=("assert f(1) == 2",),
             num_tests=1,

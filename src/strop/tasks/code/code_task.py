@@ -30,7 +30,7 @@ from strop.tasks.code.extraction import (
     no_code_outcome,
     used_names,
 )
-from strop.tasks.code.python_judge import JudgeJob, JudgeMode, judge_for
+from strop.tasks.code.python_judge import JudgeJob, judge_for
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import (
     RowReading,
@@ -196,10 +196,8 @@ class CodeTask(RowTask):
 
 def _to_job(fields: Mapping[str, Any], program: str) -> JudgeJob:
     is_table = bool(fields["input_output"])
-    table = JudgeMode.CALLS if fields["names"] else JudgeMode.PROGRAMS
     return JudgeJob(
         source=program,
-        mode=table if is_table else JudgeMode.STATEMENTS,
         names=tuple(fields["names"]),
         imports=tuple(fields["imports"]),
         # The tests use the data set's own functions in its version, not the reply's.

@@ -16,8 +16,7 @@ import sys
 import textwrap
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
 from types import CodeType
@@ -84,7 +83,7 @@ def extract_completion(text: str, head: str, name: str) -> str | None:
     A body that lost its indentation, or that of its first line, is indented. None if it is no such code.
     """
     for part in _parts(_answer(text) or ""):
-        blocks, outside = _split(part, is_raw=True)
+        blocks, outside = _split(part)
         for piece in (*blocks, outside):
             body = _clean(piece)
             bodies = [body] if body.startswith(" ") else [textwrap.indent(body, "    "), f"    {body}"]
@@ -121,10 +120,10 @@ def _is_code(code: str) -> bool:
     return tree is not None and any(map(does_something, tree.body))
 
 
-def _split(text: str, *, is_raw: bool = False, is_inner: bool = False) -> tuple[list[str], str]:
+def _split(text: str, *, is_inner: bool = False) -> tuple[list[str], str]:
     """Return the blocks of code in a text, those that compile in their repaired form, and the other text.
 
-    Raw blocks are not repaired. Fences are sought inside a page of Markdown, which is itself one.
+    Fences are sought inside a page of Markdown, which is itself one.
     """
     if _is_code(_clean(text)) and not text.lstrip().startswith("~~~"):
         # Its fences, if any, are in strings and comments; `~~~python` is Python, too.
@@ -158,9 +157,7 @@ def _split(text: str, *, is_raw: bool = False, is_inner: bool = False) -> tuple[
         if ">" in (opening["quote"] or ""):
             code = re.sub(r"^[ \t]*> ?", "", code, flags=re.MULTILINE)
         if is_page and not is_inner:
-            blocks += _split(code, is_raw=is_raw, is_inner=True)[0]
-        elif is_raw and is_ours:
-            blocks.append(code)
+            blocks += _split(code, is_inner=True)[0]
         elif is_ours:
             blocks.append(_patch(blocks, code) if is_diff else _repair(code) or code)
     return blocks[-_MAX_BLOCKS:], "".join([*outside, text[position:]])
@@ -262,42 +259,35 @@ def _assemble(codes: Sequence[str], names: Sequence[str]) -> tuple[str | None, i
     """
     trees = {block: parse(code) for block, code in enumerate(codes) if _is_code(code)}
     statements = [one for block, tree in trees.items() if tree for one in read_statements(tree, block)]
-    best, best_rank = next((code for code in reversed(codes) if code.strip() and not parse(code)), None), -2
-    if best is None:
-        best_rank = -3
+    broken = next((code for code in reversed(codes) if code.strip() and not parse(code)), None)
+    found: list[tuple[str | None, int]] = [(broken, -3 if broken is None else -2)]
     for block in reversed(trees):
         own = [one for one in statements if one.block == block]
-        if names:
-            rank = max(one.defines(names[0]) for one in own)
-            if rank > best_rank:
-                needed = find_needed(statements, block, names) if rank >= 0 else own
-                best_rank, best = rank, _render(codes, statements, needed)
+        rank = max(one.defines(names[0]) for one in own) if names else 0
+        if names and rank <= max(better for _, better in found):
             continue
-        needed = find_needed(statements, block, ())
+        needed = find_needed(statements, block, names) if rank >= 0 else own
         code = _render(codes, statements, needed)
-        does_print = any(one.acts for one in own) and _PRINTS.search(code)
-        rank = 3 - any(one.block != block for one in needed) if _READS.search(code) else 1
-        if (rank := rank if does_print else 0) > best_rank:
-            best, best_rank = code, rank
-    return best, best_rank
+        if not names and any(one.acts for one in own) and _PRINTS.search(code):
+            rank = 3 - any(one.block != block for one in needed) if _READS.search(code) else 1
+        found.append((code, rank))
+    return max(found, key=lambda one: one[1])
 
 
 def _render(codes: Sequence[str], statements: Sequence[Statement], kept: Sequence[Statement]) -> str:
     """Return the kept statements as text, each block with its comments."""
     texts = []
     for block in dict.fromkeys(one.block for one in kept):
-        others = {id(one.node): one.node for one in statements if one.block == block}
-        nodes = [others.pop(id(one.node)) for one in kept if one.block == block]
-        dropped = {number for node in others.values() for number in _lines_of(node)}
-        lines = codes[block].split("\n")
-        if any(not dropped.isdisjoint(_lines_of(node)) for node in nodes):
+        own = {id(one.node) for one in kept if one.block == block}
+        nodes = [one.node for one in statements if one.block == block]
+        mine, dropped = ([n for n in nodes if (id(n) in own) is is_kept] for is_kept in (True, False))
+        gone = {number for node in dropped for number in _lines_of(node)}
+        if any(not gone.isdisjoint(_lines_of(node)) for node in mine):
             # They share a line with what is dropped.
-            for node in nodes:
-                whole = "\n".join(lines[number - 1] for number in _lines_of(node))
-                is_decorated = bool(getattr(node, "decorator_list", ()))
-                texts.append(whole if is_decorated else ast.get_source_segment(codes[block], node) or whole)
-            continue
-        texts.append("\n".join(line for n, line in enumerate(lines, 1) if n not in dropped).strip("\n"))
+            texts.append(ast.unparse(ast.Module(mine, [])))
+        else:
+            lines = codes[block].split("\n")
+            texts.append("\n".join(line for n, line in enumerate(lines, 1) if n not in gone).strip("\n"))
     return join_code(*texts).rstrip()
 
 
@@ -349,6 +339,7 @@ def used_names(code: str) -> tuple[str, ...]:
 
 WALL_S = 5.0
 """Wall time (seconds) of all tests of one reply together."""
+_RESULTS = ("passed", "failed", "errored", "timed_out")
 SPARE_VERIFY_S = 20.0
 """Additional time of a judgement: start and end of the sandbox, and the judge's own limit."""
 
@@ -368,10 +359,7 @@ def judged_outcome(code: str, verdict: JudgeVerdict) -> Outcome:
         timed_out=verdict.num_timed_out > 0,
         isolation=verdict.isolation,
         metrics={
-            "tests_passed": verdict.num_passed,
-            "tests_failed": verdict.num_failed,
-            "tests_errored": verdict.num_errored,
-            "tests_timed_out": verdict.num_timed_out,
+            **{f"tests_{name}": getattr(verdict, f"num_{name}") for name in _RESULTS},
             "tests_total": verdict.num_tests,
             "tests_passed_frac": verdict.num_passed / max(1, verdict.num_tests),
         },
@@ -410,33 +398,60 @@ def parse(code: str) -> ast.Module | None:
     return tree
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Statement:
-    """A statement at the top level of a block of code."""
+    """A statement at the top level of a block of code: which names of the module it uses, and how."""
 
-    block: int
-    """Number of its block in the reply."""
-    node: ast.stmt
-    binds: frozenset[str]
-    reads: frozenset[str]
-    """Names of the module that it uses, in the bodies of its functions too."""
-    runs: frozenset[str]
-    """Those of them that it uses at once."""
-    changes: frozenset[str]
-    """Names whose objects it changes, or binds by `global`."""
+    def __init__(self, node: ast.stmt, block: int) -> None:
+        self.node, self.block = node, block
+        self.is_definition = isinstance(node, _Definition)
+        self.attributes = {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
+        self.binds, self.reads = set[str](), set[str]()
+        # Of those that it reads: used at once, not only by functions; with the functions that it calls.
+        self.runs, self.reached = set[str](), set[str]()
+        self.changes = set[str]()
+        """Names whose objects it changes, or binds by `global`."""
+        if not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
+            self._read_names()
+        for inner in ast.walk(node):
+            target = inner.func if isinstance(inner, ast.Call) else inner
+            is_stored = isinstance(inner, ast.Attribute | ast.Subscript) and not isinstance(
+                inner.ctx, ast.Load
+            )
+            if is_stored or (target is not inner and isinstance(target, ast.Attribute)):
+                while isinstance(target, ast.Attribute | ast.Subscript):
+                    target = target.value
+                self.changes |= {target.id} & self.reads if isinstance(target, ast.Name) else set()
 
-    @property
-    def is_definition(self) -> bool:
-        """Whether it defines a function or class."""
-        return isinstance(self.node, _Definition)
+    def _read_names(self) -> None:
+        is_class = isinstance(self.node, ast.ClassDef)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                outer = compile(ast.Module([self.node], []), "<statement>", "exec", dont_inherit=True)
+            except RecursionError:  # It compiled a few frames higher: no statement of a real program.
+                return
+        codes = [outer]
+        for code in codes:
+            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+            for instruction in dis.get_instructions(code):
+                action, _, scope = instruction.opname.partition("_")
+                if action == "LOAD" and scope.endswith(("NAME", "GLOBAL", "GLOBALS")):
+                    self.reads.add(instruction.argval)
+                    # The body of a class runs at once, that of its methods later.
+                    if code is outer or not (self.is_definition and (not is_class or scope != "NAME")):
+                        self.runs.add(instruction.argval)
+                elif action in ("STORE", "DELETE") and scope in ("NAME", "GLOBAL"):
+                    if code is outer:
+                        self.binds.add(instruction.argval)
+                    elif scope == "GLOBAL":
+                        self.changes.add(instruction.argval)
 
     @property
     def sets_process(self) -> bool:
         """Whether it sets something for the process, such as the recursion limit, or imports all names."""
         if isinstance(self.node, ast.ImportFrom):
             return self.node.module == "__future__" or self.node.names[0].name == "*"
-        attributes = {inner.attr for inner in ast.walk(self.node) if isinstance(inner, ast.Attribute)}
-        return not self.is_definition and bool(attributes & _SETTINGS)
+        return not self.is_definition and bool(self.attributes & _SETTINGS)
 
     @property
     def is_foreign(self) -> bool:
@@ -449,23 +464,27 @@ class Statement:
     @property
     def acts(self) -> bool:
         """Whether it does more than to define names: it belongs to the main part of a program."""
-        is_quiet = isinstance(self.node, _Definition | ast.Import | ast.ImportFrom)
         calls = any(isinstance(inner, ast.Call) for inner in ast.walk(self.node))
-        return not is_quiet and (calls or not isinstance(self.node, ast.Assign | ast.AnnAssign | ast.Expr))
+        is_value = isinstance(self.node, ast.Assign | ast.AnnAssign | ast.Expr)
+        return not isinstance(self.node, _Definition | ast.Import | ast.ImportFrom) and (
+            calls or not is_value
+        )
 
     def defines(self, name: str) -> int:
         """Return how well it defines a name: 3 whole, 2 by a value, 1 by an import, 0 as a stub, -1 not."""
         node = self.node
-        if isinstance(node, ast.ClassDef) and node.name == "Solution" and node.name != name:
+        if isinstance(node, ast.ClassDef) and node.name == "Solution" != name:
             return max((_wholeness(one) for one in methods(node) if one.name == name), default=-1)
         if name not in self.binds:
             return -1
         if isinstance(node, _Definition):
             return _wholeness(node)
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            return 1
         value = getattr(node, "value", None)
-        return -1 if name in self.reads else 1 if isinstance(value, ast.Constant) else 2
+        if isinstance(node, ast.Import | ast.ImportFrom) or (
+            isinstance(value, ast.Constant) and name not in self.reads
+        ):
+            return 1
+        return -1 if name in self.reads else 2
 
 
 def methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
@@ -489,61 +508,9 @@ def does_something(node: ast.stmt) -> bool:
     )
 
 
-def read_statements(tree: ast.Module, block: int) -> list[Statement]:
+def read_statements(tree: ast.Module, block: int = 0) -> list[Statement]:
     """Return the statements of a block of code that compiles."""
-    return [_read(node, block) for node in tree.body]
-
-
-def _read(node: ast.stmt, block: int) -> Statement:
-    binds, reads, runs, changes = set(), set(), set(), set()
-    is_class = isinstance(node, ast.ClassDef)
-    is_later = isinstance(node, _Definition) and not is_class
-    if not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                outer = compile(ast.Module([node], []), "<statement>", "exec", dont_inherit=True)
-            except RecursionError:  # It compiled a few frames higher: no statement of a real program.
-                outer = compile("", "<statement>", "exec")
-        for code in _walk(outer):
-            for instruction in dis.get_instructions(code):
-                action, _, scope = instruction.opname.partition("_")
-                if action == "LOAD" and scope.endswith(("NAME", "GLOBAL", "GLOBALS")):
-                    reads.add(instruction.argval)
-                    # The body of a class runs at once, that of its methods later.
-                    if code is outer or not (is_later or (is_class and scope != "NAME")):
-                        runs.add(instruction.argval)
-                elif action in ("STORE", "DELETE") and scope in ("NAME", "GLOBAL"):
-                    if code is outer:
-                        binds.add(instruction.argval)
-                    elif scope == "GLOBAL":
-                        changes.add(instruction.argval)
-    for inner in ast.walk(node):
-        if isinstance(inner, ast.Attribute | ast.Subscript) and not isinstance(inner.ctx, ast.Load):
-            changes |= {_root(inner)} & reads
-        elif isinstance(inner, ast.Call) and isinstance(inner.func, ast.Attribute):
-            changes |= {_root(inner.func)} & reads
-    return Statement(
-        block=block,
-        node=node,
-        binds=frozenset(binds),
-        reads=frozenset(reads),
-        runs=frozenset(runs),
-        changes=frozenset(changes),
-    )
-
-
-def _walk(code: CodeType) -> Iterator[CodeType]:
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _walk(constant)
-
-
-def _root(node: ast.expr) -> str:
-    while isinstance(node, ast.Attribute | ast.Subscript):
-        node = node.value
-    return node.id if isinstance(node, ast.Name) else ""
+    return [Statement(node, block) for node in tree.body]
 
 
 def find_needed(statements: list[Statement], main: int, names: Sequence[str]) -> list[Statement]:
@@ -554,89 +521,68 @@ def find_needed(statements: list[Statement], main: int, names: Sequence[str]) ->
     else stands in `main` is kept, too, unless it uses the program: it calls one of the names, asserts, reads
     the input, prints, or needs a package that nothing else needs. Without names all of `main` is needed.
     """
-    return _Program(statements, main, names).find()
-
-
-class _Program:
-    def __init__(self, statements: list[Statement], main: int, names: Sequence[str]) -> None:
-        self._statements, self._main, self._names = statements, main, names
-        self._functions = {one.node.name: one for one in statements if isinstance(one.node, _Definition)}
-        self._own = _union(one.binds for one in statements if one.block == main)
-        self._known = _union(one.binds for one in statements) | set(dir(builtins))
-        self._outer = _union(one.binds for one in statements if one.is_foreign) | _OUTER | set(names)
-        corrected = self._own - set(names[:1])
-        others = {one.block for one in statements if not (one.is_definition and one.binds <= corrected)}
-        self._corrections = {one.block for one in statements if one.block > main} - others
-        self._reached = [self._reach(one) for one in statements]
-        self._affected = [self._affect(*pair) for pair in zip(statements, self._reached, strict=True)]
-        self._places: dict[str, int] = {}
-
-    def find(self) -> list[Statement]:
-        """Return the needed statements."""
-        names, main = self._names, self._main
-        kept = {
-            index
-            for index, one in enumerate(self._statements)
-            if (one.block == main and (not names or one.defines(names[0]) >= 0))
-            or (one.block <= main and one.sets_process)
-        }
-        self._close(kept, set())
-        beside = {
-            index
-            for index, one in enumerate(self._statements)
-            if one.block == main and index not in kept and not self._is_use(one, self._reached[index])
-        }
-        self._close(kept, beside)
-        # What other blocks define stands before `main`, which may need it at once; corrections stand behind.
-        found = [self._statements[index] for index in sorted(kept | beside)]
-        return sorted(found, key=lambda one: 2 if one.block in self._corrections else int(one.block == main))
-
-    def _close(self, kept: set[int], beside: set[int]) -> None:
-        """Add to `kept` what it needs, and what those `beside` need when they are loaded."""
-        while True:
-            needed = _union(self._statements[index].reads for index in kept) | set(self._names)
-            needed |= _union(self._statements[index].runs for index in beside)
-            if not (ahead := needed - self._places.keys()):
-                return
-            self._places |= {name: self._place(name) for name in ahead}
-            is_dynamic = bool(ahead & _DYNAMIC)
-            for index, one in enumerate(self._statements):
-                is_needed = any(self._places.get(name) == one.block for name in self._affected[index])
-                if is_needed or (is_dynamic and one.block == self._main):
-                    kept.add(index)
-
-    def _reach(self, statement: Statement) -> set[str]:
-        """Return the names that a statement uses when it runs, in the functions that it calls too."""
-        found: set[str] = set()
-        ahead = set(statement.runs)
+    functions = {one.node.name: one for one in statements if isinstance(one.node, _Definition)}
+    own = _union(one.binds for one in statements if one.block == main)
+    known = _union(one.binds for one in statements) | set(dir(builtins))
+    outer = _union(one.binds for one in statements if one.is_foreign) | _OUTER | set(names)
+    others = {s.block for s in statements if not (s.is_definition and s.binds <= own - set(names[:1]))}
+    corrections = {one.block for one in statements if one.block > main} - others
+    for one in statements:
+        ahead = one.runs
         while ahead:
-            found |= ahead
-            ahead = _union(self._functions[name].reads for name in ahead & self._functions.keys()) - found
-        return found
+            one.reached |= ahead
+            ahead = _union(functions[name].reads for name in ahead & functions.keys()) - one.reached
 
-    def _affect(self, statement: Statement, reached: set[str]) -> set[str]:
-        """Return the names that a statement binds or changes; a use of the program changes nothing for it."""
-        if isinstance(statement.node, ast.Assert) or reached.intersection(self._functions, self._names):
-            return set(statement.binds)
-        changed = statement.binds if statement.is_definition else statement.binds | statement.changes
-        return _union(self._functions[name].changes for name in reached & self._functions.keys()) | changed
+    def is_affected(one: Statement, places: Mapping[str, int]) -> bool:
+        """Whether a statement gives one of the names its value, in its block, or changes it."""
+        affected = one.binds if one.is_definition else one.binds | one.changes
+        affected |= _union(functions[name].changes for name in one.reached & functions.keys())
+        if isinstance(one.node, ast.Assert) or one.reached.intersection(functions, names):
+            affected = one.binds
+        return any(places.get(name) == one.block for name in affected)
 
-    def _is_use(self, statement: Statement, reached: set[str]) -> bool:
-        called = [self._functions[name].node for name in reached & self._functions.keys()]
-        nodes = called if statement.is_definition else [statement.node, *called]
-        attributes = {n.attr for node in nodes for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-        is_other = isinstance(statement.node, ast.Assert | ast.Raise | ast.Import | ast.ImportFrom)
-        return is_other or bool((attributes | reached) & self._outer) or not statement.runs <= self._known
+    def is_use(one: Statement) -> bool:
+        called = [functions[name] for name in one.reached & functions.keys()]
+        attributes = _union(other.attributes for other in (called if one.is_definition else [one, *called]))
+        is_other = isinstance(one.node, ast.Assert | ast.Raise | ast.Import | ast.ImportFrom)
+        return is_other or bool((attributes | one.reached) & outer) or not one.runs <= known
 
-    def _place(self, name: str) -> int:
+    def place(name: str) -> int:
         """Return the block that gives a name its value."""
-        binding = [one for one in self._statements if name in one.binds]
+        binding = [one for one in statements if name in one.binds]
         defining = [one.block for one in binding if one.is_definition]
-        if name in self._own:
-            return max([self._main, *(block for block in defining if block in self._corrections)])
-        before = [one.block for one in binding if one.block < self._main]
-        return max(defining or before or [one.block for one in binding], default=self._main)
+        if name in own:
+            return max([main, *(block for block in defining if block in corrections)])
+        before = [one.block for one in binding if one.block < main]
+        return max(defining or before or [one.block for one in binding], default=main)
+
+    places: dict[str, int] = {}
+
+    def close(kept: set[Statement], beside: set[Statement]) -> set[Statement]:
+        """Add to `kept` what it needs, and what those `beside` need when they are loaded."""
+        while ahead := (
+            _union(one.reads for one in kept).union(names, *(one.runs for one in beside)) - places.keys()
+        ):
+            places.update({name: place(name) for name in ahead})
+            is_dynamic = bool(ahead & _DYNAMIC)
+            kept |= {
+                one for one in statements if is_affected(one, places) or (is_dynamic and one.block == main)
+            }
+        return kept
+
+    first = {
+        one
+        for one in statements
+        if (one.block == main and (not names or one.defines(names[0]) >= 0))
+        or (one.block <= main and one.sets_process)
+    }
+    kept = close(first, set())
+    beside = {one for one in statements if one.block == main and one not in kept and not is_use(one)}
+    kept = close(kept, beside) | beside
+    # What other blocks define stands before `main`, which may need it at once; corrections stand behind.
+    found = [one for one in statements if one in kept]
+    return sorted(found, key=lambda one: 2 if one.block in corrections else int(one.block == main))
 
 
-def _union(sets: Iterable[frozenset[str]]) -> set[str]:
-    return set().union(*sets)
+def _union(sets: Iterable[set[str]]) -> set[str]:
+    return set[str]().union(*sets)

@@ -11,13 +11,12 @@ import ast
 import builtins
 import importlib
 import json
-import symtable
 import sys
 from collections.abc import Iterator
 from typing import Any
 
-from strop.tasks.code.extraction import import_lines
-from strop.tasks.code.python_judge import JudgeJob, JudgeMode
+from strop.tasks.code.extraction import compiles, import_lines, read_statements
+from strop.tasks.code.python_judge import JudgeJob
 
 _STAR_MODULES = str.split("math typing collections itertools functools string heapq bisect random")
 _OUTSIDE = frozenset(
@@ -40,7 +39,7 @@ _FREE_ASSERTS = ("assertTrue", "assertFalse", "assertIsNone", "assertIsNotNone",
 _VALUES = ("int", "float", "str", "bool", "bytes", "bytearray", "complex", "list", "tuple", "dict", "set")
 _OPERATOR = "an operator of the program's own class decides; compare its plain values"
 _SWALLOWERS = ("Exception", "AssertionError")
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.NamedExpr)
 
 
 def read_tests(answer: Any) -> JudgeJob:
@@ -56,22 +55,17 @@ def read_tests(answer: Any) -> JudgeJob:
         return _read_table(answer)
     texts = answer if isinstance(answer, list) else [answer]
     for text in texts:
-        if not isinstance(text, str):
-            raise ValueError(f"a test of type {type(text).__name__}")
-        try:
-            ast.parse(text)
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"the test {text[:60]!r} is no Python ({error})") from error
+        if not (isinstance(text, str) and compiles(text)):
+            raise ValueError(f"the test {text!r:.60} is no Python")
     whole = "\n".join(texts)
     tree = ast.parse(whole)
-    names = _find_names(tree, whole)
+    names = _find_names(tree)
     if not names:
         raise ValueError(f"{len(texts)} tests, and none uses a name that a reply could define")
     for fault in _Faults(tree, names).find():
         raise ValueError(f"the tests cannot be judged: {fault}")
     return JudgeJob(
         source="",
-        mode=JudgeMode.STATEMENTS,
         names=names,
         imports=import_lines(whole),
         tests=tuple(texts),
@@ -90,34 +84,24 @@ def _read_table(table: dict[str, Any]) -> JudgeJob:
         raise ValueError("a table without lists `inputs` and `outputs` of one length")
     return JudgeJob(
         source="",
-        mode=JudgeMode.CALLS if name else JudgeMode.PROGRAMS,
         names=(name,) if name else (),
         input_output=json.dumps(table),
         num_tests=len(outputs),
     )
 
 
-def _find_names(tree: ast.Module, text: str) -> tuple[str, ...]:
+def _find_names(tree: ast.Module) -> tuple[str, ...]:
     """Return the names that tests read and do not define, outermost first: the program's."""
-    top = symtable.symtable(text, "<tests>", "exec")
-    own = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    read: set[str] = set()
-    for table in _tables(top):
-        symbols = [symbol for symbol in table.get_symbols() if symbol.is_global()]
-        own |= {symbol.get_name() for symbol in symbols if table is not top and symbol.is_assigned()}
-        read |= {symbol.get_name() for symbol in symbols if symbol.is_referenced()}
+    own, read = set(dir(builtins)), set[str]()
+    for statement in read_statements(tree):
+        own |= statement.binds | (statement.changes - statement.reads)
+        read |= statement.reads
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in _STAR_MODULES:
             module = importlib.import_module(node.module)
             own.update(getattr(module, "__all__", vars(module)))
     ordered = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    return tuple(dict.fromkeys(n for n in ordered if n in read - own and not hasattr(builtins, n)))
-
-
-def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
-    yield table
-    for child in table.get_children():
-        yield from _tables(child)
+    return tuple(dict.fromkeys(name for name in ordered if name in read - own))
 
 
 class _Faults:
@@ -127,7 +111,7 @@ class _Faults:
         self._tree, self._names = tree, names
         nodes = list(ast.walk(tree))
         defined = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-        self._own = defined | {node.name for node in nodes if isinstance(node, _FUNCTIONS)}
+        self._own = defined | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
         classes = {name for name in names if name[0].isupper() and not name.isupper()}
         self._of_program = self._find_made(classes)
         self._of_tests = self._find_made(defined)
@@ -139,17 +123,12 @@ class _Faults:
 
     def _find_made(self, classes: set[str]) -> set[str]:
         """Return the expressions that make or hold an instance of one of these classes."""
-
-        def is_made(node: ast.expr | None) -> bool:
-            return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in classes
-
-        made = {
-            ast.unparse(node) for node in ast.walk(self._tree) if isinstance(node, ast.Call) and is_made(node)
-        }
+        made: set[str] = set()
         for node in ast.walk(self._tree):
-            if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) and is_made(node.value):
-                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-                made |= {ast.unparse(target) for target in targets}
+            value = getattr(node, "value", None) if isinstance(node, _ASSIGNMENTS) else node
+            if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:
+                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+                made |= set(map(ast.unparse, targets))
         return made
 
     def find(self) -> Iterator[str]:

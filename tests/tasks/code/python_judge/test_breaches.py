@@ -19,22 +19,22 @@ import pytest
 from strop.errors import SandboxLost
 from strop.rollout import FailureOwner
 from strop.sandbox.daemon import SCRATCH_BASES
-from strop.tasks.code.python_judge import JudgeJob, JudgeMode, JudgeVerdict, judge_python
+from strop.tasks.code.python_judge import JudgeJob, JudgeVerdict, judge_python
 from strop.tasks.failures import owner_of_error
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
-MODES = [JudgeMode.STATEMENTS, JudgeMode.PROGRAMS]
+MODES = ["statements", "programs"]
 
 
-def judged(mode: JudgeMode, check: str) -> JudgeVerdict:
+def judged(mode: str, check: str) -> JudgeVerdict:
     """Judge a program that is right if the function `breached` of a check returns true."""
-    if mode is JudgeMode.STATEMENTS:
+    if mode == "statements":
         source = f"def f(x): return 2 * x\n{check}\nif not breached():\n    def f(x): raise RuntimeError"
         given: dict[str, Any] = {"names": ("f",), "tests": ("assert f(1) == 2",)}
     else:
         source = f"{check}\nif not breached(): raise SystemExit(1)\nprint(2 * int(input()))"
         given = {"input_output": json.dumps({"inputs": ["1\n"], "outputs": ["2"]})}
-    job = JudgeJob(source=source, mode=mode, num_tests=1, wall_s=60.0, **given)
+    job = JudgeJob(source=source, num_tests=1, wall_s=60.0, **given)
     return asyncio.run(judge_python(job, min_isolation="namespace"))
 
 
@@ -103,9 +103,7 @@ def breached():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_program_changes_nothing_of_its_judge_and_reads_nothing_private(
-    mode: JudgeMode, tmp_path: Path
-) -> None:
+def test_a_program_changes_nothing_of_its_judge_and_reads_nothing_private(mode: str, tmp_path: Path) -> None:
     canary = tmp_path / "canary"
     canary.write_text("private")
     for folder in (tmp_path, *tmp_path.parents):
@@ -185,7 +183,7 @@ def test_a_program_reaches_no_socket_and_no_name_outside(doors: dict[str, str]) 
         exec(REACH + check, names)
         assert names["breached"]() is True  # From a plain process it does.
     checks = {**doors, **OUTWARDS}
-    assert {one for one in checks if judged(JudgeMode.STATEMENTS, REACH + checks[one]).num_passed} == set()
+    assert {one for one in checks if judged("statements", REACH + checks[one]).num_passed} == set()
 
 
 PLACES = """
@@ -268,7 +266,7 @@ def with_marker(text: str, seconds: float, marker: str) -> str:
 def write_beside(pool: ThreadPoolExecutor, seconds: float, marker: str) -> Future[JudgeVerdict]:
     """Begin to judge a program that leaves a word everywhere, and a process that ends at no signal."""
     writer = with_marker(f"{WRITER}def breached(): return False", seconds, marker)
-    writing = pool.submit(judged, JudgeMode.STATEMENTS, writer)
+    writing = pool.submit(judged, "statements", writer)
     wait_for(lambda: find_processes(marker), is_there=True)
     return writing
 
@@ -278,9 +276,9 @@ def test_a_judgement_finds_no_traces_of_another_and_leaves_none() -> None:
     with ThreadPoolExecutor() as pool:
         writing = write_beside(pool, 3.0, marker)
         read = [with_marker(READER, seconds, marker) for seconds in (1.0, 0.0)]
-        beside = judged(JudgeMode.PROGRAMS, read[0])
+        beside = judged("programs", read[0])
         assert (beside.num_passed, writing.result().num_passed) == (0, 0)
-    assert judged(JudgeMode.STATEMENTS, read[1]).num_passed == 0
+    assert judged("statements", read[1]).num_passed == 0
     wait_for(lambda: find_processes(marker), is_there=False)
     tops = [Path(top) for top in {"/tmp", *map(str, SCRATCH_BASES)}]
     assert [path for top in tops for depth in ("", "*/", "*/*/") for path in top.glob(depth + marker)] == []

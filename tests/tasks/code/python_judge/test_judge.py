@@ -10,7 +10,7 @@ import pytest
 
 from strop.errors import SandboxError
 from strop.sandbox import ExecKind, ExecResult
-from strop.tasks.code.python_judge import JudgeJob, JudgeMode, JudgeVerdict, judge_python
+from strop.tasks.code.python_judge import JudgeJob, JudgeVerdict, judge_python
 from strop.tasks.code.python_judge.judge import read_verdict
 from strop.tasks.code.python_judge.runner import is_same_output, is_same_value
 from tests.fixtures.sandboxed import best_level
@@ -19,7 +19,7 @@ from tests.fixtures.sandboxes import needs_podman
 
 def judged(source: str, *tests: str, level: Any = None, **given: Any) -> JudgeVerdict:
     words = {"names": ("f",), "wall_s": 60.0, **given}
-    job = JudgeJob(source=source, mode=JudgeMode.STATEMENTS, tests=tests, num_tests=len(tests), **words)
+    job = JudgeJob(source=source, tests=tests, num_tests=len(tests), **words)
     return asyncio.run(judge_python(job, min_isolation=level or best_level()))
 
 
@@ -28,7 +28,6 @@ def run_tests(
 ) -> JudgeVerdict:
     job = JudgeJob(
         source=source,
-        mode=JudgeMode.CALLS if name else JudgeMode.PROGRAMS,
         names=(name,) if name else (),
         input_output=json.dumps({"inputs": inputs, "outputs": outputs}),
         num_tests=len(inputs),
@@ -462,7 +461,6 @@ def test_numbers_of_many_digits_are_read() -> None:
     number = "9" * 5000
     job = JudgeJob(
         source="def f(x): return x + 1",
-        mode=JudgeMode.CALLS,
         names=("f",),
         input_output=f'{{"inputs": [[{number}]], "outputs": [1{"0" * 5000}]}}',
         num_tests=1,
@@ -542,7 +540,7 @@ def result(stdout: str, kind: ExecKind, exit_code: int | None = None, stderr: st
     )
 
 
-JOB = JudgeJob(source="", mode=JudgeMode.STATEMENTS, num_tests=2)
+JOB = JudgeJob(source="", num_tests=2)
 
 
 @pytest.mark.parametrize(

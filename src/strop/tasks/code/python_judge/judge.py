@@ -6,14 +6,12 @@ of the sandbox or the judge raises, so that the reply has no score.
 
 from __future__ import annotations
 
-import ast
 import json
 import math
+import re
 import secrets
-import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,7 +21,7 @@ from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
 from strop.spec.task import CodeTaskSection
 from strop.tasks.code.python_judge.candidate import PACKAGES_DIR
-from strop.tasks.code.python_judge.runner import ERRORED, FAILED, PASSED, STARTED, TIMED_OUT
+from strop.tasks.code.python_judge.runner import STARTED
 
 _START_LIMIT_S = 5.0
 """Wall time (seconds) of the runner besides the tests: for its start, and to recognise that it hangs."""
@@ -33,24 +31,16 @@ _MAX_EXIT_CODE = 128
 """Shells and sandboxes use larger exit codes for programs that a signal ended."""
 
 
-class JudgeMode(StrEnum):
-    """How a program is tested; the words of the job."""
-
-    STATEMENTS = "statements"
-    """Tests are Python statements over names that the program defines."""
-    CALLS = "calls"
-    """Tests are arguments of one function and the value that it returns."""
-    PROGRAMS = "programs"
-    """Tests are the input and the output of a program."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeJob:
-    """A program and its tests."""
+    """A program and its tests: statements over names that it defines, or a table of inputs and outputs.
+
+    The inputs of a table are arguments of the function that `names` holds, or, without one, the program's
+    standard input.
+    """
 
     source: str
     """The untrusted program."""
-    mode: JudgeMode
     num_tests: int
     names: tuple[str, ...] = ()
     """Names that the tests use, the entry point first; none for whole programs."""
@@ -61,9 +51,9 @@ class JudgeJob:
     setup: str = ""
     """Code of the data set that uses the program's names, run before each process's first test."""
     tests: tuple[str, ...] = ()
-    """The statements; empty in the other modes."""
+    """The statements; empty if there is a table."""
     input_output: str = ""
-    """JSON with the lists `inputs` and `outputs`; empty for statements."""
+    """The table: JSON with the lists `inputs` and `outputs`."""
     wall_s: float = 5.0
     """Limit of all tests together."""
     test_s: float = math.inf
@@ -74,17 +64,21 @@ class JudgeJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JudgeVerdict:
-    """The results of the tests."""
+    """How many tests had which result."""
 
-    num_tests: int
+    isolation: str
+    """Level of the sandbox, as in run files."""
     num_passed: int = 0
     num_failed: int = 0
     """Tests with a wrong answer."""
     num_errored: int = 0
     """Tests that raised, crashed or could not begin."""
     num_timed_out: int = 0
-    isolation: str
-    """Level of the sandbox, as in run files."""
+
+    @property
+    def num_tests(self) -> int:
+        """All of them."""
+        return self.num_passed + self.num_failed + self.num_errored + self.num_timed_out
 
     @property
     def is_right(self) -> bool:
@@ -111,10 +105,13 @@ async def judge_python(
     backend = await choose_backend(sandbox, min_level)
     mounts = () if backend.name in _NOT_MOUNTING else _package_mounts(job.packages)
     shown = {mount.inside_path for mount in mounts}
-    absent = {package for package in job.packages if f"{PACKAGES_DIR}/{package}" not in shown}
-    if absent and (missing := _find_imports(job.source) & absent):
+    absent = [package for package in job.packages if f"{PACKAGES_DIR}/{package}" not in shown]
+    missing = [
+        one for one in absent if re.search(rf"^\s*(?:import|from)\s+{one}\b", job.source, re.MULTILINE)
+    ]
+    if missing:
         raise SandboxRefused(
-            f"the program imports {', '.join(sorted(missing))}, which {backend.name} does not show",
+            f"the program imports {', '.join(missing)}, which {backend.name} does not show",
             allowed="sandboxes of bubblewrap or podman, where this installation has the package",
             next_step="choose one of them in task.sandbox, or install the package; the reply has no score",
             kind="packages",
@@ -147,20 +144,6 @@ def _package_mounts(packages: tuple[str, ...]) -> tuple[Mount, ...]:
     )
 
 
-def _find_imports(source: str) -> set[str]:
-    """Return the packages in a program's import statements; none if it is no Python."""
-    try:
-        with warnings.catch_warnings():
-            # About invalid escapes in its string literals.
-            warnings.simplefilter("ignore")
-            nodes = list(ast.walk(ast.parse(source)))
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return set()
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
-    return {name.partition(".")[0] for name in names}
-
-
 def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) -> JudgeVerdict:
     """Return the runner's verdict; if there is none, the verdict on a program that ended its judge.
 
@@ -173,18 +156,12 @@ def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) 
             verdict = json.loads(line) if line.startswith("{") else None
         if not isinstance(verdict, dict) or verdict.get("nonce") != nonce or result.exit_code != 0:
             continue
-        counts = verdict["counts"]
-        # Tests may have collected more of them, never fewer.
-        if sum(counts.values()) < job.num_tests:
-            break
-        return JudgeVerdict(
-            num_tests=sum(counts.values()),
-            num_passed=counts.get(PASSED, 0),
-            num_failed=counts.get(FAILED, 0),
-            num_errored=counts.get(ERRORED, 0),
-            num_timed_out=counts.get(TIMED_OUT, 0),
-            isolation=isolation,
+        found = JudgeVerdict(
+            isolation=isolation, **{f"num_{kind}": number for kind, number in verdict["counts"].items()}
         )
+        # Tests may have collected more of them, never fewer.
+        if found.num_tests >= job.num_tests:
+            return found
     own_error = result.kind is ExecKind.EXITED and 0 <= (result.exit_code or 0) <= _MAX_EXIT_CODE
     if f"{STARTED} {nonce}" not in lines or own_error:
         errors = " ".join(result.stderr.decode(errors="replace").split())[-400:]
@@ -199,29 +176,17 @@ def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) 
 
 def _silent_verdict(job: JudgeJob, kind: ExecKind, isolation: str) -> JudgeVerdict:
     """Return the verdict on a program that killed or stopped its judge, or took the memory of both."""
-    num_late = job.num_tests if kind is ExecKind.TIMED_OUT else 0
-    return JudgeVerdict(
-        num_tests=job.num_tests,
-        num_timed_out=num_late,
-        num_errored=job.num_tests - num_late,
-        isolation=isolation,
-    )
+    field = "num_timed_out" if kind is ExecKind.TIMED_OUT else "num_errored"
+    return JudgeVerdict(isolation=isolation, **{field: job.num_tests})
 
 
 # The runner is one text that defines `main`: the sandbox has no file that a candidate could change.
 
 _LOADER = """\
 import sys, types
-def load(name, text):
-    made = sys.modules[name] = types.ModuleType(name)
-    made.__path__ = []
-    exec(compile(text, name, "exec"), made.__dict__)
-parts = {package!r}.split(".")
-for length in range(1, len(parts) + 1):
-    if ".".join(parts[:length]) not in sys.modules:
-        load(".".join(parts[:length]), "")
 for name, text in {texts!r}:
-    load({package!r} + "." + name, text)
+    module = sys.modules[name] = types.ModuleType(name)
+    exec(compile(text, name, "exec"), module.__dict__)
 """
 
 
@@ -235,5 +200,5 @@ def read_runner() -> str:
 
 def _load(*modules: str) -> str:
     folder = Path(__file__).parent
-    texts = [(module, (folder / f"{module}.py").read_text("utf-8")) for module in modules]
-    return _LOADER.format(package=__package__, texts=texts)
+    texts = [(f"{__package__}.{name}", (folder / f"{name}.py").read_text("utf-8")) for name in modules]
+    return _LOADER.format(texts=texts)

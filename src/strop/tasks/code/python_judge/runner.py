@@ -81,8 +81,8 @@ class Session:
 
     def judge(self) -> Counter[str]:
         """Run all tests and count their results."""
-        tests = {"statements": self._statements, "calls": self._calls, "programs": self._programs}
-        return Counter(map(self._run, tests[self._job["mode"]]()))
+        table = self._calls if self._job["names"] else self._programs
+        return Counter(map(self._run, table() if self._job["input_output"] else self._statements()))
 
     def _run(self, test: Test) -> str:
         now = time.monotonic()
@@ -109,13 +109,13 @@ class Session:
             raise CandidateEnded
         if self._process is None:
             self._process = Process.execute(self._loader)
-        if self._is_loaded or job["mode"] == "programs":
+        is_table, names = bool(job["input_output"]), job["names"]
+        if self._is_loaded or (is_table and not names):
             return self._process
         with Caught() as caught:
-            is_call = job["mode"] == "calls"
-            found = self._process.ask("call", LOAD, job["source"], job["imports"], job["names"], is_call)
-            self._objects = {name: found[name] for name in job["names"] if name in found}
-            self._is_loaded = not job["names"] or job["names"][0] in self._objects
+            found = self._process.ask("call", LOAD, job["source"], job["imports"], names, is_table)
+            self._objects = {name: found[name] for name in names if name in found}
+            self._is_loaded = not names or names[0] in self._objects
         self._is_broken = not (self._is_loaded or isinstance(caught.error, TimeUp))
         if not self._is_loaded:
             raise caught.error if isinstance(caught.error, TimeUp) else CandidateEnded
