@@ -95,6 +95,7 @@ import sys
 from strop.rollout import Split
 from strop.tasks.generated.reasoning_gym import HASH_SEEDED, ReasoningGymSpec
 from strop.tasks import build_task
+from tests.fixtures.judging import verdict
 for dataset in sorted(HASH_SEEDED):
     spec = ReasoningGymSpec(name="reasoning-gym", dataset=dataset, num_train=3, num_held_out=2)
     task = build_task(spec)
