@@ -16,7 +16,7 @@ from strop.environments.guests import guest as guests
 from strop.errors import ConfigError
 from strop.rollout import CONVERSATION, RESTART, Rollout, Split
 from strop.tasks import Task, build_task
-from strop.tasks.task import TURN
+from strop.tasks.task import TURN, TaskLimits
 from strop.tokenizer import Tokenizer
 from tests.conftest import require_system_part
 from tests.fixtures.builders import plan_for
@@ -190,8 +190,11 @@ def test_what_cannot_be_played_is_refused(folder: Path, settings: dict[str, Any]
         ).examples(Split.TRAIN)
 
 
+LIMITS = TaskLimits(max_reply_tokens=1)
+
+
 def test_an_error_of_an_agent_leaves_an_episode_unscored() -> None:
     error = {"type": "SandboxError", "message": "the box is gone", "status": None}
     trace = {"rewards": {}, "metrics": {}, "errors": [error], "is_truncated": False}
-    assert failed(to_outcome({"traces": [trace], "errors": []}, 1.0)) == ("infra", "SandboxError")
-    assert to_outcome({"traces": [], "errors": []}, 1.0).reward is None
+    assert failed(to_outcome({"traces": [trace], "errors": []}, LIMITS)) == ("infra", "SandboxError")
+    assert to_outcome({"traces": [], "errors": []}, LIMITS).reward is None

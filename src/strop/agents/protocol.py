@@ -81,10 +81,8 @@ class ModelRequest:
     forced_call: str | None
     """The tool that the reply has to call, "" for any; None: none."""
 
-    @property
-    def is_one_call(self) -> bool:
-        """Whether a reply may call only one tool."""
-        return self.body.get("parallel_tool_calls") is False
+    is_one_call: bool
+    """Whether a reply may call only one tool."""
 
     def is_met(self, call: Call) -> bool:
         """Whether a reply has the form that the request asks for.
@@ -96,17 +94,15 @@ class ModelRequest:
             return False
         if self.forced_call and names != {self.forced_call}:
             return False
-        return self.schema is None or bool(names) or _fits(call.spoken.content, self.schema)
+        if self.schema is None or names:
+            return True
+        from jsonschema import validators
 
-
-def _fits(text: str, schema: Mapping[str, Any] | bool) -> bool:
-    from jsonschema import validators
-
-    try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        return False
-    return bool(validators.validator_for(schema)(schema).is_valid(value))
+        try:
+            value = json.loads(call.spoken.content)
+        except (ValueError, RecursionError):
+            return False
+        return bool(validators.validator_for(self.schema)(self.schema).is_valid(value))
 
 
 def read_request(path: str, body: Any, session: Session) -> ModelRequest:
@@ -138,6 +134,7 @@ def read_request(path: str, body: Any, session: Session) -> ModelRequest:
         max_tokens=_read_number(chat, "max_completion_tokens", "max_tokens", "max_output_tokens"),
         num_choices=num_choices,
         stop=stops,
+        is_one_call=body.get("parallel_tool_calls") is False,
         schema=_read_schema(chat.get("response_format") or {}),
         forced_call=_read_forced_call(chat, [tool["function"]["name"] for tool in tools]),
     )

@@ -211,7 +211,7 @@ class VerifiersTask(Task):
         """Play an episode without a model; `TURN` separates the replies in the text."""
         require_whole(self.name, example)
         episode = await self.guest().do("play", data=example.fields["task"], replies=text.split(TURN))
-        return within_bounds(to_outcome(episode, self.limits.max_reward), self.limits)
+        return to_outcome(episode, self.limits)
 
     def make_environment(self, judge: Judge | None = None) -> VerifiersEnvironment:
         """Make one attempt. The taskset judges it, not `judge`."""
@@ -246,16 +246,12 @@ class VerifiersEnvironment(Conducted):
         async with lease_face() as face, face.open(recorder) as (base_url, key):
             try:
                 async with asyncio.timeout(limit_s):
-                    episode = await guest.do(
-                        "run",
-                        data=self._example.fields["task"],
-                        base_url=base_url,
-                        key=key,
-                    )
+                    data = self._example.fields["task"]
+                    episode = await guest.do("run", data=data, base_url=base_url, key=key)
             except TimeoutError as error:
                 detail = f"the episode was not over after {limit_s:g} s"
                 raise AttemptFailed(FailureOwner.TASK, "episode_timeout", detail) from error
-        self._outcome = to_outcome(episode, task.limits.max_reward)
+        self._outcome = to_outcome(episode, task.limits)
 
     async def score(self) -> Outcome:
         """Return the package's outcome of the episode. Raises: DataError before `reset`."""
@@ -263,10 +259,10 @@ class VerifiersEnvironment(Conducted):
             raise DataError(f"{self._task.name}: score before reset")
         if self._outcome is None:
             return Outcome.lost(FailureOwner.TASK, "no_episode", "verifiers scored no episode")
-        return within_bounds(self._outcome, self._task.limits)
+        return self._outcome
 
 
-def to_outcome(episode: Mapping[str, Any], full_marks: float) -> Outcome:
+def to_outcome(episode: Mapping[str, Any], limits: TaskLimits) -> Outcome:
     """Return an episode's outcome. An error of the package or of an agent leaves it without a score.
 
     Calls beyond the attempt's limits are no such error; an episode without rewards then has no score.
@@ -291,7 +287,6 @@ def to_outcome(episode: Mapping[str, Any], full_marks: float) -> Outcome:
         metrics={name: float(value) for trace in traces for name, value in trace["metrics"].items()},
         truncated=any(trace["is_truncated"] for trace in traces),
     )
-    reward = outcome.reward
-    if reward is None:
-        return outcome
-    return replace(outcome, is_correct=reward >= full_marks - _FULL_MARKS_SLACK)
+    if (reward := outcome.reward) is not None:
+        outcome = replace(outcome, is_correct=reward >= limits.max_reward - _FULL_MARKS_SLACK)
+    return within_bounds(outcome, limits)
