@@ -18,6 +18,8 @@ GOOD = """answer = "a"
 reward = "number"
 fields = { q = "question" }
 gold = ["{answer}"]
+prompt = "{q}"
+base_prompt = "{q}"
 max_reply_tokens = 8
 """
 
@@ -26,7 +28,7 @@ def test_every_preset_of_the_package_can_be_read() -> None:
     import strop.tasks.presets
 
     files = sorted(Path(strop.tasks.presets.__file__).parent.glob("*.toml"))
-    assert len(files) == 7
+    assert len(files) == 6
     for path in files:
         assert isinstance(read_preset(path.stem), Preset)
 

@@ -67,7 +67,7 @@ def test_a_conversation_is_posed_up_to_its_last_reply(tmp_path: Path) -> None:
     task = task_of(tmp_path, [{"messages": talk, "gold": "3", "problem": "1 + 2", "weight": 2.0}, *TRAIN])
     example = task.examples(Split.TRAIN)[0]
     assert [message.text for message in task.render(example)] == ["Hello", "Hi", "What is 1 + 2?"]
-    assert example.fields["problem"] == "1 + 2"
+    assert example.fields["columns"]["problem"] == "1 + 2"
 
 
 def test_a_single_file_is_split_and_no_prompt_is_on_both_sides(tmp_path: Path) -> None:
@@ -86,14 +86,14 @@ def test_rows_of_other_sources_and_without_gold_are_counted(tmp_path: Path) -> N
     task = task_of(tmp_path, train, subset="a")
     assert [len(task.examples(split)) for split in Split] == [4, 1]
     # Two training rows and one held-out row are of source b.
-    assert task.counts == {"rows left out, of other sources": 3, "rows left out, without gold": 1}
+    assert task.counts == {"rows left out, of other sources": 3, "rows left out, without an answer": 1}
 
 
 @pytest.mark.parametrize(
     ("rows", "settings", "message"),
     [
         (TRAIN, {"subset": "c"}, "has 0 .* 0 .*8 of other sources"),
-        ([{"prompt": "a", "completion": "b"}], {}, "has 0 training and 2 held-out .*1 without gold"),
+        ([{"prompt": "a", "completion": "b"}], {}, "has 0 training and 2 held-out .*1 without an answer"),
     ],
 )
 def test_nothing_left_is_refused_with_what_was_seen(
@@ -109,7 +109,7 @@ def test_nothing_left_is_refused_with_what_was_seen(
         ({"completion": "4", "gold": "4"}, "prompt"),
         ({"prompt": "a", "gold": "4"}, "completion"),
         *(
-            ({"prompt": "a", "completion": "4", "gold": gold}, re.escape(f"gold={str(gold)!r}"))
+            ({"prompt": "a", "completion": "4", "gold": gold}, re.escape(repr(str(gold))))
             for gold in ([4], "four")
         ),
         *(
@@ -117,7 +117,7 @@ def test_nothing_left_is_refused_with_what_was_seen(
             for more in ({"weight": 0}, {"answer": "4"})
         ),
         (TRAIN[0] | {"prompt": "a", "train_on": "half"}, "half"),
-        ({"prompt": "What is 2 + 2?", "completion": "5", "gold": "5"}, "row 1, .*'4'"),
+        ({"prompt": "What is 2 + 2?", "completion": "5", "gold": "5"}, "row 1 asks"),
     ],
 )
 def test_malformed_rows_are_refused_by_file_and_row(tmp_path: Path, row: dict[str, Any], named: str) -> None:
@@ -142,8 +142,8 @@ def test_a_demonstration_that_misses_its_gold_fails_the_self_test(tmp_path: Path
     ("answer", "gold", "right", "wrong"),
     [
         ("number", "1,200", "So it costs $1200.", "So it costs 1201."),
-        ("formula", r"\frac{1}{2}", r"Thus \boxed{0.5}", r"Thus \boxed{0.51}"),
-        ("text", "The Sea", "I think of water.\nthe  sea\n", "the sea of green"),
+        ("math", r"\frac{1}{2}", r"Thus \boxed{0.5}", r"Thus \boxed{0.51}"),
+        ("exact", "The Sea", "The  Sea\n", "the sea of green"),
     ],
 )
 def test_answers_are_compared_as_asked(
@@ -153,7 +153,7 @@ def test_answers_are_compared_as_asked(
         tmp_path,
         [{"prompt": "One?", "completion": right, "gold": gold}],
         [{"prompt": "Other?", "completion": right, "gold": gold}],
-        answer=answer,
+        reward=answer,
     )
     (example,) = task.examples(Split.TRAIN)
     assert [verdict(task, example, text).reward for text in (gold, right, wrong)] == [1.0, 1.0, 0.0]

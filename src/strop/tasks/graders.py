@@ -1,4 +1,4 @@
-"""Judge replies that end in one answer: a number, a formula, a whole number of the AIME, a letter, a text.
+"""Judge replies that end in one answer: a number, a formula, a whole number of the AIME, a letter.
 
 Judged is what a reply says behind its last closed thinking block, without the problems that it poses itself
 behind its answer.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from unicodedata import normalize
 
 from strop.rollout import Example, Outcome
-from strop.tasks.answers import judged_text, parse_number, show_answer, text_after_thinking
+from strop.tasks.answers import judged_text, parse_number, show_answer
 from strop.tasks.mathematics.answers import (
     FoundAnswer,
     find_answer,
@@ -57,14 +57,14 @@ class Grader(NamedTuple):
 _read_gold_number = lru_cache(maxsize=1024)(read_number)
 
 
-def _judge_number(example: Example, text: str, question: str) -> Outcome:
-    """Compare values; `format_ok`: a number follows '####'."""
+def _judge_number(example: Example, text: str, question: str, *, is_marked_so: bool = False) -> Outcome:
+    """Compare values. `format_ok`: there is a number, or, if it is to be marked so, one behind '####'."""
     judged = judged_text(text, lambda part: first_marked(part) is not None or is_marked(part), question) or ""
     found, gold = find_number(judged, question), _read_gold_number(gold_of(example))
     extracted, value = found or (None, None)
     is_correct = gold is not None and value is not None and value == gold.value
-    format_ok = any(marked.value is not None for marked in marked_numbers(judged))
-    return right_or_wrong(is_correct, format_ok=format_ok, extracted=extracted)
+    is_formed = any(marked.value is not None for marked in marked_numbers(judged)) if is_marked_so else found
+    return right_or_wrong(is_correct, format_ok=bool(is_formed), extracted=extracted)
 
 
 def _judge_formula(example: Example, text: str, question: str, *, strictness: Strictness) -> Outcome:
@@ -165,18 +165,6 @@ def find_letter(text: str, choices: Sequence[str]) -> str | None:
     return None
 
 
-def _judge_text(example: Example, text: str, question: str) -> Outcome:
-    """Compare the last line that is not empty, but for case and white space."""
-    lines = [line.strip() for line in (text_after_thinking(text) or "").splitlines() if line.strip()]
-    said = lines[-1] if lines else None
-    is_correct = said is not None and _plain(said) == _plain(gold_of(example))
-    return right_or_wrong(is_correct, format_ok=said is not None, extracted=said)
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.split()).casefold()
-
-
 def _read_number(value: Any) -> str | None:
     text = show_answer(value).strip()
     is_number = parse_number(text) is not None or read_fraction(text) is not None
@@ -206,8 +194,8 @@ STRICTNESS: Mapping[str, Grader] = {
 """How formulas are compared, by the values of `task.strictness`."""
 GRADERS: Mapping[str, Grader] = {
     "number": Grader(_read_number, "a number", _judge_number),
+    "marked-number": Grader(_read_number, "a number", partial(_judge_number, is_marked_so=True)),
     "math": STRICTNESS[Strictness.STANDARD],
     "integer": Grader(_read_integer, f"a whole number from 0 to {_MAX_AIME}", _judge_integer),
     "letter": Grader(_read_letter, "a letter from A to D, or its index from 0", _judge_letter),
-    "text": Grader(lambda value: show_answer(value) or None, "a text", _judge_text),
 }

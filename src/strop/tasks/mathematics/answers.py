@@ -1,14 +1,10 @@
 r"""Find the final answer in a worked solution. `equivalence` compares it.
 
-The first form that occurs counts, in this order:
-1. the last balanced `\boxed{...}` or `\fbox{...}`, also `\boxed 5`. `\boxed{}`, `\boxed{...}` and
-   `\boxed{answer}` are the prompt's wording: no answers; if there is no other box, they end the search;
-2. the last sentence such as 'The final answer is X.' or 'Answer: X', up to its end, or an `<answer>` tag;
-3. the last formula between `$..$`, `$$..$$`, `\(..\)`, `\[..\]` or of an environment, of its lines the last;
-4. an expression that ends the last line: the whole line, or what follows its last '=', ':', 'is' or 'are'.
-
-Callers pass the text after the last closed thinking block, before any marker of a follow-up problem. All
-scans are linear in the text, whatever the policy writes.
+The first form that occurs counts: the last balanced `\boxed{...}` or `\fbox{...}`, but for the prompt's
+wording `\boxed{}` and `\boxed{answer}`; the last sentence such as 'The final answer is X.' or 'Answer: X',
+or an `<answer>` tag; the last formula between delimiters or of an environment, of its lines the last; an
+expression that ends the last line. Callers pass the text behind the last closed thinking block. All scans
+are linear in the text, whatever the policy writes.
 """
 
 from __future__ import annotations

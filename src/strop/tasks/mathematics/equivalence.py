@@ -115,10 +115,10 @@ def _as_interval(form: str) -> str | None:
     return "\\cup".join(intervals) if is_one_name else None
 
 
-# A number is a sign with an integer, a decimal, '\frac{a}{b}', 'a/b', a mixed number '3\frac{1}{2}', a
-# power 'a^{n}' of bounded size, or a decimal '\times10^{n}'. Values are exact rationals. A decimal is also
-# equal to a value that it rounds or cuts off, within 1e-6 of the larger one: 0.333333 is 1/3; 0.3333 is not,
-# and 0.50000001 is not 1/2. Whole numbers are equal only to themselves: 18.00 is 18, 18.000001 is not.
+# A number is a sign with an integer, a decimal, '\frac{a}{b}', 'a/b', a mixed number, a power 'a^{n}' of
+# bounded size, or a decimal '\times10^{n}', as an exact rational. A decimal is also equal to a value that
+# it rounds or cuts off, within 1e-6 of the larger one: 0.333333 is 1/3; 0.3333 is not. Whole numbers are
+# equal only to themselves.
 
 _REL_TOLERANCE = Fraction(1, 10**6)
 _MAX_DIGITS = 1000

@@ -1,22 +1,10 @@
 r"""One spelling for answers that are written differently and mean the same.
 
-The rules, in their order. None of them removes or adds a sign.
- 1. Unicode signs become ASCII or LaTeX: U+2212 is '-', U+03C0 is '\pi', U+221A with what follows is
-    '\sqrt{..}', U+00BD is '\frac{1}{2}'; so do 'sqrt(3)', 'pi', '<=' and '>=';
- 2. spacing and sizing commands go: '\,', '\!', '\quad', '\left', '\right', '\displaystyle';
- 3. formula delimiters, a box around the whole, white space around and closing punctuation go, but not '!';
- 4. '\dfrac', '\tfrac', '\cfrac' are '\frac', '\leq' is '\le', '\geq' is '\ge', '\neq' is '\ne';
- 5. '\frac12' is '\frac{1}{2}', '\sqrt3' is '\sqrt{3}', '3 1/2' is '3\frac{1}{2}';
- 6. ' and ' and ' or ' between answers are commas;
- 7. degrees ('^\circ', 'degrees'), percent ('%', 'percent') and money ('\$') go: '50\%' is '50';
- 8. words behind a number are its unit and go, as '\text{ cm}', '\mathrm{cm}^2' or plain: '5 apples' is '5'.
-    Words that make another number of it stay: 'million', 'halves', 'dozen', 'squared', 'mod', ...;
- 9. '\text{..}', '\mbox{..}', '\mathrm{..}', '\textbf{..}' and such become their content;
-10. thousands separators go ('1,234', '1{,}234', '1\,234', '1 234'), but '(1,234)' is a pair;
-11. white space goes, but for one space between a command and a letter ('\pi r') and between digits;
-12. '^{2}' is '^2' and '_{n}' is '_n'; 'a/b' of whole numbers is '\frac{a}{b}'; '.5' is '0.5'; '+5.' is '5';
-13. one word alone has no case: 'Even' is 'even'. A single letter keeps its case.
-Zeros, fractions and roots are neither reduced nor evaluated; `equivalence` and `symbolic` do that.
+Unicode, spacing, delimiters, synonyms, units, degrees, percent, money and thousands separators go or become
+LaTeX; '\frac12' is '\frac{1}{2}', '3 1/2' is '3\frac{1}{2}', 'a/b' of whole numbers is a fraction, ' and '
+a comma; one word alone has no case, a single letter keeps its own. Words that make another number stay: '5
+million', 'mod'. '(1,234)' is a pair. No rule removes or adds a sign, and none reduces or evaluates:
+`equivalence` does that.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Preset(BaseModel):
     """Files of both splits; of a data set without training files, all rows are held out."""
     drops_shared: bool = False
     """See `RowReading`."""
-    fields: Mapping[str, str] = Field(default_factory=dict)
+    fields: Mapping[str, str] = Field(min_length=1)
     """Columns that hold texts, by the names of the examples' fields. The first is the question."""
     choices: str | None = None
     """Column with a list of four choices, which prompts call a, b, c and d."""
@@ -52,10 +52,10 @@ class Preset(BaseModel):
     """Where in the column it stands."""
     may_lack_answer: bool = False
     """Whether rows without an answer are left out and counted."""
-    reward: Literal["number", "math", "integer", "letter", "text"]
+    reward: Literal["number", "marked-number", "math", "integer", "letter"]
     """How it is compared, by `graders`, if the run names no rewards."""
-    prompt: str = ""
-    base_prompt: str = ""
+    prompt: str
+    base_prompt: str
     """What is asked in a chat, and in plain text."""
     base_stop: tuple[str, ...] = ()
     gold: tuple[str, ...] = Field(min_length=1)
@@ -66,7 +66,7 @@ class Preset(BaseModel):
     def _check_templates(self) -> Preset:
         asked = {*self.fields, *("abcd" if self.choices else ()), *(("about",) if self.topic else ())}
         for template in (self.prompt, self.base_prompt, *self.gold):
-            known = asked if template not in self.gold else {*asked, "answer", "completion"}
+            known = asked if template not in self.gold else {*asked, "answer"}
             if unknown := set(list_names(template)) - known:
                 raise ValueError(f"{template!r:.60} names {sorted(unknown)}; known are {sorted(known)}")
         return self
@@ -102,7 +102,6 @@ class PresetSection(RewardSection):
         default=(),
         strict=False,
         description=f"How a reply is judged, if not as the data set does: {REWARD_HELP}",
-        json_schema_extra=expert("the answer of a published data set says what is right"),
     )
 
 
@@ -135,10 +134,9 @@ class MathSpec(PresetSection):
 class PresetTask(JudgedRows):
     """A published data set; right is a reply with the right answer, or what the run's rewards say."""
 
-    def __init__(self, spec: PresetSection, *, reward: str | None = None) -> None:
+    def __init__(self, spec: PresetSection) -> None:
         self._preset = preset = read_preset(spec.name)
-        own_reward = reward or preset.reward
-        self._gold = GRADERS[own_reward]
+        self._gold = GRADERS[preset.reward]
         self._strictness = getattr(spec, "strictness", "standard")
         self._min_level = getattr(spec, "min_level", 1)
         if self._min_level > 1 and "level" not in preset.fields:
@@ -165,7 +163,7 @@ class PresetTask(JudgedRows):
             spec,
             reading,
             TaskLimits(max_reply_tokens=preset.max_reply_tokens, base_stop_strings=preset.base_stop),
-            rewards=spec.reward or (own_reward,),
+            rewards=spec.reward or (preset.reward,),
             source=spec.source or preset.source or "",
             prompt=preset.prompt,
             base_prompt=preset.base_prompt,

@@ -52,8 +52,7 @@ def read_sft_row(row: Row, train_on: str = _TRAIN_ON[0]) -> SftRow:
     """
     # Parquet has every column in every row.
     values = {key: value for key, value in row.values.items() if value is not None}
-    unknown = sorted(values.keys() - set(KEYS))
-    if unknown:
+    if unknown := sorted(values.keys() - set(KEYS)):
         raise malformed(row, f"has the unknown keys {unknown}", ", ".join(KEYS))
     messages = _read_messages(row, values)
     texts = {key: _read_text(row, values, key) for key in ("prompt_id", "problem", "gold", "source")}

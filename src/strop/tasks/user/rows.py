@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from decimal import Decimal
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -42,16 +42,59 @@ _MAX_REPLY_TOKENS = 1024
 _ROLES = ("system", "user", "assistant")
 
 
-class RowsSpec(CodeTaskSection, RewardSection):
-    """The rows of a file, with a reward function of the user's own or a built-in one."""
+class RowSettings(CodeTaskSection, RewardSection):
+    """Settings of rows that the user brings."""
 
-    name: Literal["rows"]
     source: Unhashed[str] = Field(
         min_length=1,
         description=SOURCE_HELP.format("openai/gsm8k").replace("Parquet or JSONL", "Parquet, JSONL or CSV")
         + " An s3:// URI is fetched. Files named train* and test* or validation* are the splits; one row in"
         " ten of anything else is held out.",
     )
+    if TYPE_CHECKING:
+
+        @property
+        def prompt(self) -> str:
+            """A column, or a template of columns."""
+
+        @property
+        def answer(self) -> str | None:
+            """A column; None: no answer is known."""
+
+        @property
+        def gold(self) -> str | None:
+            """How a right reply looks; None: as the first reward reads the answer."""
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether one of the rewards runs the reply."""
+        return SANDBOXED in self.reward
+
+    @model_validator(mode="after")
+    def _check_wording(self) -> Self:
+        for key, template in (("task.prompt", self.prompt), ("task.gold", self.gold)):
+            refuse_malformed(key, template or "")
+        if self.prompt_template is not None:
+            raise SpecConflict(
+                {"task.prompt_template": self.prompt_template},
+                "the rows word the question",
+                allowed="task.prompt of rows, which takes a template of columns",
+                next_step="move the template there, or the wording into the rows",
+            )
+        if self.answer is None and any(name in COMPARING for name in self.reward):
+            raise SpecConflict(
+                {"task.reward": list(self.reward), "task.answer": self.answer},
+                "a built-in reward compares with an answer, and no column has one",
+                allowed="task.answer with the column of the right answers",
+                next_step="name it, or write a function that needs none",
+            )
+        return self
+
+
+class RowsSpec(RowSettings):
+    """The rows of a file, with a reward function of the user's own or a built-in one."""
+
+    name: Literal["rows"]
     prompt: str = Field(
         min_length=1,
         description="What is asked: a column of texts or of chat messages, or a template of columns such as"
@@ -74,38 +117,14 @@ class RowsSpec(CodeTaskSection, RewardSection):
         json_schema_extra=expert("the audit and the gate try the verifier with a right reply"),
     )
 
-    @property
-    def runs_programs(self) -> bool:
-        """Whether one of the rewards runs the reply."""
-        return SANDBOXED in self.reward
-
-    @model_validator(mode="after")
-    def _check_wording(self) -> Self:
-        for key, template in (("task.prompt", self.prompt), ("task.gold", self.gold)):
-            refuse_malformed(key, template or "")
-        if self.prompt_template is not None:
-            raise SpecConflict(
-                {"task.prompt_template": self.prompt_template, "task.prompt": self.prompt},
-                "both word the question",
-                allowed="task.prompt, which takes a template of columns",
-                next_step="move the template into task.prompt",
-            )
-        if self.answer is None and any(name in COMPARING for name in self.reward):
-            raise SpecConflict(
-                {"task.reward": list(self.reward), "task.answer": self.answer},
-                "a built-in reward compares with an answer, and no column has one",
-                allowed="task.answer with the column of the right answers",
-                next_step="name it, or write a function that needs none",
-            )
-        return self
-
 
 class Rows(JudgedRows):
     """The rows of a file. The same prompt must have the same answer."""
 
-    _spec: RowsSpec
+    _spec: RowSettings
+    _drops_shared = False
 
-    def __init__(self, spec: RowsSpec) -> None:
+    def __init__(self, spec: RowSettings) -> None:
         self._answers: dict[str, tuple[Any, Row]] = {}
         self._names = list_names(spec.prompt)
         reading = RowReading(
@@ -114,6 +133,7 @@ class Rows(JudgedRows):
             question=lambda example: json.dumps(example.fields["prompt"]),
             why_left_out=self._why_left_out,
             split_key=self._split_key,
+            drops_shared=self._drops_shared,
         )
         # Only the user knows how long a full solution of these rows is.
         tokens = spec.max_reply_tokens or _MAX_REPLY_TOKENS
@@ -179,19 +199,26 @@ class Rows(JudgedRows):
     def _read_splits(self) -> SplitExamples:
         return require_both(super()._read_splits(), self._source)
 
+    def _read(self, row: Row) -> Row:
+        """Return a row with the columns that the settings name."""
+        return row
+
     def _why_left_out(self, row: Row, split: Split) -> str | None:
+        row = self._read(row)
         self._require_columns(row)
         compares = any(name in COMPARING for name in self._spec.reward)
         return "without an answer" if compares and self._answer_of(row) is None else None
 
     def _split_key(self, row: Row) -> str:
         """Return a row's normalised prompt: rows with the same prompt are held out together."""
+        row = self._read(row)
         self._require_columns(row)
         prompt = self._prompt_of(row)
         texts = [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]
         return "\n".join(map(normal_text, texts))
 
     def _to_example(self, row: Row) -> Example:
+        row = self._read(row)
         prompt, answer = self._prompt_of(row), self._answer_of(row)
         first_answer, first_row = self._answers.setdefault(json.dumps(prompt), (answer, row))
         if first_answer != answer:
