@@ -133,4 +133,5 @@ def test_a_sandbox_without_python_is_named(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("strop.environments.mlgym.Mlgym._python", lambda *_: ("no-python-here",))
     failure = attempt(task, tokenizer_of(tmp_path), [call("submit")], max_reply_tokens=4000).outcome.failure
     assert failure is not None
-    assert (failure.owner, failure.kind) == (FailureOwner.TASK, "no_python")
+    assert (failure.owner, failure.kind) == (FailureOwner.TASK, "grader_broken")
+    assert "no-python-here" in failure.detail

@@ -51,6 +51,21 @@ class PromptCache:
             self._prompts[messages] = render_prompt(self.tokenizer, messages, self.prompt_format)
         return self._prompts[messages]
 
+    def extend(
+        self,
+        history: Sequence[Message],
+        reply: Turn,
+        calls: tuple[ToolCall, ...],
+        new_messages: Sequence[Message],
+    ) -> tuple[str, IntArray] | None:
+        """Return what follows a reply to `history`; None if its ids cannot be extended."""
+        if reply.finish_reason is None or not reads_as(self.tokenizer, reply):
+            return None
+        calls = () if self.call_format is CallFormat.FENCE else calls
+        return encode_next_messages(
+            self.tokenizer, self.prompt_format, history, new_messages, reply.finish_reason, calls
+        )
+
 
 def reads_as(tokenizer: Tokenizer, reply: Turn) -> bool:
     """Whether a reply's ids decode to its text, up to the terminator or the stop string that ended it."""

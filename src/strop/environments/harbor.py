@@ -253,12 +253,7 @@ class Harbor(Workspace):
         return self._tasks()[example.fields["task"]]
 
     def _tasks(self) -> dict[str, HarborTask]:
-        return _read_root(self._spec.root, self._spec.tasks)
-
-
-@cache
-def _read_root(root: str, wanted: tuple[str, ...]) -> dict[str, HarborTask]:
-    return list_directories(Path(root).expanduser(), wanted)
+        return _list_once(Path(self._spec.root).expanduser(), self._spec.tasks)
 
 
 async def _read_rewards(sandbox: ServedSandbox) -> dict[str, float] | None:
@@ -516,3 +511,6 @@ def _refused(folder: Path, why: str) -> DataError:
         allowed="tasks of one step and one Linux container, run by root, without GPUs and MCP servers",
         next_step="correct it, or name the others in task.tasks",
     )
+
+
+_list_once = cache(list_directories)

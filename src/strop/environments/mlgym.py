@@ -33,7 +33,7 @@ from strop.spec.base import Unhashed, expert
 from strop.spec.sandboxing import RoomSettings
 from strop.spec.task import EnvironmentSection
 from strop.tasks.failures import AttemptFailed
-from strop.tasks.task import CEILING, TaskLimits
+from strop.tasks.task import TaskLimits
 
 _OPENING = (
     "{description}\n\nThe files are in the current directory. What counts is {artefact}; it is graded when"
@@ -102,10 +102,6 @@ class Mlgym(Workspace):
         task = self._task_of(example)
         return _OPENING.format(description=task.description.strip(), artefact=task.artefact)
 
-    def gold_replies(self, example: Example) -> Iterator[tuple[str, ...]]:
-        """Yield nothing: no solutions are known."""
-        return iter(())
-
     def sandbox_for(self, example: Example) -> SandboxSpec:
         """Return a sandbox for training."""
         limits = replace(room_limits(self._spec), max_scratch_files=200_000)
@@ -114,10 +110,6 @@ class Mlgym(Workspace):
     async def prepare(self, example: Example, seed: int) -> None:
         """Upload the files that are not secret, and lower the command limit to the task's."""
         task = self._task_of(example)
-        argv = [*self._python(self.sandbox), "-c", ""]
-        if (await self.sandbox.exec(argv, wall_limit_s=self.place.command_limit_s)).exit_code:
-            detail = f"the image {self._spec.image} has no `python`, which runs the grader"
-            raise AttemptFailed(FailureOwner.TASK, "no_python", detail)
         limit_s = min(self.place.command_limit_s, task.limit_s)
         self.place = replace(self.place, command_limit_s=limit_s)
         self.carried = (task.artefact,)
@@ -146,10 +138,7 @@ class Mlgym(Workspace):
         if spread > task.marks.slack:
             detail = f"two gradings of {task.task_id} say {values[0]:g} and {values[1]:g}"
             raise AttemptFailed(FailureOwner.TASK, "unstable", detail)
-        if task.marks.is_impossible(value):
-            marks = task.marks
-            detail = f"{task.task_id}: a {marks.metric} of {value:g}, where {marks.ceiling:g} is the best"
-            raise AttemptFailed(FailureOwner.TASK, CEILING, detail)
+        # Above 1, where a value is beyond the ceiling, it is a failure of the task.
         reward = task.marks.normalise(value)
         metrics = {"metric": value}
         return Outcome(parts={"improvement": reward}, is_correct=reward > 0.0, metrics=metrics)
@@ -187,12 +176,7 @@ class Mlgym(Workspace):
         return self._tasks()[example.fields["task"]]
 
     def _tasks(self) -> dict[str, MlgymTask]:
-        return _read_checkout(self._spec.root, self._spec.tasks)
-
-
-@cache
-def _read_checkout(root: str, wanted: tuple[str, ...]) -> dict[str, MlgymTask]:
-    return list_tasks(Path(root).expanduser(), wanted)
+        return _list_once(Path(self._spec.root).expanduser(), self._spec.tasks)
 
 
 async def _bring(sandbox: ServedSandbox, files: Mapping[str, Path]) -> None:
@@ -238,16 +222,11 @@ class Marks:
         return 0.05 * self.way
 
     def normalise(self, value: float) -> float:
-        """Return the share of the way that a value has gone; -1 to 1."""
+        """Return the share of the way that a value has gone: from -1 to 1, or more if it cannot be."""
         gain = self.baseline - value if self.is_lower_better else value - self.baseline
-        return min(1.0, max(-1.0, gain / max(self.way, 1e-9)))
-
-    def is_impossible(self, value: float) -> bool:
-        """Whether a value lies beyond the ceiling and the grader's noise."""
-        if self.ceiling is None:
-            return False
-        above = self.ceiling - value if self.is_lower_better else value - self.ceiling
-        return above > self.slack
+        share = gain / max(self.way, 1e-9)
+        is_beyond = self.ceiling is not None and gain > self.way + self.slack
+        return share if is_beyond else min(1.0, max(-1.0, share))
 
 
 _KNOWN: Mapping[str, Marks] = {
@@ -388,3 +367,6 @@ def _malformed(path: Path, problem: str) -> DataError:
         allowed="tasks of CSVSubmissionTasks and PythonSubmissionTasks, graded fairly, files in the checkout",
         next_step="correct it, or leave it out of task.tasks",
     )
+
+
+_list_once = cache(list_tasks)

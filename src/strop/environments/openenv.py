@@ -152,10 +152,6 @@ class Openenv:
                 async with asyncio.timeout(1.0):
                     await socket.close()
 
-    def gold_replies(self, example: Example) -> tuple[tuple[str, ...], ...]:
-        """Return nothing: a server does not publish solutions."""
-        return ()
-
     def _read(self, text: str) -> dict[str, Any] | None:
         """Return the action of a reply, or None if it has none."""
         name = self._spec.action_field

@@ -19,11 +19,11 @@ from typing import Any
 import numpy as np
 
 from strop.engine import Completion
-from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn, take_apart
+from strop.environments.extending import PromptCache, spoken_turn, take_apart
 from strop.errors import ConfigError
-from strop.rollout import CONVERSATION, RESTART, FinishReason, IntArray, Message, ToolCall, Turn
+from strop.rollout import CONVERSATION, RESTART, FinishReason, IntArray, Message, Turn
 from strop.tasks.prompt import pose_messages
-from strop.tasks.tool_calls import CallFormat, Spoken
+from strop.tasks.tool_calls import Spoken
 from strop.tokenizer import Tokenizer
 
 _SEED_BITS = 31
@@ -228,7 +228,8 @@ class Recorder:
             if parent is None:
                 continue
             role = RESTART
-            if (new := self._extend(parent, bare[length:])) is not None:
+            new = self._prompts.extend(parent.messages, parent.reply, parent.said.tool_calls, bare[length:])
+            if new is not None:
                 text, new_ids = new
                 whole = np.concatenate([parent.prompt_ids, parent.reply.token_ids, new_ids])
                 return parent, Turn(role="prompt", text=text, token_ids=new_ids), whole
@@ -238,16 +239,6 @@ class Recorder:
             # Clients send back the model's thinking; many templates cannot render it.
             text, ids = self._prompts.render(bare)
         return None, Turn(role=role, text=text, token_ids=ids), ids
-
-    def _extend(self, parent: Call, new_messages: tuple[Message, ...]) -> tuple[str, IntArray] | None:
-        tokenizer, prompt_format = self._prompts.tokenizer, self._prompts.prompt_format
-        calls: tuple[ToolCall, ...] = parent.said.tool_calls
-        if self._prompts.call_format is CallFormat.FENCE:
-            calls = ()
-        reason = parent.reply.finish_reason
-        if reason is None or not reads_as(tokenizer, parent.reply):
-            return None
-        return encode_next_messages(tokenizer, prompt_format, parent.messages, new_messages, reason, calls)
 
 
 def _pose(messages: Sequence[Message], tools: tuple[str, ...]) -> tuple[Message, ...]:

@@ -303,9 +303,7 @@ class RepoRepair(Workspace):
             f'cd "$1" && {_GIT} add -A && {_GIT} diff --cached'
             ' --binary --no-renames --no-ext-diff --no-color "$2" > "$3"'
         )
-        path = posixpath.join(
-            self.sandbox.scratch, f".{hashlib.sha256(self._base.encode()).hexdigest()}.diff"
-        )
+        path = posixpath.join(self.sandbox.scratch, ".strop-diff")
         argv = ["sh", "-c", f'rm -rf "$3"; {script}', "sh", self.folder or ".", self._base, path]
         result = await self.sandbox.exec(argv, wall_limit_s=_ORDER_LIMIT_S)
         if result.exit_code != 0:

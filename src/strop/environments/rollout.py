@@ -17,7 +17,7 @@ import numpy as np
 
 from strop.engine import Completion, Engine, GenerationRequest, stream_seed
 from strop.environments.contract import Action, Environment
-from strop.environments.extending import PromptCache, encode_next_messages, reads_as, spoken_turn, take_apart
+from strop.environments.extending import PromptCache, spoken_turn, take_apart
 from strop.environments.recording import CallTooLong, Recorder
 from strop.errors import DataError, EngineError
 from strop.rollout import (
@@ -198,18 +198,10 @@ class Attempt:
         Its ids are extended and never rendered again. Where the extension cannot be shown to equal the
         rendered prompt, the whole conversation is rendered and a new sample begins (`prefix_break`).
         """
-        turn, tokenizer = self.turns[-1], self.prompts.tokenizer
-        assert turn.finish_reason is not None
-        extension = encode_next_messages(
-            tokenizer,
-            self.prompts.prompt_format,
-            self.history,
-            new_messages,
-            turn.finish_reason,
-            reply.tool_calls,
-        )
+        turn = self.turns[-1]
+        extension = self.prompts.extend(self.history, turn, reply.tool_calls, new_messages)
         self.history += [reply, *new_messages]
-        if extension is not None and reads_as(tokenizer, turn):
+        if extension is not None:
             text, new_ids = extension
             self.turns.append(Turn(role="prompt", text=text, token_ids=new_ids))
             self.context_ids = np.concatenate([self.context_ids, turn.token_ids, new_ids])

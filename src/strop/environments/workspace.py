@@ -49,7 +49,6 @@ from strop.tasks.task import TaskLimits
 from strop.tasks.tool_calls import write_call
 from strop.tasks.user.rewards import as_outcome
 
-GRACE_S = 30.0
 _TOOL_LIMITS = Limits(
     memory_bytes=1024 * MIB,
     has_address_limit=False,
@@ -125,7 +124,7 @@ class Workspace:
     """One attempt in a sandbox; see the module. Subclasses define examples, `opening` and `grade`."""
 
     place = Place()
-    spare_limit_s = GRACE_S
+    spare_limit_s = 30.0
     """Time of a tool beyond the limit of a command; a sandbox that is silent for longer is lost."""
     floor: float = 0.0
     """Score of an attempt that ended its own sandbox."""
@@ -138,7 +137,6 @@ class Workspace:
     example: Example
     """Set before `prepare`."""
     _shell: Shell | None = None
-    _head_bytes = 0
     _is_open: bool = False
     _is_ruined: bool = False
 
@@ -173,9 +171,8 @@ class Workspace:
 
     async def reset(self, example: Example, seed: int) -> Any:
         """Make and prepare the sandbox, and open the attempt. Raises: SandboxRefused, SandboxLost."""
-        self.example, spec = example, self.sandbox_for(example)
-        self.sandbox, self._is_open = await self._create(spec, self.place.guest), True
-        self._head_bytes = spec.limits.output_head_bytes
+        self.example = example
+        self.sandbox, self._is_open = await self._create(self.sandbox_for(example), self.place.guest), True
         await self.prepare(example, seed)
         self._shell = await self._open_shell()
         return self.opening(example, seed)
@@ -195,12 +192,9 @@ class Workspace:
         if not result.has_shell:
             notes.append("the shell has ended; the next command begins in a new one")
             await self._close_shell()
-        text = result.stdout.decode(errors="replace")
         if result.stdout_omitted:
-            head, tail = result.stdout[: self._head_bytes], result.stdout[self._head_bytes :]
-            note = f"\n[... {result.stdout_omitted} bytes left out ...]\n"
-            text = head.decode(errors="replace") + note + tail.decode(errors="replace")
-        text += result.stderr.decode(errors="replace")
+            notes.append(f"{result.stdout_omitted} bytes in the middle are left out")
+        text = (result.stdout + result.stderr).decode(errors="replace")
         output = [text.rstrip("\n")] if text.strip() else []
         return "\n".join([*output, *(f"[{note}]" for note in notes)])
 
@@ -323,15 +317,16 @@ class Workspace:
 
         backend = await choose_backend(self.place.backend, self.place.min_level)
         spec = spec if guest is None else guest.let_in(spec, backend.name)
+        gpus = spec.gpus
         # These two give none.
-        shown = () if backend.name in ("process", "remote") else _env_gpus()
-        gpus = spec.gpus or shown
+        if not gpus and backend.name not in ("process", "remote"):
+            gpus = parse_visible_devices(os.environ.get(ENV_DEVICES, ""), ENV_DEVICES).ids
         return await backend.create(replace(spec, min_level=self.place.min_level, gpus=gpus))
 
     async def _open_shell(self) -> Shell:
         shell = await self.sandbox.open_shell(cwd=self.folder)
         # Both streams in one, in the order of writing.
-        await shell.run("exec 2>&1", wall_limit_s=GRACE_S)
+        await shell.run("exec 2>&1", wall_limit_s=self.spare_limit_s)
         return shell
 
     async def _close_shell(self) -> None:
@@ -358,11 +353,6 @@ class Workspace:
         if error.kind != ExecKind.FROM_INSIDE:
             raise error
         self._is_ruined = True
-
-
-def _env_gpus() -> tuple[str, ...]:
-    """Return the GPUs for environments of this process. Raises: ConfigError if they cannot be parsed."""
-    return parse_visible_devices(os.environ.get(ENV_DEVICES, ""), ENV_DEVICES).ids
 
 
 def room_limits(room: RoomSettings) -> Limits:

@@ -25,13 +25,10 @@ _START_S = 600.0
 @cache
 def player_of(python: str) -> Process:
     """Return the process of a Python; start one if there is none."""
-    section = dict(_EXPORTED["section"])
-    if _EXPORTED["source"]:
-        section["name"] = f"{_HERE / _EXPORTED['source']}:{_EXPORTED['class']}"
     folder = _EXPORTED["folder"] if Path(_EXPORTED["folder"]).is_dir() else None
-    player = Process([python, "-P", "-m", "strop.environments.export.playing"], cwd=folder)
-    player.begin({"section": section, "version": _EXPORTED["version"]}, _START_S)
-    return player
+    argv = [python, "-P", "-m", "strop.environments.export.playing"]
+    settings = {"section": _EXPORTED["section"], "version": _EXPORTED["version"]}
+    return Process(argv, settings, _START_S, cwd=folder)
 
 
 class StropData(vf.TaskData):  # type: ignore[misc]

@@ -13,10 +13,8 @@ from strop.errors import ConfigError
 from strop.io.atomic import write_bytes_atomically
 from strop.spec.judge import role_judges
 from strop.spec.parts import needs_service
-from strop.spec.task import EnvironmentSection, TaskSection, UserCodeSection
+from strop.spec.task import EnvironmentSection, TaskSection
 from strop.tasks import Task, build_task
-from strop.user_code import list_sources
-from strop.user_code.sources import root_of
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 _PROJECT = """\
@@ -36,14 +34,14 @@ package-dir = {{ "" = "src" }}
 packages = ["{module}"]
 
 [tool.setuptools.package-data]
-{module} = ["environment.json", "sources/**/*"]
+{module} = ["environment.json"]
 """
 
 
 def write_package(section: TaskSection, folder: Path) -> str:
     """Write the package into a new or empty folder; return the folder's name, which is the taskset's id.
 
-    A user's class and the files that it imports are copied; data is not.
+    Data and a user's class stay where they are: the package names their places.
     Raises: ConfigError if the folder's name is not allowed, it is not empty, or verifiers cannot play the
         task; StoreError if it cannot be written; as building the task and reading its data do.
     """
@@ -58,23 +56,27 @@ def write_package(section: TaskSection, folder: Path) -> str:
     task = build_task(section)
     _require_playable(section, task)
     module = folder / "src" / name.replace("-", "_")
-    own_client, client = process.__name__, f"{module.name}.process"
+    taskset = Path(__file__).with_name("taskset.py").read_text("utf-8")
+    agent: dict[str, Any] = {
+        "runtime": {"type": "subprocess"},
+        "sampling": {"max_tokens": task.limits.max_reply_tokens},
+    }
+    if isinstance(section, EnvironmentSection) and section.max_attempt_tokens is not None:
+        agent["max_output_tokens"] = section.max_attempt_tokens
+    described = {
+        "section": section.model_dump(mode="json"),
+        "version": task.version,
+        # Relative paths of the settings start here.
+        "folder": str(Path.cwd()),
+        "python": sys.executable,
+        "agent": agent,
+    }
     files = {
         folder / "pyproject.toml": _PROJECT.format(name=name, module=module.name, version=task.version),
-        module / "__init__.py": Path(__file__)
-        .with_name("taskset.py")
-        .read_text("utf-8")
-        .replace(own_client, client),
+        module / "__init__.py": taskset.replace(process.__name__, f"{module.name}.process"),
         module / "process.py": Path(process.__file__).read_text("utf-8"),
+        module / "environment.json": json.dumps(described, indent=2),
     }
-    described = _describe(section, task)
-    if isinstance(section, UserCodeSection) and section.ref.is_file:
-        root = root_of(section.ref.path)
-        for path in list_sources(section.ref.path):
-            files[module / "sources" / path.relative_to(root)] = path.read_text("utf-8")
-        described["source"] = f"sources/{section.ref.path.relative_to(root).as_posix()}"
-        described["class"] = section.ref.name
-    files[module / "environment.json"] = json.dumps(described, indent=2)
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes_atomically(path, text.encode())
@@ -97,23 +99,3 @@ def _require_playable(section: TaskSection, task: Task) -> None:
             allowed="tasks and environments that are played by strop's process alone",
             next_step="change these settings, or export another one",
         )
-
-
-def _describe(section: TaskSection, task: Task) -> dict[str, Any]:
-    """Return the content of the package's `environment.json`, for a task without a user's file."""
-    agent: dict[str, Any] = {
-        "runtime": {"type": "subprocess"},
-        "sampling": {"max_tokens": task.limits.max_reply_tokens},
-    }
-    if isinstance(section, EnvironmentSection) and section.max_attempt_tokens is not None:
-        agent["max_output_tokens"] = section.max_attempt_tokens
-    return {
-        "section": section.model_dump(mode="json"),
-        "source": None,
-        "class": None,
-        "version": task.version,
-        # Relative paths of the settings start here.
-        "folder": str(Path.cwd()),
-        "python": sys.executable,
-        "agent": agent,
-    }

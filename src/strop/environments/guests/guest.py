@@ -37,14 +37,14 @@ class Guest(Process):
         """Start it. `settings`: the arguments of the module's `start`. Raises: ConfigError."""
         self._errors = tempfile.TemporaryFile() if _log_path is None else _log_path.open("a+b")  # noqa: SIM115
         env = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
-        super().__init__(
-            [str(python), str(_HOST), str(_HOST.with_name(module))], env=env, stderr=self._errors
-        )
+        argv = [str(python), str(_HOST), str(_HOST.with_name(module))]
         try:
-            self.begin(settings, _START_S)
+            super().__init__(argv, settings, _START_S, env=env, stderr=self._errors)
         except (RuntimeError, OSError) as error:
             said = self._last_words()
-            self.end()
+            # There is none where the Python itself cannot be started.
+            if hasattr(self, "process"):
+                self.end()
             raise ConfigError(
                 f"{Path(module).stem} cannot begin: {error}",
                 allowed="an environment that loads",

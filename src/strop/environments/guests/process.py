@@ -25,8 +25,11 @@ _END_S = 5.0
 class Process:
     """A process that serves an object; usable from any thread and event loop, until this process ends."""
 
-    def __init__(self, argv: list[str], **options: Any) -> None:
-        """Start it, with further options of `Popen`; `begin` makes the object. Raises: OSError."""
+    def __init__(self, argv: list[str], settings: Mapping[str, Any], limit_s: float, **options: Any) -> None:
+        """Start it, with further options of `Popen`, and make the object with these arguments.
+
+        Raises: RuntimeError with its error; OSError if the process ends, or has not begun in time.
+        """
         self._folder = tempfile.mkdtemp(prefix="strop-guest-")
         self._path = os.path.join(self._folder, "socket")
         pipe = subprocess.PIPE
@@ -34,17 +37,15 @@ class Process:
         self.process = subprocess.Popen(
             [*argv, self._path], stdin=pipe, stdout=pipe, start_new_session=True, **options
         )
-        atexit.register(self.end)
-
-    def begin(self, settings: Mapping[str, Any], limit_s: float) -> None:
-        """Make the object with these arguments. Raises: RuntimeError with its error; OSError."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(settings).encode() + b"\n")
-        self.process.stdin.flush()
-        if not select.select([self.process.stdout], [], [], limit_s)[0]:
+        self._input, self._output = self.process.stdin, self.process.stdout
+        atexit.register(self.end)
+        self._input.write(json.dumps(settings).encode() + b"\n")
+        self._input.flush()
+        if not select.select([self._output], [], [], limit_s)[0]:
             raise TimeoutError(f"it has not begun after {limit_s:g} s")
-        _read(self.process.stdout.readline())
+        _read(self._output.readline())
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Call a method and wait. Raises: RuntimeError with its error; OSError if the process has ended."""
@@ -66,16 +67,14 @@ class Process:
     def end(self) -> None:
         """End the process."""
         atexit.unregister(self.end)
-        assert self.process.stdin is not None
         with suppress(OSError):
-            self.process.stdin.close()
+            self._input.close()
         try:
             self.process.wait(_END_S)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
+        self._output.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
