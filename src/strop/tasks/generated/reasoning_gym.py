@@ -41,11 +41,9 @@ _BASE_STOP_STRINGS = ("</answer>",)
 _VERIFIER = "answer-tag-3"
 _TAG = re.compile(r"<( ?/ ?)?answer ?>", re.IGNORECASE)
 _BOX = re.compile(r"\$?\\boxed\{([^{}]*)\}\$?")
-_SPLITS = "by-problem-1"
 _VERIFY_LIMIT_S = 5.0
 _OWN_SETTINGS = ("seed", "size")
-_SLACK = 1e-9
-"""Rounding error of a full score."""
+_FULL_SCORE = 1.0 - 1e-9
 HASH_SEEDED = frozenset(
     {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
@@ -121,11 +119,11 @@ class ReasoningGym(Task):
     def version(self) -> str:
         """Hash over settings, prompt, limits and the release of the package."""
         _import_package(self._spec.dataset)
-        release = package_version("reasoning-gym") + _SPLITS
+        release = package_version("reasoning-gym")
         return hash_version(self.name, _PROMPT, _VERIFIER, self.limits, self._spec, release)
 
     def examples(self, split: Split) -> Sequence[Example]:
-        """Return the problems of a split; a question stands there once, in any order of its words.
+        """Return the problems of a split; a question, in any order of its words, is in one split only, once.
 
         Raises: ConfigError if the package, the data set or one of its settings does not exist;
             DataError if the data set has too few different questions.
@@ -153,7 +151,7 @@ class ReasoningGym(Task):
         _, entry = self._problems[example.example_id]
         with _own_random_state(example.example_id):
             score = float(self._dataset.score_answer(answer, entry))
-        return Outcome(parts={"score": score}, is_correct=score >= 1.0 - _SLACK, format_ok=is_tagged)
+        return Outcome(parts={"score": score}, is_correct=score >= _FULL_SCORE, format_ok=is_tagged)
 
     def gold_replies(self, example: Example) -> tuple[str, ...]:
         """Return the stored answer in its tag, if the data set stores one."""
@@ -186,17 +184,19 @@ class ReasoningGym(Task):
         spec, dataset = self._spec, self._dataset
         num_wanted = spec.num_held_out + spec.num_train
         problems: dict[str, tuple[Example, Mapping[str, Any]]] = {}
-        seen: set[str] = set()
+        held_out: set[str] = set()
         for index in range(len(dataset)):
             with _own_random_state(f"{spec.dataset}/{spec.data_seed}/{index}"):
                 entry = dataset[index]
             question, answer = str(entry["question"]), entry["answer"]
             answer = None if answer is None else str(answer)
-            if (key := problem_key(question, answer)) in seen:
+            key = problem_key(question, answer)
+            if len(problems) < spec.num_held_out:
+                held_out.add(key)
+            elif key in held_out:
                 continue
-            seen.add(key)
             example = make_example(self.name, {"dataset": spec.dataset, "question": question}, answer)
-            problems[example.example_id] = example, entry
+            problems.setdefault(example.example_id, (example, entry))
             if len(problems) == num_wanted:
                 return problems
         raise DataError(
