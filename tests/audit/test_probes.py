@@ -13,11 +13,11 @@ from strop.audit import AuditReport, AuditSettings, ProbeResult, ProbeStatus, Ve
 from strop.audit.answer_probes import permute_parts
 from strop.audit.probes import INJECTIONS
 from strop.rollout import make_example
+from strop.spec.parts import MixtureSpec
 from strop.spec.task import TaskSpec
 from strop.tasks import build_task, build_warm_task
 from strop.tasks.code.code_task import MbppSpec
 from strop.tasks.judging import Judge
-from strop.tasks.mixture import MixtureSpec
 from tests.environments.test_worlds import build_spec
 from tests.fixtures.judge_server import Say, judge_server, scored, shown_reply
 from tests.fixtures.judged import judge_spec, judge_task
@@ -159,10 +159,9 @@ def test_a_judge_is_attacked_inside_other_tasks_too(tmp_path: Path) -> None:
         include={"name", "source", "prompt", "reward", "judge_url", "judge_model", "judge_revision"},
     )
     sums: dict[str, Any] = {"name": "arithmetic", "max_value": 4, "num_held_out": 2}
-    (digest,) = judge_task(tmp_path, "http://127.0.0.1:1/v1", rubric="quality").judge_digests
-    specs: list[tuple[list[str], TaskSpec]] = [
-        ([digest], MixtureSpec(name="mixture", parts={"sums": sums, "judge": section})),
-        ([], MixtureSpec(name="mixture", parts={"sums": sums})),
+    specs: list[tuple[bool, TaskSpec]] = [
+        (True, MixtureSpec(name="mixture", parts={"sums": sums, "judge": section})),
+        (False, MixtureSpec(name="mixture", parts={"sums": sums})),
     ]
     for judged, spec in specs:
-        assert list(build_task(spec).judge_digests) == judged
+        assert build_task(spec).asks_judge == judged

@@ -21,8 +21,8 @@ from strop.evaluate import (
 )
 from strop.evaluate.shards import ShardFolder, read_all_shards
 from strop.rollout import Split
+from strop.spec.parts import MixtureSpec
 from strop.tasks import Task, build_task
-from strop.tasks.mixture import MixtureSpec
 from strop.tokenizer import Tokenizer
 from tests.evaluate.arithmetic_world import make_engine, make_tokenizer
 from tests.evaluate.test_accuracy import evaluate

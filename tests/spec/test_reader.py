@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from strop.errors import ConfigError
 from strop.spec import RunSpec, load_spec
 from strop.spec.display import KeyPath, format_value
+from strop.spec.parts import MixtureSpec
 from strop.spec.schema import settings
 from strop.spec.sources import parse_override
 from strop.spec.tree import MAX_FILE_BYTES, locate_keys
 from strop.tasks.generated.arithmetic import ArithmeticSpec
 from strop.tasks.generated.reasoning_gym import ReasoningGymSpec
-from strop.tasks.mixture import MixtureSpec
 from strop.tasks.presets import PresetSpec
 
 SMALL = 'name = "x"\ntask.name = "arithmetic"\n'

@@ -12,9 +12,10 @@ import pytest
 
 from strop.environments import Action, SingleTurn
 from strop.rollout import Example, Failure, FailureOwner, FinishReason, Message, Outcome, Split, make_example
+from strop.spec.parts import MixtureSpec
 from strop.tasks import Task, TaskLimits, build_task
 from strop.tasks.judging import Judge
-from strop.tasks.mixture import Mixture, MixtureSpec
+from strop.tasks.mixture import Mixture
 from strop.tasks.task import is_within, within_bounds
 from tests.fixtures.judging import judge_replies, run_self_test
 from tests.tasks.user.test_rows import spec_of

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from strop.rollout import Split
+from strop.spec.parts import MixtureSpec
 from strop.tasks import Task, build_task, task_summaries
 from strop.tasks.code.code_task import MbppSpec
-from strop.tasks.mixture import MixtureSpec
 from strop.tasks.task import describe_counts
 from tests.fixtures.every_task import CASES, section_of, table_of
 from tests.fixtures.row_files import write_rows
@@ -56,8 +56,7 @@ def test_versions_and_prompts_are_as_they_were(tmp_path: Path, case: str) -> Non
 
 
 NOT_PASSED_ON = {
-    # Parts are loaded one by one; attempts of a mixture take one reply.
-    ("mixture", "warm_up"),
+    # Attempts of a mixture take one reply.
     ("mixture", "attempt_tokens"),
     # An environment is no part of another task.
     ("mixture", "world"),
@@ -65,8 +64,6 @@ NOT_PASSED_ON = {
     ("mixture", "variant"),
     # Rows are numbered within the data of one part.
     ("mixture", "row_keys"),
-    # The parts are asked in the run's own words, and a task that is made of them is not.
-    ("mixture", "prompt_fields"),
 }
 
 

@@ -132,7 +132,7 @@ async def probe_judge_injection(context: AuditContext) -> ProbeResult:
 
     So it is in an environment, where only full marks count: what is said there is scored by a user's code.
     """
-    has_judge = bool(context.task.judge_digests)
+    has_judge = context.task.asks_judge
     if not has_judge and context.task.world is None:
         return ProbeResult(status=ProbeStatus.NOT_APPLICABLE, detail="no model judges replies")
     examples = context.examples if has_judge else context.examples[:_NUM_ATTEMPTED]

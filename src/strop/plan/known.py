@@ -21,7 +21,7 @@ from strop.policy.footprint import ModelSize, read_model_size
 from strop.rollout import Example, Split
 from strop.spec import RunSpec
 from strop.spec.judge import role_judges
-from strop.spec.parts import PartedSection, plain_sections
+from strop.spec.parts import MixtureSpec, plain_sections
 from strop.spec.run import code_of
 from strop.spec.task import EnvironmentSection, TaskSection
 from strop.store import follow_store, get_model
@@ -168,7 +168,7 @@ def read_task_offline(section: TaskSection) -> tuple[Task, tuple[str, ...]]:
     Raises: DataError for malformed files; ConfigError as the task does.
     """
     task, missing = _read_offline(section)
-    if missing and isinstance(section, PartedSection):
+    if missing and isinstance(section, MixtureSpec):
         # Reading stops at the first part with a missing file, so each part is read separately.
         parts = [_read_offline(part.task)[1] for part in section.read_parts().values()]
         missing = tuple(dict.fromkeys(name for names in parts for name in names))

@@ -17,7 +17,7 @@ from strop.plan.speeds import Speeds
 from strop.policy.footprint import COPY_BYTES, ModelSize, cache_bytes, decode_flop, prefill_flop
 from strop.spec import RunSpec
 from strop.spec.judge import MAX_ANSWER_TOKENS, ROLE, JudgeSettings, is_this_machine, judge_sections
-from strop.spec.parts import PartedSection
+from strop.spec.parts import MixtureSpec
 from strop.spec.task import TaskSection
 
 REPLY_LIMIT_FRAC = 0.75
@@ -156,15 +156,14 @@ def list_shares(task: TaskSection) -> Iterator[tuple[TaskSection, float]]:
 
     A part of a mixture judges its own replies.
     """
-    if not isinstance(task, PartedSection):
+    if not isinstance(task, MixtureSpec):
         yield task, 1.0
         return
-    parts = task.read_parts()
-    # Without weights a mixture samples by the sizes of its parts, which only the data would tell.
-    weights = {label: float(getattr(part, "weight", 1.0)) for label, part in parts.items()}
-    total = sum(weights.values())
-    for label, part in parts.items():
-        yield part.task, weights[label] / total
+    parts = task.read_parts().values()
+    total = sum(part.weight for part in parts)
+    for part in parts:
+        # Another mode samples by the sizes of the parts, which only the data would tell.
+        yield part.task, part.weight / total
 
 
 def judge_s(work: Work, speeds: Speeds, layout: RoleCounts, num_replies: float) -> float:

@@ -14,7 +14,6 @@ from strop.spec.task import TaskSection
 ROLE = "role"
 """Stands for the address of a judge that the run starts itself."""
 MAX_ANSWER_TOKENS = 512
-"""Of a judge, at most."""
 
 
 def is_this_machine(url: str) -> bool:

@@ -1,57 +1,81 @@
-"""Base of composite tasks: their parts, and the settings that belong to the parts."""
+"""The section of a mixture: here, because plans, layouts and judges look into its parts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self, TypeVar
+from collections.abc import Sequence
+from typing import Any, Literal, Self
 
 from pydantic import Field, JsonValue, ValidationError, field_validator, model_validator
 
 from strop.errors import ConfigError
-from strop.spec.base import Section, SpecConflict, check_free_table
+from strop.spec.base import Section, SpecConflict, check_free_table, expert
 from strop.spec.sandboxing import SandboxSettings
-from strop.spec.task import EnvironmentSection, TaskSection, TaskSpec, UserCodeSection
+from strop.spec.task import EnvironmentSection, TaskSection, TaskSpec
 from strop.user_code import CodeRef
 
 
-class TaskPart(Section):
-    """One part of a composite task."""
+class MixturePart(Section):
+    """One part of a mixture: a task, and how much of it."""
 
-    task: TaskSpec = Field(description="The part's task, whose problems are posed or whose verifier judges.")
+    task: TaskSpec = Field(description="The part's task.")
+    weight: float = Field(
+        default=1.0, gt=0.0, le=1e6, description="Share of its draws, relative to the other parts'."
+    )
+    count: int | None = Field(
+        default=None, ge=1, le=10**7, description="Training examples used, from the first. none = all."
+    )
+    repeat: int = Field(default=1, ge=1, le=1000, description="How often each comes in an epoch.")
 
 
-AnyPart = TypeVar("AnyPart", bound=TaskPart)
+_OWN = MixturePart.model_fields.keys() - {"task"}
 
 
-class PartedSection(TaskSection):
-    """Base of composite tasks, whose problems and settings are their parts'; each defines its `parts`."""
+class MixtureSpec(TaskSection):
+    """Several tasks trained as one."""
 
-    def read_parts(self) -> Mapping[str, TaskPart]:
-        """Return the parts by label, checked.
+    name: Literal["mixture"]
+    mode: Literal["weighted", "proportional", "sequential"] = Field(
+        default="weighted",
+        description="How the parts' examples follow each other in an epoch: drawn by weight until all are"
+        " used up, drawn by the parts' sizes, or one part after the other.",
+        json_schema_extra=expert("tasks are mixed in several ways, and a curriculum needs an order"),
+    )
+    parts: dict[str, dict[str, JsonValue]] = Field(
+        default={},
+        description="The parts by label, each a table [task.parts.LABEL] with the settings of a task (name"
+        " and its own), and: weight (1) of its draws, count (all) of its training examples, repeat (1)"
+        " times in an epoch.",
+    )
 
-        Raises: SpecConflict naming the setting that is wrong.
-        """
-        raise NotImplementedError
-
-    @field_validator("parts", mode="before", check_fields=False)
+    @field_validator("parts", mode="before")
     @classmethod
     def _check_parts(cls, parts: Any) -> Any:
         check_free_table(("task", "parts"), parts)
         return parts
 
     @model_validator(mode="after")
-    def _check_asking(self) -> Self:
-        given = dict(self.prompting)
-        if self.thinking != "model_default":
-            given["thinking"] = self.thinking
+    def _check_mixture(self) -> Self:
+        given = {"max_reply_tokens": self.max_reply_tokens, "thinking": self.thinking, **self.prompting}
         for name, value in given.items():
+            if value != type(self).model_fields[name].default:
+                raise SpecConflict(
+                    {f"task.{name}": value},
+                    "each part has its own",
+                    allowed=f"{name} in [task.parts.LABEL]",
+                    next_step="move the setting into the parts",
+                )
+        if not self.read_parts():
             raise SpecConflict(
-                {f"task.{name}": value},
-                "each part says for itself how the model is asked",
-                allowed=f"{name} in [task.parts.LABEL]",
-                next_step="move the setting into the parts",
+                {"task.parts": self.parts},
+                "a mixture of nothing",
+                allowed="one part or more, each a table [task.parts.LABEL] with the name of a task",
+                next_step="add the parts",
             )
         return self
+
+    def read_parts(self) -> dict[str, MixturePart]:
+        """Return the parts by label. Raises: SpecConflict naming the setting that is wrong."""
+        return {label: _read_part(label, table) for label, table in self.parts.items()}
 
     @property
     def num_train(self) -> int | None:
@@ -76,7 +100,7 @@ class PartedSection(TaskSection):
 
 def plain_sections(task: TaskSection) -> list[TaskSection]:
     """Return the sections of a task's parts, or its own."""
-    return [part.task for part in task.read_parts().values()] if isinstance(task, PartedSection) else [task]
+    return [part.task for part in task.read_parts().values()] if isinstance(task, MixtureSpec) else [task]
 
 
 def needs_service(task: TaskSection) -> bool:
@@ -85,16 +109,12 @@ def needs_service(task: TaskSection) -> bool:
     return any(isinstance(one, SandboxSettings) and one.sandbox == "remote" for one in sections)
 
 
-def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> AnyPart:
-    """Read a part of a composite task; keys that `kind` does not name belong to the part's task.
-
-    Raises: SpecConflict naming the setting that is wrong.
-    """
-    names = [name for name in kind.model_fields if name != "task"]
-    own = {key: value for key, value in table.items() if key in names}
-    settings = {key: value for key, value in table.items() if key not in names}
+def _read_part(label: str, table: dict[str, JsonValue]) -> MixturePart:
+    """Read a part; keys that are not its own belong to its task."""
+    own = {key: value for key, value in table.items() if key in _OWN}
+    settings = {key: value for key, value in table.items() if key not in _OWN}
     try:
-        part = kind.model_validate({**own, "task": settings})
+        part = MixturePart.model_validate({**own, "task": settings})
     except ValidationError as error:
         first = error.errors()[0]
         cause = first.get("ctx", {}).get("error")
@@ -108,7 +128,7 @@ def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> A
         raise SpecConflict(
             {".".join(["task.parts", label, *where]): first["input"]},
             first["msg"],
-            allowed=f"the settings of the part's task, and {', '.join(names[:-1])} and {names[-1]}",
+            allowed=f"the settings of the part's task, and {', '.join(sorted(_OWN))}",
             next_step="correct the setting; `strop explain task` lists those of every task",
         ) from error
     if isinstance(part.task, EnvironmentSection):
@@ -119,22 +139,3 @@ def read_part(kind: type[AnyPart], label: str, table: dict[str, JsonValue]) -> A
             next_step="train on it in a run of its own",
         )
     return part
-
-
-def refuse_same_names(parts: Mapping[str, TaskSection]) -> None:
-    """Refuse two classes of the same name, because results could not tell their examples apart.
-
-    Raises: SpecConflict naming both.
-    """
-    known: dict[str, str] = {}
-    for label, task in parts.items():
-        if not isinstance(task, UserCodeSection):
-            continue
-        other = known.setdefault(task.ref.name, label)
-        if parts[other].name != task.name:
-            raise SpecConflict(
-                {f"task.parts.{one}.name": parts[one].name for one in (other, label)},
-                f"two tasks are called {task.ref.name}",
-                allowed="a name of its own for each class",
-                next_step="rename one of the classes",
-            )

@@ -10,7 +10,7 @@ from typing import Any
 from strop.errors import ConfigError
 from strop.rollout import Split
 from strop.spec.built_in import built_in_tasks, import_kind
-from strop.spec.parts import PartedSection, plain_sections
+from strop.spec.parts import MixtureSpec
 from strop.spec.task import EnvironmentSection, TaskSection, UserCodeSection, UserEnvironmentSpec
 from strop.tasks.task import Task
 from strop.user_code import edited, hash_sources
@@ -66,7 +66,7 @@ def _build(spec: TaskSection) -> Any:
     kind = import_kind(spec.name)
     if isinstance(spec, EnvironmentSection):
         return _worlds().BuiltInWorld(spec, kind)
-    if isinstance(spec, PartedSection):
+    if isinstance(spec, MixtureSpec):
         return kind(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
     return kind(spec)
 
@@ -97,8 +97,5 @@ def build_warm_task(spec: TaskSection, code: Mapping[str, str] | None = None) ->
         # The scorer needs the generated problem; a mixture must know an example's part.
         for example in task.examples(Split.HELD_OUT)[:1]:
             task.gold_replies(example)
-    for part in plain_sections(spec):
-        plain = _build(part)
-        if hasattr(plain, "warm_up"):
-            plain.warm_up()
+    task.warm_up()
     return task

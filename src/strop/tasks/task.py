@@ -80,6 +80,8 @@ class Task(ABC):
     """Reply budget, stop strings and full marks; the widest of all examples."""
     is_costly: bool = False
     """Whether a judgement runs a program: it takes hundreds of times as long as rules."""
+    asks_judge: bool = False
+    """Whether a model judges replies."""
     is_ordered: bool = False
     """Whether `epoch_order` says the order of training examples; else they are shuffled."""
 
@@ -125,11 +127,6 @@ class Task(ABC):
     def world(self) -> Any:
         """What plays a task of several turns; None: a single reply is judged."""
         return None
-
-    @property
-    def judge_digests(self) -> Sequence[str]:
-        """Hashes of the models that judge replies."""
-        return ()
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -206,13 +203,77 @@ class Task(ABC):
         return
 
 
-class TaskWrapper(Task):
+class TasksInOne(Task):
+    """A task whose examples are those of other tasks, to which passes what concerns an example."""
+
+    @abstractmethod
+    def task_of(self, example: Example) -> Task:
+        """Return the task of an example."""
+
+    @override
+    def render(self, example: Example) -> tuple[Message, ...]:
+        return self.task_of(example).render(example)
+
+    @override
+    async def verify(self, example: Example, text: str) -> Outcome:
+        return await self.task_of(example).verify(example, text)
+
+    @override
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        return self.task_of(example).gold_replies(example)
+
+    @override
+    def limits_of(self, example: Example) -> TaskLimits:
+        return self.task_of(example).limits_of(example)
+
+    @override
+    def part_of(self, example: Example) -> str | None:
+        return self.task_of(example).part_of(example)
+
+    @override
+    def problem_of(self, example: Example) -> str | None:
+        return self.task_of(example).problem_of(example)
+
+    @override
+    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
+        return self.task_of(example).prompt_fields(example)
+
+    @override
+    def program_form(self, example: Example) -> ProgramForm | None:
+        return self.task_of(example).program_form(example)
+
+    @override
+    def compares(self, example: Example) -> bool:
+        return self.task_of(example).compares(example)
+
+    @override
+    async def verify_member(self, example: Example, text: str) -> Outcome:
+        return await self.task_of(example).verify_member(example, text)
+
+    @override
+    async def verify_group(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        return await self.task_of(example).verify_group(example, texts, outcomes)
+
+    @override
+    async def verify_here(
+        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
+    ) -> Sequence[Outcome]:
+        return await self.task_of(example).verify_here(example, texts, outcomes)
+
+
+class TaskWrapper(TasksInOne):
     """A task around another one, to which everything passes that it does not change."""
 
     def __init__(self, task: Task) -> None:
         self._task = task
         self.name, self.limits = task.name, task.limits
-        self.is_ordered, self.is_costly = task.is_ordered, task.is_costly
+        self.is_ordered, self.is_costly, self.asks_judge = task.is_ordered, task.is_costly, task.asks_judge
+
+    @override
+    def task_of(self, example: Example) -> Task:
+        return self._task
 
     @property
     @override
@@ -231,49 +292,12 @@ class TaskWrapper(Task):
 
     @property
     @override
-    def judge_digests(self) -> Sequence[str]:
-        return self._task.judge_digests
-
-    @property
-    @override
     def counts(self) -> Mapping[str, int]:
         return self._task.counts
 
     @override
     def examples(self, split: Split) -> Sequence[Example]:
         return self._task.examples(split)
-
-    @override
-    def render(self, example: Example) -> tuple[Message, ...]:
-        return self._task.render(example)
-
-    @override
-    async def verify(self, example: Example, text: str) -> Outcome:
-        return await self._task.verify(example, text)
-
-    @override
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        return self._task.gold_replies(example)
-
-    @override
-    def limits_of(self, example: Example) -> TaskLimits:
-        return self._task.limits_of(example)
-
-    @override
-    def part_of(self, example: Example) -> str | None:
-        return self._task.part_of(example)
-
-    @override
-    def problem_of(self, example: Example) -> str | None:
-        return self._task.problem_of(example)
-
-    @override
-    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
-        return self._task.prompt_fields(example)
-
-    @override
-    def program_form(self, example: Example) -> ProgramForm | None:
-        return self._task.program_form(example)
 
     @override
     def row_keys(self) -> Mapping[str, str | None]:
@@ -286,26 +310,6 @@ class TaskWrapper(Task):
     @override
     def attempt_tokens(self, limits: TaskLimits) -> int:
         return self._task.attempt_tokens(limits)
-
-    @override
-    def compares(self, example: Example) -> bool:
-        return self._task.compares(example)
-
-    @override
-    async def verify_member(self, example: Example, text: str) -> Outcome:
-        return await self._task.verify_member(example, text)
-
-    @override
-    async def verify_group(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> Sequence[Outcome]:
-        return await self._task.verify_group(example, texts, outcomes)
-
-    @override
-    async def verify_here(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> Sequence[Outcome]:
-        return await self._task.verify_here(example, texts, outcomes)
 
     @override
     def warm_up(self) -> None:

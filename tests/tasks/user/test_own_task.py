@@ -11,9 +11,9 @@ from strop.errors import ConfigError, StropError
 from strop.rollout import Split, make_example
 from strop.spec import ResolvedSpec, load_spec, write_spec
 from strop.spec.description import explain
+from strop.spec.parts import MixtureSpec
 from strop.spec.task import UserTaskSpec
 from strop.tasks import Task, build_task, build_warm_task
-from strop.tasks.mixture import MixtureSpec
 from strop.tasks.user import own_task
 from tests.fixtures.judging import judge_replies as judge
 from tests.fixtures.judging import run_self_test, verdict
@@ -262,13 +262,6 @@ def test_it_is_a_part_like_any_other(tmp_path: Path) -> None:
 
 
 def test_two_tasks_of_one_name_are_refused(tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    load(tmp_path)
-    load(other)
-    names = [f"{folder / 'own.py'}:Doubling" for folder in (tmp_path, other)]
-    with pytest.raises(ValueError, match="Doubling"):
-        MixtureSpec(name="mixture", parts={"a": {"name": names[0]}, "b": {"name": names[1]}})
     (tmp_path / "own.py").write_text(CODE.replace("class Doubling", "class arithmetic"))
     with pytest.raises(ConfigError, match="arithmetic"):
         build_task(UserTaskSpec(name=f"{tmp_path / 'own.py'}:arithmetic"))

@@ -130,6 +130,7 @@ class JudgedRows(RowTask):
         self._functions = {name: UserReward(name) for name in rewards if is_code(name)}
         self._weights = dict(zip(rewards, spec.reward_weights or [1.0] * len(rewards), strict=True))
         self._model = JudgeModel(spec) if spec.judge_url else None
+        self.asks_judge = self._model is not None
         self._pass_score = (spec.pass_score or spec.max_reward) - FULL_MARKS_SLACK
         level = getattr(spec, "strictness", "standard")
         graders = {**GRADERS, "math": STRICTNESS[level]}
@@ -149,7 +150,9 @@ class JudgedRows(RowTask):
             min_reward=spec.min_reward,
             verify_limit_s=limit_s or None,
         )
-        digests = [f"{one.ref} {one.digest}" for one in self._functions.values()] + self.judge_digests
+        digests = [f"{one.ref} {one.digest}" for one in self._functions.values()]
+        if self._model is not None:
+            digests.append(self._model.digest)
         super().__init__(
             spec,
             reading,
@@ -159,11 +162,6 @@ class JudgedRows(RowTask):
             base_prompt=base_prompt,
             verifier=" ".join([_VERIFIER, *rewards, *digests]),
         )
-
-    @property
-    def judge_digests(self) -> list[str]:
-        """The hash of the judge model, if there is one."""
-        return [] if self._model is None else [self._model.digest]
 
     def warm_up(self) -> None:
         """Load the user's functions and what compares formulas. Raises: ConfigError like `load_code`."""
