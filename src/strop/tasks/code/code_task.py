@@ -31,6 +31,7 @@ from strop.tasks.code.extraction import (
     used_names,
 )
 from strop.tasks.code.python_judge import JudgeJob, judge_for
+from strop.tasks.code.row_tests import read_table
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import (
     RowReading,
@@ -270,31 +271,31 @@ def _to_humaneval(row: Row) -> Example:
 def _to_apps(row: Row) -> Example:
     (question,) = require_texts(row, "question")
     starter, text = optional_text(row, "starter_code"), optional_text(row, "input_output")
-    tests, solutions = _parse(row, "input_output", {}), _parse(row, "solutions", [])
-    inputs, outputs, name = (
-        tests.get(key, empty) for key, empty in (("inputs", []), ("outputs", []), ("fn_name", None))
-    )
-    is_sound = (
-        isinstance(inputs, list)
-        and isinstance(outputs, list)
-        and len(inputs) == len(outputs)
-        and isinstance(name, str | None)
-        and (name is None or all(isinstance(arguments, list) for arguments in inputs))
-        and all(isinstance(solution, str) for solution in solutions)
-    )
-    if not is_sound:
-        raise _malformed(row, "input_output or solutions", "lists that belong together")
-    call = f"Write a function `{name}`; it is called with the arguments, and returns the result."
+    solutions = optional_text(row, "solutions")
+    try:
+        # Some tests have numbers with more digits than Python parses by default; the judge parses them.
+        tests = read_table(json.loads(text, parse_int=len) if text.strip() else {"inputs": [], "outputs": []})
+        references = json.loads(solutions) if solutions.strip() else []
+        if not all(isinstance(reference, str) for reference in references):
+            raise ValueError("solutions that are no texts")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise bad_row(
+            f"{row.place} is not in the schema of APPS: {error}",
+            allowed="JSON: `input_output` with `inputs` and `outputs` of one length, `solutions` of texts",
+        ) from error
+    form = "Write a program that reads from standard input and writes to standard output."
+    if tests.names:
+        form = (
+            f"Write a function `{tests.names[0]}`; it is called with the arguments, and returns the result."
+        )
     return _make_example(
         "apps",
-        solutions[0] if solutions else None,
+        references[0] if references else None,
         question=question,
         starter=f"\n\nBegin with this code:\n\n```python\n{starter}\n```" if starter else "",
-        form=call
-        if name
-        else "Write a program that reads from standard input and writes to standard output.",
-        names=[name] if name else [],
-        num_tests=len(inputs),
+        form=form,
+        names=list(tests.names),
+        num_tests=tests.num_tests,
         input_output=text,
     )
 
@@ -306,26 +307,6 @@ def _texts(row: Row, column: str) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise wrong_type(row, column, "a list of texts")
     return [value.replace("\r\n", "\n") for value in values]
-
-
-def _parse(row: Row, column: str, empty: Any) -> Any:
-    """Return the value of a column of JSON, of the type of `empty`. Raises: DataError naming the row."""
-    text = optional_text(row, column)
-    try:
-        # Some tests have numbers with more digits than Python parses by default; the judge parses them.
-        value = json.loads(text, parse_int=len) if text.strip() else empty
-    except (ValueError, RecursionError) as error:
-        raise _malformed(row, column, f"JSON ({error})") from error
-    if type(value) is not type(empty):
-        raise _malformed(row, column, f"a {type(empty).__name__}")
-    return value
-
-
-def _malformed(row: Row, columns: str, allowed: str) -> DataError:
-    return bad_row(
-        f"{row.place}: {columns} is not in the schema of APPS",
-        allowed=f"`inputs` and `outputs` of equal length, `solutions` a list of texts; here: {allowed}",
-    )
 
 
 def _package_file() -> Path:

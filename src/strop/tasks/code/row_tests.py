@@ -52,7 +52,9 @@ def read_tests(answer: Any) -> JudgeJob:
     if isinstance(answer, str) and answer.lstrip().startswith("{"):
         answer = json.loads(answer)
     if isinstance(answer, dict):
-        return _read_table(answer)
+        if not (table := read_table(answer)).num_tests:
+            raise ValueError("a table without tests")
+        return table
     texts = answer if isinstance(answer, list) else [answer]
     for text in texts:
         if not (isinstance(text, str) and compiles(text)):
@@ -73,21 +75,17 @@ def read_tests(answer: Any) -> JudgeJob:
     )
 
 
-def _read_table(table: dict[str, Any]) -> JudgeJob:
-    inputs, outputs, name = table.get("inputs"), table.get("outputs"), table.get("fn_name")
-    if not (
-        isinstance(inputs, list)
-        and isinstance(outputs, list)
-        and 0 < len(inputs) == len(outputs)
-        and isinstance(name, str | None)
-    ):
+def read_table(table: Any) -> JudgeJob:
+    """Return the tests of a table of APPS. Raises: ValueError if it is no such table."""
+    get: Any = table.get if isinstance(table, dict) else (lambda _: None)
+    inputs, outputs, name = get("inputs"), get("outputs"), get("fn_name")
+    is_sound = isinstance(inputs, list) and isinstance(outputs, list) and isinstance(name, str | None)
+    if not is_sound or len(inputs) != len(outputs):
         raise ValueError("a table without lists `inputs` and `outputs` of one length")
-    return JudgeJob(
-        source="",
-        names=(name,) if name else (),
-        input_output=json.dumps(table),
-        num_tests=len(outputs),
-    )
+    if name and not all(isinstance(arguments, list) for arguments in inputs):
+        raise ValueError("`inputs` of a function that are no lists of arguments")
+    names = (name,) if name else ()
+    return JudgeJob(source="", names=names, input_output=json.dumps(table), num_tests=len(outputs))
 
 
 def _find_names(tree: ast.Module) -> tuple[str, ...]:
