@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.tasks.code.python_judge.values import MalformedValue, decode, encode, parse
+from strop.tasks.code.python_judge.candidate import MalformedValue, decode, encode, parse
 
 _LEAVES = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary(),

@@ -193,9 +193,8 @@ for name, text in {texts!r}:
 @cache
 def read_runner() -> str:
     """Return the text of the runner: its modules, in the order of their imports, and `main`."""
-    candidate = ("values", "candidate")
-    judge = f"{_load(*candidate, 'remote', 'runner')}\nfrom {__package__}.runner import main as judge\n"
-    return f"{judge}def main():\n    judge({_load(*candidate)!r})\n"
+    judge = f"{_load('candidate', 'runner')}\nfrom {__package__}.runner import main as judge\n"
+    return f"{judge}def main():\n    judge({_load('candidate')!r})\n"
 
 
 def _load(*modules: str) -> str:
