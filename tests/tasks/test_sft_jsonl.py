@@ -107,9 +107,9 @@ def test_nothing_left_is_refused_with_what_was_seen(
     ("row", "named"),
     [
         ({"completion": "4", "gold": "4"}, "prompt"),
-        ({"prompt": "a", "gold": "4"}, "completion"),
+        ({"prompt": "a", "gold": "4"}, "assistant"),
         *(
-            ({"prompt": "a", "completion": "4", "gold": gold}, re.escape(repr(str(gold))))
+            ({"prompt": "a", "completion": "4", "gold": gold}, re.escape(repr(gold)))
             for gold in ([4], "four")
         ),
         *(

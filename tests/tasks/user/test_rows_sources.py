@@ -11,6 +11,7 @@ import pytest
 from strop.errors import DataError
 from strop.rollout import Split
 from strop.tasks import Task, build_task
+from strop.tasks.presets import PresetSpec
 from strop.tasks.user.rows import RowsSpec
 from tests.fixtures.tiny_hub import tiny_hub
 from tests.store.contract_suite import write_files
@@ -91,3 +92,14 @@ def test_all_below_a_prefix_is_fetched(s3_root: str, tmp_path: Path) -> None:
     assert answers(task_of(f"{s3_root}/mine/"))[Split.TRAIN] == ["1", "2", "3", "6"]
     sync(write_files(tmp_path / "one", {"one.jsonl": lines(range(20))}), s3_root)
     assert len(answers(task_of(f"{s3_root}/one.jsonl"))[Split.TRAIN]) == 18
+
+
+@pytest.mark.usefixtures("away_from_home")
+def test_another_data_set_for_evaluation_is_read_whatever_its_file_is_called(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rows = b'{"Problem": "1 + 1?", "Answer": 2}\n{"Problem": "1 + 2?", "Answer": "003"}\n'
+    with tiny_hub({"aime_2024_problems.jsonl": rows}, "org/AIME_2024", is_dataset=True) as address:
+        use_hub(monkeypatch, address)
+        task = build_task(PresetSpec(name="aime", source="org/AIME_2024"))
+        assert [example.answer for example in task.examples(Split.HELD_OUT)] == ["2", "3"]

@@ -133,8 +133,10 @@ def _find_files(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
             allowed="a folder or a file of Parquet or JSONL, or a hub id such as openai/gsm8k",
             next_step="correct the path in task.source",
         )
-    train = _note(source, path, _split_files(source, path, layout.train, _TRAIN))
-    return train, _note(source, path, _split_files(source, path, layout.held_out, _HELD_OUT))
+    train = _split_files(source, path, layout.train, _TRAIN) if layout.train else []
+    return _note(source, path, train), _note(
+        source, path, _split_files(source, path, layout.held_out, _HELD_OUT)
+    )
 
 
 def _split_files(source: str, folder: Path, files: Sequence[str], stems: Sequence[str]) -> list[Path]:
@@ -163,19 +165,25 @@ def _find_by_id(source: str, layout: DataLayout) -> tuple[list[Path], list[Path]
         )
         return train, held_out
     try:
-        train_path, held_out_path = (fetch_saved_split(source, saved[stems]) for stems in (_TRAIN, _HELD_OUT))
-        names = [] if train_path else [one for one in list_data_files(source) if one.endswith(DATA_SUFFIXES)]
+        found = [
+            fetch_saved_split(source, saved[stems]) if stems is _HELD_OUT or layout.train else None
+            for stems in (_TRAIN, _HELD_OUT)
+        ]
+        if found[0 if layout.train else 1] is not None:
+            train, held_out = ([path] if path is not None else [] for path in found)
+            return train, held_out
+        names = [name for name in list_data_files(source) if name.endswith(DATA_SUFFIXES)]
     except (RemoteMissing, HubUnreachable) as error:
         raise _not_there(source, "its list of files", error) from error
-    if train_path is not None:
-        return [train_path], [held_out_path] if held_out_path is not None else []
     if len(names) == 1:
         only = [_fetch(source, names[0])]
         return (only, []) if layout.train else ([], only)
-    chosen = _choose_files(source, names, _TRAIN if layout.train else (*_HELD_OUT, *_TRAIN))
-    held_out_names = _choose_files(source, names, _HELD_OUT, is_needed=False) if layout.train else chosen
-    train_names = chosen if layout.train else []
-    return [_fetch(source, name) for name in train_names], [_fetch(source, name) for name in held_out_names]
+    if layout.train:
+        files = _choose_files(source, names, _TRAIN), _choose_files(source, names, _HELD_OUT, is_needed=False)
+    else:
+        files = [], _choose_files(source, names, (*_HELD_OUT, *_TRAIN))
+    train, held_out = ([_fetch(source, name) for name in one] for one in files)
+    return train, held_out
 
 
 def _choose_files(
