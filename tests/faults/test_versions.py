@@ -54,4 +54,4 @@ def test_a_path_or_service_of_a_built_in_task_is_no_part_of_its_version(tmp_path
     (tmp_path / "run.toml").write_text('name = "own"\n[task]\nname = "gsm8k"\nsource = "./here"\n')
     here = version_of(tmp_path)
     assert version_of(tmp_path, f"task.source={tmp_path / 'there'}", "task.max_too_long_frac=0.5") == here
-    assert version_of(tmp_path, "task.mode=flex") != here
+    assert version_of(tmp_path, "task.reward=contains") != here
