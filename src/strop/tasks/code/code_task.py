@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -53,6 +53,8 @@ _MAX_TESTS_BYTES = 8 << 20
 """Larger tests do not fit into the messages between a pool and its workers; few problems have them."""
 _PACKAGES = ("numpy",)
 """What programs that are tested by such tables may import."""
+_JOB_FIELDS = {"names", "imports", "definitions", "setup", "tests", "input_output", "num_tests"}
+"""Fields of an example that are those of its `JudgeJob`."""
 _VERIFIER = "python-programs-1"
 
 
@@ -151,7 +153,7 @@ class CodeTask(RowTask):
             SandboxRefused with kind packages if it cannot mount numpy for a program that imports it.
         """
         fields = example.fields
-        names, head = tuple(fields["names"]), fields["head"]
+        names, head = tuple(fields["names"]), fields.get("head", "")
         code = extract_python(text, names)
         if code is not None and (defines(code, names[0]) if names else compiles(code)):
             # The head alone defines a function without a result; the code's definition replaces it.
@@ -171,12 +173,13 @@ class CodeTask(RowTask):
         """Return the reference program: fenced, and as it ends or goes on a prompt in plain text."""
         if example.answer is None:
             return ()
-        return fence(example.fields["head"] + example.answer), example.answer + self._data.ending
+        return fence(example.fields.get("head", "") + example.answer), example.answer + self._data.ending
 
     def prompt_fields(self, example: Example) -> Mapping[str, Any]:
         """Return the fields of an example, and its shown tests as one text."""
         fields = example.fields
-        return {**fields, "tests": "\n".join(fields["tests"][: fields["num_shown"]])}
+        shown = fields.get("tests", [])[: fields.get("num_shown")]
+        return {**fields, "tests": "\n".join(shown)}
 
     def _why_left_out(self, row: Row, split: Split) -> str | None:
         if not isinstance(self._spec, AppsSpec):
@@ -196,28 +199,11 @@ class CodeTask(RowTask):
 
 
 def _to_job(fields: Mapping[str, Any], program: str) -> JudgeJob:
-    is_table = bool(fields["input_output"])
-    return JudgeJob(
-        source=program,
-        names=tuple(fields["names"]),
-        imports=tuple(fields["imports"]),
-        # The tests use the data set's own functions in its version, not the reply's.
-        definitions=fields["definitions"],
-        setup=fields["setup"],
-        tests=tuple(fields["tests"]),
-        input_output=fields["input_output"],
-        num_tests=fields["num_tests"],
-        wall_s=min(_MAX_WALL_S, WALL_S + fields["num_tests"]) if is_table else WALL_S,
-        test_s=_TEST_S if is_table else WALL_S,
-        packages=_PACKAGES if is_table else (),
-    )
-
-
-def _make_example(name: str, answer: str | None, **fields: Any) -> Example:
-    tests = fields.get("tests", [])
-    defaults = {"head": "", "imports": [], "definitions": "", "setup": "", "tests": [], "input_output": ""}
-    counts = {"num_tests": len(tests), "num_shown": len(tests)}
-    return make_example(name, {**defaults, **counts, **fields}, answer)
+    job = JudgeJob(source=program, **{key: fields[key] for key in _JOB_FIELDS & fields.keys()})
+    if not job.input_output:
+        return replace(job, wall_s=WALL_S)
+    wall_s = min(_MAX_WALL_S, WALL_S + job.num_tests)
+    return replace(job, wall_s=wall_s, test_s=_TEST_S, packages=_PACKAGES)
 
 
 def _to_mbpp(row: Row) -> Example:
@@ -234,18 +220,18 @@ def _to_mbpp(row: Row) -> Example:
             allowed="at least one test of a name that `code` defines, in Python",
         )
     used = dict.fromkeys((*in_tests, *used_names("\n".join([setup, *hidden]))))
-    return _make_example(
-        "mbpp",
-        code,
-        text=text,
-        question=f"{text}\n{shown[0]}",
-        names=[name for name in used if name in defined],
-        imports=list(import_lines(setup)),
-        definitions="\n".join(import_lines(code)),
-        setup=setup,
-        tests=[*shown, *hidden],
-        num_shown=len(shown),
-    )
+    fields = {
+        "text": text,
+        "question": f"{text}\n{shown[0]}",
+        "names": [name for name in used if name in defined],
+        "imports": list(import_lines(setup)),
+        "definitions": "\n".join(import_lines(code)),
+        "setup": setup,
+        "tests": [*shown, *hidden],
+        "num_tests": len(shown) + len(hidden),
+        "num_shown": len(shown),
+    }
+    return make_example("mbpp", fields, code)
 
 
 def _to_humaneval(row: Row) -> Example:
@@ -256,16 +242,16 @@ def _to_humaneval(row: Row) -> Example:
             " not complete it, or `test` defines no function check",
             allowed="Python in all three",
         )
-    return _make_example(
-        "humaneval",
-        body,
-        prompt=prompt.strip("\n"),
-        head=prompt,
-        names=[name],
-        definitions=prompt,
-        setup=test,
-        tests=[f"check({name})"],
-    )
+    fields = {
+        "prompt": prompt.strip("\n"),
+        "head": prompt,
+        "names": [name],
+        "definitions": prompt,
+        "setup": test,
+        "tests": [f"check({name})"],
+        "num_tests": 1,
+    }
+    return make_example("humaneval", fields, body)
 
 
 def _to_apps(row: Row) -> Example:
@@ -288,16 +274,15 @@ def _to_apps(row: Row) -> Example:
         form = (
             f"Write a function `{tests.names[0]}`; it is called with the arguments, and returns the result."
         )
-    return _make_example(
-        "apps",
-        references[0] if references else None,
-        question=question,
-        starter=f"\n\nBegin with this code:\n\n```python\n{starter}\n```" if starter else "",
-        form=form,
-        names=list(tests.names),
-        num_tests=tests.num_tests,
-        input_output=text,
-    )
+    fields = {
+        "question": question,
+        "starter": f"\n\nBegin with this code:\n\n```python\n{starter}\n```" if starter else "",
+        "form": form,
+        "names": list(tests.names),
+        "num_tests": tests.num_tests,
+        "input_output": text,
+    }
+    return make_example("apps", fields, references[0] if references else None)
 
 
 def _texts(row: Row, column: str) -> list[str]:

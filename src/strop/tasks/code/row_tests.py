@@ -163,8 +163,12 @@ class _Faults:
                 yield "they catch an exception that is no built-in one"
             case ast.With(items=items) if any(self._is_program(item.context_expr) for item in items):
                 yield "they enter a context of the program"
-            case ast.ClassDef() | ast.FunctionDef():
-                yield from self._look_at_definition(node)
+            case ast.ClassDef() | ast.FunctionDef() if node.name.startswith(_PYTEST_HOOKS):
+                yield "they need pytest, which is not there"
+            case ast.ClassDef() | ast.FunctionDef() if any(
+                map(self._names_program, [*getattr(node, "bases", ()), *node.decorator_list])
+            ):
+                yield "they derive from what the program defines, or decorate with it"
             case ast.Compare() | ast.BinOp() | ast.UnaryOp() | ast.AugAssign() if self._decides(node):
                 yield _OPERATOR
             case ast.Call():
@@ -230,13 +234,6 @@ class _Faults:
             return not (isinstance(node.value, ast.Name) and node.value.id in _VALUES)
         return not isinstance(node, ast.Lambda | ast.GeneratorExp) and ast.unparse(node) not in self._of_tests
 
-    def _look_at_definition(self, node: ast.ClassDef | ast.FunctionDef) -> Iterator[str]:
-        bases = node.bases if isinstance(node, ast.ClassDef) else []
-        if any(map(self._names_program, (*bases, *node.decorator_list))):
-            yield "they derive from what the program defines, or decorate with it"
-        if node.name.startswith(_PYTEST_HOOKS):
-            yield "they need pytest, which is not there"
-
     def _find_unused(self) -> Iterator[str]:
         """Find functions of the tests that nothing calls: they judge nothing."""
         loaded = [node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)]
@@ -275,15 +272,14 @@ def _is_assertion(node: ast.AST) -> bool:
 
 
 def _swallows(node: ast.Try) -> bool:
-    body = [inner for statement in node.body for inner in ast.walk(statement)]
-    if not any(map(_is_assertion, body)):
-        return False
-    for handler in node.handlers:
+    """Whether one of its handlers lets a failed assertion of its body pass."""
+
+    def asserts(statements: list[ast.stmt]) -> bool:
+        nodes = [inner for statement in statements for inner in ast.walk(statement)]
+        return any(_is_assertion(inner) or isinstance(inner, ast.Raise) for inner in nodes)
+
+    def catches(handler: ast.ExceptHandler) -> bool:
         kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-        catches = any(kind is None or ast.unparse(kind) in _SWALLOWERS for kind in kinds)
-        inner = [one for statement in handler.body for one in ast.walk(statement)]
-        if catches and not any(
-            isinstance(one, ast.Assert | ast.Raise) or _is_assertion(one) for one in inner
-        ):
-            return True
-    return False
+        return any(kind is None or ast.unparse(kind) in _SWALLOWERS for kind in kinds)
+
+    return asserts(node.body) and any(catches(one) and not asserts(one.body) for one in node.handlers)
