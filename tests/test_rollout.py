@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from strop.errors import DataError, LengthMismatch
+from strop.errors import DataError, UnfitRecord
 from strop.rollout import (
     FailureOwner,
     FinishReason,
@@ -83,7 +83,7 @@ def test_a_field_that_is_not_json_is_refused() -> None:
 
 
 def test_a_turn_whose_streams_differ_in_length_is_refused() -> None:
-    with pytest.raises(LengthMismatch, match="a turn has 3 token ids and 2 log-probabilities"):
+    with pytest.raises(UnfitRecord, match="a turn has 3 token ids and 2 log-probabilities"):
         spoken(3, 2)
 
 

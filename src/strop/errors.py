@@ -123,10 +123,6 @@ class UnfitRecord(DataError):
     exit_code = EXIT_FAILED
 
 
-class LengthMismatch(UnfitRecord):
-    """Raised when two streams of one turn differ in length; the rollout worker masks the rollout."""
-
-
 class CheckRefused(StropError, RuntimeError):
     """Raised by the gate and by preflight checks; nothing was trained. Exit code 76."""
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from strop.errors import DataError, LengthMismatch, UnfitRecord
+from strop.errors import DataError, UnfitRecord
 
 if TYPE_CHECKING:
     import numpy as np
@@ -271,19 +271,13 @@ class Turn:
         if self.logprobs is None:
             return
         if len(self.logprobs) != len(self.token_ids):
-            raise LengthMismatch(
-                f"a turn has {len(self.token_ids)} token ids and {len(self.logprobs)} log-probabilities",
-                allowed="streams of equal length",
-                next_step="read the engine's log; the rollout is masked",
+            raise UnfitRecord(
+                f"a turn has {len(self.token_ids)} token ids and {len(self.logprobs)} log-probabilities"
             )
         import numpy as np
 
         if not bool(np.isfinite(self.logprobs).all()):
-            raise UnfitRecord(
-                "a turn has a log-probability that is not finite",
-                allowed="finite values for every sampled token; a missing value has no filler",
-                next_step="read the engine's log; the rollout is masked",
-            )
+            raise UnfitRecord("a turn has a log-probability that is not finite")
 
     @property
     def is_sampled(self) -> bool:

@@ -252,27 +252,16 @@ class Tokenizer:
         return value
 
     def _to_template(self, message: Message, source: str) -> dict[str, Any]:
-        """Return a message in the form that chat templates read, which is that of transformers.
-
-        It differs from OpenAI's in the arguments of a tool call: they are an object.
-        """
-        # The model's own words may hold marks of thoughts and calls.
-        is_own = message.role == "assistant"
-        content = message.text if is_own else self.guard(message.text)
-        found: dict[str, Any] = {"role": message.role, "content": content}
-        if message.tool_calls:
-            found["tool_calls"] = [
-                {
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": json.loads(call.arguments)},
-                    **({} if call.call_id is None else {"id": call.call_id}),
-                }
-                for call in message.tool_calls
-            ]
-        if message.tool_call_id is not None:
-            found["tool_call_id"] = message.tool_call_id
+        """Return a message as chat templates read it: in OpenAI's form, with arguments as an object."""
+        found = message.to_json()
+        if message.role != "assistant":
+            # The model's own words may hold marks of thoughts and calls.
+            found["content"] = self.guard(message.text)
+        for call in found.get("tool_calls", ()):
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         if message.name is not None:
             found["name"] = self.guard(message.name)
+        found.pop(REASONING, None)
         if message.reasoning is not None:
             names = [name for name in _REASONING_NAMES if re.search(rf"\b{name}\b", source)]
             if not names:

@@ -14,7 +14,7 @@ import torch
 from strop.algorithm import ALGORITHMS, Algorithm
 from strop.algorithm.corrections import CORRECTIONS
 from strop.algorithm.losses import CLIPPED
-from strop.errors import LengthMismatch
+from strop.errors import UnfitRecord
 from strop.policy.packing import split_by_budget
 from strop.rollout import Group
 from strop.train.batch import build_batch
@@ -209,7 +209,7 @@ def test_advantages_of_tokens_stand_in_for_that_of_the_reply(model_dir: Callable
     )
     summed = {name: torch.stack([part[name] for part in parts]).sum(0) for name in together}
     assert relative_error(together, summed) <= TOLERANCE
-    with pytest.raises(LengthMismatch, match="4 scored tokens and 3 advantages"):
+    with pytest.raises(UnfitRecord, match="4 scored tokens and 3 advantages"):
         replace(first, token_advantages=np.zeros(3, np.float32))
 
 

@@ -13,7 +13,7 @@ import torch
 from strop.algorithm import ALGORITHMS, Algorithm
 from strop.algorithm.corrections import CORRECTIONS
 from strop.algorithm.losses import KlPenalty
-from strop.errors import LengthMismatch
+from strop.errors import UnfitRecord
 from strop.policy.learner import LossTerm
 from strop.policy.objective import Scope, ScoredTokens, TokenTerms
 from strop.policy.packing import PackedGroup, split_by_budget, with_logprobs
@@ -118,9 +118,9 @@ def test_tok_2_a_side_stream_keeps_its_length_whatever_its_tokens_are() -> None:
     full = replace(reply, reference_logprobs=np.full(4, -1.0, dtype=np.float32))
     assert full.reference_logprobs is not None
     assert len(full.reference_logprobs) == 4
-    with pytest.raises(LengthMismatch, match=r"4 scored tokens and 3 reference log-probabilities"):
+    with pytest.raises(UnfitRecord, match=r"4 scored tokens and 3 reference log-probabilities"):
         replace(reply, reference_logprobs=np.full(3, -1.0, dtype=np.float32))
-    with pytest.raises(LengthMismatch, match="teacher"):
+    with pytest.raises(UnfitRecord, match="teacher"):
         with_logprobs([replace(group, replies=(reply,))], "teacher", [np.zeros(5, dtype=np.float32)])
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from strop.errors import LengthMismatch, UnfitRecord
+from strop.errors import UnfitRecord
 from strop.policy.objective import ScoredTokens
 from strop.rollout import BoolArray, FloatArray, IntArray
 
@@ -62,7 +62,7 @@ class PackedReply:
         streams = {f"{name} log-probabilities": getattr(self, f"{name}_logprobs") for name in AUX_STREAMS}
         for name, stream in {**streams, "advantages": self.token_advantages}.items():
             if stream is not None and len(stream) != num_scored:
-                raise LengthMismatch(f"a reply has {num_scored} scored tokens and {len(stream)} {name}")
+                raise UnfitRecord(f"a reply has {num_scored} scored tokens and {len(stream)} {name}")
         if len(self.token_ids) != len(self.is_scored) or num_scored != len(self.engine_logprobs):
             raise UnfitRecord(
                 f"a reply has {len(self.token_ids)} tokens, {len(self.is_scored)} marks, {num_scored} of them"
@@ -294,7 +294,7 @@ def with_logprobs(
 ) -> tuple[PackedGroup, ...]:
     """Return the groups with a side stream: one array per reply, in order, as from a learner's `score`.
 
-    Raises: LengthMismatch if a stream is not as long as the reply's scored tokens.
+    Raises: UnfitRecord if a stream is not as long as the reply's scored tokens.
     """
     waiting = iter(scores)
     return tuple(
