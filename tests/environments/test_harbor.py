@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from strop.audit import self_test
 from strop.environments.harbor import (
     Harbor,
     HarborSpec,
     Image,
-    choose_engine,
     digest_tree,
     list_directories,
     parse_rewards,
@@ -72,7 +72,8 @@ def test_an_older_schema_is_read(tmp_path: Path) -> None:
         ({"config": CONFIG.replace("gpus = 0", "gpus = 1")}, "environment.gpus"),
         ({"config": CONFIG + "[[steps]]\nname = 'one'\n"}, "steps"),
         ({"config": CONFIG.replace("[agent]", "[agent]\nuser = 'agent'")}, "agent.user"),
-        ({"config": CONFIG.replace('"5"', '"${HOME}"')}, "environment.env|verifier.env|solution.env"),
+        ({"config": CONFIG.replace('"5"', '"${HOME}"')}, "verifier.env"),
+        ({"config": CONFIG.replace('"5"', '"$$${HOME}"')}, "verifier.env"),
         ({"config": CONFIG.replace("artifacts = []", 'artifacts = ["a"]')}, "artifacts"),
         ({"config": CONFIG.replace("memory_mb = 256", 'memory = "much"')}, "could not convert"),
         ({"config": CONFIG.replace("timeout_sec = 5.0", "timeout_sec = 0")}, "verifier.timeout_sec"),
@@ -103,8 +104,8 @@ def test_a_root_without_tasks_and_a_wrong_name_are_refused(tmp_path: Path) -> No
     write_task(tmp_path / "add", BASE)
     with pytest.raises(ConfigError, match="no task directory sub"):
         list_directories(tmp_path, ("sub",))
-    with pytest.raises(ConfigError, match="has no images"):
-        choose_engine("bubblewrap")
+    with pytest.raises(ValidationError):
+        HarborSpec(name="harbor", root=str(tmp_path), sandbox="bubblewrap")  # type: ignore[arg-type]
 
 
 def test_the_last_by_name_are_held_out(tmp_path: Path) -> None:

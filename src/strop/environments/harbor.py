@@ -15,7 +15,6 @@ import json
 import math
 import re
 import shlex
-import shutil
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -33,7 +32,7 @@ from strop.io import FileLock
 from strop.io.variables import user_cache_dir
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.sandbox.contract import MIB, SandboxSpec
-from strop.sandbox.engine import ENGINES, Engine, engine_environ
+from strop.sandbox.engine import Engine, engine_environ
 from strop.sandbox.local import find_program
 from strop.sandbox.served import ServedSandbox
 from strop.spec.base import Unhashed, expert
@@ -45,7 +44,7 @@ from strop.tasks.task import TaskLimits
 _CONFIG = "task.toml"
 _UNITS = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 _Path = Annotated[str, Field(pattern="^/")]
-_Variables = dict[str, Annotated[str, Field(pattern=r"^([^$]|\$[^{])*$")]]
+_Variables = dict[str, Annotated[str, Field(pattern=r"^([^$]|\$+[^${])*\$*$")]]
 """None names a variable of this machine (`${NAME}`), which no sandbox gets."""
 _LOGS = "/logs/verifier"
 _ARTIFACTS = "/logs/artifacts"
@@ -72,6 +71,11 @@ class HarborSpec(RoomSettings, EnvironmentSection):
         strict=False,
         description="Names of task directories. Empty = all.",
         json_schema_extra=expert("a run may be about some of them"),
+    )
+    sandbox: Literal["podman", "docker"] = Field(
+        default="podman",
+        description="Container engine of the sandboxes: Harbor's tasks are images.",
+        json_schema_extra=expert("a machine may have docker alone"),
     )
     open_network: bool = Field(
         default=False,
@@ -156,7 +160,6 @@ class Harbor(Workspace):
     async def reset(self, example: Example, seed: int) -> str:
         """Pull or build the image, then open. Raises: ConfigError, AttemptFailed, as `Workspace.reset`."""
         task = self._task = self._task_of(example)
-        self.place = replace(self.place, backend=choose_engine(self.place.backend))
         self._command_limit_s = self.place.command_limit_s
         self._image = await asyncio.to_thread(find_image, task, self.place.backend)
         self.folder = task.config.environment.workdir or self._image.workdir
@@ -292,19 +295,6 @@ class Image:
     """A name in the engine's store, or the path of a directory tree."""
     workdir: str = "/"
     env: dict[str, str] = field(default_factory=dict)
-
-
-def choose_engine(backend: str) -> str:
-    """Return the container engine for a backend setting. Raises: ConfigError if it is none."""
-    if backend == "auto":
-        return next((name for name in ENGINES if shutil.which(name)), ENGINES[0])
-    if backend not in ENGINES:
-        raise ConfigError(
-            f"task.sandbox={backend} has no images, and tasks of Harbor's are images",
-            allowed="podman or docker",
-            next_step="set task.sandbox",
-        )
-    return backend
 
 
 def find_image(task: HarborTask, backend: str) -> Image:

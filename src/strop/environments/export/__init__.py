@@ -1,5 +1,1 @@
-"""Export of environments and tasks as packages of verifiers v1.
-
-`writing` writes a package. Its module, a copy of `taskset`, imports nothing of strop and runs in verifiers'
-process; `playing` is the process on strop's side, which speaks the protocol of `guests.host`.
-"""
+"""Export of environments and tasks as packages of verifiers v1, which strop plays in a process of its own."""

@@ -8,7 +8,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from strop.environments.guests.process import Process
 from strop.errors import ConfigError
@@ -35,7 +35,12 @@ class Guest(Process):
 
     def __init__(self, python: Path, module: str, settings: Mapping[str, Any]) -> None:
         """Start it. `settings`: the arguments of the module's `start`. Raises: ConfigError."""
-        self._errors = tempfile.TemporaryFile() if _log_path is None else _log_path.open("a+b")  # noqa: SIM115
+        self._errors: IO[bytes]
+        # An earlier run's folder may be gone.
+        if _log_path is not None and _log_path.parent.is_dir():
+            self._errors = _log_path.open("a+b")
+        else:
+            self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (`end` closes it)
         env = {name: os.environ[name] for name in _KEPT_VARIABLES if name in os.environ}
         argv = [str(python), str(_HOST), str(_HOST.with_name(module))]
         try:
