@@ -98,7 +98,7 @@ def test_the_pairs_of_a_range_by_hand() -> None:
         ({"sampling": {"temperature": 0.0}}, "all rollouts of a prompt would be equal"),
         ({"sampling": {"top_p": 0.9}}, "a part of the vocabulary"),
         ({"sampling": {"top_k": 1}}, "a part of the vocabulary"),
-        ({"task": {"name": "arithmetic", "min_value": 9, "max_value": 3}}, "no number is left"),
+        ({"task": {"name": "arithmetic", "min_value": 9, "max_value": 3}}, "no pair is left"),
         ({"task": {"name": "arithmetic", "num_held_out": 400}}, "no pair is left"),
         ({"task": {"name": "reverse-text", "min_words": 5, "max_words": 4}}, "no length is left"),
         ({"task": {"name": "reverse-text", "num_train": 7}}, "7 examples to train on"),

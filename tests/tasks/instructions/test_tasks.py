@@ -142,7 +142,7 @@ def test_malformed_training_rows_are_refused(tmp_path: Path, change: Row) -> Non
 
 def test_unequal_lists_of_a_multi_row_are_refused(tmp_path: Path) -> None:
     row = multi_row({}) | {"ground_truth": repr([{"instruction_id": TWO_PARTS, "kwargs": [None]}])}
-    with pytest.raises(DataError, match="2 ids and 1 "):
+    with pytest.raises(DataError, match="row 2"):
         task_of("if-multi", tmp_path, [NO_COMMAS[0], row]).examples(Split.TRAIN)
 
 

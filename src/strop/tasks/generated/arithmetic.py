@@ -88,23 +88,12 @@ class ArithmeticSpec(TaskSection):
 
     @model_validator(mode="after")
     def _check_range(self) -> ArithmeticSpec:
-        if self.min_value > self.max_value:
+        if self.min_value > self.max_value or self.num_train < 1:
+            given = {key: getattr(self, key) for key in ("num_held_out", "min_value", "max_value")}
             raise SpecConflict(
-                {"task.min_value": self.min_value, "task.max_value": self.max_value},
-                "no number is left to add",
-                allowed="a smallest summand that is at most the largest one",
-                next_step="swap the two values",
-            )
-        if self.num_train < 1:
-            raise SpecConflict(
-                {
-                    "task.num_held_out": self.num_held_out,
-                    "task.min_value": self.min_value,
-                    "task.max_value": self.max_value,
-                },
+                {f"task.{key}": value for key, value in given.items()},
                 "no pair is left to train on",
-                allowed=f"at most {(self.num_pairs - 1) // 2 * 2} held-out pairs of the {self.num_pairs} that"
-                " the range has; both orders of two numbers are held out, or neither is",
+                allowed="a range of more pairs than are held out; of two numbers both orders are, or none",
                 next_step="lower task.num_held_out or raise task.max_value",
             )
         return self

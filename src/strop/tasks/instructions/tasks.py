@@ -71,17 +71,13 @@ def read_messages(row: Row) -> str:
 
 
 def pair_calls(row: Row, columns: str, ids: object, arguments: object) -> list[Call]:
-    """Return instructions from two lists of a row. Raises: DataError naming the row for lists that differ."""
-    if not isinstance(ids, list) or not isinstance(arguments, list) or len(ids) != len(arguments):
-        sizes = [len(one) if isinstance(one, list) else type(one).__name__ for one in (ids, arguments)]
-        content = f"{columns}: {sizes[0]} ids and {sizes[1]} argument tables"
-        raise _refuse(row, content, "two lists of equal length")
-    if not ids:
-        raise _refuse(row, "no instruction", "at least one instruction")
+    """Return instructions from two lists of a row. Raises: DataError naming the row for others."""
     # None stands for an empty table.
-    tables = [{} if table is None else table for table in arguments]
-    if not all(isinstance(table, Mapping) for table in tables):
-        raise _refuse(row, f"{columns}: arguments {str(arguments)[:120]!r}", "tables, or null for none")
+    tables = [{} if one is None else one for one in arguments] if isinstance(arguments, list) else []
+    is_list = isinstance(ids, list) and bool(ids) and all(isinstance(one, Mapping) for one in tables)
+    if not isinstance(ids, list) or not is_list or len(ids) != len(tables):
+        content = f"{columns}: {str(ids)[:80]} and {str(arguments)[:80]}"
+        raise _refuse(row, content, "two lists of equal length: of ids, and of tables or null")
     return list(zip(ids, tables, strict=True))
 
 
