@@ -15,7 +15,7 @@ from typing import Any
 
 from strop.environments.recording import Call
 from strop.rollout import REASONING, FinishReason, Message
-from strop.tasks.user.rewards import read_schema
+from strop.tasks.graders import read_schema
 from strop.tokenizer import Tokenizer
 
 _MAX_CHOICES = 128

@@ -6,6 +6,7 @@ behind its answer.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 from unicodedata import normalize
 
 from strop.rollout import Example, Outcome
-from strop.tasks.answers import judged_text, parse_number, show_answer
+from strop.tasks.answers import judged_text, parse_number, show_answer, text_after_thinking
 from strop.tasks.mathematics.answers import (
     FoundAnswer,
     find_answer,
@@ -187,6 +188,85 @@ def _read_letter(value: Any) -> str | None:
     return value if isinstance(value, str) and re.fullmatch("[A-D]", value) else None
 
 
+# Rewards that compare texts as they stand; `format_ok` is unknown.
+
+
+def _compared(holds: Callable[[str, str], bool]) -> Callable[[Example, str, str], Outcome]:
+    """Return a judge of what a reply says behind its last closed thinking block, beside the answer."""
+
+    def judge(example: Example, text: str, question: str) -> Outcome:
+        said = text_after_thinking(text)
+        # Not as another reward of the row has read it.
+        gold = show_answer(example.fields["answer"]) if "answer" in example.fields else gold_of(example)
+        is_correct = said is not None and holds(said, gold)
+        return Outcome(parts={"correct": float(is_correct)}, is_correct=is_correct)
+
+    return judge
+
+
+def _spelled(text: str, gold: str) -> str:
+    plain = " ".join(normalize("NFC", text).replace("\u2212", "-").split())
+    # A truth value is true in JSON, True in Python and TRUE in a table.
+    return plain.casefold() if gold.casefold() in ("true", "false") else plain
+
+
+def _is_spelled(text: str, gold: str) -> bool:
+    return _spelled(text, gold) == _spelled(gold, gold)
+
+
+# Letters of scripts that put no space between words, or glue endings to them.
+_UNSPACED = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
+_IN_WORD = rf"[^\W{_UNSPACED}]"
+
+
+def _contains(text: str, answer: str) -> bool:
+    gold = _spelled(answer, answer)
+    # As whole words and numbers: 4 is not in 42, -4, 4.5, 1/4, 4:30 or 4,500, and C is not in C++.
+    before = rf"(?<!{_IN_WORD})" if re.match(_IN_WORD, gold) else ""
+    behind = rf"(?!{_IN_WORD})" if re.match(_IN_WORD, gold[-1:]) else ""
+    if re.match(r"[-$.]*[0-9]", gold):
+        before += r"(?<![0-9])(?<!(?<![A-Za-z])\.)(?<![0-9][,/:])" + (
+            r"(?<![\w)\]])" if gold[0] == "-" else r"(?<!(?<![\w)\]])-)"
+        )
+    if gold[-1:].isdigit():
+        behind += r"(?![.,/:]?[0-9])"
+    elif behind:
+        behind += r"(?![+#]{1,2}(?!\w))"
+    found = re.search(before + re.escape(gold) + behind, _spelled(text, answer))
+    return bool(gold) and found is not None
+
+
+_FENCED = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
+
+
+def _fits_schema(text: str, answer: str) -> bool:
+    from jsonschema import ValidationError, validators
+
+    schema = read_schema(answer)
+    try:
+        fenced = _FENCED.fullmatch(text)
+        validators.validator_for(schema)(schema).validate(json.loads(fenced[1] if fenced else text))
+    except (ValueError, ValidationError):
+        return False
+    return True
+
+
+def read_schema(answer: Any) -> Any:
+    """Return a JSON Schema: a table, or its text. Raises: ValueError if it is none."""
+    from jsonschema import SchemaError, validators
+
+    schema = json.loads(answer) if isinstance(answer, str) else answer
+    try:
+        validators.validator_for(schema).check_schema(schema)
+    except (SchemaError, AttributeError, TypeError) as error:
+        raise ValueError(f"{getattr(error, 'message', error)}") from error
+    return schema
+
+
+def _read_text(value: Any) -> str | None:
+    return show_answer(value) or None
+
+
 STRICTNESS: Mapping[str, Grader] = {
     level: Grader(_read_formula, "a number, a formula or a word", partial(_judge_formula, strictness=level))
     for level in Strictness
@@ -198,4 +278,11 @@ GRADERS: Mapping[str, Grader] = {
     "math": STRICTNESS[Strictness.STANDARD],
     "integer": Grader(_read_integer, f"a whole number from 0 to {_MAX_AIME}", _judge_integer),
     "letter": Grader(_read_letter, "a letter from A to D, or its index from 0", _judge_letter),
+    "exact": Grader(_read_text, "a text", _compared(_is_spelled)),
+    "contains": Grader(_read_text, "a text", _compared(_contains)),
+    "json-schema": Grader(
+        lambda value: show_answer(read_schema(value)),
+        "a JSON Schema, as a table or its text",
+        _compared(_fits_schema),
+    ),
 }

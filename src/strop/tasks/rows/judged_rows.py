@@ -15,13 +15,13 @@ from strop.spec.task import CodeTaskSection, JudgedByUser, TrainingRows
 from strop.tasks.graders import GRADERS, STRICTNESS
 from strop.tasks.judge_model import JUDGE, JudgeModel
 from strop.tasks.mathematics import symbolic
-from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples, gold_of
+from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
 from strop.tasks.task import TaskLimits
-from strop.tasks.user.rewards import BUILT_IN, FULL_MARKS_SLACK, Parts, UserReward, score_built_in
+from strop.tasks.user.rewards import FULL_MARKS_SLACK, Parts, UserReward
 from strop.user_code import CodeRef, is_code
 
 SANDBOXED = "python-tests"
-COMPARING = (*BUILT_IN, *GRADERS, SANDBOXED)
+COMPARING = (*GRADERS, SANDBOXED)
 """Rewards that need an answer."""
 BUILT_IN_REWARDS = (*COMPARING, JUDGE)
 _VERIFIER = "rewards-1"
@@ -202,11 +202,10 @@ class JudgedRows(RowTask):
                 continue
             if function is not None:
                 scores = await function.score({**self._values_of(example), "reply": text})
-            elif name in BUILT_IN:
-                scores = {name: score_built_in(name, text, self._gold_of(example))}
             else:
-                outcome = await self._judge(name, example, text)
-                scores = {name: outcome.parts["correct"]}
+                judged = await self._judge(name, example, text)
+                outcome = outcome if outcome.format_ok is not None else judged
+                scores = {name: judged.parts["correct"]}
             parts |= _weigh(scores, weight)
         return replace(outcome, parts=parts)
 
@@ -258,9 +257,6 @@ class JudgedRows(RowTask):
                 place = f"the row that asks {self._asked(example)!r:.80}"
                 model.require_values(self._shown(example), place)
         return splits
-
-    def _gold_of(self, example: Example) -> Any:
-        return gold_of(example)
 
     async def _judge(self, name: str, example: Example, text: str) -> Outcome:
         """Judge by a built-in reward that finds an answer. Raises: as `verify`."""

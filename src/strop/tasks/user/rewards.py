@@ -1,4 +1,4 @@
-"""Rewards of a user's rows: the user's functions, and built-in ones.
+"""Reward functions of the user's.
 
 A reward takes a reply and the values of its row by name, and returns named parts. The return value of a
 user's function is checked: a text, NaN or a list of another length is an error, not a reward of 0.
@@ -8,17 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 import math
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
-from unicodedata import normalize
 
 from strop.errors import ConfigError
 from strop.rollout import Failure, FailureOwner, Outcome
-from strop.tasks.answers import show_answer, text_after_thinking
 from strop.tasks.failures import catch_failure
 from strop.user_code import CodeRef, InspectedFunction, hash_sources, inspect_function, load_code
 
@@ -161,79 +157,3 @@ def _to_number(value: Any, where: str) -> float | None:
     if not math.isfinite(plain):
         raise ValueError(f"{where} returned {plain}; allowed: {_VALUES}")
     return float(plain)
-
-
-def score_built_in(name: str, reply: str, answer: Any) -> float:
-    """Judge a reply, behind its last closed thinking block, by one of `BUILT_IN`."""
-    text = text_after_thinking(reply)
-    if text is None:
-        return 0.0
-    return float(BUILT_IN[name](text, answer))
-
-
-# Letters of scripts that put no space between words, or glue endings to them.
-_UNSPACED = r"\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af\uf900-\ufaff"
-_IN_WORD = rf"[^\W{_UNSPACED}]"
-
-
-def _contains(text: str, answer: Any) -> bool:
-    gold = _plain(show_answer(answer), answer)
-    if not gold:
-        return False
-    # As whole words and numbers: 4 is not in 42, -4, 4.5, 1/4, 4:30 or 4,500, and C is not in C++.
-    before = rf"(?<!{_IN_WORD})" if re.match(_IN_WORD, gold) else ""
-    behind = rf"(?!{_IN_WORD})" if re.match(_IN_WORD, gold[-1]) else ""
-    if re.match(r"[-$.]*[0-9]", gold):
-        before += r"(?<![0-9])(?<!(?<![A-Za-z])\.)(?<![0-9][,/:])" + (
-            r"(?<![\w)\]])" if gold[0] == "-" else r"(?<!(?<![\w)\]])-)"
-        )
-    if gold[-1].isdigit():
-        behind += r"(?![.,/:]?[0-9])"
-    elif behind:
-        behind += r"(?![+#]{1,2}(?!\w))"
-    return re.search(before + re.escape(gold) + behind, _plain(text, answer)) is not None
-
-
-def _fits_schema(text: str, answer: Any) -> bool:
-    from jsonschema import ValidationError, validators
-
-    try:
-        fenced = _FENCED.fullmatch(text)
-        value = json.loads(fenced.group(1) if fenced else text)
-    except ValueError:
-        return False
-    schema = read_schema(answer)
-    try:
-        validators.validator_for(schema)(schema).validate(value)
-    except ValidationError:
-        return False
-    return True
-
-
-def read_schema(answer: Any) -> Any:
-    """Return the JSON Schema of a row: a table, or its text.
-
-    Raises: ValueError if it is none.
-    """
-    from jsonschema import SchemaError, validators
-
-    schema = json.loads(answer) if isinstance(answer, str) else answer
-    try:
-        validators.validator_for(schema).check_schema(schema)
-    except (SchemaError, AttributeError, TypeError) as error:
-        raise ValueError(f"{getattr(error, 'message', error)}") from error
-    return schema
-
-
-_FENCED = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
-BUILT_IN: Mapping[str, Callable[[str, Any], bool]] = {
-    "exact": lambda text, answer: _plain(text, answer) == _plain(show_answer(answer), answer),
-    "contains": _contains,
-    "json-schema": _fits_schema,
-}
-
-
-def _plain(text: str, answer: Any) -> str:
-    plain = " ".join(normalize("NFC", text).replace("\u2212", "-").split())
-    # A truth value is true in JSON, True in Python and TRUE in a table.
-    return plain.casefold() if show_answer(answer).casefold() in ("true", "false") else plain

@@ -36,7 +36,7 @@ from strop.tasks.rows.judged_rows import COMPARING, REWARD_HELP, SANDBOXED, Judg
 from strop.tasks.rows.layout import DataLayout, Row
 from strop.tasks.rows.row_task import RowReading, SplitExamples, require_both
 from strop.tasks.task import ProgramForm, TaskLimits
-from strop.tasks.user.rewards import RESERVED, read_schema
+from strop.tasks.user.rewards import RESERVED
 
 _MAX_REPLY_TOKENS = 1024
 _ROLES = ("system", "user", "assistant")
@@ -141,10 +141,11 @@ class Rows(JudgedRows):
         limits = TaskLimits(max_reply_tokens=tokens, max_goldless_frac=1.0, verify_limit_s=sandbox_s)
         super().__init__(spec, reading, limits, rewards=spec.reward, source=spec.source, prompt=spec.prompt)
         self.is_costly = spec.runs_programs and not self._functions
-        readers = _ANSWER_FORMS | {
+        self._readers: dict[str, tuple[Callable[[Any], Any], str]] = {
             name: (one.require_gold, one.allowed) for name, one in self._graders.items()
         }
-        self._readers = {name: readers[name] for name in spec.reward if name in readers}
+        if spec.runs_programs:
+            self._readers[SANDBOXED] = read_tests, _TESTS
 
     def render(self, example: Example) -> tuple[Message, ...]:
         """Return the row's prompt: its messages, or one user message."""
@@ -167,7 +168,7 @@ class Rows(JudgedRows):
             names = {**example.fields["columns"], "answer": show_answer(answer)}
             return (fill(self._spec.gold, names),)
         first = self._spec.reward[0]
-        if answer is None or first in _ANSWER_FORMS:
+        if answer is None or first in ("json-schema", SANDBOXED):
             return ()
         gold = example.answer or ""
         return (f"\\boxed{{{gold}}}" if first == "math" else gold,)
@@ -179,9 +180,6 @@ class Rows(JudgedRows):
             values["answer"] = example.fields["answer"]
         return values
 
-    def _gold_of(self, example: Example) -> Any:
-        return example.fields["answer"]
-
     def _asked(self, example: Example) -> str:
         prompt = example.fields["prompt"]
         return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
@@ -189,7 +187,7 @@ class Rows(JudgedRows):
     async def _judge(self, name: str, example: Example, text: str) -> Outcome:
         if name != SANDBOXED:
             return await super()._judge(name, example, text)
-        tests = read_tests(self._gold_of(example))
+        tests = read_tests(example.fields["answer"])
         code = extract_python(text, tests.names)
         if code is None:
             return no_code_outcome(None)
@@ -228,7 +226,8 @@ class Rows(JudgedRows):
                 f"the answer of that row, {show_answer(first_answer)[:60]!r}",
             )
         gold = None if answer is None else show_answer(answer)
-        for name, (read, form) in self._readers.items():
+        # The first reward says how the answer is shown.
+        for name, (read, form) in reversed(self._readers.items()):
             try:
                 found = read(answer)
             except ValueError as error:
@@ -290,14 +289,7 @@ class Rows(JudgedRows):
         return None if answer in ("", ...) else answer
 
 
-_ANSWER_FORMS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "json-schema": (read_schema, "a JSON Schema, as a table or its text"),
-    SANDBOXED: (
-        read_tests,
-        "Python such as assert double(2) == 4, as a text or a list, or inputs and outputs; see docs/tasks.md",
-    ),
-}
-"""For built-in rewards that need a special answer: its reader, and its form for messages."""
+_TESTS = "Python such as assert double(2) == 4, as a text or a list, or inputs and outputs; see docs/tasks.md"
 
 
 def _to_json(value: Any) -> Any:
