@@ -123,6 +123,7 @@ group_size = 2
 accept = "weights: random; audit: beside the point; parity: few tokens of a random model"
 [eval]
 num_examples = 1
+num_samples = "none"
 [placement]
 threads = 1
 """
@@ -152,7 +153,8 @@ SHOWN = {
     "environments.md agent": (
         "agent.py",
         code("environments.md", "def solve"),
-        '[task]\nname = "arithmetic"\nagent = "agent.py:solve"\n',
+        # One problem to train on: each attempt is a program that begins, and the gate asks eight times.
+        '[task]\nname = "arithmetic"\nmax_value = 3\nnum_held_out = 8\nagent = "agent.py:solve"\n',
     ),
 }
 
@@ -172,7 +174,7 @@ def test_an_example_is_trained_evaluated_and_sampled(
     (metrics,) = (folder / "runs").glob("*/metrics.jsonl")
     assert json.loads(metrics.read_text())["failed_frac"] == 0.0
     if "agent" in task:
-        # Each of its attempts is a program that begins; those of the others show the rest.
+        # Those of the others show the rest.
         return
     spec = load_spec("run.toml").spec.task.model_dump(mode="json", exclude_defaults=True)
     words = [f"{key}={json.dumps(value)}" for key, value in spec.items() if key != "name"]
