@@ -148,8 +148,8 @@ def test_a_step_moves_them_and_published_weights_arrive(tmp_path: Path, family: 
     before = np.concatenate(score_groups(model, groups, 1.0))
     learner = Learner(model, OptimizerSpec(lr=0.01))
     report = learner.step(groups, temperature=1.0, token_terms=reinforce)
-    # Five replies feed something, the longest row 4 + 8; or prompts of 12 tokens and 20 positions of replies.
-    assert report.num_positions == (5 * 12 if model.is_alone else 12 + 20)
+    # Two replies feed something, the longest row 7 + 5; or prompts of 8 tokens and 13 positions of replies.
+    assert report.num_positions == (2 * 12 if model.is_alone else 8 + 13)
     digest = publish_tensors(own_tensors(model), tmp_path / "published.safetensors")
     load_published(other, tmp_path / "published.safetensors", expected_digest=digest)
     moved, received = (np.concatenate(score_groups(one, groups, 1.0)) for one in (model, other))
