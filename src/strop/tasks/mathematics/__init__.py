@@ -1,6 +1,5 @@
-"""Problems with one right value: a number, an integer or a formula.
+"""Answers to problems of mathematics: a number, an integer or a formula.
 
-`answers` finds the answer in a reply, `equivalence` compares two answers: by spelling (`normal_form`), as
-numbers, then by algebra (`symbolic`, which can hang and therefore runs in a process that can be killed). Each
-other module is a data set: its prompt, limits and verifier.
+`answers` finds the answer in a reply, `equivalence` compares two: by spelling (`normal_form`), as numbers,
+then by algebra (`symbolic`, which can hang and therefore runs in a process that can be killed).
 """

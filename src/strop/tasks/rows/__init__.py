@@ -1,5 +1,5 @@
-"""Read examples from the files of a data set.
+"""Read examples from the rows of data, and judge replies to them by rewards.
 
-`layout` finds the files of both splits and reads their rows; `row_task` converts rows to examples, counts or
-refuses the others, and is the base of tasks made of rows; `demonstrations` reads SFT rows.
+`layout` finds the files of both splits, `files` reads one; `row_task` is the base of tasks made of rows, and
+`judged_rows` of those that add rewards up; `demonstrations` reads SFT rows.
 """
