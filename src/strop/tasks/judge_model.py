@@ -191,7 +191,7 @@ class JudgeModel:
     def find(self) -> tuple[str, dict[str, str]]:
         """Return the judge's address, and the header with its key.
 
-        Raises: ConfigError if httpx or the variable of the key is missing, or no run has started the judge.
+        Raises: ConfigError if the variable of the key is not set, or no run has started the judge.
         """
         spec = self._spec
         url, key = spec.judge_url, None
