@@ -446,14 +446,14 @@ def test_programs_share_the_cores() -> None:
 
 
 def test_programs_that_run_into_their_limit_take_as_long() -> None:
-    # 16 replies in 10 steps, 2 examples in 3 evaluations; a program may take 5 of its reply's 25 s.
-    found = describe_judging(work_of({"name": "mbpp"}, num_cores=4), 25.0)
+    # 16 replies in 10 steps, 2 examples in 3 evaluations; a program may take 5 s.
+    found = describe_judging(work_of({"name": "mbpp"}, num_cores=4))
     assert found is not None
     num_samples = make_spec().eval.num_samples or 0
     assert (found.programs_per_step, found.programs_in_run) == (16, 160 + 6 * (1 + num_samples))
     assert found.limit_step_s == pytest.approx(16 * 5.0 / 4)
     assert (found.calls_in_run, found.served) == (0, ())
-    assert describe_judging(work_of({"name": "arithmetic"}), None) is None
+    assert describe_judging(work_of({"name": "arithmetic"})) is None
 
 
 def test_a_served_judge_answers_so_many_at_once() -> None:
@@ -463,7 +463,7 @@ def test_a_served_judge_answers_so_many_at_once() -> None:
 
 def test_a_judges_tokens_and_calls_are_counted() -> None:
     work = replace(work_of(SERVED), num_evals=0)
-    found = describe_judging(work, 65.0)
+    found = describe_judging(work)
     assert found is not None
     assert (found.calls_per_step, found.calls_in_run) == (16, 160)
     # Rubric 200, prompt 5, reply three quarters of 8; an answer of 150.
@@ -472,7 +472,7 @@ def test_a_judges_tokens_and_calls_are_counted() -> None:
     assert found.served == ("big",)
     assert found.limit_step_s is None
     # One on this machine costs what this machine costs.
-    here = describe_judging(work_of({**SERVED, "judge_url": "http://127.0.0.1:8000/v1"}), 65.0)
+    here = describe_judging(work_of({**SERVED, "judge_url": "http://127.0.0.1:8000/v1"}))
     assert here is not None
     assert here.served == ()
 
@@ -485,7 +485,7 @@ def test_a_judge_of_the_run_takes_what_its_size_takes() -> None:
     # 5e5 operations a second: 4 questions of 211 tokens, answers of 150 over contexts of 211 + 75.
     assert seconds == pytest.approx((2000 * 4 * 211 + 4000 * 600 + 40 * 600 * 286) / 5e5)
     assert judge_s(big, make_speeds(), ONE, 4) > 2 * seconds
-    found = describe_judging(small, 65.0)
+    found = describe_judging(small)
     assert found is not None
     assert found.served == ()
 

@@ -51,7 +51,7 @@ from strop.spec.base import DEFAULT
 from strop.spec.layout import settle_layout
 from strop.store import follow_store
 from strop.store.policy import find_mirror_root
-from strop.tasks import PromptFormat, Task, TaskLimits, describe_counts, render_prompt, resolve_prompt_format
+from strop.tasks import PromptFormat, Task, describe_counts, render_prompt, resolve_prompt_format
 from strop.tokenizer import Tokenizer
 from strop.train.data.offline import OfflineData, count_offline_positions, find_offline_source
 
@@ -89,7 +89,7 @@ def make_plan(
     speeds = choose_speeds(spec, machine, calibration, efficiency, accelerator)
     lengths = settle_lengths(spec, task, known, prompt)
     limit = _bound_attempt(task, known, lengths.prompt_max)
-    needs = _estimate_needs(spec, known, lengths, task.limits, limit, speeds, machine, target)
+    needs = _estimate_needs(spec, known, lengths, limit, speeds, machine, target)
     disk = list_disk_parts(spec, known.size, is_mirrored=is_mirrored) if known.size else ()
     rooms = {
         "memory": _room(needs.memory, machine.memory_bytes),
@@ -163,7 +163,6 @@ def _estimate_needs(
     spec: RunSpec,
     known: Known,
     lengths: Lengths,
-    limits: TaskLimits,
     limit: int,
     speeds: Speeds,
     machine: Machine,
@@ -182,7 +181,7 @@ def _estimate_needs(
         memory=memory,
         roles=_plan_roles(spec, known, speeds, limit, longest, offline),
         time=estimate_time(work, speeds),
-        judging=describe_judging(work, limits.verify_limit_s),
+        judging=describe_judging(work),
         num_positions=position_budget(
             spec, known.size, count_roles(spec, is_processor=speeds.is_processor), speeds.memory_bytes
         ),

@@ -209,8 +209,8 @@ def _question_tokens(work: Work) -> float:
     return JUDGE_RUBRIC_TOKENS + work.prompt_tokens_mean + work.reply_tokens
 
 
-def describe_judging(work: Work, limit_s: float | None) -> Judging | None:
-    """Return the cost of judging; None if only rules judge. `limit_s`: the task's limit for one reply."""
+def describe_judging(work: Work) -> Judging | None:
+    """Return the cost of judging; None if only rules judge."""
     spec, train = work.spec, work.spec.train
     per_step = work.sampling_frac * train.prompts_per_step * train.group_size if train.has_rl else 0.0
     in_run = train.steps * per_step
@@ -221,17 +221,16 @@ def describe_judging(work: Work, limit_s: float | None) -> Judging | None:
     calls = sum(share for _, share in judges)
     if not programs and not calls:
         return None
-    longest_s = None
-    if programs and limit_s is not None:
+    limit_step_s = None
+    if programs:
         # Here: only tasks with programs need this module.
-        from strop.tasks.code.extraction import SPARE_VERIFY_S
+        from strop.tasks.code.extraction import WALL_S
 
-        # The part of the limit that the program may run.
-        longest_s = limit_s - SPARE_VERIFY_S if limit_s > SPARE_VERIFY_S else limit_s
+        limit_step_s = programs * per_step * WALL_S / max(work.num_cores, 1)
     return Judging(
         programs_per_step=programs * per_step,
         programs_in_run=programs * in_run,
-        limit_step_s=None if longest_s is None else programs * per_step * longest_s / max(work.num_cores, 1),
+        limit_step_s=limit_step_s,
         calls_per_step=calls * per_step,
         calls_in_run=calls * in_run,
         read_tokens_in_run=calls * in_run * _question_tokens(work),

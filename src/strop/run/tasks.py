@@ -203,7 +203,7 @@ async def _fit_to_pace(task: Task, judge: Judge, settings: AuditSettings) -> Aud
     Raises: CheckRefused if there is no verdict in time.
     """
     examples = examples_to_attack(task)
-    if judge.pool is None or not examples:
+    if (judge.pool is None and not task.is_costly) or not examples:
         return settings
     text = next(iter(task.gold_replies(examples[0])), "")
     try:
@@ -219,7 +219,7 @@ async def _fit_to_pace(task: Task, judge: Judge, settings: AuditSettings) -> Aud
     if failure is not None and failure.kind == _LATE:
         raise CheckRefused(
             f"the verifier of task {task.name} did not judge one reply: {failure.detail}",
-            allowed=f"a verdict in {task.limits.verify_limit_s:g} s, the task's limit",
+            allowed=f"a verdict in {task.limits.verify_limit_s or _VERDICT_LIMIT_S:g} s",
             next_step="find what it waits for, and call it on one reply by itself",
         )
     each_s = time.perf_counter() - began_at

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from strop.errors import DataError, SandboxRefused
-from strop.rollout import Split
+from strop.errors import DataError
+from strop.rollout import FailureOwner, Split
 from strop.tasks.code.code_task import AppsSpec, CodeTask
 from strop.tasks.task import describe_counts
-from tests.fixtures.judging import run_self_test, verdict
+from tests.fixtures.judging import failed, run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level
 
@@ -77,9 +77,8 @@ def test_a_program_whose_package_a_sandbox_cannot_show_has_no_score(tmp_path: Pa
     task = apps(tmp_path, sandbox="process", min_isolation="rlimit")
     add, *_ = task.examples(Split.TRAIN)
     code = "{}\nprint(sum(map(int, open(0).read().split())))"
-    with pytest.raises(SandboxRefused, match="imports numpy, which process does not show") as caught:
-        verdict(task, add, f"```python\n{code.format(statement)}\n```")
-    assert caught.value.kind == "packages"
+    outcome = verdict(task, add, f"```python\n{code.format(statement)}\n```")
+    assert (outcome.reward, failed(outcome)) == (None, (FailureOwner.INFRA, "verifier_SandboxRefused"))
     # What it may not import anywhere is its own mistake.
     assert verdict(task, add, f"```python\n{code.format('import pydantic')}\n```").is_correct is False
     assert verdict(task, add, f"```python\n{code.format('import math')}\n```").is_correct

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from strop.errors import DataError, SandboxError
-from strop.rollout import Split
+from strop.errors import DataError
+from strop.rollout import FailureOwner, Split
 from strop.tasks import Task, build_task
 from strop.tasks.code.code_task import MbppSpec
-from tests.fixtures.judging import run_self_test, verdict
+from tests.fixtures.judging import failed, run_self_test, verdict
 from tests.fixtures.row_files import write_rows
 from tests.fixtures.sandboxed import best_level
 
@@ -103,8 +103,8 @@ def test_a_reply_without_the_function_is_not_run(tmp_path: Path, reply: str) -> 
 
 def test_sec_1_a_host_without_the_wanted_isolation_gives_no_score(tmp_path: Path) -> None:
     task = mbpp(tmp_path, min_isolation="vm")
-    with pytest.raises(SandboxError, match="vm"):
-        verdict(task, task.examples(Split.TRAIN)[0], fenced("def double(x): return 2 * x"))
+    outcome = verdict(task, task.examples(Split.TRAIN)[0], fenced("def double(x): return 2 * x"))
+    assert (outcome.reward, failed(outcome)) == (None, (FailureOwner.INFRA, "verifier_SandboxRefused"))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from strop.rollout import Example, Outcome, Split, make_example
 from strop.spec.base import Unhashed, expert
 from strop.spec.task import SOURCE_HELP, CodeTaskSection, EvaluationRows, TrainingRows
 from strop.tasks.code.extraction import (
-    SPARE_VERIFY_S,
     WALL_S,
     bound_names,
     compiles,
@@ -134,7 +133,6 @@ class CodeTask(RowTask):
             max_reply_tokens=data.max_reply_tokens,
             stop_strings=data.stop_strings,
             base_stop_strings=data.base_stop_strings,
-            verify_limit_s=(_MAX_WALL_S if spec.name == "apps" else WALL_S) + SPARE_VERIFY_S,
         )
         super().__init__(
             spec,

@@ -319,8 +319,8 @@ def bound_names(code: str) -> frozenset[str]:
     if tree is None:
         return frozenset()
     classes = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "Solution"]
-    inner = [frozenset(method.name for method in methods(one)) for one in classes]
-    return frozenset().union(*(one.binds for one in read_statements(tree, 0)), *inner)
+    methods = {inner.name for one in classes for inner in one.body if isinstance(inner, ast.FunctionDef)}
+    return frozenset(methods).union(*(one.binds for one in read_statements(tree)))
 
 
 def import_lines(code: str) -> tuple[str, ...]:
@@ -474,7 +474,8 @@ class Statement:
         """Return how well it defines a name: 3 whole, 2 by a value, 1 by an import, 0 as a stub, -1 not."""
         node = self.node
         if isinstance(node, ast.ClassDef) and node.name == "Solution" != name:
-            return max((_wholeness(one) for one in methods(node) if one.name == name), default=-1)
+            methods = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == name]
+            return max(map(_wholeness, methods), default=-1)
         if name not in self.binds:
             return -1
         if isinstance(node, _Definition):
@@ -485,11 +486,6 @@ class Statement:
         ):
             return 1
         return -1 if name in self.reads else 2
-
-
-def methods(node: ast.ClassDef) -> list[ast.FunctionDef]:
-    """Return the methods in the body of a class."""
-    return [inner for inner in node.body if isinstance(inner, ast.FunctionDef)]
 
 
 def _wholeness(node: _Definition) -> int:

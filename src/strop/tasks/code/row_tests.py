@@ -225,11 +225,9 @@ class _Faults:
         if isinstance(node, ast.List | ast.Tuple | ast.Set):
             return all(map(self._is_plain, node.elts))
         if isinstance(node, ast.Name):
-            is_function = callable(getattr(builtins, node.id, None)) and node.id not in {
-                *_VALUES,
-                *self._bound,
-            }
-            return node.id not in self._own | self._of_tests and not is_function
+            is_function = callable(getattr(builtins, node.id, None)) and node.id not in _VALUES
+            is_free = is_function and node.id not in self._bound
+            return node.id not in self._own | self._of_tests and not is_free
         if isinstance(node, ast.Attribute):
             return not (isinstance(node.value, ast.Name) and node.value.id in _VALUES)
         return not isinstance(node, ast.Lambda | ast.GeneratorExp) and ast.unparse(node) not in self._of_tests

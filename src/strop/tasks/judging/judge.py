@@ -13,6 +13,7 @@ from dataclasses import asdict, fields, replace
 from functools import partial
 from typing import Any
 
+from strop.errors import SandboxError
 from strop.hardware import describe_machine
 from strop.hardware.busy_clock import BusyClock, Interval
 from strop.rollout import Example, Failure, FailureOwner, Outcome
@@ -51,11 +52,14 @@ class Judge:
         """Return the outcome of a reply. A time-out, a crash or an exception in a worker gives no score.
 
         `is_member`: only what the replies beside it do not matter for; `judge_group` judges the rest.
-        Raises: any exception of the verifier, if it runs in this process.
+        Raises: any exception of the verifier, if it runs in this process; a sandbox's gives no score.
         """
         pool = self._pool_for(example)
         if pool is None:
-            outcome = await (self.task.verify_member if is_member else self.task.verify)(example, text)
+            try:
+                outcome = await (self.task.verify_member if is_member else self.task.verify)(example, text)
+            except SandboxError as error:
+                outcome = _lost(type(error).__name__, str(error))
         else:
             reply = await _call(pool, example, {"text": text, "is_member": is_member})
             outcome = reply if isinstance(reply, Outcome) else outcome_from_json(reply)
@@ -140,8 +144,12 @@ async def _call(pool: WorkerPool, example: Example, call: Mapping[str, Any], *, 
     values = {name: getattr(example, name) for name in _EXAMPLE_FIELDS}
     reply = await pool.call({"example": values, **call}, num_limits=num_replies)
     if isinstance(reply, CallFailure):
-        return Outcome.lost(owner_of_error(reply.kind), f"verifier_{reply.kind}", reply.detail)
+        return _lost(reply.kind, reply.detail)
     return reply
+
+
+def _lost(kind: str, detail: str) -> Outcome:
+    return Outcome.lost(owner_of_error(kind), f"verifier_{kind}", detail)
 
 
 def _make_handler(make_task: Callable[[], Task]) -> Handler:

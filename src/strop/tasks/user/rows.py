@@ -137,7 +137,8 @@ class Rows(JudgedRows):
         )
         # Only the user knows how long a full solution of these rows is.
         tokens = spec.max_reply_tokens or _MAX_REPLY_TOKENS
-        sandbox_s = WALL_S + SPARE_VERIFY_S if spec.runs_programs else None
+        # Programs alone are limited by their sandbox.
+        sandbox_s = WALL_S + SPARE_VERIFY_S if spec.runs_programs and len(spec.reward) > 1 else None
         limits = TaskLimits(max_reply_tokens=tokens, max_goldless_frac=1.0, verify_limit_s=sandbox_s)
         super().__init__(spec, reading, limits, rewards=spec.reward, source=spec.source, prompt=spec.prompt)
         self.is_costly = spec.runs_programs and not self._functions

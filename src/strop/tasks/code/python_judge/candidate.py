@@ -35,7 +35,6 @@ _MAX_MESSAGE_BYTES = 32 << 20
 _MAX_ERROR_CHARS = 1000
 _MAX_JSON_INT = 1 << 53
 _MAX_JSON_DIGITS = 20
-_MODULE_NAME = "candidate"
 
 
 def serve(connection: socket.socket) -> NoReturn:
@@ -70,8 +69,7 @@ def serve(connection: socket.socket) -> NoReturn:
 
 def _load(source: str, imports: Sequence[str], names: Sequence[str], has_methods: bool) -> dict[str, Any]:
     """Run the candidate's module; return its objects of the tested names; `has_methods`: Solution's too."""
-    module = types.ModuleType(_MODULE_NAME)
-    sys.modules[_MODULE_NAME] = module
+    module = sys.modules["candidate"] = types.ModuleType("candidate")
     namespace = module.__dict__
     for statement in imports:
         exec(compile(statement, "<imports>", "exec"), namespace)
@@ -157,19 +155,15 @@ def _become_program(source: str, files: Sequence[int]) -> NoReturn:
         module = sys.modules["__main__"] = types.ModuleType("__main__")
         with Caught() as caught:
             exec(compile(source, "<candidate>", "exec"), module.__dict__)
-        exit_code = _exit_code(caught.error)
+        exit_code = int(caught.error is not None)
+        if isinstance(caught.error, SystemExit) and isinstance(caught.error.code, int | None):
+            exit_code = (caught.error.code or 0) & 0xFF
         # Programs with a deep recursion often answer from a thread, or at exit.
         if "threading" in sys.modules:
             sys.modules["threading"]._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
     os._exit(exit_code)
-
-
-def _exit_code(error: BaseException | None) -> int:
-    if isinstance(error, SystemExit) and (error.code is None or isinstance(error.code, int)):
-        return (error.code or 0) & 0xFF
-    return int(error is not None)
 
 
 class MalformedValue(ValueError):

@@ -6,6 +6,7 @@ of the sandbox or the judge raises, so that the reply has no score.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -16,8 +17,10 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from strop.errors import SandboxError, SandboxLost, SandboxRefused
+from strop.hardware import describe_machine
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
 from strop.spec.task import CodeTaskSection
 from strop.tasks.code.python_judge.candidate import PACKAGES_DIR
@@ -27,6 +30,8 @@ _START_LIMIT_S = 5.0
 """Wall time (seconds) of the runner besides the tests: for its start, and to recognise that it hangs."""
 _NOT_MOUNTING = ("process", "remote")
 """Backends in which a program has the standard library only."""
+_places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+"""By event loop: programs that are judged at once, as many as there are processors."""
 _MAX_EXIT_CODE = 128
 """Shells and sandboxes use larger exit codes for programs that a signal ended."""
 
@@ -104,12 +109,9 @@ async def judge_python(
     min_level = IsolationLevel[min_isolation.upper()]
     backend = await choose_backend(sandbox, min_level)
     mounts = () if backend.name in _NOT_MOUNTING else _package_mounts(job.packages)
-    shown = {mount.inside_path for mount in mounts}
-    absent = [package for package in job.packages if f"{PACKAGES_DIR}/{package}" not in shown]
-    missing = [
-        one for one in absent if re.search(rf"^\s*(?:import|from)\s+{one}\b", job.source, re.MULTILINE)
-    ]
-    if missing:
+    shown = {Path(mount.inside_path).name for mount in mounts}
+    imported = set(re.findall(r"^\s*(?:import|from)\s+(\w+)", job.source, re.MULTILINE))
+    if missing := sorted(imported.intersection(job.packages) - shown):
         raise SandboxRefused(
             f"the program imports {', '.join(missing)}, which {backend.name} does not show",
             allowed="sandboxes of bubblewrap or podman, where this installation has the package",
@@ -121,7 +123,9 @@ async def judge_python(
     spec = SandboxSpec(limits=Limits(), min_level=min_level, mounts=mounts, env=env)
     nonce = secrets.token_hex(16)
     stdin = json.dumps({**asdict(job), "nonce": nonce}).encode()
-    async with await backend.create(spec, main_source=read_runner()) as place:
+    free = asyncio.Semaphore(describe_machine().num_logical_cpus)
+    places = _places.setdefault(asyncio.get_running_loop(), free)
+    async with places, await backend.create(spec, main_source=read_runner()) as place:
         isolation = place.isolation.level.word
         try:
             result = await place.run_main(stdin=stdin, wall_limit_s=job.wall_s + _START_LIMIT_S)
