@@ -205,7 +205,7 @@ def test_a_hung_call_does_not_hold_up_the_others() -> None:
     assert seconds < 300.0
 
 
-def test_a_slow_call_gives_up_its_place_and_steps_back_and_its_worker_is_not_used_again(
+def test_a_slow_call_gives_up_its_place_and_one_that_computes_also_steps_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pool, "_SLOW_S", 0.05)
@@ -223,9 +223,10 @@ def test_a_slow_call_gives_up_its_place_and_steps_back_and_its_worker_is_not_use
         return [await slow, beside, computed, await workers.call({})]
 
     waited, beside, computed, after = with_pool(work, num_workers=1)
-    assert len({waited["pid"], beside["pid"], computed["pid"]} - {after["pid"]}) >= 2
-    assert after["pid"] not in (waited["pid"], computed["pid"])
-    assert beside["nicenesses"] == after["nicenesses"]
+    assert waited["pid"] != beside["pid"]
+    assert waited["nicenesses"] == beside["nicenesses"] == after["nicenesses"]
+    # The low one is not used again.
+    assert after["pid"] != computed["pid"]
     # Ten steps down from here, and there are none below 19.
     own, session = (*read_nicenesses(), 0)[:2]
     process, *its_session = computed["nicenesses"]
