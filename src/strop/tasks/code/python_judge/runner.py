@@ -58,19 +58,13 @@ def main(loader: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.set_int_max_str_digits(0)
     # What a test prints must not stand between a verdict and the beginning of its line.
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115  open as long as the process
+    out, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115  open as long as the process
     job = json.loads(sys.stdin.buffer.read())
-    _write(f"{STARTED} {job['nonce']}\n")
+    print(STARTED, job["nonce"], file=out, flush=True)
     counts = Session(job, process, loader).judge()
-    _write(json.dumps({"nonce": job["nonce"], "counts": counts}) + "\n")
+    print(json.dumps({"nonce": job["nonce"], "counts": counts}), file=out, flush=True)
     # The verdict is written; an orderly shutdown of the interpreter would take milliseconds.
     os._exit(0)
-
-
-def _write(text: str) -> None:
-    data = text.encode()
-    while data:
-        data = data[os.write(1, data) :]
 
 
 class Session:
