@@ -95,9 +95,9 @@ def test_a_run_whose_environment_exits_fails_by_name(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["os", "C"])
-def test_a_job_whose_environment_exits_has_not_succeeded(project: Path, how: str) -> None:
-    write_world(project, how, "step", is_early=False)
+def test_a_job_whose_environment_exits_has_not_succeeded(project: Path) -> None:
+    # What Python cannot hold back; the ways above end the run with a code of its own.
+    write_world(project, "C", "step", is_early=False)
     submitted = strop(project, "submit", "run.toml", "--on", "local", "--wait")
     assert submitted.returncode not in (0, 2)
     (job,) = json.loads(strop(project, "status", "tiny", "--json").stdout)
