@@ -23,6 +23,7 @@ from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, require_texts
 from strop.tasks.task import TaskLimits
 
+_OF_HUB = ("gsm8k", "aime", "mmlu", "math", "math500", "deepscaler")
 _LEVEL = re.compile(r"Level ([1-5?])")
 
 
@@ -103,6 +104,18 @@ class PresetSection(RewardSection):
         strict=False,
         description=f"How a reply is judged, if not as the data set does: {REWARD_HELP}",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_source(cls, values: Any) -> Any:
+        """Name the data set's own place: whoever lists or stages what a run reads finds it there."""
+        if (
+            isinstance(values, dict)
+            and values.get("source") is None
+            and (name := values.get("name")) in _OF_HUB
+        ):
+            return {**values, "source": read_preset(name).source}
+        return values
 
 
 class PresetSpec(PresetSection):
