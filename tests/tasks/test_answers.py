@@ -169,7 +169,7 @@ def test_a_model_is_told_by_tasks_of_rows_too_that_are_posed_as_they_stand(name:
     write_rows(tmp_path / "rows.jsonl", rows)
     words = [f"task.name={name}", f"task.source={tmp_path}/rows.jsonl", "task.thinking=on"]
     judged = ["prompt=prompt", "reward=judge", "judge_url=http://127.0.0.1:1/v1", "judge_model=scripted"]
-    own = ["answer=text"] if name == "sft-jsonl" else [*judged, "judge_revision=v1"]
+    own = ["reward=exact"] if name == "sft-jsonl" else [*judged, "judge_revision=v1"]
     task = build_task(load_spec(None, ["name=x", *words, *(f"task.{word}" for word in own)]).spec.task)
     for split in Split:
         for example in task.examples(split):

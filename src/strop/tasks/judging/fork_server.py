@@ -1,14 +1,9 @@
 """The fork server of verifier workers.
 
-Importing sympy or generating a data set takes seconds; forking a process that has done both takes
-milliseconds, so a killed worker is replaced at once. The server has one thread, which makes forking safe. As
-the parent of all workers it can kill by process id: no id is reused before it is reaped.
-
-Orders come over a socket, one message each: `fork` with the worker's end of its connection, `end` with a
-process id. When the pool's process dies, the socket closes, and the server kills all workers and their
-process groups.
-
-Run as `python -m strop.tasks.judging.fork_server FD`.
+Importing sympy takes seconds, forking a process that has done it milliseconds. The server has one thread,
+which makes forking safe; as the parent of all workers it kills by ids that are not reused before it reaps.
+Orders come over a socket: `fork` with the worker's end of its connection, `end` with a process id. When the
+pool's process dies, the socket closes, and the server kills all workers and their process groups.
 """
 
 from __future__ import annotations
@@ -46,8 +41,8 @@ Handler = Callable[[Any], Any]
 def main(descriptor: int) -> None:
     """Build the handler, then fork and end workers until the pool is gone."""
     control = socket.socket(fileno=descriptor)
-    (length,) = struct.unpack("!I", _receive_exactly(control, 4))
-    make_handler, max_bytes = pickle.loads(_receive_exactly(control, length))
+    (length,) = struct.unpack("!I", control.recv(4, socket.MSG_WAITALL))
+    make_handler, max_bytes = pickle.loads(control.recv(length, socket.MSG_WAITALL))
     handler, failure = _attempt(make_handler)
     if failure is not None:
         control.sendall(BROKEN + failure.detail.encode())
@@ -126,16 +121,6 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Failure | None]:
         # In this process errors of the whole run are reported like any other.
         return None, to_failure(error, FailureOwner.TASK)
     return result, caught.failure
-
-
-def _receive_exactly(connection: socket.socket, length: int) -> bytes:
-    data = b""
-    while len(data) < length:
-        part = connection.recv(length - len(data))
-        if not part:
-            raise SystemExit(0)  # The pool is gone before it began.
-        data += part
-    return data
 
 
 if __name__ == "__main__":
