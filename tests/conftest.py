@@ -101,8 +101,9 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Import all tests and what they test without looking for garbage among it, now and later."""
-    with importing():
+    """Import all tests and what they test, not looking for garbage, and for one thread: models are small."""
+    with importing(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
         return (yield)
 
 

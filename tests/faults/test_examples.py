@@ -174,7 +174,6 @@ def test_an_example_is_trained_evaluated_and_sampled(
     (metrics,) = (folder / "runs").glob("*/metrics.jsonl")
     assert json.loads(metrics.read_text())["failed_frac"] == 0.0
     if "agent" in task:
-        # Those of the others show the rest.
         return
     spec = load_spec("run.toml").spec.task.model_dump(mode="json", exclude_defaults=True)
     words = [f"{key}={json.dumps(value)}" for key, value in spec.items() if key != "name"]

@@ -96,7 +96,6 @@ def test_a_run_whose_environment_exits_fails_by_name(
 
 @pytest.mark.slow
 def test_a_job_whose_environment_exits_has_not_succeeded(project: Path) -> None:
-    # What Python cannot hold back; the ways above end the run with a code of its own.
     write_world(project, "C", "step", is_early=False)
     submitted = strop(project, "submit", "run.toml", "--on", "local", "--wait")
     assert submitted.returncode not in (0, 2)

@@ -32,6 +32,7 @@ def test_the_kernels_stay_inside_their_tensors(tmp_path: Path) -> None:
         "LD_PRELOAD": f"{sanitizer} {find_library('libstdc++.so.6')}",
         "ASAN_OPTIONS": f"detect_leaks=0:verify_asan_link_order=0:log_path={tmp_path / 'report'}",
         "STROP_CACHE": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "2",  # Shares of several threads, too.
         "STROP_CI": "1",  # Without kernels, the tests below would be skipped and prove nothing.
     }
     files = [

@@ -26,7 +26,6 @@ def test_the_checksum_is_that_of_the_product() -> None:
     left = (3 * numbers[:, None] + 5 * numbers[None, :]) % 7
     right = (2 * numbers[:, None] + 7 * numbers[None, :]) % 5
     weights = (numbers[:, None] + 2 * numbers[None, :]) % 11
-    # Exact in float64, and a hundred times quicker than in integers.
     product = (left.astype(np.float64) @ right.astype(np.float64)).astype(np.int64)
     # Below 2**24 = 16,777,216 every integer is a float32.
     assert product.max() < 1 << 24
