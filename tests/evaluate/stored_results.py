@@ -67,7 +67,6 @@ def make_result(
         "max_reply_tokens": 32,
         "sampling": Sampling(),
         "num_samples": None,
-        "pass_threshold": None,
         "greedy": score,
         "sampled": None,
         "pass_at_k": {},
@@ -96,7 +95,7 @@ def make_harness_result(**changes: Any) -> HarnessResult:
             "exact_match,strict-match": HarnessMetric(value=0.5, stderr=0.01),
         },
         "parts": {},
-        "long_frac": 0.0,
+        "truncated_frac": 0.0,
         "num_cut_prompts": 0,
     }
     return HarnessResult(**(fields | changes))

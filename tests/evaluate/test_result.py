@@ -110,7 +110,6 @@ def test_every_protocol_field_changes_the_digest() -> None:
         "task": "x",
         "task_version": "x",
         "replies_version": "x",
-        "pass_threshold": 0.5,
         "split": Split.TRAIN,
         "examples_digest": "x",
         "tokenizer_digest": "x",

@@ -23,7 +23,7 @@ import pytest
 
 from strop.errors import SandboxRefused
 from strop.io.endpoints import Endpoint
-from strop.runtime.openhands import OPENHANDS
+from strop.runtime.server_plane import OPENHANDS
 from strop.sandbox import SandboxSpec, make_backend
 from tests.conftest import require_system_part
 from tests.fixtures.commands import Run

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from strop.errors import StoreError
-from strop.runtime.openhands import OPENHANDS
+from strop.runtime.server_plane import OPENHANDS
 from strop.store.python_environment import find_interpreter
 from tests.conftest import require_system_part
 from tests.fixtures.conformance import CASES, require_passed

@@ -77,10 +77,6 @@ class EvalOptions:
     pass_at: Annotated[
         str | None, typer.Option(help="Values of k for pass@k, such as 1,4,8; up to --num-samples.")
     ] = None
-    pass_threshold: Annotated[
-        float | None,
-        typer.Option(help="Min reward of a solved reply. Default: the task's own."),
-    ] = None
     out: Annotated[
         Path | None,
         typer.Option(help="Folder for results and replies. Default: a new one in evals/."),
@@ -316,7 +312,6 @@ def _read_request(options: EvalOptions) -> EvalRequest:
         num_examples=options.num_examples,
         num_samples=options.num_samples,
         pass_at=read_counts(options.pass_at),
-        pass_threshold=options.pass_threshold,
         out_dir=options.out,
     )
 

@@ -27,9 +27,7 @@ from strop.tokenizer import Tokenizer
 
 PLAIN = Sampling()
 GREEDY = Sampling(temperature=0.0)
-_SHARED = ("split", "step", "run_seed", "sampling", "num_samples", "pass_threshold", "dtype", "dtype_reason")
-_MAX_PROMPT_CHARS = 2000
-"""A result stores this much of its first prompt."""
+_SHARED = ("split", "step", "run_seed", "sampling", "num_samples", "dtype")
 _MAX_IN_FLIGHT = 8192
 """Rollouts in flight at once, in whole shards: far more than any engine decodes."""
 
@@ -50,11 +48,8 @@ class EvalSettings:
     sampling: Sampling = PLAIN
     pass_at: tuple[int, ...] = ()
     """Each k for which pass@k is computed; up to the number of samples."""
-    pass_threshold: float | None = None
-    """A rollout with at least this reward counts as solved. None: the task's `is_correct` decides."""
     dtype: str | None = None
-    """Number format of the served weights, for the record; below the reason for it."""
-    dtype_reason: str | None = None
+    """Number format of the served weights, for the record."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,19 +78,18 @@ def plan_evaluation(
     `max_positions`: the model's context length; a prompt without room for a complete reply is not attempted.
 
     Raises: CheckRefused if held-out examples are among the trained ones; ConfigError if the numbers of
-        examples, samples or tokens are impossible, or no reward meets the threshold.
+        examples, samples or tokens are impossible.
     """
     examples = _choose_examples(task, settings)
     check_pass_at(settings.pass_at, settings.num_samples)
-    _check_threshold(task, settings.pass_threshold)
     refuse_trained(task, settings.split, examples, trained_ids)
     prompt_format = resolve_prompt_format(tokenizer, settings.prompt_format)
     budgets = [task.limits_of(example).max_reply_tokens for example in examples]
     compares = any(task.compares(example) for example in examples)
     if compares:
-        drawn = f"{settings.num_samples or 'no'} sampled replies to an example"
-        tell(f"task {task.name} compares replies: {drawn} beside each other, and the greedy one by itself")
-    first_prompt, _ = render_prompt(tokenizer, task.render(examples[0]), prompt_format)
+        tell(
+            f"task {task.name} compares replies: the sampled ones to an example, and the greedy one by itself"
+        )
     by_part = {task.part_of(example): budget for example, budget in zip(examples, budgets, strict=True)}
     is_base = prompt_format is PromptFormat.BASE
     stops = [text for example in examples for text in task.limits_of(example).stops(is_base=is_base)]
@@ -113,7 +107,7 @@ def plan_evaluation(
         max_reply_tokens=max(budgets),
         part_reply_tokens={label: budget for label, budget in by_part.items() if label is not None},
         stop_strings=list(dict.fromkeys(stops)),
-        first_prompt=first_prompt[:_MAX_PROMPT_CHARS],
+        first_prompt=render_prompt(tokenizer, task.render(examples[0]), prompt_format)[0][:2000],
         compares=compares,
         date=tokenizer.printed_date if prompt_format is PromptFormat.CHAT else None,
     )
@@ -205,18 +199,12 @@ async def attempt_share(
 
 def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
     available = task.examples(settings.split)
-    if not available:
-        raise ConfigError(
-            f"task {task.name} has no examples in its {settings.split.value} split",
-            allowed="a split with examples; a task for evaluation only has held_out ones",
-            next_step="choose the other split",
-        )
     num_examples = len(available) if settings.num_examples is None else settings.num_examples
     if not 1 <= num_examples <= len(available):
         raise ConfigError(
             f"{num_examples} examples of the {settings.split.value} split of task {task.name}",
-            allowed=f"1 to {len(available)}",
-            next_step="leave the number out to use all",
+            allowed=f"1 to {len(available)}; a task for evaluation only has held_out ones",
+            next_step="leave the number out to use all, or choose the other split",
         )
     by_part: dict[str | None, list[Example]] = {}
     for example in available:
@@ -226,17 +214,6 @@ def _choose_examples(task: Task, settings: EvalSettings) -> Sequence[Example]:
     # The parts of a mixture take turns, so that the first examples come from all of them.
     rounds = zip_longest(*by_part.values())
     return [example for one_round in rounds for example in one_round if example is not None][:num_examples]
-
-
-def _check_threshold(task: Task, threshold: float | None) -> None:
-    max_reward = task.limits.max_reward
-    # In this form a NaN is refused, too.
-    if threshold is not None and not 0.0 < threshold <= max_reward:
-        raise ConfigError(
-            f"a pass threshold of {threshold:g} for task {task.name}",
-            allowed=f"above 0 and at most {max_reward:g}, the reward of a right reply",
-            next_step="correct it, or leave it out for the task's own word",
-        )
 
 
 def refuse_trained(

@@ -114,10 +114,7 @@ def sign_test(num_up: int, num_down: int) -> float:
     Two-sided and exact. For one rollout per example this is McNemar's exact test.
     """
     num_changes = num_up + num_down
-    tail = num_ways = 1  # To choose none of the changes.
-    for index in range(min(num_up, num_down)):
-        num_ways = num_ways * (num_changes - index) // (index + 1)
-        tail += num_ways
+    tail = sum(math.comb(num_changes, number) for number in range(min(num_up, num_down) + 1))
     return min(1.0, float(2 * tail / 2**num_changes))
 
 
@@ -172,9 +169,7 @@ def student_quantile(freedom: int) -> float:
     return float(math.sqrt(freedom) * np.tan(np.interp(CONFIDENCE * below[-1], below, angles)))
 
 
-_READABLE_FIELDS = ("stop_strings", "part_reply_tokens", "first_prompt")
-_CONTEXT_CHARS = 40
-"""Characters of long texts that are shown before and behind their first difference."""
+_READABLE_FIELDS = ("stop_strings", "part_reply_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,8 +216,8 @@ class Difference:
         before, after = self.before, self.after
         if isinstance(before, str) and isinstance(after, str):
             first = next((i for i in range(len(before)) if before[: i + 1] != after[: i + 1]), len(before))
-            start = max(first - _CONTEXT_CHARS, 0)
-            before, after = (text[start : start + 2 * _CONTEXT_CHARS] for text in (before, after))
+            start = max(first - 40, 0)
+            before, after = before[start : start + 80], after[start : start + 80]
         return f"{self.key} {before!r} and {after!r}"
 
 

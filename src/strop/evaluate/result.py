@@ -24,7 +24,7 @@ from strop.tasks.failures import FailureCause, sum_up
 
 PROTOCOL_FIELDS = (
     *("task", "task_version", "replies_version", "split", "num_examples", "examples_digest"),
-    *("tokenizer_digest", "prompt_format", "max_reply_tokens", "sampling", "num_samples", "pass_threshold"),
+    *("tokenizer_digest", "prompt_format", "max_reply_tokens", "sampling", "num_samples"),
 )
 """Fields that comparable results share. The task's version covers its prompt, stop strings and verifier; the
 tokenizer's digest covers chat template and terminators."""
@@ -32,7 +32,6 @@ tokenizer's digest covers chat template and terminators."""
 SUSPECT_TRUNCATED_FRAC = 0.02
 """A score with a larger share of truncated replies is marked: some of them might have been right."""
 _SEAL = "content_digest"
-"""Key of a stored result's hash over all of its fields."""
 
 
 class Validity(StrEnum):
@@ -141,8 +140,6 @@ class EvalPlan(Record):
     step: int
     model_digest: str
     dtype: str | None
-    dtype_reason: str | None = None
-    """Reason for that number format; not part of the plan's identity."""
     tokenizer_digest: str
     prompt_format: str
     num_examples: int
@@ -159,8 +156,6 @@ class EvalPlan(Record):
     """The rendered prompt of the first example; None if not recorded."""
     sampling: Sampling
     num_samples: int | None
-    pass_threshold: float | None
-    """A rollout with at least this reward counts as solved; None: the task's `is_correct` decides."""
     date: str | None = None
     """The date that prompts print, such as 2026-11-29; None where they print none."""
     compares: bool = False
@@ -169,8 +164,7 @@ class EvalPlan(Record):
     @property
     def identity(self) -> EvalPlan:
         """Only the fields of the plan, also if this is a result."""
-        fields = {name: getattr(self, name) for name in EvalPlan.model_fields}
-        return EvalPlan.model_validate(fields | {"dtype_reason": None})
+        return EvalPlan.model_validate({name: getattr(self, name) for name in EvalPlan.model_fields})
 
     @property
     def full_name(self) -> str:
@@ -184,7 +178,7 @@ class EvalPlan(Record):
     @property
     def digest(self) -> str:
         """Hash over the fields of the plan, but for the date and the prompt, which may print it."""
-        return self._hash(EvalPlan.model_fields.keys() - {"dtype_reason", "date", "first_prompt"})
+        return self._hash(EvalPlan.model_fields.keys() - {"date", "first_prompt"})
 
     def _hash(self, names: Collection[str]) -> str:
         return _hash(self.model_dump(mode="json", include=set(names)))[:16]
@@ -256,7 +250,7 @@ def result_name(plan: EvalPlan) -> str:
 
 
 def dump_result(result: EvalResult) -> dict[str, Any]:
-    """Return a result as JSON values, sealed with a hash over them."""
+    """Return a result as JSON values, with a hash over them."""
     # Through JSON, so that the keys of tables are texts as in the file.
     values: dict[str, Any] = json.loads(result.model_dump_json())
     return {**values, _SEAL: _hash(values)}
@@ -286,7 +280,7 @@ def read_result(path: Path) -> EvalResult:
 
 
 def parse_result(data: bytes, path: Path | str) -> EvalResult:
-    """Parse a result file; `path` is for messages. Raises: CorruptRecord if it is none, or was changed."""
+    """Parse a result file; `path` is for messages. Raises: CorruptRecord if it is none."""
     try:
         values = json.loads(data)
         if values.pop(_SEAL) != _hash(values):
@@ -310,11 +304,9 @@ def refuse_invalid(result: EvalResult) -> None:
     scores = list(result.scores.values())
     cut = max(score.truncated_frac or 0.0 for score in scores)
     lost, total = sum(s.num_unscored for s in scores), sum(s.num_rollouts for s in scores)
-    failed = max(score.verifier_error_frac for score in scores)
     raise CheckRefused(
         f"{result.lost}the result of {result.task} at step {result.step} is {result.validity}: {cut:.1%} of"
-        f" replies were cut at {result.max_reply_tokens} tokens, {lost} of {total} rollouts are unscored, the"
-        f" verifier failed on {failed:.1%}",
+        f" replies were cut at {result.max_reply_tokens} tokens, {lost} of {total} rollouts are unscored",
         allowed="results that are valid",
         next_step="evaluate with the task's own reply budget: leave task.max_reply_tokens out"
         if result.validity is Validity.TRUNCATION

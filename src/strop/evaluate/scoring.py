@@ -1,8 +1,7 @@
 """Compute scores from rollouts: solved, unscored, and when a result is invalid.
 
 Every prompt is counted. A prompt too long for the model counts as not solved; a rollout that could not be
-judged is neither solved nor wrong. A partial reward is not solved: `is_correct` of the task decides, or the
-declared threshold.
+judged is neither solved nor wrong. A partial reward is not solved: `is_correct` of the task decides.
 
 Shapes: P = examples, G = rollouts of one kind of one example.
 """
@@ -84,12 +83,10 @@ class ExampleVerdicts:
         return [one.is_solved for one in self.verdicts_G[kind] if one.is_solved is not None]
 
 
-def give_verdict(rollout: Rollout, pass_threshold: float | None) -> Verdict:
-    """Reduce a rollout to its verdict. Solved means correct, or a reward of at least the threshold."""
+def give_verdict(rollout: Rollout) -> Verdict:
+    """Reduce a rollout to its verdict."""
     outcome = rollout.outcome
     is_solved = outcome.is_correct
-    if pass_threshold is not None and outcome.reward is not None:
-        is_solved = outcome.reward >= pass_threshold
     if not outcome.is_scored:
         is_solved = False if outcome.is_too_long else None
     if outcome.failure is not None:
@@ -114,7 +111,7 @@ def give_verdicts(rollouts_G: Sequence[Rollout], task: Task, plan: EvalPlan) -> 
         part=part,
         problem=task.problem_of(example),
         is_budget_cut=plan.budget_of(part) < task.limits_of(example).own_reply_tokens,
-        verdicts_G=[give_verdict(rollout, plan.pass_threshold) for rollout in rollouts_G],
+        verdicts_G=[give_verdict(rollout) for rollout in rollouts_G],
     )
 
 

@@ -202,10 +202,6 @@ def read_all_shards(path: Path) -> tuple[EvalPlan, list[Rollout]]:
     return plan, [rollout for shard_path in paths for rollout in read_rollouts(shard_path)]
 
 
-MAX_AT_ONCE = 256
-"""Concurrent judgements; a judge with workers queues most of them."""
-
-
 async def rescore(
     plan: EvalPlan,
     rollouts: Sequence[Rollout],
@@ -231,7 +227,7 @@ async def rescore(
             allowed="the task that the replies answer, with all of its examples",
             next_step="give the settings that the evaluation was made with",
         )
-    places = asyncio.Semaphore(MAX_AT_ONCE)
+    places = asyncio.Semaphore(256)
     answered = Answered(task, judge)
     answered.is_member = True
 
@@ -262,7 +258,6 @@ async def rescore(
     changed = [
         (old, new)
         for old, new in zip(rollouts, itertools.chain.from_iterable(judged_P_G), strict=True)
-        if give_verdict(old, plan.pass_threshold).is_solved
-        != give_verdict(new, plan.pass_threshold).is_solved
+        if give_verdict(old).is_solved != give_verdict(new).is_solved
     ]
     return result, changed

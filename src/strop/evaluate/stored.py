@@ -15,18 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
-from strop.errors import CorruptRecord, StoreError
+from strop.errors import CorruptRecord
 from strop.evaluate.comparison import (
     NORMAL,
     PSEUDO_PROBLEMS,
     Interval,
     compare_results,
     list_plan_differences,
-    paired_difference,
-    pass_at_k,
 )
 from strop.evaluate.harness import HarnessMetric, HarnessResult
-from strop.evaluate.result import PROTOCOL_FIELDS, EvalResult, ExampleScore, read_result
+from strop.evaluate.result import PROTOCOL_FIELDS, EvalResult, read_result
 from strop.io import write_bytes_atomically
 from strop.rollout import Split
 
@@ -92,13 +90,7 @@ def _read(path: Path) -> Result | None:
     try:
         data = path.read_bytes()
         values = json.loads(data)
-    except OSError as error:
-        raise StoreError(
-            f"the result {path} cannot be read ({error})",
-            allowed="a file that an evaluation wrote",
-            next_step="check the path",
-        ) from error
-    except ValueError:
+    except (OSError, ValueError):
         return None
     keys = values.keys() if isinstance(values, dict) else ()
     if "protocol_digest" in keys:
@@ -149,8 +141,6 @@ class ScoreRow:
     stderr: float | None = None
     note: str = ""
     baseline: float | None = None
-    baseline_low: float | None = None
-    baseline_high: float | None = None
     baseline_of: str = ""
     same_protocol: bool | None = None
     difference: float | None = None
@@ -189,8 +179,6 @@ def _compare(name: str, before: Result, after: Result) -> dict[tuple[str, str], 
         table[row.task, row.metric] = replace(
             row,
             baseline=old.value,
-            baseline_low=old.low,
-            baseline_high=old.high,
             baseline_of=f"{name}, step {before.step}" if before.step else name,
             same_protocol=not obstacles,
             difference=None if change is None else change.estimate,
@@ -258,10 +246,7 @@ def _row_of_harness(
 def _difference(before: Result, after: Result, earlier: ScoreRow, later: ScoreRow) -> Interval | None:
     """Return the change between two comparable scores; its ends are NaN if an error is unknown."""
     if isinstance(before, EvalResult) and isinstance(after, EvalResult):
-        if later.metric.startswith("pass@"):
-            change = _compare_pass(before, after, int(later.metric.removeprefix("pass@")))
-        else:
-            change = getattr(compare_results(before, after), later.metric)
+        change = getattr(compare_results(before, after), later.metric, None)
         if change is None:
             return None
         return Interval(estimate=100 * change.estimate, low=100 * change.low, high=100 * change.high)
@@ -272,26 +257,6 @@ def _difference(before: Result, after: Result, earlier: ScoreRow, later: ScoreRo
         half = NORMAL * math.hypot(earlier.stderr, later.stderr)
     estimate = later.value - earlier.value
     return Interval(estimate=estimate, low=estimate - half, high=estimate + half)
-
-
-def _compare_pass(before: EvalResult, after: EvalResult, k: int) -> Interval | None:
-    """Return the change of pass@k over the examples with k judged replies on both sides."""
-    if before.sampled is None or after.sampled is None:
-        return None
-    pairs = [(name, one, after.sampled.by_example[name]) for name, one in before.sampled.by_example.items()]
-    pairs = [pair for pair in pairs if min(pair[1].num_judged, pair[2].num_judged) >= k]
-    if not pairs:
-        return None
-    problems = [earlier.problem or name for name, earlier, _ in pairs]
-    return paired_difference(
-        [_pass_of(earlier, k) for _, earlier, _ in pairs],
-        [_pass_of(later, k) for *_, later in pairs],
-        problems,
-    )
-
-
-def _pass_of(example: ExampleScore, k: int) -> float:
-    return pass_at_k(example.num_judged, round(example.num_judged * (example.solved_frac or 0.0)), k)
 
 
 COLUMNS = (

@@ -64,7 +64,6 @@ class EvalRequest:
     num_examples: int | None = None
     num_samples: int | None = None
     pass_at: tuple[int, ...] = ()
-    pass_threshold: float | None = None
     out_dir: Path | None = None
     """Folder of the results. None: `EVALS_ROOT`."""
     part: tuple[int, int] = (0, 1)
@@ -130,9 +129,7 @@ def _prepare(
                 num_samples=request.num_samples,
                 sampling=setup.sampling,
                 pass_at=request.pass_at,
-                pass_threshold=request.pass_threshold,
                 dtype=spec.model.dtype,
-                dtype_reason=setup.dtype_reason,
             ),
             model_digest=model.digest,
             trained_ids=trained_ids,

@@ -46,9 +46,9 @@ def read_harness_setup(
 
     Raises: ConfigError for a setting without effect, and for code that was not confirmed.
     """
-    if request.num_samples or request.pass_at or request.pass_threshold is not None:
+    if request.num_samples or request.pass_at:
         raise ConfigError(
-            "--harness lm-eval with samples, pass@k or a threshold",
+            "--harness lm-eval with samples or pass@k",
             allowed="what lm-eval's task asks for: its repeats and its metrics",
             next_step="leave them out, or leave --harness out",
         )
@@ -154,5 +154,5 @@ def evaluate_by_harness(
     results = []
     for job in jobs:
         say(f"{job.task}: lm-eval by {job.engine}")
-        results.append(run_harness(job, out_dir, say=say))
+        results.append(run_harness(job, out_dir))
     return results

@@ -19,7 +19,6 @@ from strop.evaluate import (
     write_result,
 )
 from strop.evaluate.shards import ShardFolder
-from strop.hardware.number_format import REASON_FACT
 from strop.record import RunDir
 from strop.record.files import list_shards
 from strop.rollout import Example, Sampling, Split
@@ -58,7 +57,6 @@ class Evaluation:
             num_samples=spec.eval.num_samples,
             sampling=Sampling(**spec.sampling.model_dump()),
             dtype=spec.model.dtype,
-            dtype_reason=str(self.run_dir.state.facts.get(REASON_FACT)),
         )
         roles = self.roles
         # An overlap that the run file accepts is in the gate's report.

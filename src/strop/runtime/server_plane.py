@@ -18,18 +18,31 @@ from pathlib import Path
 
 from strop.errors import ConfigError, SandboxError, SandboxLost, given_of
 from strop.runtime.contract import INSIDE_PORT, FailureKind, NodeOrder, StartRequest
-from strop.runtime.openhands import OPENHANDS
 from strop.runtime.planes import SandboxFailed, lost_as_failure
 from strop.runtime.ports import CHUNK_BYTES, Serve, Stream
 from strop.sandbox.contract import ExecKind, Mount
 from strop.sandbox.following import Job
 from strop.sandbox.local import LocalSandbox
+from strop.store.python_environment import PythonEnvironment
 
 _LOG_BYTES = 16 << 10
 _SHOWN_LINES = 40
 _LIBRARIES = "/.strop-libraries"
 _OF_GLIBC = frozenset({"libc", "libm", "libdl", "librt", "libpthread", "libresolv", "libutil"})
 """The image's own are used: parts of one glibc do not work with those of another."""
+_VERSION = "1.58.0"
+"""Newer versions require packages that some mirrors do not have yet; the protocol is the same."""
+OPENHANDS = PythonEnvironment(
+    name=f"openhands-{_VERSION}",
+    folder="runtime",
+    version=(3, 12),
+    pip_steps=(
+        tuple(f"openhands-{part}=={_VERSION}" for part in ("workspace", "sdk", "agent-server", "tools")),
+    ),
+    # Compiles its modules, so that a server starts in 10 s of processor time instead of 17. No price look-up.
+    first_program="import os; os.environ['LITELLM_LOCAL_MODEL_COST_MAP'] = 'True'"
+    "\nimport openhands.agent_server.api",
+)
 
 
 class ServerPlane:

@@ -11,6 +11,9 @@ import pytest
 
 from strop.cli import main
 from strop.evaluate.harness import HarnessResult
+from strop.tokenizer import Tokenizer
+from tests.fixtures.tiny_model import chain_model
+from tests.fixtures.tiny_tokenizer import EOS_TEXT, tiny_tokenizer
 
 TASK = """task: {name}
 dataset_path: json
@@ -45,6 +48,19 @@ aggregate_metric_list:
   - metric: acc
     weight_by_size: true
 """
+CUT, STOPPED, ENDED = "What is cut?", "What is stopped!", "What has ended;"
+"""Questions for `talking_model`: it writes 'the' without an end, the stop string, or its terminator."""
+
+
+def talking_model(folder: Path) -> Path:
+    """Return a model that writes 't', 'h', 'e' again and again, which encode as fewer tokens together."""
+    tokens = tiny_tokenizer(folder / "tokenizer")
+    (t, h, e, stop, question, mark, semicolon) = (
+        int(Tokenizer.load(tokens).encode(text)[0]) for text in ("t", "h", "e", ".", "?", "!", ";")
+    )
+    (end,) = Tokenizer.load(tokens).encode(EOS_TEXT).tolist()
+    after = {t: h, h: e, e: t, question: t, mark: stop, semicolon: int(end), stop: t}
+    return chain_model(folder / "model", after, t)
 
 
 def write_tasks(folder: Path, questions: Sequence[str], *, budget: int = 16) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
 import sys
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from tests.fixtures.tiny_model import tiny_model
 PROGRAM = """import json, os, sys
 from pathlib import Path
 here = Path(__file__).parent
-words = sys.argv[4:]
+words = sys.argv[2:]
 told = {"words": words, "offline": os.environ.get("HF_HUB_OFFLINE"), "cwd": os.getcwd()}
 (here / "told.json").write_text(json.dumps(told))
 made = json.loads((here / "made.json").read_text())
@@ -28,6 +29,7 @@ out = Path(words[words.index("--output_path") + 1]) / "model"
 out.mkdir()
 for name, text in made["files"].items():
     (out / name).write_text(text)
+Path(os.environ["STROP_HARNESS_ENDS"]).write_text(made["ends"])
 print(made["said"], flush=True)
 sys.exit(made["code"])
 """
@@ -37,12 +39,13 @@ Edit = Callable[[dict[str, Any]], object]
 def sample(name: str, number: int, settings: dict[str, Any]) -> dict[str, Any]:
     """Return a line of lm-eval's samples."""
     arguments = {"gen_args_0": {"arg_0": f"{name} {number}", "arg_1": settings}}
-    return {
-        "doc_id": number,
-        "doc_hash": f"{name}{number}",
-        "arguments": arguments,
-        "resps": [["7" * 40 if number % 2 else "7"]],
-    }
+    return {"doc_id": number, "doc_hash": f"{name}{number}", "arguments": arguments, "resps": [["7"]]}
+
+
+def key_of(line: dict[str, Any]) -> str:
+    """Return lm-eval's key of a sample's request."""
+    words = ["generate_until", *line["arguments"]["gen_args_0"].values()]
+    return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
 class Harness:
@@ -61,6 +64,7 @@ class Harness:
             "n-shot": {"hats": 2},
             "n-samples": {"hats": {"effective": 4}},
         }
+        self.ends = [f"{key_of(line)} {number % 2}" for number, line in enumerate(self.samples["hats"])]
         self.code, self.said = 0, "done"
 
     def run(self, *words: str, task: str = "hats") -> int:
@@ -70,7 +74,7 @@ class Harness:
             for name, lines in self.samples.items()
         }
         files["results_x.json"] = json.dumps(self.content)
-        made = {"files": files, "code": self.code, "said": self.said}
+        made = {"files": files, "ends": "\n".join(self.ends), "code": self.code, "said": self.said}
         (self.folder / "made.json").write_text(json.dumps(made))
         asked = ["eval", str(self.model), "--harness", "lm-eval", "--task", task, "--out", str(self.out)]
         engine = () if any(word.startswith("harness.engine=") for word in words) else ("harness.engine=hf",)
@@ -171,8 +175,8 @@ def test_what_the_harness_says_is_read_and_kept(harness: Harness) -> None:
         "exact_match,none": (0.5, 0.1)
     }
     assert (result.num_examples, result.num_fewshot, result.max_reply_tokens) == (4, 2, 16)
-    # Two of four fill their budget.
-    assert result.long_frac == 0.5
+    # Two of four by its ends.
+    assert result.truncated_frac == 0.5
     assert (result.engine, result.stops, result.parts) == ("hf", ("\n",), {})
     # The same command again asks nobody.
     (harness.folder / "told.json").unlink()
@@ -183,12 +187,19 @@ def test_what_the_harness_says_is_read_and_kept(harness: Harness) -> None:
     assert len(list(harness.out.glob("*.json"))) == 2
 
 
+def test_one_unknown_end_makes_the_share_unknown(harness: Harness) -> None:
+    # Of a line that a kill left unfinished, and one that is not there.
+    harness.ends = [*harness.ends[:2], harness.ends[2][:20]]
+    assert harness.run() == 0
+    assert harness.result.truncated_frac is None
+
+
 def test_choices_are_cut_by_no_budget(harness: Harness) -> None:
     harness.content["configs"]["hats"] = {"output_type": "multiple_choice"}
     for line in harness.samples["hats"]:
         line["resps"] = [[["-1.5", "False"]], [["-2.5", "False"]]]
     assert harness.run() == 0
-    assert (harness.result.max_reply_tokens, harness.result.long_frac) == (None, None)
+    assert (harness.result.max_reply_tokens, harness.result.truncated_frac) == (None, None)
 
 
 def test_choices_without_log_probabilities_are_no_score(harness: Harness) -> None:
@@ -206,10 +217,11 @@ def test_a_group_has_its_parts(harness: Harness) -> None:
         harness.content[kind]["caps"] = harness.content[kind]["hats"]
     harness.content["n-samples"]["caps"] = {"effective": 1}
     harness.content["results"]["both"] = {"exact_match,none": 0.25}
+    harness.ends.append(f"{key_of(harness.samples['caps'][0])} 1")
     assert harness.run(task="both") == 0
     result = harness.result
     assert result.num_examples == 5
-    assert result.long_frac == pytest.approx(2 / 5)
+    assert result.truncated_frac == pytest.approx(3 / 5)
     assert result.metrics["exact_match,none"].value == 0.25
     assert {name: part.num_examples for name, part in result.parts.items()} == {"hats": 4, "caps": 1}
 
@@ -254,7 +266,7 @@ def test_a_harness_that_fails_is_told_with_its_log(
     assert "the harness is unwell" in said
     assert (harness.out / "lm-eval-hats-step-000000.log").exists()
     # What was answered is kept for the next start.
-    assert list(harness.out.glob("*.replies-*"))
+    assert list(harness.out.glob("*.replies-*/ends.txt"))
     harness.code = 0
     assert harness.run() == 0
     assert not list(harness.out.glob("*.replies-*"))

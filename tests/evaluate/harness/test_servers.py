@@ -12,8 +12,10 @@ import pytest
 
 from strop.cli import main
 from strop.engine.openai import KEY_VARIABLE
+from strop.engine.vllm.environment import VLLM
 from strop.tokenizer import Tokenizer
-from tests.evaluate.harness.asking import ask, samples_of, write_tasks
+from tests.conftest import require_system_part
+from tests.evaluate.harness.asking import CUT, ENDED, STOPPED, ask, samples_of, talking_model, write_tasks
 from tests.fixtures.completions_server import KEY, TEXT, CompletionsServer, completions_server, logprob
 from tests.fixtures.ray_traces import descendants
 
@@ -92,7 +94,7 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
         if number == 7:
             for pid in descendants(os.getpid()):
                 line = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-                if any(word == b"lm_eval" for word in line) and b"-c" not in line:
+                if any(word.endswith(b"lm_eval_models.py") for word in line) and b"-c" not in line:
                     os.kill(pid, signal.SIGKILL)
 
     server.before = kill
@@ -106,6 +108,7 @@ def test_a_killed_evaluation_goes_on_where_it_stopped(
     assert sum(num_asked.values()) <= 14
     assert server.keys == {KEY}
     assert (result.engine, result.dtype, result.num_fewshot) == ("server", None, 1)
+    assert result.truncated_frac == 1.0
     assert set(result.parts) == {"hats", "caps"}
     tokenizer = Tokenizer.load(tiny_model_dir)
     likelihoods = [sum(map(logprob, tokenizer.encode(choice).tolist())) for choice in (" 7", " 42", " none")]
@@ -132,3 +135,19 @@ def test_a_server_without_echo_gives_no_score(
     word = f"harness.include={tmp_path}"
     assert begin(server.url, tiny_model_dir, tmp_path / "out", "caps", word) == 1
     assert not list((tmp_path / "out").glob("*.json"))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("harness_python")
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+def test_a_cut_reply_is_seen_and_a_terminator_and_a_stop_string_are_no_cut(
+    engine: str, tmp_path: Path
+) -> None:
+    """Incident: texts were encoded again, to fewer tokens than were generated, and the table said 0.0 %."""
+    require_system_part("vLLM (make vllm-deps)", engine == "hf" or VLLM.is_ready())
+    words = (f"harness.include={write_tasks(tmp_path, [CUT, ENDED, STOPPED])}", f"harness.engine={engine}")
+    result = ask(talking_model(tmp_path), tmp_path / "out", "hats", *words, "model.dtype=float32")
+    replies = [sample["resps"][0][0] for sample in samples_of(tmp_path / "out", "hats")]
+    assert replies == ["thethethethethet", "", ""]
+    assert result.truncated_frac == pytest.approx(1 / 3)
+    assert result.max_reply_tokens == 16

@@ -17,7 +17,7 @@ from strop.launch.contract import JobState
 from strop.launch.job_dir import job_path_of, read_ref
 from strop.record import RunDir
 from strop.record.rollouts import read_rollouts
-from strop.runtime.openhands import OPENHANDS
+from strop.runtime.server_plane import OPENHANDS
 from strop.runtime.service_dir import ServiceDir
 from strop.store.python_environment import KEEP_BYTECODE
 from tests.conftest import require_system_part
