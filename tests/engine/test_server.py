@@ -210,7 +210,7 @@ TOOL = {"role": "tool", "tool_call_id": "1", "content": [{"type": "text", "text"
     [
         (HERMES, [ASSISTANT, TOOL], 200, "7"),
         (CHAT_TEMPLATE, [ASSISTANT, TOOL], 500, "leaves out a call of the tool run"),
-        (HERMES, [{"role": "user", "content": [{"type": "image_url"}]}], 422, "a part of type 'image_url'"),
+        (HERMES, [{"role": "user", "content": [{"type": "image_url"}]}], 422, "image_url"),
         (HERMES, ["Hi"], 422, "no attribute 'items'"),
     ],
 )
