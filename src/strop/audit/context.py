@@ -166,15 +166,15 @@ class AuditContext:
             outcome = await judge_as_attempted(self.judge, example, text)
         if caught.failure is not None:
             outcome = Outcome(parts={}, failure=caught.failure)
-        limits, reward = self.task.limits_of(example), outcome.reward
-        earned = (reward or 0.0) / limits.max_reward
+        limits = self.task.limits if caught.failure is not None else self.task.limits_of(example)
+        earned = (outcome.reward or 0.0) / limits.max_reward
         return Judged(
             example=example,
             text=text,
             outcome=outcome,
-            share=max(earned, 1.0) if outcome.is_correct and reward is not None else earned,
+            share=max(earned, 1.0) if outcome.is_correct and outcome.reward is not None else earned,
             is_right=earned >= 1.0 - SLACK and outcome.is_correct is not False,
-            is_within=reward is None or is_within(reward, limits),
+            is_within=outcome.reward is None or is_within(outcome.reward, limits),
         )
 
     def golds(self, example: Example) -> list[str]:

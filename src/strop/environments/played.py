@@ -51,7 +51,7 @@ class PlayedWorld(Environment):
         self._own = self._task.make_placed()
         # A server starts with its first call.
         limit_s = self._section.tool_limit_s
-        self._servers = {name: McpServer(name, limit_s) for name in self._section.mcp_servers}
+        self._servers = {name: McpServer(name, limit_s) for name in set(self._section.mcp_servers)}
         self._num_turns, self._is_over, self._has_replied = 0, False, False
         return self._task.pose(to_messages(await finished(self._own.reset(example, seed))), example)
 

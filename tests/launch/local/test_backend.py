@@ -87,7 +87,7 @@ def test_a_supervisor_that_says_nothing_is_refused_and_ended(
 
 
 READER = """
-import sys, time
+import asyncio, sys, time
 from pathlib import Path
 
 from strop.rollout import Split
@@ -99,7 +99,7 @@ while not (run / "go").exists():
     time.sleep(0.02)
 task = build_task(load_spec(job / "spec.toml").spec.task)
 example = task.examples(Split.TRAIN)[0]
-(run / "found").write_text(f"{example.fields['columns']['by']} {verdict(task, example, chr(4)).reward}")
+(run / "found").write_text(f"{example.fields['columns']['by']} {asyncio.run(task.verify(example, chr(4))).reward}")
 """
 
 

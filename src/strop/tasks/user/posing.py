@@ -92,8 +92,8 @@ def _pose_one(task: Any, render: Callable[[Example], Any], ref: CodeRef, value: 
         gold = task.gold_replies(value) if callable(getattr(task, "gold_replies", None)) else ()
         gold = [reply if isinstance(reply, str) else TURN.join(reply) for reply in gold]
     with blaming(ref, f"name the problem of {shown}"):
-        has_problem = callable(getattr(task, "problem_of", None))
-        problem = str(task.problem_of(value)) if has_problem else None
+        named = task.problem_of(value) if callable(getattr(task, "problem_of", None)) else None
+        problem = None if named is None else str(named)
     return {
         "fields": dict(value.fields),
         "answer": value.answer,
