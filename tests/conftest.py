@@ -27,8 +27,10 @@ if TYPE_CHECKING:
 # the settings must be there before torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 tune_process()
-# A shell starts what is in the background with Ctrl+C ignored; what a test starts would inherit that.
+# A shell starts what is in the background with Ctrl+C ignored, nohup with a closed terminal; what a test
+# starts would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # What whoever runs the tests sees, and where their models come from, is not for the tests.
 for _name in (
     *("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "CLICOLOR", "CLICOLOR_FORCE"),
