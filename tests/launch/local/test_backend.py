@@ -99,7 +99,8 @@ while not (run / "go").exists():
     time.sleep(0.02)
 task = build_task(load_spec(job / "spec.toml").spec.task)
 example = task.examples(Split.TRAIN)[0]
-(run / "found").write_text(f"{example.fields['columns']['by']} {asyncio.run(task.verify(example, chr(4))).reward}")
+reward = asyncio.run(task.verify(example, chr(4))).reward
+(run / "found").write_text(f"{example.fields['columns']['by']} {reward}")
 """
 
 
