@@ -69,18 +69,17 @@ def _section(folder: Path, name: str, rows: list[dict[str, Any]]) -> TaskSection
 def _judged_per_s(section: TaskSection, num: int, num_at_once: int) -> float:
     """Return right replies judged a second; the first ones, which start processes, do not count."""
     task: Task = build_task(section)
-    examples = task.examples(Split.TRAIN)
+    pairs = [(example, task.gold_replies(example)[0]) for example in task.examples(Split.TRAIN)]
 
     async def judge_all() -> float:
         judge, todo = Judge(task, task_builder(section)), iter(range(num))
 
         async def work() -> None:
             for index in todo:
-                example = examples[index % len(examples)]
-                assert (await judge.judge(example, task.gold_replies(example)[0])).is_correct
+                assert (await judge.judge(*pairs[index % len(pairs)])).is_correct
 
         try:
-            await asyncio.gather(*(judge.judge(examples[0], "") for _ in range(num_at_once)))
+            await asyncio.gather(*(judge.judge(pairs[0][0], "") for _ in range(num_at_once)))
             begun = time.perf_counter()
             await asyncio.gather(*(work() for _ in range(num_at_once)))
             return num / (time.perf_counter() - begun)

@@ -24,8 +24,7 @@ from strop.tasks.task import Task
 
 _RIVAL = "I do not know."
 _EXAMPLE_FIELDS = tuple(field.name for field in fields(Example))
-_MIN_WORKERS = 4
-"""So many endless calls at once let others pass."""
+_MIN_WORKERS = 4  # So many endless calls at once let others pass.
 
 
 class Judge:
@@ -63,7 +62,9 @@ class Judge:
         else:
             reply = await _call(pool, example, {"text": text, "is_member": is_member})
             outcome = reply if isinstance(reply, Outcome) else outcome_from_json(reply)
-        return outcome if is_member else (await self.task.verify_here(example, [text], [outcome]))[0]
+        if is_member or not self.task.asks_judge:
+            return outcome
+        return (await self.task.verify_here(example, [text], [outcome]))[0]
 
     async def judge_group(
         self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
@@ -90,8 +91,8 @@ class Judge:
 
     def _pool_for(self, example: Example) -> WorkerPool | None:
         """Return where an example is judged: parts of a mixture differ."""
-        # The caller of an unlimited part's verifier finds an unknown example, as its workers would.
-        return None if self.task.limits_of(example).verify_limit_s is None else self.pool
+        has_limit = self.pool is not None and self.task.limits_of(example).verify_limit_s is not None
+        return self.pool if has_limit else None
 
 
 class TimedJudge(Judge):
@@ -161,9 +162,8 @@ def _make_handler(make_task: Callable[[], Task]) -> Handler:
             outcomes = list(map(outcome_from_json, call["outcomes"]))
             found = await task.verify_group(example, call["texts"], outcomes)
             return list(map(outcome_to_json, found))
-        return outcome_to_json(
-            await (task.verify_member if call["is_member"] else task.verify)(example, call["text"])
-        )
+        verify = task.verify_member if call["is_member"] else task.verify
+        return outcome_to_json(await verify(example, call["text"]))
 
     return lambda call: asyncio.run(judge(call))
 
