@@ -49,7 +49,7 @@ _MAX_WALL_S, _TEST_S = 60.0, 3.0
 _MIN_TESTS = {Split.TRAIN: 2, Split.HELD_OUT: 1}
 """Of such tables: a program with a constant output passes a single test."""
 _MAX_TESTS_BYTES = 8 << 20
-"""Larger tests do not fit into the messages between a pool and its workers; few problems have them."""
+"""Few problems have larger tests, which each verdict sends to a sandbox."""
 _PACKAGES = ("numpy",)
 """What programs that are tested by such tables may import."""
 _JOB_FIELDS = {"names", "imports", "definitions", "setup", "tests", "input_output", "num_tests"}

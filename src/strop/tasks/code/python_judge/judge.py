@@ -117,9 +117,10 @@ async def judge_python(
     spec = SandboxSpec(limits=Limits(), min_level=min_level, mounts=mounts, env=env)
     nonce = secrets.token_hex(16)
     stdin = json.dumps({**asdict(job), "nonce": nonce}).encode()
-    free = asyncio.Semaphore(describe_machine().num_logical_cpus)
-    places = _places.setdefault(asyncio.get_running_loop(), free)
-    async with places, await backend.create(spec, main_source=read_runner()) as place:
+    loop = asyncio.get_running_loop()
+    if loop not in _places:
+        _places[loop] = asyncio.Semaphore(describe_machine().num_logical_cpus)
+    async with _places[loop], await backend.create(spec, main_source=read_runner()) as place:
         isolation = place.isolation.level.word
         try:
             result = await place.run_main(stdin=stdin, wall_limit_s=job.wall_s + _START_LIMIT_S)
