@@ -160,8 +160,7 @@ class PlayedWorld(Environment):
             limit_s, late = limit_s + self._own.spare_limit_s, (FailureOwner.INFRA, "sandbox_silent")
         try:
             async with asyncio.timeout(limit_s) as timeout:
-                returned = getattr(self._own, call.name)(**arguments)
-                return await returned if inspect.isawaitable(returned) else returned
+                return await finished(getattr(self._own, call.name)(**arguments))
         except TimeoutError as error:
             if not timeout.expired():
                 raise

@@ -150,7 +150,6 @@ class PresetTask(JudgedRows):
     def __init__(self, spec: PresetSection) -> None:
         self._preset = preset = read_preset(spec.name)
         self._gold = GRADERS[preset.reward]
-        self._strictness = getattr(spec, "strictness", "standard")
         self._min_level = getattr(spec, "min_level", 1)
         if self._min_level > 1 and "level" not in preset.fields:
             raise SpecConflict(
@@ -165,7 +164,7 @@ class PresetTask(JudgedRows):
                 held_out=preset.held_out,
                 saved_as=preset.saved_as,
                 # Another data set for evaluation has other files.
-                is_unknown=not preset.train and spec.source not in (None, preset.source),
+                is_unknown=not preset.train and spec.source != preset.source,
             ),
             to_example=self._to_example,
             question=self._question,
@@ -177,7 +176,7 @@ class PresetTask(JudgedRows):
             reading,
             TaskLimits(max_reply_tokens=preset.max_reply_tokens, base_stop_strings=preset.base_stop),
             rewards=spec.reward or (preset.reward,),
-            source=spec.source or preset.source or "",
+            source=spec.source or "",
             prompt=preset.prompt,
             base_prompt=preset.base_prompt,
         )

@@ -132,7 +132,7 @@ class JudgedRows(RowTask):
         self._model = JudgeModel(spec) if spec.judge_url else None
         self.asks_judge = self._model is not None
         self._pass_score = (spec.pass_score or spec.max_reward) - FULL_MARKS_SLACK
-        level = getattr(spec, "strictness", "standard")
+        self._strictness = level = getattr(spec, "strictness", "standard")
         graders = {**GRADERS, "math": STRICTNESS[level]}
         self._graders = {name: graders[name] for name in rewards if name in graders}
         is_plain = list(self._weights.values()) == [spec.max_reward] == [1.0]
