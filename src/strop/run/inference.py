@@ -139,8 +139,6 @@ class SamplingSetup:
     """Only task, seed, model, engine and placement are used."""
     sampling: Sampling
     split: Split
-    dtype_reason: str
-    """Why the model is served in the number format of `spec`."""
 
 
 def read_setup(task: str, words: Sequence[str], split: Split) -> SamplingSetup:
@@ -156,16 +154,13 @@ def read_setup(task: str, words: Sequence[str], split: Split) -> SamplingSetup:
     fixed = ["name=asked", f"task.name={task}", "train.prompts_per_step=1"]
     spec = load_spec(None, [*fixed, *(word for word in settings if word not in sampling)]).spec
     machine = describe_machine()
-    spec, number_format = settle_format(
-        spec, machine, compute_device(machine), calibration=read_calibration()
-    )
+    spec, _ = settle_format(spec, machine, compute_device(machine), calibration=read_calibration())
     # Read by itself: without the limits that training sets on it.
     section = load_section("sampling", SamplingSpec, sampling)
     return SamplingSetup(
         spec=spec,
         sampling=Sampling(**section.model_dump()),
         split=split,
-        dtype_reason=str(number_format).partition(": ")[2],
     )
 
 

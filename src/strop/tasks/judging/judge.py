@@ -82,7 +82,7 @@ class Judge:
             if isinstance(reply, Outcome):
                 return [replace(outcome, failure=reply.failure) for outcome in outcomes]
             outcomes = [outcome_from_json(values) for values in reply]
-        return await self.task.verify_here(example, texts, outcomes)
+        return await self.task.verify_here(example, texts, outcomes) if self.task.asks_judge else outcomes
 
     async def close(self) -> None:
         """End the judge's processes; running calls give no score. May be called twice."""
