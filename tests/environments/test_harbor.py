@@ -48,7 +48,8 @@ def test_a_directory_is_read(tmp_path: Path) -> None:
     assert (asked.memory_mb, asked.storage_mb, asked.cpus) == (256.0, 64.0, 1.0)
     limits = (config.agent.timeout_sec, config.verifier.timeout_sec, asked.build_timeout_sec)
     assert limits == (60.0, 5.0, 60.0)
-    assert (asked.network_mode, task.is_separate) == ("no-network", False)
+    networks = [task.network_of(phase) for phase in (config.agent, config.verifier)]
+    assert (networks, task.is_separate) == (["none", "none"], False)
     (tmp_path / "add/tests/test.sh").write_text("echo")
     assert list_directories(tmp_path, ())["add"].digest != task.digest
 
@@ -60,7 +61,7 @@ def test_an_older_schema_is_read(tmp_path: Path) -> None:
     assert (asked.memory_mb, asked.storage_mb, asked.network_mode) == (2048.0, 512.0, "no-network")
     assert (task.config.agent.timeout_sec, task.config.verifier.timeout_sec) == (None, 600.0)
     usual = read(tmp_path, config="")
-    assert usual.config.environment.network_mode == "public"
+    assert usual.network_of(usual.config.agent) == "host"
 
 
 @pytest.mark.parametrize(
@@ -76,7 +77,7 @@ def test_an_older_schema_is_read(tmp_path: Path) -> None:
         ({"config": CONFIG.replace("artifacts = []", 'artifacts = ["a"]')}, "artifacts"),
         ({"config": CONFIG.replace("memory_mb = 256", 'memory = "much"')}, "could not convert"),
         ({"config": CONFIG.replace("timeout_sec = 5.0", "timeout_sec = 0")}, "verifier.timeout_sec"),
-        ({"config": CONFIG.replace("5.0", '5.0\nnetwork_mode = "public"')}, "verifier.network_mode"),
+        ({"config": CONFIG.replace("5.0", '5.0\nnetwork_mode = "public"')}, "another network"),
         ({"config": CONFIG + 'os = "windows"\n'}, "environment.os"),
         ({"config": CONFIG.replace("no-network", "allowlist")}, "environment.network_mode"),
         ({"tests__test": None}, "no tests/test.sh"),
@@ -126,9 +127,9 @@ def test_the_open_network_is_given_where_the_run_says_so(tmp_path: Path) -> None
     write_task(tmp_path / "add", BASE, config=config)
     for is_open, network in ((False, "none"), (True, "host")):
         own = Harbor(HarborSpec(name="harbor", root=str(tmp_path), open_network=is_open))
-        own._task, own._image = list_directories(tmp_path, ())["add"], Image("x", {})
+        own._task, own._image = list_directories(tmp_path, ())["add"], Image(name="x")
         example = make_example("harbor", {"task": "add"}, None)
-        assert own.sandbox_for(example).network == network
+        assert own.sandbox_for(example).network == own.grader_for(example).network == network
 
 
 @pytest.mark.parametrize(

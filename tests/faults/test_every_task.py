@@ -18,8 +18,8 @@ from strop.agents.verifiers import environment_of
 from strop.environments.guests import guest as guests
 from strop.environments.harbor import digest_tree
 from strop.errors import EXIT_USAGE
+from strop.spec.built_in import built_in_tasks
 from strop.spec.display import format_value
-from strop.tasks import task_summaries
 from tests.agents.test_verifiers import TASKSET
 from tests.conftest import require_system_part
 from tests.environments.test_harbor import BUILT, base
@@ -129,7 +129,7 @@ def table(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("table", task_summaries(), indirect=True)
+@pytest.mark.parametrize("table", built_in_tasks(), indirect=True)
 def test_a_task_is_planned_audited_trained_evaluated_and_played(
     table: dict[str, Any], run: Run, folder: Path, roomy_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

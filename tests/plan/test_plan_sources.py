@@ -15,7 +15,7 @@ from strop.errors import ConfigError, DataError
 from strop.plan.plan import Plan
 from strop.plan.planning import make_plan
 from strop.spec import load_spec
-from strop.tasks.registry import task_summaries
+from strop.spec.built_in import built_in_tasks
 from tests.fixtures.sockets import only_connects_to
 
 NEEDED: dict[str, tuple[str, ...]] = {
@@ -52,7 +52,7 @@ def list_files(folder: Path) -> set[Path]:
 
 
 # These are folders of the user's, which nobody fetches.
-@pytest.mark.parametrize("task", sorted(task_summaries().keys() - PACKAGES - {"mlgym", "harbor"}))
+@pytest.mark.parametrize("task", sorted(built_in_tasks().keys() - PACKAGES - {"mlgym", "harbor"}))
 @pytest.mark.parametrize("store", [None, "s3://nowhere/x"], ids=["hub", "store"])
 def test_a_plan_asks_nobody_for_any_task(
     task: str, store: str | None, plan_it: PlanIt, tmp_path: Path

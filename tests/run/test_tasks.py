@@ -6,7 +6,7 @@ import pytest
 
 from strop.errors import ConfigError
 from strop.run.tasks import list_audits
-from strop.tasks import task_summaries
+from strop.spec.built_in import built_in_tasks
 from strop.tasks.code.code_task import HumanEvalSpec
 from strop.tasks.presets import PresetSpec
 
@@ -16,7 +16,7 @@ pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed"
 def test_tasks_without_files_are_listed_and_not_audited() -> None:
     found = dict(list_audits())
     plain = {label for label in found if "/" not in label}
-    assert plain == set(task_summaries()) - {"reasoning-gym"}
+    assert plain == set(built_in_tasks()) - {"reasoning-gym"}
     assert {label for label in plain if found[label] is not None} == {
         "arithmetic",
         "reverse-text",

@@ -10,7 +10,7 @@ import pytest
 
 from strop.errors import EngineError
 from strop.rollout import PROMPT_TOO_LONG, Failure, FailureOwner, Outcome
-from strop.tasks.failures import catch_failure, describe_failure, find_causes, find_failures, sum_up
+from strop.tasks.failures import catch_failure, describe_failure, find_causes, sum_up
 from tests.fixtures.places import line_of
 
 
@@ -85,7 +85,7 @@ def test_an_odd_message_is_one_bounded_line_and_leaves_the_frames(said: str, lin
 def test_failures_are_told_apart_by_place_and_summed_up_the_commonest_first() -> None:
     late = Failure(owner=FailureOwner.TASK, kind="verifier_timeout", detail="no verdict after 5 s")
     broken = [catch(partial(break_down, f"tensor {n}"), FailureOwner.ENGINE) for n in range(3)]
-    causes = find_causes([late, *broken])
+    causes = find_causes(Outcome(parts={}, failure=one) for one in (late, *broken))
     assert [(cause.failure, cause.num) for cause in causes] == [(broken[0], 3), (late, 1)]
     first = f"engine, RuntimeError: tensor 0 {BROKEN}"
     assert sum_up(causes, 8) == (
@@ -97,4 +97,5 @@ def test_failures_are_told_apart_by_place_and_summed_up_the_commonest_first() ->
 def test_a_prompt_that_is_too_long_did_not_fail() -> None:
     lost = Outcome.lost(FailureOwner.ENGINE, "abort")
     too_long = Outcome.lost(FailureOwner.TASK, PROMPT_TOO_LONG)
-    assert find_failures([too_long, lost, Outcome(parts={"x": 1.0})]) == [lost.failure]
+    causes = find_causes([too_long, lost, Outcome(parts={"x": 1.0})])
+    assert [cause.failure for cause in causes] == [lost.failure]

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from strop.rollout import Split
+from strop.spec.built_in import built_in_tasks
 from strop.spec.parts import MixtureSpec
-from strop.tasks import Task, build_task, task_summaries
+from strop.tasks import Task, build_task
 from strop.tasks.code.code_task import MbppSpec
 from strop.tasks.task import describe_counts
 from tests.fixtures.every_task import CASES, section_of, table_of
@@ -43,7 +44,7 @@ GUESTS = {"verifiers", "openenv"}
 
 def test_every_built_in_task_is_known() -> None:
     # Those of other packages have the versions of these.
-    assert {case.partition(" ")[0] for case in CASES} == set(task_summaries()) - GUESTS
+    assert {case.partition(" ")[0] for case in CASES} == set(built_in_tasks()) - GUESTS
     # Its version is that of the installed package too.
     assert CASES.keys() - KNOWN.keys() == {"reasoning-gym"}
 

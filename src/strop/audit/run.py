@@ -15,7 +15,7 @@ from strop.audit.context import AuditContext
 from strop.audit.report import AuditReport, ProbeResult, ProbeStatus
 from strop.errors import ConfigError, DataError
 from strop.rollout import Example, FailureOwner, Split
-from strop.tasks.failures import catch_failure, describe_failure, find_causes, find_failures
+from strop.tasks.failures import catch_failure, describe_failure, find_causes
 from strop.tasks.judging import Judge
 from strop.tasks.task import Task
 
@@ -76,7 +76,7 @@ async def run_audit(task: Task, settings: AuditSettings, judge: Judge | None = N
         seconds=time.perf_counter() - began_at,
         probes=tuple(results),
         num_judged=len(context.all_judged),
-        causes=find_causes(find_failures(judged.outcome for judged in context.all_judged)),
+        causes=find_causes(judged.outcome for judged in context.all_judged),
     )
 
 

@@ -83,7 +83,7 @@ def sample(
         sample_task,
         take_num,
     )
-    from strop.tasks.failures import find_causes, find_failures, sum_up
+    from strop.tasks.failures import find_causes, sum_up
 
     output: Output = context.obj
     num, words = take_num(settings or (), 4) if prompt is None else (1, settings or [])
@@ -100,7 +100,7 @@ def sample(
         ]
     else:
         rollouts = sample_task(setup, opened, num)
-        if causes := find_causes(find_failures(rollout.outcome for rollout in rollouts)):
+        if causes := find_causes(rollout.outcome for rollout in rollouts):
             output.say(f"strop: {sum_up(causes, len(rollouts))}")
         samples = [describe_rollout(rollout) for rollout in rollouts]
     if json:

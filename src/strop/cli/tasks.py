@@ -24,19 +24,20 @@ task_commands = typer.Typer(help="Tasks: the built-in ones, and your own.", no_a
 @task_commands.command("ls")
 def list_tasks(context: typer.Context, json: Json = False) -> None:
     """List the tasks and environments that a run file can name."""
-    from strop.tasks import environment_names, task_summaries
+    from strop.spec.built_in import built_in_tasks
     from strop.user_code import TASKS_GROUP, announced
 
     output: Output = context.obj
-    tasks = dict(task_summaries()) | {
+    built_in = built_in_tasks()
+    tasks = {name: listed["summary"] for name, listed in built_in.items()} | {
         name: f"Announced by {ref.place}." for name, ref in announced(TASKS_GROUP).items()
     }
     tasks["FILE.py:CLASS"] = "A task class of your own; `strop tasks new` writes a task to start from."
     if json:
         output.give_json(tasks)
         return
-    turns = dict.fromkeys(environment_names(), "several")
-    rows = [(name, turns.get(name, "one"), summary) for name, summary in tasks.items()]
+    plain = {name for name, listed in built_in.items() if listed["kind"].startswith("strop.tasks")}
+    rows = [(name, "one" if name in plain else "several", text) for name, text in tasks.items()]
     output.give_table(("task", "turns", "what it asks"), rows)
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pydantic import Field
-
 from strop.rollout import Example, FinishReason, Message, Outcome, Split
-from strop.spec.task import EnvironmentSection
 from strop.tasks.tool_calls import Spoken
 
 if TYPE_CHECKING:
@@ -45,16 +42,9 @@ class StepResult:
     """Whether the attempt is over."""
 
 
-class NumberedSection(EnvironmentSection):
-    """Base of environments whose examples are numbers."""
-
-    num_train: int = Field(default=1000, ge=1, le=10**6, description="Attempts to train on.")
-    num_held_out: int = Field(default=100, ge=1, le=10**6, description="Attempts that are held out.")
-
-    def numbers_of(self, split: Split) -> range:
-        """Return the numbers of a split's examples: the held-out ones come first."""
-        whole = range(self.num_held_out + self.num_train)
-        return whole[: self.num_held_out] if split is Split.HELD_OUT else whole[self.num_held_out :]
+def numbers_of(split: Split, *, num_train: int, num_held_out: int) -> range:
+    """Return the numbers of a split's examples, if examples are numbers: the held-out ones come first."""
+    return range(num_held_out) if split is Split.HELD_OUT else range(num_held_out, num_held_out + num_train)
 
 
 class Environment:
@@ -83,7 +73,10 @@ class Environment:
         raise NotImplementedError
 
     async def step(self, action: Action) -> StepResult:
-        """Take one reply, also the last one before a limit. Raises: DataError if that is not its turn."""
+        """Take one reply. Called for every reply, including the last one before a limit.
+
+        Raises: DataError before `reset` or after the attempt is done.
+        """
         raise NotImplementedError
 
     async def act(self, recorder: Recorder) -> None:
@@ -91,7 +84,10 @@ class Environment:
         raise NotImplementedError
 
     async def score(self) -> Outcome:
-        """Judge the attempt, also without any step, or after a limit. Raises: DataError before `reset`."""
+        """Judge the attempt; works without any step, and after a limit, then giving the floor.
+
+        Raises: DataError before `reset`.
+        """
         raise NotImplementedError
 
     async def close(self) -> None:

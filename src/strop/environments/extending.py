@@ -16,8 +16,8 @@ from strop.engine import Completion
 from strop.rollout import FinishReason, IntArray, Message, ToolCall, Turn
 from strop.tasks.prompt import (
     PromptFormat,
-    call_format_of,
     chat_form,
+    find_call_format,
     read_with_tools,
     render_prompt,
     resolve_prompt_format,
@@ -43,7 +43,7 @@ class PromptCache:
     @property
     def call_format(self) -> CallFormat:
         """The model's syntax of tool calls."""
-        return call_format_of(self.tokenizer, self.prompt_format)
+        return find_call_format(self.tokenizer, self.prompt_format)[0]
 
     def render(self, messages: tuple[Message, ...]) -> tuple[str, IntArray]:
         """Return the prompt as text and as ids; the same array object for equal messages."""

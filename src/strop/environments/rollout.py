@@ -91,13 +91,19 @@ class Attempt:
     turns: list[Turn] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: {"generate": 0.0, "verify": 0.0})
     started_at: float = 0.0
-    num_format_errors: int = 0
-    """Of a program's calls."""
+    program_metrics: dict[str, float] = field(default_factory=dict)
+    """Counts of a program's calls, by the name of their metric."""
     stage_owner: FailureOwner = FailureOwner.TASK
     """Owner of the code that runs now, and so of a failure that names no owner."""
     history: list[Message] = field(default_factory=list)
     context_ids: IntArray = field(default_factory=lambda: np.zeros(0, dtype=np.int32))
     """Prompt ids of the next request."""
+
+    @property
+    def world_seed(self) -> int:
+        """The world's seed, the same for all attempts of a group."""
+        plan = self.plan
+        return stream_seed(plan.run_seed, plan.example.example_id, plan.step, 0, _WORLD_TURN)
 
     async def run(self) -> Rollout:
         """Play from reset to the score, and close the environment. Raises: as `run_rollout`."""
@@ -125,12 +131,9 @@ class Attempt:
         )
 
     async def _play(self) -> Outcome:
-        plan = self.plan
         if self.environment.max_attempt_s is not None:
             self.started_at = self.clock()
-        # The world's seed is the same for all attempts of a group.
-        seed = stream_seed(plan.run_seed, plan.example.example_id, plan.step, 0, _WORLD_TURN)
-        self.history = list(await self.environment.reset(plan.example, seed))
+        self.history = list(await self.environment.reset(self.plan.example, self.world_seed))
         end = await self._converse()
         return await self._score(end) if isinstance(end, Stop) else end
 
@@ -199,13 +202,12 @@ class Attempt:
         extension = self.prompts.extend(self.history, turn, reply.tool_calls, new_messages)
         self.history += [reply, *new_messages]
         if extension is not None:
-            text, ids = extension
-            self.context_ids = np.concatenate([self.context_ids, turn.token_ids, ids])
+            text, new_ids = extension
+            self.turns.append(Turn(role="prompt", text=text, token_ids=new_ids))
+            self.context_ids = np.concatenate([self.context_ids, turn.token_ids, new_ids])
         else:
-            text, ids = self.prompts.render(tuple(self.history))
-            self.context_ids = ids
-        role = RESTART if extension is None else "prompt"
-        self.turns.append(Turn(role=role, text=text, token_ids=ids))
+            text, self.context_ids = self.prompts.render(tuple(self.history))
+            self.turns.append(Turn(role=RESTART, text=text, token_ids=self.context_ids))
 
     async def _generate(self, turn_index: int) -> Completion | None:
         """Sample a reply; return None if it is not complete in the time that is left."""
@@ -216,12 +218,13 @@ class Attempt:
         try:
             async with asyncio.timeout(None if left_s == math.inf else left_s) as limit:
                 completion = await self._sample(self.context_ids, num_tokens, turn_index)
-            # A reply whose parts do not fit together is the engine's failure too.
-            self.turns.append(spoken_turn(completion))
         except TimeoutError:
             # A time-out of the engine's own is a failure.
             if not limit.expired():
                 raise
+        if completion is not None:
+            # A reply whose parts do not fit together is the engine's failure too.
+            self.turns.append(spoken_turn(completion))
         self.stage_owner = FailureOwner.TASK
         return completion
 
@@ -280,7 +283,8 @@ class Attempt:
             recorder.is_sealed = True
             self.turns = list(recorder.turns())
         refusal, refused = recorder.refusal, recorder.refused_request
-        if refused is not None and not failures and (caught.failure is not None or not recorder.num_calls):
+        is_failed = caught.failure is not None
+        if refused is not None and not failures and (is_failed or not recorder.num_calls):
             # Whatever the program said when it gave up, this is why.
             return Outcome.lost(FailureOwner.TASK, "request_refused", f"the program's request: {refused}")
         if caught.failure is not None and (refusal is None or not recorder.num_calls):
@@ -290,7 +294,8 @@ class Attempt:
             return Outcome(parts={}, failure=failures[0])
         if not recorder.num_calls:
             return Outcome.lost(FailureOwner.TASK, "no_call", "the program ended without asking the model")
-        self.num_format_errors = recorder.num_format_errors
+        if recorder.num_format_errors:
+            self.program_metrics["num_format_errors"] = float(recorder.num_format_errors)
         if refusal is not None:
             # Many programs fail then; it was the policy that left no room.
             return Stop.CONTEXT if isinstance(refusal, CallTooLong) else Stop.TOKENS
@@ -307,14 +312,14 @@ class Attempt:
                 allowed="Outcome.turn_rewards with one finite number for each reply, or none",
                 next_step="correct score",
             )
-        metrics = dict(outcome.metrics)
-        if self.num_format_errors:
-            metrics["num_format_errors"] = float(self.num_format_errors)
+        metrics = {**outcome.metrics, **self.program_metrics}
         if self.environment.max_turns > 1:
             metrics |= {"num_turns": float(num_replies), f"stopped_by_{stop}": 1.0}
+        if metrics:
+            outcome = replace(outcome, metrics=metrics)
         is_cut = any(turn.finish_reason is FinishReason.LENGTH for turn in self.turns)
         is_cut |= stop in (Stop.TOKENS, Stop.CONTEXT, Stop.TIME)
-        return replace(outcome, metrics=metrics, truncated=outcome.truncated or is_cut)
+        return replace(outcome, truncated=outcome.truncated or is_cut)
 
 
 async def run_rollout(

@@ -29,7 +29,7 @@ from strop.evaluate.result import (
 )
 from strop.rollout import FailureOwner, Outcome, Rollout
 from strop.tasks import Task
-from strop.tasks.failures import FailureCause, add_traces, find_causes, find_failures, sum_up
+from strop.tasks.failures import FailureCause, add_traces, find_causes, sum_up
 
 MAX_TRUNCATED_FRAC = 0.05
 """Share of replies cut by a budget below the task's own, above which a result is invalid."""
@@ -129,7 +129,7 @@ def build_result(
         if one.part is not None:
             by_part.setdefault(one.part, []).append(one)
     verdicts = [verdict for one in verdicts_P for verdict in one.verdicts_G]
-    causes = find_causes(find_failures(verdict.outcome for verdict in verdicts))
+    causes = find_causes(verdict.outcome for verdict in verdicts)
     audit = find_audit(plan.task, plan.task_version)
 
     def score(mine_P: Sequence[ExampleVerdicts], kind: slice) -> Score:

@@ -33,11 +33,11 @@ from strop.rollout import Failure, FailureOwner, FinishReason, Message, Outcome,
 from strop.run.inference import hold_judge, read_setup, take_num
 from strop.sandbox.remote import find_service
 from strop.spec import load_spec
-from strop.spec.built_in import import_section
+from strop.spec.built_in import built_in_tasks, import_section
 from strop.spec.parts import needs_service
 from strop.spec.task import TaskSection, TaskSpec
 from strop.store import follow_store
-from strop.tasks import Task, build_task, task_summaries
+from strop.tasks import Task, build_task
 from strop.tasks.failures import catch_failure
 from strop.tasks.generated.reasoning_gym import list_datasets
 from strop.tasks.judging import Judge
@@ -96,7 +96,7 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
     """
     words_of = {
         name: tuple(word.removeprefix(f"{name}.") for word in words if word.startswith(f"{name}."))
-        for name in task_summaries()
+        for name in built_in_tasks()
     }
     unknown = [word for word in words if word.partition(".")[0] not in words_of]
     if unknown:

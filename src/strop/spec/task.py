@@ -67,19 +67,19 @@ class TaskSection(Section):
         " this. on = the reply has 8192 tokens beyond the task's own limit, and no text ends it. The text"
         " after the thinking is judged; unfinished thinking is no answer.",
     )
-    system_prompt: Unhashed[str | None] = Field(
+    system_prompt: str | None = Field(
         default=None,
         description="System message before the task's own messages; in plain text it precedes the prompt,"
         " separated by a blank line. none = no system message.",
     )
-    prompt_template: Unhashed[str | None] = Field(
+    prompt_template: str | None = Field(
         default=None,
         description="Prompt instead of the task's own wording, such as 'Solve: {question}'. A name in braces"
         " stands for the example's field of that name, '{{' and '}}' for braces. In plain text it is used"
         " verbatim. none = the task's own wording.",
         json_schema_extra=expert("published scores depend on the wording around the question"),
     )
-    stop: Unhashed[tuple[str, ...] | None] = Field(
+    stop: tuple[str, ...] | None = Field(
         default=None,
         strict=False,
         description="Stop strings instead of the task's own, in a chat and in plain text; an empty list"

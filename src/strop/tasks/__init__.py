@@ -14,13 +14,7 @@ from strop import bring_when_asked
 
 if TYPE_CHECKING:
     from strop.tasks.prompt import PromptFormat, render_prompt, resolve_prompt_format
-    from strop.tasks.registry import (
-        build_task,
-        build_warm_task,
-        environment_names,
-        task_builder,
-        task_summaries,
-    )
+    from strop.tasks.registry import build_task, build_warm_task, task_builder
     from strop.tasks.task import Task, TaskLimits, describe_counts
 else:
     # Processes that judge have a use for few of these.
@@ -29,9 +23,7 @@ else:
         {
             "strop.tasks.task": "Task TaskLimits describe_counts",
             "strop.tasks.prompt": "PromptFormat render_prompt resolve_prompt_format",
-            "strop.tasks.registry": (
-                "build_task build_warm_task environment_names task_builder task_summaries"
-            ),
+            "strop.tasks.registry": "build_task build_warm_task task_builder",
         },
     )
 
@@ -42,9 +34,7 @@ __all__ = [
     "build_task",
     "build_warm_task",
     "describe_counts",
-    "environment_names",
     "render_prompt",
     "resolve_prompt_format",
     "task_builder",
-    "task_summaries",
 ]

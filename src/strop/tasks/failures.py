@@ -15,6 +15,7 @@ from strop.errors import (
     ConfigError,
     Interrupted,
     RunStopped,
+    SandboxError,
     WeightMismatch,
     describe_error,
     find_place,
@@ -24,8 +25,6 @@ from strop.rollout import Failure, FailureOwner, Outcome
 _MAX_TRACE_CHARS = 2700
 _MAX_MESSAGE_CHARS = 400
 _OF_THE_RUN = (WeightMismatch, ConfigError, RunStopped, Interrupted)
-_OF_THE_MACHINE = frozenset({"SandboxError", "SandboxRefused", "SandboxLost", "closed"})
-"""Exception classes, and the failure kind of calls in a pool that was closed."""
 
 
 class AttemptFailed(Exception):
@@ -45,11 +44,6 @@ class AttemptFailed(Exception):
     def __str__(self) -> str:
         """Return the detail."""
         return str(self.args[2])
-
-
-def owner_of_error(kind: str) -> FailureOwner:
-    """Return the owner of a verifier's failure of this kind: the machine or the task."""
-    return FailureOwner.INFRA if kind in _OF_THE_MACHINE else FailureOwner.TASK
 
 
 class catch_failure:
@@ -85,7 +79,7 @@ def to_failure(error: Exception | SystemExit, owner: FailureOwner) -> Failure:
     kind = type(error).__name__
     if isinstance(error, AttemptFailed):
         owner, kind = error.owner, error.kind
-    elif kind in _OF_THE_MACHINE:
+    elif isinstance(error, SandboxError):
         owner = FailureOwner.INFRA
     message = "".join(traceback.format_exception_only(error)).strip()
     line = describe_error(error).replace(type(error).__name__, kind, 1)
@@ -114,18 +108,14 @@ def _key_of(failure: Failure) -> tuple[str, str, str | None]:
     return failure.owner, failure.kind, find_place(failure.detail.rstrip())
 
 
-def find_failures(outcomes: Iterable[Outcome]) -> list[Failure]:
-    """Return the failures of outcomes; a prompt that was too long to be attempted is no failure."""
-    return [o.failure for o in outcomes if o.failure is not None and not o.is_too_long]
+def find_causes(outcomes: Iterable[Outcome]) -> tuple[FailureCause, ...]:
+    """Group the failures of outcomes by cause, the commonest first.
 
-
-def find_causes(failures: Iterable[Failure]) -> tuple[FailureCause, ...]:
-    """Group failures by cause, the commonest first."""
-    first: dict[tuple[str, str, str | None], Failure] = {}
-    counts: Counter[tuple[str, str, str | None]] = Counter()
-    for failure in failures:
-        first.setdefault(_key_of(failure), failure)
-        counts[_key_of(failure)] += 1
+    A prompt that was too long to be attempted is no failure.
+    """
+    failures = [one.failure for one in outcomes if one.failure is not None and not one.is_too_long]
+    first = {_key_of(failure): failure for failure in reversed(failures)}
+    counts = Counter(map(_key_of, failures))
     return tuple(FailureCause(failure=first[key], num=num) for key, num in counts.most_common())
 
 

@@ -15,7 +15,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -140,8 +139,9 @@ class JudgeModel:
         key = hashlib.sha256(f"{self.digest}\0{question}".encode()).hexdigest()
         path = user_cache_dir() / "judgements" / key[:2] / f"{key}.txt"
         num = len(replies) if self._spec.compares else None
-        kept = read_scores(_read(path), num)
-        if not isinstance(kept, Failure):
+        if path.exists() and not isinstance(
+            kept := read_scores(path.read_text("utf-8", "replace"), num), Failure
+        ):
             return kept, True
         answer = await self._ask(question)
         scores = answer if isinstance(answer, Failure) else read_scores(answer, num)
@@ -322,13 +322,6 @@ def _read_answer(response: httpx.Response) -> str | Failure:
     except (ValueError, LookupError, TypeError, RecursionError):
         return _failure("judge_http", shown)
     return content if isinstance(content, str) else _failure(_UNPARSABLE, shown)
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
 
 
 @cache

@@ -88,45 +88,44 @@ def pose_messages(
 
 def tools_of(messages: Sequence[Message]) -> tuple[str, ...]:
     """Return the tools that a conversation was posed with."""
-    posed = [message.tools for message in messages if isinstance(message, PosedMessage)]
-    return posed[-1] if posed else ()
+    return _posed(messages).tools
 
 
 def thinking_of(messages: Sequence[Message]) -> bool | None:
     """Return whether the model is asked to think, by the last message that was posed; None: as it does."""
-    posed = [message.thinking for message in messages if isinstance(message, PosedMessage)]
-    asked = posed[-1] if posed else Thinking.MODEL_DEFAULT
+    asked = _posed(messages).thinking
     return None if asked is Thinking.MODEL_DEFAULT else asked is Thinking.ON
 
 
-def call_format_of(tokenizer: Tokenizer, prompt_format: PromptFormat) -> CallFormat:
-    """Return the format of tool calls in a prompt of a resolved format: in plain text, fenced blocks."""
-    return find_call_format(tokenizer)[0] if prompt_format is PromptFormat.CHAT else CallFormat.FENCE
+def _posed(messages: Sequence[Message]) -> PosedMessage:
+    found = (message for message in reversed(messages) if isinstance(message, PosedMessage))
+    return next(found, PosedMessage(role="user"))
 
 
 @lru_cache(maxsize=16)
-def find_call_format(tokenizer: Tokenizer) -> tuple[CallFormat, Any]:
+def find_call_format(
+    tokenizer: Tokenizer, prompt_format: PromptFormat = PromptFormat.CHAT, /
+) -> tuple[CallFormat, Any]:
     """Return in which form the model's chat template writes a call so that it reads as that call.
 
     With the form `RENDERER` comes the renderer. A model whose template writes no call, or one that nobody
-    here reads, is told of tools in words: `FENCE`.
+    here reads, is told of tools in words, and so it is in plain text: `FENCE`.
     """
-    if not tokenizer.has_chat_template:
+    if prompt_format is not PromptFormat.CHAT or not tokenizer.has_chat_template:
         return CallFormat.FENCE, None
     asked = Message(role="user", content="a")
     said = Message(role="assistant", tool_calls=(_PROBE_CALL,))
     try:
         prompt = tokenizer.render([asked], tools=[_PROBE_TOOL])
-        written = tokenizer.render([asked, said], tools=[_PROBE_TOOL], is_reply_next=False)
+        whole = tokenizer.render([asked, said], tools=[_PROBE_TOOL], is_reply_next=False)
         bare = tokenizer.render([asked], tools=[_PROBE_TOOL], is_reply_next=False)
     except ConfigError:
         return CallFormat.FENCE, None
     # Some templates open a thought in the prompt that no earlier turn has.
-    before = next((one for one in (prompt, bare) if written.startswith(one)), "")
-    schemas = list_schemas([_PROBE_TOOL])
-    if (form := find_format(written[len(before) :], _PROBE_CALL, schemas)) is not None:
+    written = whole.removeprefix(prompt if whole.startswith(prompt) else bare)
+    if (form := find_format(written, _PROBE_CALL, list_schemas([_PROBE_TOOL]))) is not None:
         return form, None
-    renderer = find_renderer(tokenizer, written[len(before) :], _PROBE_CALL, [_PROBE_TOOL])
+    renderer = find_renderer(tokenizer, written, _PROBE_CALL, [_PROBE_TOOL])
     return (CallFormat.FENCE, None) if renderer is None else (CallFormat.RENDERER, renderer)
 
 
@@ -134,45 +133,34 @@ def read_with_tools(
     tokenizer: Tokenizer, prompt_format: PromptFormat, text: str, reply_ids: IntArray, tools: Sequence[str]
 ) -> Spoken:
     """Take a reply apart, given as text and as ids. `tools`: functions in OpenAI's form, as JSON."""
-    form, renderer = (
-        find_call_format(tokenizer) if prompt_format is PromptFormat.CHAT else (CallFormat.FENCE, None)
-    )
+    form, renderer = find_call_format(tokenizer, prompt_format)
     if tools and renderer is not None:
         return read_ids(renderer, text, reply_ids, tools)
     return read_reply(text, form if renderer is None else CallFormat.FENCE, list_schemas(tools))
 
 
 _PROBE_CALL = ToolCall(name="get_weather", arguments='{"city": "Paris", "days": 3}', call_id="000000000")
-_PROBE_TOOL = json.dumps(
-    {
-        "type": "function",
-        "function": {
-            "name": "get_weather",
-            "description": "Return the weather of a city.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "city": {"type": "string", "description": "The city."},
-                    "days": {"type": "integer", "description": "Days ahead."},
-                },
-                "required": ["city"],
-            },
-        },
-    }
-)
+_PROBE_PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "description": "The city."},
+        "days": {"type": "integer", "description": "Days ahead."},
+    },
+    "required": ["city"],
+}
+_PROBE_FUNCTION = {
+    "name": _PROBE_CALL.name,
+    "description": "Return the weather of a city.",
+    "parameters": _PROBE_PARAMETERS,
+}
+_PROBE_TOOL = json.dumps({"type": "function", "function": _PROBE_FUNCTION})
 
 
 def resolve_prompt_format(tokenizer: Tokenizer, prompt_format: PromptFormat | str) -> PromptFormat:
     """Decide between chat and base.
 
-    Raises: ConfigError for chat with a model that has no chat template or an unfit one, or an unknown name.
+    Raises: ConfigError for chat with a model that has no chat template or an unfit one.
     """
-    if prompt_format not in {format_.value for format_ in PromptFormat}:
-        raise ConfigError(
-            f"model.prompt_format={prompt_format}",
-            allowed=", ".join(PromptFormat),
-            next_step="set model.prompt_format=auto",
-        )
     chosen = PromptFormat(prompt_format)
     if chosen is PromptFormat.AUTO:
         chosen = PromptFormat.CHAT if tokenizer.has_chat_template else PromptFormat.BASE
@@ -223,7 +211,7 @@ def render_prompt(
 def chat_form(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Sequence[Message], tuple[str, ...]]:
     """Return a conversation and its tools in the form of the model's chat template: see `render_prompt`."""
     tools = tools_of(messages)
-    if tools and find_call_format(tokenizer)[0] is CallFormat.FENCE:
+    if tools and find_call_format(tokenizer, PromptFormat.CHAT)[0] is CallFormat.FENCE:
         return spell_tools(messages), ()
     return messages, tools
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from typing import Any
@@ -15,20 +15,9 @@ from strop.spec.task import EnvironmentSection, TaskSection, UserCodeSection, Us
 from strop.tasks.task import Task
 from strop.user_code import edited, hash_sources
 
-_ENVIRONMENTS = "strop.environments"
-_AGENTS = "strop.agents"
-"""Rooms above this one with built-in environments; imported when a run names one."""
-
-
-def task_summaries() -> Mapping[str, str]:
-    """Return the summary of each built-in task, by name."""
-    return {name: listed["summary"] for name, listed in built_in_tasks().items()}
-
-
-def environment_names() -> Sequence[str]:
-    """Return the names of the built-in multi-turn tasks. Imports no task."""
-    rooms = (_ENVIRONMENTS, _AGENTS)
-    return [name for name, listed in built_in_tasks().items() if listed["kind"].startswith(rooms)]
+_WORLDS = "strop.environments.worlds"
+_AGENTS = "strop.agents.task"
+"""Of rooms above this one; imported when a run names one."""
 
 
 def build_task(spec: TaskSection) -> Task:
@@ -48,7 +37,7 @@ def build_task(spec: TaskSection) -> Task:
 
         task = Prompted(task, spec)
     if spec.agent is not None:
-        task = import_module("strop.agents.task").AgentTask(task, spec)
+        task = import_module(_AGENTS).AgentTask(task, spec)
     if spec.order_file is None:
         return task
     from strop.tasks.curriculum import Curriculum
@@ -58,21 +47,17 @@ def build_task(spec: TaskSection) -> Task:
 
 def _build(spec: TaskSection) -> Any:
     if isinstance(spec, UserEnvironmentSpec):
-        return _worlds().OwnWorld(spec)
+        return import_module(_WORLDS).OwnWorld(spec)
     if isinstance(spec, UserCodeSection):
         from strop.tasks.user.own_task import OwnTask
 
         return OwnTask(spec)
     kind = import_kind(spec.name)
     if isinstance(spec, EnvironmentSection):
-        return _worlds().BuiltInWorld(spec, kind)
+        return import_module(_WORLDS).BuiltInWorld(spec, kind)
     if isinstance(spec, MixtureSpec):
         return kind(spec, {label: build_task(part.task) for label, part in spec.read_parts().items()})
     return kind(spec)
-
-
-def _worlds() -> Any:
-    return import_module(f"{_ENVIRONMENTS}.worlds")
 
 
 def task_builder(spec: TaskSection) -> Callable[[], Task]:

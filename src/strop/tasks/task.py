@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from typing_extensions import override
 
@@ -203,64 +203,38 @@ class Task(ABC):
         return
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _passed_on(method: _Method) -> _Method:
+    """Return a method that asks the task of its example, or the one task, for the same."""
+    name = method.__name__
+
+    def passed_on(self: TasksInOne, *given: Any) -> Any:
+        return getattr(self.task_of(next(iter(given), None)), name)(*given)
+
+    return cast(_Method, passed_on)
+
+
 class TasksInOne(Task):
     """A task whose examples are those of other tasks, to which passes what concerns an example."""
 
     @abstractmethod
-    def task_of(self, example: Example) -> Task:
+    def task_of(self, example: Any, /) -> Task:
         """Return the task of an example."""
 
-    @override
-    def render(self, example: Example) -> tuple[Message, ...]:
-        return self.task_of(example).render(example)
-
-    @override
-    async def verify(self, example: Example, text: str) -> Outcome:
-        return await self.task_of(example).verify(example, text)
-
-    @override
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        return self.task_of(example).gold_replies(example)
-
-    @override
-    def limits_of(self, example: Example) -> TaskLimits:
-        return self.task_of(example).limits_of(example)
-
-    @override
-    def part_of(self, example: Example) -> str | None:
-        return self.task_of(example).part_of(example)
-
-    @override
-    def problem_of(self, example: Example) -> str | None:
-        return self.task_of(example).problem_of(example)
-
-    @override
-    def prompt_fields(self, example: Example) -> Mapping[str, Any]:
-        return self.task_of(example).prompt_fields(example)
-
-    @override
-    def program_form(self, example: Example) -> ProgramForm | None:
-        return self.task_of(example).program_form(example)
-
-    @override
-    def compares(self, example: Example) -> bool:
-        return self.task_of(example).compares(example)
-
-    @override
-    async def verify_member(self, example: Example, text: str) -> Outcome:
-        return await self.task_of(example).verify_member(example, text)
-
-    @override
-    async def verify_group(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> Sequence[Outcome]:
-        return await self.task_of(example).verify_group(example, texts, outcomes)
-
-    @override
-    async def verify_here(
-        self, example: Example, texts: Sequence[str], outcomes: Sequence[Outcome]
-    ) -> Sequence[Outcome]:
-        return await self.task_of(example).verify_here(example, texts, outcomes)
+    render = _passed_on(Task.render)
+    verify = _passed_on(Task.verify)
+    gold_replies = _passed_on(Task.gold_replies)
+    limits_of = _passed_on(Task.limits_of)
+    part_of = _passed_on(Task.part_of)
+    problem_of = _passed_on(Task.problem_of)
+    prompt_fields = _passed_on(Task.prompt_fields)
+    program_form = _passed_on(Task.program_form)
+    compares = _passed_on(Task.compares)
+    verify_member = _passed_on(Task.verify_member)
+    verify_group = _passed_on(Task.verify_group)
+    verify_here = _passed_on(Task.verify_here)
 
 
 class TaskWrapper(TasksInOne):
@@ -272,7 +246,7 @@ class TaskWrapper(TasksInOne):
         self.is_ordered, self.is_costly, self.asks_judge = task.is_ordered, task.is_costly, task.asks_judge
 
     @override
-    def task_of(self, example: Example) -> Task:
+    def task_of(self, example: Any, /) -> Task:
         return self._task
 
     @property
@@ -295,25 +269,11 @@ class TaskWrapper(TasksInOne):
     def counts(self) -> Mapping[str, int]:
         return self._task.counts
 
-    @override
-    def examples(self, split: Split) -> Sequence[Example]:
-        return self._task.examples(split)
-
-    @override
-    def row_keys(self) -> Mapping[str, str | None]:
-        return self._task.row_keys()
-
-    @override
-    def epoch_order(self, seed: int, epoch: int) -> Sequence[int]:
-        return self._task.epoch_order(seed, epoch)
-
-    @override
-    def attempt_tokens(self, limits: TaskLimits) -> int:
-        return self._task.attempt_tokens(limits)
-
-    @override
-    def warm_up(self) -> None:
-        self._task.warm_up()
+    examples = _passed_on(Task.examples)
+    row_keys = _passed_on(Task.row_keys)
+    epoch_order = _passed_on(Task.epoch_order)
+    attempt_tokens = _passed_on(Task.attempt_tokens)
+    warm_up = _passed_on(Task.warm_up)
 
 
 def describe_counts(task: Task) -> str:
@@ -330,8 +290,7 @@ def list_names(task: Task, examples: Iterable[Example]) -> frozenset[str]:
     return frozenset(name for name in names if name is not None)
 
 
-# Impossible scores: above the task's full marks, below its lowest marks, or not finite. Such a grader is
-# broken, so the rollout has no score, the task owns the failure, and the record keeps the score.
+# A grader that gives an impossible score is broken: the rollout has no score, and the task owns the failure.
 
 CEILING = "ceiling"
 """Kind of failure: a score above full marks."""
@@ -348,35 +307,24 @@ def is_within(reward: float, limits: TaskLimits) -> bool:
 
 
 def within_bounds(outcome: Outcome, limits: TaskLimits) -> Outcome:
-    """Return an outcome unchanged, or as a failure without a score if the score is impossible.
-
-    Rounding beyond the bounds is allowed.
-    """
-    scores = [value for value in outcome.parts.values() if value is not None]
-    if outcome.failure is not None or not scores:
-        return outcome
-    if not all(math.isfinite(value) for value in scores):
-        # Records hold finite numbers only.
-        parts = {
-            name: None if value is not None and not math.isfinite(value) else value
-            for name, value in outcome.parts.items()
-        }
-        return replace(outcome, parts=parts, is_correct=None, failure=_fail(outcome, math.nan, limits))
+    """Return an outcome unchanged, or as a failure without a score if the score is impossible."""
+    scores = {name: value for name, value in outcome.parts.items() if value is not None}
     reward = outcome.reward
-    if reward is None or is_within(reward, limits):
+    is_finite = all(map(math.isfinite, scores.values()))
+    if outcome.failure is not None or (is_finite and (reward is None or is_within(reward, limits))):
         return outcome
-    return replace(outcome, is_correct=None, failure=_fail(outcome, reward, limits))
-
-
-def _fail(outcome: Outcome, reward: float, limits: TaskLimits) -> Failure:
-    scores = ", ".join(f"{name} {value:g}" for name, value in outcome.parts.items() if value is not None)
-    bounds = f"{limits.min_reward:g} to {limits.max_reward:g}"
-    return Failure(
+    is_above = is_finite and reward is not None and reward > limits.max_reward
+    shown = ", ".join(f"{name} {value:g}" for name, value in scores.items())
+    failure = Failure(
         owner=FailureOwner.TASK,
-        kind=CEILING if reward > limits.max_reward else IMPOSSIBLE,
+        kind=CEILING if is_above else IMPOSSIBLE,
         detail=format_error(
-            f"a score of {reward:g} ({scores})",
-            allowed=f"{bounds}, what the task says that a reply can earn; the rollout is masked",
+            f"a score of {math.nan if reward is None else reward:g} ({shown})",
+            allowed=f"{limits.min_reward:g} to {limits.max_reward:g}, what the task says that a reply can"
+            " earn; the rollout is masked",
             next_step="mend the grader, or correct the task's max_reward and min_reward",
         ),
     )
+    # Records hold finite numbers only.
+    parts = {name: value if math.isfinite(value or 0.0) else None for name, value in outcome.parts.items()}
+    return replace(outcome, parts=parts, is_correct=None, failure=failure)

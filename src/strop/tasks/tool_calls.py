@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -73,12 +72,14 @@ class Spoken:
 
 def guess_format(text: str) -> CallFormat | None:
     """Return the format of the calls in a reply of an unknown model; None if it has no call's mark."""
-    return next((form for form, marks in _MARKS.items() if any(mark in text for mark in marks)), None)
+    return next((form for form, (_, *marks) in _FORMS.items() if any(mark in text for mark in marks)), None)
 
 
 def find_format(written: str, call: ToolCall, schemas: Schemas) -> CallFormat | None:
     """Return the format in which a template's own text of a call reads as that call; None if in none."""
-    return next((form for form, read in _READERS.items() if is_one(read(written, schemas).calls, call)), None)
+    return next(
+        (form for form, (read, *_) in _FORMS.items() if is_one(read(written, schemas).calls, call)), None
+    )
 
 
 def is_one(calls: Sequence[ToolCall], call: ToolCall) -> bool:
@@ -94,7 +95,7 @@ def read_reply(text: str, form: CallFormat, schemas: Schemas) -> Spoken:
     `text` has the tokenizer's special tokens in it, but for the terminator. Without tools there are no calls.
     Thinking that is not closed is all of the reply. Calls in another form than the model's are mistakes.
     """
-    read = _READERS[form]
+    read, *_ = _FORMS[form]
     if not schemas:
         read = _read_prose
     elif form is CallFormat.HARMONY:
@@ -188,26 +189,42 @@ def _to_call(name: str, arguments: Any) -> ToolCall:
 
 _TAG = re.compile(r"<\|?tool_calls?\|?>|<TOOLCALL>|<\|tool_call_begin\|>")
 _TAG_END = re.compile(r"\s*(?:<\|?/tool_calls?\|?>|</TOOLCALL>)")
+Found = tuple[list[ToolCall], int] | None
+"""The calls behind a mark, and where they end; None if it marks no call."""
 
 
-def _read_tagged(
-    text: str, read: Callable[[str, int], tuple[list[ToolCall], int]], opening: re.Pattern[str] = _TAG
+def _scan(
+    text: str,
+    read: Callable[[re.Match[str]], Found],
+    opening: re.Pattern[str] = _TAG,
+    closing: re.Pattern[str] = _TAG_END,
 ) -> Spoken:
-    """Read what stands between a tag and its end, by what is in it; a missing end is forgiven."""
-    prose, calls, mistakes = [], [], []
-    place = 0
-    while (tag := opening.search(text, place)) is not None:
-        prose.append(text[place : tag.start()])
+    """Read what stands between marks and their ends; a missing end is forgiven.
+
+    `read` raises ValueError if a mark begins a call, and none can be read.
+    """
+    prose, calls, mistakes = "", [], []
+    place = kept = 0
+    while (mark := opening.search(text, place)) is not None:
         try:
-            found, place = read(text, tag.end())
-            calls += found
-            place = end.end() if (end := _TAG_END.match(text, place)) else place
+            found = read(mark)
+            if found is None:
+                place = max(mark.end(), place + 1)
+                continue
+            calls += found[0]
+            place = found[1]
+            end = closing.match(text, place)
         except ValueError as error:
-            end = _TAG_END.search(text, tag.end())
-            mistakes.append(_mistake(text[tag.end() : end.start() if end else None], error))
-            place = end.end() if end else len(text)
-    prose.append(text[place:])
-    return Spoken(content="".join(prose), calls=tuple(calls), mistakes=tuple(mistakes))
+            end = closing.search(text, mark.end())
+            mistakes.append(_mistake(text[mark.end() : end.start() if end else None], error))
+            place = len(text)
+        prose += text[kept : mark.start()]
+        place = kept = end.end() if end else place
+    return Spoken(content=prose + text[kept:], calls=tuple(calls), mistakes=tuple(mistakes))
+
+
+def _read_tagged(text: str, schemas: Schemas) -> Spoken:
+    return _scan(text, lambda mark: _read_calls(text, mark.end()))
 
 
 _FUNCTION = re.compile(r"\s*<function=(?P<name>[^>\n]+)>\n?")
@@ -219,23 +236,25 @@ _FUNCTION_END = re.compile(r"\s*</function>")
 _XML_TAG = re.compile(r"<tool_call>|(?=<function=)")
 
 
-def _xml_calls(text: str, start: int, schemas: Schemas) -> tuple[list[ToolCall], int]:
-    calls: list[ToolCall] = []
-    place = start
-    while (function := _FUNCTION.match(text, place)) is not None or not calls:
-        if function is None:
+def _read_xml(text: str, schemas: Schemas) -> Spoken:
+    def read(mark: re.Match[str]) -> Found:
+        calls: list[ToolCall] = []
+        place = mark.end()
+        while (function := _FUNCTION.match(text, place)) is not None:
+            name, place = function["name"].strip(), function.end()
+            arguments: dict[str, str] = {}
+            while (parameter := _PARAMETER.match(text, place)) is not None:
+                arguments[parameter["name"].strip()] = parameter["value"]
+                place = parameter.end()
+            if (end := _FUNCTION_END.match(text, place)) is None:
+                raise ValueError("its parameters, or </function>, are not whole")
+            place = end.end()
+            calls.append(_to_call(name, type_values(arguments, schemas.get(name, {}))))
+        if not calls:
             raise ValueError("it does not begin with <function=NAME>")
-        name, place = function["name"].strip(), function.end()
-        arguments: dict[str, Any] = {}
-        while (parameter := _PARAMETER.match(text, place)) is not None:
-            arguments[parameter["name"].strip()] = parameter["value"]
-            place = parameter.end()
-        end = _FUNCTION_END.match(text, place)
-        if end is None:
-            raise ValueError("its parameters, or </function>, are not whole")
-        place = end.end()
-        calls.append(_to_call(name, type_values(arguments, schemas.get(name, {}))))
-    return calls, place
+        return calls, place
+
+    return _scan(text, read, _XML_TAG)
 
 
 def type_values(texts: Mapping[str, str], schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,38 +329,47 @@ _MISTRAL_TAG = re.compile(r"\[TOOL_CALLS\]")
 _MISTRAL_CALL = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\][^\[{]*)?(?:\[ARGS\])?(?=\s*\{)")
 
 
-def _mistral_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
-    calls: list[ToolCall] = []
-    place = start
-    while (named := _MISTRAL_CALL.match(text, place)) is not None:
-        value, place = _read_value(text, named.end())
-        calls.append(_to_call(named["name"], value))
-    return (calls, place) if calls else _read_calls(text, start)
+def _read_mistral(text: str, schemas: Schemas) -> Spoken:
+    def read(mark: re.Match[str]) -> Found:
+        calls: list[ToolCall] = []
+        place = mark.end()
+        while (named := _MISTRAL_CALL.match(text, place)) is not None:
+            value, place = _read_value(text, named.end())
+            calls.append(_to_call(named["name"], value))
+        return (calls, place) if calls else _read_calls(text, place)
+
+    return _scan(text, read, _MISTRAL_TAG)
 
 
-_PYTHON_TAG = re.compile(r"<function_calls>|<\|tool_call_start\|>")
-_PYTHON_END = re.compile(r"</function_calls>|<\|tool_call_end\|>|$(?![\s\S])")
+_PYTHON_TAG = re.compile(r"<function_calls>|<\|tool_call_start\|>|\A\s*(?=\[\s*[\w.]+\()")
+_PYTHON_END = re.compile(r"</function_calls>|<\|tool_call_end\|>|\Z")
 _JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
-def _python_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
-    end = _PYTHON_END.search(text, start)
-    assert end is not None
-    try:
-        tree = ast.parse(text[start : end.start()].strip())
-        nodes = [node.value for node in tree.body if isinstance(node, ast.Expr)]
-        listed = [one for node in nodes for one in (node.elts if isinstance(node, ast.List) else [node])]
-        if len(nodes) < len(tree.body) or not listed:
-            raise ValueError("it is no list of calls")
-        calls = []
-        for node in listed:
-            if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
-                raise ValueError("it is no call with named arguments")
-            values = {str(one.arg): ast.literal_eval(_Named().visit(one.value)) for one in node.keywords}
-            calls.append(_to_call(ast.unparse(node.func), values))
-        return calls, end.end()
-    except (SyntaxError, RecursionError, MemoryError) as error:
-        raise ValueError("it is no call in Python's form") from error
+def _read_python(text: str, schemas: Schemas) -> Spoken:
+    def read(mark: re.Match[str]) -> Found:
+        end = _PYTHON_END.search(text, mark.end())
+        assert end is not None
+        try:
+            tree = ast.parse(text[mark.end() : end.start()].strip())
+            nodes = [node.value for node in tree.body if isinstance(node, ast.Expr)]
+            listed = [one for node in nodes for one in (node.elts if isinstance(node, ast.List) else [node])]
+            if len(nodes) < len(tree.body) or not listed:
+                raise ValueError("it is no list of calls")
+            calls = list(map(_python_call, listed))
+        except (SyntaxError, RecursionError, MemoryError) as error:
+            raise ValueError("it is no call in Python's form") from error
+        # A list without a tag may be prose.
+        return (calls, end.start()) if mark.group().strip() or calls[0].name in schemas else None
+
+    return _scan(text, read, _PYTHON_TAG, _PYTHON_END)
+
+
+def _python_call(node: ast.expr) -> ToolCall:
+    if not isinstance(node, ast.Call) or node.args or any(one.arg is None for one in node.keywords):
+        raise ValueError("it is no call with named arguments")
+    values = {str(one.arg): ast.literal_eval(_Named().visit(one.value)) for one in node.keywords}
+    return _to_call(ast.unparse(node.func), values)
 
 
 class _Named(ast.NodeTransformer):
@@ -349,16 +377,6 @@ class _Named(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return ast.Constant(_JSON_NAMES[node.id]) if node.id in _JSON_NAMES else node
-
-
-def _read_python(text: str, schemas: Schemas) -> Spoken:
-    if _PYTHON_TAG.search(text) is None and re.match(r"\s*\[\s*[\w.]+\(", text):
-        try:
-            calls, _ = _python_calls(text, 0)
-        except ValueError as error:
-            return Spoken(content="", mistakes=(_mistake(text, error),))
-        return Spoken(content="", calls=tuple(calls)) if calls[0].name in schemas else Spoken(content=text)
-    return _read_tagged(text, _python_calls, _PYTHON_TAG)
 
 
 _BLOCK = re.compile(
@@ -392,33 +410,24 @@ def _read_harmony(text: str, schemas: Schemas) -> Spoken:
 
 
 _FENCE = re.compile(r"```[ \t]*(?P<label>tool_call|tool|json)?[ \t]*(?:\r?\n|(?=[{\[]))")
+_FENCE_END = re.compile(r"\s*```")
 
 
 def _read_fences(text: str, schemas: Schemas) -> Spoken:
     """Read fenced blocks that hold a call; one of JSON that does not call a known tool is prose."""
-    prose, calls, mistakes = [], [], []
-    place = kept = 0
-    while (fence := _FENCE.search(text, place)) is not None:
-        is_meant = fence["label"] in ("tool", "tool_call")
-        found, inside, problem = [], fence.end(), None
+
+    def read(mark: re.Match[str]) -> Found:
+        is_meant = mark["label"] in ("tool", "tool_call")
         try:
-            # A fence in an argument is none of ours.
-            values, inside = _read_values(text, inside)
-            found = [_call_of(value) for value in values]
-        except ValueError as error:
-            problem = error
-        end = text.find("```", inside)
-        place = len(text) if end < 0 else end + 3
-        if problem is not None:
-            source = text[fence.end() : end if end >= 0 else None]
-            named = re.match(r"\s*\[?\s*\{\s*\"name\"\s*:\s*\"([^\"]*)\"", source)
+            calls, end = _read_calls(text, mark.end())
+        except ValueError:
+            named = re.compile(r"\s*\[?\s*\{\s*\"name\"\s*:\s*\"([^\"]*)\"").match(text, mark.end())
             if is_meant or (named is not None and named.group(1) in schemas):
-                mistakes.append(_mistake(source, problem))
-        elif is_meant or all(call.name in schemas for call in found):
-            calls += found
-            prose.append(text[kept : fence.start()])
-            kept = place
-    return Spoken(content="".join(prose) + text[kept:], calls=tuple(calls), mistakes=tuple(mistakes))
+                raise
+            return None
+        return (calls, end) if is_meant or all(call.name in schemas for call in calls) else None
+
+    return _scan(text, read, _FENCE, _FENCE_END)
 
 
 def _mistake(source: str, error: ValueError) -> str:
@@ -426,27 +435,17 @@ def _mistake(source: str, error: ValueError) -> str:
     return f"a tool call that cannot be read: {why}: {source.strip():.200}"
 
 
-_READERS: Mapping[CallFormat, Callable[[str, Schemas], Spoken]] = {
-    CallFormat.QWEN_XML: lambda text, schemas: _read_tagged(
-        text, partial(_xml_calls, schemas=schemas), _XML_TAG
-    ),
-    CallFormat.HERMES: lambda text, _: _read_tagged(text, _read_calls),
-    CallFormat.MISTRAL: lambda text, _: _read_tagged(text, _mistral_calls, _MISTRAL_TAG),
-    CallFormat.PYTHON: _read_python,
-    CallFormat.HARMONY: _read_harmony,
-    CallFormat.LLAMA: _read_llama,
-    CallFormat.FENCE: _read_fences,
+_FORMS: Mapping[CallFormat, tuple[Callable[[str, Schemas], Spoken], *tuple[str, ...]]] = {
+    # XML stands in the tag of Hermes.
+    CallFormat.QWEN_XML: (_read_xml, "<function="),
+    CallFormat.HERMES: (_read_tagged, "<tool_call>", "<|tool_call|>"),
+    CallFormat.MISTRAL: (_read_mistral, "[TOOL_CALLS]"),
+    CallFormat.PYTHON: (_read_python, "<function_calls>", "<|tool_call_start|>"),
+    CallFormat.HARMONY: (_read_harmony, "to=functions."),
+    CallFormat.LLAMA: (_read_llama, "<|python_tag|>"),
+    CallFormat.FENCE: (_read_fences, "```tool"),
 }
-_MARKS = {
-    CallFormat.QWEN_XML: ("<function=",),
-    CallFormat.HERMES: ("<tool_call>", "<|tool_call|>"),
-    CallFormat.MISTRAL: ("[TOOL_CALLS]",),
-    CallFormat.LLAMA: ("<|python_tag|>",),
-    CallFormat.PYTHON: ("<function_calls>", "<|tool_call_start|>"),
-    CallFormat.HARMONY: ("to=functions.",),
-    CallFormat.FENCE: ("```tool",),
-}
-"""What shows a call of a form. XML stands in the tag of Hermes."""
+"""What reads each form, and what shows a call of it."""
 
 _NAMES = (
     *("kimi-k2", "deepseek-v3", "deepseek-v4", "glm-4.5", "glm-5", "minimax-m2", "gemma4"),

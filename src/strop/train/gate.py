@@ -35,7 +35,7 @@ from strop.tasks import (
     render_prompt,
     resolve_prompt_format,
 )
-from strop.tasks.failures import find_causes, find_failures
+from strop.tasks.failures import find_causes
 from strop.tokenizer import Tokenizer
 from strop.train.batch import pack_reply
 from strop.train.data.offline import Demonstration
@@ -91,7 +91,7 @@ async def pass_gate(gate: GateInput) -> list[GateCheck]:
         ]
         make_environment = choose_environment(gate.task, gate.judge)
         groups = await run_groups(make_environment, gate.roles.engine, gate.roles.tokenizer, plans)
-        gate.on_causes(find_causes(find_failures(r.outcome for group in groups for r in group.rollouts)))
+        gate.on_causes(find_causes(r.outcome for group in groups for r in group.rollouts))
         has_replies = any(r.num_sampled_tokens for group in groups for r in group.rollouts)
         checks += [check_terminator(gate, groups)] if has_replies else []
         checks.append(await check_parity(gate, groups))

@@ -19,7 +19,7 @@ from strop.policy.packing import PackedGroup
 from strop.policy.scoring import pack_given
 from strop.policy.weights import find_strange
 from strop.rollout import Group, Rollout
-from strop.tasks.failures import find_causes, find_failures, sum_up
+from strop.tasks.failures import find_causes, sum_up
 from strop.train.batch import pack_reply
 from strop.train.gate_checks import GateCheck, GateInput
 
@@ -168,7 +168,7 @@ PARITY_TOLERANCE_NATS = {"bfloat16": 0.06, "float32": 1e-3}
 async def check_parity(gate: GateInput, groups: Sequence[Group]) -> GateCheck:
     """Refuse an engine and a trainer that disagree about the same tokens at equal weights."""
     probes = [rollout for group in groups for rollout in group.rollouts]
-    causes = find_causes(find_failures(rollout.outcome for rollout in probes))
+    causes = find_causes(rollout.outcome for rollout in probes)
     lost = sum_up(causes, len(probes), "probes") if causes else ""
     rollouts = [rollout for rollout in probes if rollout.num_sampled_tokens]
     if not rollouts:

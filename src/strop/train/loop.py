@@ -244,7 +244,7 @@ class TrainLoop:
         self._end.on_all_failed(self._state.step, groups)
         await self._publishing.await_proof()
         collected_at = time.perf_counter()
-        verify_s = min(self._judge.take_busy_s(), collected_at - started_at)
+        verify_s = min(self._judge.busy.take_s(), collected_at - started_at)
         self._watchdog.progress("learn")
         batch = await self._terms.credit(groups)
         demonstrations = self._terms.list_demonstrations(self._state.step)

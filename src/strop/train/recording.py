@@ -114,8 +114,8 @@ def add_lanes(
             if interval is not None:
                 detail = {"number": number, "example": group.example.example_id, "status": status.value}
                 timeline.add(ENVIRONMENTS, "group", *interval, detail)
-    clocks: dict[str, BusyClock | TimedJudge] = dict(collector.busy)
-    verifiers = [judge, *([clocks.pop(VERIFIER)] if VERIFIER in clocks else [])]
+    clocks: dict[str, BusyClock] = dict(collector.busy)
+    verifiers = [judge.busy, *([clocks.pop(VERIFIER)] if VERIFIER in clocks else [])]
     for name, clock in clocks.items():
         for interval in clock.take_intervals(max(MAX_ENGINE_SPANS // len(clocks), 1)):
             timeline.add(name.replace("-", " "), "generate", *interval)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import logging
 import os
 import signal
 import subprocess
@@ -18,9 +16,8 @@ from typing import Any
 import pytest
 
 from strop.errors import CheckRefused
-from strop.rollout import FailureOwner
-from strop.tasks.failures import owner_of_error
-from strop.tasks.judging import CallFailure, WorkerPool, pool
+from strop.rollout import Failure, FailureOwner
+from strop.tasks.judging import WorkerPool, pool
 from strop.tasks.judging.fork_server import Handler
 
 
@@ -141,18 +138,14 @@ def test_a_worker_serves_many_calls_and_is_then_replaced(monkeypatch: pytest.Mon
     assert [pids.count(pid) for pid in dict.fromkeys(pids)] == [4, 4, 2]
 
 
-def test_a_hung_call_is_killed_tried_once_more_and_counted(caplog: pytest.LogCaptureFixture) -> None:
-    async def work(workers: WorkerPool) -> tuple[Any, dict[str, int], float]:
+def test_a_hung_call_is_killed_and_tried_once_more() -> None:
+    async def work(workers: WorkerPool) -> tuple[Any, float]:
         started_at = time.monotonic()
         failure = await workers.call({"hang": True})
-        return failure, dict(workers.counts), time.monotonic() - started_at
+        return failure, time.monotonic() - started_at
 
-    with caplog.at_level(logging.WARNING, logger="asyncio"):
-        failure, counts, seconds = with_pool(work, limit_s=0.2)
-        gc.collect()
-    assert caplog.records == []  # No answer that nobody waits for.
-    assert failure == CallFailure(kind="timeout", detail="no verdict after 0.8 s")
-    assert counts == {"call": 1, "start": 2, "timeout": 2, "retry": 1}
+    failure, seconds = with_pool(work, limit_s=0.2)
+    assert failure == Failure(owner=FailureOwner.TASK, kind="timeout", detail="no verdict after 0.8 s")
     assert 1.0 <= seconds < 120.0
 
 
@@ -163,8 +156,8 @@ def test_a_hung_call_is_killed_tried_once_more_and_counted(caplog: pytest.LogCap
         ({"exit": 3}, "crash", "the verifier's process ended"),
         ({"raise": "no such field"}, "TypeError", "no such field"),
         ({"allocate": 8 << 30}, "MemoryError", "bytearray"),
-        ({"write": "I am no frame."}, "crash", "two processes exchanged a header of"),
-        ({"text": "a" * (1 << 24)}, "crash", "two processes exchanged a header of"),
+        ({"write": "I am no answer."}, "crash", "bad message length"),
+        ({"text": "a" * (1 << 24)}, "crash", "bad message length"),
     ],
 )
 def test_what_a_verifier_can_do_to_its_process_costs_only_its_own_call(
@@ -214,10 +207,9 @@ def test_a_slow_call_gives_up_its_place_and_one_that_computes_also_steps_back(
     async def work(workers: WorkerPool) -> list[dict[str, Any]]:
         slow = asyncio.ensure_future(workers.call({"wait_for": str(fifo)}))
         # Its place is the only one, and it has it before the next is asked for.
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.2)
         beside = await workers.call({})
         assert not slow.done()
-        assert workers.counts["timeout"] == 0
         os.close(await asyncio.to_thread(os.open, fifo, os.O_WRONLY))
         computed = await workers.call({"compute": "until stepped back"})
         return [await slow, beside, computed, await workers.call({})]
@@ -235,15 +227,12 @@ def test_a_slow_call_gives_up_its_place_and_one_that_computes_also_steps_back(
 
 
 def test_a_worker_that_was_killed_while_it_had_nothing_to_do_costs_no_call() -> None:
-    async def work(workers: WorkerPool) -> dict[str, int]:
+    async def work(workers: WorkerPool) -> Any:
         os.kill(pid := (await workers.call({}))["pid"], signal.SIGKILL)
         assert await asyncio.to_thread(wait_until_dead, pid)
-        # Its connection has ended before it; the pool hears of that.
-        await asyncio.sleep(0.1)
-        await workers.call({})
-        return dict(workers.counts)
+        return await workers.call({"number": 2})
 
-    assert with_pool(work) == {"call": 2, "start": 2}
+    assert with_pool(work)["echo"] == {"number": 2}
 
 
 @pytest.mark.parametrize(("slow_s", "meeting", "most"), [(0.05, {"all": 6}, 6), (600.0, {}, 2)])
@@ -318,7 +307,7 @@ def test_a_handler_that_cannot_be_built_is_refused_with_its_cause_and_ends_the_s
 def test_closing_ends_what_is_under_way() -> None:
     """Incident: calls went on in a pool that was closed, and started processes that nobody ended."""
 
-    async def run() -> tuple[list[Any], Any, WorkerPool]:
+    async def run() -> tuple[list[Any], Any]:
         workers = WorkerPool(make_handler, num_workers=2, limit_s=600.0)
         fork_server = parent_of((await workers.call({}))["pid"])
         # Two sleep, and the third waits for its turn.
@@ -326,12 +315,11 @@ def test_closing_ends_what_is_under_way() -> None:
         await asyncio.sleep(0.2)
         await asyncio.wait_for(workers.close(), timeout=60)
         assert not is_alive(fork_server)
-        return [call.result() for call in calls], await workers.call({}), workers
+        return [call.result() for call in calls], await workers.call({})
 
-    replies, late, workers = asyncio.run(run())
+    replies, late = asyncio.run(run())
     assert [reply.kind for reply in (*replies, late)] == ["closed"] * 4
-    assert (workers.counts["crash"], workers.counts["retry"]) == (0, 0)
-    assert owner_of_error("closed") is FailureOwner.INFRA
+    assert {reply.owner for reply in replies} == {FailureOwner.INFRA}
 
 
 _OWNER = """

@@ -160,7 +160,7 @@ class RolloutWorker(RayRole):
         group = await run_group(make_environment, engine, self._tokenizer, plans)
         spans = [
             [(begin - begun_at, end - begun_at) for begin, end in clock.take_intervals(MAX_SPANS)]
-            for clock in (engine.busy, judge)
+            for clock in (engine.busy, judge.busy)
         ]
         return pickle.dumps((group, *spans))
 

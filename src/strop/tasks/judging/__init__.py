@@ -6,6 +6,6 @@ Not here: the verifiers (`tasks`), and running code that the model wrote (`sandb
 """
 
 from strop.tasks.judging.judge import Judge, TimedJudge, judge_as_attempted
-from strop.tasks.judging.pool import CallFailure, WorkerPool
+from strop.tasks.judging.pool import WorkerPool
 
-__all__ = ["CallFailure", "Judge", "TimedJudge", "WorkerPool", "judge_as_attempted"]
+__all__ = ["Judge", "TimedJudge", "WorkerPool", "judge_as_attempted"]

@@ -1,31 +1,32 @@
 """Calls of one function in worker processes that are killed at their deadline.
 
-A hung verifier neither holds a thread nor can ignore an alarm. Every call gets the result of its own request
-or a `CallFailure`. A call that takes long gives its place to the next one and goes on at low priority: an
-endless one costs the others little.
+A hung verifier can ignore an alarm; a killed process cannot. A call that takes long gives its place to the
+next one, and goes on at low priority if it computes: an endless one costs the others little.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import pickle
-import socket
-import struct
 import subprocess
 import sys
+import threading
 import time
-from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from typing import Any
 
-from strop.errors import CheckRefused, CorruptRecord
+from strop.errors import CheckRefused
 from strop.hardware.process import step_back
 from strop.hardware.visible_devices import ENV_DEVICES, VISIBLE_DEVICES
-from strop.sandbox.frames import pack, unpack
+from strop.rollout import Failure, FailureOwner
 from strop.tasks.judging import fork_server
 
 _SLOW_S = 0.5
@@ -34,26 +35,42 @@ _MAX_SLOW = 16
 _NICENESS_STEP = 10
 _BUILD_LIMIT_S = 600.0
 _RETRY_FACTOR = 4.0
+"""How much longer a call may take after a time-out: the machine may be busy."""
 _MAX_CALLS = 1000
 """Calls of one worker: leaks do not add up."""
-_CHUNK_BYTES = 1 << 16
-CLOSED = "closed"
+_MAX_ANSWER_BYTES = 1 << 24
+"""Also finds what a verifier wrote into its connection: the length that a text begins with is larger."""
+_TIMEOUT = "timeout"
+_CLOSED = Failure(
+    owner=FailureOwner.INFRA, kind="closed", detail="the pool was closed before there was a result"
+)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CallFailure:
-    """The failure of a call, after a retry in a fresh process."""
+@dataclass(eq=False, kw_only=True, slots=True)
+class _Worker:
+    pid: int
+    pipe: Connection
+    server: Connection
+    """Of its fork server, which ends it."""
+    calls_left: int
+    """None where it has a low priority, which cannot be raised again."""
 
-    kind: str
-    """'timeout', 'crash', 'closed', or the class of the exception that was raised."""
-    detail: str
+    @property
+    def cpu_s(self) -> float:
+        """Processor time (seconds) of its process; the clock's where the system has none of a process."""
+        try:
+            # Linux's number for the clock that clock_getcpuclockid(3) returns.
+            return time.clock_gettime((~self.pid << 3) | 2)
+        except OSError:
+            return time.monotonic()
 
 
 class WorkerPool:
     """Runs `make_handler()(payload)` in up to `num_workers` processes at once.
 
-    `make_handler` is called once, in the process that the workers are forked from; it must be
-    picklable. `limit_s` is the wall time of one call (seconds). Usable from one event loop.
+    `make_handler` is called once, in the process that the workers are forked from; it must be picklable.
+    `limit_s` is the wall time of one call (seconds), `max_bytes` the memory of a worker. A thread waits for
+    each call.
     """
 
     def __init__(
@@ -66,214 +83,125 @@ class WorkerPool:
     ) -> None:
         self._job = (make_handler, max_bytes)
         self._limit_s = limit_s
-        self._places = asyncio.Semaphore(num_workers)
-        self._slow: set[Worker] = set()
-        self._starting = asyncio.Lock()
-        self._nonces = itertools.count()
-        self._idle: list[Worker] = []
-        self._starts: set[asyncio.Task[Worker]] = set()
-        self._calls: set[asyncio.Task[Any]] = set()
+        self._places = threading.Semaphore(num_workers)
+        self._slow = threading.Semaphore(_MAX_SLOW)
+        self._threads = ThreadPoolExecutor(num_workers + _MAX_SLOW, thread_name_prefix="judge")
+        self._ordering = threading.Lock()
+        self._server: tuple[subprocess.Popen[bytes], Connection] | None = None
+        self._idle: list[_Worker] = []
         self._is_closed = False
-        self._fork_server: tuple[subprocess.Popen[bytes], socket.socket] | None = None
-        self.counts: Counter[str] = Counter()
-        """Counts of 'call', 'start' (of a worker), 'timeout', 'crash', 'error', 'retry'."""
 
     async def call(self, payload: Any, *, num_limits: int = 1) -> Any:
-        """Return the handler's result for a JSON value, or a `CallFailure`.
+        """Return the handler's result for a value that can be pickled, or its failure.
 
-        It may take `num_limits` times the limit. A failed call is retried once in a fresh worker; after a
-        time-out with four times that: the machine may be busy.
+        It may take `num_limits` times the limit. A failed call is retried once in a fresh worker. A cancelled
+        one ends by itself, and its result is dropped.
         Raises: CheckRefused if the handler cannot be built.
         """
-        self.counts["call"] += 1
-        call = asyncio.ensure_future(self._call(payload, self._limit_s * num_limits))
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-        try:
-            return await call
-        except asyncio.CancelledError:
-            call.cancel()
-            if self._is_closed and not _is_cancelled():
-                return CallFailure(kind=CLOSED, detail="the pool was closed before there was a result")
-            raise
+        if self._is_closed:
+            return _CLOSED
+        work = partial(self._call, payload, self._limit_s * num_limits)
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def close(self) -> None:
         """End every process; running and later calls fail. May be called twice."""
         self._is_closed = True
-        for call in self._calls:
-            call.cancel()
-        await asyncio.gather(*self._calls, *self._starts, return_exceptions=True)
-        await asyncio.sleep(0)  # Those that wait for them hear of it.
-        await self._end_fork_server()
+        await asyncio.to_thread(self._close)
 
-    async def _call(self, payload: Any, limit_s: float) -> Any:
-        if self._is_closed:
-            raise asyncio.CancelledError
-        reply = await self._try(payload, limit_s)
-        if isinstance(reply, CallFailure):
-            self.counts["retry"] += 1
-            factor = _RETRY_FACTOR if reply.kind == "timeout" else 1.0
-            reply = await self._try(payload, limit_s * factor, is_retry=True)
-        return reply
+    def _close(self) -> None:
+        with self._ordering:
+            self._end_server()
+        self._threads.shutdown()
 
-    async def _try(self, payload: Any, limit_s: float, *, is_retry: bool = False) -> Any:
-        await self._places.acquire()
-        try:
-            worker = await self._take_worker(is_fresh=is_retry)
-        except BaseException:
-            self._places.release()
-            raise
-        watching = asyncio.ensure_future(self._watch(worker))
-        try:
-            return await self._ask(worker, payload, limit_s)
-        finally:
-            watching.cancel()
-            if worker in self._slow:
-                self._slow.discard(worker)
-            else:
-                self._places.release()
+    def _call(self, payload: Any, limit_s: float) -> Any:
+        reply = self._try(payload, limit_s)
+        if isinstance(reply, Failure) and not self._is_closed:
+            limit_s *= _RETRY_FACTOR if reply.kind == _TIMEOUT else 1.0
+            reply = self._try(payload, limit_s, is_retry=True)
+        return _CLOSED if isinstance(reply, Failure) and self._is_closed else reply
 
-    async def _watch(self, worker: Worker) -> None:
-        """Let a slow call go on beside those that have places, if there is room, and low if it computes."""
-        begun_s = worker.cpu_s
-        await asyncio.sleep(_SLOW_S)
-        if len(self._slow) < _MAX_SLOW:
-            self._slow.add(worker)
-            self._places.release()
-        # On a busy machine each call takes long: its processor time tells those that compute.
-        while worker.cpu_s - begun_s < _SLOW_S or not step_back(worker.pid, by=_NICENESS_STEP):  # noqa: ASYNC110
-            await asyncio.sleep(_SLOW_S)
-        worker.is_low = True
-
-    async def _ask(self, worker: Worker, payload: Any, limit_s: float) -> Any:
-        nonce = next(self._nonces)
-        try:
-            async with asyncio.timeout(limit_s):
-                answer = await worker.ask({"nonce": nonce, "payload": payload})
-            if answer["nonce"] != nonce:
-                raise CorruptRecord("the verifier's process answered another request")
-        except (TimeoutError, OSError, CorruptRecord) as error:
-            kind = "timeout" if isinstance(error, TimeoutError) else "crash"
-            detail = f"no verdict after {limit_s:g} s" if kind == "timeout" else str(error)
-            self.counts[kind] += 1
-            self._end(worker)
-            return CallFailure(kind=kind, detail=detail)
-        except BaseException:
-            # A cancelled call leaves its worker in the middle of the request.
-            self._end(worker)
-            raise
-        if worker.is_low or worker.num_calls >= _MAX_CALLS:
-            self._end(worker)
-        else:
-            self._idle.append(worker)
-        if "error" in answer:
-            self.counts["error"] += 1
-            kind, detail = answer["error"]
-            return CallFailure(kind=kind, detail=detail)
-        return answer["result"]
-
-    async def _take_worker(self, *, is_fresh: bool) -> Worker:
-        while self._idle and not is_fresh:
-            worker = self._idle.pop()
-            if not worker.reader.at_eof():
-                return worker
-            self._end(worker)
-        start = asyncio.ensure_future(self._start_worker())
-        self._starts.add(start)
-        start.add_done_callback(self._starts.discard)
-        try:
-            return await asyncio.shield(start)
-        except asyncio.CancelledError:
-            start.add_done_callback(self._keep_started)
-            raise
-
-    def _keep_started(self, start: asyncio.Task[Worker]) -> None:
-        """Keep a worker whose call was cancelled while it started."""
-        if not start.cancelled() and start.exception() is None:
-            self._idle.append(start.result())
-
-    async def _start_worker(self) -> Worker:
-        async with self._starting:
+    def _try(self, payload: Any, limit_s: float, *, is_retry: bool = False) -> Any:
+        worker = None
+        with ExitStack() as place:
+            place.enter_context(self._places)
             try:
-                pid, connection = await asyncio.to_thread(_fork, await self._require_control())
-            except (OSError, struct.error):
+                worker = self._take_worker(is_fresh=is_retry)
+                worker.pipe.send(payload)
+                if not self._wait(worker, limit_s, place):
+                    self._end(worker)
+                    return _fail(_TIMEOUT, f"no verdict after {limit_s:g} s")
+                result, failure = pickle.loads(worker.pipe.recv_bytes(_MAX_ANSWER_BYTES))
+            except (EOFError, OSError, pickle.UnpicklingError) as error:
+                self._end(worker)
+                return _fail("crash", str(error) or "the verifier's process ended")
+            worker.calls_left -= 1
+            if worker.calls_left > 0:
+                self._idle.append(worker)
+            else:
+                self._end(worker)
+        return result if failure is None else failure
+
+    def _wait(self, worker: _Worker, limit_s: float, place: ExitStack) -> bool:
+        """Wait for an answer; return whether it came in time."""
+        begun_s, until = worker.cpu_s, time.monotonic() + limit_s
+        is_slow = False
+        while not worker.pipe.poll(max(min(until - time.monotonic(), _SLOW_S), 0.0)):
+            if time.monotonic() >= until:
+                return False
+            if not is_slow and (is_slow := self._slow.acquire(blocking=False)):
+                place.close()
+                place.callback(self._slow.release)
+            # On a busy machine each call takes long: its processor time tells those that compute.
+            is_low = worker.calls_left == 0
+            if not is_low and worker.cpu_s - begun_s >= _SLOW_S and step_back(worker.pid, by=_NICENESS_STEP):
+                worker.calls_left = 0
+        return True
+
+    def _take_worker(self, *, is_fresh: bool) -> _Worker:
+        if not is_fresh:
+            with suppress(IndexError):
+                return self._idle.pop()
+        with self._ordering:
+            if self._is_closed:
+                raise EOFError
+            try:
+                return self._fork()
+            except (EOFError, OSError):
                 # The fork server was killed, for example by the kernel when memory ran out.
-                await self._end_fork_server()
-                pid, connection = await asyncio.to_thread(_fork, await self._require_control())
-        self.counts["start"] += 1
-        return Worker(pid, *await asyncio.open_connection(sock=connection))
+                self._end_server()
+                return self._fork()
 
-    def _end(self, worker: Worker) -> None:
-        worker.close()
-        if self._fork_server is not None:
-            with suppress(OSError):  # A dead fork server has taken its workers with it.
-                # Orders are a few bytes: sending never blocks.
-                self._fork_server[1].send(fork_server.ORDER.pack(fork_server.END, worker.pid))
+    def _fork(self) -> _Worker:
+        if self._server is None:
+            self._server = _start_server(self._job)
+        process, control = self._server
+        ours, theirs = Pipe()
+        with theirs:
+            control.send(None)
+            send_handle(control, theirs.fileno(), process.pid)
+        return _Worker(pid=control.recv(), pipe=ours, server=control, calls_left=_MAX_CALLS)
 
-    async def _end_fork_server(self) -> None:
-        for worker in self._idle:
-            worker.close()
-        self._idle.clear()
-        if self._fork_server is not None:
-            process, control = self._fork_server
-            self._fork_server = None
+    def _end(self, worker: _Worker | None) -> None:
+        if worker is not None:
+            worker.pipe.close()
+            with self._ordering, suppress(OSError):  # A dead fork server has taken its workers with it.
+                worker.server.send(worker.pid)
+
+    def _end_server(self) -> None:
+        if self._server is not None:
+            process, control = self._server
+            self._server = None
             control.close()
-            await asyncio.to_thread(process.wait)
-
-    async def _require_control(self) -> socket.socket:
-        """Return the control socket of the fork server; start the server if there is none.
-
-        Raises: CheckRefused if it cannot build the handler.
-        """
-        if self._fork_server is None:
-            self._fork_server = await asyncio.to_thread(_start_fork_server, pickle.dumps(self._job))
-        return self._fork_server[1]
+            process.wait()
 
 
-class Worker:
-    """The pool's side of a worker process. One call at a time."""
-
-    def __init__(self, pid: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.pid = pid
-        self.reader = reader
-        self.num_calls = 0
-        self.is_low = False
-        """Whether it has a low priority, which cannot be raised again."""
-        self._writer = writer
-
-    @property
-    def cpu_s(self) -> float:
-        """Processor time (seconds) of its process; the clock's where the system has none of a process."""
-        try:
-            # Linux's number for the clock that clock_getcpuclockid(3) returns.
-            return time.clock_gettime((~self.pid << 3) | 2)
-        except OSError:
-            return time.monotonic()
-
-    async def ask(self, call: Any) -> dict[str, Any]:
-        """Return the answer to a call. Raises: CorruptRecord; OSError if the process has ended."""
-        self.num_calls += 1
-        self._writer.write(pack(call))
-        received = bytearray()
-        while data := await self.reader.read(_CHUNK_BYTES):
-            received += data
-            for answer, _ in unpack(received):
-                return answer
-        raise ConnectionResetError("the verifier's process ended")
-
-    def close(self) -> None:
-        """Close our end."""
-        self._writer.transport.abort()
+def _fail(kind: str, detail: str) -> Failure:
+    return Failure(owner=FailureOwner.TASK, kind=kind, detail=detail)
 
 
-def _is_cancelled() -> bool:
-    """Whether the running task itself was cancelled, and not only what it waits for."""
-    task = asyncio.current_task()
-    return task is not None and task.cancelling() > 0
-
-
-def _start_fork_server(job: bytes) -> tuple[subprocess.Popen[bytes], socket.socket]:
-    ours, theirs = socket.socketpair()
+def _start_server(job: Any) -> tuple[subprocess.Popen[bytes], Connection]:
+    """Start a fork server. Raises: CheckRefused if it cannot build the handler."""
+    ours, theirs = Pipe()
     devices = os.environ.get(ENV_DEVICES)
     added = {} if devices is None else {VISIBLE_DEVICES: devices}
     with theirs:
@@ -286,39 +214,20 @@ def _start_fork_server(job: bytes) -> tuple[subprocess.Popen[bytes], socket.sock
             start_new_session=True,
             env={**os.environ, **added},
         )
-    ours.settimeout(_BUILD_LIMIT_S)
-    ours.sendall(struct.pack("!I", len(job)) + job)
-    report = b""
+    failure: Failure | None = _fail(_TIMEOUT, f"not ready after {_BUILD_LIMIT_S:g} s")
     try:
-        while not report.startswith(fork_server.READY) and (part := ours.recv(_CHUNK_BYTES)):
-            report += part
-    except TimeoutError:
-        report = fork_server.BROKEN + f"not ready after {_BUILD_LIMIT_S:g} s".encode()
-    if not report.startswith(fork_server.READY):
-        ours.close()
-        process.kill()
-        process.wait()
-        cause = report[1:].decode(errors="replace") if report else "it ended without a word"
-        raise CheckRefused(
-            f"a verifier's process could not be made ready: {cause}",
-            allowed="a task that can be built in a process of its own",
-            next_step="mend what the last line names",
-        )
-    ours.settimeout(None)
-    return process, ours
-
-
-def _fork(control: socket.socket) -> tuple[int, socket.socket]:
-    """Fork a worker; return its process id and our end of its connection.
-
-    Raises: OSError or struct.error if the fork server is gone.
-    """
-    ours, theirs = socket.socketpair()
-    try:
-        with theirs:
-            socket.send_fds(control, [fork_server.ORDER.pack(fork_server.FORK, 0)], [theirs.fileno()])
-        (pid,) = struct.unpack("!i", control.recv(4, socket.MSG_WAITALL))
-    except (OSError, struct.error):
-        ours.close()
-        raise
-    return int(pid), ours
+        ours.send(job)
+        if ours.poll(_BUILD_LIMIT_S):
+            failure = ours.recv()
+    except (EOFError, OSError):
+        failure = _fail("crash", "it ended without a word")
+    if failure is None:
+        return process, ours
+    ours.close()
+    process.kill()
+    process.wait()
+    raise CheckRefused(
+        f"a verifier's process could not be made ready: {failure.detail}",
+        allowed="a task that can be built in a process of its own",
+        next_step="mend what the last line names",
+    )

@@ -64,10 +64,6 @@ class OwnTask(Task):
     @cached_property
     def limits(self) -> TaskLimits:  # type: ignore[override]
         """The class's limits within the run file's; judging ends at `task.judge_limit_s`."""
-        return self.own_limits()
-
-    def own_limits(self) -> TaskLimits:
-        """Read the limits of the class."""
         own = {"max_reply_tokens": self._spec.max_reply_tokens or _MAX_REPLY_TOKENS, **self._posed["limits"]}
         if not self._posed["knows_gold"]:
             own["max_goldless_frac"] = own.get("max_goldless_frac") or 1.0
@@ -79,10 +75,6 @@ class OwnTask(Task):
     @cached_property
     def version(self) -> str:
         """Hash over the sources, the settings and the ids of all examples with their prompts."""
-        return self.own_version()
-
-    def own_version(self) -> str:
-        """Hash the class without the run's prompting settings."""
         # No score depends on the path of the file, which `spec.name` holds.
         spec = self._spec.model_copy(update={"name": self.name})
         prompts = json.dumps([self._rows[id_]["messages"] for id_ in sorted(self._rows)])

@@ -13,7 +13,7 @@ from strop.errors import RunStopped
 from strop.record import Event, EventKind, RunDir
 from strop.record.fence import ATTEMPT_VARIABLE
 from strop.rollout import Group
-from strop.tasks.failures import find_causes, find_failures, sum_up
+from strop.tasks.failures import find_causes, sum_up
 from strop.train.watch.trends import CollapseWatch
 
 MAX_REFUSED_IN_A_ROW = 3
@@ -137,7 +137,7 @@ class Ending:
         Raises: RunStopped.
         """
         outcomes = [r.outcome for group in groups for r in group.rollouts if not r.outcome.is_too_long]
-        causes = find_causes(find_failures(outcomes))
+        causes = find_causes(outcomes)
         self._lost = sum_up(causes, len(outcomes), f"rollouts of step {step + 1}") if causes else ""
         self._is_all_lost = bool(causes) and sum(cause.num for cause in causes) == len(outcomes)
         kinds = {(cause.failure.owner, cause.failure.kind) for cause in causes}

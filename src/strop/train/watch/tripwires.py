@@ -17,7 +17,7 @@ from strop.rollout import PROMPT_TOO_LONG, Group, Rollout
 from strop.spec.run import RunSpec
 from strop.spec.train import TripwireSpec
 from strop.tasks import Task
-from strop.tasks.failures import FailureCause, describe_failure, find_causes, find_failures
+from strop.tasks.failures import FailureCause, describe_failure, find_causes
 from strop.tasks.task import CEILING, IMPOSSIBLE
 from strop.train.measure import MAX_IDS, with_samples
 from strop.train.watch.process import MemoryWatch, PaceWatch
@@ -371,7 +371,7 @@ class CauseLog:
     def note_groups(self, step: int, groups: Sequence[Group]) -> None:
         """Publish the new causes among the rollouts of groups."""
         outcomes = (rollout.outcome for group in groups for rollout in group.rollouts)
-        self.note(step, find_causes(find_failures(outcomes)))
+        self.note(step, find_causes(outcomes))
 
     def note_too_long(self, step: int, groups: Sequence[Group]) -> int:
         """Publish the examples whose prompts left no room for a reply; return how many were attempted."""

@@ -20,7 +20,7 @@ from strop.errors import SandboxLost
 from strop.rollout import FailureOwner
 from strop.sandbox.daemon import SCRATCH_BASES
 from strop.tasks.code.python_judge import JudgeJob, JudgeVerdict, judge_python
-from strop.tasks.failures import owner_of_error
+from strop.tasks.failures import to_failure
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("bubblewrap")]
 MODES = ["statements", "programs"]
@@ -302,4 +302,4 @@ def test_a_judgement_whose_sandbox_is_killed_is_lost_and_not_wrong() -> None:
         os.kill(holder, signal.SIGKILL)
         with pytest.raises(SandboxLost) as lost:
             writing.result()
-    assert owner_of_error(type(lost.value).__name__) is FailureOwner.INFRA
+    assert to_failure(lost.value, FailureOwner.TASK).owner is FailureOwner.INFRA
