@@ -29,9 +29,7 @@ def judge(folder: Path, tests: Any, program: str) -> Outcome:
     )
     task = build_task(load_spec(run_file).spec.task)
     (example,) = task.examples(Split.TRAIN)
-    outcome = verdict(task, example, f"```python\n{program}\n```")
-    assert outcome.failure is None, outcome
-    return outcome
+    return verdict(task, example, f"```python\n{program}\n```")
 
 
 TABLES = tomllib.loads(Path(__file__).with_name("program_rewards.toml").read_text())
@@ -39,6 +37,7 @@ DOUBLE = "def double(x):\n    return 2 * x"
 QUICK = {
     *("a list with a common variable", "an import", "unittest", "test functions", "changes in place"),
     *("a class named like a module", "membership alone", "an exit where an exception is expected"),
+    "a function as an argument",
 }
 """Those that are tried each time: a program takes a tenth of a second."""
 
@@ -79,3 +78,12 @@ def test_tests_that_cannot_be_judged_are_refused_with_their_row(tmp_path: Path, 
     with pytest.raises(DataError) as refusal:
         judge(tmp_path, TABLES["refused"][style]["tests"], DOUBLE)
     assert "row 1" in str(refusal.value)
+
+
+TAKES_ANYTHING = "apply = lambda function, value: function(value)\ntotal, depth, memo = sum, len, apply"
+
+
+@pytest.mark.parametrize("style", cases("unscored"))
+def test_tests_that_pass_the_program_no_plain_value_give_no_score(tmp_path: Path, style: str) -> None:
+    with pytest.raises(DataError, match="no plain value"):
+        judge(tmp_path, TABLES["unscored"][style]["tests"], TAKES_ANYTHING)

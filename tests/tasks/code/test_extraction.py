@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,12 +16,13 @@ from hypothesis import strategies as st
 
 from strop.tasks.code.extraction import (
     MAX_CODE_CHARS,
-    compiles,
-    defines,
+    bound_names,
     extract_completion,
     extract_python,
     join_code,
+    parse,
 )
+from strop.tasks.code.python_judge.candidate import load_program
 from tests.tasks.code.test_humaneval import SQUARES
 
 F = "```"
@@ -30,7 +32,7 @@ FORMS = [
 ]
 TESTS = {
     "double": "assert (double(1), double(0), double(-3)) == (2, 0, -6)",
-    "swap": "f = swap if 'swap' in globals() else Solution().swap\nassert list(f(1, 2)) == [2, 1]",
+    "swap": "assert list(swap(1, 2)) == [2, 1]",
     "squares": "assert squares(3) == [0, 1, 4]",
 }
 
@@ -38,7 +40,7 @@ TESTS = {
 def find_program(reply: str, name: str) -> str | None:
     """Return the program that the tasks would judge."""
     code = extract_python(reply, (name,) if name else ())
-    if code is not None and (defines(code, name) if name else compiles(code)):
+    if code is not None and (name in bound_names(code) if name else parse(code)):
         return join_code(SQUARES["prompt"], code) if name == "squares" else code
     return extract_completion(reply, SQUARES["prompt"], name) if name == "squares" else None
 
@@ -49,9 +51,13 @@ def run(program: str, name: str, stdin: str = "") -> str | None:
         patch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin.encode())))
         patch.setattr("builtins.open", lambda *_: io.StringIO(stdin))
         patch.setattr("sys.setrecursionlimit", lambda _: None)
+        patch.setattr("sys.argv", ["program.py"])
+        patch.setitem(sys.modules, "candidate", None)
         try:
-            names: dict[str, Any] = {"__name__": name or "__main__"}
-            exec(f"{program}\n{TESTS.get(name, '')}", names)
+            if name:
+                exec(TESTS[name], load_program(program, (name,), has_methods=name == "swap"))
+            else:
+                exec(program, {"__name__": "__main__"})
         except (Exception, SystemExit):
             return None
     return output.getvalue()
@@ -97,7 +103,7 @@ _PIECES = st.sampled_from(
 def test_extraction_never_raises_and_is_done_once(text: str) -> None:
     for names in ((), ("f",)):
         code = extract_python(text, names)
-        if code is not None and compiles(code):
+        if code is not None and parse(code):
             assert extract_python(code, names) == code
     extract_completion(text, SQUARES["prompt"], "squares")
 
@@ -128,7 +134,7 @@ def test_hostile_replies_take_no_minutes(unit: str) -> None:
     "code", ["(" * 5000, "-" * 200_000 + "1", "x" * 10**6 + "(", "\0", "\ud800", "9" * 5000]
 )
 def test_hostile_source_does_not_compile_or_does(code: str) -> None:
-    assert isinstance(compiles(code), bool)
+    parse(code)
 
 
 @pytest.mark.parametrize(
@@ -146,5 +152,5 @@ def test_hostile_source_does_not_compile_or_does(code: str) -> None:
         ("def f(", False),
     ],
 )
-def test_defines(code: str, is_defined: bool) -> None:
-    assert defines(code, "f") is is_defined
+def test_bound_names(code: str, is_defined: bool) -> None:
+    assert ("f" in bound_names(code)) is is_defined

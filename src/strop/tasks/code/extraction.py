@@ -1,4 +1,4 @@
-"""Find the Python program in a reply. Nothing here runs it.
+"""Find the Python program in a reply, and judge it.
 
 A reply is text around code: reasoning, tags, fences that may be truncated or opened by the prompt, sessions,
 diffs, prose. It is cut into blocks of code that compile. The last block that defines the tested name whole
@@ -10,20 +10,20 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dis
 import re
-import sys
 import textwrap
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
-from types import CodeType
+from typing import Any
 
 from strop.rollout import Outcome
+from strop.spec.sandboxing import SandboxSettings
 from strop.tasks.answers import text_after_thinking
-from strop.tasks.code.python_judge import JudgeVerdict
+from strop.tasks.code.python_judge import JudgeJob, judge_python
 
 MAX_CODE_CHARS = 100_000
 """Longer texts count as without code: no reply within a task's budget is as long, and parsing is slow."""
@@ -56,6 +56,7 @@ _INNER_LINE = re.compile(r"[ \t)\]}#]|(?:else|elif|except|finally)\b|\"\"\"|'''|
 _UNFINISHED = ("was never closed", "unterminated triple-quoted")
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _READS, _PRINTS = re.compile(r"\b(?:input|stdin|fileinput)\b|open\(0"), re.compile(r"\b(?:print|stdout)\b")
+_USES = re.compile(rf"{_READS.pattern}|{_PRINTS.pattern}|\b(?:assert|__name__)\b")
 
 
 def extract_python(text: str, names: Sequence[str] = ()) -> str | None:
@@ -63,17 +64,15 @@ def extract_python(text: str, names: Sequence[str] = ()) -> str | None:
 
     `names` are the tested names, the entry point first; none: the program runs as a whole.
     """
-    answer = _answer(text)
-    best, best_rank, enough = None, -3, 2 if names else 1
-    for part in _parts(answer or ""):
+    best, best_rank = None, -3
+    for part in _parts(_answer(text) or ""):
         blocks, outside = _split(part)
         inline = [one for match in _INLINE.finditer(outside) if parse(one := _clean(match[2]))]
-        for codes in (blocks, [*blocks, *inline, find_code(outside)]):
-            code, rank = _assemble(codes, names)
-            if rank > best_rank:
-                best, best_rank = code, rank
-            if rank >= enough:
-                return best
+        code, rank = _assemble([find_code(outside), *inline, *blocks], names)
+        if rank > best_rank:
+            best, best_rank = code, rank
+        if rank > 0:
+            break
     return best
 
 
@@ -120,11 +119,8 @@ def _is_code(code: str) -> bool:
     return tree is not None and any(map(does_something, tree.body))
 
 
-def _split(text: str, *, is_inner: bool = False) -> tuple[list[str], str]:
-    """Return the blocks of code in a text, those that compile in their repaired form, and the other text.
-
-    Fences are sought inside a page of Markdown, which is itself one.
-    """
+def _split(text: str) -> tuple[list[str], str]:
+    """Return the blocks of code in a text, those that compile in their repaired form, and the other text."""
     if _is_code(_clean(text)) and not text.lstrip().startswith("~~~"):
         # Its fences, if any, are in strings and comments; `~~~python` is Python, too.
         return [_clean(text)], ""
@@ -139,31 +135,28 @@ def _split(text: str, *, is_inner: bool = False) -> tuple[list[str], str]:
             blocks.append(_clean(before))
             continue
         outside.append(before)
-        if "`" in info and not info.endswith("```"):
+        tag = "py" if opening["late"] else (_TAG_WORD.match(info) or "")[1].lower()
+        if ("`" in info and not info.endswith("```")) or tag in ("markdown", "md"):
+            # Inline code, or a page around the fences that count.
             outside.append(opening[0])
             continue
-        tag = "py" if opening["late"] else (_TAG_WORD.match(info) or "")[1].lower()
         first = info if _CODE_IN_INFO.match(info) else ""
         if info.endswith("```"):
             code = (first or info.partition(" ")[2]).rstrip("`")
             blocks.append(_repair(code) or code)
             continue
-        fence = opening["late"] or opening["fence"]
-        is_diff, is_page = tag in ("diff", "patch"), tag in ("markdown", "md")
+        is_diff = tag in ("diff", "patch")
         is_ours = bool(first) or tag in _OTHER_TAGS or tag.startswith("py") or tag.endswith(".py") or is_diff
-        code, position = _read_block(
-            text, position, fence, first, is_sought=is_ours and not is_diff and len(blocks) < _MAX_BLOCKS
-        )
+        is_sought = is_ours and not is_diff and len(blocks) < _MAX_BLOCKS
+        code, position = _read_block(text, position, opening["late"] or opening["fence"], first, is_sought)
         if ">" in (opening["quote"] or ""):
             code = re.sub(r"^[ \t]*> ?", "", code, flags=re.MULTILINE)
-        if is_page and not is_inner:
-            blocks += _split(code, is_inner=True)[0]
-        elif is_ours:
+        if is_ours:
             blocks.append(_patch(blocks, code) if is_diff else _repair(code) or code)
     return blocks[-_MAX_BLOCKS:], "".join([*outside, text[position:]])
 
 
-def _read_block(text: str, start: int, fence: str, first: str, *, is_sought: bool) -> tuple[str, int]:
+def _read_block(text: str, start: int, fence: str, first: str, is_sought: bool) -> tuple[str, int]:
     """Return the code behind an opening fence, and where the text goes on.
 
     The code ends at the first fence before which it compiles, because a fence may stand in a docstring; else
@@ -171,21 +164,16 @@ def _read_block(text: str, start: int, fence: str, first: str, *, is_sought: boo
     """
     mark = f"{fence[0]}{{{len(fence)},}}"
     first = f"{first}\n" if first else ""
-    closing = re.compile(rf"^[ \t>]*{mark}([^\n]*)$", re.MULTILINE)
-    cuts = [*islice(closing.finditer(text, start), _MAX_CUTS)]
-    for cut in cuts if is_sought else ():
+    closing, late = (
+        list(islice(re.compile(pattern, re.MULTILINE).finditer(text, start), _MAX_CUTS))
+        for pattern in (rf"^[ \t>]*{mark}([^\n]*)$", rf"(?<!{fence[0]}){mark}+()[ \t]*$")
+    )
+    for cut in (*closing, *late) if is_sought else ():
         code = first + text[start : cut.start()]
         if _repair(code) is not None:
             # Another fence with a tag opens the next block: this one was not closed.
             return code, cut.start() if cut[1].strip() else cut.end()
-    end = cuts[0].start() if cuts else len(text)
-    for late in islice(
-        re.finditer(rf"(?<!{fence[0]}){mark}+[ \t]*$", text[start:end], re.MULTILINE), _MAX_CUTS
-    ):
-        code = first + text[start : start + late.start()]
-        if is_sought and _repair(code) is not None:
-            return code, start + late.end()
-    for cut in cuts:
+    for cut in closing:
         if not cut[1].strip():
             return first + text[start : cut.start()], cut.end()
     rest = first + text[start:]
@@ -251,83 +239,110 @@ def find_code(text: str) -> str:
     return "\n".join(kept)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Statement:
+    """A statement at the top level of a block of code."""
+
+    node: ast.stmt
+    block: int
+    binds: set[str]
+    reads: set[str]
+    """Names of the module."""
+    text: str
+    """Its lines."""
+
+
+def _read_statements(code: str, block: int) -> list[_Statement]:
+    lines, tree, found = code.split("\n"), parse(code), []
+    for node in tree.body if tree else ():
+        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+        text = "\n".join(lines[first - 1 : node.end_lineno])
+        found.append(_Statement(node, block, *names_of(node), text))
+    return found
+
+
 def _assemble(codes: Sequence[str], names: Sequence[str]) -> tuple[str | None, int]:
-    """Return the program of some blocks, and how good it is: for tested names as `Statement.defines`.
+    """Return the program of some blocks, and how good it is: for tested names as `_rank`.
 
     A whole program is 3 if it needs no other block, 2 if it does, 1 if it reads nothing, 0 if it is no such
     program. -2 is code that does not compile.
     """
-    trees = {block: parse(code) for block, code in enumerate(codes) if _is_code(code)}
-    statements = [one for block, tree in trees.items() if tree for one in read_statements(tree, block)]
+    blocks = {number: _read_statements(code, number) for number, code in enumerate(codes) if _is_code(code)}
     broken = next((code for code in reversed(codes) if code.strip() and not parse(code)), None)
-    found: list[tuple[str | None, int]] = [(broken, -3 if broken is None else -2)]
-    for block in reversed(trees):
-        own = [one for one in statements if one.block == block]
-        rank = max(one.defines(names[0]) for one in own) if names else 0
-        if names and rank <= max(better for _, better in found):
+    best, best_rank = broken, -3 if broken is None else -2
+    for main in reversed(blocks):
+        rank = max(_rank(one.node, names[0]) for one in blocks[main]) if names else 0
+        if names and rank <= best_rank:
             continue
-        needed = find_needed(statements, block, names) if rank >= 0 else own
-        code = _render(codes, statements, needed)
-        if not names and any(one.acts for one in own) and _PRINTS.search(code):
-            rank = 3 - any(one.block != block for one in needed) if _READS.search(code) else 1
-        found.append((code, rank))
-    return max(found, key=lambda one: one[1])
+        others, corrections = _find_needed(blocks, main, names)
+        # Statements may share a line.
+        texts = list(dict.fromkeys(one.text for one in others))
+        code = join_code(*texts, *(codes[block] for block in (main, *corrections))).rstrip()
+        if not names and any(_acts(one.node) for one in blocks[main]) and _PRINTS.search(code):
+            rank = 3 - bool(others) if _READS.search(code) else 1
+        if rank > best_rank:
+            best, best_rank = code, rank
+    return best, best_rank
 
 
-def _render(codes: Sequence[str], statements: Sequence[Statement], kept: Sequence[Statement]) -> str:
-    """Return the kept statements as text, each block with its comments."""
-    texts = []
-    for block in dict.fromkeys(one.block for one in kept):
-        own = {id(one.node) for one in kept if one.block == block}
-        nodes = [one.node for one in statements if one.block == block]
-        mine, dropped = ([n for n in nodes if (id(n) in own) is is_kept] for is_kept in (True, False))
-        gone = {number for node in dropped for number in _lines_of(node)}
-        if any(not gone.isdisjoint(_lines_of(node)) for node in mine):
-            # They share a line with what is dropped.
-            texts.append(ast.unparse(ast.Module(mine, [])))
-        else:
-            lines = codes[block].split("\n")
-            texts.append("\n".join(line for n, line in enumerate(lines, 1) if n not in gone).strip("\n"))
-    return join_code(*texts).rstrip()
+def _find_needed(
+    blocks: dict[int, list[_Statement]], main: int, names: Sequence[str]
+) -> tuple[list[_Statement], list[int]]:
+    """Return what a block needs of others: statements that bind or fill names that it lacks; corrections.
+
+    A name has the value that the last block that defines it gives it; else the last block before `main`. A
+    later block of nothing but definitions of names in `main`, but for the tested one, corrects these.
+    """
+    own = _union(one.binds for one in blocks[main])
+    corrections = [
+        block
+        for block, found in blocks.items()
+        if block > main
+        and all(isinstance(one.node, _Definition) and one.binds <= own - set(names[:1]) for one in found)
+    ]
+    places: dict[str, list[int]] = {}
+    for one in sorted(
+        (one for block, found in blocks.items() if block != main for one in found),
+        # The last one decides.
+        key=lambda one: (kind := isinstance(one.node, _Definition), kind or one.block < main, one.block),
+    ):
+        for name in one.binds:
+            places.setdefault(name, []).append(one.block)
+    ahead = [name for block in (main, *corrections) for one in blocks[block] for name in one.reads]
+    seen, taken = own | set(dir(builtins)), set[_Statement]()
+    for name in ahead:
+        found = places.get(name) or places.get("*")
+        if name in seen or not found:
+            continue
+        seen.add(name)
+        for one in blocks[found[-1]]:
+            fills = name in one.reads and not isinstance(one.node, _Definition) and not _USES.search(one.text)
+            if one not in taken and (fills or not one.binds.isdisjoint((name, "*"))):
+                taken.add(one)
+                ahead += one.reads
+    return [one for found in blocks.values() for one in found if one in taken], corrections
 
 
 def join_code(*texts: str) -> str:
     """Return pieces of code as one; imports from `__future__` must stand in front."""
-    code = "\n\n".join(texts)
+    code = "\n\n".join(filter(None, texts))
     imports = _FUTURE.findall(code) if len(texts) > 1 else []
     return "\n".join([*imports, _FUTURE.sub("", code)]) if imports else code
 
 
-def _lines_of(node: ast.stmt) -> range:
-    first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
-    return range(first, (node.end_lineno or first) + 1)
-
-
-def compiles(code: str) -> bool:
-    """Whether some text is Python."""
-    return parse(code) is not None
-
-
-def defines(code: str, name: str) -> bool:
-    """Whether code compiles and binds a name at its top level, or as a method of a class Solution."""
-    return name in bound_names(code)
-
-
-def bound_names(code: str) -> frozenset[str]:
+def bound_names(code: str) -> set[str]:
     """Return the names that some code binds at its top level, and Solution's methods."""
-    tree = parse(code)
-    if tree is None:
-        return frozenset()
-    classes = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == "Solution"]
+    body = tree.body if (tree := parse(code)) else []
+    classes = [one for one in body if isinstance(one, ast.ClassDef) and one.name == "Solution"]
     methods = {inner.name for one in classes for inner in one.body if isinstance(inner, ast.FunctionDef)}
-    return frozenset(methods).union(*(one.binds for one in read_statements(tree)))
+    return methods | _union(names_of(node)[0] for node in body)
 
 
-def import_lines(code: str) -> tuple[str, ...]:
-    """Return the import statements at the top level of some code; none if it is no Python."""
+def import_lines(code: str) -> str:
+    """Return the import statements at the top level of some code, each a line; none if it is no Python."""
     tree = parse(code)
     imports = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)] if tree else []
-    return tuple(ast.unparse(node) for node in imports)
+    return "".join(f"{ast.unparse(node)}\n" for node in imports)
 
 
 def used_names(code: str) -> tuple[str, ...]:
@@ -337,6 +352,75 @@ def used_names(code: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+@lru_cache(maxsize=256)
+def parse(code: str) -> ast.Module | None:
+    """Return the tree of some code; None if it is no Python."""
+    try:
+        with warnings.catch_warnings():
+            # About invalid escapes in string literals.
+            warnings.simplefilter("ignore")
+            tree = ast.parse(code)
+            compile(tree, "<reply>", "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError):
+        return None
+    return tree
+
+
+_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+def names_of(node: ast.stmt) -> tuple[set[str], set[str]]:
+    """Return the names of the module that a statement binds, and those that it reads; '*' for all."""
+    nodes: list[Any] = list(ast.walk(node))
+    names = [one for one in nodes if isinstance(one, ast.Name)]
+    reads = {one.id for one in names if isinstance(one.ctx, ast.Load)}
+    binds = {one.id for one in names if not isinstance(one.ctx, ast.Load)}
+    named = [one for one in nodes if isinstance(getattr(one, "name", None), str)]
+    binds |= {(getattr(one, "asname", None) or one.name).partition(".")[0] for one in named}
+    reads -= {one.arg for one in nodes if isinstance(one, ast.arg)}
+    return ({node.name}, reads - binds) if isinstance(node, _Definition) else (binds, reads)
+
+
+def _rank(node: ast.stmt, name: str) -> int:
+    """Return how well a statement defines a name: 2 whole, 1 by a value, 0 as a stub or otherwise, -1 not."""
+    if isinstance(node, ast.ClassDef) and node.name == "Solution" != name:
+        return max((_rank(one, name) for one in node.body if isinstance(one, ast.FunctionDef)), default=-1)
+    binds, reads = names_of(node)
+    if name not in binds:
+        return -1
+    if isinstance(node, _Definition):
+        values = [inner.value for inner in node.body if isinstance(inner, ast.Expr)]
+        is_cut = any(isinstance(one, ast.Constant) and one.value is ... for one in values)
+        acts = any(does_something(inner) for inner in node.body if not isinstance(inner, ast.Pass))
+        return 2 if acts and not is_cut else 0
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return 0
+    return -1 if name in reads else int(not isinstance(getattr(node, "value", None), ast.Constant))
+
+
+def does_something(node: ast.stmt) -> bool:
+    """Whether a statement is more than a bare name, number or annotation, which are valid Python."""
+    if isinstance(node, ast.AnnAssign) and node.value is None:
+        return False
+    return not isinstance(node, ast.Expr) or any(
+        isinstance(part, ast.Call | ast.Yield | ast.Await) for part in ast.walk(node)
+    )
+
+
+def _acts(node: ast.stmt) -> bool:
+    """Whether a statement does more than to define names: it belongs to the main part of a program."""
+    if isinstance(node, _Definition | ast.Import | ast.ImportFrom):
+        return False
+    is_value = isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr)
+    return not is_value or any(isinstance(inner, ast.Call) for inner in ast.walk(node))
+
+
+def _union(sets: Iterable[set[str]]) -> set[str]:
+    return set[str]().union(*sets)
+
+
+# The verdict on a reply.
+
 WALL_S = 5.0
 """Wall time (seconds) of all tests of one reply together."""
 _RESULTS = ("passed", "failed", "errored", "timed_out")
@@ -344,13 +428,23 @@ SPARE_VERIFY_S = 20.0
 """Additional time of a judgement: start and end of the sandbox, and the judge's own limit."""
 
 
-def no_code_outcome(code: str | None) -> Outcome:
-    """Return the outcome of a reply without code, or with code that cannot be tested."""
-    return Outcome(parts={"correct": 0.0}, is_correct=False, format_ok=False, extracted=code)
+async def judge_reply(text: str, job: JudgeJob, spec: SandboxSettings, prompt: str = "") -> Outcome:
+    """Run a job's tests over the program of a reply, behind the job's own code.
 
-
-def judged_outcome(code: str, verdict: JudgeVerdict) -> Outcome:
-    """Return the outcome of tested code: right if every test passed."""
+    Right if every test passed; `format_ok`: the code compiles and defines the first tested name. A reply may
+    hold only the body of a function that `prompt` begins.
+    Raises: like `judge_python`.
+    """
+    names = job.names
+    code = extract_python(text, names)
+    program = join_code(job.source, code or "")
+    if code is None or not (names[0] in bound_names(code) if names else parse(code)):
+        completed = extract_completion(text, prompt, names[0]) if prompt else None
+        if completed is None:
+            return Outcome(parts={"correct": 0.0}, is_correct=False, format_ok=False, extracted=code)
+        code = program = completed
+    job = replace(job, source=program)
+    verdict = await judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
     return Outcome(
         parts={"correct": float(verdict.is_right)},
         is_correct=verdict.is_right,
@@ -369,216 +463,3 @@ def judged_outcome(code: str, verdict: JudgeVerdict) -> Outcome:
 def fence(code: str) -> str:
     """Return code in a fenced block, as tasks request it."""
     return f"```python\n{code.strip(chr(10))}\n```"
-
-
-# What the top-level statements of some Python bind, change and need.
-
-_Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-_DYNAMIC = frozenset({"eval", "exec", "globals", "locals", "vars", "__import__"})
-"""Code that uses these may need a name that it does not spell."""
-_SETTINGS = frozenset({"setrecursionlimit", "set_int_max_str_digits", "stack_size", "seed", "prec"})
-"""Attributes of the standard library that set something for the whole process."""
-_OUTER = frozenset(
-    {"input", "print", "exit", "quit", "unittest", "doctest", "timeit", "stdin", "_exit", "argv"}
-)
-"""Names and attributes that a function to be tested does not need when it is loaded."""
-
-
-@lru_cache(maxsize=256)
-def parse(code: str) -> ast.Module | None:
-    """Return the tree of some code; None if it is no Python."""
-    try:
-        with warnings.catch_warnings():
-            # About invalid escapes in string literals.
-            warnings.simplefilter("ignore")
-            tree = ast.parse(code)
-            compile(tree, "<reply>", "exec", dont_inherit=True)
-    except (SyntaxError, ValueError, MemoryError, RecursionError, OverflowError):
-        return None
-    return tree
-
-
-class Statement:
-    """A statement at the top level of a block of code: which names of the module it uses, and how."""
-
-    def __init__(self, node: ast.stmt, block: int) -> None:
-        self.node, self.block = node, block
-        self.is_definition = isinstance(node, _Definition)
-        self.attributes = {inner.attr for inner in ast.walk(node) if isinstance(inner, ast.Attribute)}
-        self.binds, self.reads = set[str](), set[str]()
-        # Of those that it reads: used at once, not only by functions; with the functions that it calls.
-        self.runs, self.reached = set[str](), set[str]()
-        self.changes = set[str]()
-        """Names whose objects it changes, or binds by `global`."""
-        if not (isinstance(node, ast.ImportFrom) and node.module == "__future__"):
-            self._read_names()
-        for inner in ast.walk(node):
-            target = inner.func if isinstance(inner, ast.Call) else inner
-            is_stored = isinstance(inner, ast.Attribute | ast.Subscript) and not isinstance(
-                inner.ctx, ast.Load
-            )
-            if is_stored or (target is not inner and isinstance(target, ast.Attribute)):
-                while isinstance(target, ast.Attribute | ast.Subscript):
-                    target = target.value
-                self.changes |= {target.id} & self.reads if isinstance(target, ast.Name) else set()
-
-    def _read_names(self) -> None:
-        is_class = isinstance(self.node, ast.ClassDef)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                outer = compile(ast.Module([self.node], []), "<statement>", "exec", dont_inherit=True)
-            except RecursionError:  # It compiled a few frames higher: no statement of a real program.
-                return
-        codes = [outer]
-        for code in codes:
-            codes += [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-            for instruction in dis.get_instructions(code):
-                action, _, scope = instruction.opname.partition("_")
-                if action == "LOAD" and scope.endswith(("NAME", "GLOBAL", "GLOBALS")):
-                    self.reads.add(instruction.argval)
-                    # The body of a class runs at once, that of its methods later.
-                    if code is outer or not (self.is_definition and (not is_class or scope != "NAME")):
-                        self.runs.add(instruction.argval)
-                elif action in ("STORE", "DELETE") and scope in ("NAME", "GLOBAL"):
-                    if code is outer:
-                        self.binds.add(instruction.argval)
-                    elif scope == "GLOBAL":
-                        self.changes.add(instruction.argval)
-
-    @property
-    def sets_process(self) -> bool:
-        """Whether it sets something for the process, such as the recursion limit, or imports all names."""
-        if isinstance(self.node, ast.ImportFrom):
-            return self.node.module == "__future__" or self.node.names[0].name == "*"
-        return not self.is_definition and bool(self.attributes & _SETTINGS)
-
-    @property
-    def is_foreign(self) -> bool:
-        """Whether it imports something that is not of the standard library."""
-        modules = [alias.name for alias in self.node.names] if isinstance(self.node, ast.Import) else []
-        if isinstance(self.node, ast.ImportFrom):
-            modules = [self.node.module or "."]
-        return any(name.partition(".")[0] not in sys.stdlib_module_names for name in modules)
-
-    @property
-    def acts(self) -> bool:
-        """Whether it does more than to define names: it belongs to the main part of a program."""
-        calls = any(isinstance(inner, ast.Call) for inner in ast.walk(self.node))
-        is_value = isinstance(self.node, ast.Assign | ast.AnnAssign | ast.Expr)
-        return not isinstance(self.node, _Definition | ast.Import | ast.ImportFrom) and (
-            calls or not is_value
-        )
-
-    def defines(self, name: str) -> int:
-        """Return how well it defines a name: 3 whole, 2 by a value, 1 by an import, 0 as a stub, -1 not."""
-        node = self.node
-        if isinstance(node, ast.ClassDef) and node.name == "Solution" != name:
-            methods = [one for one in node.body if isinstance(one, ast.FunctionDef) and one.name == name]
-            return max(map(_wholeness, methods), default=-1)
-        if name not in self.binds:
-            return -1
-        if isinstance(node, _Definition):
-            return _wholeness(node)
-        value = getattr(node, "value", None)
-        if isinstance(node, ast.Import | ast.ImportFrom) or (
-            isinstance(value, ast.Constant) and name not in self.reads
-        ):
-            return 1
-        return -1 if name in self.reads else 2
-
-
-def _wholeness(node: _Definition) -> int:
-    expressions = (inner.value for inner in node.body if isinstance(inner, ast.Expr))
-    is_cut = any(isinstance(one, ast.Constant) and one.value is ... for one in expressions)
-    does_something_else = (does_something(inner) for inner in node.body if not isinstance(inner, ast.Pass))
-    return 3 if not is_cut and any(does_something_else) else 0
-
-
-def does_something(node: ast.stmt) -> bool:
-    """Whether a statement is more than a bare name, number or annotation, which are valid Python."""
-    if isinstance(node, ast.AnnAssign) and node.value is None:
-        return False
-    return not isinstance(node, ast.Expr) or any(
-        isinstance(part, ast.Call | ast.Yield | ast.Await) for part in ast.walk(node)
-    )
-
-
-def read_statements(tree: ast.Module, block: int = 0) -> list[Statement]:
-    """Return the statements of a block of code that compiles."""
-    return [Statement(node, block) for node in tree.body]
-
-
-def find_needed(statements: list[Statement], main: int, names: Sequence[str]) -> list[Statement]:
-    """Return the statements that the names need, in the order in which they must run.
-
-    A name has the value that the block `main` gives it; else that of the last block that defines it, else of
-    the last block before. A later block of nothing but definitions of names in `main` corrects these. What
-    else stands in `main` is kept, too, unless it uses the program: it calls one of the names, asserts, reads
-    the input, prints, or needs a package that nothing else needs. Without names all of `main` is needed.
-    """
-    functions = {one.node.name: one for one in statements if isinstance(one.node, _Definition)}
-    own = _union(one.binds for one in statements if one.block == main)
-    known = _union(one.binds for one in statements) | set(dir(builtins))
-    outer = _union(one.binds for one in statements if one.is_foreign) | _OUTER | set(names)
-    others = {s.block for s in statements if not (s.is_definition and s.binds <= own - set(names[:1]))}
-    corrections = {one.block for one in statements if one.block > main} - others
-    for one in statements:
-        ahead = one.runs
-        while ahead:
-            one.reached |= ahead
-            ahead = _union(functions[name].reads for name in ahead & functions.keys()) - one.reached
-
-    def is_affected(one: Statement, places: Mapping[str, int]) -> bool:
-        """Whether a statement gives one of the names its value, in its block, or changes it."""
-        affected = one.binds if one.is_definition else one.binds | one.changes
-        affected |= _union(functions[name].changes for name in one.reached & functions.keys())
-        if isinstance(one.node, ast.Assert) or one.reached.intersection(functions, names):
-            affected = one.binds
-        return any(places.get(name) == one.block for name in affected)
-
-    def is_use(one: Statement) -> bool:
-        called = [functions[name] for name in one.reached & functions.keys()]
-        attributes = _union(other.attributes for other in (called if one.is_definition else [one, *called]))
-        is_other = isinstance(one.node, ast.Assert | ast.Raise | ast.Import | ast.ImportFrom)
-        return is_other or bool((attributes | one.reached) & outer) or not one.runs <= known
-
-    def place(name: str) -> int:
-        """Return the block that gives a name its value."""
-        binding = [one for one in statements if name in one.binds]
-        defining = [one.block for one in binding if one.is_definition]
-        if name in own:
-            return max([main, *(block for block in defining if block in corrections)])
-        before = [one.block for one in binding if one.block < main]
-        return max(defining or before or [one.block for one in binding], default=main)
-
-    places: dict[str, int] = {}
-
-    def close(kept: set[Statement], beside: set[Statement]) -> set[Statement]:
-        """Add to `kept` what it needs, and what those `beside` need when they are loaded."""
-        while ahead := (
-            _union(one.reads for one in kept).union(names, *(one.runs for one in beside)) - places.keys()
-        ):
-            places.update({name: place(name) for name in ahead})
-            is_dynamic = bool(ahead & _DYNAMIC)
-            kept |= {
-                one for one in statements if is_affected(one, places) or (is_dynamic and one.block == main)
-            }
-        return kept
-
-    first = {
-        one
-        for one in statements
-        if (one.block == main and (not names or one.defines(names[0]) >= 0))
-        or (one.block <= main and one.sets_process)
-    }
-    kept = close(first, set())
-    beside = {one for one in statements if one.block == main and one not in kept and not is_use(one)}
-    kept = close(kept, beside) | beside
-    # What other blocks define stands before `main`, which may need it at once; corrections stand behind.
-    found = [one for one in statements if one in kept]
-    return sorted(found, key=lambda one: 2 if one.block in corrections else int(one.block == main))
-
-
-def _union(sets: Iterable[set[str]]) -> set[str]:
-    return set[str]().union(*sets)

@@ -1,8 +1,9 @@
 """Tests that rows bring for programs: what they are, what they use, and which of them cannot be judged.
 
 Tests run in another process than the program, and only plain values pass between the two. So tests can call
-the program's functions and classes and look at plain values. What they cannot do there is refused when the
-rows are read: a right program would fail, or a wrong one could decide the test by itself.
+the program's functions and classes and look at plain values. What would fail a right program there, or let a
+wrong one decide the test by itself, is refused when the rows are read; the judge itself refuses to pass what
+is no plain value.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from strop.tasks.code.extraction import compiles, import_lines, read_statements
+from strop.tasks.code.extraction import import_lines, names_of, parse
 from strop.tasks.code.python_judge import JudgeJob
 
 _STAR_MODULES = str.split("math typing collections itertools functools string heapq bisect random")
@@ -23,23 +24,14 @@ _OUTSIDE = frozenset(
     str.split(
         "asyncio concurrent contextlib ctypes doctest gc importlib inspect multiprocessing pdb signal"
         " subprocess threading traceback unittest.mock"
-    )
-)
-"""Modules of the standard library whose use in a test concerns the process of the tests."""
-_SYS = frozenset({"stdin", "stdout", "stderr", "exit", "modules", "path_hooks", "settrace"})
-# The judge does not pass on the exceptions among these.
-_NAMES = frozenset(
-    str.split(
-        "__import__ compile eval exec exit globals input locals quit vars"
+        " sys.stdin sys.stdout sys.stderr sys.exit sys.modules sys.path_hooks sys.settrace"
+        " __import__ compile eval exec exit globals input locals quit vars"
         " BaseException GeneratorExit KeyboardInterrupt SystemExit"
     )
 )
-_PYTEST_HOOKS = ("setup_", "teardown_")
+"""Modules and names that concern the process of the tests, and exceptions that the judge does not pass on."""
 _FREE_ASSERTS = ("assertTrue", "assertFalse", "assertIsNone", "assertIsNotNone", "assertRaises")
-_VALUES = ("int", "float", "str", "bool", "bytes", "bytearray", "complex", "list", "tuple", "dict", "set")
 _OPERATOR = "an operator of the program's own class decides; compare its plain values"
-_SWALLOWERS = ("Exception", "AssertionError")
-_ASSIGNMENTS = (ast.Assign, ast.AnnAssign, ast.NamedExpr)
 
 
 def read_tests(answer: Any) -> JudgeJob:
@@ -57,17 +49,16 @@ def read_tests(answer: Any) -> JudgeJob:
         return table
     texts = answer if isinstance(answer, list) else [answer]
     for text in texts:
-        if not (isinstance(text, str) and compiles(text)):
+        if not (isinstance(text, str) and parse(text)):
             raise ValueError(f"the test {text!r:.60} is no Python")
     whole = "\n".join(texts)
     tree = ast.parse(whole)
     names = _find_names(tree)
     if not names:
         raise ValueError(f"{len(texts)} tests, and none uses a name that a reply could define")
-    for fault in _Faults(tree, names).find():
+    for fault in _find_faults(tree, names):
         raise ValueError(f"the tests cannot be judged: {fault}")
-    tests, imports = tuple(texts), import_lines(whole)
-    return JudgeJob(source="", names=names, imports=imports, tests=tests, num_tests=len(tests))
+    return JudgeJob(source=import_lines(whole), names=names, tests=texts, num_tests=len(texts))
 
 
 def read_table(table: Any) -> JudgeJob:
@@ -86,9 +77,9 @@ def read_table(table: Any) -> JudgeJob:
 def _find_names(tree: ast.Module) -> tuple[str, ...]:
     """Return the names that tests read and do not define, outermost first: the program's."""
     own, read = set(dir(builtins)), set[str]()
-    for statement in read_statements(tree):
-        own |= statement.binds | (statement.changes - statement.reads)
-        read |= statement.reads
+    for statement in tree.body:
+        binds, reads = names_of(statement)
+        own, read = own | binds, read | reads
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in _STAR_MODULES:
             module = importlib.import_module(node.module)
@@ -97,155 +88,95 @@ def _find_names(tree: ast.Module) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in ordered if name in read - own))
 
 
-class _Faults:
-    """What in some tests cannot be judged across a process boundary, or judges nothing."""
+def _find_faults(tree: ast.Module, names: tuple[str, ...]) -> Iterator[str]:
+    """Yield what in some tests cannot be judged across a process boundary, or judges nothing."""
+    nodes = list(ast.walk(tree))
+    used = [node for node in nodes if isinstance(node, ast.Name)]
+    bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
+    bound |= {node.id for node in used if isinstance(node.ctx, ast.Store)}
+    objects = _find_objects(nodes, names)
+    for node in nodes:
+        for fault in (*_look_at(node, bound), *_look_at_objects(node, names, objects)):
+            yield f"{fault} ({ast.unparse(node).splitlines()[0][:80]})"
+    loaded = {node.id for node in used if isinstance(node.ctx, ast.Load)}
+    for one in tree.body:
+        if isinstance(one, ast.FunctionDef | ast.ClassDef) and one.name not in loaded and not _is_run(one):
+            yield f"nothing runs {one.name}"
+    if not _can_fail(tree.body):
+        yield "they assert nothing"
 
-    def __init__(self, tree: ast.Module, names: tuple[str, ...]) -> None:
-        self._tree, self._names = tree, names
-        nodes = list(ast.walk(tree))
-        defined = {node.name for node in nodes if isinstance(node, ast.ClassDef)}
-        self._own = defined | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-        self._classes = {name for name in names if name[0].isupper() and not name.isupper()}
-        self._of_program = self._find_made(self._classes)
-        self._of_tests = self._find_made(defined)
-        self._bound = {node.arg for node in nodes if isinstance(node, ast.arg)}
-        self._bound |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
 
-    def _find_made(self, classes: set[str]) -> set[str]:
-        """Return the expressions that make or hold an instance of one of these classes."""
-        made: set[str] = set()
-        for node in ast.walk(self._tree):
-            value = getattr(node, "value", None) if isinstance(node, _ASSIGNMENTS) else node
-            if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in classes:
-                targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
-                made |= set(map(ast.unparse, targets))
-        return made
-
-    def find(self) -> Iterator[str]:
-        """Yield the faults, each in words."""
-        for node in ast.walk(self._tree):
-            for fault in self._look(node):
-                yield f"{fault} ({ast.unparse(node).splitlines()[0][:80]})"
-        yield from self._find_unused()
-        if not any(_is_assertion(node) or isinstance(node, ast.Raise) for node in ast.walk(self._tree)):
-            yield "they assert nothing"
-
-    def _look(self, node: ast.AST) -> Iterator[str]:
-        match node:
-            case ast.Import(names=names):
-                yield from _module_faults(*(alias.name for alias in names))
-            case ast.ImportFrom(module=module, names=names):
-                root = "." if node.level or module is None else module
-                yield from _module_faults(root, *(f"{root}.{alias.name}" for alias in names))
-                if names[0].name == "*" and root not in _STAR_MODULES:
-                    yield "they import * from another module than " + ", ".join(_STAR_MODULES)
-            case ast.Name(id=name) if name in _NAMES - self._bound:
-                yield f"they use {name}"
-            case ast.Attribute(value=ast.Name(id="sys"), attr=attr) if attr in _SYS:
-                yield f"they use sys.{attr}"
-            case ast.Attribute(value=value, attr=attr) if attr.startswith("__") and self._is_program(value):
-                yield f"they read {attr} of what the program defines"
-            case ast.Await() | ast.AsyncFunctionDef() | ast.AsyncWith() | ast.AsyncFor():
-                yield "they are asynchronous"
-            case ast.Assert(test=ast.Tuple(elts=[_, *_])):
-                yield "an assertion of a tuple always holds"
-            case ast.Try() if _swallows(node):
-                yield "a failing assertion is caught"
-            case ast.ExceptHandler(type=ast.expr() as kind) if not _are_built_in(kind):
-                yield "they catch an exception that is no built-in one"
-            case ast.With(items=items) if any(self._is_program(item.context_expr) for item in items):
-                yield "they enter a context of the program"
-            case ast.ClassDef() | ast.FunctionDef() if node.name.startswith(_PYTEST_HOOKS):
-                yield "they need pytest, which is not there"
-            case ast.ClassDef() | ast.FunctionDef() if any(
-                map(self._names_program, [*getattr(node, "bases", ()), *node.decorator_list])
-            ):
-                yield "they derive from what the program defines, or decorate with it"
-            case ast.Compare() | ast.BinOp() | ast.UnaryOp() | ast.AugAssign() if self._decides(node):
-                yield _OPERATOR
-            case ast.Call():
-                yield from self._look_at_call(node)
-
-    def _is_program(self, node: ast.expr) -> bool:
-        """Whether a value is the program's function, what it returns, or an instance of its class."""
-        value = node.func if isinstance(node, ast.Call) else node
-        is_named = isinstance(value, ast.Name) and value.id in self._names
-        return is_named or ast.unparse(node) in self._of_program
-
-    def _is_instance(self, node: ast.AST) -> bool:
-        inner = node.elts if isinstance(node, ast.List | ast.Tuple | ast.Set) else []
-        is_class = isinstance(node, ast.Name) and node.id in self._classes
-        return is_class or ast.unparse(node) in self._of_program or any(map(self._is_instance, inner))
-
-    def _decides(self, node: ast.Compare | ast.BinOp | ast.UnaryOp | ast.AugAssign) -> bool:
-        """Whether an operator is the program's: one of its operands is an instance of the program's class."""
-        operands = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
-        literals = [operand.value for operand in operands if isinstance(operand, ast.Constant)]
-        if None in literals or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
-            return False
-        members = [o.value for o in operands if isinstance(o, ast.Attribute) and not literals]
-        return any(map(self._is_instance, operands)) or any(
-            isinstance(value, ast.Name) and value.id in self._classes for value in members
-        )
-
-    def _look_at_call(self, node: ast.Call) -> Iterator[str]:
-        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        called = getattr(node.func, "id", getattr(node.func, "attr", ""))
-        if called in ("isinstance", "issubclass") and any(map(self._names_program, arguments[1:])):
-            yield "they ask for the program's own class"
-        if called.startswith("assertRaises"):
-            if not (node.args and _are_built_in(node.args[0])):
+def _look_at(node: ast.AST, bound: set[str]) -> Iterator[str]:
+    """Yield what is not there in the process of the tests, or lets a failed test pass."""
+    match node:
+        case ast.Import(names=found) | ast.ImportFrom(names=found):
+            module = f"{'.' * node.level}{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+            for name in (f"{module}{one.name}" for one in found):
+                if name.partition(".")[0] not in sys.stdlib_module_names:
+                    yield f"they import {name}, which is not there; the program's names need no import"
+                elif {name, module[:-1], name.partition(".")[0]} & _OUTSIDE:
+                    yield f"they use {name}"
+            if found[0].name == "*" and module[:-1] not in _STAR_MODULES:
+                yield "they import * from another module than " + ", ".join(_STAR_MODULES)
+        case ast.Name() | ast.Attribute() if ast.unparse(node) in _OUTSIDE - bound:
+            yield f"they use {ast.unparse(node)}"
+        case ast.Await() | ast.AsyncFunctionDef() | ast.AsyncWith() | ast.AsyncFor():
+            yield "they are asynchronous"
+        case ast.Assert(test=ast.Tuple(elts=[_, *_])):
+            yield "an assertion of a tuple always holds"
+        case ast.Try(body=body, handlers=handlers) if _can_fail(body) and any(map(_swallows, handlers)):
+            yield "a failing assertion is caught"
+        case ast.ExceptHandler(type=ast.expr() as kind) if not _are_built_in(kind):
+            yield "they catch an exception that is no built-in one"
+        case ast.Call(func=ast.Attribute(attr=called), args=arguments) if called.startswith("assertRaises"):
+            if not (arguments and _are_built_in(arguments[0])):
                 yield "they expect an exception that is no built-in one"
-            arguments = arguments[2:]
-        elif called.startswith("assert") and called not in _FREE_ASSERTS:
-            if any(map(self._is_instance, arguments)):
+
+
+def _find_objects(nodes: list[ast.AST], names: tuple[str, ...]) -> set[str]:
+    """Return the expressions that are the program's classes, their members, or instances of them."""
+    classes = {name for name in names if name[0].isupper() and not name.isupper()}
+    objects = set(classes)
+    for node in nodes:
+        made = node.value if isinstance(node, ast.Assign | ast.AnnAssign | ast.NamedExpr) else node
+        if isinstance(made, ast.Call) and ast.unparse(made.func) in classes:
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+            objects |= set(map(ast.unparse, targets))
+        elif isinstance(made, ast.Attribute) and ast.unparse(made.value) in classes:
+            objects.add(ast.unparse(made))
+    return objects
+
+
+def _look_at_objects(node: ast.AST, names: tuple[str, ...], objects: set[str]) -> Iterator[str]:
+    """Yield what needs the program's own classes, of which the tests have none."""
+
+    def is_program(value: ast.expr) -> bool:
+        return ast.unparse(value) in objects or ast.unparse(value).partition("(")[0] in names
+
+    def decides(value: ast.expr) -> bool:
+        items = value.elts if isinstance(value, ast.List | ast.Tuple | ast.Set) else []
+        return ast.unparse(value) in objects or any(map(decides, items))
+
+    match node:
+        case ast.Attribute(value=value, attr=attr) if attr.startswith("__") and is_program(value):
+            yield f"they read {attr} of what the program defines"
+        case ast.With(items=items) if any(is_program(item.context_expr) for item in items):
+            yield "they enter a context of the program"
+        case ast.ClassDef(bases=bases) if any(map(is_program, bases)):
+            yield "they derive from what the program defines"
+        case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kind]):
+            if any(isinstance(inner, ast.Name) and inner.id in names for inner in ast.walk(kind)):
+                yield "they ask for the program's own class"
+        case ast.Call(func=ast.Attribute(attr=called), args=operands) if called.startswith("assert"):
+            if called not in _FREE_ASSERTS and any(map(decides, operands)):
                 yield _OPERATOR
-            return
-        root: ast.expr = node.func
-        while isinstance(root, ast.Attribute | ast.Call) and not self._is_program(root):
-            root = root.value if isinstance(root, ast.Attribute) else root.func
-        if (self._is_program(root) or called.startswith("assertRaises")) and not all(
-            map(self._is_plain, arguments)
-        ):
-            yield "they pass the program something that is no plain value"
-
-    def _names_program(self, node: ast.AST) -> bool:
-        return any(isinstance(inner, ast.Name) and inner.id in self._names for inner in ast.walk(node))
-
-    def _is_plain(self, node: ast.expr) -> bool:
-        """Whether an argument can be passed, as far as its form shows."""
-        if isinstance(node, ast.List | ast.Tuple | ast.Set):
-            return all(map(self._is_plain, node.elts))
-        if isinstance(node, ast.Name):
-            is_function = callable(getattr(builtins, node.id, None)) and node.id not in _VALUES
-            is_free = is_function and node.id not in self._bound
-            return node.id not in self._own | self._of_tests and not is_free
-        if isinstance(node, ast.Attribute):
-            return not (isinstance(node.value, ast.Name) and node.value.id in _VALUES)
-        return not isinstance(node, ast.Lambda | ast.GeneratorExp) and ast.unparse(node) not in self._of_tests
-
-    def _find_unused(self) -> Iterator[str]:
-        """Find functions of the tests that nothing calls: they judge nothing."""
-        loaded = [node.id for node in ast.walk(self._tree) if isinstance(node, ast.Name)]
-        for node in self._tree.body:
-            if isinstance(node, ast.ClassDef) and node.name not in loaded:
-                bases = [ast.unparse(base).rpartition(".")[2] for base in node.bases]
-                if node.name.startswith("Test") and "TestCase" not in bases:
-                    yield f"nothing runs the class {node.name}, which is no unittest.TestCase"
-            if isinstance(node, ast.FunctionDef) and node.name not in loaded:
-                needs = len(node.args.args) + len(node.args.posonlyargs) - len(node.args.defaults)
-                is_generator = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in ast.walk(node))
-                if needs > 0 or is_generator or not node.name.startswith("test"):
-                    yield f"nothing calls {node.name}"
-
-
-def _module_faults(*names: str) -> Iterator[str]:
-    for name in names:
-        root = name.partition(".")[0]
-        if root not in sys.stdlib_module_names:
-            yield f"they import {name}, which is not there; the program's names are there without an import"
-        elif {root, name} & _OUTSIDE:
-            yield f"they use {name}"
+        case ast.Compare() | ast.BinOp() | ast.AugAssign() | ast.UnaryOp(op=ast.USub()):
+            operands = [child for child in ast.iter_child_nodes(node) if isinstance(child, ast.expr)]
+            plain = [one.value for one in operands if isinstance(one, ast.Constant)]
+            # A class may have a plain member.
+            operands = [one for one in operands if not (plain and isinstance(one, ast.Attribute))]
+            if None not in plain and any(map(decides, operands)):
+                yield _OPERATOR
 
 
 def _are_built_in(kind: ast.expr) -> bool:
@@ -255,20 +186,27 @@ def _are_built_in(kind: ast.expr) -> bool:
     return all(isinstance(one, type) and issubclass(one, Exception) for one in found)
 
 
-def _is_assertion(node: ast.AST) -> bool:
-    is_method = isinstance(node, ast.Attribute) and (node.attr.startswith("assert") or node.attr == "fail")
-    return is_method or isinstance(node, ast.Assert)
+def _swallows(handler: ast.ExceptHandler) -> bool:
+    """Whether a handler lets a failed assertion pass."""
+    kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    caught = {ast.unparse(kind) if kind else "Exception" for kind in kinds}
+    return not caught.isdisjoint(("Exception", "AssertionError")) and not _can_fail(handler.body)
 
 
-def _swallows(node: ast.Try) -> bool:
-    """Whether one of its handlers lets a failed assertion of its body pass."""
+def _can_fail(statements: list[ast.stmt]) -> bool:
+    """Whether some statements assert something, or raise."""
+    nodes = [inner for statement in statements for inner in ast.walk(statement)]
+    methods = [node.attr for node in nodes if isinstance(node, ast.Attribute)]
+    raising = any(isinstance(node, ast.Assert | ast.Raise) for node in nodes)
+    return raising or any(name.startswith("assert") or name == "fail" for name in methods)
 
-    def asserts(statements: list[ast.stmt]) -> bool:
-        nodes = [inner for statement in statements for inner in ast.walk(statement)]
-        return any(_is_assertion(inner) or isinstance(inner, ast.Raise) for inner in nodes)
 
-    def catches(handler: ast.ExceptHandler) -> bool:
-        kinds = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
-        return any(kind is None or ast.unparse(kind) in _SWALLOWERS for kind in kinds)
-
-    return asserts(node.body) and any(catches(one) and not asserts(one.body) for one in node.handlers)
+def _is_run(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    """Whether the judge runs a definition that no test uses, or it is no test."""
+    if isinstance(node, ast.ClassDef):
+        is_test = any(ast.unparse(base).endswith("TestCase") for base in node.bases)
+    else:
+        num_needed = len(node.args.args) + len(node.args.posonlyargs) - len(node.args.defaults)
+        is_generator = any(isinstance(inner, ast.Yield | ast.YieldFrom) for inner in ast.walk(node))
+        is_test = node.name.startswith("test") and num_needed <= 0 and not is_generator
+    return is_test or not (_can_fail(node.body) or node.name.startswith(("setup_", "teardown_")))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -21,14 +20,7 @@ from strop.spec.base import SpecConflict, Unhashed, expert
 from strop.spec.task import SOURCE_HELP, CodeTaskSection
 from strop.spec.template import fill, list_names, refuse_malformed
 from strop.tasks.answers import show_answer
-from strop.tasks.code.extraction import (
-    SPARE_VERIFY_S,
-    WALL_S,
-    extract_python,
-    judged_outcome,
-    no_code_outcome,
-)
-from strop.tasks.code.python_judge import judge_python
+from strop.tasks.code.extraction import SPARE_VERIFY_S, WALL_S, judge_reply
 from strop.tasks.code.row_tests import read_tests
 from strop.tasks.overlap import normal_text
 from strop.tasks.prompt import pose, pose_messages
@@ -188,14 +180,7 @@ class Rows(JudgedRows):
     async def _judge(self, name: str, example: Example, text: str) -> Outcome:
         if name != SANDBOXED:
             return await super()._judge(name, example, text)
-        tests = read_tests(example.fields["answer"])
-        code = extract_python(text, tests.names)
-        if code is None:
-            return no_code_outcome(None)
-        job = replace(tests, source=code, wall_s=WALL_S)
-        spec = self._spec
-        verdict = await judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
-        return judged_outcome(code, verdict)
+        return await judge_reply(text, read_tests(example.fields["answer"]), self._spec)
 
     def _read_splits(self) -> SplitExamples:
         return require_both(super()._read_splits(), self._source)

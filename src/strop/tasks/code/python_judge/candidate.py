@@ -1,8 +1,8 @@
 """The candidate's process: it runs the untrusted program, and the operations that tests ask of its objects.
 
-No test and no expected value was ever in its memory: it is forked from the runner before that reads its job,
-or newly executed. This side is not protected against itself: a candidate can do anything to its own process
-and to this connection; at most the runner then receives another value.
+No test and no expected value was ever in its memory: it is forked from the runner before that reads its job.
+This side is not protected against itself: a candidate can do anything to its own process and to this
+connection; at most the runner then receives another value.
 
 Values are sent as JSON with tags. An object without a plain form (an instance of the candidate's class, an
 iterator, a function) is sent as a number, its reference. A subclass of a plain type is sent as that type:
@@ -12,10 +12,10 @@ Runs in the sandbox, with the standard library only.
 
 from __future__ import annotations
 
+import ast
 import atexit
 import builtins
 import json
-import math
 import operator
 import os
 import socket
@@ -23,18 +23,17 @@ import sys
 import types
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from itertools import product
+from itertools import chain, product
 from typing import Any, NoReturn
 
 PACKAGES_DIR = "/packages"
 """Mount point in the sandbox of the packages that a task allows; it holds nothing else."""
 LOAD, RUN = 0, 1
-"""References of the two functions that every process has."""
+"""References of the two functions that the process has from the start."""
 _MAX_OUTPUT_BYTES = 8 << 20
 _MAX_MESSAGE_BYTES = 32 << 20
 _MAX_ERROR_CHARS = 1000
-_MAX_JSON_INT = 1 << 53
-_MAX_JSON_DIGITS = 20
+_UsingStatement = ast.Expr | ast.Assert | ast.For | ast.While
 
 
 def serve(connection: socket.socket) -> NoReturn:
@@ -51,7 +50,7 @@ def serve(connection: socket.socket) -> NoReturn:
         file.write("1000")
     sys.path.append(PACKAGES_DIR)
     channel = Channel(connection)
-    objects: list[Any] = [_load, _run]
+    objects: list[Any] = [load_program, _run_program]
 
     def refer(value: Any) -> Any:
         objects.append(value)
@@ -67,13 +66,20 @@ def serve(connection: socket.socket) -> NoReturn:
         channel.send(reply if caught.error is None else _describe_raised(caught.error))
 
 
-def _load(source: str, imports: Sequence[str], names: Sequence[str], has_methods: bool) -> dict[str, Any]:
-    """Run the candidate's module; return its objects of the tested names; `has_methods`: Solution's too."""
+def load_program(source: str, names: Sequence[str], has_methods: bool) -> dict[str, Any]:
+    """Run the candidate's module; return its objects of the tested names; `has_methods`: Solution's too.
+
+    Examples of their use are not run, and a statement that raises is as if it were not there.
+    """
     module = sys.modules["candidate"] = types.ModuleType("candidate")
     namespace = module.__dict__
-    for statement in imports:
-        exec(compile(statement, "<imports>", "exec"), namespace)
-    exec(compile(source, "<candidate>", "exec"), namespace)
+    body = ast.parse(source).body
+    future = [one for one in body if isinstance(one, ast.ImportFrom) and one.module == "__future__"]
+    for statement in body:
+        code = compile(ast.Module([*future, statement], []), "<candidate>", "exec")
+        if not (isinstance(statement, _UsingStatement) and set(code.co_names) & set(names)):
+            with Caught():
+                exec(code, namespace)
     objects = {name: namespace[name] for name in names if name in namespace}
     solution = namespace.get("Solution")
     if has_methods and len(objects) < len(names) and isinstance(solution, type):
@@ -104,70 +110,52 @@ def _call_in_place(target: Callable[..., Any], *arguments: Any, **keywords: Any)
 
 
 _OPERATIONS: dict[str, Callable[..., Any]] = {
-    "call": lambda target, *arguments, **keywords: target(*arguments, **keywords),
+    "call": operator.call,
     "call_in_place": _call_in_place,
-    **{
-        function.__name__: function
-        for function in (
-            getattr,
-            setattr,
-            iter,
-            next,
-            len,
-            bool,
-            str,
-            repr,
-            operator.getitem,
-            operator.setitem,
-        )
-    },
+    **{one.__name__: one for one in (getattr, setattr, iter, next, len, bool, str, repr)},
+    **{one.__name__: one for one in (operator.getitem, operator.setitem)},
 }
 
 
-def _run(source: str, stdin: str) -> tuple[int, str]:
+def _run_program(source: str, stdin: str) -> tuple[int, str]:
     """Run a program in a fork of this process; return its exit code and its output."""
     files = [os.memfd_create(name) for name in ("input", "output")]
-    with open(files[0], "wb", closefd=False) as file:
-        file.write(stdin.encode("utf-8", "surrogatepass"))
+    os.write(files[0], stdin.encode("utf-8", "surrogatepass"))
     os.lseek(files[0], 0, os.SEEK_SET)
     pid = os.fork()
     if pid == 0:
-        _become_program(source, files)
+        with Caught():
+            _become_program(source, files)
+        os._exit(1)
     _, status = os.waitpid(pid, 0)
-    if os.fstat(files[1]).st_size > _MAX_OUTPUT_BYTES:
-        raise OverflowError
-    output = os.pread(files[1], _MAX_OUTPUT_BYTES, 0)
+    output = os.pread(files[1], _MAX_OUTPUT_BYTES + 1, 0)
     for descriptor in files:
         os.close(descriptor)
+    if len(output) > _MAX_OUTPUT_BYTES:
+        raise OverflowError
     return os.waitstatus_to_exitcode(status), output.decode("utf-8", "surrogateescape")
 
 
 def _become_program(source: str, files: Sequence[int]) -> NoReturn:
     """Run a program with this input and output as the interpreter would, and exit."""
-    exit_code = 1
-    with Caught():
-        for standard, descriptor in enumerate(files):
-            os.dup2(descriptor, standard)
-        os.closerange(3, 256)
-        sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  open as long as the process
-        sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
-        sys.argv = ["solution.py"]
-        module = sys.modules["__main__"] = types.ModuleType("__main__")
-        with Caught() as caught:
-            exec(compile(source, "<candidate>", "exec"), module.__dict__)
-        exit_code = int(caught.error is not None)
-        if isinstance(caught.error, SystemExit) and isinstance(caught.error.code, int | None):
-            exit_code = (caught.error.code or 0) & 0xFF
-        # Programs with a deep recursion often answer from a thread, or at exit.
-        if "threading" in sys.modules:
-            sys.modules["threading"]._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
+    for standard, descriptor in enumerate(files):
+        os.dup2(descriptor, standard)
+    os.closerange(3, 256)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  open as long as the process
+    sys.stdout, sys.stderr = (open(n, "w", encoding="utf-8", closefd=False) for n in (1, 2))  # noqa: SIM115
+    sys.argv = ["solution.py"]
+    module = sys.modules["__main__"] = types.ModuleType("__main__")
+    with Caught() as caught:
+        exec(compile(source, "<candidate>", "exec"), module.__dict__)
+    exit_code = int(caught.error is not None)
+    if isinstance(caught.error, SystemExit) and isinstance(caught.error.code, int | None):
+        exit_code = (caught.error.code or 0) & 0xFF
+    # Programs with a deep recursion often answer from a thread, or at exit.
+    if "threading" in sys.modules:
+        sys.modules["threading"]._shutdown()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
     os._exit(exit_code)
-
-
-class MalformedValue(ValueError):
-    """Raised if received data is not in the form that `encode` writes."""
 
 
 class Channel:
@@ -183,26 +171,11 @@ class Channel:
         self._file.flush()
 
     def receive(self) -> Any:
-        """Return the next message. Raises: EOFError if there is none; MalformedValue."""
+        """Return the next message. Raises: EOFError if there is none; ValueError; RecursionError."""
         line = self._file.readline(_MAX_MESSAGE_BYTES)
         if not line.endswith(b"\n"):
             raise EOFError
-        return parse(line)
-
-
-def parse(line: bytes) -> Any:
-    """Return the message in a line. Raises: MalformedValue."""
-    try:
-        return json.loads(line, parse_int=_short_int)
-    except (ValueError, RecursionError) as error:
-        raise MalformedValue(f"a message that is not JSON ({type(error).__name__})") from error
-
-
-def _short_int(text: str) -> int:
-    """Read a decimal number. A million digits would take minutes, uninterruptibly, and are refused."""
-    if len(text) > _MAX_JSON_DIGITS:
-        raise MalformedValue(f"a decimal number of {len(text)} digits")
-    return int(text)
+        return json.loads(line)
 
 
 class Caught:
@@ -229,71 +202,53 @@ def encode(value: Any, refer: Callable[[Any], Any]) -> Any:
     Raises: RecursionError if a value contains itself; any exception of `refer`.
     """
     kind = type(value)
-    form: Any = value
+    if value is None or kind in (bool, int, float, str):
+        return value
     # The methods of the plain type are called, because a subclass may override them.
-    if value is None or kind in (bool, str):
-        pass
-    elif isinstance(value, int):
-        form = int.__pos__(value)
-        form = form if -_MAX_JSON_INT < form < _MAX_JSON_INT else ["int", hex(form)]
-    elif isinstance(value, float):
-        form = float.__pos__(value)
-        form = form if math.isfinite(form) else ["float", repr(form)]
-    elif isinstance(value, str):
-        form = str.__str__(value)
-    elif isinstance(value, dict):
-        form = ["dict", *(encode(part, refer) for pair in dict.items(value) for part in pair)]
-    elif isinstance(value, _CONTAINERS):
-        plain: Any = next(one for one in _CONTAINERS if isinstance(value, one))
-        form = [plain.__name__, *(encode(item, refer) for item in plain.__iter__(value))]
-    elif isinstance(value, bytes | bytearray):
-        form = ["bytes" if isinstance(value, bytes) else "bytearray", bytes(value).hex()]
-    elif isinstance(value, type) and _TYPES.get(value.__name__) is value:
-        form = ["type", value.__name__]
-    elif parts := _PARTS.get(f"{kind.__module__}.{kind.__name__}"):
-        form = [kind.__name__, *(encode(part, refer) for part in parts(value))]
-    else:
-        form = refer(value)
-    return form
+    for plain, to_plain in _PLAIN.items():
+        if isinstance(value, plain):
+            return to_plain(value)
+    for plain, (parts, _) in _FORMS.items():
+        if isinstance(value, plain):
+            return [plain.__name__, *(encode(part, refer) for part in parts(value))]
+    if isinstance(value, type) and value in _TYPES:
+        return ["type", value.__name__]
+    if kind.__module__ in ("decimal", "fractions") and kind.__name__ in _MAKERS:
+        return [kind.__name__, str(value)]
+    return refer(value)
 
 
 def decode(data: Any, resolve: Callable[[int], Any]) -> Any:
     """Return the value of a JSON form. `resolve` returns the object of a reference.
 
-    Raises: MalformedValue for any other form.
+    Raises: LookupError, TypeError, ValueError or ArithmeticError for any other form.
     """
     if not isinstance(data, list):
         return data
-    try:
-        tag, *parts = data
-        if tag == "ref":
-            return resolve(*parts)
-        return _MAKERS[tag](*(decode(part, resolve) for part in parts))
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise MalformedValue(f"a value in no known form: {type(error).__name__}") from error
+    tag, *parts = data
+    return resolve(*parts) if tag == "ref" else _MAKERS[tag](*(decode(part, resolve) for part in parts))
 
 
-_TYPES = {name: kind for name, kind in vars(builtins).items() if isinstance(kind, type)}
-_CONTAINERS = (list, tuple, set, frozenset)
-_PARTS: dict[str, Callable[[Any], tuple[Any, ...]]] = {
-    "builtins.complex": lambda value: (value.real, value.imag),
-    "builtins.range": lambda value: (value.start, value.stop, value.step),
-    "decimal.Decimal": lambda value: (str(value),),
-    "fractions.Fraction": lambda value: (value.numerator, value.denominator),
+_TYPES = {one for one in vars(builtins).values() if isinstance(one, type)}
+_PLAIN: dict[type, Callable[[Any], Any]] = {int: int.__pos__, float: float.__pos__, str: str.__str__}
+_FORMS: dict[type, tuple[Callable[[Any], Any], Callable[..., Any]]] = {
+    list: (list.__iter__, lambda *items: list(items)),
+    tuple: (tuple.__iter__, lambda *items: items),
+    set: (set.__iter__, lambda *items: set(items)),
+    frozenset: (frozenset.__iter__, lambda *items: frozenset(items)),
+    dict: (
+        lambda value: chain.from_iterable(dict.items(value)),
+        lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
+    ),
+    bytes: (lambda value: [bytes.hex(value)], bytes.fromhex),
+    bytearray: (lambda value: [bytearray.hex(value)], bytearray.fromhex),
+    complex: (lambda value: (value.real, value.imag), complex),
+    range: (lambda value: (value.start, value.stop, value.step), range),
 }
+"""By type: its parts, and the function that makes it of them."""
 _MAKERS: dict[str, Callable[..., Any]] = {
-    "int": lambda text: int(text, 16),
-    "float": float,
-    "list": lambda *items: list(items),
-    "tuple": lambda *items: items,
-    "set": lambda *items: set(items),
-    "frozenset": lambda *items: frozenset(items),
-    "dict": lambda *parts: dict(zip(parts[::2], parts[1::2], strict=True)),
-    "bytes": bytes.fromhex,
-    "bytearray": bytearray.fromhex,
-    "type": _TYPES.__getitem__,
-    "complex": complex,
-    "range": range,
+    **{plain.__name__: make for plain, (_, make) in _FORMS.items()},
+    "type": {one.__name__: one for one in _TYPES}.__getitem__,
     "Decimal": lambda text: import_module("decimal").Decimal(text),
-    "Fraction": lambda *parts: import_module("fractions").Fraction(*parts),
+    "Fraction": lambda text: import_module("fractions").Fraction(text),
 }

@@ -11,19 +11,17 @@ import json
 import math
 import re
 import secrets
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
-from strop.errors import SandboxError, SandboxLost, SandboxRefused
+from strop.errors import DataError, SandboxError, SandboxLost, SandboxRefused
 from strop.hardware import describe_machine
 from strop.sandbox.contract import ExecKind, ExecResult, IsolationLevel, Limits, Mount, SandboxSpec
 from strop.tasks.code.python_judge.candidate import PACKAGES_DIR
-from strop.tasks.code.python_judge.runner import STARTED
 
 _START_LIMIT_S = 5.0
 """Wall time (seconds) of the runner besides the tests: for its start, and to recognise that it hangs."""
@@ -44,17 +42,14 @@ class JudgeJob:
     """
 
     source: str
-    """The untrusted program."""
+    """The untrusted program; of the tests alone, what must stand before it."""
     num_tests: int
-    names: tuple[str, ...] = ()
+    names: Sequence[str] = ()
     """Names that the tests use, the entry point first; none for whole programs."""
-    imports: tuple[str, ...] = ()
-    """Import statements of the tests. They run before the program, which may rely on them."""
-    definitions: str = ""
-    """Code of the data set that the tests use, run in the runner, where the program cannot change it."""
     setup: str = ""
-    """Code of the data set that uses the program's names, run before each process's first test."""
-    tests: tuple[str, ...] = ()
+    """Code of the data set that tests use, and that may use the program's names. It is run beside the tests,
+    where the program cannot change it, before each process's first test."""
+    tests: Sequence[str] = ()
     """The statements; empty if there is a table."""
     input_output: str = ""
     """The table: JSON with the lists `inputs` and `outputs`."""
@@ -96,7 +91,8 @@ async def judge_python(
     """Run a program's tests in a fresh sandbox.
 
     Raises: SandboxRefused if the backend `sandbox` has no such level, or cannot mount an allowed package that
-    the program imports; SandboxError if it, or the judge in it, failed.
+    the program imports; SandboxError if it, or the judge in it, failed; DataError if the tests pass the
+    program what cannot be passed.
     """
     from strop.sandbox import choose_backend
 
@@ -146,23 +142,23 @@ def _package_mounts(packages: tuple[str, ...]) -> tuple[Mount, ...]:
 def read_verdict(job: JudgeJob, nonce: str, result: ExecResult, isolation: str) -> JudgeVerdict:
     """Return the runner's verdict; if there is none, the verdict on a program that ended its judge.
 
-    Raises: SandboxError if there is none and the program did not cause that.
+    Raises: SandboxError if there is none and the program did not cause that; DataError like `judge_python`.
     """
     lines = result.stdout.decode(errors="replace").splitlines()
-    for line in lines:
-        verdict: Any = None
-        with suppress(ValueError):
-            verdict = json.loads(line) if line.startswith("{") else None
-        if not isinstance(verdict, dict) or verdict.get("nonce") != nonce or result.exit_code != 0:
-            continue
-        found = JudgeVerdict(
-            isolation=isolation, **{f"num_{kind}": number for kind, number in verdict["counts"].items()}
+    said = [line.removeprefix(nonce) for line in lines if line.startswith(f"{nonce} ")]
+    found = json.loads(said[1]) if len(said) > 1 and result.exit_code == 0 else {}
+    if "fault" in found:
+        raise DataError(
+            f"the tests of a row cannot be judged: {found['fault']}",
+            allowed="tests that pass numbers, texts, lists and other plain values to the program",
+            next_step="rewrite the tests; the reply has no score",
         )
-        # Tests may have collected more of them, never fewer.
-        if found.num_tests >= job.num_tests:
-            return found
+    counts = {f"num_{kind}": number for kind, number in found.get("counts", {}).items()}
+    # Tests may have collected more of them, never fewer.
+    if (verdict := JudgeVerdict(isolation=isolation, **counts)).num_tests >= job.num_tests:
+        return verdict
     own_error = result.kind is ExecKind.EXITED and 0 <= (result.exit_code or 0) <= _MAX_EXIT_CODE
-    if f"{STARTED} {nonce}" not in lines or own_error:
+    if not said or own_error:
         errors = " ".join(result.stderr.decode(errors="replace").split())[-400:]
         raise SandboxError(
             f"the judge of a program gave no verdict ({result.kind}, exit code {result.exit_code},"
@@ -179,24 +175,18 @@ def _silent_verdict(job: JudgeJob, kind: ExecKind, isolation: str) -> JudgeVerdi
     return JudgeVerdict(isolation=isolation, **{field: job.num_tests})
 
 
-# The runner is one text that defines `main`: the sandbox has no file that a candidate could change.
-
 _LOADER = """\
 import sys, types
 for name, text in {texts!r}:
     module = sys.modules[name] = types.ModuleType(name)
     exec(compile(text, name, "exec"), module.__dict__)
+main = module.main
 """
 
 
 @cache
 def read_runner() -> str:
-    """Return the text of the runner: its modules, in the order of their imports, and `main`."""
-    judge = f"{_load('candidate', 'runner')}\nfrom {__package__}.runner import main as judge\n"
-    return f"{judge}def main():\n    judge({_load('candidate')!r})\n"
-
-
-def _load(*modules: str) -> str:
-    folder = Path(__file__).parent
-    texts = [(f"{__package__}.{name}", (folder / f"{name}.py").read_text("utf-8")) for name in modules]
+    """Return one text that defines `main`: the sandbox has no file that a candidate could change."""
+    files = [Path(__file__).with_name(f"{name}.py") for name in ("candidate", "runner")]
+    texts = [(f"{__package__}.{file.stem}", file.read_text("utf-8")) for file in files]
     return _LOADER.format(texts=texts)

@@ -25,62 +25,57 @@ import sys
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import partial, partialmethod
 from types import CodeType
-from typing import Any, Self
+from typing import Any
 
 from strop.tasks.code.python_judge.candidate import LOAD, RUN, Caught, Channel, decode, encode, serve
 
-STARTED = "started"
 PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
 _PR_SET_DUMPABLE = 4
+_MAX_DIGITS = 100_000
+"""Longer numbers of the candidate's would take minutes to read, uninterruptibly."""
 _REL_TOLERANCE = 1e-6
-_RING_PERIOD_S = 0.2
-_CODE = (
-    "from strop.tasks.code.python_judge.candidate import serve\nimport socket\nserve(socket.socket(fileno=3))"
-)
 _IN_PLACE = "_strop_in_place"
 _NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 _INTEGER = re.compile(rb"[+-]?\d+")
-_libc = ctypes.CDLL(None)
-Test = Callable[["Process"], None]
+Test = Callable[[], object]
 """Raises AssertionError if the answer is wrong."""
 
 
-def main(loader: str) -> None:
-    """Judge one job. `loader`: code that defines the candidate's modules in a new interpreter."""
-    process = Process.fork()
+def main() -> None:
+    """Judge one job."""
+    process = Process()
     # Close /proc/<pid>/fd and /proc/<pid>/mem of this process to other processes of this user.
-    _libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     # An interrupt from the candidate must end this process as a signal, not as an exception.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    sys.set_int_max_str_digits(0)
-    # What a test prints must not stand between a verdict and the beginning of its line.
+    signal.signal(signal.SIGALRM, _ring)
+    sys.set_int_max_str_digits(_MAX_DIGITS)
+    # What a test prints must not stand before a verdict.
     out, sys.stdout = sys.stdout, open(os.devnull, "w")  # noqa: SIM115  open as long as the process
     job = json.loads(sys.stdin.buffer.read())
-    print(STARTED, job["nonce"], file=out, flush=True)
-    counts = Session(job, process, loader).judge()
-    print(json.dumps({"nonce": job["nonce"], "counts": counts}), file=out, flush=True)
+    print(job["nonce"], "started", file=out, flush=True)
+    try:
+        found: dict[str, Any] = {"counts": Session(job, process).judge()}
+    except JudgeFault as fault:
+        found = {"fault": str(fault)}
+    print(job["nonce"], json.dumps(found), file=out, flush=True)
     # The verdict is written; an orderly shutdown of the interpreter would take milliseconds.
     os._exit(0)
 
 
 class Session:
-    """One candidate under one time limit, in a process that is replaced if it ends or hangs.
+    """One candidate under one time limit. After the test that ends or stops its process none passes."""
 
-    Every test runs, so their order does not matter.
-    """
-
-    def __init__(self, job: dict[str, Any], process: Process, loader: str) -> None:
-        self._job = job
-        self._process: Process | None = process
-        self._loader = loader
-        self._is_loaded = self._is_broken = False
+    def __init__(self, job: dict[str, Any], process: Process) -> None:
+        self._job, self._process = job, process
         self._until = time.monotonic() + job["wall_s"]
-        self._objects: dict[str, Any] = {}
-        """The candidate's values of the tested names, while it is loaded."""
+        self._is_loaded = False
+        module = sys.modules["__main__"] = types.ModuleType("__main__")
+        self._names = module.__dict__
+        """The namespace of the tests, with the candidate's objects."""
 
     def judge(self) -> Counter[str]:
         """Run all tests and count their results."""
@@ -92,47 +87,45 @@ class Session:
         until = min(self._until, now + self._job["test_s"])
         if now >= until:
             return TIMED_OUT
-        with Caught() as caught, Alarm(until):
-            test(self._load())
+        with Caught() as caught:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, until - now)
+                if not self._is_loaded and self._job["names"]:
+                    self._load()
+                test()
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
         # A test may have caught what it must not.
-        error = (self._process.end if self._process else None) or caught.error
+        error = self._process.end or caught.error
         if isinstance(error, JudgeFault):
             raise error
-        if self._process and isinstance(error, TimeUp | CandidateEnded):
-            self._process.kill()
-            self._process, self._is_loaded = None, False
         if isinstance(error, TimeUp) or time.monotonic() > until:
             return TIMED_OUT
         return PASSED if error is None else FAILED if isinstance(error, AssertionError) else ERRORED
 
-    def _load(self) -> Process:
-        """Return a process that has loaded the candidate. Raises: TimeUp; CandidateEnded if it cannot be."""
-        job = self._job
-        if self._is_broken:
-            raise CandidateEnded
-        if self._process is None:
-            self._process = Process.execute(self._loader)
-        is_table, names = bool(job["input_output"]), job["names"]
-        if self._is_loaded or (is_table and not names):
-            return self._process
+    def _load(self) -> None:
+        """Load the candidate, and define its names for the tests. Raises: TimeUp; CandidateEnded."""
+        job, self._is_loaded = self._job, True
         with Caught() as caught:
-            found = self._process.ask("call", LOAD, job["source"], job["imports"], names, is_table)
-            self._objects = {name: found[name] for name in names if name in found}
-            self._is_loaded = not names or names[0] in self._objects
-        self._is_broken = not (self._is_loaded or isinstance(caught.error, TimeUp))
-        if not self._is_loaded:
-            raise caught.error if isinstance(caught.error, TimeUp) else CandidateEnded
-        return self._process
+            found = self._process.ask("call", LOAD, job["source"], job["names"], bool(job["input_output"]))
+            objects = {name: found[name] for name in job["names"] if name in found}
+        if caught.error is not None or job["names"][0] not in objects:
+            self._process.end = self._process.end or CandidateEnded()
+            raise self._process.end
+        self._names.update(dict.fromkeys(job["names"], _Absent()), **{_IN_PLACE: _call_in_place})
+        self._names.update(objects)
+        # It may use the candidate's names, and must not define them.
+        exec(compile(job["setup"], "<setup>", "exec"), self._names)
+        self._names.update(objects)
 
     def _programs(self) -> Iterable[Test]:
         """Yield a run of the candidate as a program for each input."""
         for stdin, expected in _read_table(self._job):
-            yield partial(
-                self._run_program, _as_text(stdin), _as_text(expected).encode("utf-8", "surrogatepass")
-            )
+            expected = _as_text(expected).encode("utf-8", "surrogatepass")
+            yield partial(self._run_program, _as_text(stdin), expected)
 
-    def _run_program(self, stdin: str, expected: bytes, process: Process) -> None:
-        exit_code, output = process.ask("call", RUN, self._job["source"], stdin)
+    def _run_program(self, stdin: str, expected: bytes) -> None:
+        exit_code, output = self._process.ask("call", RUN, self._job["source"], stdin)
         if exit_code != 0:
             raise ChildProcessError
         assert is_same_output(output.encode("utf-8", "surrogateescape"), expected)
@@ -142,35 +135,20 @@ class Session:
         for arguments, expected in _read_table(self._job):
             yield partial(self._call, [_with_int_keys(argument) for argument in arguments], expected)
 
-    def _call(self, arguments: list[Any], expected: Any, process: Process) -> None:
-        assert is_same_value(self._objects[self._job["names"][0]](*arguments), expected)
+    def _call(self, arguments: list[Any], expected: Any) -> None:
+        assert is_same_value(self._names[self._job["names"][0]](*arguments), expected)
 
     def _statements(self) -> Iterable[Test]:
         """Yield the tests, which share a namespace with the candidate's names; then what they collect."""
         job = self._job
         # A test that does not compile is a fault of the data; it must not count as a wrong answer.
-        definitions = compile(job["definitions"], "<definitions>", "exec")
-        setup = compile(job["setup"], "<setup>", "exec")
+        compile(job["setup"], "<setup>", "exec")
         tests = [_compile(test, f"<test {index}>") for index, test in enumerate(job["tests"])]
-        module = sys.modules["__main__"] = types.ModuleType("__main__")
-        names, bound = module.__dict__, list[Process]()
-
-        def run(test: Callable[[], object], process: Process) -> None:
-            if bound != [process]:
-                bound[:] = [process]
-                _define(definitions, names)
-                names.update({name: _Absent() for name in job["names"]})
-                names.update(self._objects, **{_IN_PLACE: _call_in_place})
-                exec(setup, names)
-            test()
-
         if any("unittest" in test for test in job["tests"]):
             # The tests' own call of it would end this process; their classes are run below.
             vars(importlib.import_module("unittest"))["main"] = lambda *_, **__: None
-        for test in tests:
-            yield partial(run, partial(exec, test, names))
-        for collected in _collect(names):
-            yield partial(run, collected)
+        yield from (partial(exec, test, self._names) for test in tests)
+        yield from _collect(self._names)
 
 
 def _read_table(job: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
@@ -181,14 +159,6 @@ def _read_table(job: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
 def _as_text(value: Any) -> str:
     """Return a text, which is a list of its lines in some rows."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def _define(definitions: CodeType, names: dict[str, Any]) -> None:
-    """Run the data set's own code. Raises: JudgeFault if it fails, which is not the candidate's fault."""
-    try:
-        exec(definitions, names)
-    except Exception as error:
-        raise JudgeFault(f"the definitions of the tests: {error!r}") from error
 
 
 class _Absent:
@@ -325,61 +295,28 @@ class CandidateEnded(BaseException):
 
 
 class JudgeFault(BaseException):
-    """Raised if the judge itself fails, or cannot judge the tests; there is no verdict then."""
+    """Raised if the tests cannot be judged; there is no verdict then."""
 
 
-class Alarm:
-    """Raises TimeUp in its block from the time `until` on, of `time.monotonic`."""
-
-    def __init__(self, until: float) -> None:
-        self._until = until
-        self._is_armed = False
-
-    def __enter__(self) -> None:
-        self._is_armed = True
-        signal.signal(signal.SIGALRM, self._ring)
-        # It repeats, because a test may catch everything.
-        signal.setitimer(signal.ITIMER_REAL, max(0.001, self._until - time.monotonic()), _RING_PERIOD_S)
-
-    def __exit__(self, *_: object) -> None:
-        self._is_armed = False
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-
-    def _ring(self, *_: object) -> None:
-        if self._is_armed:
-            raise TimeUp
+def _ring(*_: object) -> None:
+    raise TimeUp
 
 
 class Process:
-    """One process of the candidate."""
+    """The candidate's process."""
 
-    def __init__(self, pid: int, connection: socket.socket) -> None:
-        self._pid = pid
-        self._channel = Channel(connection)
-        self.end: BaseException | None = None
-        """What a test must not catch, and what decides if it does."""
-
-    @classmethod
-    def fork(cls) -> Self:
+    def __init__(self) -> None:
         """Fork a process from this one, which must not know the job yet."""
         ours, theirs = socket.socketpair()
-        pid = os.fork()
-        if pid == 0:
+        if os.fork() == 0:
             with Caught():
                 ours.close()
                 serve(theirs)
             os._exit(1)
         theirs.close()
-        return cls(pid, ours)
-
-    @classmethod
-    def execute(cls, loader: str) -> Self:
-        """Start a process in a new interpreter, which has nothing of this one's memory. Raises: OSError."""
-        ours, theirs = socket.socketpair()
-        argv = [sys.executable, "-I", "-S", "-B", "-c", f"{loader}\n{_CODE}"]
-        actions = [(os.POSIX_SPAWN_DUP2, theirs.fileno(), 3)]
-        with theirs:
-            return cls(os.posix_spawn(sys.executable, argv, os.environ, file_actions=actions), ours)
+        self._channel = Channel(ours)
+        self.end: BaseException | None = None
+        """What a test must not catch, and what decides from then on."""
 
     def ask(self, operation: str, target: int, *arguments: Any, **keywords: Any) -> Any:
         """Apply an operation to an object of the candidate, and return the result.
@@ -404,20 +341,12 @@ class Process:
             raise error
         return found[0] if found else None
 
-    def kill(self) -> None:
-        """End the process and its group; later operations on a `Remote` raise CandidateEnded."""
-        self.end = CandidateEnded()
-        self._channel.close()
-        for kill in (os.killpg, os.kill):
-            # The group does not exist before the process has called setsid.
-            with suppress(ProcessLookupError):
-                kill(self._pid, signal.SIGKILL)
-        os.waitpid(self._pid, 0)
-
     def _refer(self, value: Any) -> Any:
-        if isinstance(value, Remote) and value._process is self:
+        if isinstance(value, Remote):
             return ["ref", value._reference]
-        raise CandidateEnded if isinstance(value, Remote) else JudgeFault(f"a test passes a {type(value)}")
+        if isinstance(value, _Absent):
+            raise NameError
+        raise JudgeFault(f"they pass the program a {type(value).__name__}, which is no plain value")
 
 
 class Remote:
@@ -434,48 +363,13 @@ class Remote:
     def _ask(self, operation: str, *arguments: Any, **keywords: Any) -> Any:
         return self._process.ask(operation, self._reference, *arguments, **keywords)
 
-    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        """Call the candidate's object."""
-        return self._ask("call", *arguments, **keywords)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return self._ask("getattr", name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        self._ask("setattr", name, value)
-
-    def __iter__(self) -> Iterator[Any]:
-        iterator = self._ask("iter")
-        if not isinstance(iterator, Remote):
-            raise CandidateEnded
-        return iterator
-
-    def __next__(self) -> Any:
-        return self._ask("next")
-
-    def __len__(self) -> int:
-        return int(self._ask("len"))
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._ask("getitem", key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._ask("setitem", key, value)
-
     def __contains__(self, value: Any) -> bool:
         # Not by the object's own method, which may agree to everything.
-        return any(item is value or item == value for item in self)
+        return any(item is value or item == value for item in self._ask("iter"))
 
-    def __bool__(self) -> bool:
-        return self._ask("bool") is True
 
-    def __str__(self) -> str:
-        return str(self._ask("str"))
-
-    def __repr__(self) -> str:
-        return str(self._ask("repr"))
+for _name in str.split("call getattr setattr iter next len getitem setitem bool str repr"):
+    setattr(Remote, f"__{_name}__", partialmethod(Remote._ask, _name))
 
 
 def _rebuild(name: str, arguments: tuple[Any, ...]) -> BaseException:
