@@ -16,8 +16,7 @@ from strop.spec.task import TaskSpec
 from strop.tasks import Task, build_task, render_prompt
 from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
 from strop.tasks.presets import PresetSpec
-from strop.tasks.prompt import PosedMessage
-from strop.tasks.prompting import Prompted
+from strop.tasks.prompt import PosedMessage, Prompted
 from strop.tokenizer import Tokenizer
 from tests.fixtures.every_task import CASES, section_of
 from tests.fixtures.judging import run_self_test

@@ -35,8 +35,7 @@ from strop.errors import ConfigError
 from strop.rollout import Example, FinishReason, Message, Outcome, Split, make_example
 from strop.spec.task import EnvironmentSection, UserEnvironmentSpec
 from strop.tasks.judging import Judge
-from strop.tasks.prompt import pose_messages
-from strop.tasks.prompting import with_system
+from strop.tasks.prompt import pose_messages, with_system
 from strop.tasks.task import TURN, Task, TaskLimits
 from strop.tasks.user.own_task import OwnTask
 from strop.tasks.user.posing import OPENING_SEED, opening_of

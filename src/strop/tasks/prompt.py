@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from strop.errors import ConfigError, DataError
-from strop.rollout import IntArray, Message, ToolCall
+from strop.rollout import Example, IntArray, Message, Split, ToolCall
+from strop.spec.task import TaskSpec
+from strop.spec.template import fill, list_names
+from strop.tasks.task import Task, TaskWrapper
 from strop.tasks.tool_calls import (
     CallFormat,
     Spoken,
@@ -232,13 +235,12 @@ def without_tools(messages: Sequence[Message]) -> tuple[Message, ...]:
 
 def _spell(message: Message, tools: tuple[str, ...]) -> Message:
     if isinstance(message, PosedMessage):
-        text = f"{describe_tools(tools)}\n\n{message.text}"
-        base = None if message.base is None else f"{describe_tools(tools)}\n\n{message.base}"
-        return dataclasses.replace(message, content=text, base=base, tools=())
+        told = f"{describe_tools(tools)}\n\n"
+        base = None if message.base is None else told + message.base
+        return dataclasses.replace(message, content=told + message.text, base=base, tools=())
     if message.tool_calls:
-        return Message(
-            role=message.role, content="\n".join([message.text, *map(write_call, message.tool_calls)])
-        )
+        said = "\n".join([message.text, *map(write_call, message.tool_calls)])
+        return Message(role=message.role, content=said)
     if message.role == "tool":
         return Message(role="user", content=f"{message.name} returned:\n{message.text}")
     return message
@@ -265,3 +267,66 @@ def _base_text(tokenizer: Tokenizer, messages: Sequence[Message]) -> str:
     if isinstance(last, PosedMessage) and last.base is not None:
         return last.base
     return tokenizer.render_base(messages)
+
+
+class Prompted(TaskWrapper):
+    """A task that is asked with the system prompt and the template of its section; judged as before."""
+
+    def __init__(self, task: Task, spec: TaskSpec) -> None:
+        super().__init__(task)
+        self._spec = spec
+        self._checked: set[Split] = set()
+
+    def examples(self, split: Split) -> Sequence[Example]:
+        """Return the task's examples, after a check that each can be rendered.
+
+        Raises: DataError as the task does, and like `render`; ConfigError like `render`.
+        """
+        examples = self._task.examples(split)
+        if split not in self._checked:
+            for example in examples:
+                self.render(example)
+            self._checked.add(split)
+        return examples
+
+    def render(self, example: Example) -> tuple[Message, ...]:
+        """Pose the example with the run's template and system prompt.
+
+        Raises: ConfigError if the template names a field that the example lacks; DataError if both the
+            example and the run have a system message.
+        """
+        messages, template = self._task.render(example), self._spec.prompt_template
+        if template is not None:
+            fields = self._task.prompt_fields(example).items()
+            known = {name: value for name, value in fields if isinstance(value, str | int | float)}
+            if missing := [name for name in list_names(template) if name not in known]:
+                raise ConfigError(
+                    f"task.prompt_template names {{{missing[0]}}}, which example {example.example_id} of task"
+                    f" {self.name} does not have",
+                    allowed=f"texts and numbers of the example: {', '.join(sorted(known)) or 'it has none'}",
+                    next_step="correct the name; '{{' and '}}' stand for braces",
+                )
+            text, last = fill(template, known), messages[-1]
+            thinking = last.thinking if isinstance(last, PosedMessage) else Thinking.MODEL_DEFAULT
+            messages = (PosedMessage(role=last.role, content=text, base=text, thinking=thinking),)
+        return with_system(messages, self._spec.system_prompt, example)
+
+
+def with_system(messages: tuple[Message, ...], system: str | None, example: Example) -> tuple[Message, ...]:
+    """Put the run's system message, if any, before the messages of an example.
+
+    Raises: DataError if these have a system message already.
+    """
+    if system is None:
+        return messages
+    *before, last = messages
+    if any(message.role == SYSTEM for message in before):
+        raise DataError(
+            f"example {example.example_id} of task {example.task} has a system message of its own,"
+            " beside task.system_prompt",
+            allowed="one of the two",
+            next_step="leave out task.system_prompt, or take the system messages out of the data",
+        )
+    if isinstance(last, PosedMessage) and last.base is not None:
+        last = dataclasses.replace(last, base=f"{system}\n\n{last.base}")
+    return (Message(role=SYSTEM, content=system), *before, last)

@@ -33,7 +33,7 @@ def build_task(spec: TaskSection) -> Task:
             next_step="rename the class, or the entry point",
         )
     if spec.prompting and not isinstance(spec, EnvironmentSection):
-        from strop.tasks.prompting import Prompted
+        from strop.tasks.prompt import Prompted
 
         task = Prompted(task, spec)
     if spec.agent is not None:

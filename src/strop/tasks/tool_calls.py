@@ -95,11 +95,9 @@ def read_reply(text: str, form: CallFormat, schemas: Schemas) -> Spoken:
     `text` has the tokenizer's special tokens in it, but for the terminator. Without tools there are no calls.
     Thinking that is not closed is all of the reply. Calls in another form than the model's are mistakes.
     """
-    read, *_ = _FORMS[form]
-    if not schemas:
-        read = _read_prose
-    elif form is CallFormat.HARMONY:
+    if schemas and form is CallFormat.HARMONY:
         return _read_harmony(text, schemas)
+    read = _FORMS[form][0] if schemas else lambda text, _: Spoken(content=text)
     reasoning, said = split_thought(
         text, lambda mark: any(mark in one.arguments for one in read(text, schemas).calls)
     )
@@ -131,10 +129,6 @@ def describe_tools(schemas: Sequence[str]) -> str:
     return f"You can call these tools:\n{listed}\n\nTo call one, write:\n{example}"
 
 
-def _read_prose(text: str, schemas: Schemas) -> Spoken:
-    return Spoken(content=text)
-
-
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s*")
 _NEXT_OBJECT = re.compile(r"\s*[,;]?\s*(?=\{)")
@@ -150,20 +144,17 @@ def _read_value(text: str, start: int) -> tuple[Any, int]:
         raise ValueError("it is nested too deeply") from error
 
 
-def _read_values(text: str, start: int) -> tuple[list[Any], int]:
-    """Return objects one behind the other, or those of a list, and where they end. Raises: ValueError."""
+def _read_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
+    """Return the calls at `start`, objects behind each other or those of a list, and where they end.
+
+    Raises: ValueError saying what one lacks.
+    """
     value, end = _read_value(text, start)
     values = value if isinstance(value, list) else [value]
     while values is not value and (more := _NEXT_OBJECT.match(text, end)) is not None:
         another, end = _read_value(text, more.end())
         values.append(another)
-    return values, end
-
-
-def _read_calls(text: str, start: int) -> tuple[list[ToolCall], int]:
-    """Return the calls at `start`, and where they end. Raises: ValueError saying what one lacks."""
-    values, end = _read_values(text, start)
-    return [_call_of(value) for value in values], end
+    return list(map(_call_of, values)), end
 
 
 def _call_of(value: Any) -> ToolCall:

@@ -9,6 +9,7 @@ from functools import partial
 
 import pytest
 
+from strop.hardware.busy_clock import BusyClock
 from strop.rollout import Example, FailureOwner, Outcome, Split
 from strop.tasks import Task, build_task, build_warm_task
 from strop.tasks.generated.arithmetic import Arithmetic, ArithmeticSpec
@@ -66,7 +67,7 @@ def test_rew_8_a_verifier_that_hangs_or_raises_costs_only_its_own_reply(
 ) -> None:
     task = make_troubled()
     # Right answers have as long: a second, and four at their second try.
-    judge = Judge(task, make_troubled, num_workers=2)
+    judge = Judge(task, make_troubled)
     example = task.examples(Split.TRAIN)[0]
     right = str(example.answer)
     first, lost, last = judge_all(judge, task, [right, text, right])
@@ -87,7 +88,8 @@ def test_overlapping_judgements_count_once() -> None:
 
     async def run() -> list[float]:
         task = build_task(ArithmeticSpec())
-        judge = TimedJudge(Slow(task), clock=lambda: float(next(ticks)))
+        judge = TimedJudge(Slow(task))
+        judge.busy = BusyClock(lambda: float(next(ticks)))
         example = task.examples(Split.TRAIN)[0]
         await asyncio.gather(*(judge.judge(example, "7") for _ in range(5)))
         together = judge.busy.take_s()

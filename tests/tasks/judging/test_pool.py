@@ -18,7 +18,7 @@ import pytest
 from strop.errors import CheckRefused
 from strop.rollout import Failure, FailureOwner
 from strop.tasks.judging import WorkerPool, pool
-from strop.tasks.judging.fork_server import Handler
+from strop.tasks.judging.pool import Handler
 
 
 def make_handler() -> Handler:
@@ -84,14 +84,10 @@ def refuse_to_build() -> Handler:
 
 
 def with_pool(
-    work: Callable[[WorkerPool], Awaitable[Any]],
-    *,
-    num_workers: int = 2,
-    limit_s: float = 60.0,
-    max_bytes: int = 1 << 32,
+    work: Callable[[WorkerPool], Awaitable[Any]], *, num_workers: int = 2, limit_s: float = 60.0
 ) -> Any:
     async def run() -> Any:
-        workers = WorkerPool(make_handler, num_workers=num_workers, limit_s=limit_s, max_bytes=max_bytes)
+        workers = WorkerPool(make_handler, num_workers=num_workers, limit_s=limit_s)
         try:
             return await work(workers)
         finally:
@@ -161,12 +157,14 @@ def test_a_hung_call_is_killed_and_tried_once_more() -> None:
     ],
 )
 def test_what_a_verifier_can_do_to_its_process_costs_only_its_own_call(
-    payload: Any, kind: str, detail: str
+    payload: Any, kind: str, detail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pool, "_MAX_BYTES", 2 << 30)
+
     def work(workers: WorkerPool) -> Awaitable[list[Any]]:
         return call_all([{"number": 1}, payload, {"number": 2}], workers)
 
-    before, failure, after = with_pool(work, max_bytes=2 << 30)
+    before, failure, after = with_pool(work)
     assert (before["echo"], after["echo"]) == ({"number": 1}, {"number": 2})
     assert failure.kind == kind
     assert detail in failure.detail

@@ -79,7 +79,7 @@ def test_rewards_of_both_forms_are_added_in_workers(tmp_path: Path, tokenizer: T
     rewards = [f"{tmp_path / 'reward.py'}:{name}" for name in ("right", "score")]
     spec = spec_of(tmp_path, code=code, reward=rewards, reward_weights=[1.0, 0.5], max_reward=1.5)
     task = build_task(spec)
-    judge = Judge(task, partial(build_warm_task, spec), num_workers=2)
+    judge = Judge(task, partial(build_warm_task, spec))
     right = str(task.examples(Split.TRAIN)[0].answer)
     failing, long, best = attempt(task, tokenizer, ["x", f"{right}....", f"{right}."], judge)
     # What cannot be judged by itself is not in the group.

@@ -7,7 +7,6 @@ awaited in the caller's own.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,8 +16,7 @@ from strop.errors import SandboxError
 from strop.hardware import describe_machine
 from strop.hardware.busy_clock import BusyClock
 from strop.rollout import Example, Failure, FailureOwner, Outcome
-from strop.tasks.judging.fork_server import Handler
-from strop.tasks.judging.pool import WorkerPool
+from strop.tasks.judging.pool import Handler, WorkerPool
 from strop.tasks.task import Task
 
 _RIVAL = "I do not know."
@@ -28,20 +26,15 @@ _MIN_WORKERS = 4  # So many endless calls at once let others pass.
 class Judge:
     """Judges replies for one task."""
 
-    def __init__(
-        self, task: Task, make_task: Callable[[], Task] | None = None, *, num_workers: int | None = None
-    ) -> None:
-        """`make_task`: picklable, builds an equal task, warmed up, in other processes; None: there are none.
-
-        `num_workers`: processes at once, None: as many as the machine has processors.
-        """
+    def __init__(self, task: Task, make_task: Callable[[], Task] | None = None) -> None:
+        """`make_task`: picklable, builds an equal task, warm, in other processes; None: there are none."""
         self.task = task
         limit_s = task.limits.verify_limit_s
         self.pool: WorkerPool | None = None
         if make_task is not None and limit_s is not None:
             self.pool = WorkerPool(
                 partial(_make_handler, make_task),
-                num_workers=num_workers or max(describe_machine().num_logical_cpus, _MIN_WORKERS),
+                num_workers=max(describe_machine().num_logical_cpus, _MIN_WORKERS),
                 limit_s=limit_s,
             )
 
@@ -90,10 +83,10 @@ class Judge:
 class TimedJudge(Judge):
     """Passes replies on to a judge; its clock runs while at least one is being judged."""
 
-    def __init__(self, judge: Judge, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, judge: Judge) -> None:
         super().__init__(judge.task)
         self._judge = judge
-        self.busy = BusyClock(clock)
+        self.busy = BusyClock()
 
     async def judge(self, example: Example, text: str, *, is_member: bool = False) -> Outcome:
         """Pass the reply on."""

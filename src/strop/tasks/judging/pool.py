@@ -1,14 +1,18 @@
 """Calls of one function in worker processes that are killed at their deadline.
 
-A hung verifier can ignore an alarm; a killed process cannot. A call that takes long gives its place to the
-next one, and goes on at low priority if it computes: an endless one costs the others little.
+A hung verifier can ignore an alarm; a killed process cannot. Workers are forked from a process that has
+built the function. A call that takes long gives its place to the next one, and goes on at low priority if it
+computes: an endless one costs the others little.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import os
 import pickle
+import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -20,15 +24,17 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
-from typing import Any
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, NoReturn
 
 from strop.errors import CheckRefused
 from strop.hardware.process import step_back
 from strop.hardware.visible_devices import ENV_DEVICES, VISIBLE_DEVICES
 from strop.rollout import Failure, FailureOwner
-from strop.tasks.judging import fork_server
+from strop.tasks.failures import to_failure
 
+Handler = Callable[[Any], Any]
+"""Takes a value that can be pickled, returns one."""
 _SLOW_S = 0.5
 _MAX_SLOW = 16
 """Calls that go on beside those that have places."""
@@ -36,6 +42,8 @@ _NICENESS_STEP = 10
 _BUILD_LIMIT_S = 600.0
 _RETRY_FACTOR = 4.0
 """How much longer a call may take after a time-out: the machine may be busy."""
+_MAX_BYTES = 1 << 32
+"""Memory of a worker."""
 _MAX_CALLS = 1000
 """Calls of one worker: leaks do not add up."""
 _MAX_ANSWER_BYTES = 1 << 24
@@ -53,7 +61,7 @@ class _Worker:
     server: Connection
     """Of its fork server, which ends it."""
     calls_left: int
-    """None where it has a low priority, which cannot be raised again."""
+    """0 where it has a low priority, which cannot be raised again."""
 
     @property
     def cpu_s(self) -> float:
@@ -69,19 +77,11 @@ class WorkerPool:
     """Runs `make_handler()(payload)` in up to `num_workers` processes at once.
 
     `make_handler` is called once, in the process that the workers are forked from; it must be picklable.
-    `limit_s` is the wall time of one call (seconds), `max_bytes` the memory of a worker. A thread waits for
-    each call.
+    `limit_s` is the wall time of one call (seconds). A thread waits for each call.
     """
 
-    def __init__(
-        self,
-        make_handler: Callable[[], fork_server.Handler],
-        *,
-        num_workers: int,
-        limit_s: float,
-        max_bytes: int = 1 << 32,
-    ) -> None:
-        self._job = (make_handler, max_bytes)
+    def __init__(self, make_handler: Callable[[], Handler], *, num_workers: int, limit_s: float) -> None:
+        self._job = (make_handler, _MAX_BYTES)
         self._limit_s = limit_s
         self._places = threading.Semaphore(num_workers)
         self._slow = threading.Semaphore(_MAX_SLOW)
@@ -206,7 +206,7 @@ def _start_server(job: Any) -> tuple[subprocess.Popen[bytes], Connection]:
     added = {} if devices is None else {VISIBLE_DEVICES: devices}
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", fork_server.__name__, str(theirs.fileno())],
+            [sys.executable, "-c", f"import {__name__} as pool; pool.serve({theirs.fileno()})"],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -231,3 +231,66 @@ def _start_server(job: Any) -> tuple[subprocess.Popen[bytes], Connection]:
         allowed="a task that can be built in a process of its own",
         next_step="mend what the last line names",
     )
+
+
+# The fork server. It has one thread, which makes forking safe; as the parent of all workers it kills by ids
+# that are not reused before it reaps. When the process of the pool dies, the connection ends, and so do they.
+
+
+def serve(descriptor: int) -> None:
+    """Build the handler, tell the pool, then fork and end workers until it is gone."""
+    pool = Connection(descriptor)
+    make_handler, max_bytes = pool.recv()
+    handler, failure = _attempt(make_handler)
+    pool.send(failure)
+    workers: set[int] = set()
+    try:
+        while failure is None:
+            if (ended := pool.recv()) is not None:
+                workers.discard(ended)
+                _end(ended)
+                continue
+            theirs, own_pid = recv_handle(pool), os.getpid()
+            if (pid := os.fork()) == 0:
+                pool.close()
+                _become_worker(handler, Connection(theirs), max_bytes, own_pid)
+            os.close(theirs)
+            workers.add(pid)
+            pool.send(pid)
+    except (EOFError, OSError):
+        pass  # The pool is gone.
+    finally:
+        for pid in workers:
+            _end(pid)
+
+
+def _end(pid: int) -> None:
+    for kill in (os.killpg, os.kill):
+        # The group does not exist before the worker has called setsid.
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+
+def _become_worker(handler: Handler, pool: Connection, max_bytes: int, server_pid: int) -> NoReturn:
+    """Serve one connection, then exit; never return into the server's loop."""
+    try:
+        os.setsid()
+        if sys.platform == "linux":
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+        _, hard_bytes = resource.getrlimit(resource.RLIMIT_AS)
+        # Keep a lower limit that the scheduler has set for the job.
+        bound = max_bytes if hard_bytes == resource.RLIM_INFINITY else min(max_bytes, hard_bytes)
+        resource.setrlimit(resource.RLIMIT_AS, (bound, bound))
+        while os.getppid() == server_pid:
+            pool.send(_attempt(partial(handler, pool.recv())))
+    finally:
+        os._exit(0)
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[Any, Failure | None]:
+    """Run a task's own code; return its result, or its failure. Errors of the whole run are reported too."""
+    try:
+        return work(), None
+    except (Exception, SystemExit) as error:
+        return None, to_failure(error, FailureOwner.TASK)
