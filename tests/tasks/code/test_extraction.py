@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from strop.tasks.code.extraction import (
     MAX_CODE_CHARS,
     bound_names,
-    extract_completion,
     extract_python,
     join_code,
     parse,
@@ -39,10 +38,10 @@ TESTS = {
 
 def find_program(reply: str, name: str) -> str | None:
     """Return the program that the tasks would judge."""
-    code = extract_python(reply, (name,) if name else ())
-    if code is not None and (name in bound_names(code) if name else parse(code)):
-        return join_code(SQUARES["prompt"], code) if name == "squares" else code
-    return extract_completion(reply, SQUARES["prompt"], name) if name == "squares" else None
+    head = SQUARES["prompt"] if name == "squares" else ""
+    code = extract_python(reply, (name,) if name else (), head)
+    is_whole = code is not None and (name in bound_names(code) if name else parse(code))
+    return join_code(head, code) if code is not None and is_whole else None
 
 
 def run(program: str, name: str, stdin: str = "") -> str | None:
@@ -105,7 +104,7 @@ def test_extraction_never_raises_and_is_done_once(text: str) -> None:
         code = extract_python(text, names)
         if code is not None and parse(code):
             assert extract_python(code, names) == code
-    extract_completion(text, SQUARES["prompt"], "squares")
+    extract_python(text, ("squares",), SQUARES["prompt"])
 
 
 @pytest.mark.slow

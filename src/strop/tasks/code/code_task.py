@@ -159,7 +159,7 @@ def _to_mbpp(row: Row) -> Example:
     code = answer.replace("\r\n", "\n")
     defined = bound_names(code) - bound_names(import_lines(code))
     in_tests = used_names("\n".join(shown))
-    if not defined.intersection(in_tests):
+    if defined.isdisjoint(in_tests):
         raise bad_row(
             f"{row.place}: {len(shown)} tests use {list(in_tests)[:5]}, and its code defines"
             f" {sorted(defined)[:5]}",

@@ -14,11 +14,11 @@ import re
 import textwrap
 import warnings
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import lru_cache
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 from strop.rollout import Outcome
 from strop.spec.sandboxing import SandboxSettings
@@ -56,19 +56,20 @@ _INNER_LINE = re.compile(r"[ \t)\]}#]|(?:else|elif|except|finally)\b|\"\"\"|'''|
 _UNFINISHED = ("was never closed", "unterminated triple-quoted")
 _FUTURE = re.compile(r"^from __future__ import .*$", re.MULTILINE)
 _READS, _PRINTS = re.compile(r"\b(?:input|stdin|fileinput)\b|open\(0"), re.compile(r"\b(?:print|stdout)\b")
-_USES = re.compile(rf"{_READS.pattern}|{_PRINTS.pattern}|\b(?:assert|__name__)\b")
 
 
-def extract_python(text: str, names: Sequence[str] = ()) -> str | None:
+def extract_python(text: str, names: Sequence[str] = (), head: str = "") -> str | None:
     """Return the program of a reply, which need not compile; None if there is none.
 
-    `names` are the tested names, the entry point first; none: the program runs as a whole.
+    `names` are the tested names, the entry point first; none: the program runs as a whole. `head` begins the
+    function of the first name, and a reply may hold only its body.
     """
     best, best_rank = None, -3
     for part in _parts(_answer(text) or ""):
         blocks, outside = _split(part)
         inline = [one for match in _INLINE.finditer(outside) if parse(one := _clean(match[2]))]
-        code, rank = _assemble([find_code(outside), *inline, *blocks], names)
+        bodies = [_complete(head, piece, names[0]) for piece in (outside, *reversed(blocks)) if head]
+        code, rank = _assemble([*bodies, find_code(outside), *inline, *blocks], names)
         if rank > best_rank:
             best, best_rank = code, rank
         if rank > 0:
@@ -76,23 +77,20 @@ def extract_python(text: str, names: Sequence[str] = ()) -> str | None:
     return best
 
 
-def extract_completion(text: str, head: str, name: str) -> str | None:
-    """Return `head`, which ends in a function's signature and docstring, with a reply as its body.
+def _complete(head: str, piece: str, name: str) -> str:
+    """Return the start of a function, up to its docstring, with its body; '' if that is no such code.
 
-    A body that lost its indentation, or that of its first line, is indented. None if it is no such code.
+    A body that lost its indentation, or that of its first line, is indented.
     """
-    for part in _parts(_answer(text) or ""):
-        blocks, outside = _split(part)
-        for piece in (*blocks, outside):
-            body = _clean(piece)
-            bodies = [body] if body.startswith(" ") else [textwrap.indent(body, "    "), f"    {body}"]
-            programs = [head + body for body in bodies]
-            for program in (*programs, find_code(programs[-1])):
-                tree = parse(program)
-                functions = [one for one in tree.body if isinstance(one, ast.FunctionDef)] if tree else []
-                if any(one.name == name and any(map(does_something, one.body)) for one in functions):
-                    return program
-    return None
+    body = _clean(piece)
+    bodies = [body] if body.startswith(" ") else [textwrap.indent(body, "    "), f"    {body}"]
+    programs = [head + body for body in bodies]
+    for program in (*programs, find_code(programs[-1])):
+        tree = parse(program)
+        functions = [one for one in tree.body if isinstance(one, ast.FunctionDef)] if tree else []
+        if any(one.name == name and any(map(does_something, one.body)) for one in functions):
+            return program
+    return ""
 
 
 def _answer(text: str) -> str | None:
@@ -218,47 +216,25 @@ def find_code(text: str) -> str:
     kept: list[str] = []
     num_parsed, index = 0, 0
     while index < len(starts) and num_parsed < _MAX_PARSED_CHARS:
-        chunk, index_after = "", index + 1
         for end in [*starts[index + 1 : index + _MAX_CHUNKS], len(lines)][:_MAX_CHUNKS]:
             chunk = "\n".join(lines[starts[index] : end]).rstrip()
             num_parsed += len(chunk)
-            try:
-                ast.parse(chunk)
-            except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-                if not any(reason in str(error) for reason in _UNFINISHED):
-                    break
-            else:
-                index_after = bisect_left(starts, end)
+            fault = _find_fault(chunk)
+            if fault is None or not any(reason in fault for reason in _UNFINISHED):
                 break
         # Markdown indents code behind a line of prose.
-        for form in (chunk, textwrap.dedent(chunk.partition("\n")[2])):
-            if _is_code(_clean(form)):
-                kept.append(_clean(form))
-                break
-        index = index_after
+        forms = map(_clean, (chunk, textwrap.dedent(chunk.partition("\n")[2])))
+        kept += [form for form in forms if _is_code(form)][:1]
+        index = bisect_left(starts, end) if fault is None else index + 1
     return "\n".join(kept)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Statement:
-    """A statement at the top level of a block of code."""
-
-    node: ast.stmt
-    block: int
-    binds: set[str]
-    reads: set[str]
-    """Names of the module."""
-    text: str
-    """Its lines."""
-
-
-def _read_statements(code: str, block: int) -> list[_Statement]:
-    lines, tree, found = code.split("\n"), parse(code), []
-    for node in tree.body if tree else ():
-        first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
-        text = "\n".join(lines[first - 1 : node.end_lineno])
-        found.append(_Statement(node, block, *names_of(node), text))
-    return found
+def _find_fault(code: str) -> str | None:
+    try:
+        ast.parse(code)
+    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
+        return str(error)
+    return None
 
 
 def _assemble(codes: Sequence[str], names: Sequence[str]) -> tuple[str | None, int]:
@@ -267,60 +243,58 @@ def _assemble(codes: Sequence[str], names: Sequence[str]) -> tuple[str | None, i
     A whole program is 3 if it needs no other block, 2 if it does, 1 if it reads nothing, 0 if it is no such
     program. -2 is code that does not compile.
     """
-    blocks = {number: _read_statements(code, number) for number, code in enumerate(codes) if _is_code(code)}
     broken = next((code for code in reversed(codes) if code.strip() and not parse(code)), None)
     best, best_rank = broken, -3 if broken is None else -2
+    blocks = dict(enumerate(filter(_is_code, codes)))
     for main in reversed(blocks):
-        rank = max(_rank(one.node, names[0]) for one in blocks[main]) if names else 0
+        body = tree.body if (tree := parse(blocks[main])) else []
+        rank = max(_rank(node, names[0]) for node in body) if names else 0
         if names and rank <= best_rank:
             continue
-        others, corrections = _find_needed(blocks, main, names)
-        # Statements may share a line.
-        texts = list(dict.fromkeys(one.text for one in others))
-        code = join_code(*texts, *(codes[block] for block in (main, *corrections))).rstrip()
-        if not names and any(_acts(one.node) for one in blocks[main]) and _PRINTS.search(code):
-            rank = 3 - bool(others) if _READS.search(code) else 1
+        needed, corrections = _find_needed(blocks, main, names)
+        # A statement that raises does no harm beside a tested name, and a whole program must not print twice.
+        texts = [blocks[one] if names else _defining_lines(blocks[one]) for one in needed]
+        code = join_code(*texts, *(blocks[one] for one in (main, *corrections))).rstrip()
+        if not names and any(map(_acts, body)) and _PRINTS.search(code):
+            rank = 3 - bool(needed) if _READS.search(code) else 1
         if rank > best_rank:
             best, best_rank = code, rank
     return best, best_rank
 
 
-def _find_needed(
-    blocks: dict[int, list[_Statement]], main: int, names: Sequence[str]
-) -> tuple[list[_Statement], list[int]]:
-    """Return what a block needs of others: statements that bind or fill names that it lacks; corrections.
+def _find_needed(blocks: Mapping[int, str], main: int, names: Sequence[str]) -> tuple[list[int], list[int]]:
+    """Return the blocks that a block needs, and those that correct it.
 
-    A name has the value that the last block that defines it gives it; else the last block before `main`. A
+    A name that it lacks has the value of the last block that defines it; else of the last one before it. A
     later block of nothing but definitions of names in `main`, but for the tested one, corrects these.
     """
-    own = _union(one.binds for one in blocks[main])
+    scopes = {block: scope_of(code) for block, code in blocks.items()}
+    own = scopes[main].binds
     corrections = [
         block
-        for block, found in blocks.items()
-        if block > main
-        and all(isinstance(one.node, _Definition) and one.binds <= own - set(names[:1]) for one in found)
+        for block, scope in scopes.items()
+        if block > main and scope.is_pure and scope.binds <= own - set(names[:1])
     ]
-    places: dict[str, list[int]] = {}
-    for one in sorted(
-        (one for block, found in blocks.items() if block != main for one in found),
-        # The last one decides.
-        key=lambda one: (kind := isinstance(one.node, _Definition), kind or one.block < main, one.block),
-    ):
-        for name in one.binds:
-            places.setdefault(name, []).append(one.block)
-    ahead = [name for block in (main, *corrections) for one in blocks[block] for name in one.reads]
-    seen, taken = own | set(dir(builtins)), set[_Statement]()
-    for name in ahead:
-        found = places.get(name) or places.get("*")
-        if name in seen or not found:
-            continue
-        seen.add(name)
-        for one in blocks[found[-1]]:
-            fills = name in one.reads and not isinstance(one.node, _Definition) and not _USES.search(one.text)
-            if one not in taken and (fills or not one.binds.isdisjoint((name, "*"))):
-                taken.add(one)
-                ahead += one.reads
-    return [one for found in blocks.values() for one in found if one in taken], corrections
+    found = [main, *corrections]
+    for block in found:
+        for name in scopes[block].reads - scopes[block].binds - own - set(dir(builtins)):
+            binding = [one for one in scopes if name in scopes[one].binds]
+            binding = binding or [one for one in scopes if "*" in scopes[one].binds]
+            defining = [one for one in binding if name in scopes[one].defines]
+            place = max(defining or [one for one in binding if one < main] or binding, default=main)
+            found += [place] if place not in found else []
+    return sorted(found[1 + len(corrections) :]), corrections
+
+
+def _defining_lines(code: str) -> str:
+    """Return the lines of the statements of some code that define names."""
+    tree, lines = parse(code), code.split("\n")
+    kept: dict[int, None] = {}
+    for node in tree.body if tree else ():
+        if isinstance(node, _Definition | ast.Import | ast.ImportFrom | ast.Assign | ast.AnnAssign):
+            first = min([node.lineno, *(one.lineno for one in getattr(node, "decorator_list", ()))])
+            kept |= dict.fromkeys(range(first - 1, node.end_lineno or first))
+    return "\n".join(lines[number] for number in kept)
 
 
 def join_code(*texts: str) -> str:
@@ -330,12 +304,12 @@ def join_code(*texts: str) -> str:
     return "\n".join([*imports, _FUTURE.sub("", code)]) if imports else code
 
 
-def bound_names(code: str) -> set[str]:
+def bound_names(code: str) -> Set[str]:
     """Return the names that some code binds at its top level, and Solution's methods."""
     body = tree.body if (tree := parse(code)) else []
     classes = [one for one in body if isinstance(one, ast.ClassDef) and one.name == "Solution"]
     methods = {inner.name for one in classes for inner in one.body if isinstance(inner, ast.FunctionDef)}
-    return methods | _union(names_of(node)[0] for node in body)
+    return scope_of(code).binds | methods
 
 
 def import_lines(code: str) -> str:
@@ -367,6 +341,28 @@ def parse(code: str) -> ast.Module | None:
 
 
 _Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Scope(NamedTuple):
+    """Names of a module: those that some code binds ('*': all of another one), reads, and defines."""
+
+    binds: Set[str]
+    reads: Set[str]
+    defines: Set[str]
+    """Of functions and classes."""
+    is_pure: bool
+    """Whether it only defines."""
+
+
+@lru_cache(maxsize=256)
+def scope_of(code: str) -> Scope:
+    """Return the names in some code; none if it is no Python."""
+    body = tree.body if (tree := parse(code)) else []
+    binds, reads = (
+        set[str]().union(*sets) for sets in zip((set(), set()), *map(names_of, body), strict=True)
+    )
+    defined = [node.name for node in body if isinstance(node, _Definition)]
+    return Scope(binds, reads, set(defined), len(defined) == len(body))
 
 
 def names_of(node: ast.stmt) -> tuple[set[str], set[str]]:
@@ -415,10 +411,6 @@ def _acts(node: ast.stmt) -> bool:
     return not is_value or any(isinstance(inner, ast.Call) for inner in ast.walk(node))
 
 
-def _union(sets: Iterable[set[str]]) -> set[str]:
-    return set[str]().union(*sets)
-
-
 # The verdict on a reply.
 
 WALL_S = 5.0
@@ -428,22 +420,16 @@ SPARE_VERIFY_S = 20.0
 """Additional time of a judgement: start and end of the sandbox, and the judge's own limit."""
 
 
-async def judge_reply(text: str, job: JudgeJob, spec: SandboxSettings, prompt: str = "") -> Outcome:
+async def judge_reply(text: str, job: JudgeJob, spec: SandboxSettings, head: str = "") -> Outcome:
     """Run a job's tests over the program of a reply, behind the job's own code.
 
-    Right if every test passed; `format_ok`: the code compiles and defines the first tested name. A reply may
-    hold only the body of a function that `prompt` begins.
-    Raises: like `judge_python`.
+    Right if every test passed; `format_ok`: the code compiles and defines the first tested name. `head` is
+    that of `extract_python`. Raises: like `judge_python`.
     """
-    names = job.names
-    code = extract_python(text, names)
-    program = join_code(job.source, code or "")
-    if code is None or not (names[0] in bound_names(code) if names else parse(code)):
-        completed = extract_completion(text, prompt, names[0]) if prompt else None
-        if completed is None:
-            return Outcome(parts={"correct": 0.0}, is_correct=False, format_ok=False, extracted=code)
-        code = program = completed
-    job = replace(job, source=program)
+    code = extract_python(text, job.names, head)
+    if code is None or not (job.names[0] in bound_names(code) if job.names else parse(code)):
+        return Outcome(parts={"correct": 0.0}, is_correct=False, format_ok=False, extracted=code)
+    job = replace(job, source=join_code(job.source, code))
     verdict = await judge_python(job, min_isolation=spec.min_isolation, sandbox=spec.sandbox)
     return Outcome(
         parts={"correct": float(verdict.is_right)},

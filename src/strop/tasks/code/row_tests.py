@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
-from strop.tasks.code.extraction import import_lines, names_of, parse
+from strop.tasks.code.extraction import import_lines, parse, scope_of
 from strop.tasks.code.python_judge import JudgeJob
 
 _STAR_MODULES = str.split("math typing collections itertools functools string heapq bisect random")
@@ -65,27 +65,24 @@ def read_table(table: Any) -> JudgeJob:
     """Return the tests of a table of APPS. Raises: ValueError if it is no such table."""
     get: Any = table.get if isinstance(table, dict) else (lambda _: None)
     inputs, outputs, name = get("inputs"), get("outputs"), get("fn_name")
-    is_sound = isinstance(inputs, list) and isinstance(outputs, list) and isinstance(name, str | None)
-    if not is_sound or len(inputs) != len(outputs):
+    if not (isinstance(inputs, list) and isinstance(outputs, list) and len(inputs) == len(outputs)):
         raise ValueError("a table without lists `inputs` and `outputs` of one length")
-    if name and not all(isinstance(arguments, list) for arguments in inputs):
+    if name and not (isinstance(name, str) and all(isinstance(arguments, list) for arguments in inputs)):
         raise ValueError("`inputs` of a function that are no lists of arguments")
     names = (name,) if name else ()
-    return JudgeJob(source="", names=names, input_output=json.dumps(table), num_tests=len(outputs))
+    return JudgeJob(names=names, input_output=json.dumps(table), num_tests=len(outputs))
 
 
 def _find_names(tree: ast.Module) -> tuple[str, ...]:
     """Return the names that tests read and do not define, outermost first: the program's."""
-    own, read = set(dir(builtins)), set[str]()
-    for statement in tree.body:
-        binds, reads = names_of(statement)
-        own, read = own | binds, read | reads
+    scope = scope_of(ast.unparse(tree))
+    own = {*dir(builtins), *scope.binds}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module in _STAR_MODULES:
             module = importlib.import_module(node.module)
             own.update(getattr(module, "__all__", vars(module)))
     ordered = [node.id for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    return tuple(dict.fromkeys(name for name in ordered if name in read - own))
+    return tuple(dict.fromkeys(name for name in ordered if name in scope.reads - own))
 
 
 def _find_faults(tree: ast.Module, names: tuple[str, ...]) -> Iterator[str]:
@@ -164,9 +161,8 @@ def _look_at_objects(node: ast.AST, names: tuple[str, ...], objects: set[str]) -
             yield "they enter a context of the program"
         case ast.ClassDef(bases=bases) if any(map(is_program, bases)):
             yield "they derive from what the program defines"
-        case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kind]):
-            if any(isinstance(inner, ast.Name) and inner.id in names for inner in ast.walk(kind)):
-                yield "they ask for the program's own class"
+        case ast.Call(func=ast.Name(id="isinstance" | "issubclass"), args=[_, kind]) if decides(kind):
+            yield "they ask for the program's own class"
         case ast.Call(func=ast.Attribute(attr=called), args=operands) if called.startswith("assert"):
             if called not in _FREE_ASSERTS and any(map(decides, operands)):
                 yield _OPERATOR

@@ -508,7 +508,7 @@ def test_a_container_judges_as_other_sandboxes_do() -> None:
     ],
 )
 def test_outputs_by_hand(got: str, expected: str, is_same: bool) -> None:
-    assert is_same_output(got.encode(), expected.encode()) is is_same
+    assert is_same_output(got, expected) is is_same
 
 
 @pytest.mark.parametrize(

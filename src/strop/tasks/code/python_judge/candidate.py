@@ -18,7 +18,6 @@ import builtins
 import json
 import operator
 import os
-import socket
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -36,7 +35,7 @@ _MAX_ERROR_CHARS = 1000
 _UsingStatement = ast.Expr | ast.Assert | ast.For | ast.While
 
 
-def serve(connection: socket.socket) -> NoReturn:
+def serve(connection: Any) -> NoReturn:
     """Apply the runner's operations to the candidate's objects until the connection ends."""
     os.setsid()
     sys.set_int_max_str_digits(0)
@@ -49,7 +48,6 @@ def serve(connection: socket.socket) -> NoReturn:
         # If memory runs out, the kernel kills this process and not the runner.
         file.write("1000")
     sys.path.append(PACKAGES_DIR)
-    channel = Channel(connection)
     objects: list[Any] = [load_program, _run_program]
 
     def refer(value: Any) -> Any:
@@ -57,13 +55,13 @@ def serve(connection: socket.socket) -> NoReturn:
         return ["ref", len(objects) - 1]
 
     while True:
-        operation, target, *rest = channel.receive()
+        operation, target, *rest = receive(connection)
         reply: Any = None
         with Caught() as caught:
             arguments, keywords = (decode(part, objects.__getitem__) for part in rest)
             value = _OPERATIONS[operation](objects[target], *arguments, **keywords)
             reply = encode(("value", value), refer)
-        channel.send(reply if caught.error is None else _describe_raised(caught.error))
+        send(connection, reply if caught.error is None else _describe_raised(caught.error))
 
 
 def load_program(source: str, names: Sequence[str], has_methods: bool) -> dict[str, Any]:
@@ -158,24 +156,18 @@ def _become_program(source: str, files: Sequence[int]) -> NoReturn:
     os._exit(exit_code)
 
 
-class Channel:
-    """One end of a socket that carries messages, each a line of JSON."""
+def send(connection: Any, message: Any) -> None:
+    """Send encoded values, as a line of JSON."""
+    connection.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
+    connection.flush()
 
-    def __init__(self, connection: socket.socket) -> None:
-        self._file = connection.makefile("rwb")
-        self.close = connection.close
 
-    def send(self, message: Any) -> None:
-        """Send encoded values."""
-        self._file.write(json.dumps(message, separators=(",", ":")).encode() + b"\n")
-        self._file.flush()
-
-    def receive(self) -> Any:
-        """Return the next message. Raises: EOFError if there is none; ValueError; RecursionError."""
-        line = self._file.readline(_MAX_MESSAGE_BYTES)
-        if not line.endswith(b"\n"):
-            raise EOFError
-        return json.loads(line)
+def receive(connection: Any) -> Any:
+    """Return the next message. Raises: EOFError if there is none; ValueError; RecursionError."""
+    line = connection.readline(_MAX_MESSAGE_BYTES)
+    if not line.endswith(b"\n"):
+        raise EOFError
+    return json.loads(line)
 
 
 class Caught:

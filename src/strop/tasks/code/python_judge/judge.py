@@ -41,9 +41,9 @@ class JudgeJob:
     standard input.
     """
 
-    source: str
-    """The untrusted program; of the tests alone, what must stand before it."""
     num_tests: int
+    source: str = ""
+    """The untrusted program; of the tests alone, what must stand before it."""
     names: Sequence[str] = ()
     """Names that the tests use, the entry point first; none for whole programs."""
     setup: str = ""

@@ -27,10 +27,11 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial, partialmethod
+from itertools import zip_longest
 from types import CodeType
 from typing import Any
 
-from strop.tasks.code.python_judge.candidate import LOAD, RUN, Caught, Channel, decode, encode, serve
+from strop.tasks.code.python_judge.candidate import LOAD, RUN, Caught, decode, encode, receive, send, serve
 
 PASSED, FAILED, ERRORED, TIMED_OUT = "passed", "failed", "errored", "timed_out"
 _PR_SET_DUMPABLE = 4
@@ -38,8 +39,8 @@ _MAX_DIGITS = 100_000
 """Longer numbers of the candidate's would take minutes to read, uninterruptibly."""
 _REL_TOLERANCE = 1e-6
 _IN_PLACE = "_strop_in_place"
-_NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
-_INTEGER = re.compile(rb"[+-]?\d+")
+_NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", re.ASCII)
+_INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 Test = Callable[[], object]
 """Raises AssertionError if the answer is wrong."""
 
@@ -79,8 +80,11 @@ class Session:
 
     def judge(self) -> Counter[str]:
         """Run all tests and count their results."""
-        table = self._calls if self._job["names"] else self._programs
-        return Counter(map(self._run, table() if self._job["input_output"] else self._statements()))
+        if not self._job["input_output"]:
+            return Counter(map(self._run, self._statements()))
+        table = json.loads(self._job["input_output"])
+        check = partial(partial, self._call if self._job["names"] else self._run_program)
+        return Counter(map(self._run, map(check, table["inputs"], table["outputs"])))
 
     def _run(self, test: Test) -> str:
         now = time.monotonic()
@@ -118,25 +122,15 @@ class Session:
         exec(compile(job["setup"], "<setup>", "exec"), self._names)
         self._names.update(objects)
 
-    def _programs(self) -> Iterable[Test]:
-        """Yield a run of the candidate as a program for each input."""
-        for stdin, expected in _read_table(self._job):
-            expected = _as_text(expected).encode("utf-8", "surrogatepass")
-            yield partial(self._run_program, _as_text(stdin), expected)
-
-    def _run_program(self, stdin: str, expected: bytes) -> None:
-        exit_code, output = self._process.ask("call", RUN, self._job["source"], stdin)
+    def _run_program(self, stdin: Any, expected: Any) -> None:
+        exit_code, output = self._process.ask("call", RUN, self._job["source"], _as_text(stdin))
         if exit_code != 0:
             raise ChildProcessError
-        assert is_same_output(output.encode("utf-8", "surrogateescape"), expected)
-
-    def _calls(self) -> Iterable[Test]:
-        """Yield a call of the candidate's function for each list of arguments."""
-        for arguments, expected in _read_table(self._job):
-            yield partial(self._call, [_with_int_keys(argument) for argument in arguments], expected)
+        assert is_same_output(output, _as_text(expected))
 
     def _call(self, arguments: list[Any], expected: Any) -> None:
-        assert is_same_value(self._names[self._job["names"][0]](*arguments), expected)
+        function = self._names[self._job["names"][0]]
+        assert is_same_value(function(*map(_with_int_keys, arguments)), expected)
 
     def _statements(self) -> Iterable[Test]:
         """Yield the tests, which share a namespace with the candidate's names; then what they collect."""
@@ -149,11 +143,6 @@ class Session:
             vars(importlib.import_module("unittest"))["main"] = lambda *_, **__: None
         yield from (partial(exec, test, self._names) for test in tests)
         yield from _collect(self._names)
-
-
-def _read_table(job: dict[str, Any]) -> Iterable[tuple[Any, Any]]:
-    table = json.loads(job["input_output"])
-    return zip(table["inputs"], table["outputs"], strict=True)
 
 
 def _as_text(value: Any) -> str:
@@ -227,52 +216,40 @@ def _update(mine: Any, after: Any) -> Any:
     return mine
 
 
-def is_same_output(got: bytes, expected: bytes) -> bool:
+def is_same_output(got: str, expected: str) -> bool:
     """Compare token by token. A decimal fraction may differ by one part in a million; white space may differ.
 
     A whole number must be the same number: 1000001 is not 1000000.
     """
-    got_tokens, expected_tokens = got.split(), expected.split()
-    return len(got_tokens) == len(expected_tokens) and all(
-        ours == theirs or _is_same_number(ours, theirs)
-        for ours, theirs in zip(got_tokens, expected_tokens, strict=True)
-    )
+    pairs = list(zip_longest(got.split(), expected.split(), fillvalue=""))
+    return all(ours == theirs or _is_same_number(ours, theirs) for ours, theirs in pairs)
 
 
-def _is_same_number(got: bytes, expected: bytes) -> bool:
+def _is_same_number(got: str, expected: str) -> bool:
     if not (_NUMBER.fullmatch(got) and _NUMBER.fullmatch(expected)):
         return False
     if _INTEGER.fullmatch(expected):
         # '3.0' is 3 and '03' is 3, but '3e0' is not; a float is too short to compare long integers.
         number = importlib.import_module("decimal").Decimal
-        return b"e" not in got.lower() and bool(number(got.decode()) == number(expected.decode()))
+        return "e" not in got.lower() and bool(number(got) == number(expected))
     return math.isclose(float(got), float(expected), rel_tol=_REL_TOLERANCE)
 
 
 def is_same_value(got: Any, expected: Any) -> bool:
     """Compare a returned value with one from JSON, which may be wrapped in a list of one."""
-    if _is_same_json(got, expected):
-        return True
-    return isinstance(expected, list) and len(expected) == 1 and _is_same_json(got, expected[0])
+    is_wrapped = isinstance(expected, list) and len(expected) == 1
+    return _is_same_json(got, expected) or (is_wrapped and _is_same_json(got, expected[0]))
 
 
 def _is_same_json(got: Any, expected: Any) -> bool:
     """Compare by JSON's rules: a tuple is a list, and the keys of a table are texts."""
-    if isinstance(expected, list):
-        return (
-            isinstance(got, list | tuple)
-            and len(got) == len(expected)
-            and all(_is_same_json(ours, theirs) for ours, theirs in zip(got, expected, strict=True))
-        )
-    if isinstance(expected, dict):
-        if not isinstance(got, dict):
-            return False
-        by_text = {str(key): value for key, value in got.items()}
-        return by_text.keys() == expected.keys() and all(
-            _is_same_json(by_text[key], value) for key, value in expected.items()
-        )
+    if isinstance(expected, list) and isinstance(got, list | tuple):
+        return len(got) == len(expected) and all(map(_is_same_json, got, expected))
+    if isinstance(expected, dict) and isinstance(got, dict):
+        got = {str(key): value for key, value in got.items()}
+        return got.keys() == expected.keys() and all(_is_same_json(got[key], expected[key]) for key in got)
     if isinstance(expected, float) and isinstance(got, int | float):
-        return got == expected or math.isclose(got, expected, rel_tol=_REL_TOLERANCE)
+        return math.isclose(got, expected, rel_tol=_REL_TOLERANCE)
     return type(got) in (type(None), bool, int, float, str) and bool(got == expected)
 
 
@@ -311,10 +288,10 @@ class Process:
         if os.fork() == 0:
             with Caught():
                 ours.close()
-                serve(theirs)
+                serve(theirs.makefile("rwb"))
             os._exit(1)
         theirs.close()
-        self._channel = Channel(ours)
+        self._connection = ours.makefile("rwb")
         self.end: BaseException | None = None
         """What a test must not catch, and what decides from then on."""
 
@@ -328,8 +305,8 @@ class Process:
             raise self.end
         try:
             forms = [encode(part, self._refer) for part in (arguments, keywords)]
-            self._channel.send([operation, target, *forms])
-            kind, *found = decode(self._channel.receive(), partial(Remote, self))
+            send(self._connection, [operation, target, *forms])
+            kind, *found = decode(receive(self._connection), partial(Remote, self))
             error = _rebuild(*found) if kind == "raised" else None
         except Exception as cause:
             self.end = CandidateEnded()
