@@ -21,7 +21,7 @@ READY := .venv/.ready
 TEST_PROCESSES ?= $(shell echo $$(( 2 * $$(nproc) )))
 LIBRARY := src tools benchmarks
 
-.PHONY: help venv demo demo-agent test check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps agents-deps guest-deps browser-deps trackers-deps clean
+.PHONY: help venv demo demo-agent test collected check format bench gpu-check system-deps harness-deps vllm-deps openhands-deps agents-deps guest-deps browser-deps trackers-deps clean
 
 help:
 	@echo "make demo         train a 135M model on two CPU cores, and show that it got better"
@@ -66,6 +66,10 @@ test: $(READY)
 		|| { test $$? = 1 && echo "what failed is run again, alone" \
 		&& $(IN_VENV) -m pytest --last-failed --last-failed-no-failures=none; }
 
+# Of a fresh checkout all tests are compiled first, once: each process of `make test` would compile them itself.
+collected: $(READY)
+	@$(IN_VENV) -m pytest --collect-only --quiet >.venv/collected.log || { tail -20 .venv/collected.log; exit 1; }
+
 check: $(READY)
 	@$(IN_VENV) -m ruff format --check --quiet .
 	@$(IN_VENV) -m ruff check --quiet .
@@ -94,8 +98,8 @@ gpu-check:
 
 system-deps:
 	@missing=""; \
-	command -v chromium >/dev/null 2>&1 || command -v google-chrome >/dev/null 2>&1 \
-		|| missing="$$missing chromium fonts-dejavu-core"; \
+	command -v chromium-headless-shell >/dev/null 2>&1 || command -v chromium >/dev/null 2>&1 \
+		|| command -v google-chrome >/dev/null 2>&1 || missing="$$missing chromium-headless-shell fonts-dejavu-core"; \
 	command -v bwrap >/dev/null 2>&1 || missing="$$missing bubblewrap"; \
 	command -v sbatch >/dev/null 2>&1 || missing="$$missing slurm-wlm"; \
 	command -v podman >/dev/null 2>&1 || missing="$$missing podman runc"; \

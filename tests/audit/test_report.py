@@ -144,8 +144,8 @@ def test_a_slow_grader_costs_examples_and_not_the_result(monkeypatch: pytest.Mon
     monkeypatch.setattr(context, "ENOUGH_S", 0.0)
     report = audit(PAYS_FOR_A_LETTER, probes=("garbage", "constant", "determinism"))
     shown = [(result.probe, result.status.value, result.num) for result in report.probes]
-    # Four examples are always asked, two replies to each are repeated.
-    assert shown == [("garbage", "fail", 4), ("constant", "pass", 4), ("determinism", "pass", 8)]
+    # Two examples are always asked, two replies to each are repeated.
+    assert shown == [("garbage", "fail", 2), ("constant", "pass", 2), ("determinism", "pass", 4)]
 
 
 class SometimesLate(Judge):

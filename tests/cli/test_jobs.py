@@ -40,7 +40,7 @@ def state_of(run: Run, name: str) -> str:
 
 @pytest.mark.slow
 def test_a_drill_proves_that_a_preempted_training_comes_back_to_the_same_curve(place: Path, run: Run) -> None:
-    settings = ("train.steps=150", "train.checkpoint_every=40", "name=drilled")
+    settings = ("train.steps=30", "train.checkpoint_every=10", "name=drilled")
     assert run("train", "run.toml", *settings, "output.dir=runs/undisturbed").code == 0
     assert run("submit", "run.toml", *settings, "--on", "local").code == 0
     wait_for(lambda: state_of(run, "drilled") == "running", limit_s=240)
@@ -58,7 +58,7 @@ def test_a_drill_proves_that_a_preempted_training_comes_back_to_the_same_curve(p
     assert compare_metrics(mine, theirs) is None
     fetched = run("fetch", "drilled", "--to", "copy", "--only", "latest")
     assert fetched.code == 0, fetched.err
-    assert (Path("copy") / "checkpoints" / "step-000150" / "model" / "config.json").is_file()
+    assert (Path("copy") / "checkpoints" / "step-000030" / "model" / "config.json").is_file()
 
 
 def test_a_finished_run_is_shown_and_ends_with_its_exit_code(finished_run: Path, run: Run) -> None:

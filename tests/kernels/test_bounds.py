@@ -40,7 +40,8 @@ def test_the_kernels_stay_inside_their_tensors(tmp_path: Path) -> None:
         "tests/policy/test_kv_cache.py",
         "tests/policy/test_fused_trunk.py",
     ]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files]
+    # What is computed without kernels proves nothing here.
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not False", *files]
     done = subprocess.run(
         command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=1800, check=False
     )

@@ -39,14 +39,13 @@ NULL_LIMIT_S = 0.1
 """Wall time of judging an empty reply; more is a warning."""
 LONG_LIMIT_S = 5.0
 """Wall time of judging a long reply."""
-ENOUGH_S = 10.0
+ENOUGH_S = 4.0
 """Wall time that a probe aims at if judgements are slow."""
 SLACK = 1e-9
 MAX_EVIDENCE = 5
 
 _T = TypeVar("_T")
 _NUM_ERRORS = 3.0
-_NUM_FIRST = 4
 _LITERALS = frozenset({"True", "False", "None", "[]", "0", "1", "2"})
 
 
@@ -139,7 +138,7 @@ class AuditContext:
         started_at = time.perf_counter()
         num = 0
         while num < len(examples) and (not num or 2 * (time.perf_counter() - started_at) <= ENOUGH_S):
-            size = max(num, _NUM_FIRST)
+            size = max(num, 2)
             yield examples[num : num + size]
             num += size
 

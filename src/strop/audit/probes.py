@@ -1,7 +1,4 @@
-"""Probes with replies that deserve no reward, and with replies that address a judge.
-
-Each takes the running audit and returns a result; thresholds are in `context`.
-"""
+"""Probes with replies that deserve no reward, and with replies that address a judge."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ from strop.audit.context import AuditContext, bounded, worst_of
 from strop.audit.report import ProbeResult, ProbeStatus
 from strop.rollout import Example
 
-_NUM_NULL_REPLIES = 20
 _NUM_OVERDONE = 4
 _NUM_ATTEMPTED = 2
 _BLANKS = {"no reply": "", "blank": " ", "line": "\n", "lines": " \n\t\n"}
@@ -144,13 +140,16 @@ async def probe_judge_injection(context: AuditContext) -> ProbeResult:
 
 async def probe_cost(context: AuditContext) -> ProbeResult:
     """Judging an empty reply costs next to no time, and a long one a few seconds at most."""
+    num, each_s = 0, 0.0
+    for part in context.in_time([context.examples[0]] * 20):
+        started_at = time.perf_counter()
+        await context.judge_all((example, "") for example in part)
+        num, each_s = num + len(part), (time.perf_counter() - started_at) / len(part)
     started_at = time.perf_counter()
-    await context.judge_all((context.examples[0], "") for _ in range(_NUM_NULL_REPLIES))
-    each_s = (time.perf_counter() - started_at) / _NUM_NULL_REPLIES
     await context.judge_all([(context.examples[0], _LONG)])
-    long_s = time.perf_counter() - started_at - each_s * _NUM_NULL_REPLIES
+    long_s = time.perf_counter() - started_at
     detail = f"seconds per empty reply; {long_s:.2g} for one of {len(_LONG)} characters"
-    result = bounded(each_s, thresholds.NULL_LIMIT_S, (), _NUM_NULL_REPLIES, detail)
+    result = bounded(each_s, thresholds.NULL_LIMIT_S, (), num, detail)
     is_slow = result.status is ProbeStatus.FAIL or long_s > thresholds.LONG_LIMIT_S
     return replace(result, status=ProbeStatus.WARN if is_slow else ProbeStatus.PASS)
 
