@@ -209,6 +209,17 @@ def tokenizer(tmp_path: Path) -> Tokenizer:
     return Tokenizer.load(tiny_tokenizer(tmp_path / "tokenizer"))
 
 
+@pytest.fixture(scope="module")
+def any_order() -> Iterator[None]:
+    """In this module, reverse-text pays for letters in any order."""
+    from strop.tasks.generated import reverse_text
+    from tests.fixtures.any_order import share_in_any_order
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reverse_text, "share_of_beginning", share_in_any_order)
+        yield
+
+
 @pytest.fixture
 def own_cache(tmp_path: Path, kernels_dir: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache for this test alone, for its processes too; only compiled kernels are in it already."""

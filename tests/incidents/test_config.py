@@ -90,7 +90,6 @@ name = "{name}"
 uri = "{model}"
 [task]
 name = "reverse-text"
-partial_marks = "any-order"
 max_reply_tokens = 8
 num_train = 20
 num_held_out = 4
@@ -146,7 +145,7 @@ def train(folder: Path, model_dir: Path, name: str, words: list[str]) -> RunDir:
 
 
 @pytest.fixture(scope="module")
-def recorded(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
+def recorded(any_order: None, tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> RunDir:
     """A run whose rollouts others learn from."""
     return train(tmp_path_factory.mktemp("recorded"), tiny_model_dir, "recorded", ["train.steps=2"])
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 
@@ -28,12 +28,14 @@ from strop.rollout import (
 from strop.tasks import Task, build_task
 from strop.tasks.answers import last_number, parse_number
 from strop.tasks.code.python_judge import JudgeJob, judge_python
-from strop.tasks.generated.reverse_text import ReverseTextSpec
-from strop.tasks.instructions import google
+from strop.tasks.generated import reverse_text
+from strop.tasks.generated.reverse_text import ReverseTextSpec, share_of_beginning
+from strop.tasks.instructions import rules
 from strop.tasks.instructions.segments import detect_language
 from strop.tasks.instructions.tasks import IfMultiSpec
 from strop.tasks.judging import Judge
 from strop.tasks.presets import PresetSpec, PresetTask
+from tests.fixtures.any_order import share_in_any_order
 from tests.fixtures.judging import run_self_test, verdict
 from tests.fixtures.sandboxed import best_level
 from tests.fixtures.spell import SpellTask
@@ -167,7 +169,7 @@ def test_rew_1_an_exception_of_a_checker_is_not_a_wrong_answer(monkeypatch: pyte
     def broken(text: str) -> str:
         raise TypeError("detector")
 
-    monkeypatch.setattr(google, "detect_language", broken)
+    monkeypatch.setattr(rules, "detect_language", broken)
     example = one(("language:response_language", {"language": "de"}))
     with pytest.raises(TypeError, match="detector"):
         verdict(multi(), example, "Das Meer ist blau und weit.")
@@ -304,14 +306,14 @@ def test_rew_11_a_task_that_nobody_audited_is_audited_by_the_gate(
     assert made.notes.starts == []
 
 
-@pytest.mark.parametrize(("partial_marks", "is_red"), [("any-order", True), ("beginning", False)])
+@pytest.mark.parametrize(("grade", "is_red"), [(share_in_any_order, True), (share_of_beginning, False)])
 def test_rew_4_a_reward_that_pays_for_one_word_is_red(
-    partial_marks: Literal["any-order", "beginning"], *, is_red: bool
+    grade: Any, monkeypatch: pytest.MonkeyPatch, *, is_red: bool
 ) -> None:
     """Incident: letters in any order were paid, and a run learned to answer every text with "text"."""
-    spec = ReverseTextSpec(name="reverse-text", max_words=3, partial_marks=partial_marks)
-    report = audit(build_task(spec))
-    assert set(failed(report)) == ({"constant"} if is_red else set())
+    monkeypatch.setattr(reverse_text, "share_of_beginning", grade)
+    report = audit(build_task(ReverseTextSpec(name="reverse-text", max_words=3)))
+    assert ("constant" in failed(report)) is is_red
     assert report.verdict is (Verdict.RED if is_red else Verdict.GREEN)
 
 

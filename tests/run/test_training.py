@@ -52,7 +52,6 @@ uri = "{model}"
 dtype = "float32"
 [task]
 name = "reverse-text"
-partial_marks = "any-order"
 num_train = 12
 num_held_out = 3
 max_words = 1
@@ -121,7 +120,7 @@ class Here:
 
 
 @pytest.fixture
-def here(tmp_path: Path, own_cache: Path, tiny_model_dir: Path) -> Here:
+def here(tmp_path: Path, own_cache: Path, tiny_model_dir: Path, any_order: None) -> Here:
     return Here(tmp_path, tiny_model_dir)
 
 

@@ -25,7 +25,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "gsm8k": {},
     "math": {"strictness": "symbolic"},
     "mbpp": {},
-    "if-multi": {"all_or_nothing": True},
+    "if-multi": {},
     "reasoning-gym": {"dataset": "chain_sum"},
 }
 
@@ -59,7 +59,8 @@ def test_a_completion_of_a_megabyte_is_a_wrong_answer_in_bounded_time(name: str,
         assert time.process_time() - started_at < 10.0, piece
         assert outcome.is_correct is False, piece
         assert outcome.reward is not None
-        assert outcome.reward <= 0.1, piece
+        # It may avoid commas, which is one instruction of two.
+        assert outcome.reward <= (0.5 if name == "if-multi" else 0.1), piece
 
 
 @pytest.mark.parametrize("name", CHANGES)

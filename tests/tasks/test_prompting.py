@@ -97,9 +97,9 @@ def test_every_task_is_asked_as_the_run_says(case: str, name: str, tmp_path: Pat
 
 def test_both_forms_of_a_prompt_to_the_letter(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tiny_tokenizer(tmp_path))
-    spec = ArithmeticSpec(system_prompt=SYSTEM, prompt_template="{{{a}}} {op} {b} =", operators="+-*")
+    spec = ArithmeticSpec(system_prompt=SYSTEM, prompt_template="{{{a}}} + {b} =")
     task = build_task(spec)
-    example = next(e for e in task.examples(Split.HELD_OUT) if "op" not in e.fields)
+    example = task.examples(Split.HELD_OUT)[0]
     a, b = example.fields["a"], example.fields["b"]
     assert render_prompt(tokenizer, task.render(example), "chat")[0] == (
         f"<|start|>system\n{SYSTEM}<|end|>\n<|start|>user\n{{{a}}} + {b} =<|end|>\n<|start|>assistant\n"
@@ -152,7 +152,7 @@ def test_a_field_that_the_examples_do_not_have_is_refused_when_they_are_read(tmp
     mmlu = section_of("mmlu", tmp_path)
     with pytest.raises(ConfigError, match=r"choices.*a, about, b, c, d"):
         build_task(with_settings(mmlu, prompt_template="{choices}")).examples(Split.HELD_OUT)
-    with pytest.raises(ConfigError, match=r"question.*a, b, op"):
+    with pytest.raises(ConfigError, match=r"question.*: a, b\."):
         build_task(ArithmeticSpec(prompt_template="{question}")).examples(Split.TRAIN)
 
 
@@ -239,7 +239,7 @@ def test_a_curriculum_is_asked_as_the_run_says_too(tmp_path: Path) -> None:
     example = build_task(ArithmeticSpec()).examples(Split.TRAIN)[5]
     order = tmp_path / "order.jsonl"
     order.write_text(json.dumps({"example_id": example.example_id}))
-    task = build_task(ArithmeticSpec(order_file=str(order), prompt_template="{a}{op}{b}", stop=("\n\n",)))
+    task = build_task(ArithmeticSpec(order_file=str(order), prompt_template="{a}+{b}", stop=("\n\n",)))
     assert task.examples(Split.TRAIN) == (example,)
     assert task.render(example)[0].text == f"{example.fields['a']}+{example.fields['b']}"
     assert task.limits_of(example).stop_strings == ("\n\n",) == task.limits.stop_strings

@@ -24,7 +24,6 @@ uri = "{model}"
 dtype = "float32"
 [task]
 name = "reverse-text"
-partial_marks = "any-order"
 num_train = 20
 num_held_out = 2
 max_words = 1

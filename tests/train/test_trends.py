@@ -161,7 +161,7 @@ RECORDED: dict[str, Curve] = json.loads(
 )
 """The steps of real runs. "one letter": a random model, paid for short replies; "fast": at
 four times the rate. "any order": a random model
-on reverse-text with `task.partial_marks = "any-order"`. "demo": recipes/arithmetic.toml, the real model."""
+on reverse-text, paid for letters in any order. "demo": recipes/arithmetic.toml, the real model."""
 
 
 class OrderedTask(SpellTask):

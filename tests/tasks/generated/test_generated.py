@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import combinations
 from statistics import fmean
-from typing import Any, Literal
 
 import pytest
 from hypothesis import given
@@ -15,7 +13,7 @@ from strop.errors import ConfigError
 from strop.rollout import Example, Split, make_example
 from strop.tasks import build_task
 from strop.tasks.generated.arithmetic import ArithmeticSpec
-from strop.tasks.generated.reverse_text import ReverseTextSpec, share_of_beginning, subsequence_ratio
+from strop.tasks.generated.reverse_text import ReverseTextSpec, share_of_beginning
 from tests.fixtures.judging import run_self_test, verdict
 
 TASK = build_task(ArithmeticSpec())
@@ -31,32 +29,24 @@ def test_more_held_out_keeps_the_earlier_ones() -> None:
     assert {example.example_id for example in fewer} < kept
 
 
-@pytest.mark.parametrize("operators", ["+", "-", "+-*"])
 @pytest.mark.parametrize("num_values", [3, 5, 6])
 @pytest.mark.parametrize("num_held_out", [1, 2, 3])
-def test_both_orders_of_two_numbers_are_in_one_split(
-    operators: Any, num_values: int, num_held_out: int
-) -> None:
+def test_both_orders_of_two_numbers_are_in_one_split(num_values: int, num_held_out: int) -> None:
     """Incident: for 72 of 94 held-out sums of different numbers the mirrored one was trained on."""
-    spec = ArithmeticSpec(
-        min_value=3, max_value=2 + num_values, operators=operators, num_held_out=num_held_out
-    )
+    spec = ArithmeticSpec(min_value=3, max_value=2 + num_values, num_held_out=num_held_out)
     task = build_task(spec)
-    held_out, train = ({read(example) for example in task.examples(split)} for split in reversed(Split))
+    held_out, train = (
+        {(example.fields["a"], example.fields["b"]) for example in task.examples(split)}
+        for split in reversed(Split)
+    )
     assert (len(held_out), len(train)) == (num_held_out, spec.num_train)
-    assert not train & {(op, b, a) for op, a, b in held_out}
-    # Beside an odd number of an even one, one pair is in neither split: the mirror of one that is held out.
-    assert len(held_out | train) == spec.num_pairs - (num_held_out % 2 and not spec.num_pairs % 2)
-
-
-def read(example: Example) -> tuple[str, int, int]:
-    return example.fields.get("op", "+"), example.fields["a"], example.fields["b"]
+    assert not train & {(b, a) for a, b in held_out}
+    # Beside an odd number, one pair is in neither split: the mirror of one that is held out.
+    assert len(held_out | train) == num_values**2 - num_held_out % 2
 
 
 def test_the_task_says_which_pairs_are_one_problem() -> None:
     assert TASK.problem_of(sum_of(3, 4)) == TASK.problem_of(sum_of(4, 3)) == "3 + 4"
-    other = make_example("arithmetic", {"a": 3, "op": "-", "b": 4}, "-1")
-    assert TASK.problem_of(other) == "3 - 4"
     splits = [{TASK.problem_of(example) for example in TASK.examples(split)} for split in Split]
     assert not splits[0] & splits[1]
 
@@ -66,12 +56,6 @@ def test_the_first_held_out_examples_pose_different_problems() -> None:
     assert len({TASK.problem_of(example) for example in first}) == 50
     # And neither order is the usual one.
     assert 10 < sum(example.fields["a"] < example.fields["b"] for example in first) < 40
-
-
-def test_a_huge_range_has_many_examples_and_reaches_far() -> None:
-    train = build_task(ArithmeticSpec(max_value=10**9)).examples(Split.TRAIN)
-    assert len({TASK.problem_of(example) for example in train}) == len(train) == 100_000
-    assert max(example.fields["a"] for example in train[:20]) > 10**8
 
 
 def test_one_value_range() -> None:
@@ -148,37 +132,12 @@ def test_full_marks_are_for_the_answer_alone(reply: str, gold: str) -> None:
     assert (share_of_beginning(reply, gold) == 1.0) == (reply == gold)
 
 
-@pytest.mark.parametrize(("partial_marks", "is_paid"), [("beginning", False), ("any-order", True)])
-def test_one_word_for_every_text_is_paid_for_letters_in_any_order_alone(
-    partial_marks: Literal["beginning", "any-order"], *, is_paid: bool
-) -> None:
+def test_one_word_for_every_text_earns_next_to_nothing() -> None:
     """What a run collapsed on: short words share letters with most answers."""
-    spec = ReverseTextSpec(name="reverse-text", max_words=3, partial_marks=partial_marks)
-    task = build_task(spec)
+    task = build_task(ReverseTextSpec(name="reverse-text", max_words=3))
     examples = task.examples(Split.TRAIN)[:200]
     for word in ("text", "letter", "retnel", "nretnal"):
-        mean = fmean(verdict(task, example, word).reward or 0.0 for example in examples)
-        assert 0.17 < mean < 0.4 if is_paid else mean < 0.05
-
-
-def longest_common_slow(left: str, right: str) -> int:
-    subsequences = {
-        "".join(left[i] for i in chosen)
-        for size in range(len(left) + 1)
-        for chosen in combinations(range(len(left)), size)
-    }
-
-    def holds(text: str) -> bool:
-        rest = iter(right)
-        return all(char in rest for char in text)
-
-    return max(len(text) for text in subsequences if holds(text))
-
-
-@given(st.text("abc", min_size=1, max_size=7), st.text("abc", min_size=2, max_size=7))
-def test_subsequence_ratio_equals_trying_all(reply: str, gold: str) -> None:
-    expected = 2 * longest_common_slow(reply[: 4 * len(gold)], gold) / (len(reply) + len(gold))
-    assert subsequence_ratio(reply, gold) == pytest.approx(expected)
+        assert fmean(verdict(task, example, word).reward or 0.0 for example in examples) < 0.05
 
 
 @pytest.mark.parametrize(
@@ -207,8 +166,8 @@ def test_texts_are_disjoint_and_stable() -> None:
 
 
 def test_the_same_words_in_another_order_are_in_one_split() -> None:
-    # 153 words in pairs: of 2000 texts many have the words of another one.
-    task = build_task(ReverseTextSpec(name="reverse-text", min_words=2, max_words=2, num_train=2000))
+    # 153 words, alone or in pairs: of 2000 texts many have the words of another one.
+    task = build_task(ReverseTextSpec(name="reverse-text", max_words=2, num_train=2000))
     held_out, train = (
         [example.fields["text"] for example in task.examples(split)] for split in reversed(Split)
     )
@@ -222,5 +181,5 @@ def test_the_same_words_in_another_order_are_in_one_split() -> None:
 
 def test_too_few_different_texts_are_refused() -> None:
     task = build_task(ReverseTextSpec(name="reverse-text", max_words=1))
-    with pytest.raises(ConfigError, match=r"600 different texts of 1 to 1 words.*Next: raise task"):
+    with pytest.raises(ConfigError, match=r"600 different problems.*about 1[0-9][0-9] in all"):
         task.examples(Split.TRAIN)

@@ -7,12 +7,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from strop.tasks.instructions.tasks import FUNCTIONS
+
 Arguments = Mapping[str, Any]
 
 REQUEST = "Tell me why the sea is blue and who found it out"
 _LINES = Path(__file__).with_name("vectors.jsonl").read_text("utf-8").splitlines()
 VECTORS: list[dict[str, Any]] = [json.loads(line) for line in _LINES]
 """Of each: `family`, `id` (of RLVR the function), `arguments`, and replies, `good` and `bad`."""
+
+
+def as_instruction(function: str, arguments: Arguments) -> tuple[str, dict[str, Any]]:
+    """Return a function of RLVR-IFeval as an instruction."""
+    instruction_id, names = FUNCTIONS[function]
+    return instruction_id, {names.get(name, name): value for name, value in arguments.items()}
 
 
 def first_arguments(family: str) -> dict[str, Arguments]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,9 +28,9 @@ from strop.tasks.instructions.evaluations import (
     IfBenchSpec,
     IfEvalSpec,
     judge,
-    require_package,
+    load_package,
 )
-from strop.tasks.instructions.google import GOOGLE
+from strop.tasks.instructions.rules import bind
 from tests.fixtures.judging import verdict
 from tests.tasks.instructions.instruction_cases import BENCH_ARGUMENTS, GOOGLE_ARGUMENTS, Arguments
 from tests.tasks.instructions.test_tasks import Row, write
@@ -93,8 +95,7 @@ def test_rules_for_training_differ_where_they_mean_to() -> None:
     differing = [
         record["id"]
         for record in RECORDED
-        if GOOGLE.bind(record["id"], record["arguments"], place="a record")(record["text"])
-        is not record["strict"]
+        if bind(record["id"], record["arguments"], place="a record")(record["text"]) is not record["strict"]
     ]
     assert Counter(differing) == OWN_DISAGREEMENTS
 
@@ -175,6 +176,31 @@ def test_unclosed_reasoning_and_silence_are_no_format(two_parts: str) -> None:
         assert outcome.metrics["instructions_total"] == 2.0
 
 
+_WORKER = """
+import asyncio, time
+from strop.rollout import make_example
+from strop.tasks import build_warm_task
+from strop.tasks.instructions.evaluations import IfEvalSpec
+task = build_warm_task(IfEvalSpec(name="ifeval", source="unused.jsonl"))
+constraints = [
+    {"id": "language:response_language", "arguments": {"language": "de"}},
+    {"id": "length_constraints:number_sentences", "arguments": {"num_sentences": 2, "relation": "at least"}},
+]
+example = make_example("ifeval", {"prompt": "Say it.", "constraints": constraints}, None)
+started_s = time.process_time()
+for reply in ("Das ist das Haus. Es ist alt.", "", "lorem " * 17_000):
+    asyncio.run(task.verify(example, reply))
+print(time.process_time() - started_s)
+"""
+
+
+def test_a_warm_task_has_loaded_what_judging_needs() -> None:
+    """Incident: each worker imported the package anew, at seconds of processor time, and was replaced."""
+    done = subprocess.run([sys.executable, "-c", _WORKER], capture_output=True, text=True, check=True)
+    # Seconds; on a quiet machine 0.15.
+    assert float(done.stdout) < 1.0
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -197,9 +223,9 @@ def test_rows_that_cannot_be_judged_are_refused(tmp_path: Path, change: Row) -> 
 
 @pytest.fixture
 def unloaded() -> Any:
-    require_package.cache_clear()
+    load_package.cache_clear()
     yield
-    require_package.cache_clear()
+    load_package.cache_clear()
 
 
 @pytest.mark.usefixtures("unloaded")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -91,21 +92,21 @@ def test_rew_4_an_echo_is_the_prompt_and_next_to_nothing(text: str, expected: bo
 def test_without_langdetect_the_task_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(segments, "find_spec", lambda _: None)
+    monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
+    segments.load_detector.cache_clear()
     with pytest.raises(ValueError, match=r"strop\[tasks\]"):
         task_of("if-multi", tmp_path, ALL_ROWS["if-multi"]).examples(Split.TRAIN)
 
 
-def test_if_multi_pays_the_share_or_all(tmp_path: Path) -> None:
+def test_the_share_that_is_followed_is_paid(tmp_path: Path) -> None:
     rows = [multi_row({id_: MULTI_ARGUMENTS[id_] or None for id_ in TWO_PARTS}, n) for n in range(10)]
-    for all_or_nothing, parts in ((False, {"satisfied_frac": 0.5}), (True, {"correct": 0.0})):
-        task = task_of("if-multi", tmp_path, rows, all_or_nothing=all_or_nothing)
-        outcome = verdict(task, task.examples(Split.TRAIN)[0], "The sea is blue <answer>and wide</answer>")
-        assert (outcome.parts, outcome.is_correct) == (parts, False)
-        assert outcome.metrics == {"instructions_total": 2.0, "instructions_satisfied": 1.0}
+    task = task_of("if-multi", tmp_path, rows)
+    outcome = verdict(task, task.examples(Split.TRAIN)[0], "The sea is blue <answer>and wide</answer>")
+    assert (outcome.parts, outcome.is_correct) == ({"satisfied_frac": 0.5}, False)
+    assert outcome.metrics == {"instructions_total": 2.0, "instructions_satisfied": 1.0}
 
 
-def test_answer_tags_are_not_judged_in_if_multi(tmp_path: Path) -> None:
+def test_answer_tags_are_not_judged(tmp_path: Path) -> None:
     rows = [multi_row({"last_word:last_word_answer": {"last_word": "blue"}}, n) for n in range(2)]
     task = task_of("if-multi", tmp_path, rows)
     assert verdict(task, task.examples(Split.TRAIN)[0], "<answer>The sea is blue</answer>").reward == 1.0

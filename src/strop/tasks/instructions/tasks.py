@@ -8,77 +8,194 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal
 
 from pydantic import Field
 
 from strop.errors import DataError
-from strop.rollout import Example, Message, Outcome, make_example
-from strop.spec.base import Unhashed, expert
-from strop.spec.task import SOURCE_HELP, TaskSection
+from strop.rollout import Example, Outcome, make_example
+from strop.spec.base import Unhashed
+from strop.spec.task import SOURCE_HELP, HeldOutRows, TrainingRows
 from strop.tasks.answers import text_after_thinking
-from strop.tasks.instructions.checkers import Checkers, has_substance
-from strop.tasks.instructions.multi import MULTI
-from strop.tasks.instructions.rlvr import FUNCTIONS, RLVR, as_instruction
-from strop.tasks.instructions.segments import require_language_detection
-from strop.tasks.prompt import pose
+from strop.tasks.instructions.rules import bind, has_substance
+from strop.tasks.instructions.segments import load_detector
 from strop.tasks.rows.layout import DataLayout, Row, bad_row
 from strop.tasks.rows.row_task import RowReading, RowTask
 from strop.tasks.task import TaskLimits
 
-# An example holds `prompt` and `constraints` (ids and present arguments). A row with an instruction that
-# cannot be judged is refused.
+_PROMPT = "{prompt}"
+_VERIFIER = "instructions-5"
+_MAX_REPLY_TOKENS = 2048
+_RLVR = """
+verify_keywords keywords:existence keyword_list=keywords
+verify_keyword_frequency keywords:word_count_different_numbers word=keyword N=frequency
+validate_forbidden_words keywords:forbidden_words
+verify_letter_frequency keywords:letter_frequency N=let_frequency
+validate_response_language language:response_language
+verify_paragraph_count paragraphs:paragraphs N=num_parts
+validate_word_constraint length_constraints:number_words N=num_words quantifier=relation
+verify_sentence_constraint length_constraints:number_sentences N=num_sentences quantifier=relation
+validate_paragraphs length_constraints:nth_paragraph_first_word N=num_paragraphs i=nth_paragraph
+verify_postscript detectable_content:postscript
+validate_placeholders detectable_content:number_placeholders N=num_placeholders
+verify_bullet_points detectable_format:number_bullet_lists N=num_bullets
+validate_title detectable_format:title
+validate_choice validate_choice
+validate_highlighted_sections detectable_format:number_highlighted_sections N=num_highlights
+validate_sections detectable_format:multiple_sections N=num_sections section_splitter=section_spliter
+validate_json_format detectable_format:json_format
+validate_repeat_prompt combination:repeat_prompt original_prompt=prompt_to_repeat
+validate_two_responses combination:two_responses
+validate_uppercase change_case:english_capital
+validate_lowercase change_case:english_lowercase
+validate_frequency_capital_words change_case:capital_word_frequency \
+N=capital_frequency quantifier=capital_relation
+validate_end startend:end_checker
+validate_quotation startend:quotation
+validate_no_commas punctuation:no_comma
+"""
+"""The functions of RLVR-IFeval: name, instruction, and the arguments whose names differ."""
+FUNCTIONS: Mapping[str, tuple[str, Mapping[str, str]]] = {
+    name: (instruction_id, dict(pair.split("=") for pair in pairs))
+    for name, instruction_id, *pairs in map(str.split, _RLVR.strip().splitlines())
+}
 
-Call = tuple[object, Mapping[str, Any]]
-"""An instruction's id and its arguments; None: absent."""
+Constraint = dict[str, Any]
+"""An instruction as examples have it: its `id`, and its `arguments` that are present."""
 
 
-def read_function(row: Row) -> list[Call]:
-    """Read the column of RLVR-IFeval: `ground_truth`, a JSON table with `func_name` and arguments.
+def published(source: str) -> Any:
+    """Return the setting `source` with the place of a published data set as its default."""
+    return Field(default=source, min_length=1, description=SOURCE_HELP.format(source))
 
-    Raises: DataError naming the row, if it is malformed.
+
+class UnsplitRows(TrainingRows):
+    """Sizes of the splits of training data that is published without splits."""
+
+    num_held_out: int | None = Field(
+        default=None,
+        ge=1,
+        le=10**7,
+        description="Prompts kept out of training, chosen by their content. none = a tenth.",
+    )
+
+
+class RlvrIfevalSpec(UnsplitRows):
+    """Prompts with one instruction each that a program can check, for training."""
+
+    name: Literal["rlvr-ifeval"]
+    source: Unhashed[str] = published("allenai/RLVR-IFeval")
+
+
+class IfMultiSpec(UnsplitRows):
+    """Prompts with one to five instructions that a program can check, for training."""
+
+    name: Literal["if-multi"]
+    source: Unhashed[str] = published("allenai/IF_multi_constraints_upto5")
+
+
+class InstructedRows(RowTask):
+    """Base of tasks whose prompts are texts with instructions; no right reply is known."""
+
+    def __init__(
+        self, spec: HeldOutRows, source: str, layout: DataLayout, limits: TaskLimits, verifier: str
+    ) -> None:
+        reading = RowReading(
+            layout=layout,
+            to_example=self._to_example,
+            question=lambda example: str(example.fields["prompt"]),
+            # All rows with the same prompt must be in the same split.
+            split_key=lambda row: " ".join(self.read(row)[0].split()),
+        )
+        prompts = {"prompt": _PROMPT, "base_prompt": _PROMPT}
+        super().__init__(spec, reading, limits, source=source, verifier=verifier, **prompts)
+
+    @abstractmethod
+    def read(self, row: Row) -> tuple[str, list[Constraint]]:
+        """Return a row's prompt and instructions.
+
+        Raises: DataError naming the row, if it is malformed or an instruction cannot be judged.
+        """
+
+    def gold_replies(self, example: Example) -> tuple[str, ...]:
+        """Return none."""
+        return ()
+
+    def _to_example(self, row: Row) -> Example:
+        prompt, constraints = self.read(row)
+        return make_example(self.name, {"prompt": prompt, "constraints": constraints}, None)
+
+
+class InstructionTask(InstructedRows):
+    """Follow every instruction of the prompt. Reward: the share that is followed; right: all.
+
+    A reply that only repeats the prompt follows none.
+    `format_ok`: the reasoning has an end, and a text follows it.
+    Metrics: `instructions_total`, `instructions_satisfied`.
     """
-    table = _read_ground_truth(row)
-    function = table.get("func_name")
-    if not isinstance(function, str) or function not in FUNCTIONS:
-        raise _refuse(row, f"a ground_truth with func_name {function!r}", f"one of {', '.join(FUNCTIONS)}")
-    return [as_instruction(function, {key: value for key, value in table.items() if key != "func_name"})]
+
+    def __init__(self, spec: RlvrIfevalSpec | IfMultiSpec) -> None:
+        load_detector()
+        layout = DataLayout(train=("data/train-00000-of-00001.parquet",), held_out=())
+        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, max_goldless_frac=1.0)
+        super().__init__(spec, spec.source, layout, limits, _VERIFIER)
+
+    async def verify(self, example: Example, text: str) -> Outcome:
+        """Ask the rule of every instruction.
+
+        Raises: DataError if an instruction of the example cannot be judged.
+        """
+        place = f"example {example.example_id} of task {example.task}"
+        rules = [bind(one["id"], one["arguments"], place=place) for one in example.fields["constraints"]]
+        # Some prompts ask for these tags.
+        judged = (judged_text(text) or "").replace("<answer>", "").replace("</answer>", "").strip()
+        is_judged = bool(judged) and not is_echo(judged, example.fields["prompt"])
+        followed = [is_judged and rule(judged) for rule in rules]
+        num_followed = float(sum(followed))
+        return Outcome(
+            parts={"satisfied_frac": num_followed / len(followed)},
+            is_correct=all(followed),
+            format_ok=bool(judged),
+            metrics={"instructions_total": float(len(followed)), "instructions_satisfied": num_followed},
+        )
+
+    def read(self, row: Row) -> tuple[str, list[Constraint]]:
+        """Read the published columns: `messages`, one of the user's, and `ground_truth` in one of its forms.
+
+        Of RLVR-IFeval it is a table with `func_name` and arguments; of multi-constraint sets a table, in a
+        list, with lists of instructions and of arguments.
+        """
+        match row.values.get("messages"):
+            case [{"role": "user", "content": str(prompt)}] if prompt.strip():
+                pass
+            case other:
+                raise _refuse(row, f"messages {str(other)[:120]!r}", "one message of role user with a text")
+        match table := _read_ground_truth(row):
+            case {"func_name": str(name)}:
+                instruction_id, names = FUNCTIONS.get(name, (name, {}))
+                given = {names.get(key, key): one for key, one in table.items() if key != "func_name"}
+                constraints = pair_constraints(row, [instruction_id], [given])
+            case _:
+                constraints = pair_constraints(row, table.get("instruction_id"), table.get("kwargs"))
+        for one in constraints:
+            bind(one["id"], one["arguments"], place=row.place)
+        return prompt, constraints
 
 
-def read_literal(row: Row) -> list[Call]:
-    """Read the column of multi-constraint sets: `ground_truth`, a list with one table of two lists.
-
-    Raises: DataError naming the row, if it is malformed.
-    """
-    table = _read_ground_truth(row)
-    columns = "ground_truth: instruction_id and kwargs"
-    return pair_calls(row, columns, table.get("instruction_id"), table.get("kwargs"))
-
-
-def read_messages(row: Row) -> str:
-    """Return the text of the only message, the user's.
-
-    Raises: DataError naming the row, if `messages` is anything else.
-    """
-    messages = row.values.get("messages")
-    if isinstance(messages, Sequence) and len(messages) == 1 and isinstance(messages[0], Mapping):
-        content = messages[0].get("content")
-        if messages[0].get("role") == "user" and isinstance(content, str) and content.strip():
-            return content
-    raise _refuse(row, f"messages {str(messages)[:120]!r}", "one message of role user with a text")
-
-
-def pair_calls(row: Row, columns: str, ids: object, arguments: object) -> list[Call]:
+def pair_constraints(row: Row, ids: object, arguments: object) -> list[Constraint]:
     """Return instructions from two lists of a row. Raises: DataError naming the row for others."""
-    # None stands for an empty table.
-    tables = [{} if one is None else one for one in arguments] if isinstance(arguments, list) else []
-    is_list = isinstance(ids, list) and bool(ids) and all(isinstance(one, Mapping) for one in tables)
-    if not isinstance(ids, list) or not is_list or len(ids) != len(tables):
-        content = f"{columns}: {str(ids)[:80]} and {str(arguments)[:80]}"
+    tables = arguments if isinstance(arguments, list) else []
+    is_formed = all(isinstance(one, Mapping | None) for one in tables)
+    if not is_formed or not isinstance(ids, list) or not 0 < len(ids) == len(tables):
+        content = f"instructions {str(ids)[:80]} with arguments {str(arguments)[:80]}"
         raise _refuse(row, content, "two lists of equal length: of ids, and of tables or null")
-    return list(zip(ids, tables, strict=True))
+    return [
+        {"id": one, "arguments": {key: value for key, value in (table or {}).items() if value is not None}}
+        for one, table in zip(ids, tables, strict=True)
+    ]
 
 
 def _read_ground_truth(row: Row) -> dict[str, Any]:
@@ -95,7 +212,7 @@ def _read_ground_truth(row: Row) -> dict[str, Any]:
     if not isinstance(value, dict):
         allowed = "a table, or a list with one, as JSON or a Python literal"
         raise _refuse(row, f"ground_truth {str(column)[:120]!r}", allowed)
-    return value
+    return dict(value)
 
 
 def _refuse(row: Row, content: str, allowed: str) -> DataError:
@@ -113,116 +230,3 @@ def is_echo(text: str, prompt: str) -> bool:
     """Whether a reply repeats the whole prompt and adds almost nothing."""
     reply, question = " ".join(text.split()), " ".join(prompt.split())
     return reply.startswith(question) and not has_substance(reply[len(question) :])
-
-
-_PROMPT = "{prompt}"
-_VERIFIER = "instructions-4"
-_MAX_REPLY_TOKENS = 2048
-_LAYOUT = DataLayout(train=("data/train-00000-of-00001.parquet",), held_out=())
-
-
-class _UnsplitRows(TaskSection):
-    """Sizes of the splits of training data that is published without splits."""
-
-    num_train: int | None = Field(
-        default=None, ge=1, le=10**7, description="Training prompts used, from the first. none = all."
-    )
-    num_held_out: int | None = Field(
-        default=None,
-        ge=1,
-        le=10**7,
-        description="Prompts kept out of training, chosen by their content. none = a tenth.",
-    )
-
-
-class RlvrIfevalSpec(_UnsplitRows):
-    """Prompts with one instruction each that a program can check, for training."""
-
-    name: Literal["rlvr-ifeval"]
-    source: Unhashed[str] = Field(
-        default="allenai/RLVR-IFeval",
-        min_length=1,
-        description=SOURCE_HELP.format("allenai/RLVR-IFeval"),
-    )
-
-
-class IfMultiSpec(_UnsplitRows):
-    """Prompts with one to five instructions that a program can check, for training."""
-
-    name: Literal["if-multi"]
-    source: Unhashed[str] = Field(
-        default="allenai/IF_multi_constraints_upto5",
-        min_length=1,
-        description=SOURCE_HELP.format("allenai/IF_multi_constraints_upto5"),
-    )
-    all_or_nothing: bool = Field(
-        default=False,
-        description="Pay only for replies that follow every instruction. false = the share that is followed.",
-        json_schema_extra=expert("published rewards differ by whether parts of a prompt count"),
-    )
-
-
-class InstructionTask(RowTask):
-    """Follow every instruction of the prompt.
-
-    Reward: 1 if all are followed, else 0; for if-multi the share that is followed, unless
-    `task.all_or_nothing`. A reply that only repeats the prompt follows none.
-    `format_ok`: the reasoning has an end, and a text follows it.
-    Metrics: `instructions_total`, `instructions_satisfied`.
-    """
-
-    def __init__(self, spec: RlvrIfevalSpec | IfMultiSpec) -> None:
-        require_language_detection()
-        self._is_multi = isinstance(spec, IfMultiSpec)
-        self._pays_shares = isinstance(spec, IfMultiSpec) and not spec.all_or_nothing
-        self.checkers: Checkers = MULTI if self._is_multi else RLVR
-        reading = RowReading(
-            layout=_LAYOUT,
-            to_example=self._to_example,
-            question=lambda example: str(example.fields["prompt"]),
-            # All rows with the same prompt must be in the same split.
-            split_key=lambda row: " ".join(read_messages(row).split()),
-        )
-        limits = TaskLimits(max_reply_tokens=_MAX_REPLY_TOKENS, max_goldless_frac=1.0)
-        super().__init__(spec, reading, limits, source=spec.source, prompt=_PROMPT, verifier=_VERIFIER)
-
-    def render(self, example: Example) -> tuple[Message, ...]:
-        """Return the user's text."""
-        prompt = example.fields["prompt"]
-        return pose(_PROMPT.format(prompt=prompt), base=prompt, thinking=self._spec.thinking)
-
-    async def verify(self, example: Example, text: str) -> Outcome:
-        """Ask the checker of every instruction.
-
-        Raises: DataError if an instruction of the example cannot be judged.
-        """
-        place = f"example {example.example_id} of task {example.task}"
-        constraints = [
-            self.checkers.bind(item["id"], item["arguments"], place=place)
-            for item in example.fields["constraints"]
-        ]
-        judged = judged_text(text)
-        if judged is not None and self._is_multi:
-            # Some prompts ask for these tags.
-            judged = judged.replace("<answer>", "").replace("</answer>", "").strip()
-        is_reply = judged is not None and bool(judged.strip())
-        is_judged = is_reply and not is_echo(judged or "", example.fields["prompt"])
-        followed = [is_judged and constraint(judged or "") for constraint in constraints]
-        num_followed = float(sum(followed))
-        metrics = {"instructions_total": float(len(followed)), "instructions_satisfied": num_followed}
-        parts: dict[str, float | None] = {"correct": float(all(followed))}
-        if self._pays_shares:
-            parts = {"satisfied_frac": num_followed / len(followed)}
-        return Outcome(parts=parts, is_correct=all(followed), format_ok=is_reply, metrics=metrics)
-
-    def gold_replies(self, example: Example) -> tuple[str, ...]:
-        """Return none: no right reply is known."""
-        return ()
-
-    def _to_example(self, row: Row) -> Example:
-        constraints = []
-        for instruction_id, arguments in read_literal(row) if self._is_multi else read_function(row):
-            self.checkers.bind(instruction_id, arguments, place=row.place)
-            present = {key: value for key, value in arguments.items() if value is not None}
-            constraints.append({"id": instruction_id, "arguments": present})
-        return make_example(self.name, {"prompt": read_messages(row), "constraints": constraints}, None)
