@@ -12,7 +12,6 @@ from typing import TypeVar
 
 from strop.audit.report import Evidence, ProbeResult, ProbeStatus
 from strop.rollout import Example, FailureOwner, Outcome
-from strop.tasks.answers import cut_at_first
 from strop.tasks.code.extraction import fence
 from strop.tasks.failures import catch_failure, describe_failure
 from strop.tasks.judging import Judge, judge_as_attempted
@@ -179,7 +178,8 @@ class AuditContext:
     def golds(self, example: Example) -> list[str]:
         """Return the right replies to an example as they arrive: each ends at the first stop string."""
         stops = self.task.limits_of(example).stop_strings
-        return [cut_at_first(gold, stops) for gold in self.task.gold_replies(example)]
+        golds = self.task.gold_replies(example)
+        return [min((gold, *(gold.partition(stop)[0] for stop in stops)), key=len) for gold in golds]
 
     def prompt(self, example: Example) -> str:
         """Return the text of an example's prompt."""

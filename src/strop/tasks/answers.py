@@ -32,7 +32,7 @@ _NUMBER = re.compile(NUMBER_PATTERN)
 _MAX_WHOLE = 2**53
 """Above it not every whole number is a float."""
 _DIGITS = "0123456789"
-_FIRST_CHARS = 64
+_FIRST_CHARS = 256
 """Characters of a reply's end that are searched first: most answers are there."""
 _CLOSING = re.compile(r"[\s.!)\]}*$_`'\"]*")
 """Characters that may follow an answer at the end of the reply."""
@@ -65,27 +65,13 @@ def ends_with_number(text: str) -> bool:
     return match is not None and _CLOSING.fullmatch(text, match.end()) is not None
 
 
-def cut_at_first(text: str, markers: tuple[str, ...]) -> str:
-    """Return the text before the first of several markers; all of it if none occurs."""
-    ends = [position for marker in markers if (position := text.find(marker)) >= 0]
-    return text[: min(ends)] if ends else text
-
-
 def last_number_match(text: str) -> re.Match[str] | None:
-    """Return the last of the left-to-right matches; the search starts at the end."""
-    if not any(digit in text for digit in _DIGITS):
-        return None
-    start, length = len(text), _FIRST_CHARS
-    while start:
+    """Return the last of the left-to-right matches."""
+    if any(digit in text for digit in _DIGITS):
         # Numbers contain no space, so those behind a space do not depend on the text before it.
-        start = text.rfind(" ", 0, max(len(text) - length, 0)) + 1
-        last = None
-        for match in _NUMBER.finditer(text, start):
-            last = match
-        if last is not None:
-            return last
-        # Growing by a factor keeps the time linear in the text.
-        length *= 8
+        for start in (text.rfind(" ", 0, max(len(text) - _FIRST_CHARS, 0)) + 1, 0):
+            if matches := [*_NUMBER.finditer(text, start)]:
+                return matches[-1]
     return None
 
 

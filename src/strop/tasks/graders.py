@@ -10,24 +10,29 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 from unicodedata import normalize
 
 from strop.rollout import Example, Outcome
-from strop.tasks.answers import judged_text, parse_number, show_answer, text_after_thinking
+from strop.tasks.answers import judged_text, show_answer, text_after_thinking
 from strop.tasks.mathematics.answers import (
-    FoundAnswer,
     find_answer,
+    find_boxes,
     find_number,
     first_marked,
     is_marked,
     marked_answer,
     marked_numbers,
-    read_fraction,
     read_number,
+    read_value,
 )
-from strop.tasks.mathematics.equivalence import Strictness, answer_forms, answers_equal, parse_exact
-from strop.tasks.mathematics.normal_form import normal_form
+from strop.tasks.mathematics.equivalence import (
+    Strictness,
+    answer_forms,
+    answers_equal,
+    normal_form,
+    parse_exact,
+)
 from strop.tasks.overlap import normal_text
 from strop.tasks.rows.row_task import gold_of
 from strop.tasks.task import right_or_wrong
@@ -62,10 +67,11 @@ def _judge_number(example: Example, text: str, question: str, *, is_marked_so: b
     """Compare values. `format_ok`: there is a number, or, if it is to be marked so, one behind '####'."""
     judged = judged_text(text, lambda part: first_marked(part) is not None or is_marked(part), question) or ""
     found, gold = find_number(judged, question), _read_gold_number(gold_of(example))
-    extracted, value = found or (None, None)
-    is_correct = gold is not None and value is not None and value == gold.value
-    is_formed = any(marked.value is not None for marked in marked_numbers(judged)) if is_marked_so else found
-    return right_or_wrong(is_correct, format_ok=bool(is_formed), extracted=extracted)
+    is_formed = any(number.value is not None for number in marked_numbers(judged)) if is_marked_so else found
+    if found is None or gold is None:
+        return right_or_wrong(False, format_ok=False)
+    is_correct = found.value is not None and found.value == gold.value
+    return right_or_wrong(is_correct, format_ok=bool(is_formed), extracted=found.text)
 
 
 def _judge_formula(example: Example, text: str, question: str, *, strictness: Strictness) -> Outcome:
@@ -74,31 +80,27 @@ def _judge_formula(example: Example, text: str, question: str, *, strictness: St
     Raises: ConfigError if math-verify is needed and not installed; any exception of math-verify about the
         gold answer.
     """
-    gold = gold_of(example)
     answer = find_answer(judged_text(text, is_marked, question) or "")
     if answer is None:
         return right_or_wrong(False, format_ok=False)
     is_formed = answer.num_marks == 1
-    may_count = strictness is not Strictness.STRICT or (answer.is_boxed and is_formed)
-    is_correct = may_count and answers_equal(gold, answer.text, strictness)
+    may_count = strictness != "strict" or (answer.is_boxed and is_formed)
+    is_correct = may_count and answers_equal(gold_of(example), answer.text, strictness)
     return right_or_wrong(is_correct, format_ok=is_formed, extracted=answer.text)
 
 
 def _judge_integer(example: Example, text: str, question: str) -> Outcome:
     """Compare whole numbers, without a mark the last one; `format_ok`: it is one of the AIME's."""
-    gold = gold_of(example)
-    judged = judged_text(text, is_marked, question) or ""
-    answer, number = find_answer(judged), None
-    if answer is not None and len(answer.text) <= _MAX_AIME_CHARS:
-        read = parse_exact(answer_forms(gold, answer.text)[1])
-        number = None if read is None or read.value.denominator != 1 else int(read.value)
-    if number is None and marked_answer(judged) is None and (last := _INTEGER.findall(judged)):
-        answer, number = FoundAnswer(last[-1], is_boxed=False, num_marks=0), int(last[-1])
-    return right_or_wrong(
-        answer is not None and number is not None and answers_equal(gold, answer.text, Strictness.STANDARD),
-        format_ok=number is not None and 0 <= number <= _MAX_AIME,
-        extracted=None if answer is None else answer.text,
-    )
+    gold, judged = gold_of(example), judged_text(text, is_marked, question) or ""
+    answer = find_answer(judged)
+    said = answer.text if answer is not None and len(answer.text) <= _MAX_AIME_CHARS else ""
+    number = parse_exact(answer_forms(gold, said)[1].strip("()"))
+    if (number is None or number.value.denominator > 1) and marked_answer(judged) is None:
+        said = next(reversed(_INTEGER.findall(judged)), said)
+        number = parse_exact(said)
+    value = None if number is None else number.value
+    is_formed = value is not None and value.denominator == 1 and 0 <= value <= _MAX_AIME
+    return right_or_wrong(value == int(gold), format_ok=is_formed, extracted=said or None)
 
 
 _LETTERS = "ABCD"
@@ -168,13 +170,13 @@ def find_letter(text: str, choices: Sequence[str]) -> str | None:
 
 def _read_number(value: Any) -> str | None:
     text = show_answer(value).strip()
-    is_number = parse_number(text) is not None or read_fraction(text) is not None
-    return text.replace(",", "").lstrip("$") if is_number else None
+    return None if read_value(text) is None else text.replace(",", "").lstrip("$")
 
 
 def _read_formula(value: Any) -> str | None:
     text = show_answer(value).strip()
-    return text if normal_form(text) else None
+    boxes = find_boxes(text)
+    return (boxes[-1] if boxes else text) if normal_form(boxes[-1] if boxes else text) else None
 
 
 def _read_integer(value: Any) -> str | None:
@@ -240,12 +242,11 @@ _FENCED = re.compile(r"\s*```[\w-]*\n(.*?)\n?```\s*", re.DOTALL)
 
 
 def _fits_schema(text: str, answer: str) -> bool:
-    from jsonschema import ValidationError, validators
+    from jsonschema import ValidationError, validate
 
-    schema = read_schema(answer)
+    fenced = _FENCED.fullmatch(text)
     try:
-        fenced = _FENCED.fullmatch(text)
-        validators.validator_for(schema)(schema).validate(json.loads(fenced[1] if fenced else text))
+        validate(json.loads(fenced[1] if fenced else text), json.loads(answer))
     except (ValueError, ValidationError):
         return False
     return True
@@ -269,13 +270,13 @@ def _read_text(value: Any) -> str | None:
 
 STRICTNESS: Mapping[str, Grader] = {
     level: Grader(_read_formula, "a number, a formula or a word", partial(_judge_formula, strictness=level))
-    for level in Strictness
+    for level in get_args(Strictness)
 }
 """How formulas are compared, by the values of `task.strictness`."""
 GRADERS: Mapping[str, Grader] = {
     "number": Grader(_read_number, "a number", _judge_number),
     "marked-number": Grader(_read_number, "a number", partial(_judge_number, is_marked_so=True)),
-    "math": STRICTNESS[Strictness.STANDARD],
+    "math": STRICTNESS["standard"],
     "integer": Grader(_read_integer, f"a whole number from 0 to {_MAX_AIME}", _judge_integer),
     "letter": Grader(_read_letter, "a letter from A to D, or its index from 0", _judge_letter),
     "exact": Grader(_read_text, "a text", _compared(_is_spelled)),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,7 @@ Record = Mapping[str, Any]
 RECORDED = json.loads(
     (Path(__file__).parents[2] / "fixtures" / "math_parity.json").read_text(encoding="utf-8")
 )
-needs_math_verify = pytest.mark.usefixtures("math_verify")
-
-
-@pytest.fixture
-def math_verify() -> None:
-    pytest.importorskip("math_verify", reason="the extra 'tasks' is not installed")
+needs_math_verify = pytest.mark.skipif(not find_spec("math_verify"), reason="needs the extra 'tasks'")
 
 
 def records(task: str) -> list[Record]:

@@ -1,36 +1,98 @@
-"""Compare a reply's answer with the gold answer, in stages: spelling, numbers, symbols.
+r"""Compare a reply's answer with the gold answer, in stages: spelling, numbers, formulas.
 
-Equal spellings are equal; two numbers are equal or not; only the remaining pairs go to sympy. So most
-answers cost some microseconds.
+Equal normal forms are equal; numbers, and lists of them, are equal or not; only the remaining pairs go to
+math-verify. So most answers cost some microseconds. The time of its parser and of sympy is unbounded: they
+run in a process that is killed at a limit.
 """
 
 from __future__ import annotations
 
+import cmath
+import logging
 import re
-from dataclasses import dataclass
-from enum import StrEnum
+import zlib
+from contextlib import suppress
 from fractions import Fraction
 from functools import lru_cache
+from typing import Any, Literal, NamedTuple
+from unicodedata import normalize
 
-from strop.tasks.mathematics.normal_form import normal_form, without_name
-from strop.tasks.mathematics.symbolic import equal_by_symbols, is_bounded
+from strop.errors import ConfigError
 
+Strictness = Literal["strict", "standard", "symbolic"]
+"""Which stages may find an answer right: spelling, of an answer in one box; numbers, too; formulas, too."""
 _MAX_CHARS = 2000
 """A longer answer is wrong; the longest gold answers of MATH have about 160 characters."""
+_UNICODE = str.maketrans(
+    {"\u2212": "-", "\u00d7": r"\times ", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u00f7": "/"}
+    | {"\u03c0": r"\pi ", "\u221e": r"\infty ", "\u2264": r"\le ", "\u2265": r"\ge ", "\u2260": r"\ne "}
+    | {"\u00b0": r"^\circ ", "\u222a": r"\cup ", "\u00b1": r"\pm ", "\u2248": r"\approx "}
+    | {"\u00a0": " ", "~": " "}
+    | {one: r"\frac{{{}}}{{{}}}".format(*normalize("NFKC", one).split("\u2044")) for one in "¼½¾⅓⅔"}
+)
+_CLOSING = ".,;:? \t\r\n"
+_SPACING = re.compile(
+    r"(?<!\\)\\[,!;: ]|\\(?:quad|qquad|left|right|[bB]igg?[lr]?|displaystyle|textstyle|limits)(?![a-zA-Z])"
+)
+_GROUPED = re.compile(r"(?<=[0-9])(?:\\[,!]|\{,\}|\\!,|,\\!)+(?=[0-9]{3}(?![0-9]))")
+# Words that make another number are no units: '5 million', 'mod'.
+_NO_UNIT = (
+    r"(?![^}]*\b(?:and|or|to|of|hundreds?|thousands?|millions?|billions?|trillions?|dozens?|hal(?:f|ves)|thirds?"
+    r"|quarters?|fourths?|fifths?|sixths?|eighths?|ninths?|tenths?|hundredths?|thousandths?|squared|cubed|pi|root"
+    r"|roots|base|mod|modulo|plus|minus|times|over|divided|factorial|more|less|not|sin|cos|tan|log|sqrt)\b)"
+)
+_UNIT = r"(?:[a-zA-Z]{3,}|(?:mm|cm|dm|km|in|ft|yd|mi|kg|mg|lb|oz|ml|hr|am|pm)(?![a-zA-Z]))"
+_UNITS = rf"{_UNIT}(?:(?:\s+|/){_UNIT}|/[a-zA-Z])*"
+_POWER = r"(?:\^\{?[23]\}?)?"
+_TEXT = r"\\(?:text|mbox|mathrm|textrm|textbf|mathbf|textit|operatorname|mathit|textsf|bold|bf|rm)\s*"
+_RULES: list[tuple[re.Pattern[str], Any]] = [
+    (re.compile(pattern), to)
+    for pattern, to in (
+        (r"\^\{?\s*\\circ\s*\}?|\\degree(?![a-zA-Z])|\\?[%$]|(?<!\\)\\[()\[\]]", ""),
+        (
+            r"(?:\u221a|(?<![\\a-zA-Z])sqrt)\s*(?:\(([^()]*)\)|\{([^{}]*)\}|([0-9]+|[a-zA-Z]))",
+            r"\\sqrt{\1\2\3}",
+        ),
+        ("([\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+)", lambda raised: f"^{{{normalize('NFKC', raised[1])}}}"),
+        (r"(?<![\\a-zA-Z])pi(?![a-zA-Z])", r"\\pi "),
+        (r"<=|=<|\\leq(?:slant)?(?![a-zA-Z])", r"\\le "),
+        (r">=|\\geq(?:slant)?(?![a-zA-Z])", r"\\ge "),
+        (r"\\neq(?![a-zA-Z])", r"\\ne "),
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        # Mixed numbers, and arguments without braces.
+        (r"(?<![0-9./])([0-9]+)\s+([0-9]+)/([0-9]+)(?![0-9./])", r"\1\\frac{\2}{\3}"),
+        (r"\\(frac|sqrt)\s*([0-9a-zA-Z])", r"\\\1{\2}"),
+        (r"(\\frac\{[^{}]*\})\s*([0-9a-zA-Z])", r"\1{\2}"),
+        (r"(?:,\s*)?(?:\\(?:text|mbox|textrm)\{\s*(?:and|or)\s*\}|(?<=\s)(?:and|or)(?=\s))", ","),
+        # Units; directly behind digits only those that cannot be variables.
+        (rf"(?:(?<=[0-9}})])|(?<=\\pi))\s*{_TEXT}\{{{_NO_UNIT}[a-zA-Z./ ()]*\}}{_POWER}$", ""),
+        (rf"(?<=[0-9}}])(?:\s+{_NO_UNIT}{_UNITS}|(?:mm|cm|km|kg|mph)){_POWER}$", ""),
+        (rf"{_TEXT}\{{([^{{}}]*)\}}", r" \1 "),
+        # Thousands, but '(1,234)' is a pair.
+        (
+            r"(?<![0-9.,])[0-9]{1,3}(?:[, ][0-9]{3})+(?![0-9]|,[0-9])(?![^(\[{]*[)\]}])",
+            lambda digits: re.sub("[, ]", "", digits[0]),
+        ),
+        # White space, but for one between digits and one that ends a command.
+        (
+            r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])|(?<=[0-9])(\s)\s*(?=[0-9])|\s+",
+            lambda white: f"{white[1]} " if white[1] else " " * bool(white[2]),
+        ),
+        (r"([\^_])\{([0-9a-zA-Z])\}", r"\1\2"),
+        (
+            r"(?<![0-9a-zA-Z./})])([0-9]+(?:\.[0-9]+)?)/([0-9]+(?:\.[0-9]+)?)(?![0-9a-zA-Z./^])",
+            r"\\frac{\1}{\2}",
+        ),
+        (r"(?<![0-9.])\.(?=[0-9])", "0."),
+        (r"(?<=[0-9])\.(?![0-9])", ""),
+        (r"^(?:\+|\\approx(?![a-zA-Z]))", ""),
+        (r"^\{([^{}]*)\}$", r"\1"),
+    )
+]
 _RELATION = re.compile(r"=|\\in(?![a-zA-Z])")
-_INEQUALITY = re.compile(r"(<|>|\\[lg]e(?![a-zA-Z]))")
-_UPWARD = ("<", r"\le")
+_NAME = re.compile(r"^\\?[a-zA-Z]+(?:_[0-9a-zA-Z])?(?:\([a-zA-Z]\))?(?:=|\\in(?![a-zA-Z]))(?=[^=]+$)")
 _CHOICE = re.compile(r"\([A-Z]\)(?![-+*/^=<>A-Z])[^(,]*|[A-Z]")
 """The letter of a choice, which may stand with its text: '(C)', 'C', '(C)18'."""
-_NAME = re.compile(r"\\?(?!pi|infty)[a-zA-Z]+")
-
-
-class Strictness(StrEnum):
-    """Which stages may find an answer right; the values of `task.strictness`."""
-
-    STRICT = "strict"  # Spelling only, and the answer must stand in one box.
-    STANDARD = "standard"
-    SYMBOLIC = "symbolic"
 
 
 def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
@@ -42,146 +104,89 @@ def answers_equal(gold: str, reply: str, strictness: Strictness) -> bool:
     if len(reply) > _MAX_CHARS:
         return False
     ours, theirs = answer_forms(gold, reply)
-    if not ours or not theirs:
-        return False
-    if ours == theirs:
-        return True
-    if strictness is Strictness.STRICT:
-        return False
+    if ours == theirs or strictness == "strict":
+        return ours == theirs != ""
     verdict = compare_numbers(ours, theirs)
-    if not verdict and ("%" in gold) is not ("%" in reply):
+    if verdict is False and ("%" in gold) is not ("%" in reply):
         # '50\%' is 50, and one half.
-        share = (rf"{ours}/100", theirs) if "%" in gold else (ours, rf"{theirs}/100")
-        verdict = compare_numbers(*share) or verdict
-    if verdict is not None or strictness is Strictness.STANDARD:
+        ours, theirs = (
+            form + r"\times10^{-2}" * ("%" in answer) for form, answer in ((ours, gold), (theirs, reply))
+        )
+        verdict = compare_numbers(ours, theirs)
+    if verdict is not None or strictness == "standard":
         return bool(verdict)
     # math-verify ignores case: 'X' is 'x' to it.
     is_comparable = ours.lower() != theirs.lower() and is_bounded(ours) and is_bounded(theirs)
     return is_comparable and equal_by_symbols(ours, theirs)
 
 
-_gold_form = lru_cache(maxsize=1024)(normal_form)
+@lru_cache(maxsize=1024)
+def normal_form(answer: str) -> str:
+    r"""Return one spelling for answers that are written differently and mean the same; may be empty.
+
+    Unicode, spacing, delimiters, synonyms, units, degrees, percent, money and thousands separators go or
+    become LaTeX; one word alone has no case. No rule removes or adds a sign, and none reduces or evaluates.
+    """
+    text = _SPACING.sub(" ", _GROUPED.sub("", answer.translate(_UNICODE)))
+    for pattern, to in _RULES:
+        text = pattern.sub(to, text.rstrip(_CLOSING))
+    return text.lower() if len(text) > 1 and text.isalpha() else text
 
 
 def answer_forms(gold: str, reply: str) -> tuple[str, str]:
-    r"""Return both normal forms, each without what only it has: a name, braces of a set, inequality signs.
-
-    'x=2' and 'y=2' stay different. '1,2' is '\{1,2\}', and '0\le x<1' is '[0,1)'.
-    """
-    ours, theirs = _gold_form(gold), normal_form(reply)
+    """Return both normal forms, without a name that only one has: 'x=2' and 'y=2' stay different."""
+    ours, theirs = normal_form(gold), normal_form(reply)
     if not _RELATION.search(theirs):
-        ours = without_name(ours) or ours
+        ours = _NAME.sub("", ours)
     elif not _RELATION.search(ours):
         # 'm+n=20+5=25' says what 25 is.
         has_one = "=" in theirs and "," not in theirs
-        theirs = theirs.rpartition("=")[2] if has_one else without_name(theirs) or theirs
+        theirs = theirs.rpartition("=")[2] if has_one else _NAME.sub("", theirs)
     letter = ours.strip("()")
     if len(letter) == 1 and letter.isupper() and _CHOICE.fullmatch(theirs):
         ours, theirs = letter, theirs.lstrip("(")[0]
-    if "(" not in ours and re.fullmatch(r"\([^(),]*\)", theirs):
-        theirs = theirs[1:-1]
-    our_items, their_items = _set_items(ours), _set_items(theirs)
-    if (our_items is None) is not (their_items is None):
-        ours, theirs = our_items or ours, their_items or theirs
-    our_interval, their_interval = _as_interval(ours), _as_interval(theirs)
-    if (our_interval is None) is not (their_interval is None):
-        ours, theirs = our_interval or ours, their_interval or theirs
     return ours, theirs
 
 
-def _set_items(form: str) -> str | None:
-    """Return what stands between the braces of a set, or None."""
-    is_set = form.startswith("\\{") and form.find("\\}") == len(form) - 2
-    return form[2:-2] or None if is_set else None
+# A number is a sign with an integer, a decimal, a fraction, a mixed number, a power, or a decimal
+# '\times10^{n}', as an exact rational. A decimal is also equal to a value that it rounds or cuts off behind
+# enough digits: 0.333333 is 1/3; 0.3333 is not. Whole numbers are equal only to themselves.
 
 
-def _as_interval(form: str) -> str | None:
-    """Return the interval of an inequality, or the union of those of several; None for another form."""
-    names, intervals = set(), []
-    for piece in form.split(","):
-        parts = [part.strip() for part in _INEQUALITY.split(piece)]
-        if len(parts) == 3:
-            # 'x<3' is '-\\infty<x<3'.
-            is_named_first = _NAME.fullmatch(parts[0]) is not None
-            far = "-\\infty" if is_named_first is (parts[1] in _UPWARD) else "\\infty"
-            sign = "<" if parts[1] in _UPWARD else ">"
-            parts = [far, sign, *parts] if is_named_first else [*parts, sign, far]
-        if len(parts) != 5 or (parts[1] in _UPWARD) is not (parts[3] in _UPWARD):
-            return None
-        low, left, name, right, high = parts if parts[1] in _UPWARD else parts[::-1]
-        names.add(name)
-        intervals.append(f"{'(' if left in '<>' else '['}{low},{high}{')' if right in '<>' else ']'}")
-    is_one_name = len(names) == 1 and all(_NAME.fullmatch(name) for name in names)
-    return "\\cup".join(intervals) if is_one_name else None
-
-
-# A number is a sign with an integer, a decimal, '\frac{a}{b}', 'a/b', a mixed number, a power 'a^{n}' of
-# bounded size, or a decimal '\times10^{n}', as an exact rational. A decimal is also equal to a value that
-# it rounds or cuts off, within 1e-6 of the larger one: 0.333333 is 1/3; 0.3333 is not. Whole numbers are
-# equal only to themselves.
-
-_REL_TOLERANCE = Fraction(1, 10**6)
-_MAX_DIGITS = 1000
-_MAX_EXPONENT = 300
-_MAX_ITEMS = 64
-SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
-_SIGN = r"([-+]*)"
-_PLAIN = re.compile(
-    _SIGN + r"([0-9]+(?:\.[0-9]+)?)(?:(?:\\times|\\cdot|\*)10\^\{?(-?[0-9]{1,3})\}?|"
-    f"({'|'.join(SCALES)}))?"
-)
-_RATIO = re.compile(_SIGN + r"([0-9]*)\\frac\{([-+]?[0-9]+(?:\.[0-9]+)?)\}\{([-+]?[0-9]+(?:\.[0-9]+)?)\}")
-_SLASH = re.compile(_SIGN + r"()([0-9]+(?:\.[0-9]+)?)/(-?[0-9]+(?:\.[0-9]+)?)")
-_POWER_FORM = re.compile(_SIGN + r"([0-9]{1,6})\^\{?(-?[0-9]{1,3})\}?")
-_BRACKETS = {"(": ")", "[": "]", "\\{": "\\}"}
-
-
-@dataclass(frozen=True, slots=True)
-class Number:
-    """An exact value, and the place value of its last decimal; None if it was not written as a decimal."""
+class Number(NamedTuple):
+    """An exact value, and the place value of its last decimal; 0 if it was not written as a decimal."""
 
     value: Fraction
-    unit: Fraction | None
+    unit: Fraction
 
-    def equals(self, other: Number) -> bool:
-        """Compare by the rules of this module; symmetric."""
-        if self.value == other.value:
-            return True
-        if 1 in (self.value.denominator, other.value.denominator):
-            return False
-        return self._shortens(other.value) or other._shortens(self.value)
 
-    def _shortens(self, value: Fraction) -> bool:
-        """Whether this decimal is `value`, rounded or cut off behind enough digits."""
-        if self.unit is None or self.value * value < 0:
-            return False
-        left_off, larger = abs(value) - abs(self.value), max(abs(value), abs(self.value))
-        has_digits = self.unit <= 10 * _REL_TOLERANCE * larger and abs(left_off) <= _REL_TOLERANCE * larger
-        return has_digits and -self.unit / 2 <= left_off < self.unit
+SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MAX_DIGITS = 1000
+_PART = r"([-+]?[0-9]+(?:\.[0-9]+)?)"
+_NUMBER = re.compile(
+    rf"([-+]*)(?:([0-9]*)\\frac\{{{_PART}\}}\{{{_PART}\}}|([0-9]{{1,6}})\^\{{?(-?[0-9]{{1,3}})\}}?"
+    rf"|([0-9]+(?:\.[0-9]+)?)(?:(?:\\times|\\cdot|\*)10\^\{{?(-?[0-9]{{1,3}})\}}?|({'|'.join(SCALES)}))?)"
+)
+_LIST = re.compile(r"(\(|\[|\\\{|)(.*?)(\)|\]|\\\}|)", re.DOTALL)
 
 
 def parse_exact(form: str) -> Number | None:
     """Read a normal form that is one number, or None."""
-    if len(form) > _MAX_DIGITS:
+    match = _NUMBER.fullmatch(form) if len(form) <= _MAX_DIGITS else None
+    if match is None:
         return None
-    unit = None
-    if match := _PLAIN.fullmatch(form):
-        sign, digits, exponent, word = match.groups()
-        scale = Fraction(10) ** (SCALES.get(word, 0) if word else int(exponent or 0))
-        value = Fraction(digits) * scale
-        unit = scale / 10 ** len(digits.partition(".")[2]) if "." in digits else None
-    elif match := _RATIO.fullmatch(form) or _SLASH.fullmatch(form):
-        sign, whole, upper, lower = match.groups()
-        is_mixed = bool(whole)
-        if not Fraction(lower) or (is_mixed and not (upper.isdigit() and lower.isdigit())):
-            return None
-        value = Fraction(int(whole or 0)) + Fraction(upper) / Fraction(lower)
-    elif match := _POWER_FORM.fullmatch(form):
-        sign, base, exponent = match.groups()
-        if abs(int(exponent)) > _MAX_EXPONENT or not int(base):
-            return None
-        value = Fraction(int(base)) ** int(exponent)
-    else:
+    sign, whole, upper, lower, base, power, plain, exponent, word = match.groups()
+    unit = Fraction()
+    try:
+        if upper:
+            value = Fraction(whole or 0) + Fraction(upper) / Fraction(lower)
+        elif base:
+            value = Fraction(base) ** int(power)
+        else:
+            scale = Fraction(10) ** (SCALES[word] if word else int(exponent or 0))
+            value = Fraction(plain) * scale
+            unit = scale / 10 ** len(plain.partition(".")[2]) if "." in plain else unit
+    except ZeroDivisionError:
         return None
     return Number(-value if sign.count("-") % 2 else value, unit)
 
@@ -192,35 +197,139 @@ def compare_numbers(gold: str, reply: str) -> bool | None:
     Equal tuples and intervals have the same brackets and order of numbers; equal sets, and lists without
     brackets, have the same numbers.
     """
-    ours, theirs = _read(gold), _read(reply)
+    ours, theirs = _read_numbers(gold), _read_numbers(reply)
     if ours is None or theirs is None:
         return None
     (brackets, numbers), (their_brackets, their_numbers) = ours, theirs
-    if brackets != their_brackets or len(numbers) != len(their_numbers):
-        return False
-    if brackets in ("", "\\{\\}"):
-        left = list(their_numbers)
-        for number in numbers:
-            match = next((other for other in left if number.equals(other)), None)
-            if match is None:
-                return False
-            left.remove(match)
-        return True
-    return all(our.equals(their) for our, their in zip(numbers, their_numbers, strict=True))
+    is_alike = brackets == their_brackets and len(numbers) == len(their_numbers)
+    return is_alike and all(map(_is_close, numbers, their_numbers))
 
 
-def _read(form: str) -> tuple[str, list[Number]] | None:
-    """Return the brackets and the numbers between them; no brackets for a number or a bare list."""
-    number = parse_exact(form)
-    if number is not None:
-        return "", [number]
-    brackets, inner = "", form
-    for opening in _BRACKETS:
-        for closing in _BRACKETS.values():
-            if form.startswith(opening) and form.endswith(closing):
-                brackets, inner = opening + closing, form[len(opening) : -len(closing)]
-    pieces = inner.split(",")
-    if len(pieces) > _MAX_ITEMS or (len(pieces) == 1 and not brackets):
+def _read_numbers(form: str) -> tuple[str, list[Number]] | None:
+    """Return the brackets of a list, none for a set and for one number, and the numbers between them."""
+    match = _LIST.fullmatch(form)
+    assert match is not None
+    pieces, brackets = match[2].split(","), match[1] + match[3]
+    numbers = [number for piece in pieces if (number := parse_exact(piece)) is not None]
+    if len(numbers) < len(pieces):
         return None
-    numbers = [value for piece in pieces if (value := parse_exact(piece)) is not None]
-    return (brackets, numbers) if len(numbers) == len(pieces) else None
+    is_ordered = brackets not in ("", r"\{\}") and (len(numbers) > 1 or brackets != "()")
+    return (brackets, numbers) if is_ordered else ("", sorted(numbers))
+
+
+def _is_close(one: Number, other: Number) -> bool:
+    if one.value == other.value or 1 in (one.value.denominator, other.value.denominator):
+        return one.value == other.value
+    return _shortens(one, other.value) or _shortens(other, one.value)
+
+
+def _shortens(one: Number, value: Fraction) -> bool:
+    """Whether a decimal is `value`, rounded or cut off behind enough digits."""
+    left_off, is_long = abs(value) - abs(one.value), one.unit * 10**5 <= abs(value)
+    return is_long and one.value * value > 0 and -one.unit / 2 <= left_off < one.unit
+
+
+# Formulas, by math-verify. What it cannot handle in reasonable time is refused, and what it misreads: prose
+# ('Evelyn' is a product of letters to it) and numbers with a base ('12_5' and '12_7' are both 12). Most hangs
+# are in rewriting the difference of unequal formulas, so both are first evaluated at one point.
+
+_REFUSED = re.compile(
+    # Long, with many brackets or deep ones.
+    r"^$|(?s:.{301})|(?:[{(\[][^{(\[]*){41}|(?:[{(\[][^{}()\[\]]*){13}|[$\n!]|[0-9]_|[0-9]{41}"
+    # Exponents with many digits, or with powers in them.
+    r"|(?:\^|\*\*)\s*\{?\s*[-+(]*\s*[0-9]{4}|\^\{[^}]*\^|\^[^{}()+*/=,-]{0,8}\^"
+    r"|\\(?:sum|prod|int|iint|oint|lim|[dt]?binom|overline|dot|[lc]?dots)(?![a-zA-Z])"
+    # Words, but for functions and matrices.
+    r"|(?<![\\a-zA-Z])(?!(?:(?:arc)?(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|[pbv]?matrix|array|cases)(?![a-zA-Z]))"
+    r"[a-zA-Z]{3}"
+)
+_MAX_PRECISION = 400
+_WARM_UP = (r"\frac{1}{2}x^2+\sqrt{3}x-1", r"\left(-\infty,2\right]\cup[3,4)", r"\{1,2\}", r"x\le 2")
+
+
+def is_bounded(form: str) -> bool:
+    """Whether a normal form is a formula that sympy can handle in reasonable time."""
+    return not _REFUSED.search(form)
+
+
+@lru_cache(maxsize=4096)
+def equal_by_symbols(gold: str, reply: str) -> bool:
+    """Whether math-verify finds two normal forms equal. A text that it cannot parse is not equal.
+
+    Raises: ConfigError if math-verify is not installed; any exception of math-verify about the gold answer.
+        An exception about the reply makes the reply wrong.
+    """
+    ours, theirs = _parse(gold, raise_on_error=True), _parse(reply, raise_on_error=False)
+    if ours is None or theirs is None:
+        return False
+    value, other = _evaluate(ours), _evaluate(theirs)
+    if value is not None and other is not None:
+        if not cmath.isclose(value, other, rel_tol=1e-6, abs_tol=1e-12):
+            return False
+        # The library compares decimals by six digits only.
+        decimals = ((parse_exact(gold), other), (parse_exact(reply), value))
+        if any(one and one.unit and not _shortens(one, Fraction(number.real)) for one, number in decimals):
+            return False
+    verify = require_math_verify().verify
+    return bool(verify(ours, theirs, allow_set_relation_comp=True, timeout_seconds=None))
+
+
+def warm_up() -> None:
+    """Load the libraries and fill the caches of the grammar. Raises: ConfigError without math-verify."""
+    for formula in _WARM_UP:
+        equal_by_symbols(formula, f"{formula}+0")
+
+
+@lru_cache(maxsize=1024)
+def _parse(form: str, *, raise_on_error: bool) -> Any:
+    library = require_math_verify()
+    from sympy import Union
+
+    parsed = library.parse(
+        f"${form}$",
+        [library.LatexExtractionConfig()],
+        fallback_mode="no_fallback",
+        parsing_timeout=None,
+        raise_on_error=raise_on_error,
+    )
+    formula: Any = parsed[0] if parsed else None
+    if "," not in form or not any(sign in form for sign in ("<", ">", r"\le", r"\ge")):
+        return formula
+    # Several inequalities of one name are the union of their intervals.
+    with suppress(AttributeError, NotImplementedError, TypeError):
+        if len(formula.free_symbols) == 1:
+            return Union(*(one.as_set() for one in formula.args))
+    return formula
+
+
+def _evaluate(formula: Any) -> complex | None:
+    """Return a formula's value at one point; None for equations, sets, matrices, and on failure."""
+    import sympy
+
+    # A symbol is compared by its name.
+    if not isinstance(formula, sympy.Expr) or formula.is_Matrix or formula.is_Symbol:
+        return None
+    # Unusual numbers from 1/3 to 10/3, the same for a symbol in every formula.
+    hashes = {symbol: zlib.crc32(symbol.name.encode()) for symbol in formula.free_symbols}
+    point = {symbol: sympy.Rational(1000 + one % 8999, 3001) for symbol, one in hashes.items()}
+    try:
+        value = complex(formula.evalf(subs=point, maxn=_MAX_PRECISION, strict=True))
+    except (TypeError, ValueError, ArithmeticError, AttributeError, LookupError, RuntimeError):
+        return None
+    return value if cmath.isfinite(value) else None
+
+
+@lru_cache(maxsize=1)
+def require_math_verify() -> Any:
+    """Import math-verify. Raises: ConfigError if it is not installed."""
+    try:
+        import math_verify
+    except ImportError as error:
+        raise ConfigError(
+            f"task.strictness=symbolic, but math-verify is not installed ({error})",
+            allowed="the extra 'tasks', or strictness 'standard' or 'strict'",
+            next_step="pip install 'strop[tasks]'",
+        ) from error
+    # It warns that its time limits are off: these use SIGALRM, which only main threads have.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify

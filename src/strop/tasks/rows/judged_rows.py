@@ -14,7 +14,7 @@ from strop.spec.judge import JudgeSettings
 from strop.spec.task import CodeTaskSection, JudgedByUser, TrainingRows
 from strop.tasks.graders import GRADERS, STRICTNESS
 from strop.tasks.judge_model import JUDGE, JudgeModel
-from strop.tasks.mathematics import symbolic
+from strop.tasks.mathematics import equivalence
 from strop.tasks.rows.row_task import RowReading, RowTask, SplitExamples
 from strop.tasks.task import TaskLimits
 from strop.tasks.user.rewards import FULL_MARKS_SLACK, Parts, UserReward
@@ -166,7 +166,7 @@ class JudgedRows(RowTask):
     def warm_up(self) -> None:
         """Load the user's functions and what compares formulas. Raises: ConfigError like `load_code`."""
         if self._is_symbolic:
-            symbolic.warm_up()
+            equivalence.warm_up()
         for reward in self._functions.values():
             reward.load()
 
